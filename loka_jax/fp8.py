@@ -1,0 +1,165 @@
+"""FP8 arrays, and the casts between them and high precision.
+
+Everywhere in this library `scale` multiplies into FP8 and lives only inside a cast;
+`scale_inv` multiplies back out of it and is what is stored and passed on:
+
+    data = cast(x * scale)        x ~ data * scale_inv        scale_inv = 1 / scale
+
+Casts saturate explicitly. JAX's own cast turns 465 into NaN (E4M3) and 61,440 into
+infinity (E5M2), while the GPU's saturates; clipping in float32 first makes every path
+agree. NaN stays NaN: it must be seen.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+E4M3 = jnp.float8_e4m3fn  # forward operands: max 448, 3 mantissa bits
+E5M2 = jnp.float8_e5m2  # gradients: max 57344, 2 mantissa bits
+
+# Clears sign and mantissa of a float32: what is left is its power of two, rounded down.
+_EXPONENT_BITS = 0x7F800000
+
+
+@struct.dataclass
+class Fp8Array:
+    """An FP8 array with the factors that bring it back to high precision.
+
+    Attributes:
+        data: the FP8 values, of any shape; two-dimensional if `tile` is given.
+        scale_inv: float32 dequantization factors, broadcastable to `data`; with
+            `tile = (r, c)` one factor for every tile of r rows and c columns.
+        tile: rows and columns that share a scale (blockwise), or None.
+    """
+
+    data: Float[Array, "..."]
+    scale_inv: Float[Array, "..."]
+    tile: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
+        """Returns the array this one stands for, `data * scale_inv`.
+
+        The barrier keeps the rounding: XLA for GPUs may drop a narrowing cast that is
+        followed by a widening one (`xla_allow_excess_precision`). With power-of-two
+        scales the product is exact in bfloat16 too, FP8 having fewer mantissa bits.
+        """
+        data = jax.lax.optimization_barrier(self.data)
+        scale_inv = self.scale_inv
+        if self.tile is not None:
+            for axis, size in enumerate(self.tile):
+                scale_inv = jnp.repeat(scale_inv, size, axis=axis)
+            scale_inv = scale_inv[: data.shape[0], : data.shape[1]]
+        scale_inv = jnp.broadcast_to(scale_inv, data.shape)
+        return (data.astype(jnp.float32) * scale_inv).astype(dtype)
+
+
+def fp8_max(dtype: DTypeLike) -> float:
+    """Returns the largest finite value of an FP8 format: 448 (E4M3), 57344 (E5M2)."""
+    if jnp.dtype(dtype) not in (jnp.dtype(E4M3), jnp.dtype(E5M2)):
+        raise ValueError(f"{dtype=} must be E4M3 or E5M2.")
+    return float(jnp.finfo(dtype).max)
+
+
+def saturate(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Returns `x` cast to FP8, values out of range at the largest finite one."""
+    limit = fp8_max(dtype)
+    return jnp.clip(x.astype(jnp.float32), -limit, limit).astype(dtype)
+
+
+def amax(
+    x: Float[Array, "..."], axes: Sequence[int] | None = None
+) -> Float[Array, "..."]:
+    """Returns the float32 `max |x|` over `axes` (all if None), dims kept at size 1.
+
+    An empty slice has amax 0. Over all axes the result is a scalar.
+    """
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
+    return largest.astype(jnp.float32)
+
+
+def compute_scale_inv(
+    amax: Float[Array, "*shape"],
+    dtype: DTypeLike,
+    *,
+    pow2_scale: bool = True,
+    margin: int = 0,
+) -> Float[Array, "*shape"]:
+    """Returns `scale_inv = 1 / scale` with `scale = fp8_max / (amax * 2**margin)`.
+
+    Args:
+        amax: the largest magnitude the scale must represent.
+        dtype: `E4M3` or `E5M2`.
+        pow2_scale: round `scale` down to a power of two, which makes scaling exact
+            both ways in float32 and bfloat16, for at most one bit of range.
+        margin: bits of headroom left above `amax`.
+
+    A non-finite amax gives NaN, so that the fault reaches the output and is seen.
+    """
+    limit = fp8_max(dtype)
+    # Below the floor `scale` would overflow float32 and turn zeros into NaN. One more
+    # factor of two keeps `scale_inv` a normal number, which GPUs do not flush to zero.
+    floor = 2 * limit * float(jnp.finfo(jnp.float32).tiny)
+    scale = limit / jnp.maximum(amax * 2.0**margin, floor)
+    if pow2_scale:
+        bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT_BITS
+        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
+
+
+def cast(
+    x: Float[Array, "*shape"], scale_inv: Float[Array, "..."], dtype: DTypeLike
+) -> Fp8Array:
+    """Returns `saturate(x / scale_inv)` with its scale: the one place that divides."""
+    scaled = x.astype(jnp.float32) * jnp.broadcast_to(1.0 / scale_inv, x.shape)
+    return Fp8Array(saturate(scaled, dtype), scale_inv)
+
+
+def quantize(
+    x: Float[Array, "*shape"],
+    dtype: DTypeLike = E4M3,
+    *,
+    axes: Sequence[int] | None = None,
+    pow2_scale: bool = True,
+) -> Fp8Array:
+    """Casts `x` to FP8 with current scaling, one scale per slice along `axes`.
+
+    Finite values never become NaN or infinity: out-of-range values saturate.
+
+    Args:
+        x: the array to cast.
+        dtype: `E4M3` or `E5M2`.
+        axes: the axes that share a scale. All of them (tensorwise) if None; a matmul
+            operand's contracting dims give rowwise scaling.
+        pow2_scale: round scales down to powers of two.
+
+    Raises:
+        ValueError: if `dtype` is not an FP8 type.
+    """
+    scale_inv = compute_scale_inv(amax(x, axes), dtype, pow2_scale=pow2_scale)
+    return cast(x, scale_inv, dtype)
+
+
+def quantize_tiles(
+    x: Float[Array, "m k"],
+    dtype: DTypeLike = E4M3,
+    *,
+    tile: tuple[int, int],
+    pow2_scale: bool = True,
+) -> Fp8Array:
+    """Casts `x` to FP8 with one scale per `tile` (blockwise, current scaling).
+
+    Sizes that are no multiple of the tile end in partial tiles with own scales.
+    """
+    rows, cols = x.shape
+    tile_rows, tile_cols = tile
+    padded = jnp.pad(x, ((0, -rows % tile_rows), (0, -cols % tile_cols)))
+    tiles = padded.reshape(
+        padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_cols, tile_cols
+    )
+    scale_inv = compute_scale_inv(amax(tiles, (1, 3)), dtype, pow2_scale=pow2_scale)
+    data = cast(tiles, scale_inv, dtype).data.reshape(padded.shape)[:rows, :cols]
+    return Fp8Array(data, scale_inv[:, 0, :, 0], tile)

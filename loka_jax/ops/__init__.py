@@ -1,0 +1,1 @@
+"""Differentiable operations that follow a recipe; array functions without state."""

@@ -1,0 +1,206 @@
+"""Precision choices as data: which operand of which GEMM is cast how.
+
+For `out = lhs @ rhs` with lhs (M, K), rhs (K, N) and the gradient g (M, N), a site has
+three GEMMs, the roles, each decided on its own:
+
+    fwd    out  = lhs  @ rhs      contracts K
+    dlhs   dlhs = g    @ rhs^T    contracts N
+    drhs   drhs = lhs^T @ g       contracts M
+
+A `GemmRecipe` names its two operands in the order of these products.
+"""
+
+import dataclasses
+import difflib
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from loka_jax.fp8 import E4M3, E5M2
+
+Role = Literal["fwd", "dlhs", "drhs"]
+Operand = Literal["lhs", "rhs", "g"]
+Granularity = Literal["tensorwise", "rowwise", "blockwise"]
+
+ROLES: tuple[Role, ...] = ("fwd", "dlhs", "drhs")
+OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "g")
+# The two operands of each role, in the order of its product.
+ROLE_OPERANDS: dict[Role, tuple[Operand, Operand]] = {
+    "fwd": ("lhs", "rhs"),
+    "dlhs": ("g", "rhs"),
+    "drhs": ("lhs", "g"),
+}
+BLOCK = 128  # blockwise scaling: 1 x 128 for activations, 128 x 128 for weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one operand of one GEMM becomes FP8.
+
+    Attributes:
+        dtype: `E4M3` or `E5M2`.
+        granularity: what shares a scale: the whole array (tensorwise), one slice
+            along the contracting dim (rowwise), or a tile (blockwise).
+        scaling: "current" takes the scale from this step's amax; "delayed" from a
+            history of earlier ones, so that one pass over the data is enough.
+        pow2_scale: round scales down to powers of two (exact scaling).
+    """
+
+    dtype: DTypeLike = E4M3
+    granularity: Granularity = "tensorwise"
+    scaling: Literal["current", "delayed"] = "current"
+    pow2_scale: bool = True
+
+    def __post_init__(self):  # noqa: D105
+        if self.scaling == "delayed" and self.granularity != "tensorwise":
+            raise ValueError(
+                f"delayed scaling keeps one scale per tensor; "
+                f"granularity={self.granularity!r} needs scaling='current'."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmRecipe:
+    """The casts of the two operands of one FP8 GEMM, in the order of its product.
+
+    Attributes:
+        first: cast of the left operand.
+        second: cast of the right operand.
+        fast_accumulation: keep the tensor core's narrower accumulator over all of the
+            contraction: a little faster, a little less exact.
+    """
+
+    first: Cast
+    second: Cast
+    fast_accumulation: bool = False
+
+    def __post_init__(self):  # noqa: D105
+        if self.first.dtype == E5M2 and self.second.dtype == E5M2:
+            raise ValueError(
+                "E5M2 x E5M2 has no FP8 GEMM on Hopper; make one operand E4M3."
+            )
+        if (self.first.granularity == "blockwise") != (
+            self.second.granularity == "blockwise"
+        ):
+            raise ValueError("blockwise scaling needs both operands blockwise.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A named, complete precision choice for a site.
+
+    Attributes:
+        name: as in `RECIPES`.
+        compute_dtype: dtype of activations and of the GEMMs that are not FP8.
+        fwd, dlhs, drhs: the FP8 casts of each role; None runs it in `compute_dtype`.
+        amax_history_length: steps that a delayed scale looks back.
+        margin: bits of headroom of a delayed scale above the largest amax seen.
+        is_calibrated: every delayed scale is known to be set, so the guard for first
+            steps is left out (see `scaling.delayed_scale_inv`).
+    """
+
+    name: str
+    compute_dtype: DTypeLike = jnp.bfloat16
+    fwd: GemmRecipe | None = None
+    dlhs: GemmRecipe | None = None
+    drhs: GemmRecipe | None = None
+    amax_history_length: int = 16
+    margin: int = 1
+    is_calibrated: bool = False
+
+    def __post_init__(self):  # noqa: D105
+        for operand in OPERANDS:
+            whole = {c for c in self.casts(operand) if c.granularity == "tensorwise"}
+            if len(whole) > 1:
+                raise ValueError(
+                    f"recipe {self.name!r} casts {operand} tensorwise in two ways; "
+                    "one FP8 copy of it must serve all roles."
+                )
+
+    def gemm(self, role: Role) -> GemmRecipe | None:
+        """Returns the casts of `role`, or None if it runs in high precision."""
+        return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}[role]
+
+    def casts(self, operand: Operand) -> tuple[Cast, ...]:
+        """Returns every cast of `operand`, over the roles that read it in FP8."""
+        found = []
+        for role in ROLES:
+            gemm = self.gemm(role)
+            if gemm is not None and operand in ROLE_OPERANDS[role]:
+                place = ROLE_OPERANDS[role].index(operand)
+                found.append((gemm.first, gemm.second)[place])
+        return tuple(found)
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if any operand takes its scale from a history, which is then state."""
+        return any(
+            cast.scaling == "delayed"
+            for operand in OPERANDS
+            for cast in self.casts(operand)
+        )
+
+    def calibrated(self) -> "Recipe":
+        """Returns this recipe for steps whose delayed scales are all known."""
+        return dataclasses.replace(self, is_calibrated=True)
+
+
+def get_recipe(name: str) -> Recipe:
+    """Returns the recipe of that name.
+
+    Raises:
+        ValueError: if there is none; the message names the nearest.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"unknown recipe {name!r}: {hint}There are {', '.join(sorted(RECIPES))}."
+    )
+
+
+def _tensorwise(name: str, scaling: Literal["current", "delayed"]) -> Recipe:
+    # E4M3 forward, E5M2 gradients: with one scale per tensor, gradients need the range.
+    e4m3 = Cast(dtype=E4M3, scaling=scaling)
+    e5m2 = Cast(dtype=E5M2, scaling=scaling)
+    return Recipe(
+        name=name,
+        fwd=GemmRecipe(first=e4m3, second=e4m3, fast_accumulation=True),
+        dlhs=GemmRecipe(first=e5m2, second=e4m3),
+        drhs=GemmRecipe(first=e4m3, second=e5m2),
+    )
+
+
+def _uniform(name: str, granularity: Granularity) -> Recipe:
+    # With fine scales E4M3 serves gradients too (torchao rowwise, DeepSeek-V3).
+    e4m3 = Cast(dtype=E4M3, granularity=granularity)
+    gemm = GemmRecipe(first=e4m3, second=e4m3)
+    fwd = dataclasses.replace(gemm, fast_accumulation=granularity == "rowwise")
+    return Recipe(name=name, fwd=fwd, dlhs=gemm, drhs=gemm)
+
+
+def _rowwise_bf16_drhs() -> Recipe:
+    # torchao's rowwise_with_gw_hp: the weight gradient, which sums over the whole
+    # batch, stays in bfloat16, and dlhs reads the weight with one scale.
+    row = Cast(dtype=E4M3, granularity="rowwise")
+    return Recipe(
+        name="fp8_rowwise_bf16_drhs",
+        fwd=GemmRecipe(first=row, second=row, fast_accumulation=True),
+        dlhs=GemmRecipe(first=row, second=Cast(dtype=E4M3)),
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(name="f32", compute_dtype=jnp.float32),
+        Recipe(name="bf16"),
+        _tensorwise("fp8_tensorwise", "current"),
+        _tensorwise("fp8_tensorwise_delayed", "delayed"),
+        _uniform("fp8_rowwise", "rowwise"),
+        _rowwise_bf16_drhs(),
+        _uniform("fp8_blockwise", "blockwise"),
+    )
+}

@@ -1,0 +1,122 @@
+"""Two-dimensional products by XLA: FP8 on the cuBLASLt engine, and high precision.
+
+Hopper's FP8 tensor cores want both operands K-major, so the FP8 product takes them as
+lhs (M, K) and rhs (N, K), both contracting their last dim:
+
+    out[m, n] = sum_k lhs[m, k] * rhs[n, k]
+
+On CUDA an FP8 algorithm preset pins the dot to cuBLASLt; without it XLA's autotuner
+chooses the engine and may choose a wide one. Presets do not exist on other platforms,
+where the same call is an exact float32 product of the decoded values: CPU runs emulate
+the GPU's numerics up to the order of summation.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import Fp8Array
+from loka_jax.recipe import GemmRecipe
+
+# Both operands contract their last dim.
+_K_MAJOR = (((1,), (1,)), ((), ()))
+# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. XLA would pad other sizes with
+# kernels of their own, which cost more than FP8 gains at the sizes of these models.
+_SIZE_MULTIPLE = 16
+
+
+def why_not(m: int, k: int, n: int) -> str | None:
+    """Returns why an (m, k) x (k, n) product does not run in FP8, or None if it does.
+
+    In the role's own terms: for drhs, m is the site's K and k its batch.
+    """
+    for name, size in (("m", m), ("k", k), ("n", n)):
+        if size == 0 or size % _SIZE_MULTIPLE:
+            return f"{name}={size} is not a positive multiple of {_SIZE_MULTIPLE}"
+    return None
+
+
+def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
+    """Returns in a few words what runs for a role: engine, formats, granularity."""
+    if gemm is None:
+        return f"xla {jnp.dtype(compute_dtype).name}"
+    formats = " x ".join(_FORMAT_NAMES[jnp.dtype(c.dtype)] for c in _casts(gemm))
+    granularity = " x ".join(dict.fromkeys(c.granularity for c in _casts(gemm)))
+    if gemm.first.granularity == "blockwise":
+        return f"xla bfloat16 on {formats} {granularity} operands"
+    return f"xla fp8 {formats} {granularity}"
+
+
+def fp8_matmul(
+    lhs: Fp8Array,
+    rhs: Fp8Array,
+    *,
+    out_dtype: DTypeLike,
+    fast_accumulation: bool = False,
+) -> Float[Array, "m n"]:
+    """Returns `dequantize(lhs) @ dequantize(rhs).T`, multiplied in FP8.
+
+    Args:
+        lhs: (m, k), one scale, one per row `[m, 1]`, or tiles along k.
+        rhs: (n, k), likewise.
+        out_dtype: of the result. In bfloat16 the product is written once in bfloat16
+            and scaled in the next fusion, which is exact with power-of-two scales.
+        fast_accumulation: accept the tensor core's narrow accumulator over all of k.
+
+    Tiled operands have no FP8 route in XLA on Hopper. They are multiplied in bfloat16
+    after dequantization, which is exact with power-of-two scales: the numerics of a
+    block-scaled FP8 GEMM at the speed of a bfloat16 one.
+    """
+    if lhs.tile is not None or rhs.tile is not None:
+        operands = (lhs.dequantize(jnp.bfloat16), rhs.dequantize(jnp.bfloat16))
+        return _dot(*operands, out_dtype, precision=None)
+    out = jax.lax.platform_dependent(
+        lhs.data,
+        rhs.data,
+        cuda=lambda a, b: _dot(a, b, out_dtype, precision=_preset(fast_accumulation)),
+        default=lambda a, b: _dot(a, b, out_dtype, precision=None),
+    )
+    # Two multiplications, not one by the product, which could leave float32's range.
+    out = out.astype(jnp.float32) * lhs.scale_inv
+    return (out * rhs.scale_inv.T).astype(out_dtype)
+
+
+def high_precision_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "n k"],
+    *,
+    compute_dtype: DTypeLike,
+    out_dtype: DTypeLike,
+) -> Float[Array, "m n"]:
+    """Returns `lhs @ rhs.T`, operands in `compute_dtype`, summed in float32.
+
+    float32 means float32: without the request GPUs would use TF32.
+    """
+    operands = (lhs.astype(compute_dtype), rhs.astype(compute_dtype))
+    is_f32 = jnp.dtype(compute_dtype) == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if is_f32 else None
+    return _dot(*operands, out_dtype, precision=precision)
+
+
+_FORMAT_NAMES = {
+    jnp.dtype(jnp.float8_e4m3fn): "e4m3",
+    jnp.dtype(jnp.float8_e5m2): "e5m2",
+}
+
+
+def _casts(gemm: GemmRecipe):
+    return (gemm.first, gemm.second)
+
+
+def _preset(fast_accumulation: bool) -> jax.lax.DotAlgorithmPreset:
+    presets = jax.lax.DotAlgorithmPreset
+    if fast_accumulation:
+        return presets.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    return presets.ANY_F8_ANY_F8_F32
+
+
+def _dot(lhs, rhs, out_dtype, *, precision):
+    return jax.lax.dot_general(
+        lhs, rhs, _K_MAJOR, precision=precision, preferred_element_type=out_dtype
+    )
