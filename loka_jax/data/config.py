@@ -1,0 +1,136 @@
+"""The options of every data source in one flat dataclass.
+
+Flat, so that a command line reads well: `--data.path clicks.csv --data.label click`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Rows of the generated tables: a few huge fields, most small, as in Criteo's logs.
+GENERATED_ROWS = (
+    *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
+    *(2_000, 2_000, 1_000, 1_000, 600, 500, 300, 200, 150, 100, 100),
+    *(60, 50, 30, 25, 20, 12),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where examples come from and what is done to them.
+
+    Attributes:
+        kind: `generated` click logs (nothing else to set up), `criteo` (40 tab
+            separated columns, no header) or `table` (CSV or TSV with a header, or
+            Parquet; `.gz` too).
+        path: training file, or a folder with files whose names contain train, valid
+            or val, and test; or a folder of shards made by experiments/convert.py.
+        valid: validation file; if None, the folder's, else split off the training file.
+        test: test file; if None, the folder's, if there is one.
+        label: the label column (`table`).
+        dense: the dense columns (`table`).
+        categorical: the categorical columns (`table`).
+        encoding: how values become ids. `vocabulary` counts the training values;
+            `hash` is a 64-bit hash of column name and value, modulo buckets.
+        min_count: values seen less often in training share id 0 (`vocabulary`).
+        hash_buckets: rows of each table, id 0 for missing values included (`hash`).
+        unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
+        missing: empty dense values: `zero` (of the input, before the transform) or
+            `error`. Empty categorical values get id 0.
+        nan: dense NaN: `zero` or `error`.
+        negative: dense values below zero: `keep`, `clip` (to 0) or `error`.
+        huge: dense values beyond +-`huge_limit`, infinities too: `clip` or `error`.
+        huge_limit: the largest absolute dense value.
+        transform: of dense values after the policies. `log1p` is odd,
+            `sign(x) log(1 + |x|)`, so it stays finite for negative values;
+            `standardize` is `(x - mean) / std` of the training rows; or `none`.
+        valid_fraction: share of training rows split off when no validation file is
+            given: those whose hashed row number falls below it.
+        max_bad_rows: rows with too few or too many columns that are left out before
+            the conversion fails.
+        cache: folder for converted shards; if None, a private one of this user.
+        examples: training examples in an epoch (`generated`).
+        eval_examples: examples in each of the valid and test splits (`generated`).
+        rows: rows of each table, id 0 included (`generated`).
+        zipf: exponent of the ids' power law (`generated`).
+        latent_dim: rank of the planted interactions (`generated`).
+        signal: standard deviation of the true logit (`generated`).
+        click_rate: mean of the true probabilities (`generated`).
+        world: seed of the planted model, apart from the seed of the stream.
+    """
+
+    kind: Literal["generated", "criteo", "table"] = "generated"
+
+    path: str | None = None
+    valid: str | None = None
+    test: str | None = None
+    label: str = "label"
+    dense: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    encoding: Literal["vocabulary", "hash"] = "vocabulary"
+    min_count: int = 1
+    hash_buckets: int = 100_000
+    unknown: Literal["oov", "error"] = "oov"
+    missing: Literal["zero", "error"] = "zero"
+    nan: Literal["zero", "error"] = "zero"
+    negative: Literal["keep", "clip", "error"] = "keep"
+    huge: Literal["clip", "error"] = "clip"
+    huge_limit: float = 1e12
+    transform: Literal["log1p", "standardize", "none"] = "log1p"
+    valid_fraction: float = 0.1
+    max_bad_rows: int = 0
+    cache: str | None = None
+
+    examples: int = 8_388_608
+    eval_examples: int = 262_144
+    rows: tuple[int, ...] = GENERATED_ROWS
+    zipf: float = 1.1
+    latent_dim: int = 4
+    signal: float = 1.4
+    click_rate: float = 0.25
+    world: int = 0
+
+    def __post_init__(self):
+        """Checks ranges, written so that NaN fails."""
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(
+                    f"--data.{name.replace('_', '-')} {value} must lie between "
+                    f"{least} and {most}."
+                )
+        if not self.rows or not all(2 <= r <= MAX_ROWS for r in self.rows):
+            raise ValueError(
+                f"--data.rows {self.rows} must name at least one table, each of 2 to "
+                f"{MAX_ROWS} rows."
+            )
+        for name, value in (("valid", self.valid), ("test", self.test)):
+            if value is not None and self.path is None:
+                raise ValueError(f"--data.{name} needs --data.path, the training file.")
+        if self.kind == "generated" and self.path is not None:
+            raise ValueError(
+                "--data.path is not used by generated data: add --data.kind table or "
+                "--data.kind criteo."
+            )
+        if self.kind == "criteo" and (self.dense or self.categorical):
+            raise ValueError(
+                "Criteo files have fixed columns: leave out --data.dense and "
+                "--data.categorical, or use --data.kind table."
+            )
+
+
+MAX_ROWS = 2**31 - 1  # ids are int32
+MAX_EXAMPLES = 2**31 - 1
+_RANGES = (
+    ("min_count", 1, 2**62),
+    ("hash_buckets", 2, MAX_ROWS),
+    ("huge_limit", 1.0, 1e30),  # its square still fits float64, itself float32
+    ("valid_fraction", 0.0, 0.9),
+    ("max_bad_rows", 0, 2**62),
+    ("examples", 1, MAX_EXAMPLES),
+    ("eval_examples", 1, MAX_EXAMPLES),
+    ("zipf", 0.0, 4.0),
+    ("latent_dim", 1, 64),
+    ("signal", 0.0, 10.0),
+    ("click_rate", 0.001, 0.999),
+    ("world", 0, 2**31 - 1),
+)

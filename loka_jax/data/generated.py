@@ -1,0 +1,311 @@
+"""Generated click logs whose best reachable normalized entropy is known.
+
+Example i of epoch e is a pure function of (seed, split, e, i), so the data does not
+depend on the batch size (but for float32 rounding), and any position can be read at
+once, on the device. The planted model has the three things that ranking models learn,
+
+    logit = bias + sum_j f_j(z_j) + c z_0 z_1      dense columns, z_j ~ N(0, 1)
+                 + sum_f effect_f[id_f]            every id has an effect
+                 + sum_(f,g) <v_f[id_f], v_g[id_g]>   low-rank pairs of fields
+    label ~ Bernoulli(sigmoid(logit)),
+
+and ids follow a power law, `P(k) ~ k^-zipf`. Rare ids have smaller effects, as no
+model could learn them from a few clicks.
+
+B is the batch size, n the number of dense columns, F of fields, R the latent rank,
+V the rows of all tables together.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt
+
+from loka_jax.data import batch as batch_lib
+from loka_jax.data.batch import Batch, Position, Schema
+from loka_jax.data.config import DataConfig
+
+NUM_DENSE = 13
+NUM_INTERACTING = 8  # fields, in the middle of the list, paired in a ring
+SHARES = (0.4, 0.4, 0.2)  # of the logit's variance: dense, ids, pairs
+_SPLITS = {"train": 0, "valid": 1, "test": 2, "calibrate": 3, "measure": 4}
+
+
+class World(NamedTuple):
+    """The planted model's numbers, made from `DataConfig.world`.
+
+    Attributes:
+        dense_waves: amplitude, frequency, phase and slope of each `f_j`.
+        effects: what each id adds.
+        latents: the vectors of the interacting fields' ids.
+        weights: what each of the three parts is multiplied with.
+        bias: what brings the mean probability to `click_rate`.
+    """
+
+    dense_waves: Float[Array, "4 n"]
+    effects: Float[Array, "V"]
+    latents: Float[Array, "W R"]
+    weights: Float[Array, "3"]
+    bias: Float[Array, ""]
+
+
+def interacting_fields(num_fields: int) -> range:
+    """Returns the fields whose pairs the planted model looks at."""
+    first = max(0, num_fields // 2 - NUM_INTERACTING // 2)
+    return range(first, min(first + NUM_INTERACTING, num_fields))
+
+
+def zipf_ids(
+    uniform: Float[Array, "B F"], rows: tuple[int, ...], exponent: float
+) -> Int[Array, "B F"]:
+    """Returns ids in 1..rows-1 with `P(k) ~ k^-exponent`, by the inverse CDF.
+
+    The power law is continuous on [1, rows) and rounded down; id 0 is left to values
+    that a vocabulary does not hold, which generated logs have none of.
+    """
+    log_rows = jnp.log(jnp.asarray(rows, jnp.float32))
+    q = 1.0 - exponent
+    if abs(q) < 1e-6:
+        log_x = uniform * log_rows[None, :]
+    else:
+        log_x = jnp.log1p(uniform * jnp.expm1(q * log_rows)[None, :]) / q
+    # float32 rounding may reach `rows` itself.
+    most = jnp.asarray(rows, jnp.int32)[None, :] - 1
+    return jnp.clip(jnp.exp(log_x).astype(jnp.int32), 1, most)
+
+
+def _draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
+    """Returns z [B, n], ids [B, F] and a uniform [B] for the examples `index`."""
+    num_fields = len(config.rows)
+    width = NUM_DENSE + num_fields + 1
+
+    def one(i):
+        # Half a step above the grid of 2^-23, so that 0 and 1 never occur.
+        bits = jax.random.bits(jax.random.fold_in(key, i), (width,)) >> 9
+        return (bits.astype(jnp.float32) + 0.5) * 2.0**-23
+
+    uniform = jax.vmap(one)(index)
+    z = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * uniform[:, :NUM_DENSE] - 1.0)
+    ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows, config.zipf)
+    return z, ids, uniform[:, -1]
+
+
+def _offsets(rows: tuple[int, ...]) -> np.ndarray:
+    return np.cumsum((0, *rows[:-1]), dtype=np.int32)[None, :]
+
+
+def _parts(
+    config: DataConfig,
+    world: World,
+    z: Float[Array, "B n"],
+    ids: Int[Array, "B F"],
+) -> Float[Array, "B 3"]:
+    """Returns the logit's dense, id and pair parts before they are weighted."""
+    amplitude, frequency, phase, slope = (w[None, :] for w in world.dense_waves)
+    waves = amplitude * jnp.sin(frequency * z + phase) + slope * z
+    dense = jnp.sum(waves, axis=-1) + jnp.tanh(z[:, 0]) * jnp.tanh(z[:, 1])
+    effects = jnp.sum(world.effects[ids + _offsets(config.rows)], axis=-1)
+    fields = interacting_fields(len(config.rows))
+    rows = tuple(config.rows[f] for f in fields)
+    chosen = ids[:, fields.start : fields.stop] + _offsets(rows)
+    latents = world.latents[chosen]  # [B, fields, R]
+    pairs = jnp.sum(latents * jnp.roll(latents, 1, axis=1), axis=(1, 2))
+    return jnp.stack([dense, effects, pairs], axis=-1)
+
+
+def _logit(config: DataConfig, world: World, z, ids) -> Float[Array, "B"]:
+    parts = _parts(config, world, z, ids)
+    return jnp.sum(parts * world.weights[None, :], axis=-1) + world.bias
+
+
+def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
+    """Returns log(1 + count) of log-normal counts: skewed columns, as Criteo's are."""
+    column = jnp.arange(NUM_DENSE, dtype=jnp.float32)[None, :] / (NUM_DENSE - 1)
+    return jnp.log1p(jnp.exp((0.5 + 4.0 * column) + (0.8 + 0.6 * column) * z))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "split", "batch_size"))
+def _make(config, world, split, batch_size, seed, epoch, start, num_examples):
+    """Returns the batch that starts at example `start`, and its true logits."""
+    key = jax.random.fold_in(jax.random.key(seed), _SPLITS[split])
+    key = jax.random.fold_in(key, epoch)
+    index = start + jnp.arange(batch_size, dtype=jnp.uint32)
+    z, ids, uniform = _draw(config, key, index)
+    logit = _logit(config, world, z, ids)
+    labels = (uniform < jax.nn.sigmoid(logit)).astype(jnp.float32)
+    weights = (index < num_examples).astype(jnp.float32)
+    return Batch(_dense(z), ids, labels, weights), logit
+
+
+def make_world(config: DataConfig) -> World:
+    """Returns the planted model, scaled to `signal` and `click_rate`."""
+    keys = jax.random.split(jax.random.key(config.world), 6)
+    fields = interacting_fields(len(config.rows))
+    latent_rows = tuple(config.rows[f] for f in fields)
+    rank = np.concatenate([np.arange(rows) for rows in config.rows])
+    fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 100.0), jnp.float32)
+    size = (sum(latent_rows), config.latent_dim)
+    waves = [
+        jax.random.normal(keys[0], (NUM_DENSE,)),
+        jax.random.uniform(keys[1], (NUM_DENSE,), minval=0.5, maxval=1.5),
+        jax.random.uniform(keys[2], (NUM_DENSE,), maxval=2 * math.pi),
+        0.5 * jax.random.normal(keys[3], (NUM_DENSE,)),
+    ]
+    world = World(
+        dense_waves=jnp.stack(waves),
+        effects=fade * jax.random.normal(keys[4], rank.shape),
+        latents=jax.random.normal(keys[5], size),
+        weights=jnp.ones(3),
+        bias=jnp.zeros(()),
+    )
+    return _calibrate(config, world)
+
+
+def _calibrate(config: DataConfig, world: World, num_examples: int = 1 << 16) -> World:
+    """Gives each part its share of the variance, then finds the bias by bisection."""
+    key = jax.random.fold_in(jax.random.key(config.world), _SPLITS["calibrate"])
+
+    @jax.jit
+    def sample():
+        index = jnp.arange(num_examples, dtype=jnp.uint32)
+        z, ids, _ = _draw(config, key, index)
+        return _parts(config, world, z, ids)
+
+    parts = np.asarray(sample(), np.float64)
+    deviations = np.maximum(parts.std(axis=0), 1e-6)  # no pairs: nothing to scale
+    weights = np.sqrt(SHARES) / deviations
+    weights *= config.signal / max((parts @ weights).std(), 1e-6)
+    logit = parts @ weights
+    low, high = -40.0, 40.0
+    for _ in range(60):
+        bias = (low + high) / 2
+        too_few = np.mean(1 / (1 + np.exp(-logit - bias))) < config.click_rate
+        low, high = (bias, high) if too_few else (low, bias)
+    return world._replace(
+        weights=jnp.asarray(weights, jnp.float32), bias=jnp.asarray(bias, jnp.float32)
+    )
+
+
+class GeneratedDataset:
+    """A split of generated click logs.
+
+    Training reads the stream of the position's seed, and another part of it every
+    epoch. The held-out splits are fixed sets: they ignore the position's epoch and
+    seed, so every evaluation sees the same examples.
+
+    Attributes:
+        schema: the columns and table sizes.
+        num_examples: examples in an epoch.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        world: World,
+        split: str,
+        *,
+        num_examples: int,
+        seed: int,
+    ):
+        """Opens a split; `seed` is that of a held-out split's examples."""
+        if split not in _SPLITS:
+            raise ValueError(f"{split=} must be one of {sorted(_SPLITS)}.")
+        self.schema = Schema(
+            label="click",
+            dense=tuple(f"I{j + 1}" for j in range(NUM_DENSE)),
+            categorical=tuple(f"C{f + 1}" for f in range(len(config.rows))),
+            vocab_sizes=config.rows,
+        )
+        self.num_examples = num_examples
+        self._config, self._world, self._split = config, world, split
+        self._seed = seed
+
+    def num_batches(self, batch_size: int) -> int:
+        """Returns the batches of one epoch, a padded last one included."""
+        return batch_lib.num_batches(self.num_examples, batch_size)
+
+    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
+        """Returns the batch at `position`, made on JAX's default device.
+
+        Args:
+            position: see the class for what the held-out splits make of it.
+            batch_size: rows of the batch.
+            shuffle: ignored: the examples of a stream are independent.
+        """
+        del shuffle
+        return self.batch_and_logit(position, batch_size)[0]
+
+    def batch_and_logit(
+        self, position: Position, batch_size: int
+    ) -> tuple[Batch, Float[Array, "B"]]:
+        """Returns the batch at `position` and the planted model's logits."""
+        batches = self.num_batches(batch_size)
+        if not 0 <= position.step < batches:
+            raise ValueError(f"{position.step=} must lie in [0, {batches}).")
+        is_train = self._split == "train"
+        return _make(
+            self._config,
+            self._world,
+            self._split,
+            batch_size,
+            np.uint32((position.seed if is_train else self._seed) % 2**32),
+            np.uint32(position.epoch if is_train else 0),
+            np.uint32(position.step * batch_size),
+            np.uint32(self.num_examples),
+        )
+
+
+def best_possible_ne(
+    config: DataConfig, world: World, num_examples: int = 1 << 20
+) -> tuple[float, float]:
+    """Returns the normalized entropy of the true probabilities, and its error.
+
+    `NE = mean_i H(p_i) / H(mean_i p_i)` with `H(p) = -p log p - (1-p) log(1-p)`:
+    what a model that knows the planted one would reach on endless data. The error is
+    one standard deviation, by the delta method; the examples are of no split.
+    """
+    stream = GeneratedDataset(
+        config, world, "measure", num_examples=num_examples, seed=config.world
+    )
+    logit, _ = _logits_and_labels(stream)
+    p = 1 / (1 + np.exp(-logit))
+    # H in terms of the logit, which keeps its digits where p is close to 0 or 1.
+    entropy = np.logaddexp(0.0, logit) - p * logit
+    mean = p.mean()
+    base = _binary_entropy(mean)
+    ne = entropy.mean() / base
+    slope = math.log1p(-mean) - math.log(mean)  # dH/dp
+    influence = (entropy - ne * slope * (p - mean)) / base
+    return float(ne), float(influence.std() / math.sqrt(num_examples))
+
+
+def true_model_ne(dataset: GeneratedDataset) -> float:
+    """Returns the normalized entropy of the true probabilities on a split's labels.
+
+    It differs from `best_possible_ne` by the luck of that split's labels, which a
+    model evaluated on it shares. NaN if the labels are all the same.
+    """
+    logit, label = _logits_and_labels(dataset)
+    log_loss = np.mean(np.logaddexp(0.0, logit) - label * logit)
+    mean = float(label.mean())
+    return float(log_loss / _binary_entropy(mean)) if 0 < mean < 1 else math.nan
+
+
+def _binary_entropy(p: float) -> float:
+    return -p * math.log(p) - (1 - p) * math.log1p(-p)
+
+
+def _logits_and_labels(dataset: GeneratedDataset) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the true logits and the labels of a whole split, in float64."""
+    block = min(dataset.num_examples, 1 << 14)
+    logits, labels = [], []
+    for step in range(dataset.num_batches(block)):
+        batch, logit = dataset.batch_and_logit(Position(0, step, 0), block)
+        logits.append(np.asarray(logit, np.float64))
+        labels.append(np.asarray(batch.labels, np.float64))
+    count = dataset.num_examples
+    return np.concatenate(logits)[:count], np.concatenate(labels)[:count]
