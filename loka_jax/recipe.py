@@ -141,24 +141,24 @@ class Recipe:
             for cast in self.casts(operand)
         )
 
-    def calibrated(self) -> "Recipe":
-        """Returns this recipe for steps whose delayed scales are all known."""
-        return dataclasses.replace(self, is_calibrated=True)
+
+CALIBRATED = ":calibrated"  # suffix of a recipe's name, see `Recipe.is_calibrated`
 
 
 def get_recipe(name: str) -> Recipe:
-    """Returns the recipe of that name.
+    """Returns the recipe of that name; with the suffix `:calibrated`, calibrated.
 
     Raises:
         ValueError: if there is none; the message names the nearest.
     """
-    if name in RECIPES:
-        return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
-        f"unknown recipe {name!r}: {hint}There are {', '.join(sorted(RECIPES))}."
-    )
+    base = name.removesuffix(CALIBRATED)
+    if base not in RECIPES:
+        near = difflib.get_close_matches(base, RECIPES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown recipe {base!r}: {hint}There are {', '.join(sorted(RECIPES))}."
+        )
+    return dataclasses.replace(RECIPES[base], is_calibrated=base != name)
 
 
 def _tensorwise(name: str, scaling: Literal["current", "delayed"]) -> Recipe:

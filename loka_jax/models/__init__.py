@@ -1,0 +1,6 @@
+"""Ranking models: short files that read like the papers' equations."""
+
+from loka_jax.models.dcnv2 import Dcnv2
+from loka_jax.models.dlrm import Dlrm
+
+__all__ = ["Dcnv2", "Dlrm"]

@@ -1,0 +1,74 @@
+"""DCN V2 (Wang et al., arXiv 2008.13535), cross and deep networks side by side.
+
+    x_0     = [dense; e_1; ...; e_F]                        [B, n + F D]
+    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                   cross network, eq. 1
+    logit   = head([x_L; deep_mlp(x_0)])                    [B]   (parallel structure)
+
+B is the batch, F the number of categorical features, D the embedding dimension.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.recipe import get_recipe
+
+
+class Dcnv2(linen.Module):
+    """A deep and cross network, from gathered embeddings to a logit.
+
+    Attributes:
+        num_cross_layers: number of cross layers.
+        cross_rank: rank of the cross layers' weights; full if None.
+        deep_mlp: widths of the deep network.
+        structure: "parallel" feeds both networks with x_0; "stacked" feeds the deep
+            network with the cross network's output.
+        recipe: precision of every site but the head, which is float32.
+        norm: norm of every layer of the deep network.
+        activation: activation of the deep network.
+        dropout_rate: of the deep network.
+    """
+
+    num_cross_layers: int = 3
+    cross_rank: int | None = None
+    deep_mlp: tuple[int, ...] = (512, 512, 256)
+    structure: Literal["parallel", "stacked"] = "parallel"
+    recipe: str = "fp8_tensorwise"
+    norm: nn.NormName = "none"
+    activation: nn.ActivationName = "relu"
+    dropout_rate: float = 0.0
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B"]:
+        """Returns float32 logits."""
+        dtype = get_recipe(self.recipe).compute_dtype
+        flat = embeddings.reshape(embeddings.shape[0], -1)
+        x0 = jnp.concatenate([dense_features.astype(dtype), flat.astype(dtype)], axis=1)
+        x0 = nn.pad_features(x0)  # [B, n + F D, rounded up to 16]
+
+        crossed = nn.CrossNet(
+            self.num_cross_layers,
+            rank=self.cross_rank,
+            recipe=self.recipe,
+            name="cross",
+        )(x0)
+        is_parallel = self.structure == "parallel"
+        deep = nn.Mlp(
+            self.deep_mlp,
+            recipe=self.recipe,
+            norm=self.norm,
+            activation=self.activation,
+            dropout_rate=self.dropout_rate,
+            name="deep_mlp",
+        )(x0 if is_parallel else crossed, train=train)
+        out = jnp.concatenate([crossed, deep], axis=1) if is_parallel else deep
+        return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]

@@ -1,0 +1,82 @@
+"""DLRM (Naumov et al., arXiv 1906.00091).
+
+    d = bottom_mlp(dense)                            [B, D]
+    z = [d; e_1; ...; e_F]                           [B, F + 1, D]
+    p = {<z_i, z_j> : i > j}                         [B, F (F + 1) / 2]
+    logit = head(top_mlp([d; p]))                    [B]
+
+B is the batch, F the number of categorical features, D the embedding dimension.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.recipe import get_recipe
+
+
+class Dlrm(linen.Module):
+    """A deep learning recommendation model, from gathered embeddings to a logit.
+
+    Attributes:
+        bottom_mlp: widths of the dense features' MLP before its last layer of width D;
+            unused if there are no dense features.
+        top_mlp: widths of the MLP after the interaction.
+        interaction: "dot" for pairwise dot products, "cat" for plain concatenation.
+        recipe: precision of every site but the head, which is float32: a logit in
+            bfloat16 would cost more NE than FP8 does.
+        norm: norm of every layer.
+        activation: activation of every layer.
+        dropout_rate: of the top MLP.
+    """
+
+    bottom_mlp: tuple[int, ...] = (512, 256)
+    top_mlp: tuple[int, ...] = (512, 512, 256)
+    interaction: Literal["dot", "cat"] = "dot"
+    recipe: str = "fp8_tensorwise"
+    norm: nn.NormName = "none"
+    activation: nn.ActivationName = "relu"
+    dropout_rate: float = 0.0
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B"]:
+        """Returns float32 logits."""
+        batch, _, dim = embeddings.shape
+        vectors = embeddings.astype(get_recipe(self.recipe).compute_dtype)
+        bottom = None
+        if dense_features.shape[1]:
+            bottom = self._mlp("bottom_mlp", (*self.bottom_mlp, dim), 0.0)(
+                dense_features.astype(vectors.dtype), train=train
+            )  # [B, D]
+            vectors = jnp.concatenate([bottom[:, None, :], vectors], axis=1)
+
+        if self.interaction == "cat":
+            features = vectors.reshape(batch, -1)  # [B, (F + 1) D]
+        else:
+            features = nn.dot_interaction(vectors)  # [B, F (F + 1) / 2]
+            if bottom is not None:
+                features = jnp.concatenate([bottom, features], axis=1)
+
+        top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
+            nn.pad_features(features), train=train
+        )
+        return nn.Dense(1, recipe="f32", name="head")(top)[:, 0]
+
+    def _mlp(self, name: str, features: tuple[int, ...], dropout_rate: float) -> nn.Mlp:
+        return nn.Mlp(
+            features,
+            recipe=self.recipe,
+            norm=self.norm,
+            activation=self.activation,
+            dropout_rate=dropout_rate,
+            name=name,
+        )

@@ -1,0 +1,32 @@
+"""Flax modules in FP8: the only place where collections are read and written."""
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from loka_jax.nn.dense import Dense, Fp8DotGeneral
+from loka_jax.nn.interaction import CrossNet, dot_interaction, pad_features
+from loka_jax.nn.mlp import Mlp
+from loka_jax.nn.norms import (
+    ActivationName,
+    BlockNorm,
+    NormName,
+    activation,
+    normalize,
+)
+from loka_jax.nn.sites import Site, list_sites
+
+__all__ = [
+    "OVERWRITE_WITH_GRADIENT",
+    "ActivationName",
+    "BlockNorm",
+    "CrossNet",
+    "Dense",
+    "Fp8DotGeneral",
+    "Mlp",
+    "NormName",
+    "Site",
+    "activation",
+    "dot_interaction",
+    "list_sites",
+    "normalize",
+    "pad_features",
+]

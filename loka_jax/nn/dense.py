@@ -1,0 +1,171 @@
+"""Dense layers whose GEMMs follow a recipe, and the FP8 product for any Flax model.
+
+Delayed scaling keeps its state in the collection `_overwrite_with_gradient`, one small
+pytree a site. As in Flax's own FP8 operations its "gradient" is its next value:
+differentiate with respect to the collection, then replace it. Flax's `TrainState`
+does so by itself.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax import scaling, xla
+from loka_jax.nn.sites import announce
+from loka_jax.ops.matmul import matmul
+from loka_jax.recipe import Recipe, get_recipe
+
+default_kernel_init = linen.initializers.lecun_normal()
+
+
+class Dense(linen.Module):
+    """A dense layer, `y = x W + b`, its three GEMMs in the recipe's precision.
+
+    The kernel is a float32 master weight of shape (in, features), as Flax's, so that
+    checkpoints can be exchanged. The result has the recipe's compute dtype.
+
+    Attributes:
+        features: width of the output.
+        recipe: a name of `recipe.RECIPES`, or a `Recipe`.
+        use_bias: add a bias.
+        kernel_init: initializer of the kernel.
+        bias_init: initializer of the bias.
+        axis_names: mesh axes over which rows are spread, under `shard_map` only.
+    """
+
+    features: int
+    recipe: str | Recipe = "fp8_tensorwise"
+    use_bias: bool = True
+    kernel_init: Callable = default_kernel_init
+    bias_init: Callable = linen.initializers.zeros_init()
+    axis_names: tuple[str, ...] = ()
+
+    @linen.compact
+    def __call__(self, inputs: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Returns `inputs @ kernel + bias` over the last dim."""
+        shape = (inputs.shape[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+        recipe = _as_recipe(self.recipe)
+        rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
+        out = _site_matmul(self, rows, kernel, recipe, self.axis_names)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+            out = out + bias.astype(out.dtype)[None, :]
+        return out.reshape(*inputs.shape[:-1], self.features)
+
+
+class Fp8DotGeneral(linen.Module):
+    """A `dot_general` in the recipe's precision, for any Flax layer that takes one.
+
+    `flax.linen.Dense(64, dot_general_cls=Fp8DotGeneral)`; another recipe through
+    `functools.partial(Fp8DotGeneral, recipe="fp8_rowwise")`.
+
+    Products with batch dims run in the operands' own dtype; `list_sites` says so.
+
+    Attributes:
+        recipe: a name of `recipe.RECIPES`, or a `Recipe`.
+        axis_names: mesh axes over which lhs is spread, under `shard_map` only.
+    """
+
+    recipe: str | Recipe = "fp8_tensorwise"
+    axis_names: tuple[str, ...] = ()
+
+    @linen.compact
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[Array, "..."]:
+        """Returns `jax.lax.dot_general` of the operands, of their common dtype.
+
+        `precision` concerns products that are not FP8.
+        """
+        out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+        (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
+        recipe = _as_recipe(self.recipe)
+        if batch_dims:
+            batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
+            why_not = f"a batched product ({batch} of them)"
+            announce("/".join(self.path), m, k, n, _wide(recipe), why_not)
+            return jax.lax.dot_general(
+                lhs, rhs, dimension_numbers, precision, out_dtype
+            )
+        lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
+        rhs_cols, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
+        lhs_rows = lhs_rows.astype(recipe.compute_dtype)
+        out = _site_matmul(self, lhs_rows, rhs_cols, recipe, self.axis_names)
+        return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
+
+
+def _as_recipe(recipe: str | Recipe) -> Recipe:
+    return get_recipe(recipe) if isinstance(recipe, str) else recipe
+
+
+def _wide(recipe: Recipe) -> Recipe:
+    """Returns the recipe without its FP8 casts."""
+    return dataclasses.replace(recipe, fwd=None, dlhs=None, drhs=None)
+
+
+def _site_matmul(
+    module: linen.Module, lhs: Array, rhs: Array, recipe: Recipe, axis_names
+) -> Array:
+    """Runs the product of a site: announces it and reads its scaling state."""
+    m, k, n = *lhs.shape, rhs.shape[1]
+    announce("/".join(module.path), m, k, n, recipe, None)
+    # A weight that can never be multiplied in FP8 gets no state. The batch size does
+    # not decide that: models are often initialized with one row.
+    if not recipe.is_delayed or xla.why_not(_ANY_BATCH, k, n):
+        stateless = _wide(recipe) if recipe.is_delayed else recipe
+        return matmul(lhs, rhs, recipe=stateless, axis_names=axis_names)
+    _refuse_second_call(module)
+    state = module.variable(
+        OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe
+    )
+    return matmul(lhs, rhs, state.value, recipe=recipe, axis_names=axis_names)
+
+
+_ANY_BATCH = 16
+
+
+def _refuse_second_call(module: linen.Module):
+    # JAX adds up the gradients of a value that is used twice. Added states are no
+    # state: scales would double every step, without a word.
+    assert module.scope is not None
+    if getattr(module.scope, "_has_fp8_product", False):
+        raise ValueError(
+            f"site {'/'.join(module.path)!r} is called twice in one pass; delayed "
+            "scaling needs one call a step: use a current-scaling recipe such as "
+            "'fp8_tensorwise' there."
+        )
+    module.scope._has_fp8_product = True  # type: ignore[attr-defined]
+
+
+def _as_matrix(x: Array, dims, *, contract_last: bool):
+    """Returns `x` as (kept, contracted), or the reverse, and the kept shape."""
+    kept = [i for i in range(x.ndim) if i not in dims]
+    order = (*kept, *dims) if contract_last else (*dims, *kept)
+    kept_shape = tuple(x.shape[i] for i in kept)
+    k = 1
+    for i in dims:
+        k *= x.shape[i]
+    shape = (-1, k) if contract_last else (k, -1)
+    return x.transpose(order).reshape(shape), kept_shape
+
+
+def _sizes(lhs, rhs, dimension_numbers):
+    (lhs_dims, rhs_dims), (lhs_batch, _) = dimension_numbers
+    batch, k = 1, 1
+    for i in lhs_batch:
+        batch *= lhs.shape[i]
+    for i in lhs_dims:
+        k *= lhs.shape[i]
+    return batch, lhs.size // (batch * k), k, rhs.size // (batch * k)

@@ -1,0 +1,111 @@
+"""Norms and activations by name, and BlockNorm."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+NormName = Literal["none", "layer", "rms", "block", "batch"]
+ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+
+_ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
+    "none": lambda x: x,
+    "relu": jax.nn.relu,
+    "swish": jax.nn.swish,
+    "hard_swish": jax.nn.hard_swish,  # x * relu6(x + 3) / 6
+    "gelu": jax.nn.gelu,
+}
+
+
+class BlockNorm(linen.Module):
+    """Parameter-free RMSNorm over blocks of the last dim.
+
+    For each block b of `block` features: `y = x / sqrt(mean(x_b^2) + epsilon)`,
+    statistics in float32. The last block may be smaller; it divides by its own size.
+    One outlier rescales its block only, and the statistics are local to an output tile
+    of a GEMM, so the norm can be fused there.
+
+    Attributes:
+        block: features that share a statistic.
+        epsilon: added to the mean square.
+        dtype: of the result; the input's if None.
+
+    References:
+        LoKA, arXiv 2605.10886, section on Mods.
+    """
+
+    block: int = 256
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+
+    @linen.compact
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        """Returns `x`, every block of its last dim scaled to unit mean square."""
+        n = x.shape[-1]
+        dtype = self.dtype or x.dtype
+        whole = n - n % self.block
+        parts = []
+        if whole:
+            blocks = x[..., :whole].reshape(*x.shape[:-1], -1, self.block)
+            parts.append(self._unit_rms(blocks).reshape(*x.shape[:-1], whole))
+        if whole < n:
+            parts.append(self._unit_rms(x[..., whole:]))
+        return jnp.concatenate(parts, axis=-1).astype(dtype)
+
+    def _unit_rms(self, x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(x**2, axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(mean_square + self.epsilon)
+
+
+def activation(name: ActivationName) -> Callable[[Array], Array]:
+    """Returns the activation function of that name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r}: use {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def normalize(
+    x: Float[Array, "... n"],
+    norm: NormName,
+    *,
+    train: bool,
+    name: str | None = None,
+) -> Float[Array, "... n"]:
+    """Returns `x` normalized; to be called inside a compact Flax module.
+
+    Args:
+        x: rows of features.
+        norm: "layer", "rms", "block", "batch" or "none". Batch norm keeps running
+            moments in the collection `batch_stats`.
+        train: use this batch's moments and update the running ones (batch norm only).
+        name: of the Flax module.
+
+    Raises:
+        ValueError: if there is no norm of that name.
+    """
+    match norm:
+        case "none":
+            return x
+        case "layer":
+            return linen.LayerNorm(dtype=x.dtype, name=name)(x)
+        case "rms":
+            return linen.RMSNorm(dtype=x.dtype, name=name)(x)
+        case "block":
+            return BlockNorm(name=name)(x)
+        case "batch":
+            return linen.BatchNorm(
+                use_running_average=not train,
+                momentum=0.9,
+                dtype=x.dtype,
+                name=name,
+            )(x)
+    raise ValueError(f"unknown norm {norm!r}: use layer, rms, block, batch or none.")

@@ -1,0 +1,91 @@
+"""The sites of a model: what each GEMM is, what runs for it, and why not FP8.
+
+A site is one place in a model where a GEMM happens, named by its module path. Modules
+announce their sites while they are traced; `list_sites` traces a model abstractly and
+returns what was announced, so that it can be read before anything is compiled.
+"""
+
+import contextvars
+import dataclasses
+import functools
+
+import jax
+from flax import linen
+
+from loka_jax import xla
+from loka_jax.ops.matmul import decide
+from loka_jax.recipe import ROLES, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """One GEMM of a model, `(m, k) x (k, n)`, and what runs for its three roles.
+
+    Attributes:
+        path: the module path, for example `top_mlp/dense_0`.
+        m, k, n: sizes of the forward product; m is the batch.
+        recipe: name of the recipe asked for.
+        fwd, dlhs, drhs: what runs, in words.
+        why_not: why no role runs in FP8, or None if one does.
+    """
+
+    path: str
+    m: int
+    k: int
+    n: int
+    recipe: str
+    fwd: str
+    dlhs: str
+    drhs: str
+    why_not: str | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if at least one role casts its operands to FP8."""
+        return self.why_not is None
+
+
+_announced: contextvars.ContextVar[list[Site] | None] = contextvars.ContextVar(
+    "announced_sites", default=None
+)
+
+
+def announce(path: str, m: int, k: int, n: int, recipe: Recipe, why_not: str | None):
+    """Adds a site to the list being made by `list_sites`, if one is.
+
+    Args:
+        path: the module path.
+        m: rows of lhs.
+        k: contracted size.
+        n: columns of rhs.
+        recipe: the recipe that the site follows.
+        why_not: a reason of the module itself against FP8, or None.
+    """
+    sites = _announced.get()
+    if sites is None:
+        return
+    decisions = {role: decide(recipe, role, m, k, n) for role in ROLES}
+    texts = {
+        role: xla.describe(decision.gemm, recipe.compute_dtype)
+        for role, decision in decisions.items()
+    }
+    if why_not is None and all(d.gemm is None for d in decisions.values()):
+        reasons = [d.why_not for d in decisions.values() if d.why_not]
+        why_not = reasons[0] if reasons else f"recipe {recipe.name}"
+    sites.append(
+        Site(path=path, m=m, k=k, n=n, recipe=recipe.name, why_not=why_not, **texts)
+    )
+
+
+def list_sites(module: linen.Module, *args, **kwargs) -> tuple[Site, ...]:
+    """Returns the sites of `module` when called with `args`, in calling order.
+
+    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s.
+    """
+    token = _announced.set([])
+    try:
+        init = functools.partial(module.init, **kwargs)
+        jax.eval_shape(init, jax.random.key(0), *args)
+        return tuple(_announced.get() or ())
+    finally:
+        _announced.reset(token)
