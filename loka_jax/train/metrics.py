@@ -1,0 +1,202 @@
+"""AUC, log loss, NE and calibration, streamed on the device.
+
+`MetricState` holds sums and counts only, so two states merge by addition and a
+step adds to one inside jit. `compute` turns it into numbers on the host, in
+float64. B is the batch size; `logits` are before the sigmoid, p = sigmoid(logit).
+
+    log loss     = -mean(y log p + (1 - y) log(1 - p))
+    NE           = log loss / H(mean y),  H(q) = -q log q - (1 - q) log(1 - q)
+    calibration  = mean p / mean y
+    AUC          = P(logit of a click > logit of a non-click) + P(equal) / 2
+
+A weight says whether a row exists: 0 is padding and never counts, 1 is an example.
+A label is 0 or 1. Any other weight or label makes `compute` raise; a NaN or infinite
+logit of an existing row makes its results NaN. Neither is dropped in silence.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+NUM_BUCKETS = 65_536
+# Half of the buckets lie in |logit| < 8. A bucket is 0.0002 wide at 0, 0.002 at 15.
+HALF_RANGE = 8.0
+
+
+class MetricState(NamedTuple):
+    """Additive sums over the examples seen.
+
+    Attributes:
+        counts: examples per (label, bucket of the logit). Exact up to 2^31 - 1 in
+            one bucket.
+        loss: sum of the log losses as two floats; their exact sum is meant.
+        prediction: sum of the predictions, likewise.
+        non_finite: examples whose logit was NaN or infinite.
+        unusable: rows whose weight or label was neither 0 nor 1.
+    """
+
+    counts: Int[Array, "2 buckets"]
+    loss: Float[Array, "2"]
+    prediction: Float[Array, "2"]
+    non_finite: Int[Array, ""]
+    unusable: Int[Array, ""]
+
+
+def init() -> MetricState:
+    """Returns the state before the first example."""
+    return MetricState(
+        counts=jnp.zeros((2, NUM_BUCKETS), jnp.int32),
+        loss=jnp.zeros(2, jnp.float32),
+        prediction=jnp.zeros(2, jnp.float32),
+        non_finite=jnp.zeros((), jnp.int32),
+        unusable=jnp.zeros((), jnp.int32),
+    )
+
+
+def update(
+    state: MetricState,
+    logits: Float[Array, "B"],
+    labels: Float[Array, "B"],
+    weights: Float[Array, "B"],
+) -> MetricState:
+    """Returns `state` with one batch added. Pure, for use under jit.
+
+    Sums are compensated (two float32), so 1e8 examples keep a relative 1e-6.
+    """
+    logits = logits.astype(jnp.float32)
+    present = weights != 0
+    usable = ((labels == 0) | (labels == 1)) & (weights == 1)
+    finite = jnp.isfinite(logits)
+    counted = usable & finite
+    x = jnp.where(counted, logits, 0.0)  # NaN in a padded row must not reach a sum
+    clicked = labels == 1
+    # -log sigmoid(+-x), whole for large |x|, where p itself rounds to 0 or 1.
+    losses = jax.nn.softplus(jnp.where(clicked, -x, x))
+    return MetricState(
+        counts=state.counts.at[clicked.astype(jnp.int32), _bucket(x)].add(
+            counted.astype(jnp.int32)
+        ),
+        loss=_add(state.loss, _sum(jnp.where(counted, losses, 0.0))),
+        prediction=_add(
+            state.prediction, _sum(jnp.where(counted, jax.nn.sigmoid(x), 0.0))
+        ),
+        non_finite=state.non_finite + _count(usable & ~finite),
+        unusable=state.unusable + _count(present & ~usable),
+    )
+
+
+def merge(a: MetricState, b: MetricState) -> MetricState:
+    """Returns the state of the examples of `a` and `b` together."""
+    return MetricState(
+        counts=a.counts + b.counts,
+        loss=_add(a.loss, b.loss),
+        prediction=_add(a.prediction, b.prediction),
+        non_finite=a.non_finite + b.non_finite,
+        unusable=a.unusable + b.unusable,
+    )
+
+
+def compute(state: MetricState) -> dict[str, float | int | None]:
+    """Returns the metrics of the examples in `state`, on the host.
+
+    AUC takes logits of one bucket as tied. It differs from the exact value by less
+    than 1e-6 on 2 M rows of a spread as models have; logits that differ by less
+    than 0.0002 cannot be told apart.
+
+    Returns:
+        auc, logloss, ne, calibration, mean_label, mean_prediction: None where the
+            examples do not define it (AUC and NE of a single class), NaN after a
+            non-finite logit; count, non_finite: numbers of examples.
+
+    Raises:
+        ValueError: if a weight or label was neither 0 nor 1.
+    """
+    host: MetricState = jax.device_get(state)
+    if unusable := int(host.unusable):
+        raise ValueError(
+            f"{unusable} rows have a weight or label other than 0 and 1: "
+            "give click labels 0 or 1, and weight 0 to padding rows only."
+        )
+    negatives, positives = np.asarray(host.counts, np.float64)
+    num_clicks, finite = positives.sum(), negatives.sum() + positives.sum()
+    non_finite = int(host.non_finite)
+    names = ("auc", "logloss", "ne", "calibration", "mean_label", "mean_prediction")
+    if non_finite:
+        values = (float("nan"),) * len(names)
+    elif not finite:
+        values = (None,) * len(names)
+    else:
+        loss = float(np.sum(host.loss, dtype=np.float64) / finite)
+        mean_prediction = float(np.sum(host.prediction, dtype=np.float64) / finite)
+        mean_label = float(num_clicks / finite)
+        entropy = _entropy(mean_label)
+        values = (
+            _auc(positives, negatives),
+            loss,
+            loss / entropy if entropy else None,
+            mean_prediction / mean_label if mean_label else None,
+            mean_label,
+            mean_prediction,
+        )
+    numbers = dict(zip(names, values, strict=True))
+    return numbers | {"count": int(finite) + non_finite, "non_finite": non_finite}
+
+
+def _auc(positives: np.ndarray, negatives: np.ndarray) -> float | None:
+    """Returns the area under the ROC curve of two histograms, ties as one half."""
+    pairs = positives.sum() * negatives.sum()
+    if not pairs:
+        return None
+    below = np.cumsum(negatives) - negatives
+    return float(np.sum(positives * (below + negatives / 2)) / pairs)
+
+
+def _entropy(rate: float) -> float:
+    """Returns the entropy of a click rate in nats, 0 for a single class."""
+    if rate in (0.0, 1.0):
+        return 0.0
+    return float(-rate * np.log(rate) - (1 - rate) * np.log1p(-rate))
+
+
+def _bucket(x: Float[Array, "B"]) -> Int[Array, "B"]:
+    """Returns the bucket of each logit: x / (c + |x|), cut into equal parts.
+
+    Monotone, without a clipped tail: the confident logits of a good model keep
+    buckets of their own, where equal parts of p = sigmoid(x) would tie them.
+    """
+    unit = x / (HALF_RANGE + jnp.abs(x))
+    index = jnp.floor((unit + 1.0) * (NUM_BUCKETS // 2)).astype(jnp.int32)
+    return jnp.clip(index, 0, NUM_BUCKETS - 1)
+
+
+def _count(rows: Array) -> Int[Array, ""]:
+    return jnp.sum(rows, dtype=jnp.int32)
+
+
+def _add(a: Float[Array, "2"], b: Float[Array, "2"]) -> Float[Array, "2"]:
+    """Returns the sum of two two-float numbers."""
+    return jnp.stack(_two_sum((a[0], a[1]), (b[0], b[1])))
+
+
+def _sum(x: Float[Array, "B"]) -> Float[Array, "2"]:
+    """Returns the sum of `x` as two floats, in one reduction."""
+    zero = np.float32(0)
+    return jnp.stack(
+        jax.lax.reduce((x, jnp.zeros_like(x)), (zero, zero), _two_sum, (0,))
+    )
+
+
+def _two_sum(a, b):
+    """Returns (high, low) of `a + b`, both pairs (Knuth's two-sum, then renormalized).
+
+    XLA does not reassociate float additions, or this would compile to nothing.
+    """
+    high = a[0] + b[0]
+    shadow = high - a[0]
+    error = (a[0] - (high - shadow)) + (b[0] - shadow)
+    low = error + (a[1] + b[1])
+    total = high + low
+    return total, low - (total - high)
