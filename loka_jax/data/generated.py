@@ -30,7 +30,7 @@ from loka_jax.data.batch import Batch, Position, Schema
 from loka_jax.data.config import DataConfig
 
 NUM_DENSE = 13
-NUM_INTERACTING = 8  # fields, in the middle of the list, paired in a ring
+NUM_INTERACTING = 8  # fields, of the smaller tables, paired in a ring
 SHARES = (0.4, 0.4, 0.2)  # of the logit's variance: dense, ids, pairs
 _SPLITS = {"train": 0, "valid": 1, "test": 2, "calibrate": 3, "measure": 4}
 
@@ -55,7 +55,7 @@ class World(NamedTuple):
 
 def interacting_fields(num_fields: int) -> range:
     """Returns the fields whose pairs the planted model looks at."""
-    first = max(0, num_fields // 2 - NUM_INTERACTING // 2)
+    first = max(0, num_fields * 3 // 4 - NUM_INTERACTING // 2)
     return range(first, min(first + NUM_INTERACTING, num_fields))
 
 
@@ -147,7 +147,7 @@ def make_world(config: DataConfig) -> World:
     fields = interacting_fields(len(config.rows))
     latent_rows = tuple(config.rows[f] for f in fields)
     rank = np.concatenate([np.arange(rows) for rows in config.rows])
-    fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 100.0), jnp.float32)
+    fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 30.0), jnp.float32)
     size = (sum(latent_rows), config.latent_dim)
     waves = [
         jax.random.normal(keys[0], (NUM_DENSE,)),
