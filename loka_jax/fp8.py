@@ -10,6 +10,7 @@ infinity (E5M2), while the GPU's saturates; clipping in float32 first makes ever
 agree. NaN stays NaN: it must be seen.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +24,7 @@ E5M2 = jnp.float8_e5m2  # gradients: max 57344, 2 mantissa bits
 
 # Clears sign and mantissa of a float32: what is left is its power of two, rounded down.
 _EXPONENT_BITS = 0x7F800000
+_MAX_PARTS = 2048
 
 
 @struct.dataclass
@@ -79,6 +81,18 @@ def amax(
     """
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
     return largest.astype(jnp.float32)
+
+
+def amax_of_parts(x: Float[Array, "..."]) -> Float[Array, "p"]:
+    """Returns float32 amaxes of p equal parts of `x`; their maximum is its amax.
+
+    XLA reduces a large array in two kernels, of which only the first fuses with what
+    made the array. Stopping after it lets several arrays share the second.
+    """
+    if x.size == 0:
+        return jnp.zeros((1,), jnp.float32)
+    parts = jnp.abs(x).reshape(math.gcd(x.size, _MAX_PARTS), -1)
+    return jnp.max(parts, axis=1).astype(jnp.float32)
 
 
 def compute_scale_inv(

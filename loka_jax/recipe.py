@@ -161,7 +161,9 @@ def get_recipe(name: str) -> Recipe:
     return dataclasses.replace(RECIPES[base], is_calibrated=base != name)
 
 
-def _tensorwise(name: str, scaling: Literal["current", "delayed"]) -> Recipe:
+def _tensorwise(
+    name: str, scaling: Literal["current", "delayed"], *, fp8_drhs: bool = True
+) -> Recipe:
     # E4M3 forward, E5M2 gradients: with one scale per tensor, gradients need the range.
     e4m3 = Cast(dtype=E4M3, scaling=scaling)
     e5m2 = Cast(dtype=E5M2, scaling=scaling)
@@ -169,7 +171,7 @@ def _tensorwise(name: str, scaling: Literal["current", "delayed"]) -> Recipe:
         name=name,
         fwd=GemmRecipe(first=e4m3, second=e4m3, fast_accumulation=True),
         dlhs=GemmRecipe(first=e5m2, second=e4m3),
-        drhs=GemmRecipe(first=e4m3, second=e5m2),
+        drhs=GemmRecipe(first=e4m3, second=e5m2) if fp8_drhs else None,
     )
 
 
@@ -199,6 +201,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe(name="bf16"),
         _tensorwise("fp8_tensorwise", "current"),
         _tensorwise("fp8_tensorwise_delayed", "delayed"),
+        # Fewest kernels: an FP8 drhs needs transposed copies of lhs and g on Hopper.
+        _tensorwise("fp8_tensorwise_delayed_bf16_drhs", "delayed", fp8_drhs=False),
         _uniform("fp8_rowwise", "rowwise"),
         _rowwise_bf16_drhs(),
         _uniform("fp8_blockwise", "blockwise"),

@@ -5,15 +5,16 @@ Current scaling needs no state. Delayed scaling keeps, for the three operands of
 
     scale_inv = compute_scale_inv(max over the window)
 
-One small state per site, updated once a step, so that the update is one kernel. The
-state is not a parameter: it is never clipped, decayed, averaged or optimized. Over
+The state is not a parameter: it is never clipped, decayed, averaged or optimized. Over
 microbatches and over mesh axes it is merged by the maximum.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from loka_jax import fp8
 from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
@@ -24,22 +25,30 @@ class DelayedScaling:
     """The delayed-scaling state of one site.
 
     Attributes:
-        scale_inv: float32 `[3]`, the factors the next step casts with; 0 before the
-            first amax was seen.
-        amax_history: float32 `[3, H]`, newest first; 0 where nothing was seen yet.
+        table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
+            casts with (1 until an amax was seen), then the amaxes of the last H steps,
+            newest first (0 where nothing was seen). One array, so that XLA updates it
+            in one kernel.
     """
 
-    scale_inv: Float[Array, "3"]
-    amax_history: Float[Array, "3 H"]
+    table: Float[Array, "3 H_plus_1"]
+
+    @property
+    def scale_inv(self) -> Float[Array, "3"]:
+        """The factors that the next step casts with."""
+        return self.table[:, 0]
+
+    @property
+    def amax_history(self) -> Float[Array, "3 H"]:
+        """The amaxes of the last H steps, newest first."""
+        return self.table[:, 1:]
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
     """Returns the state of a site that has seen nothing yet."""
-    count = len(OPERANDS)
-    return DelayedScaling(
-        jnp.zeros((count,), jnp.float32),
-        jnp.zeros((count, recipe.amax_history_length), jnp.float32),
-    )
+    history = jnp.zeros((len(OPERANDS), recipe.amax_history_length), jnp.float32)
+    scale_inv = jnp.ones((len(OPERANDS), 1), jnp.float32)
+    return DelayedScaling(jnp.concatenate([scale_inv, history], axis=1))
 
 
 def update_delayed(
@@ -50,12 +59,14 @@ def update_delayed(
     A non-finite amax never enters the history: that operand's row stays as it was, for
     one such value would hold the scale for the whole window.
     """
-    shifted = jnp.concatenate([amaxes[:, None], state.amax_history[:, :-1]], axis=1)
-    is_finite = jnp.isfinite(amaxes)[:, None]
-    history = jnp.where(is_finite, shifted, state.amax_history)
-    largest = jnp.max(history, axis=1)
+    amaxes = amaxes[:, None]
+    history = jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)
+    # Element by element, not one reduction: XLA then fuses it with the shift.
+    columns = jnp.split(history, history.shape[1], axis=1)
+    largest = functools.reduce(jnp.maximum, columns)
     scales = [_scale_inv_of(o, largest[i], recipe) for i, o in enumerate(OPERANDS)]
-    return DelayedScaling(jnp.stack(scales), history)
+    table = jnp.concatenate([jnp.stack(scales), history], axis=1)
+    return DelayedScaling(jnp.where(jnp.isfinite(amaxes), table, state.table))
 
 
 def delayed_scale_inv(
@@ -72,11 +83,12 @@ def delayed_scale_inv(
     step's amax; `recipe.is_calibrated` promises that it is not needed and drops it (an
     operand that was all zero until now is then cast unscaled for one step).
     """
-    stored = state.scale_inv[OPERANDS.index(operand)]
+    row = OPERANDS.index(operand)
+    stored = state.scale_inv[row]
     if recipe.is_calibrated:
-        return jnp.where(stored > 0, stored, 1.0)
+        return stored
     current = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
-    return jnp.where(stored > 0, stored, current)
+    return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
 
 
 def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
@@ -88,17 +100,16 @@ def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
     return jax.tree.map(jnp.maximum, a, b)
 
 
-def is_calibrated(state: DelayedScaling) -> Array:
+def is_calibrated(state: DelayedScaling) -> Bool[Array, ""]:
     """Returns True if every operand has a scale from an amax that was seen."""
-    return jnp.all(state.scale_inv > 0)
+    return jnp.all(jnp.any(state.amax_history > 0, axis=1))
 
 
 def _scale_inv_of(operand: Operand, amax, recipe: Recipe):
     casts = [cast for cast in recipe.casts(operand) if cast.scaling == "delayed"]
     if not casts:
-        return jnp.ones((), jnp.float32)
+        return jnp.ones_like(amax)
     scale_inv = fp8.compute_scale_inv(
         amax, casts[0].dtype, pow2_scale=casts[0].pow2_scale, margin=recipe.margin
     )
-    # An operand that was all zero so far has taught nothing: it stays uncalibrated.
-    return jnp.where(amax > 0, scale_inv, 0.0)
+    return jnp.where(amax > 0, scale_inv, 1.0)

@@ -30,7 +30,6 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import Fp8Array
 from loka_jax.recipe import (
     BLOCK,
-    OPERANDS,
     ROLE_OPERANDS,
     ROLES,
     Cast,
@@ -125,12 +124,12 @@ class _Operand:
 
     Attributes:
         value: the array as given; None once no role reads it any more.
-        amax: of the whole array, over all devices; None if no cast needs it.
+        amaxes: float32, of the parts of the array; None if no cast needs them.
         tensorwise: the whole-tensor FP8 copy, if any role reads one.
     """
 
     value: Array | None
-    amax: Array | None
+    amaxes: Array | None
     tensorwise: Fp8Array | None
     shape: tuple[int, int] = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
@@ -160,16 +159,15 @@ class _Site(NamedTuple):
         if not tensorwise:
             return _Operand(x, None, None, x.shape, x.dtype)
         (cast,) = set(tensorwise)  # Recipe allows one whole-tensor cast an operand
-        amax = fp8.amax(x)
-        if self.axis_names:
-            amax = jax.lax.pmax(amax, self.axis_names)
+        amaxes = fp8.amax_of_parts(x)
+        amax = self.over_devices(jnp.max(amaxes))
         if cast.scaling == "delayed":
             scale_inv = delayed_scale_inv(state, name, amax, cast, self.recipe)
         else:
             scale_inv = fp8.compute_scale_inv(
                 amax, cast.dtype, pow2_scale=cast.pow2_scale
             )
-        return _Operand(x, amax, fp8.cast(x, scale_inv, cast.dtype), x.shape, x.dtype)
+        return _Operand(x, amaxes, fp8.cast(x, scale_inv, cast.dtype), x.shape, x.dtype)
 
     def keep(self, name: Operand, operand: _Operand) -> _Operand:
         """Returns what the backward pass needs of an operand of the forward pass."""
@@ -202,12 +200,18 @@ class _Site(NamedTuple):
 
     def next_state(self, state, *operands: _Operand):
         """Returns the state for the next step; the same if nothing ran in FP8."""
-        if state is None or all(operand.amax is None for operand in operands):
+        if state is None or all(x.amaxes is None for x in operands):
             return state
-        assert len(operands) == len(OPERANDS)
-        zero = jnp.zeros((), jnp.float32)
-        amaxes = jnp.stack([zero if x.amax is None else x.amax for x in operands])
+        nothing = jnp.zeros((1,), jnp.float32)
+        parts = [nothing if x.amaxes is None else x.amaxes for x in operands]
+        longest = max(x.size for x in parts)
+        stacked = jnp.stack([jnp.pad(x, (0, longest - x.size)) for x in parts])
+        amaxes = self.over_devices(jnp.max(stacked, axis=1))
         return update_delayed(state, amaxes, self.recipe)
+
+    def over_devices(self, amax: Array) -> Array:
+        """Returns the maximum over the devices that hold the other rows."""
+        return jax.lax.pmax(amax, self.axis_names) if self.axis_names else amax
 
 
 # Which operands of a role's product must be transposed to contract their last dim:
