@@ -1,10 +1,17 @@
 """Opens the data a `DataConfig` describes as train, valid and test splits."""
 
+import dataclasses
+import pathlib
 from dataclasses import dataclass
 
 from loka_jax.data import generated
 from loka_jax.data.batch import Dataset
+from loka_jax.data.cache import cached_shards
 from loka_jax.data.config import DataConfig
+from loka_jax.data.convert import SETTINGS, settings_of
+from loka_jax.data.files import existing, find_sources
+from loka_jax.data.reader import ShardDataset
+from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,52 @@ def open_data(config: DataConfig, *, seed: int) -> Splits:
     Raises:
         ValueError: one sentence with the file, row or option, and the remedy.
     """
-    return _open_generated(config, seed)
+    if config.kind == "generated":
+        return _open_generated(config, seed)
+    if config.path is not None and is_shard_folder(existing(config.path)):
+        folder = open_shards(pathlib.Path(config.path).expanduser())
+        _check_settings(config, folder)
+    else:
+        folder = open_shards(cached_shards(config, find_sources(config)))
+    return _splits(folder)
+
+
+def _splits(folder: ShardFolder) -> Splits:
+    train, valid, test = (
+        ShardDataset(folder.schema, folder.shards[split], f"{folder.path} ({split})")
+        if folder.shards[split]
+        else None
+        for split in ("train", "valid", "test")
+    )
+    if train is None or valid is None:
+        raise ValueError(
+            f"{folder.path} lacks training or validation shards: convert the data "
+            "again."
+        )
+    return Splits(train=train, valid=valid, test=test, report=folder.report)
+
+
+def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
+    """Refuses options that were given, but that the shards were not made with.
+
+    Raises:
+        ValueError: with the option and both values.
+    """
+    for name in ("valid", "test"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{folder.path} holds shards of all splits: leave out --data.{name}."
+            )
+    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
+    asked = settings_of(config)
+    for name in SETTINGS:
+        made_with = folder.settings.get(name)
+        if getattr(config, name) != defaults[name] and asked[name] != made_with:
+            raise ValueError(
+                f"{folder.path} was converted with {name} {made_with}, not "
+                f"{asked[name]}: leave out --data.{name.replace('_', '-')} or convert "
+                "the data again."
+            )
 
 
 def _open_generated(config: DataConfig, seed: int) -> Splits:

@@ -1,0 +1,67 @@
+"""Where shards go when nobody names a folder: a private cache of this user."""
+
+import atexit
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import stat
+import tempfile
+
+from loka_jax.data import convert, shards
+from loka_jax.data.config import DataConfig
+from loka_jax.data.files import Sources
+
+
+def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
+    """Returns a folder with the sources' shards, converting them if there is none.
+
+    Its name is a digest of the files' paths, sizes and times, and of the options, so
+    that a changed file or option makes another folder. Two runs at once each convert;
+    the first to finish wins.
+    """
+    target = _root(config) / _digest(config, sources)
+    if shards.is_shard_folder(target):
+        try:
+            shards.open_shards(target)
+            return target
+        except ValueError:  # damaged: it is ours, and can be made again
+            shutil.rmtree(target)
+    try:
+        convert.convert(config, sources, target)
+    except OSError:
+        if not shards.is_shard_folder(target):  # not the other run's
+            raise
+    return target
+
+
+def _digest(config: DataConfig, sources: Sources) -> str:
+    files = [
+        [split, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+        for split, paths in sources._asdict().items()
+        for path in paths
+    ]
+    settings = convert.settings_of(config)
+    key = [shards.VERSION, config.kind, settings, files]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+
+def _root(config: DataConfig) -> pathlib.Path:
+    """Returns the cache folder; a temporary one if the user's cannot be used."""
+    if config.cache is not None:
+        return pathlib.Path(config.cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = pathlib.Path(base).expanduser() / "loka_jax" / "data"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(root)
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_ours and os.access(root, os.W_OK):
+            root.chmod(0o700)
+            return root
+    except OSError:
+        pass
+    temporary = tempfile.mkdtemp(prefix="loka_jax-data-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return pathlib.Path(temporary)

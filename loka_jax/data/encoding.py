@@ -1,0 +1,149 @@
+"""From values to ids: by a vocabulary of the training rows, or by a stable hash.
+
+A value is what it looks like as text, so that a field read from CSV and from Parquet
+gets the same ids. Id 0 stands for missing values and, with a vocabulary, for values
+that training did not see `min_count` times.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow makes the functions of its compute module when it is imported)
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from loka_jax.data.blocks import Block
+
+
+class Encoder(Protocol):
+    """Turns the values of one field into ids."""
+
+    @property
+    def rows(self) -> int:
+        """The rows of the field's table, id 0 included."""
+        ...
+
+    def encode(self, values: pa.Array) -> np.ndarray:
+        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
+        ...
+
+
+def as_text(block: Block, column: str) -> pa.Array:
+    """Returns a column's values as strings; missing ones (empty, NaN) as null.
+
+    Raises:
+        ValueError: if the column holds lists or the like.
+    """
+    array = block.table.column(column).combine_chunks()
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    if pa.types.is_floating(array.type):
+        array = _floats_as_text(array.cast(pa.float64()))
+    if pa.types.is_nested(array.type):
+        raise ValueError(
+            f"{block.file} column {column!r} holds {array.type}: a categorical column "
+            "holds one value a row; leave it out."
+        )
+    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+        array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
+    array = array.cast(pa.large_string())  # 2 GiB of text in a block may be too few
+    return pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array)
+
+
+def _floats_as_text(array: pa.Array) -> pa.Array:
+    """Writes 3.0 as 3: integers with gaps are floating in pandas. NaN is missing."""
+    array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    whole = pc.and_(pc.equal(array, pc.round(array)), pc.less(pc.abs(array), 2**53))
+    integers = pc.if_else(whole, array, pa.scalar(0.0)).cast(pa.int64())
+    return pc.if_else(whole, integers.cast(pa.string()), array.cast(pa.string()))
+
+
+class ValueCounter:
+    """Counts the values of one field, block by block."""
+
+    MERGE_AT = 1 << 20  # counted values that are held before equal ones are merged
+
+    def __init__(self):
+        """Starts with no values."""
+        self._parts: list[pa.Table] = []
+        self._held = 0
+
+    def add(self, values: pa.Array) -> None:
+        """Adds values; nulls do not count."""
+        counted = pc.value_counts(values.drop_null())
+        table = pa.table({"value": counted.field(0), "count": counted.field(1)})
+        self._parts.append(table)
+        self._held += table.num_rows
+        if self._held > self.MERGE_AT:
+            merged = self._merged()
+            self._parts = [merged]
+            # A vocabulary beyond the limit is merged each time it has doubled.
+            self._held = min(merged.num_rows, self.MERGE_AT // 2)
+
+    def _merged(self) -> pa.Table:
+        table = pa.concat_tables(self._parts).group_by("value")
+        return table.aggregate([("count", "sum")]).rename_columns(["value", "count"])
+
+    def vocabulary(self, min_count: int) -> pa.Array:
+        """Returns the values seen often enough, most frequent first, ties by value."""
+        if not self._parts:
+            return pa.array([], pa.large_string())
+        table = self._merged()
+        table = table.filter(pc.greater_equal(table["count"], min_count))
+        order = [("count", "descending"), ("value", "ascending")]
+        return table.sort_by(order)["value"].combine_chunks()
+
+
+class VocabularyEncoder:
+    """Ids by frequency: 1 is the most frequent value of the training rows.
+
+    Attributes:
+        values: the values, `values[i]` with id i + 1.
+    """
+
+    def __init__(self, values: pa.Array):
+        """Takes the vocabulary, without the row for unknown values."""
+        self.values = values
+
+    @property
+    def rows(self) -> int:
+        """The rows of the field's table, id 0 included."""
+        return len(self.values) + 1
+
+    def encode(self, values: pa.Array) -> np.ndarray:
+        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
+        index = pc.index_in(values, value_set=self.values, skip_nulls=True)
+        return np.asarray(pc.fill_null(index, -1), np.int32) + np.int32(1)
+
+
+class HashEncoder:
+    """Ids by hash: `1 + blake2b64(field, value) mod (buckets - 1)`.
+
+    The same on every machine and in every run, and different for fields that share
+    values.
+    """
+
+    def __init__(self, field: str, buckets: int):
+        """Takes the field's name, which is hashed too, and its table's rows."""
+        self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
+        self._buckets = buckets
+
+    @property
+    def rows(self) -> int:
+        """The rows of the field's table, id 0 included."""
+        return self._buckets
+
+    def encode(self, values: pa.Array) -> np.ndarray:
+        """Returns int32 ids in [0, rows); 0 for null values."""
+        coded = pc.dictionary_encode(values)
+        ids = np.zeros(len(coded.dictionary) + 1, np.int32)  # the last is null's
+        for i, value in enumerate(coded.dictionary.to_pylist()):
+            ids[i] = self._id(value)
+        return ids[np.asarray(pc.fill_null(coded.indices, len(ids) - 1))]
+
+    def _id(self, value: str) -> int:
+        digest = hashlib.blake2b(value.encode(), digest_size=8, key=self._salt).digest()
+        return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)

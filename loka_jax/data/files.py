@@ -1,0 +1,110 @@
+"""Finding the files of each split, and saying well what is wrong with them."""
+
+import difflib
+import os
+import pathlib
+import re
+from typing import Literal, NamedTuple
+
+from loka_jax.data.config import DataConfig
+
+Format = Literal["csv", "tsv", "parquet"]
+_FORMATS: dict[str, Format] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+# Whole words only: `latest.csv` is no test file.
+_WORDS = {
+    "train": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
+    "valid": re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])"),
+    "test": re.compile(r"(?<![a-z])test(ing)?(?![a-z])"),
+}
+
+
+class Sources(NamedTuple):
+    """The files of each split; `valid` empty means: split it off `train`."""
+
+    train: tuple[pathlib.Path, ...]
+    valid: tuple[pathlib.Path, ...]
+    test: tuple[pathlib.Path, ...]
+
+
+def data_format(path: pathlib.Path) -> Format | None:
+    """Returns the format that the file's name tells, or None."""
+    name = path.name.lower().removesuffix(".gz")
+    return _FORMATS.get(os.path.splitext(name)[1])
+
+
+def existing(path: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path.
+
+    Raises:
+        ValueError: if there is nothing there; names what is near.
+    """
+    path = pathlib.Path(path).expanduser()
+    if path.exists():
+        return path
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
+    names = sorted(entry.name for entry in folder.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{folder} is empty."
+    raise ValueError(f"{path} does not exist: {hint}")
+
+
+def find_sources(config: DataConfig) -> Sources:
+    """Returns the files that `config` names, or those found in its folder.
+
+    Raises:
+        ValueError: if a file is missing, or no file can be told to be the training
+            file.
+    """
+    if config.path is None:
+        raise ValueError(
+            f"Data of kind {config.kind} needs --data.path, a file or a folder."
+        )
+    path = existing(config.path)
+    found = _in_folder(path) if path.is_dir() else Sources((path,), (), ())
+    valid, test = (
+        (_file(named),) if named is not None else files
+        for named, files in ((config.valid, found.valid), (config.test, found.test))
+    )
+    return Sources(found.train, valid, test)
+
+
+def _file(path: str) -> pathlib.Path:
+    found = existing(path)
+    if found.is_dir():
+        raise ValueError(f"{found} is a folder: name one file.")
+    return found
+
+
+def _in_folder(folder: pathlib.Path) -> Sources:
+    """Returns the folder's files by the words in their names."""
+    splits: dict[str, list[pathlib.Path]] = {split: [] for split in _WORDS}
+    names = []
+    for path in sorted(folder.iterdir()):
+        is_text = path.name.lower().removesuffix(".gz").endswith(".txt")
+        if path.is_dir() or not (data_format(path) or is_text):
+            continue
+        names.append(path.name)
+        stem = path.name.lower()
+        splits_of_file = [s for s, word in _WORDS.items() if word.search(stem)]
+        if len(splits_of_file) > 1:
+            raise ValueError(
+                f"{path} could be {' or '.join(splits_of_file)}: rename it, or name "
+                "the files with --data.path, --data.valid and --data.test."
+            )
+        if splits_of_file:
+            splits[splits_of_file[0]].append(path)
+    if not splits["train"]:
+        raise ValueError(
+            f"{folder} has no data file (.csv, .tsv, .parquet, also .gz) with the word "
+            f"train in its name, only {', '.join(names[:5]) or 'other files'}: rename "
+            "one, or name a file with --data.path."
+        )
+    return Sources(*(tuple(splits[split]) for split in Sources._fields))

@@ -1,0 +1,104 @@
+"""Batches from memory-mapped shards, from any position, in any order at once.
+
+B is the batch size, n the number of dense columns, F of fields.
+"""
+
+import numpy as np
+
+from loka_jax.data import batch as batch_lib
+from loka_jax.data.batch import Batch, Position, Schema
+from loka_jax.data.permutation import key_of, permute
+
+
+class ShardDataset:
+    """One split of a folder of shards.
+
+    Every batch is a pure function of (position, batch size): the shuffle is global
+    and computed index by index, so that resuming costs nothing.
+
+    Attributes:
+        schema: the columns and table sizes.
+        num_examples: rows in all shards together.
+    """
+
+    def __init__(self, schema: Schema, shards: list[np.ndarray], name: str):
+        """Reads records of `record_dtype`; `name` is for messages.
+
+        Raises:
+            ValueError: if there are no rows.
+        """
+        self.schema = schema
+        self._name = name
+        # As int32 words a row is gathered by one copy, whatever its columns.
+        self._words = [shard.view(np.int32).reshape(len(shard), -1) for shard in shards]
+        self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
+        self.num_examples = int(self._ends[-1]) if shards else 0
+        if not self.num_examples:
+            raise ValueError(f"{name} has no rows: give it a file that has some.")
+        self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
+
+    def num_batches(self, batch_size: int) -> int:
+        """Returns the batches of one epoch, a padded last one included."""
+        return batch_lib.num_batches(self.num_examples, batch_size)
+
+    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
+        """Returns the batch at `position`, in host memory.
+
+        Args:
+            position: a seed and an epoch make an order, a step a place in it.
+            batch_size: rows of the batch; the last one is padded with zero rows of
+                zero weight.
+            shuffle: without it the rows come in the order of the files, and neither
+                seed nor epoch matter.
+
+        Raises:
+            ValueError: if the step lies past the end, or a stored id outside its table.
+        """
+        batches = self.num_batches(batch_size)
+        if not 0 <= position.step < batches:
+            raise ValueError(f"{position.step=} must lie in [0, {batches}).")
+        start = position.step * batch_size
+        index = np.arange(start, min(start + batch_size, self.num_examples))
+        if shuffle:
+            key = key_of(position.seed, position.epoch)
+            index = permute(index, self.num_examples, key)
+        return self._split_columns(self._gather(index), batch_size)
+
+    def _gather(self, index: np.ndarray) -> np.ndarray:
+        """Returns the rows at `index`, in that order, as int32 words."""
+        if len(self._words) == 1:
+            return self._words[0].take(index, axis=0)
+        out = np.empty((len(index), self._words[0].shape[1]), np.int32)
+        shard_of = np.searchsorted(self._ends, index, side="right")
+        for shard in np.unique(shard_of):
+            (where,) = np.nonzero(shard_of == shard)
+            words = self._words[shard]
+            first = self._ends[shard] - len(words)
+            out[where] = words.take(index[where] - first, axis=0)
+        return out
+
+    def _split_columns(self, words: np.ndarray, batch_size: int) -> Batch:
+        rows, n = len(words), len(self.schema.dense)
+        dense = np.zeros((batch_size, n), np.float32)
+        ids = np.zeros((batch_size, len(self.schema.categorical)), np.int32)
+        labels = np.zeros(batch_size, np.float32)
+        weights = np.zeros(batch_size, np.float32)
+        floats = words.view(np.float32)
+        labels[:rows] = floats[:, 0]
+        dense[:rows] = floats[:, 1 : 1 + n]
+        ids[:rows] = words[:, 1 + n :]
+        weights[:rows] = 1.0
+        self._check_ids(ids)
+        return Batch(dense, ids, labels, weights)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        """The device would wrap, clamp or poison an id outside its table, silently."""
+        # A negative id is a huge unsigned one: one comparison finds both.
+        outside = ids.view(np.uint32) >= self._vocab_sizes.view(np.uint32)
+        if outside.any():
+            row, field = np.argwhere(outside)[0]
+            raise ValueError(
+                f"{self._name} column {self.schema.categorical[field]!r} holds id "
+                f"{ids[row, field]}, outside its table of {self._vocab_sizes[field]} "
+                "rows: convert the data again."
+            )

@@ -1,0 +1,246 @@
+"""Converted data on disk: memory-mapped `.npy` shards and a manifest.
+
+A folder holds `manifest.json` and flat files beside it: `train-00000.npy` and so on,
+one structured record a row (label, dense, ids), and `vocabulary-00.parquet` and so
+on. It is made under another name and renamed when it is whole. What is opened is
+treated as coming from a stranger: plain files only, no pickles, sizes, shapes and
+digests checked, ids checked again batch by batch by the reader.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from loka_jax.data.batch import Schema
+
+MANIFEST = "manifest.json"
+FORMAT = "loka_jax shards"
+VERSION = 1
+SPLITS = ("train", "valid", "test")
+MAX_MANIFEST_BYTES = 16 << 20
+# Folders up to this size are digested whenever they are opened, in about a second;
+# larger ones only by `experiments/convert.py --verify`.
+MAX_DIGEST_BYTES = 1 << 30
+_FILE_NAME = re.compile(r"[a-z]+-[0-9]{2,6}\.(npy|parquet)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFolder:
+    """An opened folder of shards.
+
+    Attributes:
+        path: the folder.
+        schema: the columns and table sizes.
+        shards: the memory-mapped records of each split; a split may have none.
+        report: what the conversion counted.
+        settings: the options that it was made with.
+    """
+
+    path: pathlib.Path
+    schema: Schema
+    shards: dict[str, list[np.ndarray]]
+    report: dict
+    settings: dict
+
+
+def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
+    """Returns the type of one row: 4 (1 + n + F) bytes without gaps."""
+    dense, ids = ("dense", "<f4", (num_dense,)), ("ids", "<i4", (num_fields,))
+    return np.dtype([("label", "<f4"), dense, ids])
+
+
+class ShardWriter:
+    """Writes the files of a folder that is not there yet."""
+
+    def __init__(self, folder: pathlib.Path):
+        """Writes into `folder`, which exists and is empty."""
+        self._folder = folder
+        self._files: dict[str, dict] = {}
+        self._splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+
+    def add_shard(self, split: str, records: np.ndarray) -> None:
+        """Writes records as the next shard of a split."""
+        name = f"{split}-{len(self._splits[split]):05d}.npy"
+        with open(self._folder / name, "wb") as file:
+            np.save(file, records, allow_pickle=False)
+        self._splits[split].append(name)
+        self._note(name, rows=len(records))
+
+    def add_vocabulary(self, field: int, values: pa.Array) -> None:
+        """Writes the values of a field's ids, from id 1 on."""
+        name = f"vocabulary-{field:02d}.parquet"
+        table = pa.table({"value": values})
+        parquet.write_table(table, self._folder / name, write_page_checksum=True)
+        self._note(name, rows=len(values))
+
+    def _note(self, name: str, *, rows: int) -> None:
+        with open(self._folder / name, "r+b") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.seek(0, os.SEEK_END)
+        self._files[name] = {"rows": rows, "bytes": size, "sha256": digest}
+
+    def finish(
+        self, schema: Schema, *, sources: list[dict], settings: dict, report: dict
+    ) -> None:
+        """Writes the manifest, which makes the folder whole."""
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "schema": asdict(schema),
+            "splits": self._splits,
+            "files": self._files,
+            "sources": sources,
+            "settings": settings,
+            "report": report,
+        }
+        with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a private folder that becomes `target` at the end, whole, or vanishes.
+
+    Raises:
+        ValueError: if the target exists already, or its place cannot be written.
+    """
+    if target.is_symlink() or (target.exists() and not _is_empty_folder(target)):
+        raise ValueError(f"{target} exists already: remove it, or choose another name.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name}.partial-"
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written ({error.strerror}): choose another place."
+        ) from None
+    try:
+        yield partial
+        os.rename(partial, target)
+    finally:  # also after Ctrl-C; nothing is left to remove after the rename
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_empty_folder(path: pathlib.Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def is_shard_folder(path: pathlib.Path) -> bool:
+    """Returns whether the folder has a manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFolder:
+    """Opens a folder of shards.
+
+    Args:
+        folder: the folder.
+        verify: compare all digests; if None, when the folder is small.
+
+    Raises:
+        ValueError: with the file, if anything is missing, damaged, or not allowed.
+    """
+    manifest = _read_manifest(folder)
+    files, splits = manifest["files"], manifest["splits"]
+    try:
+        schema = _schema(manifest["schema"])
+        dtype = record_dtype(len(schema.dense), len(schema.categorical))
+        total = sum(entry["bytes"] for entry in files.values())
+        digests = total <= MAX_DIGEST_BYTES if verify is None else verify
+        for name, entry in files.items():
+            _check_file(folder, name, entry, digests)
+        shards = {
+            split: [_map(folder, name, files[name]["rows"], dtype) for name in names]
+            for split, names in splits.items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(_remake(folder, "its manifest lacks an entry")) from None
+    report, settings = manifest.get("report", {}), manifest.get("settings", {})
+    return ShardFolder(
+        path=folder, schema=schema, shards=shards, report=report, settings=settings
+    )
+
+
+def _remake(path: pathlib.Path, reason: str) -> str:
+    return f"{path} cannot be used ({reason}): convert the data again."
+
+
+def _schema(entry: dict) -> Schema:
+    return Schema(
+        label=entry["label"],
+        dense=tuple(entry["dense"]),
+        categorical=tuple(entry["categorical"]),
+        vocab_sizes=tuple(entry["vocab_sizes"]),
+    )
+
+
+def _read_manifest(folder: pathlib.Path) -> dict:
+    path = folder / MANIFEST
+    _check_plain(path)
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ValueError(_remake(path, f"it is larger than {MAX_MANIFEST_BYTES} bytes"))
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(_remake(path, "it is not JSON")) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(_remake(path, f"its format is not {FORMAT!r}"))
+    if manifest.get("version") != VERSION:
+        raise ValueError(_remake(path, f"its version is not {VERSION}"))
+    parts = [manifest.get(key) for key in ("schema", "files", "splits")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(_remake(path, "it lacks schema, files or splits"))
+    if set(manifest["splits"]) != set(SPLITS):
+        raise ValueError(_remake(path, f"its splits are not {', '.join(SPLITS)}"))
+    return manifest
+
+
+def _check_plain(path: pathlib.Path) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        raise ValueError(_remake(path, "it is missing")) from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(_remake(path, "it is a link or no plain file"))
+
+
+def _check_file(folder: pathlib.Path, name: str, entry: dict, digests: bool) -> None:
+    # A name without separators cannot lead out of the folder.
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(_remake(folder / MANIFEST, f"it names a file {name[:80]!r}"))
+    path = folder / name
+    _check_plain(path)
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise ValueError(_remake(path, f"{size} bytes, not {entry['bytes']}"))
+    if digests:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry["sha256"]:
+            raise ValueError(_remake(path, "its digest differs from the manifest's"))
+
+
+def _map(folder: pathlib.Path, name: str, rows: int, dtype: np.dtype) -> np.ndarray:
+    path = folder / name
+    try:
+        records = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        raise ValueError(_remake(path, "it is not a .npy file")) from None
+    if records.dtype != dtype or records.shape != (rows,):
+        raise ValueError(_remake(path, f"{records.dtype} x {records.shape}"))
+    return records

@@ -1,0 +1,200 @@
+"""From raw columns to numbers: parsing, the declared policies, the transform.
+
+Each value that a policy touches is counted under its column. What cannot be a number,
+and what a policy calls an error, ends the conversion with file, row and column.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow makes the functions of its compute module when it is imported)
+
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from loka_jax.data.blocks import Block
+from loka_jax.data.config import DataConfig
+
+# Spellings of "no value" in a column of numbers. Text fields keep theirs: NA may be
+# Namibia. `nan` is not among them: it is a number's failure, and counted as such.
+MISSING_WORDS = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
+
+
+class Counts:
+    """How many values each policy met, by column."""
+
+    def __init__(self):
+        """Starts at zero."""
+        self._columns: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, column: str, kind: str, count: int) -> None:
+        """Adds `count` values of a kind (missing, nan, inf, huge, negative, oov)."""
+        if count:
+            self._columns[column][kind] += int(count)
+
+    def report(self) -> dict:
+        """Returns the counts in total and by column, ready for JSON."""
+        total: Counter[str] = Counter()
+        for counter in self._columns.values():
+            total.update(counter)
+        columns = {name: dict(counter) for name, counter in self._columns.items()}
+        return {"totals": dict(total), "columns": columns}
+
+
+class Standardizer(NamedTuple):
+    """Mean and standard deviation of each dense column over the training rows."""
+
+    mean: np.ndarray
+    std: np.ndarray
+
+
+def parse_numbers(block: Block, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the column's values as float64, and where there are none (bool).
+
+    Missing values are 0; NaN and infinities stay what they are.
+    """
+    array = block.table.column(column).combine_chunks()
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array = _parse_text(block, column, array)
+    kind = array.type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if pa.types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    elif not (is_number or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
+        raise ValueError(
+            f"{block.file} column {column!r} holds {kind}, not numbers: name it with "
+            "--data.categorical, or leave it out."
+        )
+    missing = np.asarray(array.is_null())
+    array = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0)
+    return np.asarray(array, np.float64), missing
+
+
+def _parse_text(block: Block, column: str, array) -> pa.Array:
+    array = pc.utf8_trim_whitespace(array)
+    words = pa.array(MISSING_WORDS, array.type)
+    array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+    try:
+        return array.cast(pa.float64())
+    except pa.ArrowInvalid:
+        at = next(i for i, value in enumerate(array) if not _is_number(value))
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} column {column!r} holds "
+            f"{str(array[at])[:40]!r}, not a number: correct it, or name the column "
+            "with --data.categorical."
+        ) from None
+
+
+def _is_number(value: pa.Scalar) -> bool:
+    try:
+        value.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def parse_labels(block: Block, column: str) -> np.ndarray:
+    """Returns the labels as float32.
+
+    Raises:
+        ValueError: with file, row and value, if one is not 0 or 1.
+    """
+    values, missing = parse_numbers(block, column)
+    wrong = missing | ~((values == 0) | (values == 1))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        shown = "no value" if missing[at] else f"{values[at]:g}"
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {shown} in label column "
+            f"{column!r}, where only 0 and 1 may stand: correct it or --data.label."
+        )
+    return values.astype(np.float32)
+
+
+def clean_dense(
+    block: Block, config: DataConfig, columns: tuple[str, ...], counts: Counts
+) -> np.ndarray:
+    """Returns the dense columns [rows, n] in float64 after the declared policies."""
+    out = np.empty((block.table.num_rows, len(columns)))
+    for j, column in enumerate(columns):
+        out[:, j] = _clean_column(block, config, column, counts)
+    return out
+
+
+def _clean_column(
+    block: Block, config: DataConfig, column: str, counts: Counts
+) -> np.ndarray:
+    values, missing = parse_numbers(block, column)
+    is_nan, is_inf = np.isnan(values), np.isinf(values)
+    huge = (np.abs(values) > config.huge_limit) & ~is_inf
+    negative = values < 0
+    found = {
+        "missing": (missing, config.missing),
+        "nan": (is_nan, config.nan),
+        "inf": (is_inf, config.huge),
+        "huge": (huge, config.huge),
+        "negative": (negative, config.negative),
+    }
+    for kind, (where, policy) in found.items():
+        if policy == "error" and where.any():
+            _refuse(block, column, kind, values, int(np.argmax(where)))
+        counts.add(column, kind, int(np.count_nonzero(where)))
+    values = np.where(is_nan, 0.0, values)
+    least = 0.0 if config.negative == "clip" else -config.huge_limit
+    return np.clip(values, least, config.huge_limit)
+
+
+def _refuse(block: Block, column: str, kind: str, values: np.ndarray, at: int) -> None:
+    option = "huge" if kind == "inf" else kind
+    remedy = {"missing": "zero", "nan": "zero", "huge": "clip", "negative": "clip"}
+    shown = "no value" if kind == "missing" else f"{values[at]:g}"
+    raise ValueError(
+        f"{block.file} row {block.rows[at]} column {column!r} has {shown}, which "
+        f"--data.{option} error refuses: correct it or set --data.{option} "
+        f"{remedy[option]}."
+    )
+
+
+def transform_dense(
+    values: np.ndarray, config: DataConfig, standardizer: Standardizer
+) -> np.ndarray:
+    """Returns the model's input, float32: finite whatever the finite values are."""
+    if config.transform == "log1p":
+        values = np.copysign(np.log1p(np.abs(values)), values)
+    elif config.transform == "standardize":
+        values = (values - standardizer.mean) / standardizer.std
+    return values.astype(np.float32)
+
+
+class Moments:
+    """Adds up what `Standardizer` needs, block by block, in float64."""
+
+    def __init__(self, num_columns: int):
+        """Starts with no rows."""
+        self._count = 0
+        self._mean = np.zeros(num_columns)
+        self._squares = np.zeros(num_columns)  # sum of squared deviations
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds rows, by the pairwise update, which does not cancel digits."""
+        count = len(values)
+        if not count:
+            return
+        mean = values.mean(axis=0)
+        total = self._count + count
+        shift = mean - self._mean
+        self._squares += ((values - mean) ** 2).sum(axis=0)
+        self._squares += shift**2 * (self._count * count / total)
+        self._mean = self._mean + shift * (count / total)
+        self._count = total
+
+    def result(self) -> Standardizer:
+        """Returns mean and standard deviation; a constant column's is 1."""
+        std = np.sqrt(self._squares / max(self._count, 1))
+        # Rounding leaves a constant column a deviation of about one part in 1e16.
+        constant = std <= 1e-12 * np.abs(self._mean)
+        return Standardizer(self._mean, np.where(constant, 1.0, std))
