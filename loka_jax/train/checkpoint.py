@@ -1,0 +1,388 @@
+"""Checkpoints that are checked before they are believed.
+
+Orbax writes the arrays into `.unfinished`; the manifest follows; then one rename makes
+the directory a checkpoint, whatever kills the process. What differs from its manifest
+later is put aside under a name that says so, and the step before is used.
+
+    <directory>/<step>/default/...          Orbax's arrays (OCDBT)
+    <directory>/<step>/manifest.json        digests, leaves, the caller's `meta`
+    <directory>/<step>.damaged-<n>          put aside, never read again
+    <directory>/.unfinished                 the save under way; its leftovers vanish
+
+Arrays and JSON only, no pickle; nothing is read through a symlink. A stranger's
+checkpoint is still untrusted input: digests show damage, not intent.
+Single process: every leaf must be addressable from it. One writer: the run's lock
+(`record.RunRecord`) keeps a second one away; readers may come at any time.
+"""
+
+import logging
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from loka_jax.train import jsonfile, manifest
+from loka_jax.train.jsonfile import explain_mismatch as explain_mismatch
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run: saved in the background, verified when restored.
+
+    A save that fails is tried once more; if that fails too, the next call of `save`,
+    `wait` or `close` raises. So a run has saved once `close` has returned. Usable in a
+    `with` statement, which closes.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, keep: int = 3):
+        """Opens `directory`, creating it if need be.
+
+        Args:
+            directory: where the steps lie. Itself it may be a symlink.
+            keep: how many of the newest checkpoints stay.
+
+        Raises:
+            ValueError: if `keep` is not positive or the directory cannot be made.
+        """
+        if not keep >= 1:
+            raise ValueError(f"{keep=} must be at least 1.")
+        self._keep = keep
+        self._directory = Path(directory).resolve()
+        self._unfinished = self._directory / ".unfinished"
+        self._manager: ocp.CheckpointManager | None = None
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        _quiet_orbax()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"cannot create the checkpoint directory {self._directory} "
+                f"({error.strerror}): choose another --workdir."
+            ) from None
+
+    def __enter__(self) -> "Checkpoints":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
+        """Starts saving `state` as `step`, after any earlier save has ended.
+
+        The arrays are copied to the host before this returns: their device buffers
+        may be donated at once. The newest `keep` checkpoints stay.
+
+        Args:
+            step: the number of steps `state` has seen.
+            state: a pytree of arrays; FP8 arrays and typed PRNG keys too.
+            meta: what `restore` returns with the state, JSON-ready and finite;
+                `meta["config"]` explains a mismatch later.
+
+        Returns:
+            False if `step` is saved already, and nothing was done.
+
+        Raises:
+            ValueError: if a leaf is no array, `meta` no JSON, or the disk too full.
+            OSError: if the previous save failed twice.
+        """
+        self.wait()
+        if step in self._steps():
+            return False
+        leaves = {name: _to_host(name, leaf) for name, leaf in _named_leaves(state)}
+        content = {
+            "step": step,
+            "leaves": {
+                name: {"shape": list(array.shape), "dtype": dtype}
+                for name, (array, dtype) in leaves.items()
+            },
+            "meta": jsonfile.jsonable(meta, nan_as_null=False),
+        }
+        arrays = {name: array for name, (array, _) in leaves.items()}
+        self._require_space(sum(array.nbytes for array in arrays.values()))
+        # Not daemonic: leaving the interpreter waits for it and tears nothing.
+        self._thread = threading.Thread(
+            target=self._save_twice, args=(step, arrays, content), name="checkpoint"
+        )
+        self._thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Returns when no save is under way.
+
+        Raises:
+            OSError: if the last one failed twice.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Waits for the save under way and frees Orbax's parts; raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                self._manager.close()
+                self._manager = None
+                _remove(self._unfinished)
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step, digests not verified, or None."""
+        return max(self._steps(), default=None)
+
+    def latest_meta(self) -> dict[str, Any] | None:
+        """Returns the `meta` of the newest step with a whole manifest, or None."""
+        for step in sorted(self._steps(), reverse=True):
+            try:
+                return manifest.read(self._path(step))["meta"]
+            except manifest.Damaged:
+                continue
+        return None
+
+    def restore(
+        self, template: Any, *, config: dict[str, Any] | None = None
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """Returns the newest whole checkpoint: its step, its state and its meta.
+
+        Every digest is verified before an array is read. A damaged step is renamed to
+        `<step>.damaged-<n>`, with one line of warning, and the step before it is
+        taken. Leaves are bit for bit as saved, each where its template lies.
+
+        Args:
+            template: a pytree of arrays or `jax.ShapeDtypeStruct`, as `state` was.
+            config: the current config; explains a template that does not fit.
+
+        Raises:
+            ValueError: if there is no whole checkpoint, or the newest one's tree, a
+                shape or a dtype differs from `template`. Nothing is cast.
+        """
+        self.wait()
+        first_damage = None
+        for step in sorted(self._steps(), reverse=True):
+            path = self._path(step)
+            try:
+                content = manifest.verify(path)
+                if content["step"] != step:
+                    raise manifest.Damaged(f"{path}: was step {content['step']}")
+            except manifest.Damaged as damage:
+                first_damage = first_damage or damage
+                self._put_aside(path, damage)
+                continue
+            _require_fit(content, template, config, path)
+            return step, self._read(step, template), content["meta"]
+        if first_damage:
+            raise ValueError(
+                f"no whole checkpoint is left in {self._directory} (the newest: "
+                f"{first_damage}): restore one from a copy, or train from the start "
+                "in another --workdir."
+            )
+        raise ValueError(
+            f"there is no checkpoint in {self._directory}: check --workdir, or train "
+            "without --resume."
+        )
+
+    def _path(self, step: int) -> Path:
+        return self._directory / str(step)
+
+    def _steps(self) -> list[int]:
+        names = (path.name for path in self._directory.iterdir())
+        return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+
+    def _require_space(self, state_bytes: int) -> None:
+        free_bytes = shutil.disk_usage(self._directory).free
+        if free_bytes < 2 * state_bytes:
+            raise ValueError(
+                f"a checkpoint needs {2 * state_bytes / 1e9:.3f} GB free in "
+                f"{self._directory} (twice the state), and {free_bytes / 1e9:.3f} GB "
+                "are: free some space or choose another --workdir."
+            )
+
+    def _save_twice(
+        self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
+    ) -> None:
+        """Saves, in the background thread; a second failure is kept for `wait`."""
+        for retries_left in (1, 0):
+            try:
+                self._write(step, arrays, content)
+                self._remove_old()
+                return
+            except Exception as error:
+                self._manager = None  # the next attempt starts in a clean directory
+                reason = _first_line(error)
+                if retries_left:
+                    _log.warning("saving step %d failed (%s); again.", step, reason)
+                    continue
+                self._error = OSError(
+                    f"step {step} could not be saved in {self._directory} ({reason}): "
+                    "check space and permissions there; the newest checkpoint is "
+                    f"step {self.latest_step()}."
+                )
+
+    def _write(
+        self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
+    ) -> None:
+        if self._manager is None:
+            _remove(self._unfinished)  # of a killed run, or of a failed attempt
+            self._unfinished.mkdir()
+            self._manager = _manager(self._unfinished)
+        # Orbax refuses arrays without elements, and a tree without arrays.
+        stored = {name: a for name, a in arrays.items() if a.size}
+        stored = stored or {"nothing": np.zeros(1, np.int8)}
+        self._manager.save(step, args=ocp.args.PyTreeSave(stored), force=True)
+        written = self._unfinished / str(step)
+        manifest.write(written, content)
+        os.replace(written, self._path(step))
+        self._manager.reload()
+
+    def _remove_old(self) -> None:
+        """Keeps the newest checkpoints; an older one vanishes in one step."""
+        for step in sorted(self._steps())[: -self._keep]:
+            removed = self._unfinished / f"removed-{step}"
+            try:
+                os.replace(self._path(step), removed)
+                _remove(removed)
+            except OSError as error:
+                _log.warning("could not remove old checkpoint %d (%s).", step, error)
+
+    def _put_aside(self, path: Path, damage: manifest.Damaged) -> None:
+        number = 1
+        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+            number += 1
+        os.replace(path, aside)
+        _log.warning("checkpoint damaged, put aside as %s: %s.", aside.name, damage)
+
+    def _read(self, step: int, template: Any) -> Any:
+        """Returns the arrays of a verified step in the form of `template`."""
+        named = dict(_named_leaves(template))
+        names = [name for name, leaf in named.items() if leaf.size]
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, as_numpy)
+        )
+        arrays: dict[str, np.ndarray] = {}
+        if names:
+            with _manager(self._directory) as manager:
+                arrays = manager.restore(step, args=args)
+        leaves = [_from_host(arrays.get(name), leaf) for name, leaf in named.items()]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def _manager(directory: Path) -> ocp.CheckpointManager:
+    # Synchronous: our thread is the background, and must see the save end.
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    return ocp.CheckpointManager(directory, options=options)
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths, as "params/dense_0/kernel"."""
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    for name, leaf in named:
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"state leaf {name!r} is a {type(leaf).__name__} and no array: wrap it "
+                "in jnp.asarray, or put it into meta."
+            )
+    # {"a": {"b": x}, "a/b": y} would share a name: only our own state can do that.
+    assert len({name for name, _ in named}) == len(named), "two leaves share a path"
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
+    """Returns a copy of a leaf in host memory, and the name of its dtype.
+
+    A typed PRNG key becomes its words; the name of its dtype keeps the generator.
+    """
+    dtype = str(leaf.dtype)
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    # A copy: the array may be donated, and its memory reused, while Orbax writes.
+    return np.array(data, copy=True), dtype
+
+
+def _from_host(array: np.ndarray | None, template: Any) -> Any:
+    """Returns a restored leaf: of the template's kind, on its devices."""
+    if array is None:  # without elements, so nothing was written
+        array = np.zeros(template.shape, template.dtype)
+    if isinstance(template, np.ndarray | np.generic):
+        return array
+    leaf = jnp.asarray(array)
+    if _is_key(template):
+        impls = []
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
+        leaf = jax.random.wrap_key_data(leaf, impl=impls[0])
+    # What was free to move stays free: a committed copy would compile anew.
+    is_free = template.sharding is None or not getattr(template, "committed", True)
+    return leaf if is_free else jax.device_put(leaf, template.sharding)
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    """Returns shape and dtype as the manifest has them; a key's shape is its words'."""
+    words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    return {"shape": list(words.shape), "dtype": str(leaf.dtype)}
+
+
+def _require_fit(
+    content: dict[str, Any], template: Any, config: dict[str, Any] | None, path: Path
+) -> None:
+    """Raises ValueError at the first leaf in which checkpoint and template differ."""
+    saved = content["leaves"]
+    wanted = {name: _describe(leaf) for name, leaf in _named_leaves(template)}
+    names = [n for n in {**wanted, **saved} if saved.get(n) != wanted.get(n)]
+    if not names:
+        return
+
+    def text(leaf: dict[str, Any] | None) -> str:
+        return "absent" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
+
+    name = names[0]
+    more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
+    changed = []
+    if config is not None:
+        changed = explain_mismatch(content["meta"].get("config", {}), config)
+    reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
+    raise ValueError(
+        f"{path} does not fit this model: {name!r} is {text(saved.get(name))} there "
+        f"and {text(wanted.get(name))} here{more}: resume with the config it was saved "
+        f"with, or use another --workdir{reason}."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory with what is in it, or a symlink to one."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _quiet_orbax() -> None:
+    """Keeps Orbax's progress notes off the console; its warnings and errors pass."""
+    for name in ("absl", "orbax"):
+        logger = logging.getLogger(name)
+        if logger.getEffectiveLevel() < logging.WARNING:
+            logger.setLevel(logging.WARNING)

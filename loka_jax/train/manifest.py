@@ -1,0 +1,111 @@
+"""A manifest: what a directory held when it was written, so that damage is seen.
+
+`manifest.json` holds the SHA-256 of every file of the directory, the writer's own
+content, and a digest of itself. It is checked before any other file is opened; it
+shows damage, not intent: whoever can write the files can write a manifest too.
+SHA-256 runs at 1.7 GB/s a core, above what most disks read.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from loka_jax.train import jsonfile
+
+NAME = "manifest.json"
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """A directory is not what was written; the text names the file and says how."""
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest of the files now in `path`, in one step, with `content`."""
+    files = {name: _sha256(path / name) for name in sorted(_files(path))}
+    manifest = {"format": FORMAT, "files": files, "content": content}
+    jsonfile.write(path / NAME, {"manifest": manifest, "sha256": _digest(manifest)})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the content of the manifest in `path`; other files are not looked at.
+
+    Raises:
+        Damaged: if the manifest is missing or not as written.
+        ValueError: if a later version wrote it.
+    """
+    return _read(path)["content"]
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Returns the manifest's content after checking every file in `path` against it.
+
+    Raises:
+        Damaged: at the first file that is missing, changed, not listed, or a symlink.
+        ValueError: if a later version wrote the manifest, or a file cannot be read.
+    """
+    try:
+        found = _files(path)
+        manifest = _read(path)
+        listed = manifest["files"]
+        # Equal sets also keep a listed path from pointing outside the directory.
+        if missing := sorted(set(listed) - found):
+            raise Damaged(f"{path / missing[0]}: missing")
+        if added := sorted(found - set(listed)):
+            raise Damaged(f"{path / added[0]}: was not there when it was written")
+        for name, digest in listed.items():
+            if _sha256(path / name) != digest:
+                raise Damaged(f"{path / name}: differs from what was written")
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {error.filename} ({error.strerror}): check its permissions."
+        ) from None
+    return manifest["content"]
+
+
+def _files(path: Path) -> set[str]:
+    """Returns the files under `path` by relative name, but for the manifest."""
+    if path.is_symlink():
+        raise Damaged(f"{path}: is a symlink")
+    names = set()
+    for folder, folders, files in os.walk(path):  # does not enter symlinks
+        for child in (Path(folder) / name for name in (*folders, *files)):
+            if child.is_symlink():
+                raise Damaged(f"{child}: is a symlink")
+            if child.is_file():
+                names.add(child.relative_to(path).as_posix())
+            elif not child.is_dir():  # opening a pipe would wait forever
+                raise Damaged(f"{child}: is no plain file")
+    return names - {NAME}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / NAME
+    if file.is_symlink():
+        raise Damaged(f"{file}: is a symlink")
+    if not file.is_file():
+        raise Damaged(f"{file}: missing")
+    try:
+        outer = jsonfile.read(file)
+    except ValueError:
+        raise Damaged(f"{file}: is not JSON") from None
+    outer = outer if isinstance(outer, dict) else {}
+    manifest = outer.get("manifest")
+    if not isinstance(manifest, dict) or outer.get("sha256") != _digest(manifest):
+        raise Damaged(f"{file}: differs from what was written")
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{file} has format {manifest['format']} and this version reads {FORMAT}: "
+            "use the loka_jax that wrote it."
+        )
+    return manifest
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(jsonfile.dumps(manifest).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
