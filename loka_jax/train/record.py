@@ -1,0 +1,246 @@
+"""What a run leaves in its workdir, and the lock that keeps it one run's.
+
+    config.json     the resolved config, written first
+    metrics.jsonl   one line per logged step or evaluation
+    scales.jsonl    one line of scales or amax per logged step, by site and operand
+    sites.json      what runs at each site, and why not FP8
+    summary.json    the run in numbers, written last
+    tensorboard/    events, if asked for
+
+Lines are flushed one by one, and a resumed run drops those after its checkpoint: but
+for timings, its files equal those of a run that was never stopped. For that, log
+everything of a step before saving its checkpoint.
+Versions and configs are recorded, environment variables are not.
+"""
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from loka_jax.train import jsonfile
+
+METRICS, SCALES = "metrics.jsonl", "scales.jsonl"
+CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
+_LOCK = ".lock"
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "pyarrow",
+    "jax-triton",
+)
+
+
+class RunRecord:
+    """The record of one run, which owns its workdir until `close`.
+
+    Usable in a `with` statement, which closes. A killed run's lock is gone with it.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        config: Mapping[str, Any],
+        resume: bool = False,
+        may_change: Collection[str] = (),
+        tensorboard: bool = False,
+    ):
+        """Takes `workdir`, creating it if need be, and writes `config.json`.
+
+        Args:
+            workdir: the run's folder.
+            config: the resolved config, JSON-ready.
+            resume: whether a run lies there that goes on; call `truncate` next.
+            may_change: fields, by dotted name, in which a resumed run's config may
+                differ (the number of steps, say). A name covers what is below it.
+            tensorboard: whether `log` writes events too.
+
+        Raises:
+            ValueError: if the folder cannot be written to, another run holds it, it
+                holds a run that is not to be resumed, or one of another config.
+        """
+        if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+            raise ValueError(
+                "TensorBoard events need tensorboardX: install loka-jax[report]."
+            )
+        self.workdir = Path(workdir)
+        self._tensorboard = tensorboard
+        self._events = None
+        self._files: dict[str, IO[str]] = {}
+        self._lock = _lock(self.workdir)
+        try:
+            _check_owner(self.workdir, config, resume, may_change)
+            self.write(CONFIG, config)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> "RunRecord":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def truncate(self, step: int) -> None:
+        """Drops the lines after `step`, and a half-written last one.
+
+        Call it once after restoring, with the restored step (0: start over), and
+        before the first `log`.
+        """
+        assert not self._files, "truncate comes before the first line"
+        for name in (METRICS, SCALES):
+            path = self.workdir / name
+            if path.exists():
+                lines = jsonfile.read_lines(path)
+                kept = [line for line in lines if line.get("step", 0) <= step]
+                text = "".join(jsonfile.dumps(line) + "\n" for line in kept)
+                jsonfile.write_text(path, text)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Appends a line to metrics.jsonl; `kind` in it is "train" or "eval"."""
+        self._append(METRICS, line)
+        if self._tensorboard:
+            self._log_events(line)
+
+    def log_scales(self, step: int, scales: Mapping[str, float]) -> None:
+        """Appends the scales of `step`, keyed "<site>/<lhs|rhs|g>", to scales.jsonl."""
+        self._append(SCALES, {"step": step, **scales})
+
+    def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
+        """Writes sites.json: path, shape, what runs per role, and why not FP8."""
+        self.write(SITES, sites)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json."""
+        self.write(SUMMARY, summary)
+
+    def write(self, name: str, value: object) -> None:
+        """Writes a JSON file of the workdir, whole or not at all."""
+        jsonfile.write(self.workdir / name, value)
+
+    def close(self) -> None:
+        """Closes the files and gives the workdir free."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        self._lock.close()
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
+        self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
+        self._files[name].flush()
+
+    def _log_events(self, line: Mapping[str, Any]) -> None:
+        step = int(line["step"])
+        if self._events is None:
+            import tensorboardX  # optional: checked in __init__
+
+            self._events = tensorboardX.SummaryWriter(
+                str(self.workdir / "tensorboard"), purge_step=step, write_to_disk=True
+            )
+        numbers: Any = jsonfile.jsonable(dict(line))
+        for name, value in numbers.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and name != "step":
+                self._events.add_scalar(f"{line['kind']}/{name}", value, step)
+
+
+def versions() -> dict[str, Any]:
+    """Returns the versions of what a run depends on, and what it runs on."""
+    from loka_jax import __version__
+
+    found = {"loka_jax": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed
+    device = jax.devices()[0]
+    return found | {
+        "platform": device.platform,
+        "platform_version": " ".join(device.client.platform_version.split()),
+        "device_kind": device.device_kind,
+        "num_devices": jax.device_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _lock(workdir: Path) -> IO[str]:
+    """Returns the open lock file of `workdir`, held until closed."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = open(workdir / _LOCK, "a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {workdir} ({error.strerror}): choose another --workdir."
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ValueError(
+            f"{workdir} is in use by another run (process {owner}): wait for it, or "
+            "choose another --workdir."
+        ) from None
+    except OSError as error:
+        file.close()
+        raise ValueError(
+            f"cannot lock {workdir} ({error.strerror}): choose a --workdir on a disk "
+            "that has file locks."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _check_owner(
+    workdir: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]
+) -> None:
+    """Raises ValueError unless `workdir` is empty of runs, or holds this one."""
+    path = workdir / CONFIG
+    if not path.exists():
+        if (workdir / METRICS).exists():
+            raise ValueError(
+                f"{workdir} holds {METRICS} without {CONFIG}, so it cannot be told "
+                "whose run it is: choose another --workdir."
+            )
+        return
+    if not resume:
+        raise ValueError(
+            f"{workdir} holds a run already: go on with it by --resume, or choose "
+            "another --workdir."
+        )
+    changed = [
+        line
+        for line in jsonfile.explain_mismatch(jsonfile.read(path), dict(config))
+        if not any(_covers(name, line.split(": ", 1)[0]) for name in may_change)
+    ]
+    if changed:
+        raise ValueError(
+            f"{workdir} holds a run of another config ({'; '.join(changed[:5])}): "
+            "resume with the config it began with, or choose another --workdir."
+        )
+
+
+def _covers(name: str, field: str) -> bool:
+    return field == name or field.startswith(f"{name}.")

@@ -1,0 +1,146 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from loka_jax.train import record
+from loka_jax.train.record import RunRecord
+
+CONFIG = {"name": "fp8_dlrm", "steps": 10, "optim": {"lr": 0.1}}
+
+
+def read(path):
+    """Returns the lines of a JSON-lines file, read strictly."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [
+        json.loads(line, parse_constant=refuse)
+        for line in path.read_text().split("\n")[:-1]
+    ]
+
+
+def run(workdir, steps, *, start=0, resume=False, **kwargs):
+    """Logs the steps after `start` as a training loop would."""
+    with RunRecord(workdir, config=CONFIG, resume=resume, **kwargs) as run_record:
+        if resume:
+            run_record.truncate(start)
+        for step in range(start + 1, steps + 1):
+            run_record.log({"step": step, "kind": "train", "loss": 1 / step})
+            run_record.log_scales(step, {"bottom/0/lhs": 2.0**-step})
+            if step % 3 == 0:
+                run_record.log({"step": step, "kind": "eval", "auc": None})
+
+
+def test_lines_are_on_disk_at_once(tmp_path):
+    with RunRecord(tmp_path, config=CONFIG) as run_record:
+        run_record.log({"step": 1, "kind": "train", "loss": np.float32(0.5)})
+        assert read(tmp_path / "metrics.jsonl") == [
+            {"step": 1, "kind": "train", "loss": 0.5}
+        ]
+
+
+def test_a_non_finite_number_is_written_as_null(tmp_path):
+    with RunRecord(tmp_path, config=CONFIG) as run_record:
+        run_record.log({"step": 1, "kind": "train", "loss": float("nan")})
+    assert read(tmp_path / "metrics.jsonl")[0]["loss"] is None
+
+
+def test_a_resumed_run_leaves_the_files_of_one_never_stopped(tmp_path):
+    run(tmp_path / "whole", 10)
+    run(tmp_path / "stopped", 8)
+    with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "ki')  # killed while writing
+    run(tmp_path / "stopped", 10, start=6, resume=True)
+    for name in ("metrics.jsonl", "scales.jsonl", "config.json"):
+        whole = (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "stopped" / name).read_bytes() == whole, name
+
+
+def test_json_files_are_written(tmp_path):
+    with RunRecord(tmp_path, config=CONFIG) as run_record:
+        run_record.write_sites([{"path": "top_mlp/0", "why_not": None}])
+        run_record.write_summary({"steps": 10})
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+    assert json.loads((tmp_path / "sites.json").read_text())[0]["path"] == "top_mlp/0"
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 10}
+
+
+def test_two_runs_cannot_share_a_workdir(tmp_path):
+    with RunRecord(tmp_path, config=CONFIG):
+        with pytest.raises(ValueError, match=rf"in use.*process {os.getpid()}\)"):
+            RunRecord(tmp_path, config=CONFIG, resume=True)
+    RunRecord(tmp_path, config=CONFIG, resume=True).close()
+
+
+def test_a_killed_run_gives_its_workdir_free(tmp_path):
+    code = """
+        import os, signal, sys
+        from loka_jax.train.record import RunRecord
+        run_record = RunRecord(sys.argv[1], config={"a": 1})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    RunRecord(tmp_path, config={"a": 1}, resume=True).close()
+
+
+def test_a_refused_run_does_not_keep_the_lock(tmp_path):
+    run(tmp_path, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="holds a run already: .*--resume"):
+            RunRecord(tmp_path, config=CONFIG)
+
+
+def test_another_config_is_refused_and_explained(tmp_path):
+    run(tmp_path, 1)
+    other = CONFIG | {"optim": {"lr": 0.3}}
+    with pytest.raises(ValueError, match=r"another config \(optim.lr: saved 0.1, now"):
+        RunRecord(tmp_path, config=other, resume=True)
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("may_change", [("steps", "optim.lr"), ("steps", "optim")])
+def test_fields_that_may_change_are_let_through(may_change, tmp_path):
+    run(tmp_path, 1)
+    other = CONFIG | {"steps": 20, "optim": {"lr": 0.3}}
+    RunRecord(tmp_path, config=other, resume=True, may_change=may_change).close()
+    assert json.loads((tmp_path / "config.json").read_text()) == other
+
+
+def test_a_run_without_its_config_is_not_taken_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="metrics.jsonl without config.json"):
+        RunRecord(tmp_path, config=CONFIG)
+
+
+def test_a_workdir_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to .*file/run .*--workdir"):
+        RunRecord(tmp_path / "file" / "run", config=CONFIG)
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    run(tmp_path, 3, tensorboard=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_tensorboard_without_its_package_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"install loka-jax\[report\]"):
+        RunRecord(tmp_path / "run", config=CONFIG, tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_versions_name_packages_and_device():
+    found = record.versions()
+    assert {"loka_jax", "python", "jax", "flax", "device_kind"} <= found.keys()
+    json.dumps(found)
