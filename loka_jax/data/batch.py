@@ -65,8 +65,8 @@ class Schema:
                 f"{len(self.vocab_sizes)} table sizes for {len(self.categorical)} "
                 "categorical columns: give one size for each."
             )
-        if not all(rows >= 1 for rows in self.vocab_sizes):
-            raise ValueError(f"{self.vocab_sizes=} must all be at least 1.")
+        if not all(1 <= rows < 2**31 for rows in self.vocab_sizes):
+            raise ValueError(f"{self.vocab_sizes=} must all lie in [1, 2^31).")
 
 
 class Position(NamedTuple):

@@ -30,7 +30,7 @@ def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
             shutil.rmtree(target)
     try:
         convert.convert(config, sources, target)
-    except OSError:
+    except ValueError:
         if not shards.is_shard_folder(target):  # not the other run's
             raise
     return target

@@ -42,14 +42,15 @@ def as_text(block: Block, column: str) -> pa.Array:
         array = array.cast(array.type.value_type)
     if pa.types.is_floating(array.type):
         array = _floats_as_text(array.cast(pa.float64()))
-    if pa.types.is_nested(array.type):
-        raise ValueError(
-            f"{block.file} column {column!r} holds {array.type}: a categorical column "
-            "holds one value a row; leave it out."
-        )
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
-    array = array.cast(pa.large_string())  # 2 GiB of text in a block may be too few
+    try:
+        array = array.cast(pa.large_string())  # 2 GiB of text may not hold a column
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        raise ValueError(
+            f"{block.file} column {column!r} holds {array.type}, which has no text to "
+            "make ids of: leave it out, or convert it first."
+        ) from None
     return pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array)
 
 

@@ -51,8 +51,11 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
     if not folder.is_dir():
         raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
     names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"{folder} is empty."
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = f"the folder holds {', '.join(names[:5]) or 'nothing'}."
     raise ValueError(f"{path} does not exist: {hint}")
 
 

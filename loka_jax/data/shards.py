@@ -9,12 +9,14 @@ digests checked, ids checked again batch by batch by the reader.
 
 import hashlib
 import json
+import operator
 import os
 import pathlib
 import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -121,19 +123,29 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     if target.is_symlink() or (target.exists() and not _is_empty_folder(target)):
         raise ValueError(f"{target} exists already: remove it, or choose another name.")
+    partial = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name}.partial-"
+        _remove_abandoned(target.parent, prefix)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    except OSError as error:
-        raise ValueError(
-            f"{target} cannot be written ({error.strerror}): choose another place."
-        ) from None
-    try:
         yield partial
         os.rename(partial, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written ({error.strerror or error}): free the place, "
+            "or choose another with --out or --data.cache."
+        ) from None
     finally:  # also after Ctrl-C; nothing is left to remove after the rename
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(folder: pathlib.Path, prefix: str) -> None:
+    """Removes what a killed conversion to the same target left, a day later."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix) and path.lstat().st_mtime < time.time() - 86400:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_empty_folder(path: pathlib.Path) -> bool:
@@ -181,11 +193,12 @@ def _remake(path: pathlib.Path, reason: str) -> str:
 
 
 def _schema(entry: dict) -> Schema:
+    """Returns the schema, of text and whole numbers whatever the manifest holds."""
     return Schema(
-        label=entry["label"],
-        dense=tuple(entry["dense"]),
-        categorical=tuple(entry["categorical"]),
-        vocab_sizes=tuple(entry["vocab_sizes"]),
+        label=str(entry["label"]),
+        dense=tuple(str(name) for name in entry["dense"]),
+        categorical=tuple(str(name) for name in entry["categorical"]),
+        vocab_sizes=tuple(operator.index(rows) for rows in entry["vocab_sizes"]),
     )
 
 

@@ -67,6 +67,7 @@ def _head(path: str) -> str:
             head = file.read(_HEAD_BYTES)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
+    head = head.lstrip(b"\r\n")
     if not head.strip():
         raise ValueError(f"{path} is empty: it needs a row for every example.")
     try:
@@ -171,6 +172,8 @@ def _sentence(path: str, error: Exception, header_lines: int, bad_rows: BadRows)
 def damage(error: Exception) -> str:
     """Returns what a failed read means, and what to do."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "Empty CSV" in text:
+        return "it has a header and no rows."
     if isinstance(error, EOFError) or "truncated" in text.lower():
         return "it is cut off; get the file again."
     if isinstance(error, PermissionError):
