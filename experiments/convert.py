@@ -1,0 +1,86 @@
+"""Converts click logs to memory-mapped shards, or checks a folder of them.
+
+    python experiments/convert.py --kind criteo --path train.txt.gz --out shards/
+    python experiments/convert.py --path clicks.csv --label click \\
+        --categorical user item --dense price --out shards/
+    python experiments/convert.py --verify shards/
+
+Train on the result with `--data.path shards/`. What is wrong with the input ends the
+conversion with one sentence and exit code 2, and leaves nothing behind.
+"""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import sys
+from typing import Annotated
+
+import tyro
+
+from loka_jax.data.config import DataConfig
+from loka_jax.data.convert import convert
+from loka_jax.data.files import existing, find_sources
+from loka_jax.data.shards import open_shards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Converts click logs to shards.
+
+    Attributes:
+        data: where the data is and what is done to it.
+        out: the folder to make.
+        verify: instead: a folder of shards whose sizes and digests are compared.
+    """
+
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig(kind="table")
+    out: str | None = None
+    verify: str | None = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line; returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so cleans up
+    try:
+        _run(tyro.cli(Arguments, args=argv, description=__doc__))
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        return 130
+    except OSError as error:
+        name = f" ({error.filename})" if error.filename else ""
+        print(f"error: {error.strerror or error}{name}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        # Here the options go without the training script's prefix.
+        print(f"error: {str(error).replace('--data.', '--')}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: Arguments) -> None:
+    if arguments.verify is not None:
+        open_shards(existing(arguments.verify), verify=True)
+        print(f"{arguments.verify} is whole")
+        return
+    if arguments.out is None:
+        raise ValueError("Name the folder to make with --out.")
+    if arguments.data.kind == "generated":
+        raise ValueError(
+            "Generated data needs no conversion: use --kind criteo or --kind table."
+        )
+    target = pathlib.Path(arguments.out).expanduser()
+    convert(arguments.data, find_sources(arguments.data), target, progress=_show)
+    folder = open_shards(target)
+    report = {key: value for key, value in folder.report.items() if key != "splits"}
+    report["vocab_sizes"] = folder.schema.vocab_sizes
+    print(json.dumps(report, indent=1))
+
+
+def _show(stage: str, rows: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{stage}: {rows:,} rows", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
