@@ -113,11 +113,12 @@ def compute_scale_inv(
 
     A non-finite amax gives NaN, so that the fault reaches the output and is seen.
     """
-    limit = fp8_max(dtype)
+    # The margin lowers the limit: raising amax by it could leave float32's range.
+    limit = fp8_max(dtype) * 2.0**-margin
     # Below the floor `scale` would overflow float32 and turn zeros into NaN. One more
     # factor of two keeps `scale_inv` a normal number, which GPUs do not flush to zero.
     floor = 2 * limit * float(jnp.finfo(jnp.float32).tiny)
-    scale = limit / jnp.maximum(amax * 2.0**margin, floor)
+    scale = limit / jnp.maximum(amax, floor)
     if pow2_scale:
         bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT_BITS
         scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -141,7 +142,9 @@ def quantize(
 ) -> Fp8Array:
     """Casts `x` to FP8 with current scaling, one scale per slice along `axes`.
 
-    Finite values never become NaN or infinity: out-of-range values saturate.
+    The FP8 data of finite values are finite: out-of-range values saturate. (Values
+    within a factor 1.1 of float32's maximum may round up to more than it, which
+    `dequantize` then returns as infinity.)
 
     Args:
         x: the array to cast.

@@ -1,0 +1,71 @@
+"""What the numerical tests share: SQNR floors, operands, exact references.
+
+The references are numpy and ml_dtypes in float64, independent of the library.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+E4M3 = ml_dtypes.float8_e4m3fn
+E5M2 = ml_dtypes.float8_e5m2
+
+# "Is FP8 good enough?" Least SQNR in dB against the float32 original, 2 dB under what
+# normal data give: casts 31.6 (E4M3) and 25.6 (E5M2), products 28.5 and 24.5.
+FLOOR_DB = {
+    "cast_e4m3": 29.5,
+    "cast_e5m2": 23.5,
+    "e4m3_x_e4m3": 26.5,
+    "e5m2_x_e4m3": 22.5,
+}
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    """Returns standard normal values."""
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def uneven_rows(rows, cols, *, decades=6, seed=0):
+    """Returns normal rows whose sizes fall from 1 to 10**-decades."""
+    sizes = np.logspace(0, -decades, rows, dtype=np.float32)[:, None]
+    return normal(rows, cols, seed=seed) * sizes
+
+
+def sqnr_db(ref, x, axis=None):
+    """Returns the SQNR in dB, over all or of each slice along `axis`."""
+    ref, x = np.asarray(ref, np.float64), np.asarray(x, np.float64)
+    with np.errstate(divide="ignore"):
+        noise = np.sum((ref - x) ** 2, axis=axis)
+        return 10 * np.log10(np.sum(ref**2, axis=axis) / noise)
+
+
+def cast_exactly(x, dtype, axes=None, margin=0):
+    """Returns what `x` becomes in FP8 under a power-of-two scale, in float64.
+
+    The scale is the largest power of two that keeps amax * 2**margin in range; slices
+    along `axes` share one.
+    """
+    x = np.asarray(x, np.float64)
+    amax = np.max(np.abs(x), axis=axes, keepdims=True, initial=0)
+    return cast_with_amax(x, amax, dtype, margin)
+
+
+def cast_with_amax(x, amax, dtype, margin=0):
+    """Returns what `x` becomes in FP8 under the power-of-two scale of `amax`."""
+    limit = float(ml_dtypes.finfo(dtype).max)
+    amax = np.maximum(np.asarray(amax, np.float64), 1e-30)
+    scale = 2.0 ** np.floor(np.log2(limit / amax) - margin)
+    scaled = np.clip(np.asarray(x, np.float64) * scale, -limit, limit)
+    return scaled.astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def cast_tiles_exactly(x, dtype, tile):
+    """Returns what `x` becomes in FP8 with one power-of-two scale for every tile."""
+    x = np.asarray(x, np.float64)
+    out = np.empty_like(x)
+    for i in range(0, x.shape[0], tile[0]):
+        for j in range(0, x.shape[1], tile[1]):
+            part = slice(i, i + tile[0]), slice(j, j + tile[1])
+            out[part] = cast_exactly(x[part], dtype)
+    return out
