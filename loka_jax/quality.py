@@ -14,22 +14,22 @@ def sqnr(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
 
     `10 log10(sum ref^2 / sum (ref - x)^2)`; infinite if the arrays are equal.
     """
-    return _sqnr_over(ref, x, axis=None)
+    return _decibels(*_signal_and_noise(ref, x, axis=None))
 
 
 def worst_slice_sqnr(
     ref: Float[Array, "*s"], x: Float[Array, "*s"], *, axis: int = -1
 ) -> Float[Array, ""]:
     """Returns the least SQNR in dB of all slices along `axis` that are not all zero."""
-    per_slice = _sqnr_over(ref, x, axis=axis)
+    per_slice = _decibels(*_signal_and_noise(ref, x, axis=axis))
     has_signal = jnp.any(ref != 0, axis=axis)
     return jnp.min(jnp.where(has_signal, per_slice, jnp.inf))
 
 
 def relative_l2(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     """Returns `||ref - x|| / ||ref||`: 0.037 for a healthy E4M3 x E4M3 product."""
-    ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
-    return jnp.linalg.norm((ref - x).ravel()) / jnp.linalg.norm(ref.ravel())
+    signal, noise = _signal_and_noise(ref, x, axis=None)
+    return jnp.where(noise == 0, 0.0, jnp.sqrt(noise / signal))
 
 
 def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
@@ -44,7 +44,8 @@ def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
     counted = ref != 0
     error = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
-    return jnp.sum(jnp.where(counted, error, 0.0)) / jnp.maximum(jnp.sum(counted), 1)
+    count = jnp.sum(counted.astype(jnp.float32))
+    return jnp.sum(jnp.where(counted, error, 0.0)) / jnp.maximum(count, 1)
 
 
 def underflow_rate(
@@ -63,8 +64,15 @@ def saturation_rate(data: Float[Array, "*s"]) -> Float[Array, ""]:
     return jnp.mean(at_limit.astype(jnp.float32))
 
 
-def _sqnr_over(ref, x, *, axis):
+def _signal_and_noise(ref, x, *, axis):
+    """Returns `sum ref^2` and `sum (ref - x)^2`, in units of the largest `ref^2`."""
     ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
-    signal = jnp.sum(ref**2, axis=axis)
-    noise = jnp.sum((ref - x) ** 2, axis=axis)
-    return 10 * jnp.log10(signal / noise)
+    # Without the unit, squares of small gradients would vanish in float32.
+    unit = jnp.max(jnp.abs(ref), axis=axis, keepdims=True, initial=0)
+    unit = jnp.where(unit == 0, 1.0, unit)
+    signal = jnp.sum((ref / unit) ** 2, axis=axis)
+    return signal, jnp.sum(((ref - x) / unit) ** 2, axis=axis)
+
+
+def _decibels(signal, noise):
+    return jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(signal / noise))
