@@ -17,7 +17,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.fp8 import E4M3, E5M2, fp8_max
 
 Role = Literal["fwd", "dlhs", "drhs"]
 Operand = Literal["lhs", "rhs", "g"]
@@ -53,6 +53,7 @@ class Cast:
     pow2_scale: bool = True
 
     def __post_init__(self):  # noqa: D105
+        fp8_max(self.dtype)  # raises if it is no FP8 type
         if self.scaling == "delayed" and self.granularity != "tensorwise":
             raise ValueError(
                 f"delayed scaling keeps one scale per tensor; "
@@ -76,7 +77,8 @@ class GemmRecipe:
     fast_accumulation: bool = False
 
     def __post_init__(self):  # noqa: D105
-        if self.first.dtype == E5M2 and self.second.dtype == E5M2:
+        formats = {jnp.dtype(self.first.dtype), jnp.dtype(self.second.dtype)}
+        if formats == {jnp.dtype(E5M2)}:
             raise ValueError(
                 "E5M2 x E5M2 has no FP8 GEMM on Hopper; make one operand E4M3."
             )
@@ -110,6 +112,8 @@ class Recipe:
     is_calibrated: bool = False
 
     def __post_init__(self):  # noqa: D105
+        if not self.amax_history_length >= 1:
+            raise ValueError(f"{self.amax_history_length=} must be at least 1.")
         for operand in OPERANDS:
             whole = {c for c in self.casts(operand) if c.granularity == "tensorwise"}
             if len(whole) > 1:
