@@ -26,16 +26,16 @@ class DelayedScaling:
 
     Attributes:
         table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
-            casts with (1 until an amax was seen), then the amaxes of the last H steps,
-            newest first (0 where nothing was seen). One array, so that XLA updates it
-            in one kernel.
+            casts with, then the amaxes of the last H steps, newest first; 0 where
+            nothing was seen, which gives way to anything in a maximum. One array, so
+            that XLA updates it in one kernel.
     """
 
     table: Float[Array, "3 H_plus_1"]
 
     @property
     def scale_inv(self) -> Float[Array, "3"]:
-        """The factors that the next step casts with."""
+        """The factors that the next step casts with, 0 until an amax was seen."""
         return self.table[:, 0]
 
     @property
@@ -46,9 +46,8 @@ class DelayedScaling:
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
     """Returns the state of a site that has seen nothing yet."""
-    history = jnp.zeros((len(OPERANDS), recipe.amax_history_length), jnp.float32)
-    scale_inv = jnp.ones((len(OPERANDS), 1), jnp.float32)
-    return DelayedScaling(jnp.concatenate([scale_inv, history], axis=1))
+    shape = (len(OPERANDS), 1 + recipe.amax_history_length)
+    return DelayedScaling(jnp.zeros(shape, jnp.float32))
 
 
 def update_delayed(
@@ -81,21 +80,22 @@ def delayed_scale_inv(
     The state's, if it has one. Before the first amax was seen it is the current one, so
     that a first step neither clips nor flushes. That guard makes the cast wait for this
     step's amax; `recipe.is_calibrated` promises that it is not needed and drops it (an
-    operand that was all zero until now is then cast unscaled for one step).
+    operand that was all zero over the whole window is then cast unscaled for a step).
+
+    A stored scale knows nothing of this step: an infinite element saturates under it.
     """
-    row = OPERANDS.index(operand)
-    stored = state.scale_inv[row]
+    stored = state.scale_inv[OPERANDS.index(operand)]
     if recipe.is_calibrated:
-        return stored
+        return jnp.where(stored > 0, stored, 1.0)
     current = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
-    return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
+    return jnp.where(stored > 0, stored, current)
 
 
 def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
     """Returns the state after two microbatches that started from the same one.
 
     The element-wise maximum: both shifted the same history and put their amax in
-    front, and a scale grows with its amax.
+    front, and a scale grows with its amax from 0, where nothing was seen.
     """
     return jax.tree.map(jnp.maximum, a, b)
 
@@ -108,8 +108,8 @@ def is_calibrated(state: DelayedScaling) -> Bool[Array, ""]:
 def _scale_inv_of(operand: Operand, amax, recipe: Recipe):
     casts = [cast for cast in recipe.casts(operand) if cast.scaling == "delayed"]
     if not casts:
-        return jnp.ones_like(amax)
+        return jnp.zeros_like(amax)
     scale_inv = fp8.compute_scale_inv(
         amax, casts[0].dtype, pow2_scale=casts[0].pow2_scale, margin=recipe.margin
     )
-    return jnp.where(amax > 0, scale_inv, 1.0)
+    return jnp.where(amax > 0, scale_inv, 0.0)
