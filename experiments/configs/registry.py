@@ -1,0 +1,36 @@
+"""The registry of configurations."""
+
+import difflib
+from collections.abc import Callable
+
+from loka_jax.train.config import Config
+
+_CONFIGS: dict[str, Callable[[], Config]] = {}
+
+
+def register(make: Callable[[], Config]) -> Callable[[], Config]:
+    """Registers a configuration under its function's name."""
+    name = make.__name__
+    assert name not in _CONFIGS, f"two configurations are called {name}"
+    _CONFIGS[name] = make
+    return make
+
+
+def names() -> list[str]:
+    """Returns the names of all configurations."""
+    return sorted(_CONFIGS)
+
+
+def get_config(name: str) -> Config:
+    """Returns the configuration of that name.
+
+    Raises:
+        ValueError: if there is none; the message names the nearest.
+    """
+    if name not in _CONFIGS:
+        near = difflib.get_close_matches(name, _CONFIGS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown configuration {name!r}: {hint}There are {', '.join(names())}."
+        )
+    return _CONFIGS[name]()

@@ -1,0 +1,21 @@
+"""Optimizers: optax's for dense parameters, our own for embedding rows."""
+
+from loka_jax.optim.config import OptimConfig
+from loka_jax.optim.from_config import (
+    make_dense_optimizer,
+    make_row_optimizer,
+    make_schedule,
+)
+from loka_jax.optim.plateau import Plateau
+from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
+
+__all__ = [
+    "Adam",
+    "OptimConfig",
+    "Plateau",
+    "RowwiseAdagrad",
+    "Sgd",
+    "make_dense_optimizer",
+    "make_row_optimizer",
+    "make_schedule",
+]

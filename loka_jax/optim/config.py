@@ -1,0 +1,67 @@
+"""The options of all optimizers and schedules, flat: `--optim.lr 3e-4`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How parameters and embedding rows are updated.
+
+    Attributes:
+        dense: optimizer of the dense parameters.
+        lr: its learning rate.
+        weight_decay: decoupled, of the dense parameters (`adamw` only).
+        clip_norm: largest global norm of the dense gradients; None for no limit.
+        rows: optimizer of the embedding rows.
+        rows_lr: its learning rate.
+        rows_l2: weight l of `l / 2 ||table||^2` in the loss. If positive, every row is
+            updated every step, at a cost that grows with the tables.
+        eps: added to denominators by `rowwise_adagrad` and the Adams.
+        warmup_steps: steps over which both rates grow linearly from 0.
+        decay: what both rates do after that: stay, or fall to 0 at the last step.
+        plateau_factor: factor on both rates when the validation AUC stalls.
+        plateau_patience: stalls after which training stops; None for no schedule on
+            plateaus and no early stopping.
+    """
+
+    dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    rows: Literal["rowwise_adagrad", "adam", "sgd"] = "rowwise_adagrad"
+    rows_lr: float = 0.05
+    rows_l2: float = 0.0
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    decay: Literal["constant", "cosine", "linear"] = "constant"
+    plateau_factor: float = 0.1
+    plateau_patience: int | None = None
+
+    def __post_init__(self):
+        """Checks ranges, written so that NaN fails."""
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(
+                    f"--optim.{name.replace('_', '-')} {value} must lie between "
+                    f"{least} and {most}."
+                )
+        if self.weight_decay and self.dense != "adamw":
+            raise ValueError(
+                f"--optim.weight-decay {self.weight_decay} needs --optim.dense adamw, "
+                f"not {self.dense}."
+            )
+
+
+_RANGES = (
+    ("lr", 1e-12, 1e3),
+    ("weight_decay", 0.0, 10.0),
+    ("clip_norm", 1e-12, 1e12),
+    ("rows_lr", 1e-12, 1e3),
+    ("rows_l2", 0.0, 1e3),
+    ("eps", 1e-30, 1.0),
+    ("warmup_steps", 0, 2**31 - 1),
+    ("plateau_factor", 1e-6, 1.0),
+    ("plateau_patience", 1, 10_000),
+)

@@ -1,0 +1,69 @@
+"""Optimizers and schedules as the options say: optax's parts, our row optimizers."""
+
+import optax
+
+from loka_jax.ops.embedding import RowOptimizer
+from loka_jax.optim.config import OptimConfig
+from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
+
+
+def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Schedule:
+    """Returns the learning rate of a step number: warm-up, then stay or decay.
+
+    Args:
+        lr: the rate after the warm-up.
+        config: warm-up and decay.
+        total_steps: where a decay reaches 0.
+
+    Raises:
+        ValueError: if the warm-up is longer than the run.
+    """
+    warmup = config.warmup_steps
+    if warmup > total_steps:
+        raise ValueError(
+            f"--optim.warmup-steps {warmup} is more than the run's {total_steps} steps."
+        )
+    remaining = max(total_steps - warmup, 1)
+    after = {
+        "constant": optax.constant_schedule(lr),
+        "cosine": optax.cosine_decay_schedule(lr, remaining),
+        "linear": optax.linear_schedule(lr, 0.0, remaining),
+    }[config.decay]
+    if not warmup:
+        return after
+    # The first step has a rate already: lr / warmup, not 0.
+    rise = optax.linear_schedule(lr / warmup, lr, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def make_dense_optimizer(
+    config: OptimConfig, total_steps: int
+) -> optax.GradientTransformation:
+    """Returns the optimizer of the dense parameters, its schedule included.
+
+    Updates are proportional to the learning rate, so that the training step can apply
+    a plateau's factor to them without a new compilation.
+    """
+    lr = make_schedule(config.lr, config, total_steps)
+    optimizer = {
+        "adam": lambda: optax.adam(lr, eps=config.eps),
+        "adamw": lambda: optax.adamw(
+            lr, eps=config.eps, weight_decay=config.weight_decay
+        ),
+        "adagrad": lambda: optax.adagrad(
+            lr, initial_accumulator_value=0.0, eps=config.eps
+        ),
+        "sgd": lambda: optax.sgd(lr),
+    }[config.dense]()
+    if config.clip_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def make_row_optimizer(config: OptimConfig) -> RowOptimizer:
+    """Returns the optimizer of the embedding rows."""
+    if config.rows == "sgd":
+        return Sgd()
+    if config.rows == "adam":
+        return Adam(eps=config.eps)
+    return RowwiseAdagrad(eps=config.eps)

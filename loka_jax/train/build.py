@@ -1,0 +1,142 @@
+"""Makes everything a run needs from its configuration, before anything is trained."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.data import Dataset, Position, Splits, open_data
+from loka_jax.ops import embedding
+from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
+from loka_jax.recipe import CALIBRATED, get_recipe
+from loka_jax.train import metrics
+from loka_jax.train.config import Config
+from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configured run: data, model, optimizers and compiled-once step functions.
+
+    Attributes:
+        config: what it was made from.
+        splits: the data.
+        model: from (dense features, embeddings) to logits.
+        tables: the embedding tables.
+        sites: every GEMM of the model at the training batch size.
+        optimizer: of the dense parameters.
+        schedule: the dense learning rate of a step number.
+        row_update: of the tables.
+        steps_per_epoch: training batches in an epoch.
+        total_steps: steps of the whole run, if nothing ends it early.
+    """
+
+    config: Config
+    splits: Splits
+    model: linen.Module
+    tables: embedding.TableSpec
+    sites: tuple[nn.Site, ...]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    row_update: RowUpdate
+    steps_per_epoch: int
+    total_steps: int
+
+    def init(self) -> TrainState:
+        """Returns the state before the first step."""
+        return init_state(
+            jax.random.key(self.config.seed),
+            self.model,
+            self.tables,
+            len(self.splits.train.schema.dense),
+            optimizer=self.optimizer,
+            row_optimizer=self.row_update.optimizer,
+            init_stddev=self.config.embedding.init_stddev,
+        )
+
+    @functools.cached_property
+    def first_step(self) -> Any:
+        """The training step for states whose delayed scales may not be set yet."""
+        return self._train_step(self.model)
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """The training step for calibrated states."""
+        if not get_recipe(self.model.recipe).is_delayed:
+            return self.first_step
+        return self._train_step(self.model.clone(recipe=self.model.recipe + CALIBRATED))
+
+    @functools.cached_property
+    def eval_step(self) -> Any:
+        """The evaluation step."""
+        return jax.jit(make_eval_step(self.model, self.tables), donate_argnums=1)
+
+    def evaluate(self, state: TrainState, dataset: Dataset) -> dict[str, Any]:
+        """Returns the metrics of `state` on all of `dataset`, in order."""
+        seen = metrics.init()
+        size = self.config.loop.batch_size
+        for step in range(dataset.num_batches(size)):
+            batch = dataset.batch(Position(0, step, 0), size, shuffle=False)
+            seen = self.eval_step(state, seen, batch)
+        return metrics.compute(seen)
+
+    def _train_step(self, model: linen.Module):
+        step = make_train_step(
+            model,
+            self.tables,
+            self.optimizer,
+            self.row_update,
+            microbatches=self.config.loop.microbatches,
+            dropout_seed=self.config.seed,
+        )
+        return jax.jit(step, donate_argnums=0)
+
+
+def build(config: Config) -> Run:
+    """Returns the run that `config` describes.
+
+    Raises:
+        ValueError: one sentence with the option or file and the remedy.
+    """
+    splits = open_data(config.data, seed=config.seed)
+    schema = splits.train.schema
+    if not schema.categorical:
+        raise ValueError(
+            "the model needs at least one categorical column: name them with "
+            "--data.categorical A B C."
+        )
+    tables = embedding.TableSpec(rows=schema.vocab_sizes, dim=config.embedding.dim)
+    loop = config.loop
+    steps_per_epoch = splits.train.num_batches(loop.batch_size)
+    total_steps = steps_per_epoch * loop.epochs
+    if loop.max_steps is not None:
+        total_steps = min(total_steps, loop.max_steps)
+    rows = loop.batch_size // loop.microbatches
+    sites = nn.list_sites(
+        config.model,
+        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
+        jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
+    )
+    optim = config.optim
+    return Run(
+        config=config,
+        splits=splits,
+        model=config.model,
+        tables=tables,
+        sites=sites,
+        optimizer=make_dense_optimizer(optim, total_steps),
+        schedule=make_schedule(optim.lr, optim, total_steps),
+        row_update=RowUpdate(
+            optimizer=make_row_optimizer(optim),
+            learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
+            l2=optim.rows_l2,
+        ),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+    )

@@ -1,0 +1,224 @@
+"""The configuration of a training run: frozen dataclasses, checked when they are made.
+
+A run is described by data alone, so that it can be printed, compared and repeated. What
+concerns only this execution (where to write, whether to resume) is in `RunOptions` and
+is no part of a run's identity.
+"""
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any
+
+import tyro
+from flax import linen
+
+from loka_jax.data import DataConfig
+from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.optim import OptimConfig
+from loka_jax.recipe import get_recipe
+
+
+def _require(holds: bool, option: str, value, what: str):
+    if not holds:
+        raise ValueError(f"{option} {value} must be {what}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """The embedding tables.
+
+    Attributes:
+        dim: dimension of every embedding vector.
+        init_stddev: standard deviation of their initial values.
+    """
+
+    dim: int = 16
+    init_stddev: float = 0.01
+
+    def __post_init__(self):  # noqa: D105
+        _require(1 <= self.dim <= 4096, "--embedding.dim", self.dim, "in 1..4096")
+        _require(
+            0 <= self.init_stddev < 10,
+            "--embedding.init-stddev",
+            self.init_stddev,
+            "in [0, 10)",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The training loop.
+
+    Attributes:
+        batch_size: examples a step.
+        microbatches: parts of a batch whose gradients are accumulated.
+        epochs: passes over the training data, at most.
+        max_steps: steps, at most; None for as many as the epochs have.
+        eval_every: steps between evaluations; None for the ends of epochs.
+        log_every: steps between lines in metrics.jsonl.
+        save_every: steps between checkpoints; None for one with each evaluation.
+        keep_checkpoints: checkpoints that are kept.
+        max_skipped_steps: skipped steps in a row after which the run stops.
+    """
+
+    batch_size: int = 8192
+    microbatches: int = 1
+    epochs: int = 1
+    max_steps: int | None = None
+    eval_every: int | None = None
+    log_every: int = 50
+    save_every: int | None = None
+    keep_checkpoints: int = 2
+    max_skipped_steps: int = 20
+
+    def __post_init__(self):  # noqa: D105
+        for name in (
+            "batch_size",
+            "microbatches",
+            "epochs",
+            "max_steps",
+            "eval_every",
+            "log_every",
+            "save_every",
+            "keep_checkpoints",
+            "max_skipped_steps",
+        ):
+            value = getattr(self, name)
+            option = f"--loop.{name.replace('_', '-')}"
+            _require(value is None or value >= 1, option, value, "at least 1")
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"--loop.batch-size {self.batch_size} must be a multiple of "
+                f"--loop.microbatches {self.microbatches}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What concerns this execution only.
+
+    Attributes:
+        workdir: folder for everything the run leaves; None for one under runs/ named
+            after configuration, recipe and seed.
+        resume: go on from the newest checkpoint in the workdir.
+        print_config: print the configuration as JSON and end.
+        dry_run: build, list the sites, compile one step, and end.
+        profile: START:STEPS writes a profiler trace of those steps into the workdir.
+        tensorboard: write TensorBoard events too (needs the extra `report`).
+        require_gpu: end with an error where there is no GPU.
+    """
+
+    workdir: pathlib.Path | None = None
+    resume: bool = False
+    print_config: bool = False
+    dry_run: bool = False
+    profile: str | None = None
+    tensorboard: bool = False
+    require_gpu: bool = False
+
+    def __post_init__(self):  # noqa: D105
+        if self.profile is not None:
+            self.profile_steps()
+
+    def profile_steps(self) -> range:
+        """Returns the steps to trace; none if no profile was asked for.
+
+        Raises:
+            ValueError: if `profile` is not START:STEPS.
+        """
+        if self.profile is None:
+            return range(0)
+        start, _, count = self.profile.partition(":")
+        if not (start.isdecimal() and count.isdecimal() and int(count) > 0):
+            raise ValueError(
+                f"--profile {self.profile!r} must be START:STEPS, for example 100:5."
+            )
+        return range(int(start), int(start) + int(count))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A training run; the families below add the model.
+
+    Attributes:
+        name: of the registered configuration it came from.
+        seed: of initial weights, dropout, the order of examples and generated data.
+        data: where examples come from.
+        embedding: the tables.
+        optim: optimizers and schedules.
+        loop: the training loop.
+        run: what concerns this execution only.
+    """
+
+    name: Annotated[str, tyro.conf.Suppress]
+    model: Any
+    seed: int = 0
+    data: DataConfig = DataConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    optim: OptimConfig = OptimConfig()
+    loop: LoopConfig = LoopConfig()
+    run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
+
+    def __post_init__(self):  # noqa: D105
+        _require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
+        get_recipe(self.model.recipe)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the configuration as JSON-ready data, without `run`."""
+        as_dict = {
+            field.name: _as_json(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "run"
+        }
+        return as_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DlrmConfig(Config):
+    """A run of a DLRM."""
+
+    model: Annotated[Dlrm, tyro.conf.OmitArgPrefixes] = Dlrm()
+
+    def __post_init__(self):  # noqa: D105
+        super().__post_init__()
+        _check_model(self.model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dcnv2Config(Config):
+    """A run of a DCN V2."""
+
+    model: Annotated[Dcnv2, tyro.conf.OmitArgPrefixes] = Dcnv2()
+
+    def __post_init__(self):  # noqa: D105
+        super().__post_init__()
+        _check_model(self.model)
+
+
+def _check_model(model: Dlrm | Dcnv2):
+    _require(
+        0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
+    )
+    for field in dataclasses.fields(model):
+        widths = getattr(model, field.name)
+        if isinstance(widths, tuple) and not all(width >= 1 for width in widths):
+            option = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{option} {widths} must hold positive widths.")
+
+
+def _as_json(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name for f in dataclasses.fields(value)} - {"parent"}
+        if isinstance(value, linen.Module):
+            fields -= {"name"}
+            return {"kind": type(value).__name__} | _fields_as_json(value, fields)
+        return _fields_as_json(value, fields)
+    if isinstance(value, tuple | list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, pathlib.Path):
+        return str(value)
+    return value
+
+
+def _fields_as_json(value, names) -> dict[str, Any]:
+    return {name: _as_json(getattr(value, name)) for name in sorted(names)}

@@ -1,0 +1,288 @@
+"""The training loop: steps, evaluations, checkpoints, and what a run leaves behind.
+
+The loop looks at the device every few steps only, so that steps are queued ahead. What
+decides numerics is in `step.py`; what is kept is in `TrainState` and in `Progress`.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from loka_jax.data.batch import Dataset, Position, next_position
+from loka_jax.data.prefetch import Prefetcher
+from loka_jax.optim import Plateau
+from loka_jax.recipe import OPERANDS
+from loka_jax.train import metrics
+from loka_jax.train.build import Run
+from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.profiler import Profiler
+from loka_jax.train.progress import TrainingProgress
+from loka_jax.train.record import RunRecord
+from loka_jax.train.signals import StopRequest
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import is_calibrated, named_sites
+
+# A site with an operand that is always zero never calibrates: after this many steps
+# the guard for first steps is dropped all the same (scaling.delayed_scale_inv).
+_MAX_FIRST_STEPS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the host knows about a run; saved with the device's state.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        position: where the next batch is.
+        examples: training examples seen.
+        seconds: spent training, evaluations and checkpoints left out.
+        plateau: the state of the schedule on plateaus and of early stopping.
+        best: the evaluation with the best AUC so far, as in metrics.jsonl.
+    """
+
+    step: int = 0
+    position: Position
+    examples: int = 0
+    seconds: float = 0.0
+    plateau: Plateau = Plateau()
+    best: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON-ready data."""
+        return dataclasses.asdict(self) | {"position": list(self.position)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Progress":
+        """Returns what `to_json` was called on."""
+        position = Position(*data["position"])
+        return cls(
+            **data | {"position": position, "plateau": Plateau(**data["plateau"])}
+        )
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on, and no option is wrong: says what happened."""
+
+
+class Loop:
+    """A run in progress: its state, and where its lines and checkpoints go."""
+
+    def __init__(
+        self,
+        run: Run,
+        state: TrainState,
+        progress: Progress,
+        *,
+        record: RunRecord,
+        checkpoints: Checkpoints,
+        best: Checkpoints,
+        display: TrainingProgress,
+        profiler: Profiler,
+    ):
+        """Takes up a run at `state` and `progress`.
+
+        Args:
+            run: what is trained.
+            state: of the device; given up to the loop.
+            progress: of the host.
+            record: where lines go.
+            checkpoints: of the newest steps.
+            best: of the best evaluation, kept apart.
+            display: what a person sees.
+            profiler: of some steps.
+        """
+        self.run = run
+        self.state = state
+        self.progress = progress
+        self._record = record
+        self._checkpoints = checkpoints
+        self._best = best
+        self._display = display
+        self._profiler = profiler
+        self._is_calibrated = False
+        self._since = time.perf_counter()
+        self._logged = (progress.examples, progress.seconds)
+        self._warm: tuple[int, float] | None = None
+
+    def train(self, stop: StopRequest):
+        """Trains to the end, or until `stop` is set; saves before it returns.
+
+        Raises:
+            TrainingFailed: if too many steps in a row were not finite.
+        """
+        loop = self.run.config.loop
+        self._since = time.perf_counter()
+        remaining = self.run.total_steps - self.progress.step
+        with Prefetcher(
+            self.run.splits.train,
+            self.progress.position,
+            loop.batch_size,
+            shuffle=True,
+            num_batches=max(remaining, 0),
+        ) as batches:
+            for position, batch in batches:
+                self._step(position, batch)
+                if self._is_due(loop.log_every):
+                    self._log()
+                if self._evaluation_is_due():
+                    self._evaluate()
+                if self._save_is_due():
+                    self._save()
+                if stop.is_set or self.progress.plateau.stop:
+                    break
+        self._save()
+
+    def best_state(self) -> TrainState:
+        """Returns the state with the best validation AUC if it was kept, or the last.
+
+        It is kept where `plateau_patience` is set, as in the BARS benchmark.
+        """
+        if self._best.latest_step() is None:
+            return self.state
+        _, state, _ = self._best.restore(self.state)
+        return state
+
+    def examples_per_second(self) -> float | None:
+        """Returns the rate of this session after its first lines, compilation apart."""
+        examples, seconds = self._warm or (0, 0.0)
+        elapsed = self.progress.seconds - seconds
+        if self._warm is None or elapsed <= 0:
+            return None
+        return (self.progress.examples - examples) / elapsed
+
+    def _step(self, position: Position, batch):
+        step = self.progress.step
+        self._profiler.before(step)
+        take_step = self.run.step if self._calibrated() else self.run.first_step
+        self.state = take_step(self.state, batch)
+        self._profiler.after(step, self.state)
+        rows = self.run.splits.train.num_examples
+        size = self.run.config.loop.batch_size
+        self.progress = dataclasses.replace(
+            self.progress,
+            step=step + 1,
+            position=next_position(position, self.run.steps_per_epoch),
+            examples=self.progress.examples + min(size, rows - position.step * size),
+        )
+        self._display.step(step + 1)
+
+    def _calibrated(self) -> bool:
+        """Returns True once delayed scales are set; decided by the state alone."""
+        if not self._is_calibrated:
+            is_late = self.progress.step >= _MAX_FIRST_STEPS
+            self._is_calibrated = is_late or is_calibrated(self.state)
+        return self._is_calibrated
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _ends(self) -> bool:
+        return self.progress.step == self.run.total_steps
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.run.config.loop.eval_every or self.run.steps_per_epoch
+        return self._is_due(every) or self._ends()
+
+    def _save_is_due(self) -> bool:
+        every = self.run.config.loop.save_every
+        return self._is_due(every) if every else self._evaluation_is_due()
+
+    def _tick(self):
+        """Waits for the device, and adds the time since the last look to the clock."""
+        jax.block_until_ready(self.state.step)
+        now = time.perf_counter()
+        seconds = self.progress.seconds + now - self._since
+        self.progress = dataclasses.replace(self.progress, seconds=seconds)
+        self._since = now
+
+    def _log(self):
+        self._tick()
+        found = metrics.compute(self.state.metrics)
+        examples, seconds = self._logged
+        progress = self.progress
+        elapsed = max(progress.seconds - seconds, 1e-9)
+        lr_scale = progress.plateau.lr_scale
+        skipped = int(self.state.skipped)
+        line = self._line("train") | {
+            "loss": found["logloss"],
+            "ne": found["ne"],
+            "examples_per_second": (progress.examples - examples) / elapsed,
+            "lr": float(self.run.schedule(progress.step - skipped)) * lr_scale,
+            "skipped_steps": skipped,
+            "bad_ids": int(self.state.bad_ids),
+        }
+        self._record.log(line)
+        if scales := _scales(self.state):
+            self._record.log_scales(progress.step, scales)
+        self._display.numbers(progress.step, line)
+        self.state = dataclasses.replace(self.state, metrics=metrics.init())
+        self._logged = (progress.examples, progress.seconds)
+        self._warm = self._warm or self._logged
+        self._refuse_endless_skipping()
+
+    def _refuse_endless_skipping(self):
+        skipped = int(self.state.skipped_in_a_row)
+        if skipped < self.run.config.loop.max_skipped_steps:
+            return
+        raise TrainingFailed(
+            f"the last {skipped} steps had a loss or gradients that are not finite and "
+            f"were skipped, up to step {self.progress.step}: lower --optim.lr or "
+            "--optim.rows-lr, or set --optim.clip-norm 10."
+        )
+
+    def _evaluate(self):
+        self._tick()
+        line = self._line("eval") | {"split": "valid"}
+        line |= quality(self.run, self.state, self.run.splits.valid)
+        self._record.log(line)
+        self._display.evaluation(self.progress.step, line)
+        plateau = self.progress.plateau
+        auc = None if line["auc"] is None else float(line["auc"])
+        after = plateau.after(auc, self.run.config.optim)
+        self.progress = dataclasses.replace(self.progress, plateau=after)
+        if after.best_auc != plateau.best_auc:
+            self.progress = dataclasses.replace(self.progress, best=line)
+            if self.run.config.optim.plateau_patience is not None:
+                self._best.save(self.progress.step, self.state, self._meta())
+        lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
+        self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
+        self._since = time.perf_counter()
+
+    def _save(self):
+        self._tick()
+        self._checkpoints.save(self.progress.step, self.state, self._meta())
+        self._since = time.perf_counter()
+
+    def _meta(self) -> dict[str, Any]:
+        config = self.run.config.identity()
+        return {"progress": self.progress.to_json(), "config": config}
+
+    def _line(self, kind: str) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "epoch": progress.position.epoch,
+            "kind": kind,
+            "examples": progress.examples,
+            "seconds": round(progress.seconds, 3),
+        }
+
+
+def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
+    """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
+    found = run.evaluate(state, dataset)
+    return {name: found[name] for name in ("auc", "logloss", "ne", "calibration")}
+
+
+def _scales(state: TrainState) -> dict[str, float]:
+    """Returns the scale_inv of every operand of the sites with delayed scaling."""
+    sites = named_sites(state)
+    tables = jax.device_get({path: site.scale_inv for path, site in sites.items()})
+    return {
+        f"{path}/{operand}": float(table[i])
+        for path, table in tables.items()
+        for i, operand in enumerate(OPERANDS)
+    }

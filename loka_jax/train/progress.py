@@ -1,0 +1,99 @@
+"""What a person sees while a model trains: a bar on a terminal, lines elsewhere."""
+
+import time
+from typing import Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from loka_jax.nn import Site
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class TrainingProgress:
+    """A progress bar with loss, NE, examples/s and time left.
+
+    Where the output is no terminal (a log file), a line every ten seconds instead.
+    """
+
+    def __init__(self, console: Console, total_steps: int, first_step: int):
+        """Prepares for steps `first_step` to `total_steps`."""
+        self._console = console
+        self._total = total_steps
+        self._last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "training", total=total_steps, completed=first_step, numbers=""
+        )
+
+    def __enter__(self) -> Self:
+        """Shows the bar."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        """Leaves the bar as it is."""
+        self._bar.stop()
+
+    def step(self, step: int):
+        """Moves the bar to `step`."""
+        self._bar.update(self._task, completed=step)
+
+    def numbers(self, step: int, line: dict):
+        """Shows the numbers of a line of metrics.jsonl."""
+        text = (
+            f"loss {_show(line['loss'])}  NE {_show(line['ne'])}  "
+            f"{line['examples_per_second']:,.0f} examples/s"
+        )
+        if line["skipped_steps"]:
+            text += f"  skipped {line['skipped_steps']}"
+        self._bar.update(self._task, completed=step, numbers=text)
+        now = time.monotonic()
+        is_due = now - self._last_line > _SECONDS_BETWEEN_LINES
+        if not self._console.is_terminal and is_due:
+            self._last_line = now
+            self._console.print(f"step {step:,} of {self._total:,}  {text}")
+
+    def evaluation(self, step: int, line: dict):
+        """Prints the numbers of an evaluation."""
+        self._console.print(
+            f"step {step:,}  {line['split']}: AUC {_show(line['auc'], 5)}  "
+            f"log loss {_show(line['logloss'], 5)}  NE {_show(line['ne'], 5)}  "
+            f"calibration {_show(line['calibration'])}"
+        )
+
+
+def print_sites(console: Console, sites: tuple[Site, ...]):
+    """Prints the table of sites: shape, what runs for each role, and why not FP8."""
+    table = Table(box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
+    for column in ("site", "m x k x n", "fwd", "dlhs", "drhs", "why not FP8"):
+        table.add_column(column, overflow="fold")
+    for site in sites:
+        sizes = f"{site.m} x {site.k} x {site.n}"
+        style = None if site.is_fp8 else "dim"
+        roles = (site.fwd, site.dlhs, site.drhs)
+        table.add_row(site.path, sizes, *roles, site.why_not or "", style=style)
+    console.print(table)
+    in_fp8 = sum(site.is_fp8 for site in sites)
+    console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
+
+
+def _show(value: float | None, digits: int = 4) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,227 @@
+"""A whole training session: from a configuration to a workdir with a report.
+
+config -> build -> sites shown -> restore or init -> loop -> final evaluation
+       -> summary.json, report.html
+"""
+
+import contextlib
+import pathlib
+import shlex
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from loka_jax.data import Position
+from loka_jax.train.build import Run, build
+from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.config import Config
+from loka_jax.train.loop import Loop, Progress, quality
+from loka_jax.train.profiler import Profiler
+from loka_jax.train.progress import TrainingProgress, print_sites
+from loka_jax.train.record import RunRecord, versions
+from loka_jax.train.report import write_report
+from loka_jax.train.signals import StopRequest, stop_on_signals
+
+# A resumed run may be longer than the one that was stopped, and may look more often.
+_MAY_CHANGE = (
+    "loop.epochs",
+    "loop.max_steps",
+    "loop.log_every",
+    "loop.save_every",
+    "loop.keep_checkpoints",
+    "loop.max_skipped_steps",
+)
+
+
+def train(config: Config, arguments: list[str], console: Console | None = None) -> int:
+    """Trains as `config` says and returns the exit code.
+
+    Args:
+        config: the run.
+        arguments: of the command line, for the record.
+        console: where to print; the standard output if None.
+
+    Returns:
+        0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after saving.
+
+    Raises:
+        ValueError: something the user can mend, in one sentence.
+        TrainingFailed: training cannot go on.
+    """
+    console = console or Console(soft_wrap=True, highlight=False)
+    if config.run.print_config:
+        console.print_json(data=config.identity())
+        return 0
+    console.print(device_notice(config.run.require_gpu))
+    with stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        run = build(config)
+        print_sites(console, run.sites)
+        if config.run.dry_run:
+            return _compile(run, console)
+        workdir = choose_workdir(config)
+        record = stack.enter_context(
+            RunRecord(
+                workdir,
+                config=config.identity(),
+                resume=config.run.resume,
+                may_change=_MAY_CHANGE,
+                tensorboard=config.run.tensorboard,
+            )
+        )
+        record.write_sites([vars(site) for site in run.sites])
+        loop = stack.enter_context(_open_loop(run, record, console, workdir))
+        loop.train(stop)
+        summary = _finish(run, loop, stop)
+        command = shlex.join(["python", "experiments/train.py", *arguments])
+        record.write_summary(summary | {"command": command})
+        _print_end(console, summary, write_report(workdir))
+        return stop.exit_code
+
+
+def device_notice(require_gpu: bool) -> str:
+    """Returns one line on where the run computes.
+
+    Raises:
+        ValueError: if a GPU is required and there is none, or it has no FP8 units.
+    """
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        capability = getattr(device, "compute_capability", "0")
+        if float(capability) < 8.9:
+            raise ValueError(
+                f"{device.device_kind} has compute capability {capability}, and FP8 "
+                "needs 8.9: run with JAX_PLATFORMS=cpu to emulate it."
+            )
+        return f"Running on {device.device_kind}."
+    if require_gpu:
+        raise ValueError(
+            f"--require-gpu was given, but JAX found only a {device.platform}: install "
+            "the extra cuda13 (uv run --extra cuda13 ...) or leave the option out."
+        )
+    return "No GPU found: running on the CPU, where FP8 is emulated."
+
+
+def choose_workdir(config: Config) -> pathlib.Path:
+    """Returns the workdir: the one asked for, or one under runs/.
+
+    Without `--workdir` a run gets a folder of its own, so that the same command can be
+    given twice; `--resume` then takes the newest of them.
+
+    Raises:
+        ValueError: if there is no run to resume.
+    """
+    if config.run.workdir is not None:
+        return config.run.workdir
+    name = f"{config.name}-{config.model.recipe}-s{config.seed}"
+    number = 1
+    while (pathlib.Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    if not config.run.resume:
+        return pathlib.Path("runs") / f"{name}-{number}"
+    if number == 1:
+        raise ValueError(
+            f"there is no run runs/{name}-1 to resume: leave out --resume, or name the "
+            "run's folder by --workdir."
+        )
+    return pathlib.Path("runs") / f"{name}-{number - 1}"
+
+
+@contextlib.contextmanager
+def _open_loop(run: Run, record: RunRecord, console: Console, workdir: pathlib.Path):
+    """Yields the loop, at the newest checkpoint or at the start; closes its parts."""
+    config = run.config
+    state = run.init()
+    progress = Progress(position=Position(0, 0, config.seed))
+    keep = config.loop.keep_checkpoints
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            Checkpoints(workdir / "checkpoints", keep=keep)
+        )
+        best = stack.enter_context(Checkpoints(workdir / "best", keep=1))
+        if config.run.resume and checkpoints.latest_step() is not None:
+            step, state, meta = checkpoints.restore(state, config=config.identity())
+            progress = Progress.from_json(meta["progress"])
+            console.print(f"Resuming at step {step:,}.")
+        elif config.run.resume:
+            console.print("Nothing was saved yet: starting at step 0.")
+        record.truncate(progress.step)
+        display = TrainingProgress(console, run.total_steps, progress.step)
+        profiler = Profiler(config.run.profile_steps(), workdir / "profile")
+        stack.callback(profiler.close)
+        stack.enter_context(display)
+        yield Loop(
+            run,
+            state,
+            progress,
+            record=record,
+            checkpoints=checkpoints,
+            best=best,
+            display=display,
+            profiler=profiler,
+        )
+
+
+def _compile(run: Run, console: Console) -> int:
+    """Compiles a training step without running it."""
+    state = jax.eval_shape(run.init)
+    size = run.config.loop.batch_size
+    batch = run.splits.train.batch(Position(0, 0, 0), size, shuffle=False)
+    compiled = run.first_step.lower(state, batch).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        console.print(f"One step compiles; it holds {held / 2**20:,.0f} MiB.")
+    console.print(f"{run.total_steps:,} steps would be taken.")
+    return 0
+
+
+def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
+    """Returns the summary, with the final evaluation unless the run was stopped."""
+    splits, progress = run.splits, loop.progress
+    final, split = None, "valid" if splits.test is None else "test"
+    if not stop.is_set:
+        state = loop.best_state()
+        final = quality(run, state, splits.test or splits.valid)
+    in_fp8 = sum(site.is_fp8 for site in run.sites)
+    return {
+        "config": run.config.identity(),
+        "seed": run.config.seed,
+        "recipe": run.config.model.recipe,
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "finished": not stop.is_set,
+        "steps": progress.step,
+        "examples": progress.examples,
+        "seconds": progress.seconds,
+        "examples_per_second": loop.examples_per_second(),
+        "skipped_steps": int(loop.state.skipped),
+        "bad_ids": int(loop.state.bad_ids),
+        "best_valid": progress.best,
+        "final_eval": final,
+        "final_split": split,
+        "best_possible_ne": splits.report.get("best_possible_ne"),
+        "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "data": splits.report,
+    }
+
+
+def _print_end(console: Console, summary: dict[str, Any], report: pathlib.Path):
+    final = summary["final_eval"]
+    if final is None:
+        console.print(
+            f"Stopped and saved at step {summary['steps']:,}: go on with --resume "
+            f"--workdir {report.parent}"
+        )
+        return
+    numbers = {k: "n/a" if v is None else f"{v:.5f}" for k, v in final.items()}
+    console.print(
+        f"{summary['final_split']}: AUC {numbers['auc']}  log loss "
+        f"{numbers['logloss']}  NE {numbers['ne']}  calibration "
+        f"{numbers['calibration']}"
+    )
+    best = summary["best_possible_ne"]
+    if best is not None and final["ne"] is not None:
+        share = (1 - final["ne"]) / (1 - best)
+        console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
+    console.print(f"Report: {report}")

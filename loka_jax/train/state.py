@@ -1,0 +1,91 @@
+"""The state of a training run: one pytree, saved and restored whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, struct
+from jaxtyping import Array, Float, Int
+
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.ops import embedding
+from loka_jax.train import metrics
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        params: dense parameters, which optax updates.
+        fp8: the scaling state of the sites; replaced every step, never optimized.
+        batch_stats: running moments of batch norms.
+        opt_state: of optax.
+        table: all embedding tables, stacked; not differentiated.
+        row_state: the row optimizer's.
+        lr_scale: factor on the learning rates, lowered on plateaus.
+        skipped: steps that were skipped, in all.
+        skipped_in_a_row: steps that were skipped since the last that was not.
+        bad_ids: ids out of range that were met; their rows are zero, and not updated.
+        metrics: of the training examples since they were last read.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    fp8: Any
+    batch_stats: Any
+    opt_state: Any
+    table: Float[Array, "R D"]
+    row_state: Any
+    lr_scale: Float[Array, ""]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+    bad_ids: Int[Array, ""]
+    metrics: metrics.MetricState
+
+
+def init_state(
+    key: Array,
+    model: linen.Module,
+    tables: embedding.TableSpec,
+    num_dense: int,
+    *,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: Any,
+    init_stddev: float,
+) -> TrainState:
+    """Returns the state before the first step.
+
+    Args:
+        key: of the initial values.
+        model: from (dense features, embeddings) to logits.
+        tables: the embedding tables.
+        num_dense: number of dense features.
+        optimizer: of the dense parameters.
+        row_optimizer: of the tables' rows.
+        init_stddev: of the tables' initial values.
+    """
+    model_key, table_key = jax.random.split(key)
+    variables = model.init(
+        model_key,
+        jnp.zeros((1, num_dense)),
+        jnp.zeros((1, len(tables.rows), tables.dim)),
+    )
+    table = embedding.init_table(table_key, tables, init_stddev)
+    params = variables["params"]
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        fp8=variables.get(OVERWRITE_WITH_GRADIENT, {}),
+        batch_stats=variables.get("batch_stats", {}),
+        opt_state=optimizer.init(params),
+        table=table,
+        row_state=row_optimizer.init(table),
+        lr_scale=jnp.ones((), jnp.float32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        bad_ids=jnp.zeros((), jnp.int32),
+        metrics=metrics.init(),
+    )

@@ -1,0 +1,236 @@
+"""One training step, and one evaluation step, as pure functions of state and batch.
+
+    rows             <- tables[ids]                       gathered, not differentiated
+    loss, gradients  <- with respect to (params, rows, FP8 state)
+    params           <- optax, which sees nothing but them
+    tables           <- one update for each touched row
+    FP8 state        <- its "gradient", which is its next value
+
+A step whose loss or gradients are not finite changes nothing but two counters.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import scaling
+from loka_jax.data import Batch
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.ops import embedding
+from loka_jax.train import metrics
+from loka_jax.train.state import TrainState
+
+
+class RowUpdate(NamedTuple):
+    """How embedding rows are updated.
+
+    Attributes:
+        optimizer: a row optimizer of `loka_jax.optim`.
+        learning_rate: of the step number, before `TrainState.lr_scale`.
+        l2: weight of the squared norm of the whole table in the loss; if positive,
+            every row is updated every step.
+    """
+
+    optimizer: Any
+    learning_rate: optax.Schedule
+    l2: float
+
+
+class _Gradients(NamedTuple):
+    params: Any
+    rows: Float[Array, "B F D"]
+    fp8: Any
+
+
+def make_train_step(
+    model: linen.Module,
+    tables: embedding.TableSpec,
+    optimizer: optax.GradientTransformation,
+    row_update: RowUpdate,
+    *,
+    microbatches: int = 1,
+    dropout_seed: int = 0,
+) -> Callable[[TrainState, Batch], TrainState]:
+    """Returns the training step; jit it with the state donated.
+
+    Args:
+        model: from (dense features, embeddings) to logits.
+        tables: the embedding tables.
+        optimizer: of the dense parameters.
+        row_update: of the tables.
+        microbatches: parts of the batch whose gradients are accumulated. The result is
+            that of the whole batch up to rounding, batch norm apart; FP8 state is
+            merged by the maximum.
+        dropout_seed: of the dropout masks, which also depend on the step.
+    """
+    gradients = functools.partial(_gradients, model)
+    if microbatches > 1:
+        gradients = functools.partial(_accumulated, gradients, microbatches)
+
+    def step(state: TrainState, batch: Batch) -> TrainState:
+        ids = embedding.flat_ids(tables, batch.ids)
+        rows = embedding.lookup(state.table, ids)
+        key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+        loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
+
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(
+            optax.global_norm((grads.params, grads.rows))
+        )
+        updates, opt_state = optimizer.update(
+            grads.params, state.opt_state, state.params
+        )
+        updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
+        proposed = {
+            "params": optax.apply_updates(state.params, updates),
+            "opt_state": opt_state,
+            "fp8": grads.fp8,
+            "batch_stats": batch_stats,
+        }
+        kept = {name: getattr(state, name) for name in proposed}
+        accepted = jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
+
+        # Padding rows carry no gradient; leaving them out keeps moments untouched too.
+        touched = jnp.where(batch.weights[:, None] > 0, ids, embedding.BAD_ID)
+        table, row_state = _update_table(
+            state, touched, grads.rows, row_update, is_finite
+        )
+        weights = jnp.where(is_finite, batch.weights, 0.0)
+        return dataclasses.replace(
+            state,
+            **accepted,
+            step=state.step + 1,
+            table=table,
+            row_state=row_state,
+            skipped=state.skipped + ~is_finite,
+            skipped_in_a_row=jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
+            bad_ids=state.bad_ids + embedding.count_bad_ids(ids),
+            metrics=metrics.update(state.metrics, logits, batch.labels, weights),
+        )
+
+    return step
+
+
+def make_eval_step(
+    model: linen.Module, tables: embedding.TableSpec
+) -> Callable[[TrainState, metrics.MetricState, Batch], metrics.MetricState]:
+    """Returns the evaluation step: the metrics with one batch added."""
+
+    def step(state, seen, batch):
+        rows = embedding.lookup(state.table, embedding.flat_ids(tables, batch.ids))
+        logits = model.apply(_variables(state), batch.dense, rows)
+        return metrics.update(seen, logits, batch.labels, batch.weights)
+
+    return step
+
+
+def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
+    """Returns the delayed-scaling states of a model by the paths of their sites."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.fp8, is_leaf=_is_site)
+    return {
+        "/".join(str(key.key) for key in path[:-1]): site
+        for path, site in leaves
+        if _is_site(site)
+    }
+
+
+def is_calibrated(state: TrainState) -> bool:
+    """Returns True if every site's delayed scales come from amaxes that were seen."""
+    return all(bool(scaling.is_calibrated(x)) for x in named_sites(state).values())
+
+
+def _is_site(x) -> bool:
+    return isinstance(x, scaling.DelayedScaling)
+
+
+def _variables(state: TrainState) -> dict[str, Any]:
+    return {
+        "params": state.params,
+        OVERWRITE_WITH_GRADIENT: state.fp8,
+        "batch_stats": state.batch_stats,
+    }
+
+
+def _gradients(model, state: TrainState, batch: Batch, rows, key, total_weight=None):
+    """Returns the loss, the logits, the new batch statistics, and the gradients."""
+    if total_weight is None:
+        total_weight = jnp.sum(batch.weights)
+
+    def loss_of(params, rows, fp8):
+        variables = _variables(state) | {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
+        logits, updated = model.apply(
+            variables,
+            batch.dense,
+            rows,
+            train=True,
+            rngs={"dropout": key},
+            mutable=["batch_stats"],
+        )
+        losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
+        losses = jnp.where(batch.weights > 0, losses * batch.weights, 0.0)
+        loss = jnp.sum(losses) / jnp.maximum(total_weight, 1.0)
+        return loss, (logits, updated.get("batch_stats", {}))
+
+    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
+    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8)
+    return loss, logits, batch_stats, _Gradients(*grads)
+
+
+def _accumulated(gradients, count, state: TrainState, batch: Batch, rows, key):
+    """Returns what `gradients` returns, from `count` parts of the batch in turn."""
+    total_weight = jnp.sum(batch.weights)
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
+
+    def add(carry, part):
+        (part_batch, part_rows), key = part
+        loss, params, fp8, batch_stats = carry
+        part_loss, logits, batch_stats, grads = gradients(
+            dataclasses.replace(state, batch_stats=batch_stats),
+            part_batch,
+            part_rows,
+            key,
+            total_weight,
+        )
+        carry = (
+            loss + part_loss,
+            jax.tree.map(jnp.add, params, grads.params),
+            jax.tree.map(jnp.maximum, fp8, grads.fp8),  # see scaling.merge_delayed
+            batch_stats,
+        )
+        return carry, (logits, grads.rows)
+
+    start = (
+        jnp.zeros(()),
+        jax.tree.map(jnp.zeros_like, state.params),
+        jax.tree.map(jnp.zeros_like, state.fp8),
+        state.batch_stats,
+    )
+    carry, (logits, row_grads) = jax.lax.scan(
+        add, start, (parts, jax.random.split(key, count))
+    )
+    loss, params, fp8, batch_stats = carry
+    row_grads = row_grads.reshape(rows.shape)
+    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8)
+
+
+def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):
+    learning_rate = row_update.learning_rate(state.step - state.skipped)
+    arguments = (
+        state.table,
+        state.row_state,
+        ids.ravel(),
+        row_grads.reshape(-1, row_grads.shape[-1]),
+        row_update.optimizer,
+        learning_rate * state.lr_scale,
+    )
+    if row_update.l2 > 0:
+        return embedding.update_whole_table(
+            *arguments, l2=row_update.l2, enabled=is_finite
+        )
+    return embedding.update_rows(*arguments, enabled=is_finite)
