@@ -1,7 +1,7 @@
 """Raw rows as they come out of a file, before any policy: blocks of Arrow columns."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,7 @@ class BadRows:
         return self.count <= self.most
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Reads the wanted columns of one file, block by block."""
 

@@ -9,7 +9,7 @@ that training did not see `min_count` times.
 # (pyarrow makes the functions of its compute module when it is imported)
 
 import hashlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from loka_jax.data.blocks import Block
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """Turns the values of one field into ids."""
 

@@ -8,7 +8,6 @@ import itertools
 import queue
 import threading
 from types import TracebackType
-from typing import Self
 
 import jax
 
@@ -77,7 +76,7 @@ class Prefetcher:
             return True
         return False
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "Prefetcher":
         """Returns itself."""
         return self
 
@@ -98,7 +97,7 @@ class Prefetcher:
         while not self._queue.empty():
             self._queue.get_nowait()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Prefetcher":
         """Returns itself."""
         return self
 
