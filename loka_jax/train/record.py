@@ -115,7 +115,7 @@ class RunRecord:
         if self._tensorboard:
             self._log_events(line)
 
-    def log_scales(self, step: int, scales: Mapping[str, float]) -> None:
+    def log_scales(self, step: int, scales: Mapping[str, Any]) -> None:
         """Appends the scales of `step`, keyed "<site>/<lhs|rhs|g>", to scales.jsonl."""
         self._append(SCALES, {"step": step, **scales})
 
