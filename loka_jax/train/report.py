@@ -15,6 +15,7 @@ from loka_jax.train.report_html import (
     compact,
     definitions,
     details,
+    escape,
     join,
     number,
     page,
@@ -142,7 +143,7 @@ def _tiles(run: Run) -> Html:
     if split := final.get("split"):
         where = f"{split}, {where}"
     ne, best = real(final.get("ne")), real(run.summary.get("best_possible_ne"))
-    bound = "1 is the mean's" if best is None else f"best possible {best:.5f}"
+    bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
     tiles = [
         tile("AUC", number(final.get("auc"), 5), where),
         tile("Log loss", number(final.get("logloss"), 5), where),
@@ -163,11 +164,9 @@ def _tiles(run: Run) -> Html:
     tiles.append(tile("Examples/s", compact(speed), "training"))
     total, fp8 = _site_counts(run)
     if total:
-        tiles.append(
-            tile(
-                "FP8 sites", f"{fp8} of {total}", _recipe(run) or "", share=fp8 / total
-            )
-        )
+        # Long names break at underscores, not within words.
+        recipe = Html(escape(_recipe(run) or "").replace("_", "_<wbr>"))
+        tiles.append(tile("FP8 sites", f"{fp8} of {total}", recipe, share=fp8 / total))
     return tag("div", *tiles, class_="tiles")
 
 
@@ -263,7 +262,7 @@ def _numbers(run: Run) -> Html:
             number(line.get("step")),
             number(line.get("examples")),
             *(number(line.get(name), 5) for name in ("loss", "ne")),
-            number(line.get("lr"), 6),
+            "n/a" if (lr := real(line.get("lr"))) is None else f"{lr:.4g}",
             number(line.get("examples_per_second")),
             number(line.get("skipped_steps")),
         )
