@@ -1,0 +1,320 @@
+"""Embedding tables: stacked storage, lookups, and updates of the touched rows only.
+
+The tables of a model are stacked into one array `[R, D]` and are no part of the
+differentiated parameters. A step looks rows up, differentiates with respect to the
+*rows*, sums the row gradients by id, and rewrites each touched row once. Its cost
+depends on the number of looked-up ids, not on R.
+
+A bad id (below 0, or not below its field's rows) becomes `BAD_ID`, which reads as a
+row of zeros and is never written. JAX's own indexing would wrap -1 to the last row
+and clamp or NaN the others.
+
+Letters: B examples, F fields, H ids a field in a pooled lookup, D embedding dim,
+R rows of all tables together, N row gradients of one step (B F, or B F H).
+"""
+
+import dataclasses
+import itertools
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+Pooling = Literal["sum", "mean"]
+
+# Larger than every row id, so that it sorts last and every write to it is dropped.
+BAD_ID = 2**31 - 1
+
+_FANOUT = 8  # ids a level of the segmented sum; 4 and 16 are no faster on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """The tables of all fields, stacked in field order into one array.
+
+    Attributes:
+        rows: rows of each field's table.
+        dim: D, the embedding dim that they share.
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+
+    def __post_init__(self):
+        """Checks the ranges.
+
+        Raises:
+            ValueError: if a size is not positive, or ids would not fit in int32.
+        """
+        if not self.rows or not all(rows > 0 for rows in self.rows):
+            raise ValueError(
+                f"rows={self.rows} must hold a positive number for each field."
+            )
+        if not self.dim > 0:
+            raise ValueError(f"dim={self.dim} must be positive.")
+        if not self.total_rows < 2**31:
+            raise ValueError(
+                f"{self.total_rows} rows in all do not fit in int32 ids "
+                f"(at most {2**31 - 1}): hash the largest fields into fewer rows, "
+                "or split them over several stacks."
+            )
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first row of each field's table."""
+        return tuple(itertools.accumulate(self.rows[:-1], initial=0))
+
+    @property
+    def total_rows(self) -> int:
+        """R, the rows of all tables together."""
+        return sum(self.rows)
+
+    def num_bytes(self, *, itemsize: int = 4, state_per_row: int = 1) -> int:
+        """Returns the bytes of the tables and their float32 optimizer state.
+
+        Args:
+            itemsize: bytes of one table entry.
+            state_per_row: 4-byte numbers that the optimizer keeps for a row: 1 for
+                row-wise AdaGrad, 0 for SGD, `2 * dim + 1` for Adam.
+        """
+        return self.total_rows * (self.dim * itemsize + 4 * state_per_row)
+
+
+class UniqueRows(NamedTuple):
+    """Row gradients with at most one entry a row.
+
+    Attributes:
+        ids: the touched rows in ascending order, `BAD_ID` in the unused entries
+            that lie between them.
+        grads: the summed gradient of each touched row; what stands in an unused
+            entry means nothing.
+    """
+
+    ids: Int[Array, "N"]
+    grads: Float[Array, "N D"]
+
+
+@runtime_checkable  # the tests' type checker asks isinstance
+class RowOptimizer(Protocol):
+    """What `update_rows` asks of an optimizer: an update that treats rows alone.
+
+    Every leaf of the state has R as its leading dim, so that the state of the
+    touched rows can be gathered and written like the rows themselves.
+    """
+
+    def init(self, table: Float[Array, "R D"]) -> PyTree:
+        """Returns the state of a fresh table."""
+        ...
+
+    def update(
+        self,
+        rows: Float[Array, "N D"],
+        row_state: Any,
+        grads: Float[Array, "N D"],
+        lr: Float[Array, ""] | float,
+    ) -> tuple[Float[Array, "N D"], Any]:
+        """Returns the new float32 rows and their new state."""
+        ...
+
+
+def init_table(
+    key: Array, spec: TableSpec, stddev: float = 1e-4
+) -> Float[Array, "R D"]:
+    """Returns the stacked float32 tables, normal with mean 0 and `stddev`."""
+    return stddev * jax.random.normal(key, (spec.total_rows, spec.dim), jnp.float32)
+
+
+def flat_ids(spec: TableSpec, ids: Int[Array, "B F *H"]) -> Int[Array, "B F *H"]:
+    """Returns the row in the stacked tables of each per-field id, or `BAD_ID`.
+
+    `flat[b, f] = ids[b, f] + offsets[f]` where `0 <= ids[b, f] < rows[f]`. An id out
+    of range never reaches another row; `count_bad_ids` tells how many there were.
+
+    Raises:
+        ValueError: if the ids are not int32, or their fields are not the spec's.
+    """
+    if ids.dtype != jnp.int32:
+        raise ValueError(
+            f"ids are {ids.dtype} and must be int32: JAX truncates int64 (2^33 + 5 "
+            "becomes 5), so check the range on the host and cast there."
+        )
+    if ids.shape[1] != len(spec.rows):
+        raise ValueError(f"{ids.shape=} must have {len(spec.rows)} fields in dim 1.")
+    per_field = (1, len(spec.rows)) + (1,) * (ids.ndim - 2)
+    rows = jnp.asarray(spec.rows, jnp.int32).reshape(per_field)
+    offsets = jnp.asarray(spec.offsets, jnp.int32).reshape(per_field)
+    return jnp.where((ids >= 0) & (ids < rows), ids + offsets, BAD_ID)
+
+
+def count_bad_ids(flat_ids: Int[Array, "*N"]) -> Int[Array, ""]:
+    """Returns how many of the ids of `flat_ids` are `BAD_ID`."""
+    return jnp.sum(flat_ids == BAD_ID, dtype=jnp.int32)
+
+
+def lookup(
+    table: Float[Array, "R D"], flat_ids: Int[Array, "*N"]
+) -> Float[Array, "*N D"]:
+    """Returns the row of each id; zeros for a bad one.
+
+    Call it outside the differentiated function and differentiate with respect to
+    its result: the cotangent is what `update_rows` takes, and no gradient as large
+    as the table exists.
+    """
+    return table.at[flat_ids].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    )
+
+
+def lookup_pooled(
+    table: Float[Array, "R D"],
+    flat_ids: Int[Array, "B F H"],
+    weights: Float[Array, "B F H"],
+    pooling: Pooling = "sum",
+) -> Float[Array, "B F D"]:
+    """Returns the weighted sum or mean of the rows of each field.
+
+    sum: `out[b, f] = sum_h w[b, f, h] table[ids[b, f, h]]`, mean: the same over
+    `sum_h w[b, f, h]`. A bad id has weight 0 in both; a field without weight gives
+    zeros. Summed in float32. `pooled_row_grads` is its backward pass.
+
+    Args:
+        weights: 1 for an id, 0 for padding, or any weight not below 0.
+    """
+    scale = _pooling_weights(flat_ids, weights, pooling)
+    rows = lookup(table, flat_ids).astype(jnp.float32)
+    return jnp.sum(rows * scale[..., None], axis=2).astype(table.dtype)
+
+
+def pooled_row_grads(
+    pooled_grads: Float[Array, "B F D"],
+    flat_ids: Int[Array, "B F H"],
+    weights: Float[Array, "B F H"],
+    pooling: Pooling = "sum",
+) -> tuple[Int[Array, "N"], Float[Array, "N D"]]:
+    """Returns the ids and row gradients of a `lookup_pooled`, for `update_rows`.
+
+    `grad[b, f, h] = w[b, f, h] pooled_grads[b, f]`, over `sum_h w` for the mean. An
+    id without weight comes back as `BAD_ID`: padding touches no row.
+    """
+    scale = _pooling_weights(flat_ids, weights, pooling)
+    grads = pooled_grads.astype(jnp.float32)[:, :, None] * scale[..., None]
+    ids = jnp.where(scale != 0, flat_ids, BAD_ID)
+    return ids.reshape(-1), grads.reshape(-1, grads.shape[-1])
+
+
+def _pooling_weights(flat_ids, weights, pooling):
+    weights = jnp.where(flat_ids == BAD_ID, 0, weights).astype(jnp.float32)
+    if pooling == "sum":
+        return weights
+    if pooling == "mean":
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 0)
+    raise ValueError(f"{pooling=} must be 'sum' or 'mean'.")
+
+
+def sum_by_row(
+    flat_ids: Int[Array, "*N"], row_grads: Float[Array, "*N D"], num_rows: int
+) -> UniqueRows:
+    """Returns the gradients summed over equal ids, at most one entry a row.
+
+    Ids are sorted (one radix sort of id and position), the gradients gathered in
+    that order and added by a segmented sum in float32. The last entry of each run of
+    equal ids carries the run's total; the others get `BAD_ID`, in place, because
+    moving the totals together would cost one more pass over `[N, D]` and save none.
+
+    Deterministic: the additions form a fixed tree that depends on N and on the runs
+    alone, and no atomics are used. XLA lowers `segment_sum` and `.at[].add` to float
+    atomics on a GPU, whose order, and so whose last bits, change from run to run;
+    differences of a plain cumulative sum would lose the small rows. Cost: about
+    `2 + 4 / 7` passes over `[N, D]` and 2 kernels for each of the log8(N) levels.
+
+    Args:
+        flat_ids: ids in `[0, num_rows)`; all others are left out.
+        row_grads: float32, or bfloat16 (summed in float32 all the same).
+        num_rows: R.
+    """
+    ids = flat_ids.reshape(-1)
+    in_range = (ids >= 0) & (ids < num_rows)
+    ids = jnp.where(in_range, ids, BAD_ID)
+    positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    ids, order = jax.lax.sort((ids, positions), num_keys=1, is_stable=True)
+    grads = row_grads.reshape(-1, row_grads.shape[-1])[order].astype(jnp.float32)
+    is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
+    return UniqueRows(jnp.where(is_last, ids, BAD_ID), _running_sums(ids, grads))
+
+
+def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """Returns the inclusive sums of `x` along each run of equal, sorted ids.
+
+    `out[i] = sum_{j <= i, ids[j] = ids[i]} x[j]`. Entries are cut into blocks of
+    `_FANOUT`; the last running sums of the blocks are the same problem, 8 times
+    smaller, and its answer is what flows from each block into the next.
+    """
+    n, dim = x.shape
+    if n <= 1:
+        return x
+    blocks = -(-n // _FANOUT)
+    padding = blocks * _FANOUT - n
+    # The padding lies behind every entry, so nothing flows out of it.
+    s = jnp.pad(ids, (0, padding), mode="edge").reshape(blocks, _FANOUT)
+    v = jnp.pad(x, ((0, padding), (0, 0))).reshape(blocks, _FANOUT, dim)
+
+    def along_block(first):  # select, not multiply: NaN stays in its own run
+        sums = [first]
+        for t in range(1, _FANOUT):
+            same = (s[:, t] == s[:, t - 1])[:, None]
+            sums.append(v[:, t] + jnp.where(same, sums[-1], 0))
+        return sums
+
+    first = v[:, 0]
+    if blocks > 1:
+        before = _running_sums(s[:, -1], along_block(first)[-1])[:-1]
+        same = (s[1:, 0] == s[:-1, -1])[:, None]
+        first = first + jnp.pad(jnp.where(same, before, 0), ((1, 0), (0, 0)))
+    return jnp.stack(along_block(first), axis=1).reshape(-1, dim)[:n]
+
+
+def update_rows(
+    table: Float[Array, "R D"],
+    opt_state: PyTree,
+    flat_ids: Int[Array, "*N"],
+    row_grads: Float[Array, "*N D"],
+    optimizer: RowOptimizer,
+    lr: Float[Array, ""] | float,
+    *,
+    enabled: Bool[Array, ""],
+) -> tuple[Float[Array, "R D"], PyTree]:
+    """Returns table and optimizer state with every touched row updated once.
+
+    Rows that no id names keep their bytes, and so do all rows where `enabled` is
+    False, whatever the gradients hold: then every id counts as bad, which costs
+    O(N). In place if the caller donates table and state to `jax.jit`; else each step
+    copies the table.
+
+    An id with a zero gradient is touched too: lazy Adam moves its row. Give the ids
+    of padding examples as `BAD_ID` (`jnp.where(weights[:, None] > 0, ids, BAD_ID)`).
+
+    Args:
+        row_grads: the cotangent of `lookup`'s result, float32 or bfloat16.
+        enabled: False on a step whose loss or gradients are not finite.
+    """
+    num_rows = table.shape[0]
+    ids = jnp.where(enabled, flat_ids, BAD_ID)
+    ids, grads = sum_by_row(ids, row_grads, num_rows)
+
+    def gather(leaf):
+        return leaf.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def scatter(leaf, new):
+        return leaf.at[ids].set(
+            new.astype(leaf.dtype),
+            mode="drop",
+            unique_indices=True,  # of the entries that are written
+            wrap_negative_indices=False,
+        )
+
+    rows = gather(table).astype(jnp.float32)
+    row_state = jax.tree.map(gather, opt_state)
+    rows, row_state = optimizer.update(rows, row_state, grads, lr)
+    return scatter(table, rows), jax.tree.map(scatter, opt_state, row_state)
