@@ -8,7 +8,7 @@ from loka_jax.train.config import Config
 _CONFIGS: dict[str, Callable[[], Config]] = {}
 
 
-def register(make: Callable[[], Config]) -> Callable[[], Config]:
+def register[C: Config](make: Callable[[], C]) -> Callable[[], C]:
     """Registers a configuration under its function's name."""
     name = make.__name__
     assert name not in _CONFIGS, f"two configurations are called {name}"

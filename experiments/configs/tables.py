@@ -8,6 +8,7 @@ from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
+    Config,
     Dcnv2Config,
     DlrmConfig,
     EmbeddingConfig,
@@ -123,7 +124,7 @@ def csv_dlrm() -> DlrmConfig:
     )
 
 
-def _tiny(config, name: str, model):
+def _tiny[C: Config](config: C, name: str, model) -> C:
     loop = LoopConfig(batch_size=128, max_steps=8, log_every=2)
     return dataclasses.replace(config, name=name, model=model, loop=loop)
 

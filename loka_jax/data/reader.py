@@ -46,8 +46,8 @@ class ShardDataset:
 
         Args:
             position: a seed and an epoch make an order, a step a place in it.
-            batch_size: rows of the batch; the last one is padded with zero rows of
-                zero weight.
+            batch_size: rows of the batch; the last one is filled up with the epoch's
+                first rows at zero weight, real rows so that batch norm is not misled.
             shuffle: without it the rows come in the order of the files, and neither
                 seed nor epoch matter.
 
@@ -58,11 +58,13 @@ class ShardDataset:
         if not 0 <= position.step < batches:
             raise ValueError(f"{position.step=} must lie in [0, {batches}).")
         start = position.step * batch_size
-        index = np.arange(start, min(start + batch_size, self.num_examples))
+        places = np.arange(start, start + batch_size)
+        index = places % self.num_examples
         if shuffle:
             key = key_of(position.seed, position.epoch)
             index = permute(index, self.num_examples, key)
-        return self._split_columns(self._gather(index), batch_size)
+        weights = (places < self.num_examples).astype(np.float32)
+        return self._split_columns(self._gather(index), weights)
 
     def _gather(self, index: np.ndarray) -> np.ndarray:
         """Returns the rows at `index`, in that order, as int32 words."""
@@ -77,19 +79,13 @@ class ShardDataset:
             out[where] = words.take(index[where] - first, axis=0)
         return out
 
-    def _split_columns(self, words: np.ndarray, batch_size: int) -> Batch:
-        rows, n = len(words), len(self.schema.dense)
-        dense = np.zeros((batch_size, n), np.float32)
-        ids = np.zeros((batch_size, len(self.schema.categorical)), np.int32)
-        labels = np.zeros(batch_size, np.float32)
-        weights = np.zeros(batch_size, np.float32)
+    def _split_columns(self, words: np.ndarray, weights: np.ndarray) -> Batch:
+        n = len(self.schema.dense)
         floats = words.view(np.float32)
-        labels[:rows] = floats[:, 0]
-        dense[:rows] = floats[:, 1 : 1 + n]
-        ids[:rows] = words[:, 1 + n :]
-        weights[:rows] = 1.0
+        ids = np.ascontiguousarray(words[:, 1 + n :])
         self._check_ids(ids)
-        return Batch(dense, ids, labels, weights)
+        dense = np.ascontiguousarray(floats[:, 1 : 1 + n])
+        return Batch(dense, ids, floats[:, 0].copy(), weights)
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """The device would wrap, clamp or poison an id outside its table, silently."""

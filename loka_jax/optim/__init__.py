@@ -7,7 +7,7 @@ from loka_jax.optim.from_config import (
     make_schedule,
 )
 from loka_jax.optim.plateau import Plateau
-from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
+from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd, whole_table_update
 
 __all__ = [
     "Adam",
@@ -18,4 +18,5 @@ __all__ = [
     "make_dense_optimizer",
     "make_row_optimizer",
     "make_schedule",
+    "whole_table_update",
 ]

@@ -50,15 +50,16 @@ class Run:
 
     def init(self) -> TrainState:
         """Returns the state before the first step."""
-        return init_state(
-            jax.random.key(self.config.seed),
-            self.model,
-            self.tables,
-            len(self.splits.train.schema.dense),
+        init = functools.partial(
+            init_state,
+            model=self.model,
+            tables=self.tables,
+            num_dense=len(self.splits.train.schema.dense),
             optimizer=self.optimizer,
             row_optimizer=self.row_update.optimizer,
             init_stddev=self.config.embedding.init_stddev,
         )
+        return jax.jit(init)(jax.random.key(self.config.seed))
 
     @functools.cached_property
     def first_step(self) -> Any:

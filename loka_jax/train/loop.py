@@ -206,11 +206,12 @@ class Loop:
         elapsed = max(progress.seconds - seconds, 1e-9)
         lr_scale = progress.plateau.lr_scale
         skipped = int(self.state.skipped)
+        applied = progress.step - skipped
         line = self._line("train") | {
             "loss": found["logloss"],
             "ne": found["ne"],
             "examples_per_second": (progress.examples - examples) / elapsed,
-            "lr": float(self.run.schedule(progress.step - skipped)) * lr_scale,
+            "lr": float(jnp.asarray(self.run.schedule(applied))) * lr_scale,
             "skipped_steps": skipped,
             "bad_ids": int(self.state.bad_ids),
         }

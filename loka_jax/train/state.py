@@ -48,10 +48,10 @@ class TrainState:
 
 def init_state(
     key: Array,
+    *,
     model: linen.Module,
     tables: embedding.TableSpec,
     num_dense: int,
-    *,
     optimizer: optax.GradientTransformation,
     row_optimizer: Any,
     init_stddev: float,

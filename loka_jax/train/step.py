@@ -24,6 +24,7 @@ from loka_jax import scaling
 from loka_jax.data import Batch
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.ops import embedding
+from loka_jax.optim import whole_table_update
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
 
@@ -75,7 +76,7 @@ def make_train_step(
         gradients = functools.partial(_accumulated, gradients, microbatches)
 
     def step(state: TrainState, batch: Batch) -> TrainState:
-        ids = embedding.flat_ids(tables, batch.ids)
+        ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
         rows = embedding.lookup(state.table, ids)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
@@ -111,7 +112,9 @@ def make_train_step(
             skipped=state.skipped + ~is_finite,
             skipped_in_a_row=jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
             bad_ids=state.bad_ids + embedding.count_bad_ids(ids),
-            metrics=metrics.update(state.metrics, logits, batch.labels, weights),
+            metrics=metrics.update(
+                state.metrics, logits, jnp.asarray(batch.labels), weights
+            ),
         )
 
     return step
@@ -122,10 +125,13 @@ def make_eval_step(
 ) -> Callable[[TrainState, metrics.MetricState, Batch], metrics.MetricState]:
     """Returns the evaluation step: the metrics with one batch added."""
 
-    def step(state, seen, batch):
-        rows = embedding.lookup(state.table, embedding.flat_ids(tables, batch.ids))
-        logits = model.apply(_variables(state), batch.dense, rows)
-        return metrics.update(seen, logits, batch.labels, batch.weights)
+    def step(state: TrainState, seen: metrics.MetricState, batch: Batch):
+        rows = embedding.lookup(
+            state.table, embedding.flat_ids(tables, jnp.asarray(batch.ids))
+        )
+        logits = jnp.asarray(model.apply(_variables(state), batch.dense, rows))
+        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        return metrics.update(seen, logits, labels, weights)
 
     return step
 
@@ -227,10 +233,8 @@ def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_f
         ids.ravel(),
         row_grads.reshape(-1, row_grads.shape[-1]),
         row_update.optimizer,
-        learning_rate * state.lr_scale,
+        jnp.asarray(learning_rate) * state.lr_scale,
     )
     if row_update.l2 > 0:
-        return embedding.update_whole_table(
-            *arguments, l2=row_update.l2, enabled=is_finite
-        )
+        return whole_table_update(*arguments, row_update.l2, enabled=is_finite)
     return embedding.update_rows(*arguments, enabled=is_finite)
