@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import jax
 
+import loka_jax
 from loka_jax.train import jsonfile
 
 METRICS, SCALES = "metrics.jsonl", "scales.jsonl"
@@ -164,9 +165,7 @@ class RunRecord:
 
 def versions() -> dict[str, Any]:
     """Returns the versions of what a run depends on, and what it runs on."""
-    from loka_jax import __version__
-
-    found = {"loka_jax": __version__, "python": platform.python_version()}
+    found = {"loka_jax": loka_jax.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
