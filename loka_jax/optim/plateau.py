@@ -9,6 +9,8 @@ import dataclasses
 
 from loka_jax.optim.config import OptimConfig
 
+_MIN_GAIN = 1e-6  # a smaller gain in AUC is a stall, as in FuxiCTR
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plateau:
@@ -28,7 +30,7 @@ class Plateau:
 
     def after(self, auc: float | None, config: OptimConfig) -> "Plateau":
         """Returns the state after an evaluation; an undefined AUC counts as a stall."""
-        if auc is not None and auc > (self.best_auc or 0.0):
+        if auc is not None and auc > (self.best_auc or 0.0) + _MIN_GAIN:
             return dataclasses.replace(self, best_auc=auc, stalls=0)
         if config.plateau_patience is None:
             return self
