@@ -48,12 +48,12 @@ def read_text(
             a column, or has more bad rows than allowed.
     """
     head = _head(path)
-    found = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
     if names is None:
+        found = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
         check_columns(path, columns, found)
-    elif len(found) != len(names) and bad_rows.most == 0:
+    elif (width := len(head.splitlines()[0].split(delimiter))) != len(names):
         raise ValueError(
-            f"{path} has {len(found)} columns in row 1, expected {len(names)} "
+            f"{path} has {width} columns in row 1, expected {len(names)} "
             f"separated by {_spoken(delimiter)}: check --data.kind and the file."
         )
     yield from _blocks(path, columns, bad_rows, delimiter, names)

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from loka_jax.data import DataConfig, open_data
+from loka_jax.data import DataConfig, Position, open_data
 
 REAL_DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
@@ -50,3 +50,9 @@ def rows_text(count: int) -> str:
 
 def open_table(path, **options):
     return open_data(table_config(path, **options), seed=0)
+
+
+def rows_of(splits, split="train"):
+    """Returns a split as one batch, in the order of the files."""
+    data = getattr(splits, split)
+    return data.batch(Position(0, 0, 0), data.num_examples, shuffle=False)

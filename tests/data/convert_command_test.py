@@ -1,0 +1,75 @@
+"""experiments/convert.py: exit codes, one sentence, nothing half-written."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.data.support import HEADER, criteo_line, rows_text, write
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "experiments" / "convert.py"
+COLUMNS = "--label click --dense price age --categorical user item".split()
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_criteo_file_is_converted_and_verified(tmp_path):
+    text = "".join(criteo_line(str(i % 2)) for i in range(60))
+    path = write(tmp_path / "train.txt", text)
+    made = run("--kind", "criteo", "--path", path, "--out", tmp_path / "shards")
+    assert made.returncode == 0, made.stderr
+    report = json.loads(made.stdout)
+    assert report["examples"]["train"] + report["examples"]["valid"] == 60
+    assert run("--verify", tmp_path / "shards").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--path", "PATH/clicks.csv"], "Name the folder to make with --out."),
+        (["--path", "PATH/clikcs.csv", "--out", "OUT"], "did you mean clicks.csv?"),
+        (["--path", "PATH/clicks.csv", "--out", "OUT"], "no features"),
+        (
+            ["--path", "PATH/clicks.csv", "--dense", "x", "--out", "OUT"],
+            "only click, price, age",
+        ),
+        (["--out", "OUT", "--kind", "criteo"], "needs --path"),
+        (["--out", "OUT", "--kind", "generated"], "needs no conversion"),
+        (["--out", "OUT", "--min-count", "0"], "must lie between"),
+        (["--out", "OUT", "--min-count", "x"], "min-count"),
+        (["--verify", "PATH"], "manifest.json cannot be used"),
+    ],
+)
+def test_wrong_arguments_exit_with_two_and_one_sentence(tmp_path, arguments, message):
+    write(tmp_path / "clicks.csv", HEADER + rows_text(50))
+    places = {"PATH": str(tmp_path), "OUT": str(tmp_path / "out")}
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["clicks.csv"]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_without_leaving_anything(tmp_path, signal_number):
+    source = write(tmp_path / "clicks.csv", HEADER + rows_text(1_000_000))
+    command = [sys.executable, str(SCRIPT), "--path", source, *COLUMNS]
+    command += ["--out", str(tmp_path / "shards")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".shards.partial-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal_number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (130, 143)
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["clicks.csv"]

@@ -1,0 +1,206 @@
+"""A folder of shards is whole or refused; a conversion leaves all or nothing."""
+
+import json
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from loka_jax.data.convert import convert
+from loka_jax.data.files import find_sources
+from loka_jax.data.shards import MANIFEST, new_folder, open_shards
+from tests.data.support import HEADER, rows_text, table_config, write
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = write(tmp_path / "train.csv", HEADER + rows_text(100))
+    config = table_config(source)
+    convert(config, find_sources(config), tmp_path / "shards")
+    return tmp_path / "shards"
+
+
+def edit_manifest(folder, change):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+FILES = ("train-00000.npy", "valid-00000.npy", "vocabulary-01.parquet")
+
+
+def test_what_was_written_can_be_opened(folder):
+    opened = open_shards(folder)
+    assert len(opened.shards["train"][0]) + len(opened.shards["valid"][0]) == 100
+    assert opened.shards["test"] == []
+    assert opened.schema.vocab_sizes == (8, 12)
+
+
+def test_manifest_names_no_folder_of_the_machine(folder):
+    assert str(folder.parent) not in (folder / MANIFEST).read_text()
+
+
+def test_folder_and_files_are_private(folder):
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", (*FILES, MANIFEST))
+def test_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} cannot be used .it is missing"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cut_off_file_is_named(folder, name):
+    with open(folder / name, "r+b") as file:
+        file.truncate(50)
+    with pytest.raises(ValueError, match=f"{name} cannot be used .50 bytes, not"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flipped_byte_is_found(folder, name):
+    content = bytearray((folder / name).read_bytes())
+    content[-5] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} cannot be used .its digest differs"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("name", (*FILES, MANIFEST))
+def test_link_is_refused(folder, name):
+    (folder / name).rename(folder.parent / name)
+    (folder / name).symlink_to(folder.parent / name)
+    with pytest.raises(ValueError, match=f"{name} cannot be used .it is a link"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../train-00000.npy", "/etc/passwd", "a/b-00.npy", ".."]
+)
+def test_path_that_leads_out_of_the_folder_is_refused(folder, name):
+    def change(manifest):
+        manifest["files"][name] = manifest["files"]["train-00000.npy"]
+
+    edit_manifest(folder, change)
+    with pytest.raises(ValueError, match="it names a file"):
+        open_shards(folder)
+
+
+def test_shard_that_is_not_listed_is_refused(folder):
+    edit_manifest(folder, lambda m: m["splits"]["train"].append("../x.npy"))
+    with pytest.raises(ValueError, match="lacks an entry"):
+        open_shards(folder)
+
+
+def test_pickle_is_not_loaded(folder):
+    path = folder / "train-00000.npy"
+    np.save(path, np.array([{"a": 1}], object), allow_pickle=True)
+    path.write_bytes(path.read_bytes() + pickle.dumps({}))
+
+    def change(manifest):
+        manifest["files"][path.name]["bytes"] = path.stat().st_size
+
+    edit_manifest(folder, change)
+    with pytest.raises(ValueError, match="not a .npy file"):
+        open_shards(folder, verify=False)
+
+
+def test_records_of_another_schema_are_refused(folder):
+    edit_manifest(folder, lambda m: m["schema"]["dense"].append("more"))
+    with pytest.raises(ValueError, match="train-00000.npy cannot be used"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", "other"),
+        ("version", 99),
+        ("schema", None),
+        ("schema", {"label": "click"}),
+        ("schema", {"label": 1, "dense": 2, "categorical": 3, "vocab_sizes": 4}),
+        ("files", []),
+        ("files", {"train-00000.npy": 3}),
+        ("files", {"train-00000.npy": {"bytes": "many"}}),
+        ("splits", {"train": []}),
+        ("splits", {"train": 1, "valid": 2, "test": 3}),
+    ],
+)
+def test_manifest_of_another_shape_is_refused(folder, key, value):
+    edit_manifest(folder, lambda m: m.__setitem__(key, value))
+    with pytest.raises(ValueError, match="cannot be used"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("sizes", [[8.5, 12], ["8", "12"], [2**40, 12], [0, 12], [8]])
+def test_table_sizes_of_a_stranger_are_checked(folder, sizes):
+    edit_manifest(folder, lambda m: m["schema"].__setitem__("vocab_sizes", sizes))
+    with pytest.raises(ValueError):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "\xff\xfe"])
+def test_manifest_that_is_no_json_is_refused(folder, text):
+    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="cannot be used"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_interrupted_conversion_leaves_nothing(tmp_path, error):
+    config = table_config(write(tmp_path / "train.csv", HEADER + rows_text(100)))
+
+    def interrupt(stage, rows):
+        if stage == "encoding":
+            raise error("stop")
+
+    with pytest.raises(error):
+        convert(config, find_sources(config), tmp_path / "shards", interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
+
+
+def test_failed_conversion_leaves_nothing(tmp_path):
+    text = HEADER + rows_text(100) + "5,1,1,a,b\n"
+    config = table_config(write(tmp_path / "train.csv", text))
+    with pytest.raises(ValueError, match="row 101 has 5 in label"):
+        convert(config, find_sources(config), tmp_path / "shards")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
+
+
+def test_existing_folder_is_not_overwritten(folder):
+    config = table_config(folder.parent / "train.csv")
+    before = (folder / MANIFEST).stat().st_mtime_ns
+    with pytest.raises(ValueError, match="exists already"):
+        convert(config, find_sources(config), folder)
+    assert (folder / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_target_under_a_file_is_told(folder):
+    config = table_config(folder.parent / "train.csv")
+    with pytest.raises(ValueError, match="cannot be written"):
+        convert(config, find_sources(config), folder / MANIFEST / "x")
+
+
+def test_full_disk_is_told_and_leaves_nothing(tmp_path):
+    def fill_disk():
+        with new_folder(tmp_path / "shards") as partial:
+            (partial / "train-00000.npy").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="cannot be written .No space left on device"):
+        fill_disk()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_conversion_left_is_removed_a_day_later(tmp_path):
+    old, new = (tmp_path / f".shards.partial-{name}" for name in ("old", "new"))
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (time.time() - 100_000,) * 2)
+    with new_folder(tmp_path / "shards"):
+        pass
+    assert not old.exists() and new.exists()
