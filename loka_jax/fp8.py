@@ -77,10 +77,13 @@ def amax(
 ) -> Float[Array, "..."]:
     """Returns the float32 `max |x|` over `axes` (all if None), dims kept at size 1.
 
-    An empty slice has amax 0. Over all axes the result is a scalar.
+    An empty slice has amax 0, one with a NaN has amax NaN. Over all axes the result is
+    a scalar.
     """
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
-    return largest.astype(jnp.float32)
+    largest = jnp.max(
+        _magnitude_bits(x), axis=axes, keepdims=axes is not None, initial=0
+    )
+    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
 def amax_of_parts(x: Float[Array, "..."]) -> Float[Array, "p"]:
@@ -91,8 +94,18 @@ def amax_of_parts(x: Float[Array, "..."]) -> Float[Array, "p"]:
     """
     if x.size == 0:
         return jnp.zeros((1,), jnp.float32)
-    parts = jnp.abs(x).reshape(math.gcd(x.size, _MAX_PARTS), -1)
-    return jnp.max(parts, axis=1).astype(jnp.float32)
+    parts = x.reshape(math.gcd(x.size, _MAX_PARTS), -1)
+    return amax(parts, axes=(1,))[:, 0]
+
+
+def amax_over_devices(
+    amax: Float[Array, "*shape"], axis_names: tuple[str, ...]
+) -> Float[Array, "*shape"]:
+    """Returns the largest of the amaxes on the devices along these mesh axes."""
+    if not axis_names:
+        return amax
+    largest = jax.lax.pmax(_magnitude_bits(amax), axis_names)
+    return jax.lax.bitcast_convert_type(largest, amax.dtype)
 
 
 def compute_scale_inv(
@@ -180,3 +193,14 @@ def quantize_tiles(
     scale_inv = compute_scale_inv(amax(tiles, (1, 3)), dtype, pow2_scale=pow2_scale)
     data = cast(tiles, scale_inv, dtype).data.reshape(padded.shape)[:rows, :cols]
     return Fp8Array(data, scale_inv[:, 0, :, 0], tile)
+
+
+def _magnitude_bits(x: Array) -> Array:
+    """Returns integers ordered as `|x|`, with NaN above infinity.
+
+    Maxima are taken over these, for a maximum of floats may lose a NaN: XLA's does in
+    wide reductions on CPUs, and so does NCCL's.
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return bits & jnp.iinfo(integer).max

@@ -23,7 +23,9 @@ def worst_slice_sqnr(
     """Returns the least SQNR in dB of all slices along `axis` that are not all zero."""
     per_slice = _decibels(*_signal_and_noise(ref, x, axis=axis))
     has_signal = jnp.any(ref != 0, axis=axis)
-    return jnp.min(jnp.where(has_signal, per_slice, jnp.inf))
+    worst = jnp.min(jnp.where(has_signal, per_slice, jnp.inf))
+    # Not left to the minimum: wide reductions of XLA on CPUs lose a NaN.
+    return jnp.where(jnp.any(jnp.isnan(per_slice)), jnp.nan, worst)
 
 
 def relative_l2(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:

@@ -112,6 +112,17 @@ def test_the_largest_amax_of_parts_is_the_amax(shape):
     chex.assert_trees_all_equal(jnp.max(fp8.amax_of_parts(x)), fp8.amax(x))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(1,), (4096,), (128, 512)])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_an_amax_never_loses_a_non_finite_element(dtype, shape, bad):
+    # XLA's own maximum loses a NaN in wide float32 reductions on CPUs.
+    x = support.normal(*shape, dtype=dtype)
+    x = x.at[(0,) * len(shape)].set(bad)
+    amax = jax.jit(lambda x: (fp8.amax(x), fp8.amax(fp8.amax_of_parts(x))))
+    chex.assert_trees_all_equal(amax(x), (abs(jnp.float32(bad)),) * 2)
+
+
 # Arrays.
 
 

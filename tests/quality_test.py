@@ -27,8 +27,9 @@ def test_equal_arrays_have_no_noise(ref):
     assert quality.mere(ref, ref) == 0
 
 
-def test_a_nan_is_seen_in_every_measure():
-    ref = jnp.ones((2, 3))
+@pytest.mark.parametrize("shape", [(2, 3), (512, 8)])
+def test_a_nan_is_seen_in_every_measure(shape):
+    ref = jnp.ones(shape)
     bad = ref.at[0, 0].set(jnp.nan)
     for measure in (
         quality.sqnr,
