@@ -10,18 +10,17 @@ microbatches and over mesh axes it is merged by the maximum.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from loka_jax import fp8
 from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
 
 
-@struct.dataclass
-class DelayedScaling:
+class DelayedScaling(NamedTuple):
     """The delayed-scaling state of one site.
 
     Attributes:

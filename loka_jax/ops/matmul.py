@@ -83,7 +83,9 @@ def matmul(
         state: delayed-scaling state if `recipe.is_delayed`, else None.
         recipe: the casts of each role.
         axis_names: mesh axes (under `shard_map`) over which rows are spread: scales of
-            whole tensors and the state then agree on all devices.
+            whole tensors and the state then agree on all devices. The gradient of an
+            rhs that the devices share is their sum if `shard_map` tracks what varies
+            (`check_vma`, the default), and each device's own share if not.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
@@ -91,7 +93,7 @@ def matmul(
     if (state is not None) != recipe.is_delayed:
         need = "needs a" if recipe.is_delayed else "takes no"
         raise ValueError(f"recipe {recipe.name!r} {need} delayed-scaling state.")
-    return _matmul(lhs, rhs, state, recipe, axis_names)
+    return _matmul(*_equally_varying(lhs, rhs), state, recipe, axis_names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -116,6 +118,20 @@ def _backward(recipe, axis_names, residuals, g):
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+def _equally_varying(*operands: Array) -> tuple[Array, ...]:
+    """Returns the operands marked as varying over the same mesh axes.
+
+    `shard_map` wants gradients that vary as their operands do. The mark is its own
+    transpose's sum: the gradient of an operand that devices share is added up.
+    """
+    varying = [jax.typeof(x).mat.varying for x in operands]
+    union = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying")
+        for x, own in zip(operands, varying, strict=True)
+    )
 
 
 @struct.dataclass
@@ -160,7 +176,7 @@ class _Site(NamedTuple):
             return _Operand(x, None, None, x.shape, x.dtype)
         (cast,) = set(tensorwise)  # Recipe allows one whole-tensor cast an operand
         amaxes = fp8.amax_of_parts(x)
-        amax = self.over_devices(jnp.max(amaxes))
+        amax = fp8.amax_over_devices(fp8.amax(amaxes), self.axis_names)
         if cast.scaling == "delayed":
             scale_inv = delayed_scale_inv(state, name, amax, cast, self.recipe)
         else:
@@ -206,12 +222,8 @@ class _Site(NamedTuple):
         parts = [nothing if x.amaxes is None else x.amaxes for x in operands]
         longest = max(x.size for x in parts)
         stacked = jnp.stack([jnp.pad(x, (0, longest - x.size)) for x in parts])
-        amaxes = self.over_devices(jnp.max(stacked, axis=1))
+        amaxes = fp8.amax_over_devices(fp8.amax(stacked, (1,))[:, 0], self.axis_names)
         return update_delayed(state, amaxes, self.recipe)
-
-    def over_devices(self, amax: Array) -> Array:
-        """Returns the maximum over the devices that hold the other rows."""
-        return jax.lax.pmax(amax, self.axis_names) if self.axis_names else amax
 
 
 # Which operands of a role's product must be transposed to contract their last dim:
