@@ -25,16 +25,15 @@ class DelayedScaling(NamedTuple):
 
     Attributes:
         table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
-            casts with, then the amaxes of the last H steps, newest first; 0 where
-            nothing was seen, which gives way to anything in a maximum. One array, so
-            that XLA updates it in one kernel.
+            casts with, then the amaxes of the last H steps, newest first (0 where
+            nothing was seen). One array, so that XLA updates it in one kernel.
     """
 
     table: Float[Array, "3 H_plus_1"]
 
     @property
     def scale_inv(self) -> Float[Array, "3"]:
-        """The factors that the next step casts with, 0 until an amax was seen."""
+        """The factors that the next step casts with; the least one for amax 0."""
         return self.table[:, 0]
 
     @property
@@ -45,8 +44,8 @@ class DelayedScaling(NamedTuple):
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
     """Returns the state of a site that has seen nothing yet."""
-    shape = (len(OPERANDS), 1 + recipe.amax_history_length)
-    return DelayedScaling(jnp.zeros(shape, jnp.float32))
+    history = jnp.zeros((len(OPERANDS), recipe.amax_history_length), jnp.float32)
+    return DelayedScaling(_table(history, recipe))
 
 
 def update_delayed(
@@ -59,11 +58,7 @@ def update_delayed(
     """
     amaxes = amaxes[:, None]
     history = jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)
-    # Element by element, not one reduction: XLA then fuses it with the shift.
-    columns = jnp.split(history, history.shape[1], axis=1)
-    largest = functools.reduce(jnp.maximum, columns)
-    scales = [_scale_inv_of(o, largest[i], recipe) for i, o in enumerate(OPERANDS)]
-    table = jnp.concatenate([jnp.stack(scales), history], axis=1)
+    table = _table(history, recipe)
     return DelayedScaling(jnp.where(jnp.isfinite(amaxes), table, state.table))
 
 
@@ -79,22 +74,23 @@ def delayed_scale_inv(
     The state's, if it has one. Before the first amax was seen it is the current one, so
     that a first step neither clips nor flushes. That guard makes the cast wait for this
     step's amax; `recipe.is_calibrated` promises that it is not needed and drops it (an
-    operand that was all zero over the whole window is then cast unscaled for a step).
+    operand that was all zero over the whole window then counts as zero once more).
 
     A stored scale knows nothing of this step: an infinite element saturates under it.
     """
-    stored = state.scale_inv[OPERANDS.index(operand)]
+    row = OPERANDS.index(operand)
+    stored = state.scale_inv[row]
     if recipe.is_calibrated:
-        return jnp.where(stored > 0, stored, 1.0)
+        return stored
     current = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
-    return jnp.where(stored > 0, stored, current)
+    return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
 
 
 def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
     """Returns the state after two microbatches that started from the same one.
 
     The element-wise maximum: both shifted the same history and put their amax in
-    front, and a scale grows with its amax from 0, where nothing was seen.
+    front, and a factor grows with its amax.
     """
     return jax.tree.map(jnp.maximum, a, b)
 
@@ -104,11 +100,21 @@ def is_calibrated(state: DelayedScaling) -> Bool[Array, ""]:
     return jnp.all(jnp.any(state.amax_history > 0, axis=1))
 
 
+def _table(history: Array, recipe: Recipe) -> Array:
+    """Returns the histories with the factors that they give in front."""
+    # Element by element, not one reduction: XLA then fuses it with the shift.
+    columns = jnp.split(history, history.shape[1], axis=1)
+    largest = functools.reduce(jnp.maximum, columns)
+    scales = [_scale_inv_of(o, largest[i], recipe) for i, o in enumerate(OPERANDS)]
+    return jnp.concatenate([jnp.stack(scales), history], axis=1)
+
+
 def _scale_inv_of(operand: Operand, amax, recipe: Recipe):
     casts = [cast for cast in recipe.casts(operand) if cast.scaling == "delayed"]
     if not casts:
         return jnp.zeros_like(amax)
-    scale_inv = fp8.compute_scale_inv(
+    # For amax 0 this is the least factor there is, so that in a maximum (over
+    # microbatches, over devices) it gives way to every one that was measured.
+    return fp8.compute_scale_inv(
         amax, casts[0].dtype, pow2_scale=casts[0].pow2_scale, margin=recipe.margin
     )
-    return jnp.where(amax > 0, scale_inv, 0.0)

@@ -24,6 +24,7 @@ def make_recipe(**changes):
 
 
 RECIPE = make_recipe()
+LEAST = 2.0**-125  # the factor of amax 0
 
 
 def after(*steps, recipe=RECIPE):
@@ -41,11 +42,12 @@ def test_history_and_scales_of_five_steps_by_hand():
     # 448 / 448 = 1, 448 / 896 = 1/2; the 896 stays in a window of 3.
     lhs_scale_inv = [1.0, 1.0, 2.0, 2.0, 2.0]
     # 448 / 1 -> 256; forgotten after three steps of zeros; 448 / 0.5 -> 512.
-    rhs_scale_inv = [1 / 256, 1 / 256, 1 / 256, 0.0, 1 / 512]
+    rhs_scale_inv = [1 / 256, 1 / 256, 1 / 256, LEAST, 1 / 512]
     # 57344 / 7 = 8192, exactly.
     g_scale_inv = [1.0, 2.0, 2.0, 2.0, 1 / 8192]
     state = scaling.init_delayed(RECIPE)
-    chex.assert_trees_all_equal(state.table, jnp.zeros((3, 1 + H)))
+    chex.assert_trees_all_equal(state.scale_inv, jnp.full(3, LEAST))
+    chex.assert_trees_all_equal(state.amax_history, jnp.zeros((3, H)))
     for step in range(5):
         amaxes = jnp.float32([lhs[step], rhs[step], g[step]])
         state = scaling.update_delayed(state, amaxes, RECIPE)
@@ -85,11 +87,13 @@ def test_before_the_first_amax_the_current_one_gives_the_scale():
     assert scale_inv == 2
 
 
-def test_calibrated_operands_of_zeros_are_cast_unscaled():
+def test_calibrated_operands_of_zeros_count_as_zero_once_more():
     calibrated = make_recipe(is_calibrated=True)
     state = after([448, 0, 1])
-    amax = jnp.float32(896)
-    assert scaling.delayed_scale_inv(state, "rhs", amax, CAST, calibrated) == 1
+    x = jnp.float32([0, 3, -896])
+    scale_inv = scaling.delayed_scale_inv(state, "rhs", fp8.amax(x), CAST, calibrated)
+    y = fp8.cast(x, scale_inv, CAST.dtype).dequantize()
+    chex.assert_trees_all_close(y, jnp.zeros(3), atol=1e-30)
 
 
 def test_merging_microbatches_equals_one_step_with_the_larger_amaxes():
