@@ -15,6 +15,7 @@ from rich.progress import (
 from rich.table import Table
 
 from loka_jax.nn import Site
+from loka_jax.recipe import ROLES
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -80,19 +81,42 @@ class TrainingProgress:
         )
 
 
+def print_data(console: Console, report: dict):
+    """Prints how many examples the splits have, how they were made, what was mended."""
+    sizes = (f"{count:,} {split}" for split, count in report["examples"].items())
+    console.print(f"Examples: {', '.join(sizes)}; {report['split_rule']}.")
+    found = dict(report.get("totals", {}))
+    found["bad rows"] = report.get("bad_rows", {}).get("count", 0)
+    counts = [f"{count:,} {kind}" for kind, count in found.items() if count]
+    if counts:
+        console.print(f"Values outside the rules, dealt with: {', '.join(counts)}.")
+
+
 def print_sites(console: Console, sites: tuple[Site, ...]):
     """Prints the table of sites: shape, what runs for each role, and why not FP8."""
-    table = Table(box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
-    for column in ("site", "m x k x n", "fwd", "dlhs", "drhs", "why not FP8"):
-        table.add_column(column, overflow="fold")
+    recipes = dict.fromkeys(site.recipe for site in sites if site.is_fp8)
+    title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("site", "m x k x n", "role", "what runs", "why not FP8"):
+        table.add_column(column, no_wrap=column != "why not FP8")
     for site in sites:
         sizes = f"{site.m} x {site.k} x {site.n}"
+        roles, runs = _by_role(site)
         style = None if site.is_fp8 else "dim"
-        roles = (site.fwd, site.dlhs, site.drhs)
-        table.add_row(site.path, sizes, *roles, site.why_not or "", style=style)
+        table.add_row(site.path, sizes, roles, runs, site.why_not or "", style=style)
     console.print(table)
     in_fp8 = sum(site.is_fp8 for site in sites)
     console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
+
+
+def _by_role(site: Site) -> tuple[str, str]:
+    """Returns the roles and what runs for them, a line for each different thing."""
+    roles_of: dict[str, list[str]] = {}
+    for role in ROLES:
+        roles_of.setdefault(getattr(site, role), []).append(role)
+    if len(roles_of) == 1:
+        return "all", site.fwd
+    return "\n".join(map(", ".join, roles_of.values())), "\n".join(roles_of)
 
 
 def _show(value: float | None, digits: int = 4) -> str:

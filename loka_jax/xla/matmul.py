@@ -38,13 +38,17 @@ def why_not(m: int, k: int, n: int) -> str | None:
 
 
 def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
-    """Returns in a few words what runs for a role: engine, formats, granularity."""
+    """Returns in a few words what runs for a role: provider, formats, granularity.
+
+    What both operands share is said once.
+    """
     if gemm is None:
-        return f"xla {jnp.dtype(compute_dtype).name}"
-    formats = " x ".join(_FORMAT_NAMES[jnp.dtype(c.dtype)] for c in _casts(gemm))
-    granularity = " x ".join(dict.fromkeys(c.granularity for c in _casts(gemm)))
+        return f"xla {_name(compute_dtype)}"
+    casts = (gemm.first, gemm.second)
+    formats = " x ".join(dict.fromkeys(_name(c.dtype) for c in casts))
+    granularity = " x ".join(dict.fromkeys(c.granularity for c in casts))
     if gemm.first.granularity == "blockwise":
-        return f"xla bfloat16 on {formats} {granularity} operands"
+        return f"xla bf16 on {formats} {granularity} operands"
     return f"xla fp8 {formats} {granularity}"
 
 
@@ -99,14 +103,16 @@ def high_precision_matmul(
     return _dot(*operands, out_dtype, precision=precision)
 
 
-_FORMAT_NAMES = {
+_NAMES = {
+    jnp.dtype(jnp.float32): "f32",
+    jnp.dtype(jnp.bfloat16): "bf16",
     jnp.dtype(jnp.float8_e4m3fn): "e4m3",
     jnp.dtype(jnp.float8_e5m2): "e5m2",
 }
 
 
-def _casts(gemm: GemmRecipe):
-    return (gemm.first, gemm.second)
+def _name(dtype: DTypeLike) -> str:
+    return _NAMES.get(jnp.dtype(dtype), jnp.dtype(dtype).name)
 
 
 def _preset(fast_accumulation: bool) -> jax.lax.DotAlgorithmPreset:

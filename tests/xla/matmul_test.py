@@ -84,8 +84,8 @@ def test_why_not_names_the_first_size_that_fp8_cannot_take(sizes, reason):
 @pytest.mark.parametrize(
     "gemm, text",
     [
-        (None, "xla bfloat16"),
-        (GemmRecipe(first=Cast(), second=Cast()), "xla fp8 e4m3 x e4m3 tensorwise"),
+        (None, "xla bf16"),
+        (GemmRecipe(first=Cast(), second=Cast()), "xla fp8 e4m3 tensorwise"),
         (
             GemmRecipe(
                 first=Cast(dtype=fp8.E5M2, granularity="rowwise"), second=Cast()
@@ -97,7 +97,7 @@ def test_why_not_names_the_first_size_that_fp8_cannot_take(sizes, reason):
                 first=Cast(granularity="blockwise"),
                 second=Cast(granularity="blockwise"),
             ),
-            "xla bfloat16 on e4m3 x e4m3 blockwise operands",
+            "xla bf16 on e4m3 blockwise operands",
         ),
     ],
 )
