@@ -128,10 +128,10 @@ def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
     return jnp.log1p(jnp.exp((0.5 + 4.0 * column) + (0.8 + 0.6 * column) * z))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "split", "batch_size"))
+@functools.partial(jax.jit, static_argnames=("config", "batch_size"))
 def _make(config, world, split, batch_size, seed, epoch, start, num_examples):
     """Returns the batch that starts at example `start`, and its true logits."""
-    key = jax.random.fold_in(jax.random.key(seed), _SPLITS[split])
+    key = jax.random.fold_in(jax.random.key(seed), split)
     key = jax.random.fold_in(key, epoch)
     index = start + jnp.arange(batch_size, dtype=jnp.uint32)
     z, ids, uniform = _draw(config, key, index)
@@ -143,6 +143,11 @@ def _make(config, world, split, batch_size, seed, epoch, start, num_examples):
 
 def make_world(config: DataConfig) -> World:
     """Returns the planted model, scaled to `signal` and `click_rate`."""
+    return _calibrate(config, _draw_world(config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _draw_world(config: DataConfig) -> World:
     keys = jax.random.split(jax.random.key(config.world), 6)
     fields = interacting_fields(len(config.rows))
     latent_rows = tuple(config.rows[f] for f in fields)
@@ -155,14 +160,13 @@ def make_world(config: DataConfig) -> World:
         jax.random.uniform(keys[2], (NUM_DENSE,), maxval=2 * math.pi),
         0.5 * jax.random.normal(keys[3], (NUM_DENSE,)),
     ]
-    world = World(
+    return World(
         dense_waves=jnp.stack(waves),
         effects=fade * jax.random.normal(keys[4], rank.shape),
         latents=jax.random.normal(keys[5], size),
         weights=jnp.ones(3),
         bias=jnp.zeros(()),
     )
-    return _calibrate(config, world)
 
 
 def _calibrate(config: DataConfig, world: World, num_examples: int = 1 << 16) -> World:
@@ -250,7 +254,7 @@ class GeneratedDataset:
         return _make(
             self._config,
             self._world,
-            self._split,
+            np.uint32(_SPLITS[self._split]),
             batch_size,
             np.uint32((position.seed if is_train else self._seed) % 2**32),
             np.uint32(position.epoch if is_train else 0),
@@ -301,7 +305,7 @@ def _binary_entropy(p: float) -> float:
 
 def _logits_and_labels(dataset: GeneratedDataset) -> tuple[np.ndarray, np.ndarray]:
     """Returns the true logits and the labels of a whole split, in float64."""
-    block = min(dataset.num_examples, 1 << 14)
+    block = 1 << 14  # the same for every split, so that it compiles once
     logits, labels = [], []
     for step in range(dataset.num_batches(block)):
         batch, logit = dataset.batch_and_logit(Position(0, step, 0), block)
