@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable
 
+import jax
 import tyro
 
 from experiments.configs import get_config, names
 from loka_jax.train.config import Config
+from loka_jax.train.loop import TrainingFailed
 
 _USAGE = "usage: python experiments/train.py --config NAME [--option value ...]"
 
@@ -26,24 +28,51 @@ def parse(arguments: list[str]) -> Config:
             raise SystemExit(0)
         raise ValueError(f"--config NAME is missing: use one of {', '.join(names())}.")
     default = get_config(name)
-    return tyro.cli(type(default), default=default, args=rest, prog="train.py")
+    prog = f"train.py --config {name}"
+    return tyro.cli(type(default), default=default, args=rest, prog=prog)
 
 
 def run_cli(command: Callable[[], int]) -> int:
-    """Runs a command; what a user can mend becomes one sentence and exit code 2."""
+    """Runs a command and returns the exit code; a failure becomes one sentence.
+
+    What the user can mend by another command line or file is a ValueError and gives 2;
+    a failed save, a lost file, a full device or a training that fails gives 1; Ctrl-C
+    gives 130.
+    """
     try:
         return command()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error), 2)
+    except TrainingFailed as error:
+        return _fail(str(error), 1)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{name}{error.strerror or error}", 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(
+            "the device is out of memory: lower --loop.batch-size or --embedding.dim, "
+            "or raise --loop.microbatches.",
+            1,
+        )
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code
 
 
 def _take_config_name(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Returns the value of `--config`, and the other arguments."""
+    """Returns the value of `--config`, or None, and the other arguments."""
     for i, argument in enumerate(arguments):
         if argument.startswith("--config="):
             return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
         if argument == "--config":
-            value = arguments[i + 1] if i + 1 < len(arguments) else None
-            return value, arguments[:i] + arguments[i + 2 :]
+            values = arguments[i + 1 : i + 2]
+            if not values or values[0].startswith("-"):
+                return None, arguments[:i] + arguments[i + 1 :]
+            return values[0], arguments[:i] + arguments[i + 2 :]
     return None, arguments

@@ -22,7 +22,7 @@ from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
 @dataclass(frozen=True)
 class Run:
-    """A configured run: data, model, optimizers and compiled-once step functions.
+    """A configured run: data, model, optimizers, steps that compile when first used.
 
     Attributes:
         config: what it was made from.
@@ -62,19 +62,19 @@ class Run:
         return jax.jit(init)(jax.random.key(self.config.seed))
 
     @functools.cached_property
-    def first_step(self) -> Any:
+    def first_step(self) -> jax.stages.Wrapped:
         """The training step for states whose delayed scales may not be set yet."""
         return self._train_step(self.model)
 
     @functools.cached_property
-    def step(self) -> Any:
+    def step(self) -> jax.stages.Wrapped:
         """The training step for calibrated states."""
         if not get_recipe(self.model.recipe).is_delayed:
             return self.first_step
         return self._train_step(self.model.clone(recipe=self.model.recipe + CALIBRATED))
 
     @functools.cached_property
-    def eval_step(self) -> Any:
+    def eval_step(self) -> jax.stages.Wrapped:
         """The evaluation step."""
         return jax.jit(make_eval_step(self.model, self.tables), donate_argnums=1)
 
@@ -87,7 +87,7 @@ class Run:
             seen = self.eval_step(state, seen, batch)
         return metrics.compute(seen)
 
-    def _train_step(self, model: linen.Module):
+    def _train_step(self, model: linen.Module) -> jax.stages.Wrapped:
         step = make_train_step(
             model,
             self.tables,
@@ -132,7 +132,7 @@ def build(config: Config) -> Run:
         tables=tables,
         sites=sites,
         optimizer=make_dense_optimizer(optim, total_steps),
-        schedule=make_schedule(optim.lr, optim, total_steps),
+        schedule=jax.jit(make_schedule(optim.lr, optim, total_steps)),
         row_update=RowUpdate(
             optimizer=make_row_optimizer(optim),
             learning_rate=make_schedule(optim.rows_lr, optim, total_steps),

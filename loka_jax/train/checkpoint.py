@@ -153,6 +153,13 @@ class Checkpoints:
                 continue
         return None
 
+    def drop_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, for a run that resumes at `step`."""
+        self.wait()
+        for later in self._steps():
+            if later > step:
+                self._remove_step(later)
+
     def restore(
         self, template: Any, *, config: dict[str, Any] | None = None
     ) -> tuple[int, Any, dict[str, Any]]:
@@ -249,14 +256,19 @@ class Checkpoints:
         self._manager.reload()
 
     def _remove_old(self) -> None:
-        """Keeps the newest checkpoints; an older one vanishes in one step."""
+        """Keeps the newest checkpoints."""
         for step in sorted(self._steps())[: -self._keep]:
-            removed = self._unfinished / f"removed-{step}"
             try:
-                os.replace(self._path(step), removed)
-                _remove(removed)
+                self._remove_step(step)
             except OSError as error:
                 _log.warning("could not remove old checkpoint %d (%s).", step, error)
+
+    def _remove_step(self, step: int) -> None:
+        """Removes a checkpoint; a kill leaves it whole or gone."""
+        removed = self._unfinished / f"removed-{step}"
+        self._unfinished.mkdir(exist_ok=True)
+        os.replace(self._path(step), removed)
+        _remove(removed)
 
     def _put_aside(self, path: Path, damage: manifest.Damaged) -> None:
         number = 1

@@ -15,7 +15,9 @@ from flax import linen
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.optim import OptimConfig
-from loka_jax.recipe import get_recipe
+from loka_jax.recipe import CALIBRATED, get_recipe
+
+_MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
 
 
 def _require(holds: bool, option: str, value, what: str):
@@ -72,20 +74,16 @@ class LoopConfig:
     max_skipped_steps: int = 20
 
     def __post_init__(self):  # noqa: D105
-        for name in (
-            "batch_size",
-            "microbatches",
-            "epochs",
-            "max_steps",
-            "eval_every",
-            "log_every",
-            "save_every",
-            "keep_checkpoints",
-            "max_skipped_steps",
-        ):
-            value = getattr(self, name)
-            option = f"--loop.{name.replace('_', '-')}"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            option = f"--loop.{field.name.replace('_', '-')}"
             _require(value is None or value >= 1, option, value, "at least 1")
+        _require(
+            self.batch_size <= _MAX_BATCH_SIZE,
+            "--loop.batch-size",
+            self.batch_size,
+            f"at most {_MAX_BATCH_SIZE}",
+        )
         if self.batch_size % self.microbatches:
             raise ValueError(
                 f"--loop.batch-size {self.batch_size} must be a multiple of "
@@ -151,7 +149,7 @@ class Config:
     """
 
     name: Annotated[str, tyro.conf.Suppress]
-    model: Any
+    model: Dlrm | Dcnv2
     seed: int = 0
     data: DataConfig = DataConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
@@ -162,15 +160,17 @@ class Config:
     def __post_init__(self):  # noqa: D105
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         get_recipe(self.model.recipe)
+        if self.model.recipe.endswith(CALIBRATED):
+            raise ValueError(
+                f"--recipe {self.model.recipe} is for calibrated states only: leave "
+                f"out {CALIBRATED!r}; training goes over to it by itself."
+            )
+        _check_model(self.model)
 
     def identity(self) -> dict[str, Any]:
         """Returns the configuration as JSON-ready data, without `run`."""
-        as_dict = {
-            field.name: _as_json(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "run"
-        }
-        return as_dict
+        names = {field.name for field in dataclasses.fields(self)} - {"run"}
+        return _fields_as_json(self, names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,10 +179,6 @@ class DlrmConfig(Config):
 
     model: Annotated[Dlrm, tyro.conf.OmitArgPrefixes] = Dlrm()
 
-    def __post_init__(self):  # noqa: D105
-        super().__post_init__()
-        _check_model(self.model)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dcnv2Config(Config):
@@ -190,29 +186,27 @@ class Dcnv2Config(Config):
 
     model: Annotated[Dcnv2, tyro.conf.OmitArgPrefixes] = Dcnv2()
 
-    def __post_init__(self):  # noqa: D105
-        super().__post_init__()
-        _check_model(self.model)
-
 
 def _check_model(model: Dlrm | Dcnv2):
     _require(
         0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
     )
     for field in dataclasses.fields(model):
-        widths = getattr(model, field.name)
-        if isinstance(widths, tuple) and not all(width >= 1 for width in widths):
-            option = f"--{field.name.replace('_', '-')}"
-            raise ValueError(f"{option} {widths} must hold positive widths.")
+        value = getattr(model, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, tuple):
+            _require(all(width >= 1 for width in value), option, value, "positive")
+        elif isinstance(value, int):
+            _require(value >= 1, option, value, "at least 1")
 
 
 def _as_json(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name for f in dataclasses.fields(value)} - {"parent"}
-        if isinstance(value, linen.Module):
-            fields -= {"name"}
-            return {"kind": type(value).__name__} | _fields_as_json(value, fields)
-        return _fields_as_json(value, fields)
+        names = {field.name for field in dataclasses.fields(value)}
+        if isinstance(value, linen.Module):  # "parent" and "name" are Flax's own
+            names -= {"parent", "name"}
+            return {"kind": type(value).__name__} | _fields_as_json(value, names)
+        return _fields_as_json(value, names)
     if isinstance(value, tuple | list):
         return [_as_json(item) for item in value]
     if isinstance(value, pathlib.Path):

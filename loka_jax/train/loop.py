@@ -108,20 +108,20 @@ class Loop:
         self._warm: tuple[int, float] | None = None
 
     def train(self, stop: StopRequest):
-        """Trains to the end, or until `stop` is set; saves before it returns.
+        """Trains to the end, or until `stop` is set; has saved when it returns.
 
         Raises:
             TrainingFailed: if too many steps in a row were not finite.
+            OSError: if a checkpoint could not be written.
         """
         loop = self.run.config.loop
         self._since = time.perf_counter()
-        remaining = self.run.total_steps - self.progress.step
         with Prefetcher(
             self.run.splits.train,
             self.progress.position,
             loop.batch_size,
             shuffle=True,
-            num_batches=max(remaining, 0),
+            num_batches=self._remaining(),
         ) as batches:
             for position, batch in batches:
                 self._step(position, batch)
@@ -134,16 +134,20 @@ class Loop:
                 if stop.is_set or self.progress.plateau.stop:
                     break
         self._save()
+        self._checkpoints.wait()
 
-    def best_state(self) -> TrainState:
+    def best_state(self) -> tuple[int, TrainState]:
         """Returns the state with the best validation AUC if it was kept, or the last.
 
         It is kept where `plateau_patience` is set, as in the BARS benchmark.
+
+        Returns:
+            the steps that the state has seen, and the state.
         """
         if self._best.latest_step() is None:
-            return self.state
-        _, state, _ = self._best.restore(self.state)
-        return state
+            return self.progress.step, self.state
+        step, state, _ = self._best.restore(self.state)
+        return step, state
 
     def examples_per_second(self) -> float | None:
         """Returns the rate of this session after its first lines, compilation apart."""
@@ -176,6 +180,12 @@ class Loop:
             self._is_calibrated = is_late or is_calibrated(self.state)
         return self._is_calibrated
 
+    def _remaining(self) -> int:
+        """Returns the steps left to take: none once early stopping has ended it."""
+        if self.progress.plateau.stop:
+            return 0
+        return max(self.run.total_steps - self.progress.step, 0)
+
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
@@ -204,14 +214,13 @@ class Loop:
         examples, seconds = self._logged
         progress = self.progress
         elapsed = max(progress.seconds - seconds, 1e-9)
-        lr_scale = progress.plateau.lr_scale
         skipped = int(self.state.skipped)
-        applied = progress.step - skipped
+        lr = float(jnp.asarray(self.run.schedule(progress.step - skipped)))
         line = self._line("train") | {
             "loss": found["logloss"],
             "ne": found["ne"],
             "examples_per_second": (progress.examples - examples) / elapsed,
-            "lr": float(jnp.asarray(self.run.schedule(applied))) * lr_scale,
+            "lr": lr * progress.plateau.lr_scale,
             "skipped_steps": skipped,
             "bad_ids": int(self.state.bad_ids),
         }
@@ -236,6 +245,7 @@ class Loop:
 
     def _evaluate(self):
         self._tick()
+        self._refuse_endless_skipping()
         line = self._line("eval") | {"split": "valid"}
         line |= quality(self.run, self.state, self.run.splits.valid)
         self._record.log(line)
@@ -254,6 +264,7 @@ class Loop:
 
     def _save(self):
         self._tick()
+        self._best.wait()  # a checkpoint must not name a best that a kill can undo
         self._checkpoints.save(self.progress.step, self.state, self._meta())
         self._since = time.perf_counter()
 

@@ -163,6 +163,30 @@ class RunRecord:
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
 
 
+def check_workdir(
+    workdir: str | os.PathLike,
+    *,
+    config: Mapping[str, Any],
+    resume: bool = False,
+    may_change: Collection[str] = (),
+) -> None:
+    """Refuses a workdir before any work is done, and makes nothing.
+
+    Raises:
+        ValueError: if `RunRecord` would: the folder cannot be written to, or holds a
+            run that is not to be resumed, or one of another config.
+    """
+    workdir = Path(workdir)
+    folders = (workdir, *workdir.absolute().parents)
+    nearest = next(path for path in folders if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"cannot write to {workdir}, as {nearest} is no folder that can be written "
+            "to: choose another --workdir."
+        )
+    _check_owner(workdir, config, resume, may_change)
+
+
 def versions() -> dict[str, Any]:
     """Returns the versions of what a run depends on, and what it runs on."""
     found = {"loka_jax": loka_jax.__version__, "python": platform.python_version()}

@@ -1,10 +1,11 @@
 """A whole training session: from a configuration to a workdir with a report.
 
-config -> build -> sites shown -> restore or init -> loop -> final evaluation
-       -> summary.json, report.html
+config -> workdir checked -> build -> data and sites shown -> restore or init -> loop
+       -> final evaluation -> summary.json, report.html
 """
 
 import contextlib
+import os
 import pathlib
 import shlex
 from typing import Any
@@ -18,8 +19,8 @@ from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.loop import Loop, Progress, quality
 from loka_jax.train.profiler import Profiler
-from loka_jax.train.progress import TrainingProgress, print_sites
-from loka_jax.train.record import RunRecord, versions
+from loka_jax.train.progress import TrainingProgress, print_data, print_sites
+from loka_jax.train.record import RunRecord, check_workdir, versions
 from loka_jax.train.report import write_report
 from loka_jax.train.signals import StopRequest, stop_on_signals
 
@@ -48,44 +49,74 @@ def train(config: Config, arguments: list[str], console: Console | None = None) 
     Raises:
         ValueError: something the user can mend, in one sentence.
         TrainingFailed: training cannot go on.
+        OSError: a checkpoint or another file could not be written.
+        SystemExit: with 130 or 143, stopped before or after training.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or _standard_output()
     if config.run.print_config:
         console.print_json(data=config.identity())
         return 0
     console.print(device_notice(config.run.require_gpu))
-    with stop_on_signals() as stop, contextlib.ExitStack() as stack:
-        run = build(config)
-        print_sites(console, run.sites)
+    with stop_on_signals() as stop:
         if config.run.dry_run:
-            return _compile(run, console)
+            return _compile(_build(config, console), console)
         workdir = choose_workdir(config)
-        record = stack.enter_context(
-            RunRecord(
-                workdir,
-                config=config.identity(),
-                resume=config.run.resume,
-                may_change=_MAY_CHANGE,
-                tensorboard=config.run.tensorboard,
-            )
-        )
-        record.write_sites([vars(site) for site in run.sites])
-        loop = stack.enter_context(_open_loop(run, record, console, workdir))
-        loop.train(stop)
-        summary = _finish(run, loop, stop)
-        command = shlex.join(["python", "experiments/train.py", *arguments])
-        record.write_summary(summary | {"command": command})
-        _print_end(console, summary, write_report(workdir))
+        owner = {
+            "config": config.identity(),
+            "resume": config.run.resume,
+            "may_change": _MAY_CHANGE,
+        }
+        check_workdir(workdir, **owner)  # reading the data can take long
+        run = _build(config, console)
+        with (
+            RunRecord(workdir, tensorboard=config.run.tensorboard, **owner) as record,
+            _open_loop(run, record, console, workdir) as loop,
+        ):
+            record.write_sites([vars(site) for site in run.sites])
+            with stop.deferred():
+                loop.train(stop)
+            summary = _finish(run, loop, stop)
+            command = shlex.join(["python", "experiments/train.py", *arguments])
+            record.write_summary(summary | {"command": command})
+            _print_end(console, summary, write_report(workdir))
         return stop.exit_code
+
+
+def _standard_output() -> Console:
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def _build(config: Config, console: Console) -> Run:
+    """Builds the run and shows what it will read and multiply."""
+    run = build(config)
+    print_data(console, run.splits.report)
+    print_sites(console, run.sites)
+    if config.run.profile_steps().start >= run.total_steps:
+        raise ValueError(
+            f"--profile {config.run.profile} starts after the run's last step "
+            f"{run.total_steps - 1}: start earlier."
+        )
+    return run
 
 
 def device_notice(require_gpu: bool) -> str:
     """Returns one line on where the run computes.
 
     Raises:
-        ValueError: if a GPU is required and there is none, or it has no FP8 units.
+        ValueError: if a GPU is required and there is none, or it has no FP8 units, or
+            JAX is told to use a platform that is not there.
     """
-    device = jax.devices()[0]
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError):  # the latter if a plugin is not installed
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(
+            f"JAX cannot run on JAX_PLATFORMS={platforms}: install the extra cuda13 "
+            "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
+        ) from None
     if device.platform == "gpu":
         capability = getattr(device, "compute_capability", "0")
         if float(capability) < 8.9:
@@ -145,6 +176,7 @@ def _open_loop(run: Run, record: RunRecord, console: Console, workdir: pathlib.P
             console.print(f"Resuming at step {step:,}.")
         elif config.run.resume:
             console.print("Nothing was saved yet: starting at step 0.")
+        best.drop_after(progress.step)
         record.truncate(progress.step)
         display = TrainingProgress(console, run.total_steps, progress.step)
         profiler = Profiler(config.run.profile_steps(), workdir / "profile")
@@ -179,10 +211,13 @@ def _compile(run: Run, console: Console) -> int:
 def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
     """Returns the summary, with the final evaluation unless the run was stopped."""
     splits, progress = run.splits, loop.progress
-    final, split = None, "valid" if splits.test is None else "test"
+    split, held_out = "test", splits.test
+    if held_out is None:
+        split, held_out = "valid", splits.valid
+    final, final_step = None, None
     if not stop.is_set:
-        state = loop.best_state()
-        final = quality(run, state, splits.test or splits.valid)
+        final_step, state = loop.best_state()
+        final = quality(run, state, held_out)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
         "config": run.config.identity(),
@@ -200,6 +235,7 @@ def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "best_valid": progress.best,
         "final_eval": final,
         "final_split": split,
+        "final_step": final_step,
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(run.sites), "fp8": in_fp8},
         "data": splits.report,

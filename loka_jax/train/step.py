@@ -148,7 +148,12 @@ def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
 
 def is_calibrated(state: TrainState) -> bool:
     """Returns True if every site's delayed scales come from amaxes that were seen."""
-    return all(bool(scaling.is_calibrated(x)) for x in named_sites(state).values())
+    return all(jax.device_get(_each_calibrated(list(named_sites(state).values()))))
+
+
+@jax.jit
+def _each_calibrated(sites: list[scaling.DelayedScaling]):
+    return [scaling.is_calibrated(site) for site in sites]
 
 
 def _is_site(x) -> bool:
