@@ -96,16 +96,22 @@ def normalize(
         case "none":
             return x
         case "layer":
-            return linen.LayerNorm(dtype=x.dtype, name=name)(x)
+            module = linen.LayerNorm(dtype=x.dtype, name=name)
         case "rms":
-            return linen.RMSNorm(dtype=x.dtype, name=name)(x)
+            module = linen.RMSNorm(dtype=x.dtype, name=name)
         case "block":
-            return BlockNorm(name=name)(x)
+            module = BlockNorm(name=name)
         case "batch":
-            return linen.BatchNorm(
+            module = linen.BatchNorm(
                 use_running_average=not train,
                 momentum=0.9,
                 dtype=x.dtype,
                 name=name,
-            )(x)
-    raise ValueError(f"unknown norm {norm!r}: use layer, rms, block, batch or none.")
+            )
+        case _:
+            raise ValueError(
+                f"unknown norm {norm!r}: use layer, rms, block, batch or none."
+            )
+    # Flax's norms promote bfloat16 to float32 within, as strict promotion forbids.
+    with jax.numpy_dtype_promotion("standard"):
+        return module(x)
