@@ -275,7 +275,10 @@ def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, 
         before = _running_sums(s[:, -1], along_block(first)[-1])[:-1]
         same = (s[1:, 0] == s[:-1, -1])[:, None]
         first = first + jnp.pad(jnp.where(same, before, 0), ((1, 0), (0, 0)))
-    return jnp.stack(along_block(first), axis=1).reshape(-1, dim)[:n]
+    # Without the barrier XLA interleaves the chains inside one kernel and adds up each
+    # prefix again: twice the time on an H200 (490 against 246 us, N = 1.7 M, D = 16).
+    sums = jax.lax.optimization_barrier(along_block(first))
+    return jnp.stack(sums, axis=1).reshape(-1, dim)[:n]
 
 
 def update_rows(
