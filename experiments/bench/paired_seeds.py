@@ -1,0 +1,146 @@
+"""Trains a configuration in several recipes at the same seeds, and compares them.
+
+    python experiments/bench/paired_seeds.py --config frappe_dlrm --seeds 5 \\
+        --recipes bf16 fp8_tensorwise fp8_rowwise --out frappe_dlrm.json \\
+        -- --data.path FOLDER
+
+Runs of one seed share initial weights, dropout and the order of examples, so that
+their difference is the recipe's. What follows `--` is given to every run. Prints and
+writes each arm's mean and spread, and its difference from the first arm with the 95 %
+interval of the mean difference (Student's t over the pairs).
+"""
+
+import argparse
+import concurrent.futures
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+METRICS = ("auc", "logloss", "ne", "calibration")
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
+T_95 = {
+    **{1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365},
+    **{8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093},
+}
+
+
+def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
+    """Returns the summary of one run, trained in a process of its own.
+
+    Raises:
+        RuntimeError: with the end of the output if the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = pathlib.Path(folder) / "run"
+        arguments = ["--config", config, "--recipe", recipe, "--seed", str(seed)]
+        command = [sys.executable, "experiments/train.py", *arguments, *extra]
+        done = subprocess.run(
+            [*command, "--workdir", str(workdir)], capture_output=True, text=True
+        )
+        if done.returncode:
+            tail = (done.stdout + done.stderr)[-2000:]
+            raise RuntimeError(f"{' '.join(command)} failed:\n{tail}")
+        return json.loads((workdir / "summary.json").read_text())
+
+
+def describe(values: list[float]) -> dict[str, float]:
+    """Returns mean and standard deviation (0 for a single value)."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "std": spread}
+
+
+def paired(values: list[float], base: list[float]) -> dict[str, float | None]:
+    """Returns the mean difference of pairs, its spread and its 95 % half-interval."""
+    found = describe([a - b for a, b in zip(values, base, strict=True)])
+    quantile = T_95.get(len(values) - 1)
+    half = (
+        None if quantile is None else quantile * found["std"] / math.sqrt(len(values))
+    )
+    return found | {"half_interval_95": half}
+
+
+def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
+    """Returns, per arm and metric, the values, their spread, and the paired difference.
+
+    Args:
+        runs: summaries of each arm in the order of the seeds; the first arm is the
+            one the others are compared with.
+    """
+    base = next(iter(runs.values()))
+    table = {}
+    for arm, summaries in runs.items():
+        table[arm] = {}
+        for metric in METRICS:
+            values = [summary["final_eval"][metric] for summary in summaries]
+            other = [summary["final_eval"][metric] for summary in base]
+            table[arm][metric] = {
+                "values": values,
+                **describe(values),
+                "minus_first": paired(values, other),
+            }
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains, compares, prints and writes."""
+    arguments = sys.argv[1:] if argv is None else argv
+    own, extra = arguments, []
+    if "--" in arguments:
+        split = arguments.index("--")
+        own, extra = arguments[:split], arguments[split + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--recipes", nargs="+", required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args(own)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        jobs = {
+            recipe: [
+                pool.submit(train_once, options.config, recipe, seed, extra)
+                for seed in range(options.seeds)
+            ]
+            for recipe in options.recipes
+        }
+        runs = {recipe: [job.result() for job in row] for recipe, row in jobs.items()}
+    first = next(iter(runs.values()))[0]
+    result = {
+        "command": "python experiments/bench/paired_seeds.py",
+        "arguments": [a for a in own if a != str(options.out)],
+        "config": first["config"],
+        "versions": first["versions"],
+        "seeds": list(range(options.seeds)),
+        "split": first["final_split"],
+        "steps": {r: [s["steps"] for s in rows] for r, rows in runs.items()},
+        "skipped_steps": {
+            r: [s["skipped_steps"] for s in rows] for r, rows in runs.items()
+        },
+        "fp8_sites": {r: rows[0]["sites"] for r, rows in runs.items()},
+        "best_possible_ne": first["best_possible_ne"],
+        "arms": compare(runs),
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(options.config, result["arms"])
+    return 0
+
+
+def print_table(config: str, arms: dict[str, dict]):
+    """Prints a line per arm."""
+    for arm, found in arms.items():
+        auc, loss = found["auc"], found["logloss"]
+        delta, loss_delta = auc["minus_first"], loss["minus_first"]
+        print(
+            f"{config:14} {arm:34} AUC {auc['mean']:.5f} +- {auc['std']:.5f}  "
+            f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}  "
+            f"log loss {loss['mean']:.5f} +- {loss['std']:.5f}  "
+            f"delta {loss_delta['mean']:+.5f} "
+            f"+- {loss_delta['half_interval_95'] or 0:.5f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
