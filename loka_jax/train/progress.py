@@ -1,7 +1,6 @@
 """What a person sees while a model trains: a bar on a terminal, lines elsewhere."""
 
 import time
-from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -44,7 +43,7 @@ class TrainingProgress:
             "training", total=total_steps, completed=first_step, numbers=""
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TrainingProgress":
         """Shows the bar."""
         self._bar.start()
         return self

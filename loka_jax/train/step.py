@@ -82,7 +82,7 @@ def make_train_step(
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
         is_finite = jnp.isfinite(loss) & jnp.isfinite(
-            optax.global_norm((grads.params, grads.rows))
+            optax.tree.norm((grads.params, grads.rows))
         )
         updates, opt_state = optimizer.update(
             grads.params, state.opt_state, state.params
@@ -109,7 +109,7 @@ def make_train_step(
             step=state.step + 1,
             table=table,
             row_state=row_state,
-            skipped=state.skipped + ~is_finite,
+            skipped=state.skipped + jnp.where(is_finite, 0, 1),
             skipped_in_a_row=jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
             bad_ids=state.bad_ids + embedding.count_bad_ids(ids),
             metrics=metrics.update(

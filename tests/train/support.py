@@ -1,0 +1,101 @@
+"""A run small enough to train many times, and what tells two runs apart.
+
+Compiled steps and opened data are pure functions of the configuration, so runs of one
+test session share them: only the first of a kind waits for XLA.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from loka_jax.data import DataConfig, open_data
+from loka_jax.models import Dlrm
+from loka_jax.optim import OptimConfig
+from loka_jax.train import build as build_lib
+from loka_jax.train import session
+from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
+
+DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
+MODEL = Dlrm(
+    bottom_mlp=(16,), top_mlp=(16,), recipe="fp8_tensorwise_delayed", dropout_rate=0.1
+)
+LOOP = LoopConfig(batch_size=32, epochs=2, eval_every=5, log_every=3)
+TIMINGS = ("seconds", "examples_per_second")
+
+
+def config(workdir=None, *, seed=0, optim=None, data=None, model=MODEL, **loop):
+    """Returns a run of 20 steps; `loop` overrides LOOP."""
+    resume = loop.pop("resume", False)
+    return DlrmConfig(
+        name="small",
+        model=model,
+        seed=seed,
+        data=data or DATA,
+        embedding=EmbeddingConfig(dim=16),
+        optim=optim or OptimConfig(lr=0.01, rows_lr=0.1),
+        loop=dataclasses.replace(LOOP, **loop),
+        run=RunOptions(workdir=workdir, resume=resume),
+    )
+
+
+def train(config: DlrmConfig) -> tuple[int, str]:
+    """Trains in this process; returns the exit code and what was printed."""
+    out = io.StringIO()
+    code = session.train(config, [], Console(file=out, width=120, soft_wrap=True))
+    return code, out.getvalue()
+
+
+_open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
+_steps: dict = {}
+
+
+def _build(config):
+    run = build_lib.build(config)
+    steps = run.total_steps if config.optim.decay != "constant" else None
+    tables = (run.tables.rows, run.tables.dim)
+    loop = (config.loop.batch_size, config.loop.microbatches, config.seed, steps)
+    key = (repr(config.model), repr(config.optim), tables, loop)
+    if key not in _steps:
+        _steps[key] = {
+            name: getattr(run, name) for name in ("first_step", "step", "eval_step")
+        }
+    vars(run).update(_steps[key])
+    return run
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shares compiled steps and opened data, and draws no report."""
+    monkeypatch.setattr(
+        build_lib, "open_data", lambda data, *, seed: _open_data(data, seed)
+    )
+    monkeypatch.setattr(session, "build", _build)
+    monkeypatch.setattr(session, "write_report", lambda workdir: workdir / "report")
+
+
+def lines(workdir, name="metrics.jsonl"):
+    """Returns the lines of a run without their timings."""
+    found = [json.loads(text) for text in (workdir / name).read_text().splitlines()]
+    return [{k: v for k, v in x.items() if k not in TIMINGS} for x in found]
+
+
+def summary(workdir):
+    """Returns summary.json."""
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def digest(tree) -> str:
+    """Returns a digest of all leaves with their paths, dtypes and shapes."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        found.update(repr((path, array.dtype, array.shape)).encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
