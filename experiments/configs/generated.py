@@ -11,8 +11,9 @@ from loka_jax.train.config import Dcnv2Config, DlrmConfig, LoopConfig
 # Of the recipes that XLA alone runs, the one that adds the fewest kernels.
 FP8 = "fp8_tensorwise_delayed_bf16_drhs"
 
-_OPTIM = OptimConfig(lr=1e-3, rows_lr=0.05, warmup_steps=64, decay="linear")
-_LOOP = LoopConfig(batch_size=8192, eval_every=256)
+_DATA = DataConfig(examples=6_291_456)
+_OPTIM = OptimConfig(lr=2e-3, rows_lr=0.5, warmup_steps=64, decay="linear")
+_LOOP = LoopConfig(batch_size=4096, eval_every=256)
 
 
 @register
@@ -21,6 +22,7 @@ def fp8_dlrm() -> DlrmConfig:
     return DlrmConfig(
         name="fp8_dlrm",
         model=Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe=FP8),
+        data=_DATA,
         optim=_OPTIM,
         loop=_LOOP,
     )
@@ -40,6 +42,7 @@ def fp8_dcnv2() -> Dcnv2Config:
     return Dcnv2Config(
         name="fp8_dcnv2",
         model=Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe=FP8),
+        data=_DATA,
         optim=_OPTIM,
         loop=_LOOP,
     )
