@@ -138,15 +138,18 @@ _ANY_BATCH = 16
 
 def _refuse_second_call(module: linen.Module):
     # JAX adds up the gradients of a value that is used twice. Added states are no
-    # state: scales would double every step, without a word.
+    # state: scales would double every step, without a word. A module gets a fresh scope
+    # after every call, but the root's lasts for the pass. (Flax's transforms have roots
+    # of their own: two calls of a module under `linen.remat` go unseen.)
     assert module.scope is not None
-    if getattr(module.scope, "_has_fp8_product", False):
+    called = module.scope.root.__dict__.setdefault("_delayed_sites_called", set())
+    if module.path in called:
         raise ValueError(
             f"site {'/'.join(module.path)!r} is called twice in one pass; delayed "
             "scaling needs one call a step: use a current-scaling recipe such as "
             "'fp8_tensorwise' there."
         )
-    module.scope._has_fp8_product = True  # type: ignore[attr-defined]
+    called.add(module.path)
 
 
 def _as_matrix(x: Array, dims, *, contract_last: bool):
