@@ -48,6 +48,8 @@ def _dot_interaction_fwd(x):
 
 def _dot_interaction_bwd(x, g):
     n = x.shape[1]
+    if n == 1:  # no pairs: nothing to gather
+        return (jnp.zeros_like(x),)
     pair_of, has_pair = _pair_index(n)
     symmetric = jnp.where(has_pair[None, :], g[:, pair_of], jnp.zeros((), g.dtype))
     symmetric = symmetric.reshape(-1, n, n)
