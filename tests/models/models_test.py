@@ -1,0 +1,197 @@
+"""Both models against their papers' equations in numpy, and what they share."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from loka_jax import nn
+from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.recipe import RECIPES
+from tests import support
+
+B, DENSE, F, D = 32, 5, 3, 16
+
+make_dlrm = functools.partial(Dlrm, bottom_mlp=(32,), top_mlp=(48, 32))
+make_dcnv2 = functools.partial(Dcnv2, num_cross_layers=2, deep_mlp=(48, 32))
+
+
+def inputs(num_dense=DENSE, batch=B):
+    """Returns dense features [B, n] and embeddings [B, F, D]."""
+    return support.normal(batch, num_dense), support.normal(batch, F, D, seed=1)
+
+
+def initialized(model, *args):
+    """Returns the model's variables: random parameters and states without history."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), *args)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+    leaves, tree = jax.tree.flatten(variables["params"])
+    leaves = [
+        support.normal(*p.shape, seed=i) / max(p.shape[0], 1) ** 0.5
+        for i, p in enumerate(leaves)
+    ]
+    return nothing | {"params": jax.tree.unflatten(tree, leaves)}
+
+
+def as_numpy(variables):
+    return jax.tree.map(lambda p: np.asarray(p, np.float64), variables["params"])
+
+
+# The equations.
+
+
+def mlp(params, x):
+    for i in range(len(params)):
+        layer = params[f"dense_{i}"]
+        x = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
+    return x
+
+
+def head(params, x):
+    return (x @ params["kernel"] + params["bias"])[:, 0]
+
+
+def padded(x):
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+
+
+def pairs(z):
+    n = z.shape[1]
+    return np.stack(
+        [np.sum(z[:, i] * z[:, j], -1) for i in range(n) for j in range(i)], axis=1
+    )
+
+
+def dlrm(params, dense, embeddings, interaction):
+    z, features = embeddings, []
+    if dense.shape[1]:
+        bottom = mlp(params["bottom_mlp"], dense)
+        z = np.concatenate([bottom[:, None], embeddings], axis=1)
+        features = [bottom]
+    if interaction == "cat":
+        features = z.reshape(len(z), -1)
+    else:
+        features = np.concatenate([*features, pairs(z)], axis=1)
+    return head(params["head"], mlp(params["top_mlp"], padded(features)))
+
+
+def dcnv2(params, dense, embeddings, structure, rank):
+    x0 = padded(np.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1))
+    crossed = x0
+    for i in range(2):
+        u = params["cross"][f"u_{i}"]
+        v = params["cross"][f"v_{i}"]["kernel"] if rank else np.eye(x0.shape[1])
+        crossed = x0 * (crossed @ v @ u["kernel"] + u["bias"]) + crossed
+    if structure == "stacked":
+        return head(params["head"], mlp(params["deep_mlp"], crossed))
+    deep = mlp(params["deep_mlp"], x0)
+    return head(params["head"], np.concatenate([crossed, deep], axis=1))
+
+
+def assert_follows(model, reference, args):
+    variables = initialized(model, *args)
+    logits = jax.jit(model.apply)(variables, *args)
+    exact = reference(as_numpy(variables), *(np.asarray(x, np.float64) for x in args))
+    chex.assert_type(logits, jnp.float32)
+    chex.assert_trees_all_close(
+        logits, exact.astype(np.float32), rtol=1e-4, atol=1e-5 * np.abs(exact).max()
+    )
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("num_dense", [DENSE, 0])
+def test_dlrm_follows_its_equations(interaction, num_dense):
+    model = make_dlrm(recipe="f32", interaction=interaction)
+    reference = functools.partial(dlrm, interaction=interaction)
+    assert_follows(model, reference, inputs(num_dense))
+
+
+@pytest.mark.parametrize("structure", ["parallel", "stacked"])
+@pytest.mark.parametrize("num_dense, rank", [(DENSE, None), (0, None), (DENSE, 16)])
+def test_dcnv2_follows_its_equations(structure, num_dense, rank):
+    model = make_dcnv2(recipe="f32", structure=structure, cross_rank=rank)
+    reference = functools.partial(dcnv2, structure=structure, rank=rank)
+    assert_follows(model, reference, inputs(num_dense))
+
+
+# Recipes.
+
+tiny_dlrm = functools.partial(Dlrm, bottom_mlp=(), top_mlp=(32,), activation="swish")
+tiny_dcnv2 = functools.partial(
+    Dcnv2, num_cross_layers=1, deep_mlp=(32,), activation="swish"
+)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def loss_and_gradients(model, variables, *args):
+    labels = (jnp.arange(B) % 3 == 0).astype(jnp.float32)
+
+    def loss_of(variables, *args):
+        logits = model.apply(variables, *args)
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
+
+    return jax.value_and_grad(loss_of, argnums=(0, 1, 2))(variables, *args)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2])
+def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
+    args = inputs()
+    model = make(recipe=recipe)
+    variables = initialized(model, *args)
+    loss, gradients = loss_and_gradients(model, variables, *args)
+    chex.assert_tree_all_finite(gradients)
+    f32 = {"params": variables["params"]}
+    exact, exact_gradients = loss_and_gradients(make(recipe="f32"), f32, *args)
+    tolerance = {"f32": 0.0, "bf16": 1e-3}.get(recipe, 1e-2)
+    assert loss == pytest.approx(float(exact), rel=tolerance)
+    # The gradients of the embeddings went through every site.
+    floor = {"f32": 200.0, "bf16": 38.0}.get(recipe, 18.0)
+    assert support.sqnr_db(exact_gradients[2], gradients[2]) > floor
+
+
+@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2])
+def test_dropout_acts_in_training_only(make):
+    args = inputs()
+    model = make(recipe="f32", dropout_rate=0.5)
+    variables = initialized(model, *args)
+    apply = jax.jit(model.apply, static_argnames="train")
+    rngs = {"dropout": jax.random.key(1)}
+    evaluated = apply(variables, *args)
+    assert jnp.any(apply(variables, *args, train=True, rngs=rngs) != evaluated)
+    plain = jax.jit(make(recipe="f32").apply)(variables, *args)
+    chex.assert_trees_all_equal(evaluated, plain)
+
+
+# Sites.
+
+
+def listed(model, batch=64):
+    avals = jax.eval_shape(functools.partial(inputs, batch=batch))
+    return [(s.path, (s.m, s.k, s.n), s.is_fp8) for s in nn.list_sites(model, *avals)]
+
+
+def test_sites_of_dlrm():
+    assert listed(make_dlrm()) == [
+        ("bottom_mlp/dense_0", (64, 5, 32), False),  # as many as there are dense
+        ("bottom_mlp/dense_1", (64, 32, 16), True),
+        ("top_mlp/dense_0", (64, 32, 48), True),  # 16 + 6 pairs, padded
+        ("top_mlp/dense_1", (64, 48, 32), True),
+        ("head", (64, 32, 1), False),
+    ]
+
+
+def test_sites_of_dcnv2():
+    assert listed(make_dcnv2(cross_rank=16)) == [
+        ("cross/v_0", (64, 64, 16), True),  # 5 + 48 features, padded
+        ("cross/u_0", (64, 16, 64), True),
+        ("cross/v_1", (64, 64, 16), True),
+        ("cross/u_1", (64, 16, 64), True),
+        ("deep_mlp/dense_0", (64, 64, 48), True),
+        ("deep_mlp/dense_1", (64, 48, 32), True),
+        ("head", (64, 96, 1), False),
+    ]
