@@ -84,9 +84,10 @@ def make_train_step(
         is_finite = jnp.isfinite(loss) & jnp.isfinite(
             optax.tree.norm((grads.params, grads.rows))
         )
-        updates, opt_state = optimizer.update(
-            grads.params, state.opt_state, state.params
-        )
+        with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
+            updates, opt_state = optimizer.update(
+                grads.params, state.opt_state, state.params
+            )
         updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
         proposed = {
             "params": optax.apply_updates(state.params, updates),

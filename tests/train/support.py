@@ -11,8 +11,8 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
 from rich.console import Console
 
 from loka_jax.data import DataConfig, open_data
@@ -26,20 +26,21 @@ DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.
 MODEL = Dlrm(
     bottom_mlp=(16,), top_mlp=(16,), recipe="fp8_tensorwise_delayed", dropout_rate=0.1
 )
+OPTIM = OptimConfig(lr=0.01, rows_lr=0.1, warmup_steps=2)
 LOOP = LoopConfig(batch_size=32, epochs=2, eval_every=5, log_every=3)
 TIMINGS = ("seconds", "examples_per_second")
 
 
-def config(workdir=None, *, seed=0, optim=None, data=None, model=MODEL, **loop):
+def config(workdir=None, *, seed=0, patience=None, data=None, **loop):
     """Returns a run of 20 steps; `loop` overrides LOOP."""
     resume = loop.pop("resume", False)
     return DlrmConfig(
         name="small",
-        model=model,
+        model=MODEL,
         seed=seed,
         data=data or DATA,
         embedding=EmbeddingConfig(dim=16),
-        optim=optim or OptimConfig(lr=0.01, rows_lr=0.1),
+        optim=dataclasses.replace(OPTIM, plateau_patience=patience),
         loop=dataclasses.replace(LOOP, **loop),
         run=RunOptions(workdir=workdir, resume=resume),
     )
@@ -53,30 +54,34 @@ def train(config: DlrmConfig) -> tuple[int, str]:
 
 
 _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
-_steps: dict = {}
+_made: dict = {}
 
 
-def _build(config):
+def build(config):
+    """Returns the run, with the steps and the start of an earlier one of its kind."""
     run = build_lib.build(config)
-    steps = run.total_steps if config.optim.decay != "constant" else None
-    tables = (run.tables.rows, run.tables.dim)
-    loop = (config.loop.batch_size, config.loop.microbatches, config.seed, steps)
-    key = (repr(config.model), repr(config.optim), tables, loop)
-    if key not in _steps:
-        _steps[key] = {
-            name: getattr(run, name) for name in ("first_step", "step", "eval_step")
+    optim = dataclasses.replace(config.optim, plateau_patience=None, plateau_factor=0.1)
+    steps = None if optim.decay == "constant" else run.total_steps
+    sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
+    key = (repr(config.model), repr(optim), sizes, config.seed)
+    if key not in _made:
+        start = run.init()
+        _made[key] = {
+            "init": lambda: jax.tree.map(jnp.copy, start),
+            "first_step": run.first_step,
+            "step": run.step,
+            "eval_step": run.eval_step,
         }
-    vars(run).update(_steps[key])
+    vars(run).update(_made[key])
     return run
 
 
-@pytest.fixture
-def quick(monkeypatch):
+def share_steps(monkeypatch):
     """Shares compiled steps and opened data, and draws no report."""
     monkeypatch.setattr(
         build_lib, "open_data", lambda data, *, seed: _open_data(data, seed)
     )
-    monkeypatch.setattr(session, "build", _build)
+    monkeypatch.setattr(session, "build", build)
     monkeypatch.setattr(session, "write_report", lambda workdir: workdir / "report")
 
 

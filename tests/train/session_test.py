@@ -1,0 +1,286 @@
+"""Whole runs: the same twice, the same after any stop, and what they leave behind."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.train import checkpoint, session
+from loka_jax.train import loop as loop_lib
+from loka_jax.train.loop import Loop, TrainingFailed
+from tests.train import support
+from tests.train.support import config, digest, lines, summary, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    support.share_steps(monkeypatch)
+
+
+@pytest.fixture
+def last_state(monkeypatch):
+    """Lists the digest of the state at the end of each `Loop.train`."""
+    found, plain = [], Loop.train
+
+    def spy(self, stop):
+        plain(self, stop)
+        found.append(digest(self.state))
+
+    monkeypatch.setattr(Loop, "train", spy)
+    return found
+
+
+def at_step(monkeypatch, step, action):
+    """Runs `action` once, before a step."""
+    plain = Loop._step
+
+    def spy(self, position, batch):
+        if self.progress.step == step:
+            action(self)
+        plain(self, position, batch)
+
+    monkeypatch.setattr(Loop, "_step", spy)
+
+
+def files(workdir):
+    return lines(workdir), lines(workdir, "scales.jsonl")
+
+
+def fixed_evaluations(monkeypatch, aucs):
+    """Lets validation find these AUCs in turn."""
+    found = iter(aucs)
+
+    def quality(run, state, dataset):
+        return {"auc": next(found), "logloss": 0.5, "ne": 0.9, "calibration": 1.0}
+
+    monkeypatch.setattr(loop_lib, "quality", quality)
+
+
+def test_the_same_configuration_leaves_the_same_lines(tmp_path, last_state):
+    for name in "ab":
+        train(config(tmp_path / name))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert last_state[0] == last_state[1]
+
+
+def test_another_seed_leaves_other_lines(tmp_path, last_state):
+    for seed in (0, 1):
+        train(config(tmp_path / str(seed), seed=seed, max_steps=3))
+    assert files(tmp_path / "0") != files(tmp_path / "1")
+    assert last_state[0] != last_state[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_stopped_by_signals_resumes_bit_for_bit(
+    tmp_path, monkeypatch, last_state, number
+):
+    train(config(tmp_path / "whole", patience=50))
+    stops = sorted(np.random.default_rng(number).choice(19, 2, replace=False))
+    for i, step in enumerate(map(int, stops)):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, lambda _: os.kill(os.getpid(), number))
+            stopped = config(tmp_path / "cut", patience=50, resume=i > 0)
+            assert train(stopped)[0] == 128 + number
+        found = summary(tmp_path / "cut")
+        assert (found["steps"], found["finished"]) == (step + 1, False)
+        assert found["final_eval"] is None
+    code, out = train(config(tmp_path / "cut", patience=50, resume=True))
+    assert (code, f"Resuming at step {stops[1] + 1}." in out) == (0, True)
+    assert last_state[-1] == last_state[0]
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    for name in ("steps", "examples", "best_valid", "final_eval", "final_step"):
+        whole, cut = summary(tmp_path / "whole")[name], summary(tmp_path / "cut")[name]
+        if name == "best_valid":
+            whole["seconds"] = cut["seconds"] = None
+        assert whole == cut, name
+
+
+KILLED = """
+import os, pathlib, sys
+from loka_jax.train.loop import Loop
+from tests.train import support
+plain = Loop._step
+def step(self, position, batch):
+    if self.progress.step == 13:
+        os.kill(os.getpid(), 9)
+    plain(self, position, batch)
+Loop._step = step
+support.train(support.config(pathlib.Path(sys.argv[1])))
+"""
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, last_state):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    train(config(tmp_path / "cut", resume=True))
+    train(config(tmp_path / "whole"))
+    assert last_state[0] == last_state[1]
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_a_run_that_ended_resumes_to_the_same_summary(tmp_path):
+    train(config(tmp_path, max_steps=4))
+    before = summary(tmp_path)
+    assert train(config(tmp_path, max_steps=4, resume=True))[0] == 0
+    assert summary(tmp_path)["final_eval"] == before["final_eval"]
+
+
+def test_a_resumed_run_may_be_longer(tmp_path, last_state):
+    train(config(tmp_path / "a", max_steps=4))
+    train(config(tmp_path / "a", max_steps=8, resume=True))
+    train(config(tmp_path / "b", max_steps=8))
+    assert last_state[1] == last_state[2]
+
+
+def test_resuming_where_nothing_was_saved_starts_over(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_open_loop", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config(tmp_path, max_steps=3))
+    code, out = train(config(tmp_path, max_steps=3, resume=True))
+    assert (code, "Nothing was saved yet" in out) == (0, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_data_is_read_ends_at_once(tmp_path, monkeypatch, number):
+    def build(_):
+        os.kill(os.getpid(), number)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(session, "build", build)
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        train(config(tmp_path / "run"))
+    assert ended.value.code == 128 + number
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(number) is handler
+
+
+def test_training_learns(tmp_path):
+    data = dataclasses.replace(support.DATA, examples=6400, eval_examples=2048)
+    train(config(tmp_path, data=data, epochs=1, eval_every=50))
+    losses = [x["loss"] for x in lines(tmp_path) if x["kind"] == "train"]
+    found = summary(tmp_path)
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.02
+    assert found["final_eval"]["auc"] > 0.65
+    assert found["best_possible_ne"] < found["final_eval"]["ne"] < 1
+
+
+def test_early_stopping_ends_the_run_and_keeps_the_best_state(
+    tmp_path, monkeypatch, last_state
+):
+    best, plain = [], Loop.best_state
+    monkeypatch.setattr(Loop, "best_state", lambda x: best.append(plain(x)) or best[-1])
+    for name, steps in (("early", None), ("best", 4)):
+        fixed_evaluations(monkeypatch, [0.6, 0.7, 0.65, 0.64])
+        train(config(tmp_path / name, patience=2, eval_every=2, max_steps=steps))
+    found = summary(tmp_path / "early")
+    assert (found["steps"], found["final_step"]) == (8, 4)
+    assert found["best_valid"]["step"] == 4
+    step, state = best[0]
+    assert (step, digest(state)) == (4, last_state[1])
+
+
+def test_stalls_lower_the_learning_rate(tmp_path, monkeypatch):
+    fixed_evaluations(monkeypatch, [0.7, 0.6, 0.75, 0.6])
+    train(config(tmp_path, patience=3, eval_every=2, log_every=1, max_steps=8))
+    rates = [x["lr"] for x in lines(tmp_path) if x["kind"] == "train"]
+    assert rates[2:] == pytest.approx([0.01] * 2 + [0.001] * 4)
+
+
+def test_a_run_that_stopped_early_takes_no_step_when_resumed(tmp_path, monkeypatch):
+    fixed_evaluations(monkeypatch, [0.7, 0.6])
+    train(config(tmp_path, patience=1, eval_every=2))
+    train(config(tmp_path, patience=1, eval_every=2, resume=True))
+    assert summary(tmp_path)["steps"] == 4
+
+
+def test_a_best_state_from_after_the_resumed_step_is_dropped(tmp_path, monkeypatch):
+    options = dict(patience=9, eval_every=2, save_every=5, max_steps=8)
+
+    def die(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        fixed_evaluations(patch, [0.6, 0.7, 0.8])
+        at_step(patch, 7, die)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(tmp_path, **options))
+    assert [x.name for x in (tmp_path / "best").iterdir()] == ["6"]
+    fixed_evaluations(monkeypatch, [0.5, 0.9])  # of steps 6 and 8
+    train(config(tmp_path, **options, resume=True))
+    assert summary(tmp_path)["final_step"] == 8
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Lists the kinds of the steps that were taken."""
+    found = []
+
+    def noting(name, step):
+        def take(*args):
+            found.append(name)
+            return step(*args)
+
+        return take
+
+    def build(config):
+        run = support.build(config)
+        for name in ("first_step", "step"):
+            vars(run)[name] = noting(name, getattr(run, name))
+        return run
+
+    monkeypatch.setattr(session, "build", build)
+    return found
+
+
+def test_the_guard_for_first_steps_is_dropped_once_calibrated(tmp_path, taken):
+    train(config(tmp_path, max_steps=4))
+    assert taken == ["first_step"] + ["step"] * 3
+
+
+def test_the_guard_for_first_steps_is_dropped_in_the_end(tmp_path, taken, monkeypatch):
+    monkeypatch.setattr(loop_lib, "is_calibrated", lambda _: False)
+    train(config(tmp_path, max_steps=18))
+    assert taken == ["first_step"] * 16 + ["step"] * 2
+
+
+@pytest.mark.parametrize("log_every", [2, 50])
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, monkeypatch, log_every):
+    def poison(loop):
+        params = jax.tree.map(lambda x: x * jnp.nan, loop.state.params)
+        loop.state = dataclasses.replace(loop.state, params=params)
+
+    at_step(monkeypatch, 0, poison)
+    options = {"log_every": log_every, "eval_every": 4, "max_skipped_steps": 4}
+    sentence = (
+        r"the last 4 steps had a loss or gradients that are not finite and were "
+        r"skipped, up to step 4: lower --optim.lr or --optim.rows-lr, or set "
+    )
+    with pytest.raises(TrainingFailed, match=sentence):
+        train(config(tmp_path, **options))
+    assert not any((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_write", full)
+    with pytest.raises(OSError, match="step 3 could not be saved in"):
+        train(config(tmp_path, max_steps=3))
+    assert not (tmp_path / "summary.json").exists()
