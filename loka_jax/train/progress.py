@@ -95,7 +95,9 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     """Prints the table of sites: shape, what runs for each role, and why not FP8."""
     recipes = dict.fromkeys(site.recipe for site in sites if site.is_fp8)
     title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left"
+    )
     for column in ("site", "m x k x n", "role", "what runs", "why not FP8"):
         table.add_column(column, no_wrap=column != "why not FP8")
     for site in sites:

@@ -1,0 +1,124 @@
+"""What a person sees: data and sites before training, numbers during it."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from experiments.configs import get_config
+from loka_jax import nn
+from loka_jax.recipe import RECIPES
+from loka_jax.train import progress
+from loka_jax.train.progress import TrainingProgress, print_data, print_sites
+
+LINE = {"loss": 0.5, "ne": None, "examples_per_second": 12345.6, "skipped_steps": 2}
+
+
+def printed(show, *args, width=100, terminal=False) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, soft_wrap=True, force_terminal=terminal, highlight=False
+    )
+    show(console, *args)
+    return out.getvalue()
+
+
+def sites_of(recipe, config="fp8_dlrm", batch=8192, fields=26):
+    model = get_config(config).model.clone(recipe=recipe)
+    shapes = ((batch, 13), (batch, fields, 16))
+    return nn.list_sites(model, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+
+
+@pytest.mark.parametrize("config", ["fp8_dlrm", "fp8_dcnv2", "criteo_dlrm"])
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_table_of_sites_fits_100_columns_whole(recipe, config):
+    sites = sites_of(recipe, config)
+    text = printed(print_sites, sites)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    for site in sites:
+        sizes = f"{site.m} x {site.k} x {site.n}"
+        assert all(x in text for x in (site.path, sizes, site.fwd, site.drhs)), site
+
+
+def test_the_table_says_what_runs_for_each_role_and_why_not_fp8():
+    sites = sites_of("fp8_tensorwise_delayed_bf16_drhs")
+    text = printed(print_sites, sites, width=120)
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "Sites, recipe fp8_tensorwise_delayed_bf16_drhs" in rows
+    why = "k=13 is not a positive multiple of 16"
+    assert f"bottom_mlp/dense_0 8192 x 13 x 64 all xla bf16 {why}" in rows
+    first = rows.index("top_mlp/dense_0 8192 x 368 x 256 fwd xla fp8 e4m3 tensorwise")
+    assert rows[first + 1] == "dlhs xla fp8 e5m2 x e4m3 tensorwise"
+    assert rows[first + 2] == "drhs xla bf16"
+    assert rows[-1] == "3 of 5 sites in FP8."
+
+
+def test_roles_that_run_alike_share_a_line():
+    text = printed(print_sites, sites_of("fp8_rowwise"))
+    assert text.count("all    xla fp8 e4m3 rowwise") == 3
+
+
+def test_data_is_described_by_sizes_rule_and_what_was_mended():
+    report = {
+        "examples": {"train": 1234, "valid": 10},
+        "split_rule": "rows by hash",
+        "totals": {"missing": 5, "nan": 0},
+        "bad_rows": {"count": 2, "samples": []},
+    }
+    assert printed(print_data, report).splitlines() == [
+        "Examples: 1,234 train, 10 valid; rows by hash.",
+        "Values outside the rules, dealt with: 5 missing, 2 bad rows.",
+    ]
+
+
+def test_data_without_defects_says_nothing_of_them():
+    report = {"examples": {"train": 1}, "split_rule": "x"}
+    assert printed(print_data, report) == "Examples: 1 train; x.\n"
+
+
+def test_a_log_file_gets_a_line_every_ten_seconds(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def show(console):
+        with TrainingProgress(console, 1000, 0) as display:
+            for step in range(1, 8):
+                now[0] += 4.0
+                display.step(step)
+                display.numbers(step, LINE)
+
+    assert printed(show).splitlines() == [
+        f"step {step} of 1,000  loss 0.5000  NE n/a  12,346 examples/s  skipped 2"
+        for step in (3, 6)
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_loss_ne_rate_and_time_left():
+    def show(console):
+        with TrainingProgress(console, 1000, 0) as display:
+            display.numbers(500, LINE | {"ne": 0.9, "skipped_steps": 0})
+
+    text = printed(show, terminal=True, width=120)
+    assert "500/1000" in text
+    assert "loss 0.5000  NE 0.9000  12,346 examples/s" in text
+    assert ":" in text.split("examples/s")[-1]  # the time left
+
+
+def test_an_evaluation_is_one_line():
+    line = {
+        "split": "valid",
+        "auc": None,
+        "logloss": 0.5,
+        "ne": 0.9,
+        "calibration": 1.0,
+    }
+
+    def show(console):
+        TrainingProgress(console, 10, 0).evaluation(5, line)
+
+    assert printed(show) == (
+        "step 5  valid: AUC n/a  log loss 0.50000  NE 0.90000  calibration 1.0000\n"
+    )

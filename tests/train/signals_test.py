@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM: at once outside `deferred`, polled inside it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from loka_jax.train.signals import stop_on_signals
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_process_with_its_code(number):
+    with pytest.raises(SystemExit) as ended, stop_on_signals():
+        os.kill(os.getpid(), number)
+    assert ended.value.code == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_deferred_signal_is_only_remembered(number):
+    with stop_on_signals() as stop, stop.deferred():
+        assert (stop.is_set, stop.exit_code) == (False, 0)
+        os.kill(os.getpid(), number)
+        assert (stop.is_set, stop.exit_code) == (True, 128 + number)
+
+
+SECOND = """
+import os, signal
+from loka_jax.train.signals import stop_on_signals
+with stop_on_signals() as stop, stop.deferred():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("deferred", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("went on", flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (143, "deferred\n"), done.stderr
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stop_on_signals():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_another_thread_may_train_without_handlers():
+    found = []
+
+    def work():
+        with stop_on_signals() as stop, stop.deferred():
+            found.append(stop.is_set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False]
