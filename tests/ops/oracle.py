@@ -59,9 +59,18 @@ ROUNDINGS = {
 
 def products(name, lhs, rhs, g):
     """Returns out, dlhs and drhs in float64 for lhs (M, K), rhs (K, N), g (M, N)."""
+    return tuple(a @ b.T for a, b in _rounded_operands(name, lhs, rhs, g))
+
+
+def magnitudes(name, lhs, rhs, g):
+    """Returns the products of the magnitudes, which bound errors of summation."""
+    return tuple(
+        np.abs(a) @ np.abs(b).T for a, b in _rounded_operands(name, lhs, rhs, g)
+    )
+
+
+def _rounded_operands(name, lhs, rhs, g):
     lhs, rhs, g = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, g))
     operands = {"fwd": (lhs, rhs.T), "dlhs": (g, rhs), "drhs": (lhs.T, g.T)}
-    return tuple(
-        first(operands[role][0]) @ second(operands[role][1]).T
-        for role, (first, second) in ROUNDINGS[name].items()
-    )
+    for role, (first, second) in ROUNDINGS[name].items():
+        yield first(operands[role][0]), second(operands[role][1])
