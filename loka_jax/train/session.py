@@ -56,8 +56,8 @@ def train(config: Config, arguments: list[str], console: Console | None = None) 
     if config.run.print_config:
         console.print_json(data=config.identity())
         return 0
-    console.print(device_notice(config.run.require_gpu))
     with stop_on_signals() as stop:
+        console.print(device_notice(config.run.require_gpu))
         if config.run.dry_run:
             return _compile(_build(config, console), console)
         workdir = choose_workdir(config)

@@ -76,11 +76,16 @@ def build(config):
     return run
 
 
-def share_steps(monkeypatch):
-    """Shares compiled steps and opened data, and draws no report."""
+def share_data(monkeypatch):
+    """Opens each data set once in a test session."""
     monkeypatch.setattr(
         build_lib, "open_data", lambda data, *, seed: _open_data(data, seed)
     )
+
+
+def share_steps(monkeypatch):
+    """Shares compiled steps and opened data, and draws no report."""
+    share_data(monkeypatch)
     monkeypatch.setattr(session, "build", build)
     monkeypatch.setattr(session, "write_report", lambda workdir: workdir / "report")
 

@@ -1,0 +1,244 @@
+"""The command line: what a user can get wrong ends in one sentence and a code."""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+from experiments import cli, configs, train
+from loka_jax.train import session
+from loka_jax.train.loop import TrainingFailed
+
+GENERATED = ["--config", "fp8_dlrm_tiny"]
+CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]
+CSV += ["user", "--data.dense", "age"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line; returns exit code, standard output and error."""
+
+    def run(*arguments):
+        try:
+            code = train.main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def assert_refused(result, *parts):
+    """Asserts exit code 2 and one sentence, in tyro's box or on a line of its own."""
+    code, _, err = result
+    text = " ".join(err.replace("│", " ").split())
+    assert code == 2, err
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in text
+    if "For full helptext" not in text:
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        assert err.endswith(".\n"), err
+
+
+def test_help_without_a_configuration_lists_them(run):
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert all(name in out for name in configs.names())
+
+
+def test_help_shows_the_defaults_of_the_configuration(run):
+    code, out, _ = run("--config", "frappe_dlrm", "--help")
+    assert code == 0
+    assert "train.py --config frappe_dlrm" in out
+    assert "(default: 100)" in out  # its epochs
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ([], ["--config NAME is missing: use one of bf16_dlrm, "]),
+        (["--config"], ["--config NAME is missing"]),
+        (["--config", "--seed", "3"], ["--config NAME is missing"]),
+        (["--config", "fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
+        (["--config=fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
+        ([*GENERATED, "--optm.lr", "1"], ["--optm.lr", "--optim.lr FLOAT"]),
+        ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
+        ([*GENERATED, "--loop.batch-size", "1.5"], ["--loop.batch-size", "1.5"]),
+        ([*GENERATED, "--optim.dense", "adamm"], ["--optim.dense", "adamw"]),
+        ([*GENERATED, "--optim.lr", "nan"], ["--optim.lr nan must lie between"]),
+        ([*GENERATED, "--loop.batch-size", "-1"], ["-1 must be at least 1"]),
+        ([*GENERATED, "--loop.batch-size", "99999999999"], ["must be at most"]),
+        ([*GENERATED, "--recipe", "fp8_rowise"], ["did you mean 'fp8_rowwise'?"]),
+        ([*GENERATED, "--seed", "-3"], ["--seed -3 must be in 0..2147483647"]),
+        ([*GENERATED, "--dropout-rate", "1"], ["--dropout-rate 1.0 must be in [0, 1)"]),
+        ([*GENERATED, "--data.rows", "5", "-1"], ["--data.rows (5, -1)"]),
+        ([*GENERATED, "--profile", "x"], ["--profile 'x' must be START:STEPS"]),
+        ([*GENERATED, "--data.path", "x"], ["--data.path is not used"]),
+        ([*GENERATED, "--require-gpu"], ["--require-gpu was given, but JAX found"]),
+        (CSV, ["needs --data.path"]),
+        ([*CSV, "--data.path", "missing.csv"], ["missing.csv does not exist"]),
+    ],
+    ids=lambda x: " ".join(x)[-30:],
+)
+def test_a_bad_command_line_is_refused(run, tmp_path, monkeypatch, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments), *parts)
+    assert not list(tmp_path.iterdir())
+
+
+HEADER = "click,user,age\n"
+ROWS = "".join(f"{i % 2},u{i % 7},{i}\n" for i in range(100))
+
+
+@pytest.mark.parametrize(
+    "content, options, parts",
+    [
+        ("", [], ["clicks.csv"]),
+        (HEADER, [], ["clicks.csv"]),
+        (HEADER + ROWS + "1,u1\n", [], ["clicks.csv", "row 101"]),
+        ("a,b,c\n" + ROWS, [], ["clicks.csv has no column 'click', only a, b, c"]),
+        (HEADER + ROWS + "2,u1,3\n", [], ["clicks.csv", "'click'", "2"]),
+        (HEADER + ROWS + "1,u1,abc\n", [], ["clicks.csv", "'age'", "abc"]),
+        (HEADER + ROWS + "1,u1,nan\n", ["--data.nan", "error"], ["'age'"]),
+        (HEADER + ROWS + "1,u1,-1\n", ["--data.negative", "error"], ["'age'"]),
+        (HEADER + ROWS + "1,u1,inf\n", ["--data.huge", "error"], ["'age'"]),
+        (HEADER + ROWS, ["--data.categorical", "click"], ["'click'"]),
+        (HEADER + ROWS, ["--data.valid", "nope.csv"], ["nope.csv does not exist"]),
+    ],
+    ids=["empty", "header", "short", "columns", "label", "text", "nan", "negative"]
+    + ["inf", "twice", "valid"],
+)
+def test_bad_data_is_refused_and_leaves_nothing(run, tmp_path, content, options, parts):
+    (tmp_path / "clicks.csv").write_text(content)
+    places = ["--data.path", tmp_path / "clicks.csv", "--workdir", tmp_path / "run"]
+    result = run(*CSV, *places, "--data.cache", tmp_path / "cache", *options)
+    assert_refused(result, *parts)
+    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_model_without_categorical_columns_is_refused(run, tmp_path):
+    (tmp_path / "clicks.csv").write_text(HEADER + ROWS)
+    options = ["--data.label", "click", "--data.dense", "age", "--data.cache", tmp_path]
+    path = ["--data.path", tmp_path / "clicks.csv", "--workdir", tmp_path / "run"]
+    result = run("--config", "csv_dlrm_tiny", *path, *options)
+    assert_refused(result, "needs at least one categorical column")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Fails the test if data would be read."""
+    monkeypatch.setattr(session, "build", lambda _: pytest.fail("read the data"))
+
+
+@pytest.mark.usefixtures("no_data")
+def test_a_workdir_that_cannot_be_made_is_refused_before_the_data(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run(*GENERATED, "--workdir", tmp_path / "file" / "run")
+    assert_refused(result, f"cannot write to {tmp_path}/file/run", "another --workdir")
+
+
+@pytest.mark.usefixtures("no_data")
+def test_a_workdir_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
+    plain = os.access
+    monkeypatch.setattr(  # root may write anywhere
+        os, "access", lambda path, mode: path != tmp_path and plain(path, mode)
+    )
+    assert_refused(run(*GENERATED, "--workdir", tmp_path / "run"), "cannot write to")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_data")
+def test_a_workdir_that_holds_a_run_is_refused(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert_refused(run(*GENERATED, "--workdir", tmp_path), "go on with it by --resume")
+
+
+@pytest.mark.usefixtures("no_data")
+def test_a_workdir_of_another_config_is_refused(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": 5}')
+    result = run(*GENERATED, "--workdir", tmp_path, "--resume")
+    assert_refused(result, "holds a run of another config", "resume with the config")
+    assert (tmp_path / "config.json").read_text() == '{"seed": 5}'
+
+
+@pytest.mark.usefixtures("no_data")
+def test_resuming_without_a_run_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*GENERATED, "--resume"), "there is no run runs/fp8_dlrm_tiny-")
+    assert not list(tmp_path.iterdir())
+
+
+def test_print_config_prints_json_and_does_nothing_else(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(*GENERATED, "--print-config", "--optim.lr", "3e-4")
+    assert (code, '"lr": 0.0003' in out) == (0, True)
+    assert out.startswith("{") and out.endswith("}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error, code, sentence",
+    [
+        (ValueError("x is 1: make it 2."), 2, "x is 1: make it 2."),
+        (TrainingFailed("it diverged."), 1, "it diverged."),
+        (OSError("step 3 could not be saved."), 1, "step 3 could not be saved."),
+        (FileNotFoundError(2, "No such file", "a/b"), 1, "a/b: No such file"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+            1,
+            "the device is out of memory: lower --loop.batch-size or --embedding.dim, "
+            "or raise --loop.microbatches.",
+        ),
+    ],
+)
+def test_a_failure_is_one_sentence_and_a_code(capsys, error, code, sentence):
+    def fail():
+        raise error
+
+    assert cli.run_cli(fail) == code
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        cli.run_cli(lambda: _raise(jax.errors.JaxRuntimeError("INTERNAL: x")))
+    with pytest.raises(ZeroDivisionError):
+        cli.run_cli(lambda: _raise(ZeroDivisionError()))
+
+
+def test_ctrl_c_outside_a_run_gives_130(capsys):
+    assert cli.run_cli(lambda: _raise(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_platform_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", lambda: _raise(AssertionError()))
+    with pytest.raises(ValueError, match="JAX cannot run on JAX_PLATFORMS=cuda: inst"):
+        session.device_notice(require_gpu=False)
+
+
+def test_a_gpu_too_old_for_fp8_is_refused(monkeypatch):
+    class Device:
+        platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    with pytest.raises(ValueError, match="NVIDIA A100 has compute capability 8.0"):
+        session.device_notice(require_gpu=True)
+
+
+def test_runs_without_a_workdir_get_a_folder_each(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = configs.get_config("bf16_dlrm_tiny")
+    first = session.choose_workdir(config)
+    assert first == pathlib.Path("runs/bf16_dlrm_tiny-bf16-s0-1")
+    first.mkdir(parents=True)
+    assert session.choose_workdir(config).name == "bf16_dlrm_tiny-bf16-s0-2"
