@@ -172,6 +172,13 @@ def test_resuming_without_a_run_is_refused(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_profile_after_the_last_step_is_refused(run, tmp_path):
+    options = ["--profile", "99:2", "--data.examples", "256", "--data.rows", "9", "9"]
+    result = run(*GENERATED, *options, "--workdir", tmp_path / "run")
+    assert_refused(result, "--profile 99:2 starts after the run's last step 1")
+    assert not (tmp_path / "run").exists()
+
+
 def test_print_config_prints_json_and_does_nothing_else(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(*GENERATED, "--print-config", "--optim.lr", "3e-4")

@@ -142,6 +142,15 @@ def test_the_newest_checkpoints_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
 
 
+def test_later_checkpoints_are_dropped_for_a_run_that_resumes_earlier(tmp_path):
+    fill(tmp_path, 1, 2, 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.drop_after(1)
+        assert checkpoints.latest_step() == 1
+    assert [path.name for path in tmp_path.glob("[0-9]*")] == ["1"]
+    assert restore(tmp_path)[0] == 1
+
+
 def test_a_step_is_saved_once(copy):
     with Checkpoints(copy) as checkpoints:
         assert not checkpoints.save(2, make_state(7), {})

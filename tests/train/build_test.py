@@ -1,0 +1,56 @@
+"""What is made from a configuration before anything is trained."""
+
+import dataclasses
+
+import pytest
+
+from loka_jax.models import Dlrm
+from loka_jax.train.build import build
+from loka_jax.train.config import DlrmConfig
+from tests.train import support
+from tests.train.support import digest
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    support.share_data(monkeypatch)
+
+
+def test_steps_are_counted_over_epochs_and_capped():
+    assert build(support.config(epochs=3)).total_steps == 30
+    assert build(support.config(epochs=3, max_steps=7)).total_steps == 7
+    assert build(support.config(batch_size=96)).steps_per_epoch == 4  # the last padded
+
+
+def test_sites_are_listed_at_the_size_of_a_microbatch():
+    run = build(support.config(batch_size=64, microbatches=2))
+    assert {site.m for site in run.sites} == {32}
+
+
+def test_the_seed_decides_the_start():
+    starts = [build(support.config(seed=seed)).init() for seed in (0, 0, 1)]
+    tables = [digest(state.table) for state in starts]
+    params = [digest(state.params) for state in starts]
+    assert tables[0] == tables[1] != tables[2]
+    assert params[0] == params[1] != params[2]
+
+
+def test_a_recipe_without_delayed_scales_compiles_one_step():
+    config = DlrmConfig(name="x", model=Dlrm(recipe="bf16"), data=support.DATA)
+    run = build(config)
+    assert run.step is run.first_step
+    delayed = build(support.config())
+    assert delayed.step is not delayed.first_step
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    optim = dataclasses.replace(support.OPTIM, warmup_steps=9)
+    config = dataclasses.replace(support.config(max_steps=8), optim=optim)
+    with pytest.raises(ValueError, match="--optim.warmup-steps 9 is more than the run"):
+        build(config)
+
+
+def test_an_evaluation_sees_every_example_once():
+    run = build(support.config(batch_size=48))  # 64 examples: one and a third batch
+    found = run.evaluate(run.init(), run.splits.valid)
+    assert found["count"] == 64
