@@ -2,8 +2,9 @@
 
     python experiments/bench/train_step.py --out train_step.json
 
-For each batch size and arm: microseconds a step (wall clock of queued steps, the input
-made on the device included and not), the device's kernels a step and their time, and
+For each batch size and arm: microseconds a step (wall clock of queued steps, on batches
+made before and, as in training, made by the prefetch thread meanwhile), the device's
+kernels a step and their time, and
 for a chain of dense layers with LayerNorm the kernels that FP8 adds to each.
 Inputs are the generated click stream; parameters train while they are timed.
 """
@@ -22,6 +23,7 @@ from flax import linen
 from experiments.bench.timing import profile_kernels, time_chains
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
+from loka_jax.data.prefetch import Prefetcher
 from loka_jax.models import Dlrm
 from loka_jax.recipe import CALIBRATED, RECIPES
 from loka_jax.train.build import Run, build
@@ -84,7 +86,7 @@ def make_run(model: str, arm: str, batch_size: int) -> Run:
 
 
 def step_chains(run: Run, batch_size: int):
-    """Returns the training step as chains: on made batches, and with their making."""
+    """Returns the training step as chains: on made batches, and on prefetched ones."""
     train = run.splits.train
     state = run.init()
     for i in range(3):  # calibrates delayed scales
@@ -102,9 +104,12 @@ def step_chains(run: Run, batch_size: int):
         return held["state"].step
 
     def steps_with_input(count):
-        for i in range(count):
-            batch = train.batch(Position(0, i % 64, 0), batch_size, shuffle=True)
-            held["state"] = run.step(held["state"], batch)
+        start = Position(0, 0, 0)
+        with Prefetcher(
+            train, start, batch_size, shuffle=True, num_batches=count
+        ) as made:
+            for _, batch in made:
+                held["state"] = run.step(held["state"], batch)
         return held["state"].step
 
     return steps, steps_with_input
@@ -219,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8192, 65536])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--calls", type=int, default=40)
+    parser.add_argument("--calls", type=int, default=60)
     options = parser.parse_args(argv)
     result = {
         "command": "python experiments/bench/train_step.py",

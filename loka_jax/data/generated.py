@@ -129,8 +129,13 @@ def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "batch_size"))
-def _make(config, world, split, batch_size, seed, epoch, start, num_examples):
-    """Returns the batch that starts at example `start`, and its true logits."""
+def _make(config, world, batch_size, place: UInt[Array, "5"]):
+    """Returns the batch that starts at example `start`, and its true logits.
+
+    The place comes as one array: each argument is a transfer of its own, and on a GPU
+    five of them took longer than the batch.
+    """
+    split, seed, epoch, start, num_examples = place
     key = jax.random.fold_in(jax.random.key(seed), split)
     key = jax.random.fold_in(key, epoch)
     index = start + jnp.arange(batch_size, dtype=jnp.uint32)
@@ -251,16 +256,15 @@ class GeneratedDataset:
         if not 0 <= position.step < batches:
             raise ValueError(f"{position.step=} must lie in [0, {batches}).")
         is_train = self._split == "train"
-        return _make(
-            self._config,
-            self._world,
-            np.uint32(_SPLITS[self._split]),
-            batch_size,
-            np.uint32((position.seed if is_train else self._seed) % 2**32),
-            np.uint32(position.epoch if is_train else 0),
-            np.uint32(position.step * batch_size),
-            np.uint32(self.num_examples),
+        place = (
+            _SPLITS[self._split],
+            (position.seed if is_train else self._seed) % 2**32,
+            position.epoch if is_train else 0,
+            position.step * batch_size,
+            self.num_examples,
         )
+        place = np.array(place, np.uint32)
+        return _make(self._config, self._world, batch_size, place)
 
 
 def best_possible_ne(

@@ -29,7 +29,7 @@ class Prefetcher:
         *,
         shuffle: bool,
         num_batches: int | None = None,
-        depth: int = 2,
+        depth: int = 4,
         sharding: jax.sharding.Sharding | None = None,
     ):
         """Starts the thread.
