@@ -210,20 +210,20 @@ def test_a_run_that_stopped_early_takes_no_step_when_resumed(tmp_path, monkeypat
 
 
 def test_a_best_state_from_after_the_resumed_step_is_dropped(tmp_path, monkeypatch):
-    options = dict(patience=9, eval_every=2, save_every=5, max_steps=8)
+    options = dict(patience=9, eval_every=2, save_every=100, max_steps=6)
 
     def die(_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        fixed_evaluations(patch, [0.6, 0.7, 0.8])
-        at_step(patch, 7, die)
+        fixed_evaluations(patch, [0.6, 0.7])
+        at_step(patch, 5, die)
         with pytest.raises(KeyboardInterrupt):
             train(config(tmp_path, **options))
-    assert [x.name for x in (tmp_path / "best").iterdir()] == ["6"]
-    fixed_evaluations(monkeypatch, [0.5, 0.9])  # of steps 6 and 8
-    train(config(tmp_path, **options, resume=True))
-    assert summary(tmp_path)["final_step"] == 8
+    assert [x.name for x in (tmp_path / "best").iterdir()] == ["4"]
+    fixed_evaluations(monkeypatch, [0.9, 0.5, 0.5])
+    train(config(tmp_path, **options, resume=True))  # from the start: nothing was saved
+    assert summary(tmp_path)["final_step"] == 2
 
 
 @pytest.fixture
@@ -281,6 +281,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.Checkpoints, "_write", full)
+    at_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(OSError, match="step 3 could not be saved in"):
-        train(config(tmp_path, max_steps=3))
+        train(config(tmp_path))
     assert not (tmp_path / "summary.json").exists()

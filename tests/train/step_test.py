@@ -222,6 +222,13 @@ def test_l2_pulls_rows_that_no_id_names():
     np.testing.assert_allclose(after.table[2], want, rtol=1e-6)
 
 
+def test_a_skipped_step_applies_no_l2():
+    state, batch = make_state(), make_batch()
+    batch.dense[0, 0] = np.nan
+    after = make_step(l2=0.5)(state, batch)
+    assert digest(without(after, *COUNTERS)) == digest(without(state, *COUNTERS))
+
+
 def test_lr_scale_scales_both_updates():
     state = make_state()
     full = make_step()(state, make_batch())
