@@ -56,10 +56,9 @@ def paired(values: list[float], base: list[float]) -> dict[str, float | None]:
     """Returns the mean difference of pairs, its spread and its 95 % half-interval."""
     found = describe([a - b for a, b in zip(values, base, strict=True)])
     quantile = T_95.get(len(values) - 1)
-    half = (
-        None if quantile is None else quantile * found["std"] / math.sqrt(len(values))
-    )
-    return found | {"half_interval_95": half}
+    if quantile is None:
+        return found | {"half_interval_95": None}
+    return found | {"half_interval_95": quantile * found["std"] / len(values) ** 0.5}
 
 
 def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
