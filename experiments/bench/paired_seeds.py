@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import json
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -108,8 +109,9 @@ def main(argv: list[str] | None = None) -> int:
         runs = {recipe: [job.result() for job in row] for recipe, row in jobs.items()}
     first = next(iter(runs.values()))[0]
     result = {
-        "command": "python experiments/bench/paired_seeds.py",
-        "arguments": [a for a in own if a != str(options.out)],
+        "command": shlex.join(
+            ["python", "experiments/bench/paired_seeds.py", *arguments]
+        ),
         "config": first["config"],
         "versions": first["versions"],
         "seeds": list(range(options.seeds)),

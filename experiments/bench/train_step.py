@@ -12,6 +12,7 @@ Inputs are the generated click stream; parameters train while they are timed.
 import argparse
 import json
 import pathlib
+import shlex
 import sys
 import warnings
 
@@ -227,8 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=60)
     options = parser.parse_args(argv)
     result = {
-        "command": "python experiments/bench/train_step.py",
-        "arguments": sys.argv[1:] if argv is None else argv,
+        "command": shlex.join(
+            ["python", "experiments/bench/train_step.py", *(argv or sys.argv[1:])]
+        ),
         "versions": versions(),
         "input": "generated click stream; the added-kernels tower: N(0, 1)",
         "added_kernels": measure_added_kernels(options.arms),
