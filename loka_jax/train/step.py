@@ -6,7 +6,8 @@
     tables           <- one update for each touched row
     FP8 state        <- its "gradient", which is its next value
 
-A step whose loss or gradients are not finite changes nothing but two counters.
+A step whose loss, gradients or dense features are not finite changes nothing but
+counters.
 """
 
 import dataclasses
@@ -81,8 +82,11 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(
-            optax.tree.norm((grads.params, grads.rows))
+        # Features too: an infinite one saturates in a cast with a delayed scale, and
+        # where all roles of the first layer are FP8 no gradient would show it.
+        seen = (loss, optax.tree.norm((grads.params, grads.rows)), batch.dense)
+        is_finite = functools.reduce(
+            jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen)
         )
         with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
             updates, opt_state = optimizer.update(

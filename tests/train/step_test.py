@@ -44,12 +44,12 @@ def make_batch(seed=0, size=64) -> Batch:
     )
 
 
-def make_state(model=F32, optimizer=None):
+def make_state(model=F32, optimizer=None, num_dense=13):
     return init_state(
         jax.random.key(0),
         model=model,
         tables=TABLES,
-        num_dense=13,
+        num_dense=num_dense,
         optimizer=optimizer or optax.sgd(0.1),
         row_optimizer=Sgd(),
         init_stddev=0.5,
@@ -126,6 +126,17 @@ def test_a_non_finite_feature_changes_nothing_but_counters(warm, model, value):
     after = make_step(model)(warm, batch)
     assert digest(without(after, *COUNTERS)) == digest(without(warm, *COUNTERS))
     assert [int(getattr(after, name)) for name in COUNTERS] == [3, 1, 1]
+
+
+def test_an_infinite_feature_is_seen_by_a_first_layer_all_in_fp8():
+    # 16 columns: no role of the first layer runs in bfloat16, and the cast saturates.
+    batch = make_batch()
+    batch = batch._replace(dense=np.resize(batch.dense, (64, 16)))
+    state = make_step(FP8)(make_state(FP8, num_dense=16), batch)
+    batch.dense[3, 5] = np.inf
+    after = make_step(CALIBRATED)(state, batch)
+    assert digest(without(after, *COUNTERS)) == digest(without(state, *COUNTERS))
+    assert [int(x.skipped) for x in (state, after)] == [0, 1]
 
 
 @pytest.mark.parametrize("what", ["params", "table"])
