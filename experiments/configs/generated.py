@@ -6,13 +6,19 @@ from experiments.configs.registry import register
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.optim import OptimConfig
-from loka_jax.train.config import Dcnv2Config, DlrmConfig, LoopConfig
+from loka_jax.train.config import (
+    Dcnv2Config,
+    DlrmConfig,
+    EmbeddingConfig,
+    LoopConfig,
+)
 
 # Of the recipes that XLA alone runs, the one that adds the fewest kernels.
 FP8 = "fp8_tensorwise_delayed_bf16_drhs"
 
 _DATA = DataConfig(examples=6_291_456)
-_OPTIM = OptimConfig(lr=2e-3, rows_lr=0.5, warmup_steps=64, decay="linear")
+_OPTIM = OptimConfig(lr=2e-3, rows_lr=0.3, warmup_steps=64, decay="linear")
+_EMBEDDING = EmbeddingConfig(dim=16, init_stddev=0.05)
 _LOOP = LoopConfig(batch_size=4096, eval_every=256)
 
 
@@ -23,6 +29,7 @@ def fp8_dlrm() -> DlrmConfig:
         name="fp8_dlrm",
         model=Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe=FP8),
         data=_DATA,
+        embedding=_EMBEDDING,
         optim=_OPTIM,
         loop=_LOOP,
     )
@@ -43,6 +50,7 @@ def fp8_dcnv2() -> Dcnv2Config:
         name="fp8_dcnv2",
         model=Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe=FP8),
         data=_DATA,
+        embedding=_EMBEDDING,
         optim=_OPTIM,
         loop=_LOOP,
     )

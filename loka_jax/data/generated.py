@@ -123,9 +123,14 @@ def _logit(config: DataConfig, world: World, z, ids) -> Float[Array, "B"]:
 
 
 def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
-    """Returns log(1 + count) of log-normal counts: skewed columns, as Criteo's are."""
+    """Returns log(1 + count) of log-normal counts, standardized.
+
+    The counts are skewed as Criteo's are, and what files hold is standardized with
+    `--data.transform standardize`.
+    """
     column = jnp.arange(NUM_DENSE, dtype=jnp.float32)[None, :] / (NUM_DENSE - 1)
-    return jnp.log1p(jnp.exp((0.5 + 4.0 * column) + (0.8 + 0.6 * column) * z))
+    center, spread = 0.5 + 4.0 * column, 0.8 + 0.6 * column
+    return (jnp.log1p(jnp.exp(center + spread * z)) - center) / spread
 
 
 @functools.partial(jax.jit, static_argnames=("config", "batch_size"))
