@@ -42,13 +42,8 @@ def sites_section(sites: list[dict]) -> Html:
     ]
     fp8 = sum(not site.get("why_not") for site in sites)
     lead = f"{fp8} of {len(sites)} sites run in FP8."
-    if len(recipes) == 1:
-        lead = f"{lead} Their recipe is {next(iter(recipes))}."
-    else:
-        heads.insert(2, "recipe")
-        for row, site in zip(rows, sites, strict=True):
-            row.insert(2, tag("code", site.get("recipe")))
     lead += (
+        f" Recipes: {', '.join(recipes)}."
         " A site has three products: fwd, the gradient of its input (dlhs) and that of "
         "its weight (drhs)."
     )
