@@ -161,6 +161,20 @@ def criteo_dlrm_tiny() -> DlrmConfig:
 
 
 @register
+def frappe_dcnv2_tiny() -> Dcnv2Config:
+    """`frappe_dcnv2` for tests."""
+    model = frappe_dcnv2().model.clone(num_cross_layers=1, deep_mlp=(32, 16))
+    return _tiny(frappe_dcnv2(), "frappe_dcnv2_tiny", model)
+
+
+@register
+def criteo_dcnv2_tiny() -> Dcnv2Config:
+    """`criteo_dcnv2` for tests."""
+    model = criteo_dcnv2().model.clone(deep_mlp=(32, 16))
+    return _tiny(criteo_dcnv2(), "criteo_dcnv2_tiny", model)
+
+
+@register
 def csv_dlrm_tiny() -> DlrmConfig:
     """`csv_dlrm` for tests."""
     model = csv_dlrm().model.clone(bottom_mlp=(32,), top_mlp=(32, 16))
