@@ -49,7 +49,8 @@ def test_examples_do_not_depend_on_the_batch_size(world):
     data = dataset(world)
     whole, pieces = all_rows(data, 1000), all_rows(data, 96)
     chex.assert_trees_all_equal(whole[1:], pieces[1:])
-    chex.assert_trees_all_close(whole.dense, pieces.dense, rtol=1e-6)
+    # Standardizing subtracts: what is rounding of the logarithm is absolute here.
+    chex.assert_trees_all_close(whole.dense, pieces.dense, rtol=1e-6, atol=2e-6)
 
 
 def test_splits_share_no_example(world):
