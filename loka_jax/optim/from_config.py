@@ -13,16 +13,10 @@ def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Sch
     Args:
         lr: the rate after the warm-up.
         config: warm-up and decay.
-        total_steps: where a decay reaches 0.
-
-    Raises:
-        ValueError: if the warm-up is longer than the run.
+        total_steps: where a decay reaches 0. A run shorter than its warm-up ends
+            while the rate still rises.
     """
     warmup = config.warmup_steps
-    if warmup > total_steps:
-        raise ValueError(
-            f"--optim.warmup-steps {warmup} is more than the run's {total_steps} steps."
-        )
     remaining = max(total_steps - warmup, 1)
     after = {
         "constant": optax.constant_schedule(lr),
