@@ -82,12 +82,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
-        # Features too: an infinite one saturates in a cast with a delayed scale, and
-        # where all roles of the first layer are FP8 no gradient would show it.
-        seen = (loss, optax.tree.norm((grads.params, grads.rows)), batch.dense)
-        is_finite = functools.reduce(
-            jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen)
-        )
+        is_finite = _all_finite(loss, grads, batch.dense)
         with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
             updates, opt_state = optimizer.update(
                 grads.params, state.opt_state, state.params
@@ -233,6 +228,13 @@ def _accumulated(gradients, count, state: TrainState, batch: Batch, rows, key):
     loss, params, fp8, batch_stats = carry
     row_grads = row_grads.reshape(rows.shape)
     return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8)
+
+
+def _all_finite(loss, grads: _Gradients, features):
+    # Features too: an infinite one saturates in a cast with a delayed scale, and where
+    # all roles of the first layer are FP8 no gradient would show it.
+    seen = (loss, optax.tree.norm((grads.params, grads.rows)), features)
+    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen))
 
 
 def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):
