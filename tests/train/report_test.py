@@ -257,7 +257,8 @@ def test_values_of_a_wrong_kind_do_no_harm(tmp_path):
     line = {"step": "x", "kind": "train", "loss": "y", "examples": None, "ne": True}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "scales.jsonl").write_text('{"step": 1, "a/lhs": "x", "b/g": -1}\n')
-    read(tmp_path)
+    _, outline = read(tmp_path)
+    assert "What ran at each site" in outline.words()
 
 
 def test_without_matplotlib_the_page_says_so_and_shows_tables(tmp_path, monkeypatch):
