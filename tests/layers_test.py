@@ -7,9 +7,9 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 # Lowest first. `train` and `data` close the list: nothing in the library needs them.
 LAYERS = (
     ("fp8", "quality"),
-    ("recipe",),
+    ("recipe", "normed"),
     ("scaling",),
-    ("xla",),
+    ("xla", "pallas"),  # providers: no knowledge of each other
     ("ops",),
     ("nn",),
     ("optim",),

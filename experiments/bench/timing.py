@@ -1,11 +1,12 @@
 """Times of compiled functions on the device: wall clock of a queue, and its kernels."""
 
 import collections
+import gc
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,40 @@ class Kernels(NamedTuple):
     count: float
     busy_us: float
     longest: list[tuple[str, float, float]]
+
+
+class KernelTime(NamedTuple):
+    """Microseconds that the device worked on one call, over many calls.
+
+    Attributes:
+        median_us: of the calls.
+        min_us: the best call.
+        max_us: the worst call.
+        kernels: kernels and copies of a call; None if this is wall clock.
+    """
+
+    median_us: float
+    min_us: float
+    max_us: float
+    kernels: float | None
+
+
+class Event(NamedTuple):
+    """A kernel or copy on the device's clock."""
+
+    start_ns: float
+    duration_ns: float
+
+
+class Case(NamedTuple):
+    """A compiled function and the arguments to call it with, one tuple after another.
+
+    Several sets of arguments, together larger than the L2, keep a call from finding
+    its operands there.
+    """
+
+    function: Callable[..., Any]
+    arguments: Sequence[tuple]
 
 
 def time_chains(
@@ -73,14 +108,8 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
     durations = collections.defaultdict(list)
-    for plane in data.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if "Stream" not in line.name:
-                continue
-            for event in line.events:
-                durations[event.name].append(event.duration_ns / 1e3)
+    for event in _stream_events(data):
+        durations[event.name].append(event.duration_ns / 1e3)
     count = sum(map(len, durations.values())) / calls
     busy = sum(map(sum, durations.values())) / calls
     longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:15]
@@ -89,3 +118,117 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
         busy,
         [(name[:120], sum(t) / calls, len(t) / calls) for name, t in longest],
     )
+
+
+# Cases are told apart in one profile by the pause before each: no name of a kernel says
+# which function it belongs to, and a profile for each would take half a second.
+_PAUSE_S = 0.03
+_LEAST_GAP_NS = 15e6
+
+
+def time_kernels(
+    cases: Mapping[str, Case], *, min_calls: int = 24
+) -> dict[str, KernelTime]:
+    """Returns the kernel time a call of each case, by JAX's profiler, in one profile.
+
+    Without a GPU it is wall clock, good only to try a benchmark.
+
+    Args:
+        cases: functions compiled without command buffers, whose kernels the profiler
+            does not see one by one.
+        min_calls: calls of a case at least; each set of arguments is used equally
+            often.
+
+    Raises:
+        RuntimeError: if the profile does not fall into as many parts as there are
+            cases, three times in a row.
+    """
+    for function, arguments in cases.values():
+        jax.block_until_ready(function(*arguments[0]))
+    if jax.default_backend() != "gpu":
+        return {name: _wall_clock(case) for name, case in cases.items()}
+    parts = []
+    for _ in range(3):
+        parts = split_at_gaps(_profile(cases, min_calls), _LEAST_GAP_NS)
+        if len(parts) == len(cases):
+            calls = [
+                _rounds(case, min_calls) * len(case.arguments)
+                for case in cases.values()
+            ]
+            return {
+                name: kernel_time(part, count)
+                for name, part, count in zip(cases, parts, calls, strict=True)
+            }
+    raise RuntimeError(f"a profile of {len(cases)} cases fell into {len(parts)} parts.")
+
+
+def split_at_gaps(events: Sequence[Event], least_gap_ns: float) -> list[list[Event]]:
+    """Returns the events in order of time, cut where the device idled that long."""
+    parts: list[list[Event]] = []
+    end_ns = 0.0
+    for event in sorted(events):
+        if not parts or event.start_ns - end_ns > least_gap_ns:
+            parts.append([])
+        parts[-1].append(event)
+        end_ns = max(end_ns, event.start_ns + event.duration_ns)
+    return parts
+
+
+def kernel_time(events: Sequence[Event], calls: int) -> KernelTime:
+    """Returns the time a call; only its mean if calls differ in their kernels."""
+    durations = [event.duration_ns / 1e3 for event in events]
+    count = len(durations) / calls
+    if len(durations) % calls:
+        mean = sum(durations) / calls
+        return KernelTime(mean, mean, mean, count)
+    size = len(durations) // calls
+    times = [sum(durations[i : i + size]) for i in range(0, len(durations), size)]
+    return KernelTime(statistics.median(times), min(times), max(times), count)
+
+
+def _rounds(case: Case, min_calls: int) -> int:
+    return -(-min_calls // len(case.arguments))
+
+
+def _profile(cases: Mapping[str, Case], min_calls: int) -> list[Event]:
+    """Returns what the device ran while every case was called often enough."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 0
+    options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    collects = gc.isenabled()
+    gc.disable()  # a collection would look like the pause between two cases
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder, profiler_options=options):
+                for case in cases.values():
+                    time.sleep(_PAUSE_S)
+                    for _ in range(_rounds(case, min_calls)):
+                        # Results are held for a round, so that they rotate too.
+                        held = [case.function(*a) for a in case.arguments]
+                        jax.block_until_ready(held)
+            (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+            data = jax.profiler.ProfileData.from_file(str(path))
+    finally:
+        if collects:
+            gc.enable()
+    return [Event(e.start_ns, e.duration_ns) for e in _stream_events(data)]
+
+
+def _stream_events(data):
+    for plane in data.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if "Stream" in line.name:
+                yield from line.events
+
+
+def _wall_clock(case: Case, calls: int = 3) -> KernelTime:
+    times = []
+    for i in range(calls):
+        start = time.perf_counter()
+        arguments = case.arguments[i % len(case.arguments)]
+        jax.block_until_ready(case.function(*arguments))
+        times.append((time.perf_counter() - start) * 1e6)
+    return KernelTime(statistics.median(times), min(times), max(times), None)

@@ -5,6 +5,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.interaction import CrossNet, dot_interaction, pad_features
 from loka_jax.nn.mlp import Mlp
+from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
     ActivationName,
     BlockNorm,
@@ -13,15 +14,18 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.nn.sites import Site, list_sites
+from loka_jax.ops.dense_norm import Activations
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
     "ActivationName",
+    "Activations",
     "BlockNorm",
     "CrossNet",
     "Dense",
     "Fp8DotGeneral",
     "Mlp",
+    "NormDense",
     "NormName",
     "Site",
     "activation",

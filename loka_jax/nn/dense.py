@@ -51,7 +51,7 @@ class Dense(linen.Module):
         """Returns `inputs @ kernel + bias` over the last dim."""
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
-        recipe = _as_recipe(self.recipe)
+        recipe = as_recipe(self.recipe)
         rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
         out = _site_matmul(self, rows, kernel, recipe, self.axis_names)
         if self.use_bias:
@@ -91,7 +91,7 @@ class Fp8DotGeneral(linen.Module):
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        recipe = _as_recipe(self.recipe)
+        recipe = as_recipe(self.recipe)
         if batch_dims:
             batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
             why_not = f"a batched product ({batch} of them)"
@@ -106,7 +106,8 @@ class Fp8DotGeneral(linen.Module):
         return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
 
-def _as_recipe(recipe: str | Recipe) -> Recipe:
+def as_recipe(recipe: str | Recipe) -> Recipe:
+    """Returns the recipe of that name, or the recipe itself."""
     return get_recipe(recipe) if isinstance(recipe, str) else recipe
 
 
@@ -121,16 +122,27 @@ def _site_matmul(
     """Runs the product of a site: announces it and reads its scaling state."""
     m, k, n = *lhs.shape, rhs.shape[1]
     announce("/".join(module.path), m, k, n, recipe, None)
-    # A weight that can never be multiplied in FP8 gets no state. The batch size does
-    # not decide that: models are often initialized with one row.
-    if not recipe.is_delayed or xla.why_not(_ANY_BATCH, k, n):
-        stateless = _wide(recipe) if recipe.is_delayed else recipe
-        return matmul(lhs, rhs, recipe=stateless, axis_names=axis_names)
+    recipe, state = site_state(module, recipe, k, n)
+    return matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
+
+
+def site_state(
+    module: linen.Module, recipe: Recipe, k: int, n: int
+) -> tuple[Recipe, scaling.DelayedScaling | None]:
+    """Returns the scaling state of a site, and the recipe that goes with it.
+
+    A weight (k, n) that can never be multiplied in FP8 gets no state. The batch size
+    does not decide that: models are often initialized with one row.
+    """
+    if not recipe.is_delayed:
+        return recipe, None
+    if xla.why_not(_ANY_BATCH, k, n):
+        return _wide(recipe), None
     _refuse_second_call(module)
     state = module.variable(
         OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe
     )
-    return matmul(lhs, rhs, state.value, recipe=recipe, axis_names=axis_names)
+    return recipe, state.value
 
 
 _ANY_BATCH = 16

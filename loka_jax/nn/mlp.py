@@ -1,17 +1,25 @@
 """A chain of sites: dense, norm, activation, dropout."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.dense import Dense, default_kernel_init
+from loka_jax.nn.dense import Dense, as_recipe, default_kernel_init
+from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
+from loka_jax.normed import NormName as SiteNormName
+from loka_jax.ops.dense_norm import Activations, Implementation, Out, plan
+from loka_jax.ops.products import takes_rows
 from loka_jax.recipe import Recipe
 
 
 class Mlp(linen.Module):
     """A multi-layer perceptron; every layer is `dropout(act(norm(x W + b)))`.
+
+    A layer is one site, `NormDense`, unless its norm is over the batch. Where kernels
+    serve two layers in a row, the first hands its activations on in FP8.
 
     Attributes:
         features: widths of the layers.
@@ -21,6 +29,8 @@ class Mlp(linen.Module):
         activation: after every layer, the last included.
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
+        implementation: "xla" or "pallas" for all layers, see `NormDense`.
+        interpret: how to interpret the kernels on a CPU.
     """
 
     features: tuple[int, ...]
@@ -29,21 +39,79 @@ class Mlp(linen.Module):
     activation: ActivationName = "relu"
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
+    implementation: Implementation | None = None
+    interpret: Any = None
 
     @linen.compact
     def __call__(
         self, x: Float[Array, "B k"], *, train: bool = False
     ) -> Float[Array, "B n"]:
         """Returns the last layer's activations. Training with dropout needs its rng."""
+        drops = train and self.dropout_rate > 0
+        outs = self._outs(*x.shape)
+        out: Array | Activations = x
+        for i in range(len(self.features)):
+            if self.norm == "batch":
+                assert not isinstance(out, Activations)
+                out = self._batch_norm_layer(i, out, train)
+            else:
+                out = self._site(i, self.norm, "wide" if drops else outs[i])(out)
+            if drops:
+                out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
+        assert not isinstance(out, Activations)
+        return out
+
+    def _site(self, i: int, norm: SiteNormName, out: Out) -> NormDense:
+        return NormDense(
+            self.features[i],
+            recipe=self.recipe,
+            norm=norm,
+            activation=self.activation,
+            use_bias=norm == "none",
+            out=out,
+            implementation=self.implementation,
+            kernel_init=self.kernel_init,
+            norm_parameters=NormParameters(norm, name=f"norm_{i}"),
+            interpret=self.interpret,
+            name=f"dense_{i}",
+        )
+
+    def _batch_norm_layer(self, i: int, x: Array, train: bool) -> Array:
+        x = Dense(
+            self.features[i],
+            recipe=self.recipe,
+            use_bias=False,
+            kernel_init=self.kernel_init,
+            name=f"dense_{i}",
+        )(x)
         act = activation(self.activation)
-        for i, features in enumerate(self.features):
-            x = Dense(
-                features,
-                recipe=self.recipe,
-                use_bias=self.norm == "none",
-                kernel_init=self.kernel_init,
-                name=f"dense_{i}",
-            )(x)
-            x = act(normalize(x, self.norm, train=train, name=f"norm_{i}"))
-            x = linen.Dropout(self.dropout_rate, deterministic=not train)(x)
-        return x
+        return act(normalize(x, "batch", train=train, name=f"norm_{i}"))
+
+    def _outs(self, m: int, k: int) -> list[Out]:
+        """Returns in which form each layer hands its activations on.
+
+        In FP8 where kernels run that layer and the next, and the next reads FP8.
+        """
+        outs: list[Out] = []
+        if self.norm == "batch":
+            return outs
+        recipe, is_served = as_recipe(self.recipe), False
+        for n in self.features:
+            chosen = plan(
+                recipe,
+                m,
+                k,
+                n,
+                norm=self.norm,
+                activation=self.activation,
+                out="fp8",
+                has_bias=self.norm == "none",
+                is_handed=True,
+                implementation=self.implementation,
+            )
+            reads = takes_rows(recipe, chosen.padded_rows(m), k, n)
+            if is_served and chosen.is_served and reads:
+                outs[-1] = "fp8"
+            is_served, k = chosen.is_served, n
+            outs.append("wide")
+        return outs

@@ -9,16 +9,10 @@ from flax import linen
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-NormName = Literal["none", "layer", "rms", "block", "batch"]
-ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+from loka_jax import xla
+from loka_jax.normed import NORM_BLOCK, ActivationName
 
-_ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
-    "none": lambda x: x,
-    "relu": jax.nn.relu,
-    "swish": jax.nn.swish,
-    "hard_swish": jax.nn.hard_swish,  # x * relu6(x + 3) / 6
-    "gelu": jax.nn.gelu,
-}
+NormName = Literal["none", "layer", "rms", "block", "batch"]
 
 
 class BlockNorm(linen.Module):
@@ -38,7 +32,7 @@ class BlockNorm(linen.Module):
         LoKA, arXiv 2605.10886, section on Mods.
     """
 
-    block: int = 256
+    block: int = NORM_BLOCK
     epsilon: float = 1e-6
     dtype: DTypeLike | None = None
 
@@ -68,9 +62,11 @@ def activation(name: ActivationName) -> Callable[[Array], Array]:
     Raises:
         ValueError: if there is none of that name.
     """
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}: use {', '.join(_ACTIVATIONS)}.")
-    return _ACTIVATIONS[name]
+    if name not in xla.ACTIVATIONS:
+        raise ValueError(
+            f"unknown activation {name!r}: use {', '.join(xla.ACTIVATIONS)}."
+        )
+    return xla.ACTIVATIONS[name]
 
 
 def normalize(

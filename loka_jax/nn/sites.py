@@ -12,8 +12,9 @@ import functools
 import jax
 from flax import linen
 
-from loka_jax import xla
-from loka_jax.ops.matmul import decide
+from loka_jax.ops.dense_norm import describe
+from loka_jax.ops.kernels import BY_XLA, Plan
+from loka_jax.ops.products import decide
 from loka_jax.recipe import ROLES, Recipe
 
 
@@ -27,6 +28,8 @@ class Site:
         recipe: name of the recipe asked for.
         fwd, dlhs, drhs: what runs, in words.
         why_not: why no role runs in FP8, or None if one does.
+        why_not_fused: why no kernel runs product and norm in one; None if one does, and
+            where there is no norm to fuse.
     """
 
     path: str
@@ -38,6 +41,7 @@ class Site:
     dlhs: str
     drhs: str
     why_not: str | None
+    why_not_fused: str | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -50,7 +54,17 @@ _announced: contextvars.ContextVar[list[Site] | None] = contextvars.ContextVar(
 )
 
 
-def announce(path: str, m: int, k: int, n: int, recipe: Recipe, why_not: str | None):
+def announce(
+    path: str,
+    m: int,
+    k: int,
+    n: int,
+    recipe: Recipe,
+    why_not: str | None,
+    *,
+    chosen: Plan = BY_XLA,
+    is_handed: bool = False,
+):
     """Adds a site to the list being made by `list_sites`, if one is.
 
     Args:
@@ -60,20 +74,27 @@ def announce(path: str, m: int, k: int, n: int, recipe: Recipe, why_not: str | N
         n: columns of rhs.
         recipe: the recipe that the site follows.
         why_not: a reason of the module itself against FP8, or None.
+        chosen: which kernels run, of a site with a norm.
+        is_handed: lhs comes in FP8 from another site.
     """
     sites = _announced.get()
     if sites is None:
         return
-    decisions = {role: decide(recipe, role, m, k, n) for role in ROLES}
-    texts = {
-        role: xla.describe(decision.gemm, recipe.compute_dtype)
-        for role, decision in decisions.items()
-    }
-    if why_not is None and all(d.gemm is None for d in decisions.values()):
-        reasons = [d.why_not for d in decisions.values() if d.why_not]
+    decisions = [decide(recipe, role, chosen.padded_rows(m), k, n) for role in ROLES]
+    if why_not is None and all(d.gemm is None for d in decisions):
+        reasons = [d.why_not for d in decisions if d.why_not]
         why_not = reasons[0] if reasons else f"recipe {recipe.name}"
     sites.append(
-        Site(path=path, m=m, k=k, n=n, recipe=recipe.name, why_not=why_not, **texts)
+        Site(
+            path=path,
+            m=m,
+            k=k,
+            n=n,
+            recipe=recipe.name,
+            why_not=why_not,
+            why_not_fused=chosen.why_not,
+            **describe(recipe, chosen, m, k, n, is_handed=is_handed),
+        )
     )
 
 

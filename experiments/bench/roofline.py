@@ -1,0 +1,78 @@
+"""What the device can do at best, measured: copy bandwidth, and rates of large GEMMs.
+
+A floor is the longer of moving the bytes at that bandwidth and doing the products at
+that rate. It knows no launch.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.timing import Case, time_kernels
+from loka_jax import fp8, xla
+
+GemmDtype = Literal["fp8", "bf16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Measured limits.
+
+    Attributes:
+        bytes_per_us: read and written together by a copy of 256 MiB.
+        fp8_flops_per_us: of XLA's FP8 GEMM of a cube, bfloat16 written.
+        bf16_flops_per_us: of XLA's bfloat16 GEMM of the same cube.
+    """
+
+    bytes_per_us: float
+    fp8_flops_per_us: float
+    bf16_flops_per_us: float
+
+    def floor_us(self, num_bytes: float, flops: float, dtype: GemmDtype) -> float:
+        """Returns the least time for that much traffic and arithmetic."""
+        rate = self.fp8_flops_per_us if dtype == "fp8" else self.bf16_flops_per_us
+        return max(num_bytes / self.bytes_per_us, flops / rate)
+
+    def __str__(self) -> str:
+        """Returns the limits in their usual units."""
+        return (
+            f"copy {self.bytes_per_us / 1e6:.2f} TB/s, "
+            f"FP8 GEMM {self.fp8_flops_per_us / 1e6:.0f} TFLOP/s, "
+            f"bf16 GEMM {self.bf16_flops_per_us / 1e6:.0f} TFLOP/s"
+        )
+
+
+def measure_roofline(*, side: int = 8192, copied: int = 1 << 26) -> Roofline:
+    """Measures with normal inputs: a cube of `side`, and `copied` float32 numbers."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    copies = [(jax.random.normal(key, (copied,)),) for key in keys]
+    lhs, rhs = (jax.random.normal(key, (side, side), jnp.bfloat16) for key in keys[:2])
+    cast = jax.jit(lambda x: fp8.saturate(x, fp8.E4M3))
+    times = time_kernels(
+        {
+            "copy": Case(jax.jit(lambda x: 1.5 * x), copies),
+            "fp8": Case(jax.jit(_fp8_gemm), [(cast(lhs), cast(rhs))]),
+            "bf16": Case(jax.jit(_bf16_gemm), [(lhs, rhs)]),
+        },
+        min_calls=8,
+    )
+    flops = 2 * side**3
+    return Roofline(
+        bytes_per_us=2 * 4 * copied / times["copy"].median_us,
+        fp8_flops_per_us=flops / times["fp8"].median_us,
+        bf16_flops_per_us=flops / times["bf16"].median_us,
+    )
+
+
+def _fp8_gemm(lhs, rhs):
+    one = jnp.ones((), jnp.float32)  # known to the compiler: no pass for the scales
+    lhs, rhs = fp8.Fp8Array(lhs, one), fp8.Fp8Array(rhs, one)
+    return xla.fp8_matmul(lhs, rhs, out_dtype=jnp.bfloat16)
+
+
+def _bf16_gemm(lhs, rhs):
+    return xla.high_precision_matmul(
+        lhs, rhs, compute_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16
+    )

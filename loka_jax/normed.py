@@ -1,0 +1,83 @@
+"""The words of a site with a norm in it: what a provider can write, and what it wrote.
+
+    z = x W^T + bias        xhat = norm(z)        y = activation(gamma xhat + beta)
+
+A norm divides by a deviation of the row, `rstd` its reciprocal:
+
+    layer   xhat = (z - mean(z)) rstd      1 / rstd^2 = mean((z - mean(z))^2) + epsilon
+    rms     xhat = z rstd                  1 / rstd^2 = mean(z^2) + epsilon
+    block   rms over each block of `NORM_BLOCK` columns, without gamma and beta
+    none    xhat = z
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import Fp8Array
+
+NormName = Literal["none", "layer", "rms", "block"]
+ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+
+NORM_BLOCK = 256  # columns that share a statistic of a block norm
+
+# Normalized rows are stored in E4M3 under one constant scale: |xhat| is at most the
+# root of the features that share a statistic, so 16 |xhat| <= 448 up to 784 of them.
+XHAT_SCALE_INV = 1 / 16
+XHAT_MAX_FEATURES = 784
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a forward kernel is asked to write.
+
+    Attributes:
+        y: the activations in bfloat16.
+        y_fp8: the activations in E4M3, one scale a row ("row") or one given in advance
+            for all ("tensor").
+        xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
+            (times 1 / `XHAT_SCALE_INV`). Without a norm, what enters the activation.
+        rstd: the reciprocal deviations kept for the backward pass.
+        y_amax: the largest magnitude of each row of activations, for delayed scaling.
+    """
+
+    y: bool = True
+    y_fp8: Literal["row", "tensor"] | None = None
+    xhat: DTypeLike | None = None
+    rstd: bool = False
+    y_amax: bool = False
+
+
+class Normed(NamedTuple):
+    """What a forward kernel wrote; None for what was not asked for.
+
+    Attributes:
+        y: bfloat16 activations.
+        y_fp8: E4M3 activations, `scale_inv` float32 `[M, 1]` or `[]`.
+        xhat: bfloat16, or E4M3 to be multiplied by `XHAT_SCALE_INV`.
+        rstd: float32, `[M]`, or `[N / 256, M]` for block norms wider than a block.
+        y_amax: float32 `[P, M]`, of P parts of each row.
+    """
+
+    y: Float[Array, "m n"] | None
+    y_fp8: Fp8Array | None
+    xhat: Float[Array, "m n"] | None
+    rstd: Float[Array, "..."] | None
+    y_amax: Float[Array, "p m"] | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward kernel wrote.
+
+    Attributes:
+        dx: bfloat16, of the rows that entered the site.
+        dz: bfloat16, of the product, for drhs.
+        dgamma, dbeta: float32, summed over the rows; None for what has none.
+    """
+
+    dx: Float[Array, "m k"]
+    dz: Float[Array, "m n"]
+    dgamma: Float[Array, "n"] | None
+    dbeta: Float[Array, "n"] | None

@@ -1,0 +1,70 @@
+"""Activations on register tiles, written for the GPU's instructions.
+
+The sigmoid is taken through `tanh`, one instruction on Hopper where `exp` and a
+division are several: `u * sigmoid(u) = h + h tanh(h)` with `h = u / 2`. So swish and
+GELU (the tanh form, as `jax.nn.gelu`'s default) want u / 2, a factor that kernels fold
+into what they multiply anyway.
+"""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+
+_GELU_LINEAR = math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715 * _GELU_LINEAR
+
+
+def input_scale(name: ActivationName) -> float:
+    """Returns what `activate_scaled` wants its argument multiplied by."""
+    return 0.5 if name in ("swish", "gelu") else 1.0
+
+
+def activate_scaled(
+    name: ActivationName, v: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns the activation of `v / input_scale(name)`, in the dtype of `v`."""
+    match name:
+        case "none":
+            return v
+        case "relu":
+            return jnp.maximum(v, 0.0)
+        case "swish":
+            return v + v * jnp.tanh(v)
+        case "hard_swish":
+            return v * jnp.minimum(jnp.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
+        case "gelu":
+            return v + v * jnp.tanh(v * (2 * _GELU_LINEAR + 8 * _GELU_CUBIC * v * v))
+    raise ValueError(f"unknown activation {name!r}.")
+
+
+def activate(name: ActivationName, u: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the activation of `u`, in its dtype."""
+    scale = input_scale(name)
+    return activate_scaled(name, u if scale == 1.0 else scale * u)
+
+
+def activation_slope(
+    name: ActivationName, u: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns the derivative of the activation at `u`."""
+    match name:
+        case "none":
+            return jnp.ones_like(u)
+        case "relu":
+            return jnp.where(u > 0.0, 1.0, 0.0)
+        case "swish":  # s + u s (1 - s), s the sigmoid of u
+            t = jnp.tanh(0.5 * u)
+            s = 0.5 + 0.5 * t
+            return s + 0.5 * u * (s - s * t)
+        case "hard_swish":  # 0 below -3, 1 above 3, (2 u + 3) / 6 between
+            between = u * (1 / 3) + 0.5
+            return jnp.where(u > 3.0, 1.0, jnp.where(u < -3.0, 0.0, between))
+        case "gelu":
+            t = jnp.tanh(u * (_GELU_LINEAR + _GELU_CUBIC * u * u))
+            inner = _GELU_LINEAR + 3 * _GELU_CUBIC * u * u
+            return 0.5 + 0.5 * t + 0.5 * u * (1.0 - t * t) * inner
+    raise ValueError(f"unknown activation {name!r}.")

@@ -1,0 +1,104 @@
+"""What the Mosaic GPU kernels share: row tiles, shared memory, the output of a tile.
+
+A tile is 64 rows, the height of one `wgmma`. Arrays in registers have its accumulator
+layout; a value per row or per column is broadcast to a tile explicitly, for Mosaic has
+no implicit broadcasting.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+ROWS = 64  # of a tile: the height of a wgmma
+TMA_SIDE = 256  # a TMA copy takes at most that many elements along a dim
+SMEM_BYTES = 232_448  # that one CTA can have on Hopper
+SMS = 132  # of an H100 or H200
+
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
+    """Returns a shared-memory type in the tiled, swizzled form of TMA and `wgmma`."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(min(shape[-1] * itemsize, 128) * 8)
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def per_row(values: jax.Array, columns: int) -> jax.Array:
+    """Returns a tile whose row r holds `values[r]`."""
+    return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
+
+
+def per_column(values: jax.Array, rows: int = ROWS) -> jax.Array:
+    """Returns a tile whose column c holds `values[c]`."""
+    return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
+
+
+# A CTA's registers are handed out at launch, evenly, in units of 8 a thread and at most
+# 64 Ki together. Warpgroups that only move data give theirs up; those that compute take
+# them: asking for more than was given up waits for ever.
+_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+PRODUCER_REGISTERS = 24
+
+
+def compute_registers(warpgroups: int) -> int:
+    """Returns the registers a thread of each of `warpgroups` computing warpgroups."""
+    return _REGISTERS[warpgroups]
+
+
+def compiler_params(**kwargs) -> plgpu.CompilerParams:
+    """Returns the parameters all kernels are compiled with.
+
+    No automatic barriers: every kernel orders its accesses to shared memory itself.
+    No scratch for reductions: sums along rows stay within a warp.
+    """
+    defaults = dict(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        reduction_scratch_bytes=0,
+        unsafe_no_auto_barriers=True,
+    )
+    return plgpu.CompilerParams(**(defaults | kwargs))
+
+
+class RowStore:
+    """Writes register tiles to global memory through pieces of shared memory.
+
+    One warpgroup's own. Make a new one for every row tile, when all that was stored
+    before has left (`drain`).
+
+    Args:
+        staging: a reference of shape (slots, 64, piece).
+    """
+
+    def __init__(self, staging):
+        self._staging = staging
+        self._stored = 0
+
+    def __call__(self, tile: jax.Array, target, rows, first_column):
+        """Starts copying `tile` to `target[rows, first_column:]`; `drain` at the end."""
+        slots, _, piece = self._staging.shape
+        for start in range(0, tile.shape[1], piece):
+            slot = self._stored % slots
+            if self._stored >= slots:
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            self._staging[slot] = tile[:, start : start + piece]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                self._staging.at[slot],
+                target.at[rows, pl.ds(first_column + start, piece)],
+            )
+            self._stored += 1
+
+
+def drain():
+    """Waits until everything this warpgroup stored has left shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
