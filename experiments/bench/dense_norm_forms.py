@@ -24,7 +24,7 @@ from experiments.bench.dense_norm_site import (
 )
 from experiments.bench.roofline import GemmDtype
 from loka_jax import fp8, xla
-from loka_jax.normed import Outputs
+from loka_jax.normed import NORM_BLOCK, XHAT_MAX_FEATURES, Outputs
 
 _F32, _BF16, _E4M3 = jnp.float32, jnp.bfloat16, fp8.E4M3
 
@@ -132,7 +132,11 @@ def _our_forms(site: Site) -> list[Form]:
     m, k, n = site.m, site.k, site.n
     to_bf16, to_fp8 = Outputs(), Outputs(y=False, y_fp8="row")
     to_fp8_tensor = Outputs(y=False, y_fp8="tensor")
-    training = Outputs(y=True, y_fp8="row", xhat=_E4M3, rstd=True)
+    features = min(n, NORM_BLOCK) if site.norm == "block" else n
+    fits = site.norm != "none" and features <= XHAT_MAX_FEATURES
+    xhat = _E4M3 if fits else _BF16
+    training = Outputs(y=True, y_fp8="row", xhat=xhat, rstd=site.norm != "none")
+    kept = (1 if fits else 2) * m * n + 8 * m  # xhat, scales and deviations
     rest = ("w_nk_fp8", "gamma", "beta")
     read = m * k + k * n
     bind = functools.partial
@@ -186,8 +190,7 @@ def _our_forms(site: Site) -> list[Form]:
             casts_rows=True,
             why_not=bind(_why_not, site, _E4M3, to_bf16, True),
         ),
-        # y in both dtypes, xhat, the scales and the deviations
-        fused("training", training, "x_row", read + 4 * m * n + 8 * m),
+        fused("training", training, "x_row", read + 3 * m * n + kept),
     ]
 
 

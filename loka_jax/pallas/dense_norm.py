@@ -165,6 +165,9 @@ def dense_norm(
     if reason is not None:
         raise ValueError(f"pallas dense_norm does not serve this site: {reason}.")
     settings = settings or best_settings(problem)
+    reason = _misfit(problem, settings)
+    if reason is not None:
+        raise ValueError(f"{settings} does not fit: {reason}.")
     return _Kernel(problem, epsilon, settings).launch(inputs, interpret)
 
 
@@ -196,7 +199,7 @@ def search_space(problem: Problem) -> list[Settings]:
         teams = (4, 2) if problem.n // slabs <= 128 else (2,)
         choices = itertools.product(teams, _stages(problem), _PIECES)
         found += [Settings(t, s, slabs, *piece) for t, s, piece in choices]
-    return [settings for settings in found if _fits(problem, settings)]
+    return [settings for settings in found if _misfit(problem, settings) is None]
 
 
 def best_settings(problem: Problem) -> Settings:
@@ -223,11 +226,20 @@ def _stages(problem: Problem) -> list[int]:
     return [parts * tiles_ahead for tiles_ahead in (3, 2, 1)]
 
 
-def _fits(problem: Problem, settings: Settings) -> bool:
+def _misfit(problem: Problem, settings: Settings) -> str | None:
+    """Returns why a launch cannot be laid out so, or None if it can."""
     kernel = _Kernel(problem, 0.0, settings)
+    if problem.n % settings.slabs or kernel.columns > SLAB:
+        return f"slabs of {problem.n} columns are at most {SLAB} wide"
+    # A part is given back when the next one has arrived.
+    if kernel.parts > 1 and settings.stages < 2:
+        return f"x comes in {kernel.parts} parts, which takes 2 stages"
     if any(kernel.columns % piece for piece in kernel.pieces()):
-        return False
-    return kernel.shared_memory_bytes() <= tiles.SMEM_BYTES
+        return f"a slab has {kernel.columns} columns, no multiple of a piece's"
+    needed = kernel.shared_memory_bytes()
+    if needed > tiles.SMEM_BYTES:
+        return f"it takes {needed} bytes of shared memory of {tiles.SMEM_BYTES}"
+    return None
 
 
 class _Inputs(NamedTuple):
@@ -520,10 +532,13 @@ class _Kernel:
     def _prepare(self, scratch: _Scratch):
         """Rewrites gamma and beta once, so that row tiles need not scale them."""
         factor = input_scale(self.activation)
-        for name, target in zip(
-            ("gamma", "beta"), self.affine_rows(scratch), strict=True
-        ):
-            value = plgpu.load(self._table_row(scratch, name), layout=PER_COLUMN)
+        given = [
+            plgpu.load(self._table_row(scratch, name), layout=PER_COLUMN)
+            for name in ("gamma", "beta")
+        ]
+        # Every warp reads all columns, and may be about to overwrite them for others.
+        plgpu.commit_smem()
+        for value, target in zip(given, self.affine_rows(scratch), strict=True):
             target[...] = (value * factor).astype(self.late_dtype)
         plgpu.barrier_arrive(scratch.prepared)
 

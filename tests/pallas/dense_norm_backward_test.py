@@ -114,8 +114,12 @@ def check(m, k, n, norm, activation, xhat_dtype, w_dtype, settings=None):
         print(name, worst_row(got, want))
 
 
-if __name__=='__main__':
-    import sys,time
-    tiles.SMS=2
+if __name__ == "__main__":
+    import sys, time
+
+    tiles.SMS = 2
     for a in sys.argv[1:]:
-        t=time.time(); print(a); eval(a); print(round(time.time()-t,2))
+        t = time.time()
+        print(a)
+        eval(a)
+        print(round(time.time() - t, 2))

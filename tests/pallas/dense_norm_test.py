@@ -98,7 +98,7 @@ def _affine(n):
 
 
 @pytest.mark.parametrize(
-    "norm, activation", list(itertools.product(NORMS, ACTIVATIONS)), ids="-".join
+    "norm, activation", list(itertools.product(NORMS, ACTIVATIONS))
 )
 def test_every_norm_and_activation(norm, activation):
     m, k, n = 192, 64, 128
@@ -112,8 +112,10 @@ def test_every_norm_and_activation(norm, activation):
     xhat, rstd, y = _reference(_wide(x), _wide(w), norm, activation, **affine)
     assert sqnr_db(y, out.y) > BF16_DB
     assert sqnr_db(xhat, out.xhat) > BF16_DB
-    worst_row = np.min(sqnr_db(y, out.y_fp8.dequantize(), axis=1))
-    assert worst_row > FLOOR_DB["cast_e4m3"] - 2
+    y_fp8 = out.y_fp8.dequantize()
+    assert sqnr_db(y, y_fp8) > FLOOR_DB["cast_e4m3"]
+    # Activations leave many values far below a row's largest.
+    assert np.min(sqnr_db(y, y_fp8, axis=1)) > FLOOR_DB["cast_e4m3"] - 4
     if norm != "none":
         np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
 
@@ -123,7 +125,7 @@ def test_every_norm_and_activation(norm, activation):
     [
         (320, 256, 256, "row", "tensor", Settings(2, 2, 1, 128, 2)),
         (64, 512, 128, "tensor", "row", Settings(4, 2, 1, 64, 1)),
-        (128, 192, 64, "row", "row", Settings(1, 1, 1, 64, 1)),
+        (128, 192, 64, "row", "row", Settings(1, 2, 1, 64, 1)),
         (448, 128, 192, "tensor", "tensor", Settings(2, 1, 1, 64, 1)),
     ],
 )
@@ -223,6 +225,22 @@ def test_why_not(problem, reason):
     assert reason in why_not(problem)
 
 
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (Settings(stages=1), "takes 2 stages"),
+        (Settings(piece_bytes=256), "multiple of a piece"),
+        (Settings(stages=64), "bytes of shared memory"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, reason):
+    x, w = _operands(64, 192, 64, x_scale="bf16")
+    with pytest.raises(ValueError, match=reason):
+        dense_norm(
+            x, w, norm="none", activation="none", want=Outputs(), settings=settings
+        )
+
+
 def test_unserved_problems_are_refused():
     x, w = _operands(100, 64, 64, x_scale="bf16")
     with pytest.raises(ValueError, match="m=100 is not a positive multiple of 64"):
@@ -234,18 +252,15 @@ TRAINING = Outputs(y=True, y_fp8="tensor", xhat=E4M3, rstd=True, y_amax=True)
 
 
 def _lower(problem, settings):
+    """Lowers a launch for CUDA without a GPU: layouts and shared memory are checked."""
     p = problem
-    shape = jax.ShapeDtypeStruct
-    x, w = shape((p.m, p.k), p.dtype), shape((p.n, p.k), p.dtype)
-    if p.dtype == E4M3:
-        rows = (p.m, 1) if p.x_scale_by_row else ()
-        x, w = (
-            Fp8Array(x, shape(rows, jnp.float32)),
-            Fp8Array(w, shape((), jnp.float32)),
-        )
-    column = shape((p.n,), jnp.float32) if p.has_affine else None
+    f32, shape = jnp.float32, jax.ShapeDtypeStruct
+    x_scale = shape((p.m, 1) if p.x_scale_by_row else (), f32)
+    column = shape((p.n,), f32) if p.has_affine else None
 
-    def f(x, w, gamma, beta, scale_inv):
+    def f(x, w, x_scale, scale, gamma, beta):
+        if p.dtype == E4M3:
+            x, w = Fp8Array(x, x_scale), Fp8Array(w, scale)
         return dense_norm(
             x,
             w,
@@ -254,11 +269,12 @@ def _lower(problem, settings):
             norm=p.norm,
             activation=p.activation,
             want=p.want,
-            y_scale_inv=scale_inv if p.want.y_fp8 == "tensor" else None,
+            y_scale_inv=scale if p.want.y_fp8 == "tensor" else None,
             settings=settings,
         )
 
-    traced = jax.jit(f).trace(x, w, column, column, shape((), jnp.float32))
+    operands = shape((p.m, p.k), p.dtype), shape((p.n, p.k), p.dtype)
+    traced = jax.jit(f).trace(*operands, x_scale, shape((), f32), column, column)
     return traced.lower(lowering_platforms=("cuda",))
 
 
