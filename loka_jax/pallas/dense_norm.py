@@ -13,12 +13,9 @@ start when those of the team before it are done, so that the tensor cores work f
 team while the others normalize.
 """
 
-import dataclasses
-import itertools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,75 +23,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
-from loka_jax.normed import (
-    XHAT_MAX_FEATURES,
-    XHAT_SCALE_INV,
-    ActivationName,
-    Normed,
-    NormName,
-    Outputs,
-)
+from loka_jax.normed import XHAT_SCALE_INV, ActivationName, Normed, NormName, Outputs
 from loka_jax.pallas import tiles
 from loka_jax.pallas.activations import activate_scaled, input_scale
+from loka_jax.pallas.dense_norm_plan import (
+    Inputs,
+    Plan,
+    Problem,
+    Results,
+    Scratch,
+    Settings,
+    best_settings,
+    misfit,
+    present,
+    why_not,
+)
 from loka_jax.pallas.tiles import PER_COLUMN, PER_ROW, ROWS, per_column, per_row
 
-SLAB = 256  # columns of a slab at most; also the block of a block norm
-_PART = 256  # columns of x that one TMA copy takes at most
 # Below it the reciprocal of a row scale would leave float16's range.
 _MIN_ROW_SCALE = 2.0**-14
 _WGMMA = plgpu.Layout.WGMMA
-# Width in bytes of the pieces of an output, and pieces under way.
-_PIECES = ((256, 1), (128, 2), (128, 1), (64, 1))
-_MAX_SLABS = 8  # CTAs of a portable cluster
-_SMEM_ALIGNMENT = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What a launch computes, all of it static.
-
-    Attributes:
-        m, k, n: rows, contracted size, columns of z.
-        dtype: of x and w: E4M3 or bfloat16.
-        norm: of the rows of z.
-        activation: after it.
-        want: the outputs.
-        has_bias: a bias is added before the norm.
-        has_affine: gamma and beta follow the norm.
-        x_scale_by_row: every row of x has a scale of its own.
-        w_scale_by_column: every column of z has a scale of its own.
-    """
-
-    m: int
-    k: int
-    n: int
-    dtype: Any
-    norm: NormName
-    activation: ActivationName
-    want: Outputs
-    has_bias: bool = False
-    has_affine: bool = True
-    x_scale_by_row: bool = False
-    w_scale_by_column: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How a launch is laid out.
-
-    Attributes:
-        teams: warpgroups that work on row tiles of their own.
-        stages: parts of x under way to each team (64 rows of at most 256 columns).
-        slabs: parts that the columns of z are cut into.
-        piece_bytes: width of the pieces in which an output leaves shared memory.
-        slots: pieces on their way out for each team.
-    """
-
-    teams: int = 2
-    stages: int = 2
-    slabs: int = 1
-    piece_bytes: int = 128
-    slots: int = 1
 
 
 def dense_norm(
@@ -137,7 +85,7 @@ def dense_norm(
     """
     x_fp8, w_fp8 = isinstance(x, Fp8Array), isinstance(w, Fp8Array)
     assert x_fp8 == w_fp8 and (gamma is None) == (beta is None)
-    inputs = _Inputs(
+    inputs = Inputs(
         x=x.data if x_fp8 else x,
         w=w.data if w_fp8 else w,
         x_scale=x.scale_inv.reshape(-1) if x_fp8 else None,
@@ -165,127 +113,10 @@ def dense_norm(
     if reason is not None:
         raise ValueError(f"pallas dense_norm does not serve this site: {reason}.")
     settings = settings or best_settings(problem)
-    reason = _misfit(problem, settings)
+    reason = misfit(problem, settings)
     if reason is not None:
         raise ValueError(f"{settings} does not fit: {reason}.")
-    return _Kernel(problem, epsilon, settings).launch(inputs, interpret)
-
-
-def why_not(problem: Problem) -> str | None:
-    """Returns why a problem is not served, or None if it is."""
-    p = problem
-    if p.m == 0 or p.m % ROWS:
-        return f"m={p.m} is not a positive multiple of {ROWS}"
-    if p.dtype not in (E4M3, jnp.bfloat16):
-        return f"{jnp.dtype(p.dtype).name} operands are neither E4M3 nor bfloat16"
-    for name, size in (("k", p.k), ("n", p.n)):
-        if size == 0 or size % 64:
-            return f"{name}={size} is not a positive multiple of 64"
-    if p.norm == "block" and p.n > SLAB and p.n % SLAB:
-        return f"n={p.n} is not a multiple of the norm's block of {SLAB}"
-    if p.norm == "block" and p.has_affine:
-        return "block norms have no gamma and beta"
-    if p.want.xhat == E4M3 and (p.norm == "none" or p.n > XHAT_MAX_FEATURES):
-        return f"rows normalized by {p.norm!r} over n={p.n} may not fit E4M3"
-    if not search_space(p):
-        return f"a weight of {p.k} x {p.n} does not fit shared memory"
-    return None
-
-
-def search_space(problem: Problem) -> list[Settings]:
-    """Returns the settings worth trying that fit, the likeliest first."""
-    found = []
-    for slabs in _slabs(problem):
-        teams = (4, 2) if problem.n // slabs <= 128 else (2,)
-        choices = itertools.product(teams, _stages(problem), _PIECES)
-        found += [Settings(t, s, slabs, *piece) for t, s, piece in choices]
-    return [settings for settings in found if _misfit(problem, settings) is None]
-
-
-def best_settings(problem: Problem) -> Settings:
-    """Returns the settings that a launch takes by default."""
-    return search_space(problem)[0]
-
-
-def _slabs(problem: Problem) -> list[int]:
-    """Returns into how many slabs the columns can be cut, fewest first."""
-    if problem.norm == "block" and problem.n > SLAB:
-        return [problem.n // SLAB] if problem.n // SLAB <= _MAX_SLABS else []
-    counts = (1, 2, 4)
-    sizes = {count: problem.n // count for count in counts if problem.n % count == 0}
-    return [
-        count
-        for count, size in sizes.items()
-        if size <= SLAB and size % 64 == 0 and (size >= 128 or count == 1)
-    ]
-
-
-def _stages(problem: Problem) -> list[int]:
-    """Returns how many parts of x to keep under way: up to three row tiles."""
-    parts = problem.k // math.gcd(problem.k, _PART)
-    return [parts * tiles_ahead for tiles_ahead in (3, 2, 1)]
-
-
-def _misfit(problem: Problem, settings: Settings) -> str | None:
-    """Returns why a launch cannot be laid out so, or None if it can."""
-    kernel = _Kernel(problem, 0.0, settings)
-    if problem.n % settings.slabs or kernel.columns > SLAB:
-        return f"slabs of {problem.n} columns are at most {SLAB} wide"
-    # A part is given back when the next one has arrived.
-    if kernel.parts > 1 and settings.stages < 2:
-        return f"x comes in {kernel.parts} parts, which takes 2 stages"
-    if any(kernel.columns % piece for piece in kernel.pieces()):
-        return f"a slab has {kernel.columns} columns, no multiple of a piece's"
-    needed = kernel.shared_memory_bytes()
-    if needed > tiles.SMEM_BYTES:
-        return f"it takes {needed} bytes of shared memory of {tiles.SMEM_BYTES}"
-    return None
-
-
-class _Inputs(NamedTuple):
-    """The kernel's operands, or references to them; None for what is absent."""
-
-    x: Any
-    w: Any
-    x_scale: Any
-    w_scale: Any
-    bias: Any
-    gamma: Any
-    beta: Any
-    y_scale: Any
-
-
-class _Results(NamedTuple):
-    """What the kernel writes; None for what it does not."""
-
-    y: Any
-    y_fp8: Any
-    y_scale: Any
-    y_amax: Any
-    xhat: Any
-    rstd: Any
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers; None for what is not needed."""
-
-    x: Any  # [teams * stages, 64, part]: a ring for each team
-    w: Any  # [parts, columns, part]
-    x_scale: Any  # [teams, 2, 64]
-    table: Any  # [rows, columns]: what is given for each column
-    affine: Any  # [2, columns]: gamma and beta as the activation wants them
-    wide: Any  # [teams, slots, 64, columns of a piece], bfloat16 on its way out
-    narrow: Any  # the same in E4M3
-    rows: Any  # [teams, 3, 64], float32 on its way out
-    sums: Any  # [teams, 2, slabs - 1, 64, 8] from the other slabs
-    full: Any  # barriers of parts of x that have arrived,
-    empty: Any  # and of those that were read
-    resident: Any  # of all that stays
-    prepared: Any  # of `affine`
-    turn: Any  # of the team that may use the tensor cores
-    sums_full: Any
-    scale_full: Any
-    scale_empty: Any
+    return _Kernel(Plan(problem, settings), epsilon).launch(inputs, interpret)
 
 
 class _At(NamedTuple):
@@ -303,49 +134,20 @@ class _At(NamedTuple):
 
 
 class _Kernel:
-    """A launch: what is static of it, and the kernel's body."""
+    """A launch and the kernel's body."""
 
-    def __init__(self, problem: Problem, epsilon: float, settings: Settings):
-        self.m, self.k, self.n = problem.m, problem.k, problem.n
-        self.dtype, self.norm = problem.dtype, problem.norm
-        self.activation, self.epsilon = problem.activation, epsilon
-        self.want, self.settings = problem.want, settings
-        self.x_scale_by_row = problem.x_scale_by_row
-        self.w_scale_by_column = problem.w_scale_by_column
-        norm, want = problem.norm, problem.want
-        self.columns = self.n // settings.slabs
-        self.part = math.gcd(self.k, _PART)
-        self.parts = self.k // self.part
-        self.steps = self.m // ROWS
-        self.groups = max(1, min(tiles.SMS // settings.slabs, self.steps))
-        # What is given for each column, in the order of the table's rows.
-        by_column = {
-            "bias": problem.has_bias,
-            "gamma": problem.has_affine,
-            "beta": problem.has_affine,
-            "w_scale": problem.w_scale_by_column,
-        }
-        self.table = [name for name, is_given in by_column.items() if is_given]
-        self.has_affine = problem.has_affine
-        # What a row tile needs of the other slabs: sums, and the amax of its rows.
-        needs = (norm in ("layer", "rms"), want.y_fp8 == "row")
-        self.exchanges = sum(needs) if settings.slabs > 1 else 0
-        # What leaves in FP8 was normalized: half precision is enough after the norm, at
-        # half the instructions and registers.
-        in_half = want.y_fp8 is not None and norm != "none"
-        self.late_dtype = jnp.float16 if in_half else jnp.float32
-        self.writes_wide = bool(want.y) or want.xhat == jnp.bfloat16
-        self.writes_narrow = want.y_fp8 is not None or want.xhat == E4M3
+    def __init__(self, plan: Plan, epsilon: float):
+        self.plan, self.epsilon = plan, epsilon
 
-    def launch(self, inputs: _Inputs, interpret) -> Normed:
+    def launch(self, inputs: Inputs, interpret) -> Normed:
         """Runs the kernel."""
-        results, scratch = self._results(), self._scratch()
-        slabs = self.settings.slabs
-        if self.exchanges:
-            mesh = dict(grid=(self.groups,), grid_names=("group",))
+        results, scratch = self.plan.results(), self.plan.scratch()
+        slabs = self.plan.settings.slabs
+        if self.plan.exchanges:
+            mesh = dict(grid=(self.plan.groups,), grid_names=("group",))
             mesh |= dict(cluster=(slabs,), cluster_names=("slab",))
         else:
-            mesh = dict(grid=(self.groups, slabs), grid_names=("group", "slab"))
+            mesh = dict(grid=(self.plan.groups, slabs), grid_names=("group", "slab"))
 
         def body(*refs):
             refs = iter(refs)
@@ -353,14 +155,14 @@ class _Kernel:
 
         written = plgpu.kernel(
             body,
-            out_type=_present(results),
-            scratch_types=_present(scratch),
+            out_type=present(results),
+            scratch_types=present(scratch),
             **mesh,
-            num_threads=self.settings.teams + 1,
+            num_threads=self.plan.settings.teams + 1,
             thread_name="warpgroup",
             compiler_params=tiles.compiler_params(),
             interpret=interpret,
-        )(*_present(inputs))
+        )(*present(inputs))
         out = _fill(results, iter(written))
         y_fp8 = None
         if out.y_fp8 is not None:
@@ -369,81 +171,13 @@ class _Kernel:
             y_fp8 = Fp8Array(out.y_fp8, scale)
         return Normed(out.y, y_fp8, out.xhat, out.rstd, out.y_amax)
 
-    def pieces(self) -> list[int]:
-        """Returns the columns of the pieces in which outputs leave."""
-        itemsizes = [2] * self.writes_wide + [1] * self.writes_narrow
-        return [self.settings.piece_bytes // itemsize for itemsize in itemsizes]
-
-    def shared_memory_bytes(self) -> int:
-        """Returns what a CTA needs: every array starts at a multiple of 1 KiB."""
-        total = 0
-        for scratch in _present(self._scratch()):
-            if isinstance(scratch, plgpu.Barrier):
-                total += 8 * math.prod(scratch.num_barriers)
-            else:
-                aval = scratch.inner_aval
-                size = aval.size * aval.dtype.itemsize
-                total += -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
-        return total
-
-    def _results(self) -> _Results:
-        m, n, want = self.m, self.n, self.want
-        f32, shape = jnp.float32, jax.ShapeDtypeStruct
-        blocks = self.settings.slabs if self.norm == "block" else 1
-        rstd = shape((m,) if blocks == 1 else (blocks, m), f32)
-        return _Results(
-            y=shape((m, n), jnp.bfloat16) if want.y else None,
-            y_fp8=shape((m, n), E4M3) if want.y_fp8 else None,
-            y_scale=shape((m,), f32) if want.y_fp8 == "row" else None,
-            y_amax=shape((self.settings.slabs, m), f32) if want.y_amax else None,
-            xhat=shape((m, n), want.xhat) if want.xhat is not None else None,
-            rstd=rstd if want.rstd else None,
-        )
-
-    def _scratch(self) -> _Scratch:
-        s, want = self.settings, self.want
-        f32, barrier, smem = jnp.float32, plgpu.Barrier, plgpu.SMEM
-        ring, two_each = s.teams * s.stages, 2 * s.teams
-
-        def staging(dtype):
-            piece = s.piece_bytes // jnp.dtype(dtype).itemsize
-            return tiles.swizzled((s.teams, s.slots, ROWS, piece), dtype)
-
-        rows = want.y_fp8 == "row" or want.rstd or want.y_amax
-        sums = None
-        if self.exchanges:
-            transforms = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))
-            shape = (s.teams, 2, s.slabs - 1, ROWS, 8)
-            sums = smem(shape, f32, transforms=transforms)
-        scales = self.x_scale_by_row
-        in_half = self.has_affine and self.late_dtype == jnp.float16
-        return _Scratch(
-            x=tiles.swizzled((ring, ROWS, self.part), self.dtype),
-            w=tiles.swizzled((self.parts, self.columns, self.part), self.dtype),
-            x_scale=smem((s.teams, 2, ROWS), f32) if scales else None,
-            table=smem((len(self.table), self.columns), f32) if self.table else None,
-            affine=smem((2, self.columns), jnp.float16) if in_half else None,
-            wide=staging(jnp.bfloat16) if self.writes_wide else None,
-            narrow=staging(E4M3) if self.writes_narrow else None,
-            rows=smem((s.teams, 3, ROWS), f32) if rows else None,
-            sums=sums,
-            full=barrier(num_barriers=ring),
-            empty=barrier(num_barriers=ring),
-            resident=barrier(num_arrivals=self.parts + len(self.table)),
-            prepared=barrier() if self.has_affine else None,
-            turn=barrier(num_barriers=s.teams) if s.teams > 1 else None,
-            sums_full=barrier(num_barriers=two_each, num_arrivals=s.slabs - 1)
-            if self.exchanges
-            else None,
-            scale_full=barrier(num_barriers=two_each) if scales else None,
-            scale_empty=barrier(num_barriers=two_each) if scales else None,
-        )
-
-    def _body(self, inputs: _Inputs, results: _Results, scratch: _Scratch):
-        teams = self.settings.teams
+    def _body(self, inputs: Inputs, results: Results, scratch: Scratch):
+        teams = self.plan.settings.teams
         warpgroup, group = lax.axis_index("warpgroup"), lax.axis_index("group")
-        slab = lax.axis_index("slab") if self.settings.slabs > 1 else 0
-        steps = lax.div(self.steps - group + self.groups - 1, self.groups)
+        slab = lax.axis_index("slab") if self.plan.settings.slabs > 1 else 0
+        steps = lax.div(
+            self.plan.steps - group + self.plan.groups - 1, self.plan.groups
+        )
         at = _At(group, slab, steps)
 
         @pl.when(warpgroup == teams)
@@ -458,20 +192,22 @@ class _Kernel:
             self._work(warpgroup, inputs, results, scratch, at)
 
     def _row_slice(self, at: _At, step):
-        return pl.ds((at.group + step * self.groups) * ROWS, ROWS)
+        return pl.ds((at.group + step * self.plan.groups) * ROWS, ROWS)
 
     def _slot(self, team, part):
         """Returns where the `part`-th part of x that a team reads lies in the rings."""
-        return team * self.settings.stages + lax.rem(part, self.settings.stages)
+        return team * self.plan.settings.stages + lax.rem(
+            part, self.plan.settings.stages
+        )
 
-    def _produce(self, inputs: _Inputs, scratch: _Scratch, at: _At):
+    def _produce(self, inputs: Inputs, scratch: Scratch, at: _At):
         """Loads what stays, then keeps the rings of x filled."""
-        s = self.settings
-        columns = pl.ds(at.slab * self.columns, self.columns)
-        for p in range(self.parts):
-            source = inputs.w.at[columns, pl.ds(p * self.part, self.part)]
+        s = self.plan.settings
+        columns = pl.ds(at.slab * self.plan.columns, self.plan.columns)
+        for p in range(self.plan.parts):
+            source = inputs.w.at[columns, pl.ds(p * self.plan.part, self.plan.part)]
             plgpu.copy_gmem_to_smem(source, scratch.w.at[p], scratch.resident)
-        for i, name in enumerate(self.table):
+        for i, name in enumerate(self.plan.table):
             source = getattr(inputs, name).at[columns]
             plgpu.copy_gmem_to_smem(source, scratch.table.at[i], scratch.resident)
 
@@ -479,28 +215,28 @@ class _Kernel:
         def _(step):
             team, turn = lax.rem(step, s.teams), lax.div(step, s.teams)
             rows = self._row_slice(at, step)
-            if self.x_scale_by_row:
+            if self.plan.x_scale_by_row:
                 half = lax.rem(turn, 2)
                 slot = 2 * team + half
                 _wait_if(turn >= 2, scratch.scale_empty.at[slot])
                 target, barrier = scratch.x_scale.at[team, half], scratch.scale_full
                 source = inputs.x_scale.at[rows]
                 plgpu.copy_gmem_to_smem(source, target, barrier.at[slot])
-            for p in range(self.parts):
-                part = turn * self.parts + p
+            for p in range(self.plan.parts):
+                part = turn * self.plan.parts + p
                 slot = self._slot(team, part)
                 _wait_if(part >= s.stages, scratch.empty.at[slot])
-                source = inputs.x.at[rows, pl.ds(p * self.part, self.part)]
+                source = inputs.x.at[rows, pl.ds(p * self.plan.part, self.plan.part)]
                 target, barrier = scratch.x.at[slot], scratch.full.at[slot]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
     def _work(self, team, inputs, results, scratch, at: _At):
         """Works through the row tiles of a team."""
-        teams = self.settings.teams
+        teams = self.plan.settings.teams
         scale = _product_of_scalars(inputs.x_scale, inputs.w_scale)
         to_fp8 = None if inputs.y_scale is None else 1.0 / inputs.y_scale[0]
         plgpu.barrier_wait(scratch.resident)
-        if self.has_affine:
+        if self.plan.has_affine:
             pl.when(team == 0)(lambda: self._prepare(scratch))
             plgpu.barrier_wait(scratch.prepared)
 
@@ -510,7 +246,7 @@ class _Kernel:
             z = self._multiply(team, turn, scratch, at)
             tile = _Tile(self, team, turn, scratch, at)
             row_scale = scale
-            if self.x_scale_by_row:
+            if self.plan.x_scale_by_row:
                 row_scale = tile.x_scale()
                 row_scale = row_scale if scale is None else row_scale * scale
             # What the last tile of this team wrote must have left before.
@@ -520,18 +256,18 @@ class _Kernel:
 
         tiles.drain()
 
-    def affine_rows(self, scratch: _Scratch):
+    def affine_rows(self, scratch: Scratch):
         """Returns where gamma and beta lie as the row tiles read them."""
         if scratch.affine is not None:
             return scratch.affine.at[0], scratch.affine.at[1]
         return tuple(self._table_row(scratch, name) for name in ("gamma", "beta"))
 
-    def _table_row(self, scratch: _Scratch, name: str):
-        return scratch.table.at[self.table.index(name)]
+    def _table_row(self, scratch: Scratch, name: str):
+        return scratch.table.at[self.plan.table.index(name)]
 
-    def _prepare(self, scratch: _Scratch):
+    def _prepare(self, scratch: Scratch):
         """Rewrites gamma and beta once, so that row tiles need not scale them."""
-        factor = input_scale(self.activation)
+        factor = input_scale(self.plan.activation)
         given = [
             plgpu.load(self._table_row(scratch, name), layout=PER_COLUMN)
             for name in ("gamma", "beta")
@@ -539,17 +275,17 @@ class _Kernel:
         # Every warp reads all columns, and may be about to overwrite them for others.
         plgpu.commit_smem()
         for value, target in zip(given, self.affine_rows(scratch), strict=True):
-            target[...] = (value * factor).astype(self.late_dtype)
+            target[...] = (value * factor).astype(self.plan.late_dtype)
         plgpu.barrier_arrive(scratch.prepared)
 
-    def _multiply(self, team, turn, scratch: _Scratch, at: _At):
+    def _multiply(self, team, turn, scratch: Scratch, at: _At):
         """Returns `x W^T` of a row tile: (64, columns) in float32, not yet scaled."""
-        teams = self.settings.teams
+        teams = self.plan.settings.teams
         step = turn * teams + team
 
         def product(accumulator):
-            for p in range(self.parts):
-                slot = self._slot(team, turn * self.parts + p)
+            for p in range(self.plan.parts):
+                slot = self._slot(team, turn * self.plan.parts + p)
                 plgpu.barrier_wait(scratch.full.at[slot])
                 if p == 0 and teams > 1:
                     _wait_if(step > 0, scratch.turn.at[team])
@@ -560,45 +296,47 @@ class _Kernel:
                     self._release(team, turn, p - 1, scratch, at)
             return accumulator[...]
 
-        accumulator = plgpu.ACC((ROWS, self.columns), jnp.float32)
+        accumulator = plgpu.ACC((ROWS, self.plan.columns), jnp.float32)
         z = pl.run_scoped(product, accumulator)
         if teams > 1:
             following = scratch.turn.at[lax.rem(team + 1, teams)]
             _arrive_if(step + 1 < at.steps, following)
-        self._release(team, turn, self.parts - 1, scratch, at)
+        self._release(team, turn, self.plan.parts - 1, scratch, at)
         return z
 
-    def _release(self, team, turn, p, scratch: _Scratch, at: _At):
+    def _release(self, team, turn, p, scratch: Scratch, at: _At):
         """Gives a part of x that was read back to the producer, if it needs it."""
-        part = turn * self.parts + p
-        needed = part + self.settings.stages < self._turns(team, at) * self.parts
+        part = turn * self.plan.parts + p
+        needed = (
+            part + self.plan.settings.stages < self._turns(team, at) * self.plan.parts
+        )
         _arrive_if(needed, scratch.empty.at[self._slot(team, part)])
 
     def _turns(self, team, at: _At):
         """Returns the number of row tiles of a team."""
-        teams = self.settings.teams
+        teams = self.plan.settings.teams
         return lax.div(at.steps - team + teams - 1, teams)
 
-    def _finish(self, z, scale, to_fp8, tile: "_Tile", results: _Results, rows):
+    def _finish(self, z, scale, to_fp8, tile: "_Tile", results: Results, rows):
         """Normalizes, activates and stores a row tile."""
-        want = self.want
-        if self.w_scale_by_column:
+        want = self.plan.want
+        if self.plan.w_scale_by_column:
             z = z * per_column(tile.column("w_scale"))
-        if "bias" in self.table:
+        if "bias" in self.plan.table:
             z = z if scale is None else z * self._by_row(scale)
             z, scale = z + per_column(tile.column("bias")), None
         z, rstd, factor = self._normalize(z, scale, tile)
         if want.rstd:
-            by_block = self.norm == "block" and self.settings.slabs > 1
+            by_block = self.plan.norm == "block" and self.plan.settings.slabs > 1
             target = results.rstd.at[tile.at.slab] if by_block else results.rstd
             tile.store_rows(0, rstd, target, rows, by_slab=by_block)
-        z = z.astype(self.late_dtype)
+        z = z.astype(self.plan.late_dtype)
         store = tile.store
         # Piece by piece fewer values are alive at a time; a row scale needs all.
-        size = self.settings.piece_bytes // (1 if self.writes_narrow else 2)
-        size = self.columns if want.y_fp8 == "row" else size
+        size = self.plan.settings.piece_bytes // (1 if self.plan.writes_narrow else 2)
+        size = self.plan.columns if want.y_fp8 == "row" else size
         amax = None
-        for start in range(0, self.columns, size):
+        for start in range(0, self.plan.columns, size):
             part = z[:, start : start + size]
             if want.xhat is not None:
                 xhat = part * (1 / XHAT_SCALE_INV) if want.xhat == E4M3 else part
@@ -617,22 +355,22 @@ class _Kernel:
             target = results.y_amax.at[tile.at.slab]
             tile.store_rows(1, amax, target, rows, by_slab=True)
 
-    def _row_scale(self, amax, tile: "_Tile", results: _Results, rows):
+    def _row_scale(self, amax, tile: "_Tile", results: Results, rows):
         """Stores the scales of the rows and returns their reciprocals."""
-        if self.exchanges:
-            (amax,) = tile.exchange(self.exchanges - 1, (amax,), jnp.maximum)
+        if self.plan.exchanges:
+            (amax,) = tile.exchange(self.plan.exchanges - 1, (amax,), jnp.maximum)
         scale_inv = _row_scale_inv(amax)
         tile.store_rows(2, scale_inv, results.y_scale, rows)
         return 1.0 / scale_inv
 
     def _activate(self, v, factor, tile: "_Tile", start: int):
         """Returns columns of the activations, from what the norm returned."""
-        if self.has_affine:
+        if self.plan.has_affine:
             gamma, beta = tile.affine(start, v.shape[1])
             v = v * per_column(gamma) + per_column(beta)
         elif factor != 1.0:
             v = v * factor
-        return activate_scaled(self.activation, v)
+        return activate_scaled(self.plan.activation, v)
 
     def _normalize(self, z, scale, tile: "_Tile"):
         """Returns the normalized tile, 1 / deviation, and a factor still to apply.
@@ -640,20 +378,20 @@ class _Kernel:
         A scale of z is not applied to z: norms do not see it, but through epsilon.
         The factor is the activation's input scale, applied here if that is free.
         """
-        factor = input_scale(self.activation)
-        is_last = not self.has_affine and self.want.xhat is None
+        factor = input_scale(self.plan.activation)
+        is_last = not self.plan.has_affine and self.plan.want.xhat is None
         here, later = (factor, 1.0) if is_last else (1.0, factor)
-        if self.norm == "none":
+        if self.plan.norm == "none":
             if scale is not None:
                 z = z * self._by_row(scale * here)
             elif here != 1.0:
                 z = z * here
             return z, None, later
         sums = [jnp.sum(z * z, axis=1)]
-        if self.norm == "layer":
+        if self.plan.norm == "layer":
             sums.append(jnp.sum(z, axis=1))
-        features = self.columns if self.norm == "block" else self.n
-        if self.exchanges and self.norm != "block":
+        features = self.plan.columns if self.plan.norm == "block" else self.plan.n
+        if self.plan.exchanges and self.plan.norm != "block":
             sums = tile.exchange(0, sums, jnp.add)
         moment, *mean = (total * (1 / features) for total in sums)
         if mean:
@@ -664,20 +402,20 @@ class _Kernel:
             rstd = lax.rsqrt(scale * scale * moment + self.epsilon)
             rate = scale * rstd
         rate = rate if here == 1.0 else rate * here
-        z = z * per_row(rate, self.columns)
+        z = z * per_row(rate, self.plan.columns)
         if mean:
-            z = z - per_row(mean[0] * rate, self.columns)
+            z = z - per_row(mean[0] * rate, self.plan.columns)
         return z, rstd, later
 
     def _by_row(self, value):
         """Returns what multiplies a tile: a scalar as it is, rows broadcast."""
-        return per_row(value, self.columns) if value.ndim else value
+        return per_row(value, self.plan.columns) if value.ndim else value
 
 
 class _Tile:
     """A team's row tile: what it shares with shared memory and with other slabs."""
 
-    def __init__(self, kernel: _Kernel, team, turn, scratch: _Scratch, at: _At):
+    def __init__(self, kernel: _Kernel, team, turn, scratch: Scratch, at: _At):
         self._kernel, self._team, self._turn = kernel, team, turn
         self._scratch, self.at = scratch, at
         staged = {jnp.bfloat16: scratch.wide, E4M3: scratch.narrow}
@@ -710,7 +448,7 @@ class _Tile:
 
     def store(self, tile, target, rows, start=0):
         """Starts storing columns of the tile in the target's dtype."""
-        column = self.at.slab * self._kernel.columns + start
+        column = self.at.slab * self._kernel.plan.columns + start
         self._stores[jnp.dtype(target.dtype)](
             tile.astype(target.dtype), target, rows, column
         )
@@ -724,7 +462,7 @@ class _Tile:
         def copy():
             plgpu.copy_smem_to_gmem(staging, target.at[rows])
 
-        if by_slab or self._kernel.settings.slabs == 1:
+        if by_slab or self._kernel.plan.settings.slabs == 1:
             return copy()
         pl.when(self.at.slab == 0)(copy)
 
@@ -734,8 +472,8 @@ class _Tile:
         `index` counts a tile's exchanges. Two buffers are enough: who is one exchange
         ahead has everybody's part of the last one, so the one before was read.
         """
-        s = self._kernel.settings
-        half = lax.rem(self._turn * self._kernel.exchanges + index, 2)
+        s = self._kernel.plan.settings
+        half = lax.rem(self._turn * self._kernel.plan.exchanges + index, 2)
         barrier = self._scratch.sums_full.at[2 * self._team + half]
         buffer = self._scratch.sums.at[self._team, half]
         # The unit that travels is a tile of 8 columns: four for either value.
@@ -761,10 +499,6 @@ class _Tile:
         first = jnp.max(jnp.where(is_first, total, low), axis=1)
         second = jnp.max(jnp.where(is_first, low, total), axis=1)
         return (first, second)[: len(values)]
-
-
-def _present(values) -> list:
-    return [value for value in values if value is not None]
 
 
 def _fill(like, values):

@@ -48,8 +48,6 @@ class Settings:
         slabs: parts the rows of W are cut into, each for CTAs of its own.
         columns: of a tile that are worked on at a time.
         packed: columns whose du waits for its norm's sums in bfloat16, not float32.
-        tensor_sums: take the norm's sums along rows on the tensor cores, too, where
-            the norm has parameters.
         chunk: columns of an FP8 tile of shared memory.
         half: take the activation's slope in float16.
         piece: columns of dx that leave at a time.
@@ -61,7 +59,6 @@ class Settings:
     slabs: int = 1
     columns: int = 32
     packed: int = 0
-    tensor_sums: bool = False
     chunk: int = 128
     half: bool = True
     piece: int = 64
@@ -112,10 +109,6 @@ class _Problem:
     def half(self) -> bool:
         """Whether the slope is taken in float16, whose range z may leave."""
         return self.settings.half and self.norm != "none"
-
-    @property
-    def tensor_sums(self) -> bool:
-        return self.affine and self.settings.tensor_sums
 
     @property
     def workers(self) -> int:
@@ -186,13 +179,6 @@ def dense_norm_backward(
         ones = jnp.stack([half, ~half])[:, :, None]
         ones = jnp.broadcast_to(ones, (2, _ONES, ROWS))
         operands["ones"] = ones.astype(jnp.bfloat16)
-        if problem.tensor_sums:
-            # In two halves of 8 bits each, as two columns of the product.
-            high = scaled.astype(jnp.bfloat16)
-            low = (scaled - high.astype(jnp.float32)).astype(jnp.bfloat16)
-            operands["halves"] = jnp.pad(
-                jnp.stack([high, low]), ((0, _ONES - 2), (0, 0))
-            )
     results = {
         "dx": jax.ShapeDtypeStruct((m, k), jnp.bfloat16),
         "dz": jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
@@ -335,7 +321,6 @@ def _scratch(problem: _Problem) -> dict:
     copies = 2 * parts
     w_rows = math.gcd(problem.slab, tiles.TMA_SIDE)
     once = parts * (problem.slab // w_rows) + 3 * problem.affine
-    once += parts * problem.tensor_sums
     scratch = dict(
         w_smem=_swizzled((parts, problem.slab, side), problem.w_dtype, s.chunk),
         dy_smem=tiles.swizzled((s.slots, parts, ROWS, side), jnp.bfloat16),
@@ -354,9 +339,6 @@ def _scratch(problem: _Problem) -> dict:
         slope_dtype = jnp.float16 if problem.half else jnp.float32
         scratch["affine_smem"] = plgpu.SMEM((2, n), slope_dtype)
         scratch["gamma_smem"] = plgpu.SMEM((n,), jnp.float32)
-        if problem.tensor_sums:
-            shape = (parts, _ONES, side)
-            scratch["halves_smem"] = tiles.swizzled(shape, jnp.bfloat16)
         scratch["ones_smem"] = tiles.swizzled((2, _ONES, ROWS), jnp.bfloat16)
     return scratch
 
@@ -425,12 +407,6 @@ def _produce(problem: _Problem, gmem: dict, smem: dict, worker, steps):
                         gmem[name], smem[name + "_smem"], smem["once"]
                     )
             for part in range(problem.parts):
-                if problem.tensor_sums:
-                    plgpu.copy_gmem_to_smem(
-                        gmem["halves"].at[:, pl.ds(part * side, side)],
-                        smem["halves_smem"].at[part],
-                        smem["once"],
-                    )
                 for row in range(0, problem.slab, w_rows):
                     plgpu.copy_gmem_to_smem(
                         gmem["w"].at[
@@ -580,11 +556,7 @@ class _Tile:
                 for i in range(self.gmem["rstd"].shape[0])
             ]
         plgpu.barrier_wait(smem["full"].at[self.team * s.slots + self.slot])
-        if p.tensor_sums:
-            acc = plgpu.ACC((ROWS, _ONES), jnp.float32)
-            du, sums = pl.run_scoped(self._activation_backward, acc, acc)
-        else:
-            du, sums = self._activation_backward()
+        du, sums = self._activation_backward()
         dz = self._norm_backward(du, sums, rstd)
         if p.affine:
             plgpu.wgmma_wait(0)  # the sums of du are taken: dz may overwrite it
@@ -603,7 +575,7 @@ class _Tile:
 
         self._multiply(scale_inv)
 
-    def _activation_backward(self, *row_sums):
+    def _activation_backward(self):
         """Returns du, in bfloat16 pieces, and the elementwise sums of g and g xhat."""
         p = self.problem
         dus, du_xhats, g_sum, gx_sum = [], [], {}, {}
@@ -627,8 +599,6 @@ class _Tile:
                     value = jnp.concatenate(du_xhats, axis=1)
                     self._at(self.smem["dy_smem"], self.slot, start)[...] = value
                     du_xhats.clear()
-                if p.tensor_sums:
-                    continue
                 gamma = self._columns(self.smem["gamma_smem"], first)
                 g, gx = gamma * du, gamma * du_xhat
             if p.norm == "layer":
@@ -636,19 +606,14 @@ class _Tile:
             gx_sum[block] = gx_sum[block] + gx if block in gx_sum else gx
         if p.affine:
             self._sum_columns(0)
-        if p.tensor_sums:
-            self._sum_rows(row_sums[1])
         totals = [
             {block: jnp.sum(x, axis=1) for block, x in sums.items()}
             for sums in (g_sum, gx_sum)
         ]
         if p.affine:
-            plgpu.wgmma_wait(0)
+            plgpu.wgmma_wait(0)  # the sums of du xhat are taken: du may overwrite it
             self._write_dy([x.astype(jnp.bfloat16) for x in dus])
             self._sum_columns(1)
-        if p.tensor_sums:
-            self._sum_rows(row_sums[0])
-            totals = [{0: jnp.sum(x[...], axis=1)} for x in row_sums]
         return dus, totals
 
     def _block(self, first):
@@ -662,11 +627,6 @@ class _Tile:
         for part in range(self.problem.parts):
             tile = self.smem["dy_smem"].at[self.slot, part].transpose((1, 0))
             plgpu.wgmma(self.column_sums.at[pl.ds(part * side, side)], tile, ones)
-
-    def _sum_rows(self, acc):
-        for part in range(self.problem.parts):
-            halves = self.smem["halves_smem"].at[part].transpose((1, 0))
-            plgpu.wgmma(acc, self.smem["dy_smem"].at[self.slot, part], halves)
 
     def _norm_backward(self, du, totals, rstd):
         """Returns dz in bfloat16 pieces."""

@@ -74,17 +74,18 @@ class RowStore:
 
     One warpgroup's own. Make a new one for every row tile, when all that was stored
     before has left (`drain`).
-
-    Args:
-        staging: a reference of shape (slots, 64, piece).
     """
 
     def __init__(self, staging):
+        """Takes a reference of shape (slots, 64, piece) to stage pieces in."""
         self._staging = staging
         self._stored = 0
 
     def __call__(self, tile: jax.Array, target, rows, first_column):
-        """Starts copying `tile` to `target[rows, first_column:]`; `drain` at the end."""
+        """Starts copying `tile` to `target[rows, first_column:]`.
+
+        `drain` before the kernel ends.
+        """
         slots, _, piece = self._staging.shape
         for start in range(0, tile.shape[1], piece):
             slot = self._stored % slots

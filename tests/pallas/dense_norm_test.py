@@ -16,11 +16,11 @@ from loka_jax import fp8
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import XHAT_SCALE_INV, Outputs
 from loka_jax.pallas import tiles
-from loka_jax.pallas.dense_norm import (
+from loka_jax.pallas.dense_norm import dense_norm
+from loka_jax.pallas.dense_norm_plan import (
     Problem,
     Settings,
     best_settings,
-    dense_norm,
     search_space,
     why_not,
 )
