@@ -49,7 +49,8 @@ class Arguments:
 
     Attributes:
         out: where to write the JSON; printed only if None.
-        arms: what to time: Flax's, or "xla RECIPE" and "pallas RECIPE" of ours.
+        arms: what to time: Flax's, and of ours "xla RECIPE", "pallas RECIPE", or "auto
+            RECIPE" for kernels where they serve.
         inputs: features of the batch.
         features: widths of the layers.
         batch_size: rows.
@@ -286,7 +287,7 @@ def _print_targets(result: dict[str, Any]) -> None:
     ours = [
         name
         for name in result["arms"]
-        if name.startswith("pallas") and result["losses"][name]["is_equal"]
+        if name.startswith(("auto", "pallas")) and result["losses"][name]["is_equal"]
     ]
     for what, least in (("inference", LEAST_INFERENCE), ("step", LEAST_STEP)):
         ratios = {name: result["arms"][name][what]["vs_flax_bf16"] for name in ours}

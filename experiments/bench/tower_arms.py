@@ -10,18 +10,25 @@ import optax
 from flax import linen
 
 from loka_jax import nn
+from loka_jax.ops.dense_norm import Implementation
 from loka_jax.recipe import CALIBRATED, get_recipe
 
 FLAX, FLAX_BIAS, FLAX_FP8 = "flax bf16", "flax bf16 with bias", "flax fp8"
-# Ours are "IMPLEMENTATION RECIPE".
+# Ours are "IMPLEMENTATION RECIPE": "auto" takes kernels where they serve, "pallas"
+# refuses a site that they do not serve both ways.
+IMPLEMENTATIONS: dict[str, Implementation | None] = {
+    "xla": "xla",
+    "pallas": "pallas",
+    "auto": None,
+}
 ARMS = (
     FLAX,
     FLAX_BIAS,
     FLAX_FP8,
     "xla fp8_tensorwise_delayed_bf16_drhs",
-    "pallas fp8_tensorwise_delayed_bf16_drhs",
-    "pallas fp8_rowwise_bf16_drhs",
-    "pallas bf16",
+    "auto fp8_tensorwise_delayed_bf16_drhs",
+    "auto fp8_rowwise_bf16_drhs",
+    "auto bf16",
 )
 
 
@@ -93,7 +100,7 @@ class Tower(linen.Module):
             recipe=recipe,
             norm="layer",
             activation="swish",
-            **_implementation(implementation),
+            implementation=IMPLEMENTATIONS[implementation],
             name="layers",
         )
 
@@ -124,10 +131,9 @@ def check_arm(arm: str) -> None:
     implementation, _, recipe = arm.partition(" ")
     if is_flax(arm):
         return
-    if implementation not in ("xla", "pallas"):
-        raise ValueError(
-            f"arm {arm!r} is neither Flax's nor begins with xla or pallas."
-        )
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"arm {arm!r} is not Flax's, nor begins with one of {names}.")
     get_recipe(recipe)
 
 
@@ -188,12 +194,3 @@ def _leaves(tree):
 
 def _is_kernel(path) -> bool:
     return path[-1].key == "kernel"
-
-
-def _implementation(name: str) -> dict[str, Any]:
-    # TODO: drop once nn.Mlp has the field
-    if "implementation" in nn.Mlp.__dataclass_fields__:
-        return {"implementation": name}
-    if name == "xla":
-        return {}
-    raise ValueError("nn.Mlp has no implementation yet.")

@@ -103,6 +103,7 @@ def plan(
         rows = m + -m % _ROWS
         fwd, dlhs = (decide(recipe, r, rows, k, n).gemm for r in ("fwd", "dlhs"))
         want = training_outputs(recipe, rows, k, n, norm, out)
+        assert want.xhat is not None
         problem = _forward.Problem(
             m=rows,
             k=k,
@@ -221,7 +222,7 @@ def dense_norm(
             interpret=interpret,
         )
 
-    return _one_by_one(call, x, w, bias, gamma, _shift(gamma, beta))
+    return _one_by_one(call, x, w, bias, *_both(gamma, beta))
 
 
 def norm_quantize(
@@ -281,14 +282,20 @@ def dense_norm_backward(
             interpret=interpret,
         )
 
-    shift = _shift(gamma, beta)
-    gradients = _one_by_one(call, dy, xhat, rstd, w, gamma, shift)
-    return gradients if beta is not None else gradients._replace(dbeta=None)
+    gradients = _one_by_one(call, dy, xhat, rstd, w, *_both(gamma, beta))
+    return gradients._replace(
+        dgamma=None if gamma is None else gradients.dgamma,
+        dbeta=None if beta is None else gradients.dbeta,
+    )
 
 
-def _shift(gamma: Array | None, beta: Array | None) -> Array | None:
-    """Returns beta, for a gamma without one zeros: kernels take both or none."""
-    return jnp.zeros_like(gamma) if gamma is not None and beta is None else beta
+def _both(gamma: Array | None, beta: Array | None) -> tuple[Array | None, Array | None]:
+    """Returns gamma and beta, ones or zeros for a missing one: kernels want both."""
+    if gamma is None and beta is not None:
+        gamma = jnp.ones_like(beta)
+    if beta is None and gamma is not None:
+        beta = jnp.zeros_like(gamma)
+    return gamma, beta
 
 
 def _one_by_one(kernel: Callable, *args):

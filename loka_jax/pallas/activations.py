@@ -7,12 +7,11 @@ into what they multiply anyway.
 """
 
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+from loka_jax.normed import ActivationName
 
 _GELU_LINEAR = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR

@@ -83,13 +83,15 @@ def dense_norm(
     Raises:
         ValueError: if the problem is not served (see `why_not`).
     """
-    x_fp8, w_fp8 = isinstance(x, Fp8Array), isinstance(w, Fp8Array)
-    assert x_fp8 == w_fp8 and (gamma is None) == (beta is None)
+    assert isinstance(x, Fp8Array) == isinstance(w, Fp8Array)
+    assert (gamma is None) == (beta is None)
+    x_data, x_scale = _data_and_scales(x)
+    w_data, w_scale = _data_and_scales(w)
     inputs = Inputs(
-        x=x.data if x_fp8 else x,
-        w=w.data if w_fp8 else w,
-        x_scale=x.scale_inv.reshape(-1) if x_fp8 else None,
-        w_scale=w.scale_inv.reshape(-1) if w_fp8 else None,
+        x=x_data,
+        w=w_data,
+        x_scale=x_scale,
+        w_scale=w_scale,
         bias=bias,
         gamma=gamma,
         beta=beta,
@@ -143,6 +145,7 @@ class _Kernel:
         """Runs the kernel."""
         results, scratch = self.plan.results(), self.plan.scratch()
         slabs = self.plan.settings.slabs
+        mesh: dict[str, Any]
         if self.plan.exchanges:
             mesh = dict(grid=(self.plan.groups,), grid_names=("group",))
             mesh |= dict(cluster=(slabs,), cluster_names=("slab",))
@@ -296,8 +299,7 @@ class _Kernel:
                     self._release(team, turn, p - 1, scratch, at)
             return accumulator[...]
 
-        accumulator = plgpu.ACC((ROWS, self.plan.columns), jnp.float32)
-        z = pl.run_scoped(product, accumulator)
+        z = pl.run_scoped(product, tiles.accumulator(ROWS, self.plan.columns))
         if teams > 1:
             following = scratch.turn.at[lax.rem(team + 1, teams)]
             _arrive_if(step + 1 < at.steps, following)
@@ -499,6 +501,12 @@ class _Tile:
         first = jnp.max(jnp.where(is_first, total, low), axis=1)
         second = jnp.max(jnp.where(is_first, low, total), axis=1)
         return (first, second)[: len(values)]
+
+
+def _data_and_scales(x):
+    if isinstance(x, Fp8Array):
+        return x.data, x.scale_inv.reshape(-1)
+    return x, None
 
 
 def _fill(like, values):

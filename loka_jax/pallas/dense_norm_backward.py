@@ -157,20 +157,32 @@ def dense_norm_backward(
     m, n = dy.shape
     k = data.shape[0]
     affine = gamma is not None
-    site = dict(
-        xhat_dtype=xhat.dtype, w_dtype=data.dtype, norm=norm, activation=activation
+    reason = why_not(
+        *(m, k, n),
+        xhat_dtype=xhat.dtype,
+        w_dtype=data.dtype,
+        norm=norm,
+        activation=activation,
+        settings=settings,
     )
-    if settings is None:
-        settings = default_settings(m, k, n, **site)
-    elif (reason := why_not(m, k, n, **site, settings=settings)) is not None:
+    if reason is not None:
         raise ValueError(reason)
+    if settings is None:
+        settings = default_settings(
+            *(m, k, n),
+            xhat_dtype=xhat.dtype,
+            w_dtype=data.dtype,
+            norm=norm,
+            activation=activation,
+        )
     problem = _Problem(
         m, k, n, xhat.dtype, data.dtype, norm, activation, affine, scales.size, settings
     )
     operands = {"dy": dy, "xhat": xhat, "w": data, "scales": scales}
     if norm != "none":
+        assert rstd is not None
         operands["rstd"] = rstd.reshape(-1, m) if rstd.ndim == 1 else rstd.T
-    if affine:
+    if gamma is not None and beta is not None:
         slope_dtype = jnp.float16 if problem.half else jnp.float32
         scaled = gamma * problem.xhat_scale
         operands["affine"] = jnp.stack([scaled, beta]).astype(slope_dtype)
@@ -279,10 +291,13 @@ def default_settings(
     Raises:
         ValueError: with the reason if the kernel does not serve the shape.
     """
-    site = dict(
-        xhat_dtype=xhat_dtype, w_dtype=w_dtype, norm=norm, activation=activation
+    reason = why_not(
+        *(m, k, n),
+        xhat_dtype=xhat_dtype,
+        w_dtype=w_dtype,
+        norm=norm,
+        activation=activation,
     )
-    reason = why_not(m, k, n, **site)
     if reason is not None:
         raise ValueError(reason)
     affine = norm in ("layer", "rms")

@@ -25,6 +25,7 @@ _MAX_SLABS = 8  # CTAs of a portable cluster
 # Width in bytes of the pieces of an output, and pieces under way.
 _PIECES = ((256, 1), (128, 2), (128, 1), (64, 1))
 _SMEM_ALIGNMENT = 1024
+_MOST_OF_A_KIND = 3  # settings worth trying of as many slabs and teams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,9 @@ class Plan:
     def __init__(self, problem: Problem, settings: Settings):
         """Lays a launch out; `misfit` tells whether that is possible."""
         self.m, self.k, self.n = problem.m, problem.k, problem.n
-        self.dtype, self.norm = problem.dtype, problem.norm
-        self.activation = problem.activation
+        self.dtype = problem.dtype
+        self.norm: NormName = problem.norm
+        self.activation: ActivationName = problem.activation
         self.want, self.settings = problem.want, settings
         self.x_scale_by_row = problem.x_scale_by_row
         self.w_scale_by_column = problem.w_scale_by_column
@@ -253,10 +255,12 @@ def search_space(problem: Problem) -> list[Settings]:
     """Returns the settings worth trying that fit, the likeliest first."""
     found = []
     for slabs in _slabs(problem):
-        teams = (4, 2) if problem.n // slabs <= 128 else (2,)
-        choices = itertools.product(teams, _stages(problem), _PIECES)
-        found += [Settings(t, s, slabs, *piece) for t, s, piece in choices]
-    return [settings for settings in found if misfit(problem, settings) is None]
+        for teams in (4, 2) if problem.n // slabs <= 128 else (2,):
+            choices = itertools.product(_stages(problem), _PIECES)
+            settings = (Settings(teams, s, slabs, *piece) for s, piece in choices)
+            fitting = (s for s in settings if misfit(problem, s) is None)
+            found += itertools.islice(fitting, _MOST_OF_A_KIND)
+    return found
 
 
 def best_settings(problem: Problem) -> Settings:

@@ -25,11 +25,14 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
     """Returns a shared-memory type in the tiled, swizzled form of TMA and `wgmma`."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(min(shape[-1] * itemsize, 128) * 8)
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore
+    transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def accumulator(rows: int, columns: int):
+    """Returns the type of a product's float32 accumulator in registers."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
 
 
 def per_row(values: jax.Array, columns: int) -> jax.Array:
@@ -54,19 +57,18 @@ def compute_registers(warpgroups: int) -> int:
     return _REGISTERS[warpgroups]
 
 
-def compiler_params(**kwargs) -> plgpu.CompilerParams:
+def compiler_params() -> plgpu.CompilerParams:
     """Returns the parameters all kernels are compiled with.
 
     No automatic barriers: every kernel orders its accesses to shared memory itself.
     No scratch for reductions: sums along rows stay within a warp.
     """
-    defaults = dict(
+    return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         reduction_scratch_bytes=0,
         unsafe_no_auto_barriers=True,
     )
-    return plgpu.CompilerParams(**(defaults | kwargs))
 
 
 class RowStore:

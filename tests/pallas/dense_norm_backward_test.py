@@ -124,12 +124,12 @@ def check(m, k, n, norm, activation, xhat_dtype, w_dtype, scales="tensor", **set
         assert got.shape == want.shape, name
         # A value that was not written is not finite in the interpreter.
         assert np.all(np.isfinite(np.asarray(got, np.float32))), name
-        # bfloat16's rounding: of dz, of dx, of what the column sums add up. An FP8 value
-        # next to a tie may round to the other side; for a row's largest value, and
-        # there are as many rows as chances, that is 2 or 3 % of the row.
+        # bfloat16's rounding: of dz, of dx, of what the column sums add up. An FP8
+        # value next to a tie may round to the other side; for the largest value of the
+        # unluckiest row that is 2 or 3 % of the row.
         limit = 0.006
         if name == "dx" and w_dtype == E4M3:
-            limit = 0.012 if settings.get("half") is False else 0.045
+            limit = 0.045 if settings != dict(half=False) else 0.012
         assert worst_row(got, want) < limit, (name, worst_row(got, want))
 
 
@@ -144,7 +144,7 @@ def check(m, k, n, norm, activation, xhat_dtype, w_dtype, scales="tensor", **set
         ("rms", "gelu", E4M3, E4M3, 64, 64),
         ("rms", "hard_swish", BF16, E4M3, 64, 64),
         ("rms", "swish", BF16, BF16, 64, 128),
-        ("block", "hard_swish", E4M3, E4M3, 64, 64),
+        ("block", "gelu", E4M3, E4M3, 64, 64),
         ("block", "swish", BF16, BF16, 64, 64),
         ("none", "relu", BF16, E4M3, 64, 64),
         ("none", "gelu", BF16, BF16, 128, 64),
@@ -162,8 +162,12 @@ def test_slots_and_slabs_change_nothing():
     check(64 * 5, 128, 64, "rms", "swish", E4M3, E4M3, slots=3, slabs=2)
 
 
-def test_packed_registers_and_a_slope_in_float32_change_nothing():
-    settings = dict(packed=64, half=False, chunk=64, piece=32)
+def test_fp8_values_are_the_exact_ones_with_a_slope_in_float32():
+    check(64 * 3, 64, 64, "layer", "swish", E4M3, E4M3, half=False)
+
+
+def test_packed_registers_and_narrow_pieces_change_nothing():
+    settings = dict(packed=64, chunk=64, piece=32)
     check(64 * 3, 64, 128, "layer", "swish", E4M3, E4M3, **settings)
 
 
@@ -199,18 +203,15 @@ def test_says_why_a_shape_is_not_served(sizes):
 def test_defaults_lower(sizes, xhat_dtype, w_dtype, monkeypatch):
     monkeypatch.setattr(tiles, "SMS", 132)
     k, n = sizes
-    m = 64 * 500
+    m = 64 * 200
     site = dict(norm="layer", activation="swish")
     reason = why_not(m, k, n, xhat_dtype=xhat_dtype, w_dtype=w_dtype, **site)
     if reason is not None:
         assert "shared memory" in reason
         pytest.skip(reason)
-    operands, parameters, _ = make(64, k, n, "layer", xhat_dtype, w_dtype)
-    operands = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (m, *x.shape[1:]) if x.ndim and x.shape[0] == 64 else x.shape, x.dtype
-        ),
-        operands,
-    )
-    f = functools.partial(dense_norm_backward, **parameters, **site)
+    (*operands, w), parameters, _ = make(m, k, n, "layer", xhat_dtype, w_dtype)
+
+    def f(dy, xhat, rstd):
+        return dense_norm_backward(dy, xhat, rstd, w, **parameters, **site)
+
     jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))

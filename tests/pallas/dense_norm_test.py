@@ -190,11 +190,11 @@ def test_vmap_over_rows_shares_the_weight():
     x, w = _operands(128, 64, 64, x_scale="bf16")
     want = Outputs(y=True)
     batched = x.reshape(2, 64, 64)
-    f = lambda rows: (
-        _interpreted(
-            rows, w, norm="layer", activation="relu", want=want, **_affine(64)
-        ).y
-    )
+
+    def f(rows):
+        site = dict(norm="layer", activation="relu", want=want)
+        return _interpreted(rows, w, **site, **_affine(64)).y
+
     y = jax.vmap(f)(batched).reshape(128, 64)
     whole = f(x)
     np.testing.assert_array_equal(
@@ -301,3 +301,76 @@ def test_the_search_space_lowers_for_cuda(k, n, monkeypatch):
     assert len(space) > 3
     for settings in space:
         _lower(problem, settings)
+
+
+def _poison(*shapes):
+    """Leaves NaN in the memory that the next outputs are likely to get."""
+    for shape in shapes:
+        jnp.full(shape, jnp.nan, jnp.float32).block_until_ready().delete()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k, n", [(128, 128), (256, 256), (512, 256), (512, 512)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_on_the_device(norm, k, n, monkeypatch):
+    monkeypatch.setattr(tiles, "SMS", 132)
+    m = 64 * 300
+    x, w = _operands(m, k, n)
+    affine = {} if norm in ("none", "block") else _affine(n)
+    kept = BF16 if norm == "none" else E4M3
+    want = Outputs(y=True, y_fp8="row", xhat=kept, rstd=norm != "none")
+    # Block norms over several blocks are compared block by block.
+    blocks = n // 256 if norm == "block" and n > 256 else 1
+    for activation in ACTIVATIONS:
+        launch = jax.jit(
+            lambda x, w, name=activation: dense_norm(
+                x, w, norm=norm, activation=name, want=want, **affine
+            )
+        )
+        _poison((m, n), (m, n), (m,))
+        out = launch(x, w)
+        for b in range(blocks):
+            part = slice(b * n // blocks, (b + 1) * n // blocks)
+            xhat, rstd, y = _reference(
+                _wide(x), np.asarray(_wide(w))[part], norm, activation, **affine
+            )
+            # FP8 sums of products keep fewer bits on the tensor cores, tanh is
+            # approximate.
+            assert sqnr_db(y, out.y[:, part]) > 50
+            y_fp8 = out.y_fp8.dequantize()[:, part]
+            assert sqnr_db(y, y_fp8) > FLOOR_DB["cast_e4m3"]
+            factor = XHAT_SCALE_INV if kept == E4M3 else 1.0
+            rows = np.asarray(out.xhat[:, part], np.float32) * factor
+            assert sqnr_db(xhat, rows) > FLOOR_DB["cast_e4m3"]
+            if norm != "none":
+                found = out.rstd[b] if blocks > 1 else out.rstd
+                np.testing.assert_allclose(found, rstd, rtol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "k, n, x_scale", [(256, 256, "row"), (512, 512, "row"), (256, 256, "bf16")]
+)
+def test_a_thousand_launches_agree_bit_by_bit(k, n, x_scale, monkeypatch):
+    monkeypatch.setattr(tiles, "SMS", 132)
+    x, w = _operands(8192, k, n, x_scale=x_scale)
+    is_twin = x_scale == "bf16"
+    want = Outputs(y=True) if is_twin else Outputs(y=False, y_fp8="row")
+    launch = jax.jit(
+        lambda x, w: jax.tree.leaves(
+            dense_norm(x, w, norm="layer", activation="swish", want=want, **_affine(n))
+        )
+    )
+
+    def bits(v):
+        return v.view(f"uint{8 * v.dtype.itemsize}")
+
+    @jax.jit
+    def differing(a, b):
+        return sum(jnp.sum(bits(p) != bits(q)) for p, q in zip(a, b, strict=True))
+
+    first = launch(x, w)
+    total = jnp.int32(0)
+    for _ in range(1000):
+        total += differing(first, launch(x, w))
+    assert total == 0
