@@ -270,7 +270,8 @@ def _library(site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta):
     from loka_jax.pallas.norm_quantize import norm_quantize
 
     normed = norm_quantize(
-        xla.fp8_matmul(x_tensor, w_nk_fp8, out_dtype=_BF16),
+        xla.fp8_product(x_tensor.data, w_nk_fp8.data, out_dtype=_BF16),
+        scales=(x_tensor.scale_inv, w_nk_fp8.scale_inv),
         gamma=gamma,
         beta=beta,
         norm=site.norm,

@@ -181,7 +181,7 @@ def dense_norm_backward(
     operands = {"dy": dy, "xhat": xhat, "w": data, "scales": scales}
     if norm != "none":
         assert rstd is not None
-        operands["rstd"] = rstd.reshape(-1, m) if rstd.ndim == 1 else rstd.T
+        operands["rstd"] = rstd.reshape(-1, m)
     if gamma is not None and beta is not None:
         slope_dtype = jnp.float16 if problem.half else jnp.float32
         scaled = gamma * problem.xhat_scale
@@ -362,11 +362,9 @@ def _swizzled(shape: tuple[int, ...], dtype: DTypeLike, columns: int):
     """Returns a shared-memory type whose tiles are `columns` wide at most."""
     itemsize = jnp.dtype(dtype).itemsize
     columns = min(columns, shape[-1], 128 // itemsize)
-    transforms = (
-        plgpu.TilingTransform((8, columns)),
-        plgpu.SwizzleTransform(columns * itemsize),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore
+    swizzle = plgpu.SwizzleTransform(columns * itemsize)  # pyright: ignore
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def _kernel(problem: _Problem, gmem: dict, smem: dict):
@@ -448,7 +446,9 @@ def _compute(problem: _Problem, gmem: dict, smem: dict, team, worker, steps):
 
     if problem.affine:
         shape = (problem.n, _ONES)
-        sums = pl.run_scoped(tiles_of_team, plgpu.ACC(shape, jnp.float32))
+        sums = pl.run_scoped(
+            tiles_of_team, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+        )
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         middle = _ONES // 2
 
@@ -574,7 +574,7 @@ class _Tile:
         du, sums = self._activation_backward()
         dz = self._norm_backward(du, sums, rstd)
         if p.affine:
-            plgpu.wgmma_wait(0)  # the sums of du are taken: dz may overwrite it
+            self._await_sums()
         self._write_dy([x.astype(jnp.bfloat16) for x in dz])
         scale_inv = self._quantize(dz) if p.is_fp8 else None
         plgpu.commit_smem()
@@ -626,7 +626,7 @@ class _Tile:
             for sums in (g_sum, gx_sum)
         ]
         if p.affine:
-            plgpu.wgmma_wait(0)  # the sums of du xhat are taken: du may overwrite it
+            self._await_sums()
             self._write_dy([x.astype(jnp.bfloat16) for x in dus])
             self._sum_columns(1)
         return dus, totals
@@ -642,6 +642,13 @@ class _Tile:
         for part in range(self.problem.parts):
             tile = self.smem["dy_smem"].at[self.slot, part].transpose((1, 0))
             plgpu.wgmma(self.column_sums.at[pl.ds(part * side, side)], tile, ones)
+
+    def _await_sums(self):
+        """Waits until what was summed may be overwritten."""
+        plgpu.wgmma_wait(0)
+        # Each warp has waited for its own columns only, and they are sums over the rows
+        # that all warps hold: this is a barrier among the four.
+        plgpu.commit_smem()
 
     def _norm_backward(self, du, totals, rstd):
         """Returns dz in bfloat16 pieces."""
@@ -708,7 +715,9 @@ class _Tile:
                     plgpu.wgmma(acc, self._operand(part), rows.transpose((1, 0)))
                 return acc[...]
 
-            dx = pl.run_scoped(product, plgpu.ACC((ROWS, width), jnp.float32))
+            dx = pl.run_scoped(
+                product, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)
+            )
             if start + width == p.slab:
                 # dz was read out, by the product and by its copy.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

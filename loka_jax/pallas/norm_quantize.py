@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,6 +163,7 @@ def search_space(m: int, n: int, *, norm: NormName) -> list[Settings]:
 def norm_quantize(
     z: Float[Array, "m n"],
     *,
+    scales: Sequence[Float[Array, "..."]] = (),
     bias: Float[Array, "n"] | None = None,
     gamma: Float[Array, "n"] | None = None,
     beta: Float[Array, "n"] | None = None,
@@ -173,10 +175,12 @@ def norm_quantize(
     settings: Settings | None = None,
     interpret: Any = None,
 ) -> Normed:
-    """Returns what `want` asks for of `activation(norm(z + bias))`.
+    """Returns what `want` asks for of `activation(norm(scales z + bias))`.
 
     Args:
         z: bfloat16 rows.
+        scales: float32 factors of z, each of shape `[]` or `[m, 1]`: those of an FP8
+            product whose operands' scales were not applied yet.
         bias: float32, added before the norm.
         gamma: float32 factor after a "layer" or "rms" norm.
         beta: float32 summand after it.
@@ -203,7 +207,13 @@ def norm_quantize(
     assert (want.y_fp8 == "tensor") == (y_scale_inv is not None)
     kernel = _Kernel(m, n, norm, activation, epsilon, want, settings)
     y_scale = None if y_scale_inv is None else y_scale_inv.reshape(1)
-    results = kernel.launch(_Inputs(z, bias, gamma, beta, y_scale), interpret)
+    scalars = [s.reshape(1) for s in scales if s.size == 1]
+    by_row = [s.reshape(m) for s in scales if s.size != 1]
+    assert len(scalars) <= 2 and len(by_row) <= 1
+    first, second, *_ = *scalars, None, None
+    row_scale = by_row[0] if by_row else None
+    inputs = _Inputs(z, first, second, row_scale, bias, gamma, beta, y_scale)
+    results = kernel.launch(inputs, interpret)
     y_fp8 = None
     if results.y_fp8 is not None:
         scale_inv = results.y_scale[:, None] if y_scale_inv is None else y_scale_inv
@@ -216,6 +226,9 @@ class _Inputs(NamedTuple):
     """The kernel's operands, or references to them; None for what is absent."""
 
     z: Any
+    scale: Any
+    other_scale: Any
+    row_scale: Any
     bias: Any
     gamma: Any
     beta: Any
@@ -377,6 +390,8 @@ class _Kernel:
         steps = lax.div(self.m // tile_rows - worker + workers - 1, workers)
         column = self._column_loader(inputs)
         y_scale = None if inputs.y_scale is None else 1.0 / inputs.y_scale[0]
+        scales = (inputs.scale, inputs.other_scale)
+        scales = [scale[0] for scale in scales if scale is not None]
 
         def place_of(step):
             tile = worker + step * workers
@@ -416,10 +431,26 @@ class _Kernel:
             else:
                 rows = place.matrix
                 tile = [self._load(inputs.z.at[rows, c]) for c in self.pieces]
+            factors = list(scales)
+            if inputs.row_scale is not None:
+                factors.append(self._row_values(inputs.row_scale, place))
+            tile = self._scaled([v.astype(jnp.float32) for v in tile], factors)
             self._tile(tile, column, y_scale, results, place)
 
     def _load(self, ref, layout=None):
         return plgpu.load(ref, layout=layout or self.layout, optimized=False)
+
+    def _row_values(self, ref, place: _Place):
+        """Returns the values of a tile's rows: one number for a folded row."""
+        if self.fold > 1:
+            return ref[place.vector]
+        return self._load(ref.at[place.vector], self.layout.reduce(1))
+
+    def _scaled(self, pieces, factors):
+        if not factors:
+            return pieces
+        factor = self._per_row(functools.reduce(jnp.multiply, factors))
+        return [v * factor for v in pieces]
 
     def _column_loader(self, inputs: _Inputs):
         """Returns a function from a name to that parameter of each piece.
@@ -442,8 +473,8 @@ class _Kernel:
         return {name: load(name) for name in ("bias", "gamma", "beta")}.get
 
     def _tile(self, tile, column, y_scale, results: _Results, place: _Place):
-        """Normalizes, activates and stores a tile, given in pieces."""
-        xhat = [v.astype(jnp.float32) for v in tile]
+        """Normalizes, activates and stores a tile, given in pieces of float32."""
+        xhat = list(tile)
         for i, bias in enumerate(column("bias")):
             if bias is not None:
                 xhat[i] = xhat[i] + self._per_column(bias)

@@ -7,7 +7,13 @@ from loka_jax.xla.dense_norm import (
     norm_activation,
     norm_backward,
 )
-from loka_jax.xla.matmul import describe, fp8_matmul, high_precision_matmul, why_not
+from loka_jax.xla.matmul import (
+    describe,
+    fp8_matmul,
+    fp8_product,
+    high_precision_matmul,
+    why_not,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -15,6 +21,7 @@ __all__ = [
     "dense_norm_backward",
     "describe",
     "fp8_matmul",
+    "fp8_product",
     "high_precision_matmul",
     "norm_activation",
     "norm_backward",

@@ -75,15 +75,28 @@ def fp8_matmul(
     if lhs.tile is not None or rhs.tile is not None:
         operands = (lhs.dequantize(jnp.bfloat16), rhs.dequantize(jnp.bfloat16))
         return _dot(*operands, out_dtype, precision=None)
-    out = jax.lax.platform_dependent(
-        lhs.data,
-        rhs.data,
-        cuda=lambda a, b: _dot(a, b, out_dtype, precision=_preset(fast_accumulation)),
-        default=lambda a, b: _dot(a, b, out_dtype, precision=None),
+    out = fp8_product(
+        lhs.data, rhs.data, out_dtype=out_dtype, fast_accumulation=fast_accumulation
     )
     # Two multiplications, not one by the product, which could leave float32's range.
     out = out.astype(jnp.float32) * lhs.scale_inv
     return (out * rhs.scale_inv.T).astype(out_dtype)
+
+
+def fp8_product(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "n k"],
+    *,
+    out_dtype: DTypeLike,
+    fast_accumulation: bool = False,
+) -> Float[Array, "m n"]:
+    """Returns `lhs @ rhs.T` of FP8 data, for who applies their scales himself."""
+    return jax.lax.platform_dependent(
+        lhs,
+        rhs,
+        cuda=lambda a, b: _dot(a, b, out_dtype, precision=_preset(fast_accumulation)),
+        default=lambda a, b: _dot(a, b, out_dtype, precision=None),
+    )
 
 
 def high_precision_matmul(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import fp8
@@ -34,14 +35,19 @@ BF16_DB = 54.0
 
 
 @pytest.fixture(autouse=True)
-def _two_sms(monkeypatch):
-    """Few CTAs, so that each walks over several row tiles."""
+def _interpreter(monkeypatch):
+    """Few CTAs, so that each walks over several row tiles; a clean interpreter."""
     monkeypatch.setattr(tiles, "SMS", 2)
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    yield
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
 def _interpreted(*args, **kwargs):
     params = plgpu.InterpretGPUParams(detect_races=True)
-    return dense_norm(*args, interpret=params, **kwargs)
+    out = jax.block_until_ready(dense_norm(*args, interpret=params, **kwargs))
+    assert not interpret_pallas_call.get_races().races_found
+    return out
 
 
 def _activate(name, u):

@@ -203,6 +203,21 @@ def test_rows_over_all_warps(run, n, norm, want, stages):
     _check(run, n, norm, "hard_swish", want, m=64, settings=settings)
 
 
+@pytest.mark.parametrize("settings", [_SMALL, Settings(lanes=128, warpgroups=2)])
+def test_scales_of_a_product_are_applied_first(run, settings):
+    n = 512
+    z, parameters = _operands(M, n, "layer")
+    scales = jnp.float32(0.25), jnp.float32(3.0), jnp.linspace(0.1, 4.0, M)[:, None]
+    want = Outputs(y=True, rstd=True)
+    names = dict(norm="layer", activation="relu")
+    rest = dict(epsilon=EPSILON, want=want, settings=settings)
+    out = run(z, scales=scales, **parameters, **names, **rest)
+    exact = np.asarray(z, np.float64) * 0.75 * np.asarray(scales[2], np.float64)
+    y, _, rstd = _reference(exact, **parameters, **names)
+    _assert_rounded(out.y, y, step=2**-8, floor=1e-5)
+    np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
+
+
 def test_no_parameters(run):
     z, _ = _operands(M, 256, "layer")
     want = Outputs(y=True)
