@@ -252,8 +252,8 @@ class _Site:
         if self.plan.forward == "fused":
             rows = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
         else:
-            z = products.multiply("fwd", lhs, rhs, out_dtype=self.recipe.compute_dtype)
-            rows = (z,)
+            dtype = self.recipe.compute_dtype
+            rows = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
         return call(*rows, *(given.get(name) for name in ("bias", "gamma", "beta")))
 
     def backward(self, products: Products, dy, xhat, rstd, rhs, kept, state):

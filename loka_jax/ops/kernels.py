@@ -227,6 +227,7 @@ def dense_norm(
 
 def norm_quantize(
     z: Float[Array, "m n"],
+    scales: tuple[Float[Array, "..."], ...],
     bias: Float[Array, "n"] | None,
     gamma: Float[Array, "n"] | None,
     beta: Float[Array, "n"] | None,
@@ -239,9 +240,10 @@ def norm_quantize(
 ) -> Normed:
     """Returns what the kernel for norm, activation and quantization writes."""
 
-    def call(z, bias, gamma, beta):
+    def call(z, scales, bias, gamma, beta):
         return _norm.norm_quantize(
             z,
+            scales=scales,
             bias=bias,
             gamma=gamma,
             beta=beta,
@@ -252,7 +254,7 @@ def norm_quantize(
             interpret=interpret,
         )
 
-    return _one_by_one(call, z, bias, gamma, beta)
+    return _one_by_one(call, z, scales, bias, gamma, beta)
 
 
 def dense_norm_backward(

@@ -229,6 +229,28 @@ class Products(NamedTuple):
             lhs, rhs, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation
         )
 
+    def multiply_unscaled(
+        self, role: Role, first: SiteOperand, second: SiteOperand, out_dtype: DTypeLike
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns a product and the factors `[]` or `[m, 1]` that it lacks.
+
+        Whoever reads the product next can apply them without a pass of their own.
+        """
+        first_name, second_name = ROLE_OPERANDS[role]
+        gemm = self.gemm(role)
+        lhs = self.view(role, first_name, first)
+        rhs = self.view(role, second_name, second)
+        if gemm is None or _is_tiled_or_by_column(lhs, rhs):
+            return self.multiply(role, first, second, out_dtype), ()
+        assert isinstance(lhs, Fp8Array) and isinstance(rhs, Fp8Array)
+        product = xla.fp8_product(
+            lhs.data,
+            rhs.data,
+            out_dtype=out_dtype,
+            fast_accumulation=gemm.fast_accumulation,
+        )
+        return product, (lhs.scale_inv, rhs.scale_inv)
+
     def next_state(self, state, *operands: SiteOperand):
         """Returns the state for the next step; the same if nothing ran in FP8."""
         if state is None or all(x.amaxes is None for x in operands):
@@ -248,6 +270,12 @@ _TURNED: dict[Role, tuple[bool, bool]] = {
     "dlhs": (False, False),
     "drhs": (True, True),
 }
+
+
+def _is_tiled_or_by_column(lhs: Array | Fp8Array, rhs: Array | Fp8Array) -> bool:
+    """Returns True if a product has factors that are not one or one a row."""
+    is_tiled = isinstance(lhs, Fp8Array) and lhs.tile is not None
+    return is_tiled or (isinstance(rhs, Fp8Array) and rhs.scale_inv.size != 1)
 
 
 def _wide_view(operand: SiteOperand, turned: bool) -> Array:
