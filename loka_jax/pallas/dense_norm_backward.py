@@ -111,6 +111,10 @@ class _Problem:
         return self.settings.half and self.norm != "none"
 
     @property
+    def slope_dtype(self) -> DTypeLike:
+        return jnp.float16 if self.half else jnp.float32
+
+    @property
     def workers(self) -> int:
         """CTAs for each slab."""
         return min(self.m // ROWS, max(tiles.SMS // self.settings.slabs, 1))
@@ -183,10 +187,7 @@ def dense_norm_backward(
         assert rstd is not None
         operands["rstd"] = rstd.reshape(-1, m)
     if gamma is not None and beta is not None:
-        slope_dtype = jnp.float16 if problem.half else jnp.float32
-        scaled = gamma * problem.xhat_scale
-        operands["affine"] = jnp.stack([scaled, beta]).astype(slope_dtype)
-        operands["gamma"] = scaled
+        operands |= {"gamma": gamma, "beta": beta}
         half = jnp.arange(_ONES) < _ONES // 2
         ones = jnp.stack([half, ~half])[:, :, None]
         ones = jnp.broadcast_to(ones, (2, _ONES, ROWS))
@@ -196,8 +197,8 @@ def dense_norm_backward(
         "dz": jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
     }
     if affine:
-        sums = (problem.workers, settings.teams, 2, n)
-        results["sums"] = jax.ShapeDtypeStruct(sums, jnp.float32)
+        sums = jax.ShapeDtypeStruct((problem.workers, settings.teams, n), jnp.float32)
+        results |= {"dgamma": sums, "dbeta": sums}
 
     def body(*refs, **scratch):
         names = (*operands, *results)
@@ -215,10 +216,10 @@ def dense_norm_backward(
         compiler_params=tiles.compiler_params(),
     )
     out = dict(zip(results, kernel(*operands.values()), strict=True))
-    dgamma, dbeta = None, None
-    if affine:
-        dgamma, dbeta = jnp.sum(out["sums"], axis=(0, 1))
-        dgamma = dgamma * problem.xhat_scale
+    dgamma, dbeta = (
+        jnp.sum(out[name], axis=(0, 1)) if affine else None
+        for name in ("dgamma", "dbeta")
+    )
     return Gradients(out["dx"], out["dz"], dgamma, dbeta)
 
 
@@ -335,7 +336,7 @@ def _scratch(problem: _Problem) -> dict:
     n, side, parts = problem.n, problem.side, problem.parts
     copies = 2 * parts
     w_rows = math.gcd(problem.slab, tiles.TMA_SIDE)
-    once = parts * (problem.slab // w_rows) + 3 * problem.affine
+    once = parts * (problem.slab // w_rows) + problem.affine
     scratch = dict(
         w_smem=_swizzled((parts, problem.slab, side), problem.w_dtype, s.chunk),
         dy_smem=tiles.swizzled((s.slots, parts, ROWS, side), jnp.bfloat16),
@@ -351,10 +352,10 @@ def _scratch(problem: _Problem) -> dict:
         shape = (s.teams, parts, ROWS, side)
         scratch["dz_smem"] = _swizzled(shape, E4M3, s.chunk)
     if problem.affine:
-        slope_dtype = jnp.float16 if problem.half else jnp.float32
-        scratch["affine_smem"] = plgpu.SMEM((2, n), slope_dtype)
+        scratch["affine_smem"] = plgpu.SMEM((2, n), problem.slope_dtype)
         scratch["gamma_smem"] = plgpu.SMEM((n,), jnp.float32)
         scratch["ones_smem"] = tiles.swizzled((2, _ONES, ROWS), jnp.bfloat16)
+        scratch["prepared"] = plgpu.Barrier()
     return scratch
 
 
@@ -415,10 +416,7 @@ def _produce(problem: _Problem, gmem: dict, smem: dict, worker, steps):
         @pl.when(step == 0)  # the first tile first: W is needed last
         def _():
             if problem.affine:
-                for name in ("affine", "gamma", "ones"):
-                    plgpu.copy_gmem_to_smem(
-                        gmem[name], smem[name + "_smem"], smem["once"]
-                    )
+                plgpu.copy_gmem_to_smem(gmem["ones"], smem["ones_smem"], smem["once"])
             for part in range(problem.parts):
                 for row in range(0, problem.slab, w_rows):
                     plgpu.copy_gmem_to_smem(
@@ -435,6 +433,9 @@ def _compute(problem: _Problem, gmem: dict, smem: dict, team, worker, steps):
     s = problem.settings
     mine = lax.div(steps - team + s.teams - 1, s.teams)
     plgpu.barrier_wait(smem["once"])
+    if problem.affine:
+        pl.when(team == 0)(lambda: _prepare(problem, gmem, smem))
+        plgpu.barrier_wait(smem["prepared"])
 
     def tiles_of_team(column_sums=None):
         @pl.loop(0, mine)
@@ -454,12 +455,27 @@ def _compute(problem: _Problem, gmem: dict, smem: dict, team, worker, steps):
 
         @pl.when(lax.axis_index("slab") == 0)
         def _():
-            for i, mask in enumerate((column < middle, column >= middle)):
+            scales = {"dgamma": problem.xhat_scale, "dbeta": 1.0}
+            masks = (column < middle, column >= middle)
+            for (name, scale), mask in zip(scales.items(), masks, strict=True):
                 total = jnp.sum(jnp.where(mask, sums, 0.0), axis=1)
-                gmem["sums"][worker, team, i] = total * (2 / _ONES)
+                gmem[name][worker, team] = total * (scale * 2 / _ONES)
     else:
         tiles_of_team()
     tiles.drain()
+
+
+def _prepare(problem: _Problem, gmem: dict, smem: dict):
+    """Writes gamma and beta the way tiles read them: gamma times the scale of xhat."""
+    gamma, beta = (
+        plgpu.load(gmem[name], layout=tiles.PER_COLUMN, optimized=False)
+        for name in ("gamma", "beta")
+    )
+    gamma = gamma * problem.xhat_scale
+    smem["gamma_smem"][...] = gamma
+    smem["affine_smem"][0] = gamma.astype(problem.slope_dtype)
+    smem["affine_smem"][1] = beta.astype(problem.slope_dtype)
+    plgpu.barrier_arrive(smem["prepared"])
 
 
 class _Tile:

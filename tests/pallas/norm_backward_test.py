@@ -1,0 +1,334 @@
+"""`norm_backward` against numpy in float64, interpreted and on a GPU."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from loka_jax.fp8 import E4M3
+from loka_jax.normed import XHAT_SCALE_INV
+from loka_jax.pallas import tiles
+from loka_jax.pallas.norm_backward import (
+    Settings,
+    default_settings,
+    norm_backward,
+    search_space,
+    why_not,
+)
+
+BF16 = jnp.bfloat16
+M = 64
+NORMS = ("none", "layer", "rms", "block")
+ACTIVATIONS = ("none", "relu", "swish", "hard_swish", "gelu")
+
+
+@pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
+def run(request, monkeypatch):
+    """Runs the kernel; in the interpreter on two SMs, with the race detector."""
+    if request.param == "on_gpu":
+        yield norm_backward
+        return
+    monkeypatch.setattr(tiles, "SMS", 2)
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    params = plgpu.InterpretGPUParams(detect_races=True)
+
+    def interpreted(*args, **kwargs):
+        out = norm_backward(*args, **kwargs, interpret=params)
+        jax.block_until_ready(out)
+        assert not interpret_pallas_call.get_races().races_found
+        return out
+
+    yield interpreted
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def _operands(m, n, norm, xhat_dtype, *, seed=0):
+    """Returns dy, xhat, rstd and the parameters."""
+    rng = np.random.default_rng(seed)
+    # Rows of very different size: one scale for all would lose the small ones.
+    dy = np.logspace(0, -6, m)[:, None] * rng.standard_normal((m, n))
+    z = 2 * rng.standard_normal((m, n)) + 0.3
+    xhat, rstd = z, None
+    if norm != "none":
+        blocks = z.reshape(m, -1, 256 if norm == "block" else n)
+        if norm == "layer":
+            blocks = blocks - blocks.mean(2, keepdims=True)
+        rstd = 1 / np.sqrt((blocks**2).mean(2, keepdims=True) + 1e-6)
+        xhat = (blocks * rstd).reshape(m, n)
+        rstd = rstd[:, 0, 0] if rstd.shape[1] == 1 else rstd[:, :, 0].T
+        rstd = jnp.asarray(rstd, jnp.float32)
+    scale = 1 / XHAT_SCALE_INV if xhat_dtype == E4M3 else 1.0
+    xhat = jnp.asarray(scale * xhat, jnp.float32).astype(xhat_dtype)
+    parameters = {}
+    if norm in ("layer", "rms"):
+        parameters["gamma"] = 1 + 0.3 * rng.standard_normal(n)
+        parameters["beta"] = 0.3 * rng.standard_normal(n)
+    parameters = {k: jnp.asarray(v, jnp.float32) for k, v in parameters.items()}
+    return (jnp.asarray(dy, BF16), xhat, rstd), parameters
+
+
+def _slope(activation, u):
+    """Returns the derivative of the activation."""
+    t = np.tanh(u / 2)
+    inner = np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)
+    slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * u**2)
+    return {
+        "none": lambda: np.ones_like(u),
+        "relu": lambda: np.where(u > 0, 1.0, 0.0),
+        "swish": lambda: (1 + t) / 2 + u * (1 - t**2) / 4,
+        "hard_swish": lambda: np.select([u > 3, u < -3], [1.0, 0.0], u / 3 + 0.5),
+        "gelu": lambda: (
+            (1 + np.tanh(inner)) / 2 + u * (1 - np.tanh(inner) ** 2) * slope / 2
+        ),
+    }[activation]()
+
+
+def _reference(dy, xhat, rstd, *, gamma=1.0, beta=0.0, norm, activation):
+    """Returns dz, dgamma and dbeta in float64, and the sums of what they sum up."""
+    scale = XHAT_SCALE_INV if xhat.dtype == E4M3 else 1.0
+    dy, x, gamma, beta = (
+        np.asarray(v).astype(np.float64) for v in (dy, xhat, gamma, beta)
+    )
+    x = scale * x
+    m, n = dy.shape
+    du = dy * _slope(activation, gamma * x + beta)
+    dz = du * gamma
+    if norm != "none":
+        columns = 256 if norm == "block" else n
+        g, blocks = (v.reshape(m, -1, columns) for v in (dz, x))
+        r = np.asarray(rstd, np.float64).reshape(-1, m).T[:, :, None]
+        dz = g - blocks * (g * blocks).mean(2, keepdims=True)
+        if norm == "layer":
+            dz = dz - g.mean(2, keepdims=True)
+        dz = (r * dz).reshape(m, n)
+    terms = du * x, du
+    return dz, *(v.sum(0) for v in terms), *(np.abs(v).sum(0) for v in terms)
+
+
+# The GPU's tanh is right to 5e-4 relative to 1, and a slope takes it times u.
+def _slope_error():
+    return 2e-3 if jax.default_backend() == "gpu" else 1e-5
+
+
+def _check_dz(dz, exact):
+    """Checks bfloat16 rows, one rounding away from the exact ones."""
+    amax = np.abs(exact).max(1, keepdims=True)
+    error = np.abs(np.asarray(dz).astype(np.float64) - exact)
+    allowed = 1.05 * 2**-8 * np.abs(exact) + _slope_error() * amax
+    assert np.all(error <= allowed), np.max(error / allowed)
+
+
+def _check_dz_fp8(dz_fp8, exact):
+    amax = np.abs(exact).max(1, keepdims=True)
+    chex.assert_shape(dz_fp8.scale_inv, (exact.shape[0], 1))
+    np.testing.assert_allclose(dz_fp8.scale_inv, amax / 448, rtol=_slope_error())
+    scale_inv = np.asarray(dz_fp8.scale_inv, np.float64)
+    x = np.asarray(dz_fp8.data).astype(np.float64) * scale_inv
+    error = np.abs(x - exact)
+    allowed = 1.05 * 2**-4 * np.abs(exact) + 2**-10 * scale_inv + _slope_error() * amax
+    assert np.all(error <= allowed), np.max(error / allowed)
+
+
+def _check(
+    run, n, norm, activation, xhat_dtype=BF16, *, m=M, quantize=True, settings=None
+):
+    operands, parameters = _operands(m, n, norm, xhat_dtype)
+    names = dict(norm=norm, activation=activation)
+    out = run(*operands, **parameters, **names, quantize=quantize, settings=settings)
+    dz, dgamma, dbeta, gamma_size, beta_size = _reference(
+        *operands, **parameters, **names
+    )
+    _check_dz(out.dz, dz)
+    if quantize:
+        _check_dz_fp8(out.dz_fp8, dz)
+    else:
+        assert out.dz_fp8 is None
+    if not parameters:
+        assert out.dgamma is None and out.dbeta is None
+        return
+    for got, exact, size in (
+        (out.dgamma, dgamma, gamma_size),
+        (out.dbeta, dbeta, beta_size),
+    ):
+        chex.assert_shape(got, (n,))
+        assert np.all(np.abs(got - exact) <= _slope_error() * size)
+
+
+# Two tiles for each of four warpgroups on two SMs.
+_SMALL = Settings(rows=2, stages=1, warpgroups=2)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_the_rounded_reference(run, norm, activation):
+    _check(run, 256, norm, activation, settings=_SMALL)
+
+
+@pytest.mark.parametrize("activation", ["swish", "relu"])
+@pytest.mark.parametrize("norm", ["layer", "rms", "block"])
+def test_normalized_rows_in_fp8(run, norm, activation):
+    _check(run, 256, norm, activation, E4M3, quantize=False, settings=_SMALL)
+
+
+@pytest.mark.parametrize(
+    "n, norm, settings",
+    [
+        (128, "layer", None),
+        (256, "rms", Settings(rows=1, stages=3, warpgroups=1)),  # the ring comes round
+        (256, "layer", Settings(rows=4, stages=2, warpgroups=8)),  # some have no tile
+        (512, "layer", None),
+        (512, "block", Settings(rows=2, stages=2, warpgroups=3)),
+        (640, "rms", Settings(rows=2, stages=2, warpgroups=2, resident=False)),
+    ],
+)
+def test_widths_and_settings(run, n, norm, settings):
+    _check(run, n, norm, "swish", E4M3, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "n, norm, xhat_dtype, resident",
+    [
+        (512, "none", BF16, False),
+        (1024, "layer", E4M3, True),
+        (1536, "rms", BF16, False),
+    ],
+)
+def test_rows_over_all_warps(run, n, norm, xhat_dtype, resident):
+    settings = Settings(stages=2, warpgroups=3, folded=True, resident=resident)
+    _check(run, n, norm, "hard_swish", xhat_dtype, settings=settings)
+
+
+@pytest.mark.parametrize("given", [(), ("gamma",), ("beta",)])
+def test_missing_parameters(run, given):
+    operands, parameters = _operands(M, 256, "layer", BF16)
+    parameters = {k: parameters[k] for k in given}
+    names = dict(norm="layer", activation="swish")
+    out = run(*operands, **parameters, **names, quantize=False, settings=_SMALL)
+    dz, dgamma, dbeta, *_ = _reference(*operands, **parameters, **names)
+    _check_dz(out.dz, dz)
+    for name, got, exact in (
+        ("gamma", out.dgamma, dgamma),
+        ("beta", out.dbeta, dbeta),
+    ):
+        if name in given:
+            np.testing.assert_allclose(got, exact, atol=1e-2)
+        else:
+            assert got is None
+
+
+@pytest.mark.parametrize("settings", [_SMALL, Settings(warpgroups=2, folded=True)])
+def test_rows_of_zeros_and_rows_with_nan(run, settings):
+    (dy, xhat, rstd), _ = _operands(M, 512, "layer", BF16)
+    dy = dy.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
+    names = dict(norm="layer", activation="swish")
+    out = run(dy, xhat, rstd, **names, quantize=True, settings=settings)
+    values = np.asarray(out.dz_fp8.dequantize())
+    bad = np.isin(np.arange(M), [5, 6])
+    assert np.all(np.asarray(out.dz_fp8.scale_inv)[~bad] > 0)
+    np.testing.assert_array_equal(values[3], 0)
+    np.testing.assert_array_equal(np.isfinite(values).all(1), ~bad)
+
+
+def test_small_rows_next_to_large_ones_keep_their_sums(run):
+    # The gradients' terms cancel: every tile must be counted, and counted once.
+    m, n = M, 256
+    rows = jnp.arange(m, dtype=jnp.float32)[:, None]
+    dy = jnp.broadcast_to(rows, (m, n)).astype(BF16)
+    xhat = jnp.ones((m, n), BF16)
+    parameters = dict(gamma=jnp.ones(n), beta=jnp.zeros(n))
+    out = run(
+        *(dy, xhat, jnp.ones(m)),
+        **parameters,
+        norm="rms",
+        activation="none",
+        quantize=False,
+        settings=_SMALL,
+    )
+    np.testing.assert_array_equal(out.dbeta, m * (m - 1) / 2)
+    np.testing.assert_array_equal(out.dgamma, m * (m - 1) / 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [512, 1024])
+def test_launches_repeat_bit_by_bit(n):
+    operands, parameters = _operands(8192, n, "layer", BF16)
+    names = dict(norm="layer", activation="swish", quantize=True)
+    f = jax.jit(functools.partial(norm_backward, **names))
+    first = jax.tree.map(np.asarray, f(*operands, **parameters))
+    for _ in range(1000):
+        again = f(*operands, **parameters)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, again), first)
+
+
+def _lower(n, norm, xhat_dtype, settings):
+    m = 32768
+    shape = jax.ShapeDtypeStruct
+    columns = shape((n,), jnp.float32)
+    rstd = shape((n // 256, m) if norm == "block" else (m,), jnp.float32)
+    parameters = dict(gamma=columns, beta=columns) if norm in ("layer", "rms") else {}
+    f = functools.partial(
+        norm_backward, norm=norm, activation="swish", quantize=True, settings=settings
+    )
+    operands = shape((m, n), BF16), shape((m, n), xhat_dtype)
+    rstd = None if norm == "none" else rstd
+    traced = jax.jit(f).trace(*operands, rstd, **parameters)
+    traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("n", [128, 256, 512, 1024, 1536, 2048, 4096])
+def test_default_settings_lower_for_cuda(n, norm):
+    xhat_dtype = BF16 if norm == "none" else E4M3
+    if why_not(64, n, norm=norm, xhat_dtype=xhat_dtype) is None:
+        _lower(n, norm, xhat_dtype, None)
+
+
+@pytest.mark.parametrize("n, norm", [(256, "rms"), (512, "layer"), (1024, "layer")])
+def test_all_settings_lower_for_cuda(n, norm):
+    for settings in search_space(32768, n, norm=norm, xhat_dtype=E4M3):
+        _lower(n, norm, E4M3, settings)
+
+
+@pytest.mark.parametrize(
+    "m, n, norm, xhat_dtype, reason",
+    [
+        (100, 512, "layer", BF16, "m=100"),
+        (0, 512, "layer", BF16, "m=0"),
+        (64, 100, "layer", BF16, "n=100"),
+        (64, 1152, "layer", BF16, "n=1152"),
+        (64, 8192, "layer", BF16, "n=8192"),
+        (64, 384, "block", BF16, "n=384"),
+        (64, 4096, "block", BF16, "n=4096"),
+        (64, 512, "none", E4M3, "xhat is in bfloat16"),
+        (64, 512, "layer", jnp.float32, "xhat is float32"),
+    ],
+)
+def test_refused_shapes_have_a_reason(m, n, norm, xhat_dtype, reason):
+    assert reason in why_not(m, n, norm=norm, xhat_dtype=xhat_dtype)
+    with pytest.raises(ValueError, match=reason):
+        dy, xhat = jnp.zeros((m, n), BF16), jnp.zeros((m, n), xhat_dtype)
+        names = dict(norm=norm, activation="none", quantize=False)
+        norm_backward(dy, xhat, jnp.ones(m), **names)
+
+
+def test_refused_settings_have_a_reason():
+    refuse = functools.partial(why_not, 64, norm="layer", xhat_dtype=BF16)
+    assert "shared memory" in refuse(1024, settings=Settings(stages=5))
+    assert "rows of a tile" in refuse(256, settings=Settings(rows=3))
+    assert "multiple of 512" in refuse(640, settings=Settings(folded=True))
+    assert "single rows" in refuse(512, settings=Settings(rows=2, folded=True))
+
+
+def test_default_settings_serve_what_is_served():
+    for norm in NORMS:
+        for xhat_dtype in (BF16, E4M3):
+            served = functools.partial(why_not, 64, norm=norm, xhat_dtype=xhat_dtype)
+            for n in range(128, 4097, 128):
+                if served(n) is None:
+                    settings = default_settings(64, n, norm=norm, xhat_dtype=xhat_dtype)
+                    assert served(n, settings=settings) is None, (n, settings)
