@@ -271,7 +271,8 @@ class _Site:
                 activation=self.activation,
                 interpret=self.interpret,
             )
-            g = products.read("g", dz, state)
+            # The kernel took care of dlhs.
+            g = products.read("g", dz, state, roles=("drhs",))
         else:
             dz, dgamma, dbeta = xla.norm_backward(
                 dy,

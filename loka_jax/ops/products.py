@@ -157,13 +157,21 @@ class Products(NamedTuple):
             return None
         return (gemm.first, gemm.second)[ROLE_OPERANDS[role].index(operand)]
 
-    def read(self, name: Operand, x: Array, state, *, handed=None) -> SiteOperand:
-        """Returns the operand with its whole-tensor FP8 copy, if a role reads one.
+    def read(
+        self,
+        name: Operand,
+        x: Array,
+        state,
+        *,
+        handed=None,
+        roles: tuple[Role, ...] = ROLES,
+    ) -> SiteOperand:
+        """Returns the operand with its whole-tensor FP8 copy, if one of `roles` reads.
 
         Of an lhs that was handed over in FP8, fwd reads that form. A copy for drhs is
         then left to the backward pass, see `reread`.
         """
-        casts = [self.cast(r, name) for r in ROLES if name in ROLE_OPERANDS[r]]
+        casts = [self.cast(r, name) for r in roles if name in ROLE_OPERANDS[r]]
         tensorwise = [c for c in casts if c and c.granularity == "tensorwise"]
         if handed is not None:
             # The rows' scales bound the amax from above, by a factor of two at most.

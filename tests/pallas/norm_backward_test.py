@@ -159,8 +159,8 @@ def _check(
         assert np.all(np.abs(got - exact) <= _slope_error() * size)
 
 
-# Two tiles for each of four warpgroups on two SMs.
-_SMALL = Settings(rows=2, stages=1, warpgroups=2)
+# Two tiles for each of two SMs.
+_SMALL = Settings(rows=4, stages=1, warpgroups=1)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -169,8 +169,10 @@ def test_gradients_are_the_rounded_reference(run, norm, activation):
     _check(run, 256, norm, activation, settings=_SMALL)
 
 
-@pytest.mark.parametrize("activation", ["swish", "relu"])
-@pytest.mark.parametrize("norm", ["layer", "rms", "block"])
+@pytest.mark.parametrize(
+    "norm, activation",
+    [("layer", "gelu"), ("rms", "relu"), ("block", "swish"), ("layer", "none")],
+)
 def test_normalized_rows_in_fp8(run, norm, activation):
     _check(run, 256, norm, activation, E4M3, quantize=False, settings=_SMALL)
 
@@ -179,8 +181,8 @@ def test_normalized_rows_in_fp8(run, norm, activation):
     "n, norm, settings",
     [
         (128, "layer", None),
-        (256, "rms", Settings(rows=1, stages=3, warpgroups=1)),  # the ring comes round
-        (256, "layer", Settings(rows=4, stages=2, warpgroups=8)),  # some have no tile
+        (256, "rms", Settings(rows=1, stages=3, warpgroups=2)),  # the ring comes round
+        (256, "layer", Settings(rows=8, stages=2, warpgroups=3)),  # some have no tile
         (512, "layer", None),
         (512, "block", Settings(rows=2, stages=2, warpgroups=3)),
         (640, "rms", Settings(rows=2, stages=2, warpgroups=2, resident=False)),
@@ -192,14 +194,10 @@ def test_widths_and_settings(run, n, norm, settings):
 
 @pytest.mark.parametrize(
     "n, norm, xhat_dtype, resident",
-    [
-        (512, "none", BF16, False),
-        (1024, "layer", E4M3, True),
-        (1536, "rms", BF16, False),
-    ],
+    [(512, "rms", BF16, False), (1024, "layer", E4M3, True)],
 )
 def test_rows_over_all_warps(run, n, norm, xhat_dtype, resident):
-    settings = Settings(stages=2, warpgroups=3, folded=True, resident=resident)
+    settings = Settings(stages=2, warpgroups=2, folded=True, resident=resident)
     _check(run, n, norm, "hard_swish", xhat_dtype, settings=settings)
 
 
@@ -234,8 +232,7 @@ def test_rows_of_zeros_and_rows_with_nan(run, settings):
     np.testing.assert_array_equal(np.isfinite(values).all(1), ~bad)
 
 
-def test_small_rows_next_to_large_ones_keep_their_sums(run):
-    # The gradients' terms cancel: every tile must be counted, and counted once.
+def test_every_row_is_summed_once(run):
     m, n = M, 256
     rows = jnp.arange(m, dtype=jnp.float32)[:, None]
     dy = jnp.broadcast_to(rows, (m, n)).astype(BF16)
@@ -280,18 +277,19 @@ def _lower(n, norm, xhat_dtype, settings):
     traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("n", [128, 256, 512, 1024, 1536, 2048, 4096])
+SHAPES = [(128, "layer"), (256, "rms"), (512, "layer"), (512, "block"), (640, "rms")]
+SHAPES += [(1024, "layer"), (1024, "block"), (2048, "none"), (4096, "rms")]
+
+
+@pytest.mark.parametrize("n, norm", SHAPES)
 def test_default_settings_lower_for_cuda(n, norm):
-    xhat_dtype = BF16 if norm == "none" else E4M3
-    if why_not(64, n, norm=norm, xhat_dtype=xhat_dtype) is None:
-        _lower(n, norm, xhat_dtype, None)
+    _lower(n, norm, BF16 if norm == "none" else E4M3, None)
 
 
-@pytest.mark.parametrize("n, norm", [(256, "rms"), (512, "layer"), (1024, "layer")])
-def test_all_settings_lower_for_cuda(n, norm):
-    for settings in search_space(32768, n, norm=norm, xhat_dtype=E4M3):
-        _lower(n, norm, E4M3, settings)
+def test_other_settings_lower_for_cuda():
+    space = search_space(32768, 512, norm="layer", xhat_dtype=BF16)
+    for settings in space[::6]:
+        _lower(512, "layer", BF16, settings)
 
 
 @pytest.mark.parametrize(
