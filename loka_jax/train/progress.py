@@ -108,6 +108,18 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     console.print(table)
     in_fp8 = sum(site.is_fp8 for site in sites)
     console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
+    for reason, paths in _unfused(sites).items():
+        where = "all sites" if len(paths) == len(sites) else ", ".join(paths)
+        console.print(f"No fused kernel at {where}: {reason}.", highlight=False)
+
+
+def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:
+    """Returns the sites without a fused kernel, by the reason."""
+    found: dict[str, list[str]] = {}
+    for site in sites:
+        if site.why_not_fused is not None:
+            found.setdefault(site.why_not_fused, []).append(site.path)
+    return found
 
 
 def _by_role(site: Site) -> tuple[str, str]:

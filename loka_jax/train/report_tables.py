@@ -36,7 +36,7 @@ def sites_section(sites: list[dict]) -> Html:
             tag("code", site.get("path")),
             _shape(site),
             *(_role(site.get(role)) for role in ("fwd", "dlhs", "drhs")),
-            _verdict(site.get("why_not")),
+            _verdict(site.get("why_not"), site.get("why_not_fused")),
         ]
         for site in sites
     ]
@@ -60,10 +60,11 @@ def _role(text: object) -> Html:
     return tag("span", text, class_="chip is-accent" if is_fp8 else "chip")
 
 
-def _verdict(why_not: object) -> Html:
-    if not why_not:
-        return tag("span", "FP8", class_="chip is-good")
-    return tag("div", why_not, class_="why")
+def _verdict(why_not: object, why_not_fused: object) -> Html:
+    fused = f"not fused: {why_not_fused}" if why_not_fused else ""
+    if why_not:
+        return tag("div", why_not, class_="why")
+    return tag("div", tag("span", "FP8", class_="chip is-good"), tag("div", fused))
 
 
 def scales_section(lines: list[dict]) -> Html:

@@ -244,7 +244,7 @@ def test_every_row_is_summed_once(run):
         norm="rms",
         activation="none",
         quantize=False,
-        settings=_SMALL,
+        settings=Settings(rows=2, stages=1, warpgroups=2),
     )
     np.testing.assert_array_equal(out.dbeta, m * (m - 1) / 2)
     np.testing.assert_array_equal(out.dgamma, m * (m - 1) / 2)
@@ -278,7 +278,7 @@ def _lower(n, norm, xhat_dtype, settings):
 
 
 SHAPES = [(128, "layer"), (256, "rms"), (512, "layer"), (512, "block"), (640, "rms")]
-SHAPES += [(1024, "layer"), (1024, "block"), (2048, "none"), (4096, "rms")]
+SHAPES += [(1024, "layer"), (4096, "rms")]
 
 
 @pytest.mark.parametrize("n, norm", SHAPES)
