@@ -144,14 +144,15 @@ def describe(
     texts: dict[Role, str] = {}
     for role in ROLES:
         gemm = decide(recipe, role, m, k, n).gemm
-        is_fused = {"fwd": chosen.forward, "dlhs": chosen.backward}.get(role) == "fused"
-        takes_rows = is_fused if role == "dlhs" else is_handed and role == "fwd"
+        runs = {"fwd": chosen.forward, "dlhs": chosen.backward}.get(role)
+        is_fused = runs == "fused"
+        takes_rows = is_handed if role == "fwd" else runs in ("fused", "norm")
         if gemm is not None and takes_rows and gemm.first.granularity != "blockwise":
             gemm = dataclasses.replace(gemm, first=rows)
         text = xla.describe(gemm, recipe.compute_dtype)
         if is_fused:
             text = f"pallas{text.removeprefix('xla')}"
-        if role == "fwd" and chosen.forward == "norm":
+        if runs == "norm":
             text += ", pallas norm"
         texts[role] = text
     return texts
@@ -273,6 +274,32 @@ class _Site:
             )
             # The kernel took care of dlhs.
             g = products.read("g", dz, state, roles=("drhs",))
+        elif self.plan.backward == "norm":
+            gemm = products.gemm("dlhs")
+            found = kernels.norm_backward(
+                dy,
+                xhat,
+                rstd,
+                gamma,
+                beta,
+                norm=self.norm,
+                activation=self.activation,
+                quantize=gemm is not None,
+                interpret=self.interpret,
+            )
+            dz, dz_fp8, dgamma, dbeta = found
+            g = products.read("g", dz, state, roles=("drhs",))
+            if gemm is None:
+                dlhs = products.multiply("dlhs", g, rhs, out_dtype=dy.dtype)
+            else:
+                weight = products.view("dlhs", "rhs", rhs)
+                assert isinstance(weight, Fp8Array) and dz_fp8 is not None
+                dlhs = xla.fp8_matmul(
+                    dz_fp8,
+                    weight,
+                    out_dtype=dy.dtype,
+                    fast_accumulation=gemm.fast_accumulation,
+                )
         else:
             dz, dgamma, dbeta = xla.norm_backward(
                 dy,
@@ -319,7 +346,7 @@ def _out(normed: Normed) -> tuple[Array, ...]:
 
 
 def _run_forward(site: _Site, given, handed, state):
-    if site.is_pallas_asked and site.plan.backward != "fused":
+    if site.is_pallas_asked and site.plan.backward == "xla":
         raise ValueError(
             "implementation='pallas' does not serve the backward pass: "
             f"{site.plan.why_not_backward}."

@@ -27,6 +27,7 @@ from loka_jax.normed import (
 from loka_jax.ops.products import decide
 from loka_jax.pallas import dense_norm as _forward
 from loka_jax.pallas import dense_norm_backward as _backward
+from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
 from loka_jax.recipe import OPERANDS, Cast, Recipe
 
@@ -41,13 +42,14 @@ class Plan(NamedTuple):
 
     Attributes:
         forward: one kernel ("fused"), a kernel after XLA's product ("norm"), or "xla".
-        backward: one kernel ("fused") or "xla".
+        backward: one kernel ("fused"), a kernel before XLA's products ("norm"), or
+            "xla".
         why_not: why forward is not fused, or None if it is.
         why_not_backward: why backward is not fused, or None if it is.
     """
 
     forward: Literal["fused", "norm", "xla"]
-    backward: Literal["fused", "xla"]
+    backward: Literal["fused", "norm", "xla"]
     why_not: str | None
     why_not_backward: str | None
 
@@ -98,7 +100,7 @@ def plan(
     why_not = _why_no_kernel(recipe, m, k, n)
     if why_not is None and implementation is None and not has_hopper():
         why_not = "no Hopper GPU"
-    why_not_norm = why_not_backward = why_not
+    why_not_norm = why_not_backward = why_not_norm_backward = why_not
     if why_not is None:
         rows = m + -m % _ROWS
         fwd, dlhs = (decide(recipe, r, rows, k, n).gemm for r in ("fwd", "dlhs"))
@@ -128,6 +130,9 @@ def plan(
             norm=norm,
             activation=activation,
         )
+        why_not_norm_backward = _norm_backward.why_not(
+            rows, n, norm=norm, xhat_dtype=want.xhat
+        )
     if why_not is None:
         forward = "fused"
     elif why_not_norm is None:
@@ -139,7 +144,11 @@ def plan(
         )
     else:
         return Plan("xla", "xla", why_not, why_not_backward or why_not)
-    backward = "fused" if why_not_backward is None else "xla"
+    backward = "xla"
+    if why_not_backward is None:
+        backward = "fused"
+    elif why_not_norm_backward is None:
+        backward = "norm"
     return Plan(forward, backward, why_not, why_not_backward)
 
 
@@ -289,6 +298,36 @@ def dense_norm_backward(
         dgamma=None if gamma is None else gradients.dgamma,
         dbeta=None if beta is None else gradients.dbeta,
     )
+
+
+def norm_backward(
+    dy: Float[Array, "m n"],
+    xhat: Float[Array, "m n"],
+    rstd: Float[Array, "..."] | None,
+    gamma: Float[Array, "n"] | None,
+    beta: Float[Array, "n"] | None,
+    *,
+    norm: NormName,
+    activation: ActivationName,
+    quantize: bool,
+    interpret: Any,
+) -> _norm_backward.NormGradients:
+    """Returns what the kernel for the backward pass of norm and activation writes."""
+
+    def call(dy, xhat, rstd, gamma, beta):
+        return _norm_backward.norm_backward(
+            dy,
+            xhat,
+            rstd,
+            gamma=gamma,
+            beta=beta,
+            norm=norm,
+            activation=activation,
+            quantize=quantize,
+            interpret=interpret,
+        )
+
+    return _one_by_one(call, dy, xhat, rstd, gamma, beta)
 
 
 def _both(gamma: Array | None, beta: Array | None) -> tuple[Array | None, Array | None]:

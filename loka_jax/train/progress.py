@@ -109,7 +109,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     in_fp8 = sum(site.is_fp8 for site in sites)
     console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
     for reason, paths in _unfused(sites).items():
-        where = "all sites" if len(paths) == len(sites) else ", ".join(paths)
+        where = ", ".join(paths)
         console.print(f"No fused kernel at {where}: {reason}.", highlight=False)
 
 

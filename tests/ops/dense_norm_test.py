@@ -16,11 +16,12 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from loka_jax import scaling, xla
+from loka_jax import fp8, scaling, xla
 from loka_jax.ops import kernels
 from loka_jax.ops.dense_norm import Activations, dense_norm, describe, plan
 from loka_jax.ops.matmul import matmul
 from loka_jax.pallas import tiles
+from loka_jax.pallas.norm_backward import NormGradients
 from loka_jax.recipe import RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site
@@ -48,7 +49,7 @@ def implementation(request, monkeypatch):
     return "pallas"
 
 
-def stand_in(monkeypatch, forward=None, norm=None, backward=None):
+def stand_in(monkeypatch, forward=None, norm=None, backward=None, norm_backward=""):
     """Puts XLA's references in the place of the kernels, with these refusals."""
 
     def kernel(name, function, why_not):
@@ -71,6 +72,16 @@ def stand_in(monkeypatch, forward=None, norm=None, backward=None):
     )
     monkeypatch.setattr(kernels, "_norm", kernel("norm_quantize", norm_quantize, norm))
     monkeypatch.setattr(kernels, "_backward", back)
+
+    def rows_backward(*args, quantize, **kwargs):
+        dz, *rest = xla.norm_backward(*args, **kwargs)
+        dz_fp8 = fp8.quantize(dz, axes=(1,)) if quantize else None
+        return NormGradients(dz.astype(jnp.bfloat16), dz_fp8, *rest)
+
+    refusal = backward if norm_backward == "" else norm_backward
+    rows = kernel("norm_backward", rows_backward, refusal)
+    rows.NormGradients = NormGradients
+    monkeypatch.setattr(kernels, "_norm_backward", rows)
 
 
 def operands(m, k, n, dtype=jnp.bfloat16):
@@ -571,6 +582,7 @@ def test_kernels_run_by_themselves_only_on_a_hopper_gpu(monkeypatch):
     [
         ({}, "fused", "fused"),
         ({"backward": "too wide"}, "fused", "xla"),
+        ({"backward": "too wide", "norm_backward": None}, "fused", "norm"),
         ({"forward": "too wide"}, "norm", "fused"),
         ({"forward": "too wide", "norm": "odd"}, "xla", "xla"),
     ],
