@@ -3,7 +3,8 @@
     y = activation(gamma norm(lhs @ rhs + bias) + beta)
 
 XLA runs it as the three products of `products.py` with the norm differentiated by JAX.
-The Pallas kernels run it in one kernel each way, drhs apart, which stays with XLA:
+The Pallas kernels run it in one kernel each way, drhs apart, which stays with XLA, or
+the norm in one kernel each way where the weight is too large for that:
 
     forward     y, and for the backward pass xhat = norm(...) and rstd
     backward    dy, xhat, rstd -> dlhs, dz, dgamma, dbeta        drhs = lhs^T dz

@@ -1,8 +1,8 @@
 """Which Pallas kernels serve a site, and their calls.
 
-A site `activation(norm(lhs @ rhs))` can run in one kernel each way ("fused"), as XLA's
-product followed by one kernel for norm, activation and quantization ("norm"), or by
-XLA alone ("xla"). `plan` chooses, and says why not the kernels.
+A site `activation(norm(lhs @ rhs))` can run in one kernel each way ("fused"), with a
+kernel for norm, activation and quantization beside XLA's products ("norm"), or by XLA
+alone ("xla"). `plan` chooses, and says why not the kernels.
 """
 
 import functools

@@ -152,8 +152,8 @@ class Plan:
         # What a row tile needs of the other slabs: sums, and the amax of its rows.
         needs = (norm in ("layer", "rms"), want.y_fp8 == "row")
         self.exchanges = sum(needs) if settings.slabs > 1 else 0
-        # What leaves in FP8 was normalized: half precision is enough after the norm, at
-        # half the instructions and registers.
+        # What leaves in FP8 was normalized: half precision is enough after the norm,
+        # with fewer instructions and registers.
         in_half = want.y_fp8 is not None and norm != "none"
         self.late_dtype = jnp.float16 if in_half else jnp.float32
         self.writes_wide = bool(want.y) or want.xhat == jnp.bfloat16
