@@ -208,10 +208,11 @@ def test_defaults_lower(sizes, xhat_dtype, w_dtype, monkeypatch):
     reason = why_not(m, k, n, xhat_dtype=xhat_dtype, w_dtype=w_dtype, **site)
     if reason is not None:
         assert "shared memory" in reason
-        pytest.skip(reason)
+        return
     (*operands, w), parameters, _ = make(m, k, n, "layer", xhat_dtype, w_dtype)
 
     def f(dy, xhat, rstd):
         return dense_norm_backward(dy, xhat, rstd, w, **parameters, **site)
 
-    jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

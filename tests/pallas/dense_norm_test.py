@@ -281,7 +281,7 @@ def _lower(problem, settings):
 
     operands = shape((p.m, p.k), p.dtype), shape((p.n, p.k), p.dtype)
     traced = jax.jit(f).trace(*operands, x_scale, shape((), f32), column, column)
-    return traced.lower(lowering_platforms=("cuda",))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("k, n", SHAPES)
@@ -293,7 +293,7 @@ def _lower(problem, settings):
 def test_default_settings_lower_for_cuda(k, n, want, monkeypatch):
     monkeypatch.setattr(tiles, "SMS", 132)
     problem = _problem(8192, k, n, activation="swish", want=want, x_scale_by_row=True)
-    _lower(problem, best_settings(problem))
+    assert "mosaic_gpu" in _lower(problem, best_settings(problem))
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_the_search_space_lowers_for_cuda(k, n, monkeypatch):
     space = search_space(problem)
     assert len(space) > 3
     for settings in space:
-        _lower(problem, settings)
+        assert "mosaic_gpu" in _lower(problem, settings)
 
 
 def _poison(*shapes):

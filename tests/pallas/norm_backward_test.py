@@ -274,7 +274,7 @@ def _lower(n, norm, xhat_dtype, settings):
     operands = shape((m, n), BF16), shape((m, n), xhat_dtype)
     rstd = None if norm == "none" else rstd
     traced = jax.jit(f).trace(*operands, rstd, **parameters)
-    traced.lower(lowering_platforms=("cuda",))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 SHAPES = [(128, "layer"), (256, "rms"), (512, "layer"), (512, "block"), (640, "rms")]
@@ -283,13 +283,14 @@ SHAPES += [(1024, "layer"), (4096, "rms")]
 
 @pytest.mark.parametrize("n, norm", SHAPES)
 def test_default_settings_lower_for_cuda(n, norm):
-    _lower(n, norm, BF16 if norm == "none" else E4M3, None)
+    text = _lower(n, norm, BF16 if norm == "none" else E4M3, None)
+    assert "mosaic_gpu" in text
 
 
 def test_other_settings_lower_for_cuda():
     space = search_space(32768, 512, norm="layer", xhat_dtype=BF16)
     for settings in space[::6]:
-        _lower(512, "layer", BF16, settings)
+        assert "mosaic_gpu" in _lower(512, "layer", BF16, settings)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,8 @@ def test_all_settings_lower_for_cuda(n, norm):
         f = functools.partial(
             norm_quantize, norm=norm, activation="swish", want=want, settings=settings
         )
-        jax.jit(f).trace(z, **parameters).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(f).trace(z, **parameters).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
