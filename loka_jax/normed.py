@@ -11,12 +11,14 @@ A norm divides by a deviation of the row, `rstd` its reciprocal:
 """
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import Fp8Array
+from loka_jax.fp8 import E4M3, Fp8Array, compute_scale_inv
 
 NormName = Literal["none", "layer", "rms", "block"]
 ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
@@ -27,6 +29,35 @@ NORM_BLOCK = 256  # columns that share a statistic of a block norm
 # root of the features that share a statistic, so 16 |xhat| <= 448 up to 784 of them.
 XHAT_SCALE_INV = 1 / 16
 XHAT_MAX_FEATURES = 784
+
+
+def norm_features(norm: NormName, n: int) -> int:
+    """Returns how many of a row's n features share a statistic."""
+    return min(n, NORM_BLOCK) if norm == "block" else n
+
+
+def bounded_scale_inv(
+    norm: NormName,
+    n: int,
+    gamma: Float[Array, "n"] | None,
+    beta: Float[Array, "n"] | None,
+) -> Float[Array, ""]:
+    """Returns a `scale_inv` for all activations after a norm, known without them.
+
+    A normalized row of F features is at most `sqrt(F)` anywhere, and no activation
+    exceeds its argument, so
+
+        |y| <= max_j (sqrt(F) |gamma_j| + |beta_j|)
+
+    and nothing saturates E4M3. The bound is a few times what rows reach, which costs a
+    few of the 17 octaves of the format, no precision above its least ones.
+    """
+    bound = jnp.asarray(math.sqrt(norm_features(norm, n)), jnp.float32)
+    if gamma is not None:
+        bound = bound * jnp.abs(gamma)
+    if beta is not None:
+        bound = bound + jnp.abs(beta)
+    return compute_scale_inv(jnp.max(bound), E4M3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from loka_jax.nn.dense import Dense, as_recipe, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
 from loka_jax.normed import NormName as SiteNormName
-from loka_jax.ops.dense_norm import Activations, Implementation, Out, plan
-from loka_jax.ops.products import takes_rows
+from loka_jax.ops.dense_norm import Activations, Implementation, Out
+from loka_jax.ops.plan import hand_over, plan
+from loka_jax.ops.products import takes_handed
 from loka_jax.recipe import Recipe
 
 
@@ -106,10 +107,10 @@ class Mlp(linen.Module):
                 activation=self.activation,
                 out="fp8",
                 has_bias=self.norm == "none",
-                is_handed=True,
+                handed=hand_over(self.norm),
                 implementation=self.implementation,
             )
-            reads = takes_rows(recipe, chosen.padded_rows(m), k, n)
+            reads = takes_handed(recipe, chosen.padded_rows(m), k, n)
             if is_served and chosen.is_served and reads:
                 outs[-1] = "fp8"
             is_served, k = chosen.is_served, n

@@ -109,7 +109,7 @@ class NormDense(linen.Module):
         m = 1
         for size in leading:
             m *= size
-        is_handed = isinstance(inputs, Activations)
+        handed = inputs.scaling if isinstance(inputs, Activations) else None
         chosen = plan(
             recipe,
             m,
@@ -119,11 +119,11 @@ class NormDense(linen.Module):
             activation=self.activation,
             out=self.out,
             has_bias=self.use_bias,
-            is_handed=is_handed,
+            handed=handed,
             implementation=self.implementation,
         )
         path = "/".join(self.path)
-        announce(path, m, k, n, recipe, None, chosen=chosen, is_handed=is_handed)
+        announce(path, m, k, n, recipe, None, chosen=chosen, handed=handed)
         recipe, state = site_state(self, recipe, k, n)
         return dense_norm(
             inputs,

@@ -13,8 +13,8 @@ import jax
 from flax import linen
 
 from loka_jax.ops.dense_norm import describe
-from loka_jax.ops.kernels import BY_XLA, Plan
-from loka_jax.ops.products import decide
+from loka_jax.ops.plan import BY_XLA, Plan
+from loka_jax.ops.products import HandOver, decide
 from loka_jax.recipe import ROLES, Recipe
 
 
@@ -63,7 +63,7 @@ def announce(
     why_not: str | None,
     *,
     chosen: Plan = BY_XLA,
-    is_handed: bool = False,
+    handed: HandOver | None = None,
 ):
     """Adds a site to the list being made by `list_sites`, if one is.
 
@@ -75,7 +75,7 @@ def announce(
         recipe: the recipe that the site follows.
         why_not: a reason of the module itself against FP8, or None.
         chosen: which kernels run, of a site with a norm.
-        is_handed: lhs comes in FP8 from another site.
+        handed: how lhs is scaled, if it comes in FP8 from another site.
     """
     sites = _announced.get()
     if sites is None:
@@ -93,7 +93,7 @@ def announce(
             recipe=recipe.name,
             why_not=why_not,
             why_not_fused=chosen.why_not,
-            **describe(recipe, chosen, m, k, n, is_handed=is_handed),
+            **describe(recipe, chosen, m, k, n, handed),
         )
     )
 

@@ -26,7 +26,7 @@ from loka_jax.ops.products import (
     check_state,
     decide,
     equally_varying,
-    takes_rows,
+    takes_handed,
 )
 from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
@@ -78,7 +78,7 @@ def _matmul(lhs, rhs, state, handed, recipe: Recipe, axis_names: tuple[str, ...]
 def _forward(lhs, rhs, state, handed, recipe, axis_names):
     products = Products(recipe, (*lhs.shape, rhs.shape[1]), axis_names)
     rows = None
-    if handed is not None and takes_rows(recipe, *products.sizes):
+    if handed is not None and takes_handed(recipe, *products.sizes):
         rows = Fp8Array(*handed)
     lhs = products.read("lhs", lhs, state, handed=rows)
     rhs = products.read("rhs", rhs, state)

@@ -13,7 +13,7 @@ backward role reads that.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from loka_jax.recipe import (
 )
 from loka_jax.scaling import DelayedScaling, delayed_scale_inv, update_delayed
 
+# How activations in FP8 are scaled: with one scale, or with one a row.
+HandOver = Literal["tensor", "row"]
+
 
 @struct.dataclass
 class Activations:
@@ -47,7 +50,7 @@ class Activations:
     Attributes:
         y: in the compute dtype: the activations, or where only FP8 was written, what
             `fp8` decodes to.
-        fp8: in E4M3, one scale a row: `scale_inv` is `[..., 1]`.
+        fp8: in E4M3, with one scale (`scale_inv` is `[]`) or one a row (`[..., 1]`).
     """
 
     y: Float[Array, "*rows n"]
@@ -58,10 +61,17 @@ class Activations:
         """The shape of the activations."""
         return self.y.shape
 
+    @property
+    def scaling(self) -> HandOver:
+        """How the FP8 form is scaled."""
+        return "row" if self.fp8.scale_inv.ndim else "tensor"
+
     def reshape(self, *shape: int) -> "Activations":
         """Returns the same rows under other leading dims; the last dim must stay."""
         y = self.y.reshape(*shape)
-        scale_inv = self.fp8.scale_inv.reshape(*y.shape[:-1], 1)
+        scale_inv = self.fp8.scale_inv
+        if scale_inv.ndim:
+            scale_inv = scale_inv.reshape(*y.shape[:-1], 1)
         return Activations(y, Fp8Array(self.fp8.data.reshape(y.shape), scale_inv))
 
 
@@ -131,7 +141,7 @@ class SiteOperand:
     dtype: DTypeLike = struct.field(pytree_node=False)
 
 
-def takes_rows(recipe: Recipe, m: int, k: int, n: int) -> bool:
+def takes_handed(recipe: Recipe, m: int, k: int, n: int) -> bool:
     """Returns True if fwd can read a handed-over lhs: E4M3, and not in tiles."""
     gemm = decide(recipe, "fwd", m, k, n).gemm
     if gemm is None or gemm.first.granularity == "blockwise":
@@ -174,7 +184,7 @@ class Products(NamedTuple):
         casts = [self.cast(r, name) for r in roles if name in ROLE_OPERANDS[r]]
         tensorwise = [c for c in casts if c and c.granularity == "tensorwise"]
         if handed is not None:
-            # The rows' scales bound the amax from above, by a factor of two at most.
+            # The scales bound the amax from above.
             amax = fp8.amax(handed.scale_inv) * fp8_max(handed.data.dtype)
             amaxes = amax[None] if tensorwise else None
             return SiteOperand(x, amaxes, None, handed, x.shape, x.dtype)
@@ -258,6 +268,19 @@ class Products(NamedTuple):
             fast_accumulation=gemm.fast_accumulation,
         )
         return product, (lhs.scale_inv, rhs.scale_inv)
+
+    def given(
+        self, name: Operand, x: Array, copy: Fp8Array, amaxes: Array
+    ) -> SiteOperand:
+        """Returns an operand whose whole-tensor FP8 copy and amaxes were made."""
+        return SiteOperand(x, amaxes, copy, None, x.shape, x.dtype)
+
+    def stored_scale_inv(self, role: Role, operand: Operand, state) -> Array:
+        """Returns the scale from earlier steps that `role` casts `operand` with."""
+        cast = self.cast(role, operand)
+        assert cast is not None and self.recipe.is_calibrated
+        unseen = jnp.zeros(())
+        return delayed_scale_inv(state, operand, unseen, cast, self.recipe)
 
     def next_state(self, state, *operands: SiteOperand):
         """Returns the state for the next step; the same if nothing ran in FP8."""

@@ -91,8 +91,8 @@ def norm_backward(
     xhat: Float[Array, "m n"],
     rstd: Float[Array, "..."] | None,
     *,
-    gamma: Float[Array, "n"] | None,
-    beta: Float[Array, "n"] | None,
+    gamma: Float[Array, "n"] | None = None,
+    beta: Float[Array, "n"] | None = None,
     norm: NormName,
     activation: ActivationName,
 ) -> tuple[Float[Array, "m n"], Float[Array, "n"] | None, Float[Array, "n"] | None]:
@@ -135,8 +135,8 @@ def dense_norm_backward(
     rstd: Float[Array, "..."] | None,
     w: Float[Array, "k n"] | Fp8Array,
     *,
-    gamma: Float[Array, "n"] | None,
-    beta: Float[Array, "n"] | None,
+    gamma: Float[Array, "n"] | None = None,
+    beta: Float[Array, "n"] | None = None,
     norm: NormName,
     activation: ActivationName,
 ) -> Gradients:

@@ -18,11 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import fp8, scaling, xla
 from loka_jax.ops import kernels
-from loka_jax.ops.dense_norm import Activations, dense_norm, describe, plan
+from loka_jax.ops import plan as plans
+from loka_jax.ops.dense_norm import Activations, dense_norm, describe
 from loka_jax.ops.matmul import matmul
+from loka_jax.ops.plan import plan
 from loka_jax.pallas import tiles
 from loka_jax.pallas.norm_backward import NormGradients
-from loka_jax.recipe import RECIPES, get_recipe
+from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site
 
@@ -66,22 +68,26 @@ def stand_in(monkeypatch, forward=None, norm=None, backward=None, norm_backward=
         z = z.astype(jnp.bfloat16)
         return xla.dense_norm(z, jnp.eye(z.shape[1], dtype=z.dtype), **kwargs)
 
-    back = kernel("dense_norm_backward", xla.dense_norm_backward, backward)
-    monkeypatch.setattr(
-        kernels, "_forward", kernel("dense_norm", xla.dense_norm, forward)
-    )
-    monkeypatch.setattr(kernels, "_norm", kernel("norm_quantize", norm_quantize, norm))
-    monkeypatch.setattr(kernels, "_backward", back)
-
-    def rows_backward(*args, quantize, **kwargs):
-        dz, *rest = xla.norm_backward(*args, **kwargs)
-        dz_fp8 = fp8.quantize(dz, axes=(1,)) if quantize else None
-        return NormGradients(dz.astype(jnp.bfloat16), dz_fp8, *rest)
+    def rows_backward(*args, dz_fp8, dz_scale_inv=None, **kwargs):
+        dz, *sums = xla.norm_backward(*args, **kwargs)
+        copy = amax = None
+        if dz_scale_inv is not None:
+            copy, amax = fp8.cast(dz, dz_scale_inv, dz_fp8), fp8.amax_of_parts(dz)
+        elif dz_fp8 is not None:
+            copy = fp8.quantize(dz, dz_fp8, axes=(1,))
+        return NormGradients(dz.astype(jnp.bfloat16), copy, amax, *sums)
 
     refusal = backward if norm_backward == "" else norm_backward
-    rows = kernel("norm_backward", rows_backward, refusal)
-    rows.NormGradients = NormGradients
-    monkeypatch.setattr(kernels, "_norm_backward", rows)
+    modules = {
+        "_forward": kernel("dense_norm", xla.dense_norm, forward),
+        "_norm": kernel("norm_quantize", norm_quantize, norm),
+        "_backward": kernel("dense_norm_backward", xla.dense_norm_backward, backward),
+        "_norm_backward": kernel("norm_backward", rows_backward, refusal),
+    }
+    modules["_norm_backward"].NormGradients = NormGradients
+    for name, module in modules.items():
+        monkeypatch.setattr(kernels, name, module)
+        monkeypatch.setattr(plans, name, module)
 
 
 def operands(m, k, n, dtype=jnp.bfloat16):
@@ -395,21 +401,22 @@ def test_the_next_site_multiplies_what_was_handed_over(implementation):
     )
 
 
-def test_what_is_handed_over_is_the_activations_in_fp8(implementation):
+@pytest.mark.parametrize("norm", ["rms", "none"])
+def test_what_is_handed_over_is_the_activations_in_fp8(implementation, norm):
     lhs, rhs, _ = operands(70, 32, 48)
     site_of = functools.partial(
         dense_norm,
         lhs,
         rhs,
         recipe=get_recipe("fp8_rowwise"),
-        norm="rms",
+        norm=norm,
         activation="gelu",
         implementation=implementation,
     )
     wide, handed, both = (site_of(out=out) for out in ("wide", "fp8", "both"))
     chex.assert_trees_all_equal(handed.fp8, both.fp8)
     chex.assert_trees_all_equal(both.y, wide)
-    chex.assert_shape(handed.fp8.scale_inv, (70, 1))
+    chex.assert_shape(handed.fp8.scale_inv, () if norm == "rms" else (70, 1))
     quality = support.sqnr_db(wide, handed.fp8.dequantize(), axis=1)
     # A row of 48 scatters.
     assert quality.min() > support.FLOOR_DB["cast_e4m3"] - 3
@@ -533,17 +540,13 @@ def test_the_gradient_of_the_state_is_its_next_value(implementation, name):
     recipe = get_recipe(name)
     lhs, rhs, dy = operands(64, 32, 48)
     state = initial(recipe)
-    # The backward kernel scales the rows of g by themselves; only drhs reads its scale.
-    reads_g = implementation == "xla" or recipe.drhs is not None
-    for _ in range(2):
+    for suffix in ("", CALIBRATED):
         amaxes = jnp.stack(
             [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (lhs, rhs, dy)]
         )
-        amaxes = amaxes.at[2].multiply(1.0 if reads_g else 0.0)
         expected = scaling.update_delayed(state, amaxes, recipe)
-        *_, state = run(
-            name, lhs, rhs, dy, {}, state, norm="none", implementation=implementation
-        )
+        static = dict(norm="none", implementation=implementation)
+        *_, state = run(name + suffix, lhs, rhs, dy, {}, state, **static)
         chex.assert_trees_all_equal(state, expected)
         lhs, dy = lhs * 2, dy / 5
 
@@ -570,10 +573,10 @@ def test_kernels_run_by_themselves_only_on_a_hopper_gpu(monkeypatch):
     ask = functools.partial(
         plan, get_recipe("bf16"), 64, 32, 48, norm="layer", activation="none"
     )
-    monkeypatch.setattr(kernels, "has_hopper", lambda: False)
+    monkeypatch.setattr(plans, "has_hopper", lambda: False)
     assert ask() == ("xla", "xla", "no Hopper GPU", "no Hopper GPU")
-    monkeypatch.setattr(kernels, "has_hopper", lambda: True)
-    assert ask() == ("fused", "fused", None, None)
+    monkeypatch.setattr(plans, "has_hopper", lambda: True)
+    assert ask() == ("fused", "norm", None, None)
     assert ask(implementation="xla").forward == "xla"
 
 
@@ -581,6 +584,7 @@ def test_kernels_run_by_themselves_only_on_a_hopper_gpu(monkeypatch):
     "refusals, forward, backward",
     [
         ({}, "fused", "fused"),
+        ({"norm_backward": "odd"}, "fused", "fused"),
         ({"backward": "too wide"}, "fused", "xla"),
         ({"backward": "too wide", "norm_backward": None}, "fused", "norm"),
         ({"forward": "too wide"}, "norm", "fused"),
@@ -589,7 +593,7 @@ def test_kernels_run_by_themselves_only_on_a_hopper_gpu(monkeypatch):
 )
 def test_what_a_kernel_refuses_runs_by_xla(monkeypatch, refusals, forward, backward):
     stand_in(monkeypatch, **refusals)
-    monkeypatch.setattr(kernels, "has_hopper", lambda: True)
+    monkeypatch.setattr(plans, "has_hopper", lambda: True)
     static = dict(norm="layer", activation="swish")
     chosen = plan(get_recipe("fp8_rowwise"), 64, 32, 48, **static)
     assert (chosen.forward, chosen.backward) == (forward, backward)
@@ -637,7 +641,7 @@ def test_a_backward_kernel_that_refuses_is_an_error_once_it_is_needed(monkeypatc
 )
 def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, reason):
     stand_in(monkeypatch)
-    monkeypatch.setattr(kernels, "has_hopper", lambda: True)
+    monkeypatch.setattr(plans, "has_hopper", lambda: True)
     chosen = plan(get_recipe(name), *sizes, norm="layer", activation="none")
     assert chosen == ("xla", "xla", reason, reason)
 
@@ -645,10 +649,10 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
 @pytest.mark.parametrize(
     "name, handed, texts",
     [
-        ("bf16", False, ("pallas bf16", "pallas bf16", "xla bf16")),
+        ("bf16", None, ("pallas bf16", "xla bf16, pallas norm", "xla bf16")),
         (
             "fp8_tensorwise",
-            True,
+            "row",
             (
                 "pallas fp8 e4m3 rowwise x tensorwise",
                 "pallas fp8 e4m3 rowwise x tensorwise",
@@ -656,8 +660,17 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
             ),
         ),
         (
+            "fp8_tensorwise_delayed:calibrated",
+            "tensor",
+            (
+                "pallas fp8 e4m3 tensorwise",
+                "xla fp8 e5m2 x e4m3 tensorwise, pallas norm",
+                "xla fp8 e4m3 x e5m2 tensorwise",
+            ),
+        ),
+        (
             "fp8_rowwise_bf16_drhs",
-            False,
+            None,
             (
                 "pallas fp8 e4m3 rowwise",
                 "pallas fp8 e4m3 rowwise x tensorwise",
@@ -672,7 +685,7 @@ def test_what_runs_is_told_in_words(monkeypatch, name, handed, texts):
     chosen = plan(
         recipe, *sizes, norm="layer", activation="none", implementation="pallas"
     )
-    found = describe(recipe, chosen, *sizes, is_handed=handed)
+    found = describe(recipe, chosen, *sizes, handed)
     assert tuple(found.values()) == texts
 
 

@@ -1,0 +1,257 @@
+"""A site run by kernels, forward and backward.
+
+    forward     y, and for the backward pass xhat = norm(...) and rstd
+    backward    dy, xhat, rstd -> dz, dgamma, dbeta      dlhs = dz rhs^T
+
+in one kernel each, or with XLA's product beside the kernel of the norm; drhs = lhs^T dz
+is XLA's. What dlhs multiplies in FP8 has one scale a row, unless the recipe has a scale
+for it from earlier steps: one for the whole of this dz would need a pass of its own.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import custom_vjp
+from jaxtyping import Array
+
+from loka_jax import xla
+from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.normed import (
+    ActivationName,
+    Normed,
+    NormName,
+    Outputs,
+    bounded_scale_inv,
+)
+from loka_jax.ops import kernels
+from loka_jax.ops.plan import Out, Plan, hand_over, knows_g_scale, training_outputs
+from loka_jax.ops.products import Products, SiteOperand, takes_handed
+from loka_jax.recipe import ROLES, Recipe
+from loka_jax.scaling import DelayedScaling
+
+_VECTORS = ("bias", "gamma", "beta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSite:
+    """What is static of a site that kernels run.
+
+    Attributes:
+        recipe: the casts of each role.
+        norm, activation, epsilon: what follows the product.
+        out: in which form the activations leave.
+        plan: which kernels run.
+        is_pallas_asked: refuse a backward pass that no kernel serves.
+        axis_names: mesh axes over which rows are spread.
+        interpret: how to interpret the kernels on a CPU.
+    """
+
+    recipe: Recipe
+    norm: NormName
+    activation: ActivationName
+    epsilon: float
+    out: Out
+    plan: Plan
+    is_pallas_asked: bool
+    axis_names: tuple[str, ...]
+    interpret: Any
+
+    def products(self, lhs, rhs) -> Products:
+        """Returns the products of a site with such operands."""
+        return Products(
+            self.recipe, (lhs.shape[0], lhs.shape[1], rhs.shape[1]), self.axis_names
+        )
+
+    def read(self, products: Products, given, handed, state):
+        """Returns lhs and rhs as the products read them."""
+        rows = None
+        if handed is not None and takes_handed(self.recipe, *products.sizes):
+            rows = Fp8Array(*handed)
+        lhs = products.read("lhs", given["lhs"], state, handed=rows)
+        return lhs, products.read("rhs", given["rhs"], state)
+
+    def forward(
+        self, products: Products, lhs: SiteOperand, rhs: SiteOperand, given, want
+    ) -> Normed:
+        """Returns what the kernels of the forward pass write."""
+        vectors = {name: given[name] for name in _VECTORS if name in given}
+        if want.y_fp8 == "tensor":
+            vectors["y_scale_inv"] = bounded_scale_inv(
+                self.norm, products.sizes[2], given.get("gamma"), given.get("beta")
+            )
+        static = dict(self._static, epsilon=self.epsilon, want=want)
+        if self.plan.forward == "fused":
+            x, w = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
+            return kernels.dense_norm(x, w, vectors, **static)
+        dtype = self.recipe.compute_dtype
+        z, scales = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
+        return kernels.norm_quantize(z, scales, vectors, **static)
+
+    def backward(self, products: Products, dy, kept: "_Kept") -> "_Backward":
+        """Returns the gradients of all but rhs, and that of z as products read it."""
+        ways = {"fused": self._fused, "norm": self._after_norm, "xla": self._by_xla}
+        return ways[self.plan.backward](products, dy, kept)
+
+    def _fused(self, products: Products, dy, kept: "_Kept"):
+        weight = products.view("dlhs", "rhs", kept.rhs)
+        dlhs, dz, dgamma, dbeta = kernels.dense_norm_backward(
+            dy, kept.xhat, kept.rstd, weight, kept.affine, **self._static
+        )
+        g = self._read_g(products, dz, kept.state)
+        return _Backward(dlhs, g, dgamma, dbeta)
+
+    def _after_norm(self, products: Products, dy, kept: "_Kept"):
+        gemm = products.gemm("dlhs")
+        vectors, dtype = dict(kept.affine), None
+        is_known = gemm is not None and knows_g_scale(self.recipe, gemm)
+        if is_known:
+            vectors["dz_scale_inv"] = products.stored_scale_inv("dlhs", "g", kept.state)
+        if gemm is not None:
+            dtype = gemm.first.dtype if is_known else E4M3
+        found = kernels.norm_backward(
+            dy, kept.xhat, kept.rstd, vectors, dz_fp8=dtype, **self._static
+        )
+        if is_known:
+            g = products.given("g", found.dz, found.dz_fp8, found.dz_amax)
+        else:
+            g = self._read_g(products, found.dz, kept.state)
+        if gemm is None or is_known:
+            dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
+        else:
+            weight = products.view("dlhs", "rhs", kept.rhs)
+            dlhs = xla.fp8_matmul(
+                found.dz_fp8,
+                weight,
+                out_dtype=dy.dtype,
+                fast_accumulation=gemm.fast_accumulation,
+            )
+        return _Backward(dlhs, g, found.dgamma, found.dbeta)
+
+    def _by_xla(self, products: Products, dy, kept: "_Kept"):
+        dz, dgamma, dbeta = xla.norm_backward(
+            dy,
+            kept.xhat,
+            kept.rstd,
+            gamma=kept.vectors.get("gamma"),
+            beta=kept.vectors.get("beta"),
+            norm=self.norm,
+            activation=self.activation,
+        )
+        g = products.read("g", dz.astype(dy.dtype), kept.state)
+        dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
+        return _Backward(dlhs, g, dgamma, dbeta)
+
+    def _read_g(self, products: Products, dz, state) -> SiteOperand:
+        """Returns g for drhs, the kernel having taken care of dlhs.
+
+        Before delayed scales are set g is measured for dlhs too: a calibrated step may
+        read that scale.
+        """
+        roles = ("drhs",) if self.recipe.is_calibrated else ROLES
+        return products.read("g", dz, state, roles=roles)
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return dict(
+            norm=self.norm, activation=self.activation, interpret=self.interpret
+        )
+
+
+class _Kept(NamedTuple):
+    """What the backward pass has of the forward pass."""
+
+    lhs: SiteOperand
+    rhs: SiteOperand
+    vectors: dict[str, Array]
+    xhat: Any
+    rstd: Any
+    state: DelayedScaling | None
+
+    @property
+    def affine(self) -> dict[str, Array]:
+        """gamma and beta, as far as there are any."""
+        return {name: x for name, x in self.vectors.items() if name != "bias"}
+
+
+class _Backward(NamedTuple):
+    """Gradients of a site; None for what it has not."""
+
+    lhs: Array
+    g: SiteOperand
+    gamma: Array | None
+    beta: Array | None
+
+
+# What is in FP8 goes in and out as data and scale_inv: on its way through an operation
+# with a gradient of its own, JAX puts other things than arrays into containers.
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
+def run(
+    site: KernelSite,
+    given: dict[str, Array],
+    handed: tuple[Array, Array] | None,
+    state: DelayedScaling | None,
+) -> tuple[Array, ...]:
+    """Returns y, and if the site hands FP8 over, its data and `scale_inv`.
+
+    Args:
+        site: the static side.
+        given: lhs, rhs, and of bias, gamma and beta those there are.
+        handed: the FP8 form of lhs, if it came with one.
+        state: delayed-scaling state; its gradient is its next value.
+    """
+    products = site.products(given["lhs"], given["rhs"])
+    lhs, rhs = site.read(products, given, handed, state)
+    scaling = None if site.out == "wide" else hand_over(site.norm)
+    want = Outputs(y=site.out != "fp8", y_fp8=scaling)
+    return _out(site.forward(products, lhs, rhs, given, want))
+
+
+def _out(normed: Normed) -> tuple[Array, ...]:
+    """Returns y, and what was written in FP8."""
+    if normed.y_fp8 is None:
+        assert normed.y is not None
+        return (normed.y,)
+    # In place of y, which only a drhs would read: the next site's, where this one is
+    # not differentiated.
+    y = normed.y_fp8.dequantize(jnp.bfloat16) if normed.y is None else normed.y
+    return y, normed.y_fp8.data, normed.y_fp8.scale_inv
+
+
+def _forward(site: KernelSite, given, handed, state):
+    if site.is_pallas_asked and site.plan.backward == "xla":
+        raise ValueError(
+            "implementation='pallas' does not serve the backward pass: "
+            f"{site.plan.why_not_backward}."
+        )
+    products = site.products(given["lhs"], given["rhs"])
+    lhs, rhs = site.read(products, given, handed, state)
+    want = training_outputs(site.recipe, *products.sizes, site.norm, site.out)
+    normed = site.forward(products, lhs, rhs, given, want)
+    kept = _Kept(
+        lhs=products.keep("lhs", lhs),
+        rhs=products.keep("rhs", rhs),
+        vectors={name: given[name] for name in _VECTORS if name in given},
+        xhat=normed.xhat,
+        rstd=normed.rstd,
+        state=state,
+    )
+    return _out(normed), kept
+
+
+def _backward(site: KernelSite, kept: _Kept, gradients):
+    products = site.products(kept.lhs, kept.rhs)
+    dy, *_ = gradients
+    found = site.backward(products, dy, kept)
+    lhs, g = products.reread(kept.lhs, kept.state), found.g
+    drhs = products.multiply("drhs", lhs, g, out_dtype=kept.rhs.dtype)
+    given = {"lhs": found.lhs, "rhs": drhs, "gamma": found.gamma, "beta": found.beta}
+    if "bias" in kept.vectors:
+        assert g.value is not None
+        given["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
+    given = {name: x for name, x in given.items() if x is not None}
+    return given, None, products.next_state(kept.state, lhs, kept.rhs, g)
+
+
+run.defvjp(_forward, _backward)
