@@ -112,3 +112,18 @@ class Gradients(NamedTuple):
     dz: Float[Array, "m n"]
     dgamma: Float[Array, "n"] | None
     dbeta: Float[Array, "n"] | None
+
+
+class NormGradients(NamedTuple):
+    """What a backward kernel of norm and activation alone wrote.
+
+    Attributes:
+        dz: bfloat16, of the product's result.
+        dz_fp8: the same in E4M3, `scale_inv` float32 `[M, 1]`; None if not asked for.
+        dgamma, dbeta: float32, summed over the rows; None for what was not given.
+    """
+
+    dz: Float[Array, "m n"]
+    dz_fp8: Fp8Array | None
+    dgamma: Float[Array, "n"] | None
+    dbeta: Float[Array, "n"] | None

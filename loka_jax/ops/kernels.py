@@ -9,7 +9,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Gradients, Normed
+from loka_jax.normed import Gradients, Normed, NormGradients
 from loka_jax.pallas import dense_norm as _forward
 from loka_jax.pallas import dense_norm_backward as _backward
 from loka_jax.pallas import norm_backward as _norm_backward
@@ -64,7 +64,7 @@ def norm_backward(
     rstd: Float[Array, "..."] | None,
     vectors: Vectors,
     **static,
-) -> _norm_backward.NormGradients:
+) -> NormGradients:
     """Returns what `pallas.norm_backward` writes."""
     kernel = functools.partial(_norm_backward.norm_backward, **static)
     return _one_by_one(kernel, dy, xhat, rstd, **vectors)

@@ -31,7 +31,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
-from loka_jax.normed import NORM_BLOCK, XHAT_SCALE_INV, ActivationName, NormName
+from loka_jax.normed import (
+    NORM_BLOCK,
+    XHAT_SCALE_INV,
+    ActivationName,
+    NormGradients,
+    NormName,
+)
 from loka_jax.pallas import tiles
 from loka_jax.pallas.activations import activation_slope
 
@@ -45,24 +51,6 @@ _SMEM_RESERVE = 3 * 1024  # for barriers and exchanges, and starts at multiples 
 # As in `fp8.compute_scale_inv`: the least scale whose reciprocal is finite, and that is
 # no denormal itself.
 _MIN_SCALE_INV = 2 * float(jnp.finfo(jnp.float32).tiny)
-
-
-class NormGradients(NamedTuple):
-    """What the kernel wrote.
-
-    Attributes:
-        dz: bfloat16, of the product's result.
-        dz_fp8: the same in FP8, `scale_inv` float32 `[M, 1]` or `[]`; None if not
-            asked for.
-        dz_amax: float32 `[P]`, of P parts of dz; given with a scale known in advance.
-        dgamma, dbeta: float32, summed over the rows; None for what was not given.
-    """
-
-    dz: Float[Array, "m n"]
-    dz_fp8: Fp8Array | None
-    dz_amax: Float[Array, "p"] | None
-    dgamma: Float[Array, "n"] | None
-    dbeta: Float[Array, "n"] | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from loka_jax.ops.dense_norm import Activations, dense_norm, describe
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import plan
 from loka_jax.pallas import tiles
-from loka_jax.pallas.norm_backward import NormGradients
+from loka_jax.normed import NormGradients
 from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site
@@ -84,7 +84,6 @@ def stand_in(monkeypatch, forward=None, norm=None, backward=None, norm_backward=
         "_backward": kernel("dense_norm_backward", xla.dense_norm_backward, backward),
         "_norm_backward": kernel("norm_backward", rows_backward, refusal),
     }
-    modules["_norm_backward"].NormGradients = NormGradients
     for name, module in modules.items():
         monkeypatch.setattr(kernels, name, module)
         monkeypatch.setattr(plans, name, module)
