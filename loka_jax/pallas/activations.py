@@ -18,7 +18,7 @@ _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
 def input_scale(name: ActivationName) -> float:
-    """Returns what `activate_scaled` wants its argument multiplied by."""
+    """Returns what the functions called scaled want their argument multiplied by."""
     return 0.5 if name in ("swish", "gelu") else 1.0
 
 
@@ -40,30 +40,32 @@ def activate_scaled(
     raise ValueError(f"unknown activation {name!r}.")
 
 
-def activate(name: ActivationName, u: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns the activation of `u`, in its dtype."""
-    scale = input_scale(name)
-    return activate_scaled(name, u if scale == 1.0 else scale * u)
+def slope_scaled(
+    name: ActivationName, v: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns the derivative of the activation at `v / input_scale(name)`."""
+    match name:
+        case "none":
+            return jnp.ones_like(v)
+        case "relu":
+            return jnp.where(v > 0.0, 1.0, 0.0)
+        case "swish":  # s + u s (1 - s), s the sigmoid of u
+            t = jnp.tanh(v)
+            s = 0.5 + 0.5 * t
+            return s + v * (s - s * t)
+        case "hard_swish":  # 0 below -3, 1 above 3, (2 u + 3) / 6 between
+            between = v * (1 / 3) + 0.5
+            return jnp.where(v > 3.0, 1.0, jnp.where(v < -3.0, 0.0, between))
+        case "gelu":
+            t = jnp.tanh(v * (2 * _GELU_LINEAR + 8 * _GELU_CUBIC * v * v))
+            inner = _GELU_LINEAR + 12 * _GELU_CUBIC * v * v
+            return 0.5 + 0.5 * t + v * (1.0 - t * t) * inner
+    raise ValueError(f"unknown activation {name!r}.")
 
 
 def activation_slope(
     name: ActivationName, u: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Returns the derivative of the activation at `u`."""
-    match name:
-        case "none":
-            return jnp.ones_like(u)
-        case "relu":
-            return jnp.where(u > 0.0, 1.0, 0.0)
-        case "swish":  # s + u s (1 - s), s the sigmoid of u
-            t = jnp.tanh(0.5 * u)
-            s = 0.5 + 0.5 * t
-            return s + 0.5 * u * (s - s * t)
-        case "hard_swish":  # 0 below -3, 1 above 3, (2 u + 3) / 6 between
-            between = u * (1 / 3) + 0.5
-            return jnp.where(u > 3.0, 1.0, jnp.where(u < -3.0, 0.0, between))
-        case "gelu":
-            t = jnp.tanh(u * (_GELU_LINEAR + _GELU_CUBIC * u * u))
-            inner = _GELU_LINEAR + 3 * _GELU_CUBIC * u * u
-            return 0.5 + 0.5 * t + 0.5 * u * (1.0 - t * t) * inner
-    raise ValueError(f"unknown activation {name!r}.")
+    scale = input_scale(name)
+    return slope_scaled(name, u if scale == 1.0 else scale * u)

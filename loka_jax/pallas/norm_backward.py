@@ -39,7 +39,7 @@ from loka_jax.normed import (
     NormName,
 )
 from loka_jax.pallas import tiles
-from loka_jax.pallas.activations import activation_slope
+from loka_jax.pallas.activations import input_scale, slope_scaled
 
 MAX_COLUMNS = 4096  # a row of more does not fit in the registers
 _WIDE = 1024  # columns beyond which the column sums of unfolded rows spill registers
@@ -301,7 +301,7 @@ class _Kernel:
     @property
     def gamma_scale(self) -> float:
         """What gamma is multiplied by once, to spare products for every element."""
-        return self.xhat_scale * _input_scale(self.activation)
+        return self.xhat_scale * input_scale(self.activation)
 
     @property
     def ctas(self) -> int:
@@ -472,7 +472,7 @@ class _Kernel:
                 return [None] * len(self.pieces)
             at = [(slice(None), c) if self.fold > 1 else c for c in self.pieces]
             values = [self._load(ref.at[i], layout) for i in at]
-            beta_scale = _input_scale(self.activation)
+            beta_scale = input_scale(self.activation)
             scale = self.gamma_scale if name == "gamma" else beta_scale
             return values if scale == 1.0 else [v * scale for v in values]
 
@@ -510,7 +510,7 @@ class _Kernel:
             u = u + self._per_column(beta)
         if self.activation == "relu":
             return jnp.where(u > 0.0, dy, 0.0)
-        return dy * _slope(self.activation, u)
+        return dy * slope_scaled(self.activation, u)
 
     def _norm_backward(self, g, on_xhat, xhat, rstd, place: _Place):
         """Returns dz in pieces of float32."""
@@ -627,17 +627,3 @@ class _Kernel:
         if values.ndim == 2:
             return values
         return lax.broadcast_in_dim(values, (self.rows, self.width), (1,))
-
-
-def _input_scale(name: ActivationName) -> float:
-    """Returns what `_slope` wants its argument multiplied by."""
-    return 0.5 if name == "swish" else 1.0
-
-
-def _slope(name: ActivationName, v):
-    """Returns the derivative of the activation at `v / _input_scale(name)`."""
-    if name != "swish":
-        return activation_slope(name, v)
-    t = jnp.tanh(v)
-    s = 0.5 + 0.5 * t  # the sigmoid of u = 2 v
-    return s + v * (s - s * t)  # s + u s (1 - s)
