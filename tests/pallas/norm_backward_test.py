@@ -197,7 +197,7 @@ def test_widths_and_settings(run, n, norm, settings):
     [(512, "rms", BF16, False), (1024, "layer", E4M3, True)],
 )
 def test_rows_over_all_warps(run, n, norm, xhat_dtype, resident):
-    settings = Settings(stages=2, warpgroups=2, folded=True, resident=resident)
+    settings = Settings(stages=2, warpgroups=2, lanes=128, resident=resident)
     _check(run, n, norm, "hard_swish", xhat_dtype, settings=settings)
 
 
@@ -219,7 +219,7 @@ def test_missing_parameters(run, given):
             assert got is None
 
 
-@pytest.mark.parametrize("settings", [_SMALL, Settings(warpgroups=2, folded=True)])
+@pytest.mark.parametrize("settings", [_SMALL, Settings(warpgroups=2, lanes=128)])
 def test_rows_of_zeros_and_rows_with_nan(run, settings):
     (dy, xhat, rstd), _ = _operands(M, 512, "layer", BF16)
     dy = dy.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
@@ -319,8 +319,8 @@ def test_refused_settings_have_a_reason():
     refuse = functools.partial(why_not, 64, norm="layer", xhat_dtype=BF16)
     assert "shared memory" in refuse(1024, settings=Settings(stages=5))
     assert "rows of a tile" in refuse(256, settings=Settings(rows=3))
-    assert "multiple of 512" in refuse(640, settings=Settings(folded=True))
-    assert "single rows" in refuse(512, settings=Settings(rows=2, folded=True))
+    assert "multiple of 512" in refuse(640, settings=Settings(lanes=128))
+    assert "single rows" in refuse(512, settings=Settings(rows=2, lanes=128))
 
 
 def test_default_settings_serve_what_is_served():

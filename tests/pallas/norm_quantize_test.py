@@ -183,7 +183,7 @@ def test_outputs_are_the_rounded_reference(run, norm, activation, want):
         (512, "rms", Settings(lanes=32, rows=4, stages=0, warpgroups=2)),
         (512, "layer", Settings(lanes=16, rows=2, warpgroups=2, resident=False)),
         (512, "block", Settings(lanes=16, rows=2, stages=1, warpgroups=2)),
-        (640, "layer", Settings(lanes=32, rows=4, stages=1, ctas=0)),
+        (640, "layer", Settings(lanes=32, rows=4, stages=1)),
         (1024, "layer", Settings(lanes=32, rows=4, warpgroups=2)),
     ],
 )
