@@ -119,11 +119,14 @@ class NormGradients(NamedTuple):
 
     Attributes:
         dz: bfloat16, of the product's result.
-        dz_fp8: the same in E4M3, `scale_inv` float32 `[M, 1]`; None if not asked for.
+        dz_fp8: the same in FP8, `scale_inv` float32 `[M, 1]`, or the `[]` that was
+            given; None if not asked for.
+        dz_amax: float32 `[P]`, amaxes of P parts of dz, where a scale was given.
         dgamma, dbeta: float32, summed over the rows; None for what was not given.
     """
 
     dz: Float[Array, "m n"]
     dz_fp8: Fp8Array | None
+    dz_amax: Float[Array, "p"] | None
     dgamma: Float[Array, "n"] | None
     dbeta: Float[Array, "n"] | None

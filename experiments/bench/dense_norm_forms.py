@@ -96,7 +96,43 @@ def backward_forms(site: Site) -> list[Form]:
         gemm="bf16",
         why_not=functools.partial(_backward_why_not, site, _BF16),
     )
-    return [of_z, of_xhat, fp8_form, twin]
+    return [of_z, of_xhat, fp8_form, twin, *_norm_backward_forms(site)]
+
+
+def _norm_backward_forms(site: Site) -> list[Form]:
+    """Returns the forms with the norm's backward pass in a kernel before XLA's GEMM.
+
+    In FP8, dz is scaled by a number known in advance, as of delayed scaling.
+    """
+    m, k, n = site.m, site.k, site.n
+    parameters = ("gamma", "beta")
+    num_bytes = 2 * (m * n + m * n + m * k) + 4 * m  # dy; dz, dx
+    narrow = Form(
+        name="bwd_norm_fp8",
+        run=functools.partial(_norm_backward, site, fp8.E5M2),
+        reads=("dy", "xhat_fp8", "rstd", "w_kn_fp8", "dz_scale_inv", *parameters),
+        num_bytes=num_bytes + m * n + k * n,
+        gemm="fp8",
+        is_backward=True,
+        why_not=functools.partial(_norm_backward_why_not, site, _E4M3),
+    )
+    wide = Form(
+        name="bwd_norm_bf16",
+        run=functools.partial(_norm_backward, site, None),
+        reads=("dy", "xhat", "rstd", "w_kn", *parameters),
+        num_bytes=num_bytes + 2 * m * n + 2 * k * n,
+        gemm="bf16",
+        is_backward=True,
+        why_not=functools.partial(_norm_backward_why_not, site, _BF16),
+    )
+    half = dataclasses.replace(
+        wide,
+        name="bwd_norm_bf16_xhat_fp8",
+        reads=("dy", "xhat_fp8", "rstd", "w_kn", *parameters),
+        num_bytes=num_bytes + m * n + 2 * k * n,
+        why_not=narrow.why_not,
+    )
+    return [narrow, wide, half]
 
 
 def _xla_forms(site: Site) -> list[Form]:
@@ -300,6 +336,28 @@ def _ours_backward(site: Site, dy, xhat, rstd, w_kn, gamma, beta):
     return _by_name(gradients)
 
 
+def _norm_backward(site: Site, dz_fp8, dy, xhat, rstd, w_kn, *rest):
+    from loka_jax.pallas.norm_backward import norm_backward
+
+    *scale_inv, gamma, beta = rest
+    found = norm_backward(
+        dy,
+        xhat,
+        rstd,
+        gamma=gamma,
+        beta=beta,
+        norm=site.norm,
+        activation=site.activation,
+        dz_fp8=dz_fp8,
+        dz_scale_inv=scale_inv[0] if scale_inv else None,
+        interpret=_interpreter(site),
+    )
+    if found.dz_fp8 is None:
+        return _backward_results(found.dz, w_kn, found.dgamma, found.dbeta)
+    dx = xla.fp8_matmul(found.dz_fp8, w_kn, out_dtype=_BF16)
+    return {"dx": dx, "dz": found.dz, "dgamma": found.dgamma, "dbeta": found.dbeta}
+
+
 def _interpreter(site: Site):
     return plgpu.InterpretGPUParams() if site.interpret else None
 
@@ -331,6 +389,15 @@ def _library_why_not(site: Site) -> str | None:
     return xla.why_not(site.m, site.k, site.n) or why_not(
         site.m, site.n, norm=site.norm
     )
+
+
+def _norm_backward_why_not(site: Site, dtype) -> str | None:
+    from loka_jax.pallas.norm_backward import why_not
+
+    is_none = site.norm == "none"
+    dtype = _BF16 if is_none else dtype
+    reason = why_not(site.m, site.n, norm=site.norm, xhat_dtype=dtype)
+    return reason or xla.why_not(site.m, site.n, site.k)
 
 
 def _backward_why_not(site: Site, dtype) -> str | None:

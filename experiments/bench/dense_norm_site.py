@@ -19,6 +19,7 @@ from loka_jax.normed import NORM_BLOCK, XHAT_SCALE_INV, ActivationName, NormName
 
 EPSILON = 1e-6
 Y_SCALE_INV = 1 / 16  # of FP8 activations under one scale: they reach 6 or so
+DZ_SCALE_INV = 2.0**-10  # of gradients in E5M2, which reach 20 or so
 # Least SQNR of what our forms write, a few dB under what they reach where they are
 # right. Those that round to FP8, or multiply gradients rounded to it, reach 31 and 25.
 FLOOR_DB = {
@@ -125,6 +126,7 @@ def _make_weights(site: Site, key) -> dict[str, Any]:
         "gamma": gamma,
         "beta": beta,
         "y_scale_inv": jnp.asarray(Y_SCALE_INV, jnp.float32),
+        "dz_scale_inv": jnp.asarray(DZ_SCALE_INV, jnp.float32),
     }
 
 

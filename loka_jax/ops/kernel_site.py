@@ -114,6 +114,7 @@ class KernelSite:
             dy, kept.xhat, kept.rstd, vectors, dz_fp8=dtype, **self._static
         )
         if is_known:
+            assert found.dz_fp8 is not None and found.dz_amax is not None
             g = products.given("g", found.dz, found.dz_fp8, found.dz_amax)
         else:
             g = self._read_g(products, found.dz, kept.state)
@@ -121,6 +122,7 @@ class KernelSite:
             dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
         else:
             weight = products.view("dlhs", "rhs", kept.rhs)
+            assert isinstance(weight, Fp8Array) and found.dz_fp8 is not None
             dlhs = xla.fp8_matmul(
                 found.dz_fp8,
                 weight,

@@ -53,6 +53,17 @@ def sum_rows(piece: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, parts)
 
 
+def largest(value: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:
+    """Returns the larger of `value` and all magnitudes of a tile, a row for each warp.
+
+    Unlike sums, of all pieces together.
+    """
+    for piece in pieces:
+        for i in range(0, piece.shape[0], WARPS):
+            value = jnp.maximum(value, jnp.abs(piece[i : i + WARPS]))
+    return value
+
+
 def write(
     layout: RowLayout, sums: Sequence[Sequence[jax.Array]], target, area, meeting
 ):

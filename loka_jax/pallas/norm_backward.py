@@ -6,8 +6,8 @@ half, before XLA's GEMMs.
     dgamma = sum over rows of du xhat    dbeta = sum over rows of du
 
 of which RMS and block norms drop `mean(g)`, and no norm leaves `dz = du`. dz is written
-in bfloat16, and in FP8 with one scale a row if asked for. Nothing but memory bandwidth
-should limit it.
+in bfloat16, and in FP8 if asked for, with one scale a row or one given for all. Nothing
+but memory bandwidth should limit it.
 
 Rows lie in registers as `rows` says, each in a warp, or folded over all four, which
 `column_sums` needs.
@@ -34,7 +34,14 @@ from loka_jax.normed import (
 )
 from loka_jax.pallas import column_sums, rows
 from loka_jax.pallas.activations import input_scale, slope_scaled
-from loka_jax.pallas.row_tiles import Tile, Walk, column_loader, row_scale_inv
+from loka_jax.pallas.row_tiles import (
+    Tile,
+    Walk,
+    column_loader,
+    opaque,
+    row_scale_inv,
+    saturate,
+)
 from loka_jax.pallas.rows import RowLayout, Settings
 
 # Columns beyond which the column sums of unfolded rows spill registers.
@@ -112,7 +119,8 @@ def norm_backward(
     beta: Float[Array, "n"] | None = None,
     norm: NormName,
     activation: ActivationName,
-    quantize: bool,
+    dz_fp8: DTypeLike | None = None,
+    dz_scale_inv: Float[Array, ""] | None = None,
     settings: Settings | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> NormGradients:
@@ -130,8 +138,10 @@ def norm_backward(
         beta: float32 summand after it.
         norm: one of `loka_jax.normed`.
         activation: what followed the norm.
-        quantize: write dz in E4M3 too. A row of zeros has a positive scale; a row with
-            a NaN or an infinity is NaN throughout.
+        dz_fp8: write dz in this format too.
+        dz_scale_inv: its scale, which makes larger values saturate; None for one a row:
+            a row of zeros has a positive scale, a row with a NaN or an infinity is NaN
+            throughout.
         settings: the layout of the launch; chosen by shape if None.
         interpret: how to interpret the kernel on a CPU; run on the GPU if None.
 
@@ -147,17 +157,20 @@ def norm_backward(
     assert norm in ("layer", "rms") or (gamma is None and beta is None)
     assert (rstd is None) == (norm == "none")
     layout = RowLayout(m, n, settings)
+    is_given = dz_scale_inv is not None
+    assert dz_fp8 is not None or not is_given
     inputs = _Inputs(
         dy=layout.fold_matrix(dy),
         xhat=layout.fold_matrix(xhat),
         rstd=None if rstd is None else rstd.reshape(-1, m),
         gamma=layout.fold_vector(gamma),
         beta=layout.fold_vector(beta),
+        dz_scale_inv=None if dz_scale_inv is None else dz_scale_inv.reshape(1),
     )
     given = dict(gamma=gamma is not None, beta=beta is not None)
     summed = tuple(name for name in given if given[name])
-    kernel = _Kernel(layout, xhat.dtype, norm, activation, quantize, summed)
-    return kernel.gradients(kernel.launch(inputs, interpret))
+    kernel = _Kernel(layout, xhat.dtype, norm, activation, dz_fp8, is_given, summed)
+    return kernel.gradients(kernel.launch(inputs, interpret), dz_scale_inv)
 
 
 class _Inputs(NamedTuple):
@@ -168,6 +181,7 @@ class _Inputs(NamedTuple):
     rstd: Any
     gamma: Any
     beta: Any
+    dz_scale_inv: Any
 
 
 class _Results(NamedTuple):
@@ -176,6 +190,7 @@ class _Results(NamedTuple):
     dz: Any
     dz_fp8: Any
     dz_scale_inv: Any
+    dz_amax: Any
     sums: Any
 
 
@@ -187,7 +202,8 @@ class _Kernel:
         layout: of the rows.
         xhat_dtype: bfloat16 or E4M3.
         norm, activation: of the forward pass.
-        quantize: write dz in FP8 too.
+        dz_fp8: format that dz is written in besides, or None.
+        is_scale_given: scale that by a number given, not by rows.
         summed: parameters whose gradients are summed over the rows.
     """
 
@@ -195,7 +211,8 @@ class _Kernel:
     xhat_dtype: DTypeLike
     norm: NormName
     activation: ActivationName
-    quantize: bool
+    dz_fp8: DTypeLike | None
+    is_scale_given: bool
     summed: tuple[str, ...]
 
     @property
@@ -208,6 +225,11 @@ class _Kernel:
         """What gamma is multiplied by once, to spare products for every element."""
         return self.xhat_scale * input_scale(self.activation)
 
+    @property
+    def scales_rows(self) -> bool:
+        """Whether dz has a scale a row in FP8."""
+        return self.dz_fp8 is not None and not self.is_scale_given
+
     def launch(self, inputs: _Inputs, interpret) -> _Results:
         layout = self.layout
         scratch = layout.scratch([jnp.bfloat16, self.xhat_dtype])
@@ -218,19 +240,22 @@ class _Kernel:
     def _results(self) -> _Results:
         layout, count = self.layout, len(self.summed)
         row = jax.ShapeDtypeStruct((layout.m,), jnp.float32)
+        part = jax.ShapeDtypeStruct((layout.warps,), jnp.float32)
         return _Results(
             dz=layout.matrix_type(jnp.bfloat16),
-            dz_fp8=layout.matrix_type(E4M3) if self.quantize else None,
-            dz_scale_inv=row if self.quantize else None,
+            dz_fp8=None if self.dz_fp8 is None else layout.matrix_type(self.dz_fp8),
+            dz_scale_inv=row if self.scales_rows else None,
+            dz_amax=part if self.is_scale_given else None,
             sums=column_sums.result_type(layout, count) if count else None,
         )
 
-    def gradients(self, results: _Results) -> NormGradients:
+    def gradients(self, results: _Results, scale_inv) -> NormGradients:
         """Returns matrices that are not folded, and the sums over all CTAs."""
         m, n = self.layout.m, self.layout.n
         dz_fp8 = None
-        if self.quantize:
-            scale_inv = results.dz_scale_inv[:, None]
+        if self.dz_fp8 is not None:
+            if scale_inv is None:
+                scale_inv = results.dz_scale_inv[:, None]
             dz_fp8 = Fp8Array(results.dz_fp8.reshape(m, n), scale_inv)
         sums = {}
         if self.summed:
@@ -239,7 +264,8 @@ class _Kernel:
         if "gamma" in sums:
             sums["gamma"] = sums["gamma"] * self.xhat_scale
         dz = results.dz.reshape(m, n)
-        return NormGradients(dz, dz_fp8, sums.get("gamma"), sums.get("beta"))
+        dgamma, dbeta = sums.get("gamma"), sums.get("beta")
+        return NormGradients(dz, dz_fp8, results.dz_amax, dgamma, dbeta)
 
     def _body(self, inputs: _Inputs, results: _Results, sums: Any = None, **scratch):
         layout = self.layout
@@ -250,9 +276,13 @@ class _Kernel:
             beta=(inputs.beta, input_scale(self.activation)),
         )
         walk.start()
+        scale = None
+        if self.is_scale_given:
+            scale = 1.0 / inputs.dz_scale_inv[0]
         blocks = 0 if inputs.rstd is None else inputs.rstd.shape[0]
 
-        def advance(step, totals):
+        def advance(step, carry):
+            totals, largest = carry
             tile = walk.tile(step)
             # On its way while the tile is waited for.
             rstd = [tile.load_row_values(inputs.rstd, i) for i in range(blocks)]
@@ -261,11 +291,14 @@ class _Kernel:
                 dy, xhat, column, totals, tile
             )
             dz = self._norm_backward(g, on_xhat, xhat, rstd, tile)
-            self._store(dz, results, tile)
-            return totals
+            self._store(dz, results, tile, scale)
+            return totals, [column_sums.largest(v, dz) for v in largest]
 
         totals = [column_sums.zeros(layout) for _ in self.summed]
-        totals = lax.fori_loop(0, walk.steps, advance, totals)
+        largest = [column_sums.zeros(layout)[0]] if self.is_scale_given else []
+        totals, largest = lax.fori_loop(0, walk.steps, advance, (totals, largest))
+        for value in largest:
+            results.dz_amax[walk.parts] = jnp.max(value, axis=1)
         if self.summed:
             column_sums.write(layout, totals, results.sums, **sums)
 
@@ -315,7 +348,7 @@ class _Kernel:
             return g
         # Widened again rather than kept wide: it would take up to four times the
         # registers.
-        xhat = [lax.optimization_barrier(x) for x in xhat]
+        xhat = [opaque(x) for x in xhat]
         assert self.norm != "block" or self.layout.width == NORM_BLOCK
         size = len(g) // len(rstd)
         count = size * self.layout.width * self.layout.fold
@@ -339,11 +372,13 @@ class _Kernel:
                 dz.append(tile.per_row(r) * v + offset)
         return dz
 
-    def _store(self, dz, results: _Results, tile: Tile):
+    def _store(self, dz, results: _Results, tile: Tile, scale):
         tile.store((v.astype(jnp.bfloat16) for v in dz), results.dz)
-        if not self.quantize:
+        if self.dz_fp8 is None:
             return
-        scale_inv = row_scale_inv(tile.amax(dz))
-        results.dz_scale_inv[tile.vector] = scale_inv
-        scale = tile.per_row(1.0 / scale_inv)
-        tile.store(((v * scale).astype(E4M3) for v in dz), results.dz_fp8)
+        if scale is None:
+            scale_inv = row_scale_inv(tile.amax(dz))
+            results.dz_scale_inv[tile.vector] = scale_inv
+            scale = tile.per_row(1.0 / scale_inv)
+        scaled = (saturate(v * scale, self.dz_fp8) for v in dz)
+        tile.store(scaled, results.dz_fp8)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
+from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
     NORM_BLOCK,
     XHAT_MAX_FEATURES,
@@ -31,7 +31,7 @@ from loka_jax.normed import (
 )
 from loka_jax.pallas import rows
 from loka_jax.pallas.activations import activate_scaled, input_scale
-from loka_jax.pallas.row_tiles import Tile, Walk, column_loader, row_scale_inv
+from loka_jax.pallas.row_tiles import Tile, Walk, column_loader, row_scale_inv, saturate
 from loka_jax.pallas.rows import RowLayout, Settings
 
 _WIDEST_UNFOLDED = 2048  # columns beyond which unfolded rows spill registers
@@ -290,7 +290,7 @@ class _Kernel:
             return v.astype(self.want.xhat)
         v = v * (1 / XHAT_SCALE_INV)
         features = NORM_BLOCK if self.norm == "block" else self.layout.n
-        return (v if features <= XHAT_MAX_FEATURES else _clip(v)).astype(E4M3)
+        return v.astype(E4M3) if features <= XHAT_MAX_FEATURES else saturate(v, E4M3)
 
     def _activated(self, v, gamma, beta, tile: Tile):
         """Returns the activations of a normalized piece.
@@ -318,12 +318,4 @@ class _Kernel:
                 results.y_scale_inv[tile.vector] = scale_inv
                 y_scale = tile.per_row(1.0 / scale_inv)
         if results.y_fp8 is not None:
-            scaled = (v * y_scale for v in y)
-            if self.want.y_fp8 == "tensor":  # a scale that may not reach all
-                scaled = map(_clip, scaled)
-            tile.store((v.astype(E4M3) for v in scaled), results.y_fp8)
-
-
-def _clip(v):
-    limit = fp8_max(E4M3)
-    return jnp.minimum(jnp.maximum(v, -limit), limit)
+            tile.store((saturate(v * y_scale, E4M3) for v in y), results.y_fp8)

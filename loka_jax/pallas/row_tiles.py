@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from loka_jax.fp8 import E4M3, fp8_max
-from loka_jax.pallas.rows import EXCHANGES, RowLayout
+from loka_jax.pallas.rows import EXCHANGES, WARPS, RowLayout
 
 # As in `fp8.compute_scale_inv`: the least scale whose reciprocal is finite, and that is
 # no denormal itself.
@@ -112,6 +113,24 @@ class Tile:
         return [functools.reduce(combine, part) for part in parts]
 
 
+def opaque(piece: jax.Array) -> jax.Array:
+    """Returns a piece that the compiler does not know to be the same.
+
+    What is computed of it is computed again. One row a lane at a time: the barrier of
+    jax 0.11.2 mixes up the registers of narrower arrays that have several a lane.
+    """
+    rows = range(0, piece.shape[0], WARPS)
+    return jnp.concatenate(
+        [lax.optimization_barrier(piece[i : i + WARPS]) for i in rows]
+    )
+
+
+def saturate(piece: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns a piece in FP8, what is out of range at the largest finite value."""
+    limit = fp8_max(dtype)
+    return jnp.minimum(jnp.maximum(piece, -limit), limit).astype(dtype)
+
+
 def row_scale_inv(amax: jax.Array) -> jax.Array:
     """Returns `amax / 448`, under which a row fits E4M3; positive for zeros."""
     return jnp.maximum(amax * (1 / fp8_max(E4M3)), _MIN_SCALE_INV)
@@ -167,6 +186,8 @@ class Walk:
         self._first = self._warpgroup * layout.ctas + cta
         self._stride = layout.settings.warpgroups * layout.ctas
         count = layout.m // layout.tile_rows
+        # This warpgroup's place among values of which each warp of a launch writes one.
+        self.parts = pl.ds(self._first * WARPS, WARPS)
         self.steps = lax.div(count - self._first + self._stride - 1, self._stride)
 
     def start(self):

@@ -122,6 +122,11 @@ class RowLayout:
         return min(-(-self.m // cta_rows), tiles.SMS)
 
     @property
+    def warps(self) -> int:
+        """Warps of a launch."""
+        return self.ctas * self.settings.warpgroups * WARPS
+
+    @property
     def registers(self) -> Any:
         """Layout of a piece: rows over warps and lane groups, columns over lanes."""
         lanes = min(32, self.settings.lanes)

@@ -17,13 +17,13 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import fp8, scaling, xla
+from loka_jax.normed import NormGradients
 from loka_jax.ops import kernels
 from loka_jax.ops import plan as plans
 from loka_jax.ops.dense_norm import Activations, dense_norm, describe
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import plan
 from loka_jax.pallas import tiles
-from loka_jax.normed import NormGradients
 from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site

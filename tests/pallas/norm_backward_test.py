@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.fp8 import E4M3
+from loka_jax.fp8 import E4M3, E5M2, fp8_max
 from loka_jax.normed import XHAT_SCALE_INV
 from loka_jax.pallas.norm_backward import (
     default_settings,
@@ -23,6 +23,7 @@ BF16 = jnp.bfloat16
 M = 64
 # A tile for each of two SMs; other tests go round the ring.
 SMALL = Settings(rows=8, stages=1, warpgroups=1)
+LANES = Settings(lanes=128, warpgroups=2)
 
 run = support.launcher(norm_backward)
 
@@ -83,14 +84,14 @@ def _slope_error():
     return 2e-3 if jax.default_backend() == "gpu" else 1e-5
 
 
-def _check(run, n, norm, activation, xhat_dtype, settings, *, quantize=True):
+def _check(run, n, norm, activation, xhat_dtype, settings, *, dz_fp8=E4M3):
     operands, parameters = _operands(n, norm, xhat_dtype)
     names = dict(norm=norm, activation=activation)
-    out = run(*operands, **parameters, **names, quantize=quantize, settings=settings)
+    out = run(*operands, **parameters, **names, dz_fp8=dz_fp8, settings=settings)
     dz, *sums = _reference(*operands, **parameters, **names)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
     support.assert_bfloat16(out.dz, dz, error=error)
-    if quantize:
+    if dz_fp8 is not None:
         support.assert_e4m3_rows(out.dz_fp8, dz, error=error)
     else:
         assert out.dz_fp8 is None
@@ -126,7 +127,9 @@ def _check(run, n, norm, activation, xhat_dtype, settings, *, quantize=True):
 def test_gradients_are_the_rounded_reference(
     run, norm, activation, xhat_dtype, quantize
 ):
-    _check(run, 256, norm, activation, xhat_dtype, SMALL, quantize=quantize)
+    _check(
+        run, 256, norm, activation, xhat_dtype, SMALL, dz_fp8=E4M3 if quantize else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_missing_parameters(run, given):
     operands, parameters = _operands(256, "layer", BF16)
     parameters = {k: parameters[k] for k in given}
     names = dict(norm="layer", activation="swish")
-    out = run(*operands, **parameters, **names, quantize=False, settings=SMALL)
+    out = run(*operands, **parameters, **names, settings=SMALL)
     dz, dgamma, dbeta, *_ = _reference(*operands, **parameters, **names)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
     support.assert_bfloat16(out.dz, dz, error=error)
@@ -171,13 +174,30 @@ def test_missing_parameters(run, given):
             assert got is None
 
 
-@pytest.mark.parametrize("settings", [SMALL, Settings(lanes=128, warpgroups=2)])
+@pytest.mark.parametrize("settings", [SMALL, LANES])
 def test_rows_of_zeros_and_rows_with_nan(run, settings):
     (dy, xhat, rstd), _ = _operands(512, "layer", BF16)
     dy = dy.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
     names = dict(norm="layer", activation="swish")
-    out = run(dy, xhat, rstd, **names, quantize=True, settings=settings)
+    out = run(dy, xhat, rstd, **names, dz_fp8=E4M3, settings=settings)
     support.assert_faults_stay_in_their_rows(out.dz_fp8, zeros=3, faulty=[5, 6])
+
+
+@pytest.mark.parametrize("n, settings", [(256, SMALL), (512, LANES)])
+def test_a_scale_that_is_given(run, n, settings):
+    operands, parameters = _operands(n, "layer", E4M3)
+    names = dict(norm="layer", activation="swish")
+    dz, *_ = _reference(*operands, **parameters, **names)
+    # Too small by half: the largest values saturate.
+    scale_inv = jnp.float32(np.abs(dz).max() / fp8_max(E5M2) / 2)
+    names |= dict(dz_fp8=E5M2, dz_scale_inv=scale_inv, settings=settings)
+    out = run(*operands, **parameters, **names)
+    error = _slope_error() * np.abs(dz).max(1, keepdims=True)
+    support.assert_fp8(out.dz_fp8.data, scale_inv, dz, error=error)
+    assert out.dz_fp8.scale_inv is scale_inv
+    np.testing.assert_allclose(
+        jnp.max(out.dz_amax), np.abs(dz).max(), rtol=_slope_error()
+    )
 
 
 def test_every_row_is_summed_once(run):
@@ -191,7 +211,6 @@ def test_every_row_is_summed_once(run):
         **parameters,
         norm="rms",
         activation="none",
-        quantize=False,
         settings=Settings(rows=2, stages=1, warpgroups=2),
     )
     np.testing.assert_array_equal(out.dbeta, m * (m - 1) / 2)
@@ -202,7 +221,7 @@ def test_every_row_is_summed_once(run):
 @pytest.mark.parametrize("n", [512, 1024])
 def test_launches_repeat_bit_by_bit(n):
     operands, parameters = _operands(n, "layer", BF16, m=8192)
-    names = dict(norm="layer", activation="swish", quantize=True)
+    names = dict(norm="layer", activation="swish", dz_fp8=E4M3)
     f = functools.partial(norm_backward, **names)
     support.assert_launches_repeat(f, *operands, **parameters)
 
@@ -213,7 +232,7 @@ def _lower(n, norm, xhat_dtype, settings):
     columns = shape((n,), jnp.float32)
     rstd = shape((n // 256, m) if norm == "block" else (m,), jnp.float32)
     parameters = dict(gamma=columns, beta=columns) if norm in ("layer", "rms") else {}
-    names = dict(norm=norm, activation="swish", quantize=True, settings=settings)
+    names = dict(norm=norm, activation="swish", dz_fp8=E4M3, settings=settings)
     operands = shape((m, n), BF16), shape((m, n), xhat_dtype), rstd
     f = functools.partial(norm_backward, **names)
     support.assert_lowers(f, *operands, **parameters)
@@ -252,7 +271,7 @@ def test_refused_shapes_have_a_reason(m, n, norm, xhat_dtype, reason):
     assert reason in why_not(m, n, norm=norm, xhat_dtype=xhat_dtype)
     with pytest.raises(ValueError, match=reason):
         dy, xhat = jnp.zeros((m, n), BF16), jnp.zeros((m, n), xhat_dtype)
-        names = dict(norm=norm, activation="none", quantize=False)
+        names = dict(norm=norm, activation="none")
         norm_backward(dy, xhat, jnp.ones(m), **names)
 
 

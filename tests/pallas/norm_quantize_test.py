@@ -76,11 +76,11 @@ def _check_rows(out, y, xhat, rstd):
 def _check_tensor(out, y, xhat, rstd):
     """Checks the outputs of `TENSOR_SCALE`."""
     assert out.y is None and out.rstd is None and out.y_amax is None
-    support.assert_e4m3(out.y_fp8.data, Y_SCALE_INV, y, error=_tanh_error(y))
+    support.assert_fp8(out.y_fp8.data, Y_SCALE_INV, y, error=_tanh_error(y))
     if rstd is None:
         support.assert_bfloat16(out.xhat, xhat, error=1e-5)
     else:
-        support.assert_e4m3(out.xhat, XHAT_SCALE_INV, xhat, error=1e-5)
+        support.assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=1e-5)
 
 
 def _check(run, n, norm, activation, want, settings):

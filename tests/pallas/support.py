@@ -72,14 +72,16 @@ def assert_bfloat16(x, exact, *, error):
     _assert_rounded(x, exact, step=2**-8, error=error)
 
 
-def assert_e4m3(data, scale_inv, exact, *, error):
+def assert_fp8(data, scale_inv, exact, *, error):
     """Asserts that `data * scale_inv` is the exact value rounded, within `error`."""
+    info = jnp.finfo(data.dtype)
     scale_inv = np.asarray(scale_inv, np.float64)
-    limit = 448 * scale_inv
+    limit = float(info.max) * scale_inv
     x = np.asarray(data).astype(np.float64) * scale_inv
     # Besides the rounding of a subnormal.
-    error = error + 2**-10 * scale_inv
-    _assert_rounded(x, np.clip(exact, -limit, limit), step=2**-4, error=error)
+    error = error + float(info.smallest_subnormal) / 2 * scale_inv
+    step = float(info.eps) / 2
+    _assert_rounded(x, np.clip(exact, -limit, limit), step=step, error=error)
 
 
 def assert_e4m3_rows(x, exact, *, error):
@@ -87,7 +89,7 @@ def assert_e4m3_rows(x, exact, *, error):
     amax = np.abs(exact).max(1, keepdims=True)
     chex.assert_shape(x.scale_inv, amax.shape)
     assert np.all(np.abs(448 * x.scale_inv - amax) <= 1e-5 * amax + error)
-    assert_e4m3(x.data, x.scale_inv, exact, error=error + 1e-5 * amax)
+    assert_fp8(x.data, x.scale_inv, exact, error=error + 1e-5 * amax)
 
 
 def _assert_rounded(x, exact, *, step, error):
