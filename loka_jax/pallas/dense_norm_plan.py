@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax.fp8 import E4M3
@@ -24,7 +23,6 @@ _PART = 256  # columns of x that one TMA copy takes at most
 _MAX_SLABS = 8  # CTAs of a portable cluster
 # Width in bytes of the pieces of an output, and pieces under way.
 _PIECES = ((256, 1), (128, 2), (128, 1), (64, 1))
-_SMEM_ALIGNMENT = 1024
 _MOST_OF_A_KIND = 3  # settings worth trying of as many slabs and teams
 
 
@@ -165,16 +163,8 @@ class Plan:
         return [self.settings.piece_bytes // itemsize for itemsize in itemsizes]
 
     def shared_memory_bytes(self) -> int:
-        """Returns what a CTA needs: every array starts at a multiple of 1 KiB."""
-        total = 0
-        for scratch in present(self.scratch()):
-            if isinstance(scratch, plgpu.Barrier):
-                total += 8 * int(np.prod(scratch.num_barriers))
-            else:
-                aval = scratch.inner_aval
-                size = aval.size * aval.dtype.itemsize
-                total += -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
-        return total
+        """Returns the shared memory that a CTA needs."""
+        return tiles.shared_memory_bytes(self.scratch())
 
     def results(self) -> Results:
         """Returns the shapes of what the kernel writes."""

@@ -5,8 +5,12 @@ layout; a value per row or per column is broadcast to a tile explicitly, for Mos
 no implicit broadcasting.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,6 +20,7 @@ ROWS = 64  # of a tile: the height of a wgmma
 TMA_SIDE = 256  # a TMA copy takes at most that many elements along a dim
 SMEM_BYTES = 232_448  # that one CTA can have on Hopper
 SMS = 132  # of an H100 or H200
+_SMEM_ALIGNMENT = 1024
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -33,6 +38,21 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
 def accumulator(rows: int, columns: int):
     """Returns the type of a product's float32 accumulator in registers."""
     return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def shared_memory_bytes(scratch: Iterable[Any]) -> int:
+    """Returns what a CTA needs for the arrays and barriers that are not None.
+
+    Every array starts at a multiple of 1 KiB.
+    """
+    total = 0
+    for item in scratch:
+        if isinstance(item, plgpu.Barrier):
+            total += 8 * int(np.prod(item.num_barriers))
+        elif item is not None:
+            size = item.inner_aval.size * item.inner_aval.dtype.itemsize
+            total += -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+    return total
 
 
 def per_row(values: jax.Array, columns: int) -> jax.Array:
