@@ -255,7 +255,7 @@ class Tile:
         if not self.plan.w_scale_by_row:
             return dx * per_row(scale_inv * w_scale[0], width)
         columns = w_scale.at[pl.ds(first, width)]
-        scales = plgpu.load(columns, layout=tiles.PER_COLUMN)
+        scales = plgpu.load(columns, layout=tiles.PER_COLUMN, optimized=False)
         return dx * per_row(scale_inv, width) * per_column(scales)
 
     def _release(self):
