@@ -20,6 +20,7 @@ from loka_jax.pallas.tiles import ROWS
 
 ONES = 8  # columns of the least product: half for each of two sums
 _MOST_K, _MOST_N = 512, 256
+_AFFINE_NORMS = ("layer", "rms")  # that may have gamma and beta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +210,7 @@ def why_not(
         w_dtype=w_dtype,
         norm=norm,
         activation=activation,
-        has_affine=norm in ("layer", "rms"),
+        has_affine=norm in _AFFINE_NORMS,
     )
     plan = lay_out(problem, settings)
     return plan if isinstance(plan, str) else None
@@ -224,12 +225,10 @@ def lay_out(problem: Problem, settings: Settings | None = None) -> Plan | str:
     if reason is not None:
         return reason
     if settings is not None:
-        plan = Plan(problem, settings)
-        return _misfit(plan) or plan
+        return _misfit(problem, settings) or Plan(problem, settings)
     for candidate in _CANDIDATES:
-        plan = Plan(problem, candidate)
-        if _misfit(plan) is None:
-            return plan
+        if _misfit(problem, candidate) is None:
+            return Plan(problem, candidate)
     return f"k={problem.k} x n={problem.n} needs more shared memory than a CTA has"
 
 
@@ -249,12 +248,15 @@ def _unserved(problem: Problem) -> str | None:
     return None
 
 
-def _misfit(plan: Plan) -> str | None:
+def _misfit(problem: Problem, settings: Settings) -> str | None:
     """Returns why a launch cannot be laid out so, or None if it can."""
-    k, slabs = plan.k, plan.settings.slabs
+    k, slabs = problem.k, settings.slabs
     if k % (64 * slabs):
         return f"{k=} is not a multiple of 64 for each of {slabs} slabs"
-    used = tiles.shared_memory_bytes(plan.scratch())
+    # `why_not` cannot know whether these norms have gamma and beta: room is for both.
+    if problem.norm in _AFFINE_NORMS:
+        problem = dataclasses.replace(problem, has_affine=True)
+    used = tiles.shared_memory_bytes(Plan(problem, settings).scratch())
     if used > tiles.SMEM_BYTES:
         return f"shared memory of {used} bytes exceeds {tiles.SMEM_BYTES}"
     return None
