@@ -99,21 +99,6 @@ class Normed(NamedTuple):
     y_amax: Float[Array, "p m"] | None = None
 
 
-class Gradients(NamedTuple):
-    """What a backward kernel wrote.
-
-    Attributes:
-        dx: bfloat16, of the rows that entered the site.
-        dz: bfloat16, of the product, for drhs.
-        dgamma, dbeta: float32, summed over the rows; None for what has none.
-    """
-
-    dx: Float[Array, "m k"]
-    dz: Float[Array, "m n"]
-    dgamma: Float[Array, "n"] | None
-    dbeta: Float[Array, "n"] | None
-
-
 class NormGradients(NamedTuple):
     """What a backward kernel of norm and activation alone wrote.
 

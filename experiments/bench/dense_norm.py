@@ -73,9 +73,7 @@ COLUMNS = {
     "XLA bwd": targets.XLA_BACKWARD,
     "bwd fp8": ("bwd_fp8",),
     "bwd bf16": ("bwd_bf16",),
-    "norm fp8": ("bwd_norm_fp8",),
-    "norm bf16": ("bwd_norm_bf16",),
-    "norm 8>16": ("bwd_norm_bf16_xhat_fp8",),
+    "bwd 8>16": ("bwd_bf16_of_fp8",),
 }
 
 

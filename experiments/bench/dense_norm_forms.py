@@ -79,24 +79,7 @@ def backward_forms(site: Site) -> list[Form]:
         reads=("dy", "xhat", "rstd", "w_kn", *parameters),
         num_bytes=wide + 4 * m,
     )
-    ours = functools.partial(
-        Form, run=functools.partial(_ours_backward, site), is_backward=True
-    )
-    fp8_form = ours(
-        name="bwd_fp8",
-        reads=("dy", "xhat_fp8", "rstd", "w_kn_fp8", *parameters),
-        num_bytes=wide + 4 * m - m * n - k * n,
-        gemm="fp8",
-        why_not=functools.partial(_backward_why_not, site, fp8.E4M3),
-    )
-    twin = ours(
-        name="bwd_bf16",
-        reads=("dy", "xhat", "rstd", "w_kn", *parameters),
-        num_bytes=wide + 4 * m,
-        gemm="bf16",
-        why_not=functools.partial(_backward_why_not, site, _BF16),
-    )
-    return [of_z, of_xhat, fp8_form, twin, *_norm_backward_forms(site)]
+    return [of_z, of_xhat, *_norm_backward_forms(site)]
 
 
 def _norm_backward_forms(site: Site) -> list[Form]:
@@ -108,7 +91,7 @@ def _norm_backward_forms(site: Site) -> list[Form]:
     parameters = ("gamma", "beta")
     num_bytes = 2 * (m * n + m * n + m * k) + 4 * m  # dy; dz, dx
     narrow = Form(
-        name="bwd_norm_fp8",
+        name="bwd_fp8",
         run=functools.partial(_norm_backward, site, fp8.E5M2),
         reads=("dy", "xhat_fp8", "rstd", "w_kn_fp8", "dz_scale_inv", *parameters),
         num_bytes=num_bytes + m * n + k * n,
@@ -117,7 +100,7 @@ def _norm_backward_forms(site: Site) -> list[Form]:
         why_not=functools.partial(_norm_backward_why_not, site, _E4M3),
     )
     wide = Form(
-        name="bwd_norm_bf16",
+        name="bwd_bf16",
         run=functools.partial(_norm_backward, site, None),
         reads=("dy", "xhat", "rstd", "w_kn", *parameters),
         num_bytes=num_bytes + 2 * m * n + 2 * k * n,
@@ -127,7 +110,7 @@ def _norm_backward_forms(site: Site) -> list[Form]:
     )
     half = dataclasses.replace(
         wide,
-        name="bwd_norm_bf16_xhat_fp8",
+        name="bwd_bf16_of_fp8",
         reads=("dy", "xhat_fp8", "rstd", "w_kn", *parameters),
         num_bytes=num_bytes + m * n + 2 * k * n,
         why_not=narrow.why_not,
@@ -319,23 +302,6 @@ def _library(site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta):
     return _by_name(normed)
 
 
-def _ours_backward(site: Site, dy, xhat, rstd, w_kn, gamma, beta):
-    from loka_jax.pallas.dense_norm_backward import dense_norm_backward
-
-    gradients = dense_norm_backward(
-        dy,
-        xhat,
-        rstd,
-        w_kn,
-        gamma=gamma,
-        beta=beta,
-        norm=site.norm,
-        activation=site.activation,
-        interpret=_interpreter(site),
-    )
-    return _by_name(gradients)
-
-
 def _norm_backward(site: Site, dz_fp8, dy, xhat, rstd, w_kn, *rest):
     from loka_jax.pallas.norm_backward import norm_backward
 
@@ -398,17 +364,3 @@ def _norm_backward_why_not(site: Site, dtype) -> str | None:
     dtype = _BF16 if is_none else dtype
     reason = why_not(site.m, site.n, norm=site.norm, xhat_dtype=dtype)
     return reason or xla.why_not(site.m, site.n, site.k)
-
-
-def _backward_why_not(site: Site, dtype) -> str | None:
-    from loka_jax.pallas.dense_norm_backward import why_not
-
-    return why_not(
-        site.m,
-        site.k,
-        site.n,
-        xhat_dtype=_BF16 if site.norm == "none" else dtype,
-        w_dtype=dtype,
-        norm=site.norm,
-        activation=site.activation,
-    )

@@ -10,8 +10,7 @@ XLA_BACKWARD = ("xla_bwd_of_z", "xla_bwd_of_xhat")
 FP8_IO = ("fp8_to_fp8", "fp8_to_fp8_tensor")
 BF16_IO = ("bf16_twin", "bf16_quantized")
 LIBRARY = ("library_to_fp8", "library_to_bf16")
-BACKWARD = ("bwd_fp8", "bwd_bf16", "bwd_norm_fp8", "bwd_norm_bf16")
-BACKWARD += ("bwd_norm_bf16_xhat_fp8",)
+BACKWARD = ("bwd_fp8", "bwd_bf16", "bwd_bf16_of_fp8")
 FUSED = (*FP8_IO, "fp8_to_bf16", *BF16_IO)
 
 

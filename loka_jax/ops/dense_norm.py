@@ -20,7 +20,7 @@ from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import ActivationName, NormName, bounded_scale_inv
 from loka_jax.ops.kernel_site import KernelSite, run
 from loka_jax.ops.matmul import matmul
-from loka_jax.ops.plan import Implementation, Out, Plan, hand_over, knows_g_scale, plan
+from loka_jax.ops.plan import Implementation, Out, Plan, hand_over, plan
 from loka_jax.ops.products import (
     Activations,
     HandOver,
@@ -136,6 +136,8 @@ def describe(
     for role in ROLES:
         gemm = decide(recipe, role, m, k, n).gemm
         runs = {"fwd": chosen.forward, "dlhs": chosen.backward}.get(role)
+        if role == "dlhs" and chosen.is_dlhs_wide:
+            gemm = None
         first = _first_cast(recipe, role, runs, handed)
         if gemm is not None and first and gemm.first.granularity != "blockwise":
             gemm = dataclasses.replace(gemm, first=first)
@@ -155,9 +157,9 @@ def _first_cast(
     rows = Cast(dtype=E4M3, granularity="rowwise")
     if role == "fwd" and handed is not None:
         return rows if handed == "row" else Cast(dtype=E4M3)
-    if role != "dlhs" or runs == "xla":
+    if role != "dlhs" or runs == "xla" or recipe.dlhs is None:
         return None
-    is_known = runs == "norm" and knows_g_scale(recipe, recipe.dlhs)
+    is_known = recipe.is_calibrated and recipe.dlhs.first.scaling == "delayed"
     return None if is_known else rows
 
 

@@ -1,11 +1,12 @@
 """A site run by kernels, forward and backward.
 
     forward     y, and for the backward pass xhat = norm(...) and rstd
-    backward    dy, xhat, rstd -> dz, dgamma, dbeta      dlhs = dz rhs^T
+    backward    dy, xhat, rstd -> dz, dgamma, dbeta
 
-in one kernel each, or with XLA's product beside the kernel of the norm; drhs = lhs^T dz
-is XLA's. What dlhs multiplies in FP8 has one scale a row, unless the recipe has a scale
-for it from earlier steps: one for the whole of this dz would need a pass of its own.
+Forward in one kernel, or in one beside XLA's product. The products of the backward
+pass, dlhs = dz rhs^T and drhs = lhs^T dz, are XLA's. Where they take dz in FP8 its
+kernel writes that too: under the scale that the recipe has from earlier steps, or for
+dlhs under one a row. One scale for the whole of this dz would need a pass of its own.
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ from loka_jax.normed import (
     bounded_scale_inv,
 )
 from loka_jax.ops import kernels
-from loka_jax.ops.plan import Out, Plan, hand_over, knows_g_scale, training_outputs
+from loka_jax.ops.plan import Out, Plan, hand_over, training_outputs
 from loka_jax.ops.products import Products, SiteOperand, takes_handed
-from loka_jax.recipe import ROLES, Recipe
+from loka_jax.recipe import Cast, Recipe
 from loka_jax.scaling import DelayedScaling
 
 _VECTORS = ("bias", "gamma", "beta")
@@ -58,11 +59,16 @@ class KernelSite:
     axis_names: tuple[str, ...]
     interpret: Any
 
-    def products(self, lhs, rhs) -> Products:
-        """Returns the products of a site with such operands."""
-        return Products(
-            self.recipe, (lhs.shape[0], lhs.shape[1], rhs.shape[1]), self.axis_names
-        )
+    def products_of(self, sizes: tuple[int, int, int]) -> Products:
+        """Returns the products of a site of sizes (m, k, n)."""
+        return Products(self.recipe, sizes, self.axis_names)
+
+    def backward_products(self, sizes: tuple[int, int, int]) -> Products:
+        """Returns them as the backward pass runs them."""
+        products = self.products_of(sizes)
+        if not self.plan.is_dlhs_wide:
+            return products
+        return products._replace(recipe=dataclasses.replace(self.recipe, dlhs=None))
 
     def read(self, products: Products, given, handed, state):
         """Returns lhs and rhs as the products read them."""
@@ -91,47 +97,55 @@ class KernelSite:
 
     def backward(self, products: Products, dy, kept: "_Kept") -> "_Backward":
         """Returns the gradients of all but rhs, and that of z as products read it."""
-        ways = {"fused": self._fused, "norm": self._after_norm, "xla": self._by_xla}
-        return ways[self.plan.backward](products, dy, kept)
-
-    def _fused(self, products: Products, dy, kept: "_Kept"):
-        weight = products.view("dlhs", "rhs", kept.rhs)
-        dlhs, dz, dgamma, dbeta = kernels.dense_norm_backward(
-            dy, kept.xhat, kept.rstd, weight, kept.affine, **self._static
-        )
-        g = self._read_g(products, dz, kept.state)
-        return _Backward(dlhs, g, dgamma, dbeta)
-
-    def _after_norm(self, products: Products, dy, kept: "_Kept"):
+        if self.plan.backward == "xla":
+            return self._backward_by_xla(products, dy, kept)
+        cast = self._known_cast(products)
+        if cast is not None:
+            return self._backward_under_known_scale(products, cast, dy, kept)
         gemm = products.gemm("dlhs")
-        vectors, dtype = dict(kept.affine), None
-        is_known = gemm is not None and knows_g_scale(self.recipe, gemm)
-        if is_known:
-            vectors["dz_scale_inv"] = products.stored_scale_inv("dlhs", "g", kept.state)
-        if gemm is not None:
-            dtype = gemm.first.dtype if is_known else E4M3
         found = kernels.norm_backward(
-            dy, kept.xhat, kept.rstd, vectors, dz_fp8=dtype, **self._static
+            dy,
+            kept.xhat,
+            kept.rstd,
+            kept.affine,
+            dz_fp8=None if gemm is None else E4M3,
+            **self._static,
         )
-        if is_known:
-            assert found.dz_fp8 is not None and found.dz_amax is not None
-            g = products.given("g", found.dz, found.dz_fp8, found.dz_amax)
-        else:
-            g = self._read_g(products, found.dz, kept.state)
-        if gemm is None or is_known:
+        g = self._read_g(products, found.dz, kept.state)
+        if gemm is None:
             dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
-        else:
-            weight = products.view("dlhs", "rhs", kept.rhs)
-            assert isinstance(weight, Fp8Array) and found.dz_fp8 is not None
-            dlhs = xla.fp8_matmul(
-                found.dz_fp8,
-                weight,
-                out_dtype=dy.dtype,
-                fast_accumulation=gemm.fast_accumulation,
-            )
+            return _Backward(dlhs, g, found.dgamma, found.dbeta)
+        weight = products.view("dlhs", "rhs", kept.rhs)
+        assert isinstance(weight, Fp8Array) and found.dz_fp8 is not None
+        accumulation = dict(fast_accumulation=gemm.fast_accumulation)
+        dlhs = xla.fp8_matmul(found.dz_fp8, weight, out_dtype=dy.dtype, **accumulation)
         return _Backward(dlhs, g, found.dgamma, found.dbeta)
 
-    def _by_xla(self, products: Products, dy, kept: "_Kept"):
+    def _known_cast(self, products: Products) -> Cast | None:
+        """Returns the cast of g whose scale is known before g is, if there is one."""
+        if not self.recipe.is_calibrated:
+            return None
+        casts = (products.cast(role, "g") for role in ("dlhs", "drhs"))
+        return next((c for c in casts if c and c.scaling == "delayed"), None)
+
+    def _backward_under_known_scale(
+        self, products: Products, cast: Cast, dy, kept: "_Kept"
+    ):
+        scale_inv = products.stored_scale_inv("g", cast, kept.state)
+        found = kernels.norm_backward(
+            dy,
+            kept.xhat,
+            kept.rstd,
+            kept.affine | {"dz_scale_inv": scale_inv},
+            dz_fp8=cast.dtype,
+            **self._static,
+        )
+        assert found.dz_fp8 is not None and found.dz_amax is not None
+        g = products.given(found.dz, found.dz_fp8, found.dz_amax)
+        dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
+        return _Backward(dlhs, g, found.dgamma, found.dbeta)
+
+    def _backward_by_xla(self, products: Products, dy, kept: "_Kept"):
         dz, dgamma, dbeta = xla.norm_backward(
             dy,
             kept.xhat,
@@ -146,13 +160,15 @@ class KernelSite:
         return _Backward(dlhs, g, dgamma, dbeta)
 
     def _read_g(self, products: Products, dz, state) -> SiteOperand:
-        """Returns g for drhs, the kernel having taken care of dlhs.
+        """Returns g for drhs and for a wide dlhs.
 
-        Before delayed scales are set g is measured for dlhs too: a calibrated step may
-        read that scale.
+        Before delayed scales are set it is measured even if no product here reads its
+        scale: another plan may go on from there.
         """
-        roles = ("drhs",) if self.recipe.is_calibrated else ROLES
-        return products.read("g", dz, state, roles=roles)
+        if not self.recipe.is_calibrated:
+            products = self.products_of(products.sizes)
+            return products.read("g", dz, state)
+        return products.read("g", dz, state, roles=("drhs",))
 
     @property
     def _static(self) -> dict[str, Any]:
@@ -203,11 +219,15 @@ def run(
         handed: the FP8 form of lhs, if it came with one.
         state: delayed-scaling state; its gradient is its next value.
     """
-    products = site.products(given["lhs"], given["rhs"])
+    products = site.products_of(_sizes(given["lhs"], given["rhs"]))
     lhs, rhs = site.read(products, given, handed, state)
     scaling = None if site.out == "wide" else hand_over(site.norm)
     want = Outputs(y=site.out != "fp8", y_fp8=scaling)
     return _out(site.forward(products, lhs, rhs, given, want))
+
+
+def _sizes(lhs, rhs) -> tuple[int, int, int]:
+    return lhs.shape[0], lhs.shape[1], rhs.shape[1]
 
 
 def _out(normed: Normed) -> tuple[Array, ...]:
@@ -227,10 +247,11 @@ def _forward(site: KernelSite, given, handed, state):
             "implementation='pallas' does not serve the backward pass: "
             f"{site.plan.why_not_backward}."
         )
-    products = site.products(given["lhs"], given["rhs"])
+    products = site.products_of(_sizes(given["lhs"], given["rhs"]))
     lhs, rhs = site.read(products, given, handed, state)
     want = training_outputs(site.recipe, *products.sizes, site.norm, site.out)
     normed = site.forward(products, lhs, rhs, given, want)
+    products = site.backward_products(products.sizes)
     kept = _Kept(
         lhs=products.keep("lhs", lhs),
         rhs=products.keep("rhs", rhs),
@@ -243,7 +264,7 @@ def _forward(site: KernelSite, given, handed, state):
 
 
 def _backward(site: KernelSite, kept: _Kept, gradients):
-    products = site.products(kept.lhs, kept.rhs)
+    products = site.backward_products(_sizes(kept.lhs, kept.rhs))
     dy, *_ = gradients
     found = site.backward(products, dy, kept)
     lhs, g = products.reread(kept.lhs, kept.state), found.g
@@ -253,6 +274,7 @@ def _backward(site: KernelSite, kept: _Kept, gradients):
         assert g.value is not None
         given["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
     given = {name: x for name, x in given.items() if x is not None}
+    products = site.products_of(products.sizes)
     return given, None, products.next_state(kept.state, lhs, kept.rhs, g)
 
 

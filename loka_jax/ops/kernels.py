@@ -9,9 +9,8 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Gradients, Normed, NormGradients
+from loka_jax.normed import Normed, NormGradients
 from loka_jax.pallas import dense_norm as _forward
-from loka_jax.pallas import dense_norm_backward as _backward
 from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
 
@@ -39,23 +38,6 @@ def norm_quantize(
     """Returns what `pallas.norm_quantize` writes."""
     kernel = functools.partial(_norm.norm_quantize, **static)
     return _one_by_one(kernel, z, scales=scales, **vectors)
-
-
-def dense_norm_backward(
-    dy: Float[Array, "m n"],
-    xhat: Float[Array, "m n"],
-    rstd: Float[Array, "..."] | None,
-    w: Float[Array, "k n"] | Fp8Array,
-    vectors: Vectors,
-    **static,
-) -> Gradients:
-    """Returns what `pallas.dense_norm_backward` writes."""
-    kernel = functools.partial(_backward.dense_norm_backward, **static)
-    gradients = _one_by_one(kernel, dy, xhat, rstd, w, **_with_both(vectors))
-    return gradients._replace(
-        dgamma=gradients.dgamma if "gamma" in vectors else None,
-        dbeta=gradients.dbeta if "beta" in vectors else None,
-    )
 
 
 def norm_backward(

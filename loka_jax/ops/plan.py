@@ -1,8 +1,9 @@
 """What runs for a site `activation(norm(lhs @ rhs))`: fused kernels, or XLA.
 
-A site can run in one kernel each way ("fused"), with a kernel for norm, activation and
-quantization beside XLA's products ("norm"), or by XLA alone ("xla"). `plan` chooses,
-and says why not the kernels.
+Forward runs in one kernel ("fused"), with a kernel for norm, activation and
+quantization after XLA's product ("norm"), or by XLA alone ("xla"); backward with a
+kernel before XLA's products ("norm"), or by XLA alone. `plan` chooses, and says why
+not the kernels.
 """
 
 import functools
@@ -21,16 +22,17 @@ from loka_jax.normed import (
 )
 from loka_jax.ops.products import HandOver, decide
 from loka_jax.pallas import dense_norm as _forward
-from loka_jax.pallas import dense_norm_backward as _backward
 from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
 from loka_jax.recipe import OPERANDS, Cast, GemmRecipe, Recipe
 
 Implementation = Literal["xla", "pallas"]
 Out = Literal["wide", "fp8", "both"]
-Way = Literal["fused", "norm", "xla"]
 
 _ROWS = 64  # a kernel takes rows in multiples of it; callers pad
+# Features from which dlhs gains by FP8 after the norm's kernel: XLA applies its scales
+# in a pass of its own over dlhs (measured on an H200).
+_LEAST_FP8_DLHS = 2048
 
 
 class Plan(NamedTuple):
@@ -38,16 +40,18 @@ class Plan(NamedTuple):
 
     Attributes:
         forward: one kernel ("fused"), a kernel after XLA's product ("norm"), or "xla".
-        backward: one kernel ("fused"), a kernel before XLA's products ("norm"), or
-            "xla".
+        backward: a kernel before XLA's products ("norm"), or "xla".
         why_not: why forward is not fused, or None if it is.
         why_not_backward: why backward has no kernel, or None if it has.
+        is_dlhs_wide: dlhs runs in the compute dtype whatever the recipe says, which is
+            faster here.
     """
 
-    forward: Way
-    backward: Way
+    forward: Literal["fused", "norm", "xla"]
+    backward: Literal["norm", "xla"]
     why_not: str | None
     why_not_backward: str | None
+    is_dlhs_wide: bool = False
 
     @property
     def is_served(self) -> bool:
@@ -98,7 +102,7 @@ def plan(
         return Plan("xla", "xla", why_not, why_not)
     rows = m + -m % _ROWS
     want = training_outputs(recipe, rows, k, n, norm, out)
-    fwd, dlhs = (decide(recipe, r, rows, k, n).gemm for r in ("fwd", "dlhs"))
+    fwd = decide(recipe, "fwd", rows, k, n).gemm
     why_not = _why_not_fused(
         fwd, rows, k, n, norm, activation, want, has_bias=has_bias, handed=handed
     )
@@ -107,11 +111,12 @@ def plan(
         if implementation == "pallas":
             raise _not_served(recipe, m, k, n, norm, why_not)
         return Plan("xla", "xla", why_not, why_not)
-    backward, why_not_backward = _backward_way(
-        recipe, dlhs, rows, k, n, norm, activation, want
-    )
     forward = "fused" if why_not is None else "norm"
-    return Plan(forward, backward, why_not, why_not_backward)
+    assert want.xhat is not None
+    why_not_backward = _norm_backward.why_not(rows, n, norm=norm, xhat_dtype=want.xhat)
+    if why_not_backward is not None:
+        return Plan(forward, "xla", why_not, why_not_backward)
+    return Plan(forward, "norm", why_not, None, n < _LEAST_FP8_DLHS)
 
 
 def hand_over(norm: NormName) -> HandOver:
@@ -139,13 +144,6 @@ def training_outputs(
         xhat=E4M3 if is_fp8 and fits else jnp.bfloat16,
         rstd=norm != "none",
     )
-
-
-def knows_g_scale(recipe: Recipe, gemm: GemmRecipe | None) -> bool:
-    """Returns True if dlhs's cast of g has its scale before g is there."""
-    if gemm is None or gemm.first.scaling != "delayed":
-        return False
-    return recipe.is_calibrated
 
 
 @functools.cache
@@ -186,40 +184,6 @@ def _why_not_fused(
         w_scale_by_column=by_column,
     )
     return _forward.why_not(problem)
-
-
-def _backward_way(
-    recipe: Recipe,
-    dlhs: GemmRecipe | None,
-    m: int,
-    k: int,
-    n: int,
-    norm: NormName,
-    activation: ActivationName,
-    want: Outputs,
-) -> tuple[Way, str | None]:
-    """Returns how the backward pass runs, and why not by kernels.
-
-    XLA's dlhs after the norm's kernel is faster than the fused kernel (measured on an
-    H200), unless dz has a scale a row: XLA applies those in a pass of its own.
-    """
-    assert want.xhat is not None
-    why_not_fused = _backward.why_not(
-        m,
-        k,
-        n,
-        xhat_dtype=want.xhat,
-        w_dtype=jnp.bfloat16 if dlhs is None else E4M3,
-        norm=norm,
-        activation=activation,
-    )
-    why_not_norm = _norm_backward.why_not(m, n, norm=norm, xhat_dtype=want.xhat)
-    scales_rows = dlhs is not None and not knows_g_scale(recipe, dlhs)
-    if why_not_fused is None and (scales_rows or why_not_norm is not None):
-        return "fused", None
-    if why_not_norm is None:
-        return "norm", None
-    return "xla", why_not_fused
 
 
 def _is_by_row(cast: Cast) -> bool:

@@ -269,24 +269,24 @@ class Products(NamedTuple):
         )
         return product, (lhs.scale_inv, rhs.scale_inv)
 
-    def given(
-        self, name: Operand, x: Array, copy: Fp8Array, amaxes: Array
-    ) -> SiteOperand:
+    def given(self, x: Array, copy: Fp8Array, amaxes: Array) -> SiteOperand:
         """Returns an operand whose whole-tensor FP8 copy and amaxes were made."""
         return SiteOperand(x, amaxes, copy, None, x.shape, x.dtype)
 
-    def stored_scale_inv(self, role: Role, operand: Operand, state) -> Array:
-        """Returns the scale from earlier steps that `role` casts `operand` with."""
-        cast = self.cast(role, operand)
-        assert cast is not None and self.recipe.is_calibrated
+    def stored_scale_inv(self, operand: Operand, cast: Cast, state) -> Array:
+        """Returns the scale from earlier steps that an operand is cast with."""
+        assert self.recipe.is_calibrated
         unseen = jnp.zeros(())
         return delayed_scale_inv(state, operand, unseen, cast, self.recipe)
 
     def next_state(self, state, *operands: SiteOperand):
-        """Returns the state for the next step; the same if nothing ran in FP8."""
+        """Returns the state for the next step; the same if nothing ran in FP8.
+
+        The rows of operands that were not measured stay as they were.
+        """
         if state is None or all(x.amaxes is None for x in operands):
             return state
-        nothing = jnp.zeros((1,), jnp.float32)
+        nothing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
         parts = [nothing if x.amaxes is None else x.amaxes for x in operands]
         longest = max(x.size for x in parts)
         stacked = jnp.stack([jnp.pad(x, (0, longest - x.size)) for x in parts])

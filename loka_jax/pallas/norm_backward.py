@@ -31,6 +31,7 @@ from loka_jax.normed import (
     ActivationName,
     NormGradients,
     NormName,
+    norm_features,
 )
 from loka_jax.pallas import column_sums, rows
 from loka_jax.pallas.activations import input_scale, slope_scaled
@@ -62,7 +63,7 @@ def why_not(
     reason = rows.why_not(m, n, widest_unfolded=widest)
     if reason is not None:
         return reason
-    if norm == "block" and (n % NORM_BLOCK or n > _WIDEST_BLOCKS):
+    if norm == "block" and (n % norm_features(norm, n) or n > _WIDEST_BLOCKS):
         return f"n={n} is not a multiple of {NORM_BLOCK} up to {_WIDEST_BLOCKS}"
     dtype = jnp.dtype(xhat_dtype)
     if dtype not in (jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)):
@@ -349,8 +350,7 @@ class _Kernel:
         # Widened again rather than kept wide: it would take up to four times the
         # registers.
         xhat = [opaque(x) for x in xhat]
-        assert self.norm != "block" or self.layout.width == NORM_BLOCK
-        size = len(g) // len(rstd)
+        size = len(g) // len(rstd)  # a block is a piece
         count = size * self.layout.width * self.layout.fold
         # What is averaged over a row, and its factor beside those in g.
         terms = [(on_xhat, self.xhat_scale**2)]

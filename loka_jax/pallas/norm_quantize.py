@@ -28,6 +28,7 @@ from loka_jax.normed import (
     Normed,
     NormName,
     Outputs,
+    norm_features,
 )
 from loka_jax.pallas import rows
 from loka_jax.pallas.activations import activate_scaled, input_scale
@@ -44,7 +45,7 @@ def why_not(
     reason = rows.why_not(m, n, widest_unfolded=_WIDEST_UNFOLDED)
     if reason is not None:
         return reason
-    if norm == "block" and n % NORM_BLOCK:
+    if norm == "block" and n % norm_features(norm, n):
         return f"n={n} is not a multiple of the norm's block, {NORM_BLOCK}"
     if settings is None:
         return None
@@ -261,7 +262,6 @@ class _Kernel:
             if results.rstd is not None:
                 results.rstd[tile.vector] = rstd
             return xhat
-        assert self.layout.width == NORM_BLOCK
         xhat = []
         for i, v in enumerate(z):
             [v], rstd = self._normalize([v], tile)
@@ -289,7 +289,7 @@ class _Kernel:
         if self.want.xhat != E4M3:
             return v.astype(self.want.xhat)
         v = v * (1 / XHAT_SCALE_INV)
-        features = NORM_BLOCK if self.norm == "block" else self.layout.n
+        features = norm_features(self.norm, self.layout.n)
         return v.astype(E4M3) if features <= XHAT_MAX_FEATURES else saturate(v, E4M3)
 
     def _activated(self, v, gamma, beta, tile: Tile):

@@ -3,7 +3,6 @@
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     dense_norm,
-    dense_norm_backward,
     norm_activation,
     norm_backward,
 )
@@ -18,7 +17,6 @@ from loka_jax.xla.matmul import (
 __all__ = [
     "ACTIVATIONS",
     "dense_norm",
-    "dense_norm_backward",
     "describe",
     "fp8_matmul",
     "fp8_product",

@@ -19,7 +19,6 @@ from loka_jax.normed import (
     NORM_BLOCK,
     XHAT_SCALE_INV,
     ActivationName,
-    Gradients,
     Normed,
     NormName,
     Outputs,
@@ -127,26 +126,6 @@ def norm_backward(
         along = xhat_part * _mean(g_part * xhat_part)
         dz.append(part_rate[:, :, None] * (centred - along))
     return _joined(dz), dgamma, dbeta
-
-
-def dense_norm_backward(
-    dy: Float[Array, "m n"],
-    xhat: Float[Array, "m n"],
-    rstd: Float[Array, "..."] | None,
-    w: Float[Array, "k n"] | Fp8Array,
-    *,
-    gamma: Float[Array, "n"] | None = None,
-    beta: Float[Array, "n"] | None = None,
-    norm: NormName,
-    activation: ActivationName,
-) -> Gradients:
-    """Returns what the backward kernel does; dz in rows of E4M3 if `w` is in FP8."""
-    dz, dgamma, dbeta = norm_backward(
-        dy, xhat, rstd, gamma=gamma, beta=beta, norm=norm, activation=activation
-    )
-    g = fp8.quantize(dz, E4M3, axes=(1,)) if isinstance(w, Fp8Array) else dz
-    dx = _product(g, w, jnp.bfloat16)
-    return Gradients(dx, dz.astype(jnp.bfloat16), dgamma, dbeta)
 
 
 def _normalize(z: Array, norm: NormName, epsilon: float) -> tuple[Array, Array | None]:

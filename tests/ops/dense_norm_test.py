@@ -51,7 +51,7 @@ def implementation(request, monkeypatch):
     return "pallas"
 
 
-def stand_in(monkeypatch, forward=None, norm=None, backward=None, norm_backward=""):
+def stand_in(monkeypatch, forward=None, norm=None, backward=None):
     """Puts XLA's references in the place of the kernels, with these refusals."""
 
     def kernel(name, function, why_not):
@@ -77,12 +77,10 @@ def stand_in(monkeypatch, forward=None, norm=None, backward=None, norm_backward=
             copy = fp8.quantize(dz, dz_fp8, axes=(1,))
         return NormGradients(dz.astype(jnp.bfloat16), copy, amax, *sums)
 
-    refusal = backward if norm_backward == "" else norm_backward
     modules = {
         "_forward": kernel("dense_norm", xla.dense_norm, forward),
         "_norm": kernel("norm_quantize", norm_quantize, norm),
-        "_backward": kernel("dense_norm_backward", xla.dense_norm_backward, backward),
-        "_norm_backward": kernel("norm_backward", rows_backward, refusal),
+        "_norm_backward": kernel("norm_backward", rows_backward, backward),
     }
     for name, module in modules.items():
         monkeypatch.setattr(kernels, name, module)
@@ -290,23 +288,21 @@ def test_kernels_do_what_xla_does(interpret, name, norm, activation, out):
     y, (dlhs, *gradients, state) = found
     exact_y, (exact_dlhs, *exact_gradients, exact_state) = expected
     assert support.sqnr_db(exact_y, np.asarray(y, np.float64)) > 35
-    # dz is in rows of E4M3, not a tensor of E5M2.
+    # Its dlhs is in bfloat16, not in FP8.
     floor = 35 if name == "bf16" else 22
     assert worst_db(exact_dlhs, dlhs) > floor
     assert worst_db(exact_gradients, gradients) > floor
     if recipe.is_delayed:
-        lhs_and_rhs = slice(0, 2)  # the kernel scales the rows of g by themselves
-        np.testing.assert_allclose(
-            state.table[lhs_and_rhs], exact_state.table[lhs_and_rhs], rtol=1e-6
-        )
+        np.testing.assert_allclose(state.table[:2], exact_state.table[:2], rtol=1e-6)
+        np.testing.assert_allclose(state.table[2], exact_state.table[2], rtol=1e-2)
     assert interpret_pallas_call.get_races() is None or not (
         interpret_pallas_call.get_races().races_found
     )
 
 
 def test_kernels_under_vmap_run_one_by_one(interpret):
-    lhs, rhs, dy = operands(128, 64, 64)
-    lhs, dy = lhs.reshape(2, 64, 64), dy.reshape(2, 64, 64)
+    lhs, rhs, dy = operands(128, 64, 128)
+    lhs, dy = lhs.reshape(2, 64, 64), dy.reshape(2, 64, 128)
 
     def gradients(lhs, dy, **route):
         f = lambda lhs, rhs: dense_norm(  # noqa: E731
@@ -543,6 +539,9 @@ def test_the_gradient_of_the_state_is_its_next_value(implementation, name):
         amaxes = jnp.stack(
             [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (lhs, rhs, dy)]
         )
+        # Once scales are set, g is not measured for products that are not in FP8.
+        if suffix and implementation != "xla" and recipe.drhs is None:
+            amaxes = amaxes.at[2].set(jnp.nan)
         expected = scaling.update_delayed(state, amaxes, recipe)
         static = dict(norm="none", implementation=implementation)
         *_, state = run(name + suffix, lhs, rhs, dy, {}, state, **static)
@@ -573,20 +572,18 @@ def test_kernels_run_by_themselves_only_on_a_hopper_gpu(monkeypatch):
         plan, get_recipe("bf16"), 64, 32, 48, norm="layer", activation="none"
     )
     monkeypatch.setattr(plans, "has_hopper", lambda: False)
-    assert ask() == ("xla", "xla", "no Hopper GPU", "no Hopper GPU")
+    assert ask()[:4] == ("xla", "xla", "no Hopper GPU", "no Hopper GPU")
     monkeypatch.setattr(plans, "has_hopper", lambda: True)
-    assert ask() == ("fused", "norm", None, None)
+    assert ask()[:4] == ("fused", "norm", None, None)
     assert ask(implementation="xla").forward == "xla"
 
 
 @pytest.mark.parametrize(
     "refusals, forward, backward",
     [
-        ({}, "fused", "fused"),
-        ({"norm_backward": "odd"}, "fused", "fused"),
+        ({}, "fused", "norm"),
         ({"backward": "too wide"}, "fused", "xla"),
-        ({"backward": "too wide", "norm_backward": None}, "fused", "norm"),
-        ({"forward": "too wide"}, "norm", "fused"),
+        ({"forward": "too wide"}, "norm", "norm"),
         ({"forward": "too wide", "norm": "odd"}, "xla", "xla"),
     ],
 )
@@ -642,7 +639,7 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
     stand_in(monkeypatch)
     monkeypatch.setattr(plans, "has_hopper", lambda: True)
     chosen = plan(get_recipe(name), *sizes, norm="layer", activation="none")
-    assert chosen == ("xla", "xla", reason, reason)
+    assert chosen[:4] == ("xla", "xla", reason, reason)
 
 
 @pytest.mark.parametrize(
@@ -654,7 +651,7 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
             "row",
             (
                 "pallas fp8 e4m3 rowwise x tensorwise",
-                "pallas fp8 e4m3 rowwise x tensorwise",
+                "xla bf16, pallas norm",
                 "xla fp8 e4m3 x e5m2 tensorwise",
             ),
         ),
@@ -663,7 +660,7 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
             "tensor",
             (
                 "pallas fp8 e4m3 tensorwise",
-                "xla fp8 e5m2 x e4m3 tensorwise, pallas norm",
+                "xla bf16, pallas norm",
                 "xla fp8 e4m3 x e5m2 tensorwise",
             ),
         ),
@@ -672,7 +669,7 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
             None,
             (
                 "pallas fp8 e4m3 rowwise",
-                "pallas fp8 e4m3 rowwise x tensorwise",
+                "xla bf16, pallas norm",
                 "xla bf16",
             ),
         ),
@@ -686,6 +683,33 @@ def test_what_runs_is_told_in_words(monkeypatch, name, handed, texts):
     )
     found = describe(recipe, chosen, *sizes, handed)
     assert tuple(found.values()) == texts
+
+
+@pytest.mark.parametrize(
+    "name, dlhs",
+    [
+        ("fp8_rowwise", "xla fp8 e4m3 rowwise, pallas norm"),
+        ("fp8_tensorwise_delayed", "xla fp8 e4m3 rowwise x tensorwise, pallas norm"),
+        (
+            "fp8_tensorwise_delayed:calibrated",
+            "xla fp8 e5m2 x e4m3 tensorwise, pallas norm",
+        ),
+    ],
+)
+def test_dlhs_over_many_features_runs_in_fp8(monkeypatch, name, dlhs):
+    stand_in(monkeypatch)
+    recipe, sizes = get_recipe(name), (64, 32, 2048)
+    static = dict(norm="layer", activation="swish", implementation="pallas")
+    chosen = plan(recipe, *sizes, **static)
+    assert describe(recipe, chosen, *sizes)["dlhs"] == dlhs
+    lhs, rhs, dy = operands(*sizes)
+    state = initial(recipe)
+    if state is not None:
+        *_, state = run(name.split(":")[0], lhs, rhs, dy, {}, state, **static)
+    found = run(name, lhs, rhs, dy, {}, state, **static)[1][0]
+    expected = plain(lhs, rhs, dy, {}, "layer", "swish")[1][0]
+    # E5M2 has two bits of mantissa, E4M3 three; in bfloat16 it would be over 40 dB.
+    assert 17 < support.sqnr_db(expected, np.asarray(found, np.float64)) < 32
 
 
 def test_a_norm_after_xlas_product_is_told(monkeypatch):
