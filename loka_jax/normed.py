@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import E4M3, Fp8Array, compute_scale_inv
+from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 
 NormName = Literal["none", "layer", "rms", "block"]
 ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
@@ -29,6 +29,8 @@ NORM_BLOCK = 256  # columns that share a statistic of a block norm
 # root of the features that share a statistic, so 16 |xhat| <= 448 up to 784 of them.
 XHAT_SCALE_INV = 1 / 16
 XHAT_MAX_FEATURES = 784
+
+_LEAST_SCALE_INV = 1e-30  # of activations that are all zero
 
 
 def norm_features(norm: NormName, n: int) -> int:
@@ -52,12 +54,14 @@ def bounded_scale_inv(
     and nothing saturates E4M3. The bound is a few times what rows reach, which costs a
     few of the 17 octaves of the format, no precision above its least ones.
     """
-    bound = jnp.asarray(math.sqrt(norm_features(norm, n)), jnp.float32)
+    # Scaled before the maximum is taken: XLA makes that one kernel, not two.
+    limit = fp8_max(E4M3)
+    bound = jnp.full((1,), math.sqrt(norm_features(norm, n)) / limit, jnp.float32)
     if gamma is not None:
         bound = bound * jnp.abs(gamma)
     if beta is not None:
-        bound = bound + jnp.abs(beta)
-    return compute_scale_inv(jnp.max(bound), E4M3)
+        bound = bound + jnp.abs(beta) / limit
+    return jnp.max(jnp.maximum(bound, _LEAST_SCALE_INV))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

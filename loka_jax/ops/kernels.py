@@ -9,7 +9,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Normed, NormGradients
+from loka_jax.normed import Normed, NormGradients, Outputs
 from loka_jax.pallas import dense_norm as _forward
 from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
@@ -38,6 +38,31 @@ def norm_quantize(
     """Returns what `pallas.norm_quantize` writes."""
     kernel = functools.partial(_norm.norm_quantize, **static)
     return _one_by_one(kernel, z, scales=scales, **vectors)
+
+
+def quantizes(m: int, k: int) -> bool:
+    """Returns whether `quantize` serves rows of this shape."""
+    return _norm.why_not(m, k, norm="none") is None
+
+
+def quantize(
+    x: Float[Array, "m k"], scale_inv: Float[Array, ""] | None = None, *, interpret
+) -> tuple[Fp8Array, Float[Array, "m"]]:
+    """Returns rows in E4M3 and their amaxes, in one pass.
+
+    Args:
+        x: bfloat16.
+        scale_inv: scale of all rows, beyond which they saturate; None for one a row.
+        interpret: as in `pallas.norm_quantize`.
+    """
+    scaling = "row" if scale_inv is None else "tensor"
+    want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
+    given = {} if scale_inv is None else {"y_scale_inv": scale_inv}
+    static = dict(norm="none", activation="none", want=want, interpret=interpret)
+    found = norm_quantize(x, (), given, **static)
+    assert found.y_fp8 is not None
+    amaxes = found.y_fp8.scale_inv if found.y_amax is None else found.y_amax
+    return found.y_fp8, amaxes.reshape(-1)
 
 
 def norm_backward(

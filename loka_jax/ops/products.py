@@ -288,10 +288,20 @@ class Products(NamedTuple):
             return state
         nothing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
         parts = [nothing if x.amaxes is None else x.amaxes for x in operands]
-        longest = max(x.size for x in parts)
-        stacked = jnp.stack([jnp.pad(x, (0, longest - x.size)) for x in parts])
-        amaxes = fp8.amax_over_devices(fp8.amax(stacked, (1,))[:, 0], self.axis_names)
+        amaxes = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
         return update_delayed(state, amaxes, self.recipe)
+
+
+def _each_amax(parts: list[Array]) -> Array:
+    """Returns the largest of each of some amaxes of parts, in one kernel for all."""
+    longest = max(x.size for x in parts)
+    many = [i for i, x in enumerate(parts) if x.size > 1]
+    found = {i: x[0] for i, x in enumerate(parts) if x.size == 1}
+    padded = [jnp.pad(parts[i], (0, longest - parts[i].size)) for i in many]
+    if padded:
+        largest = fp8.amax(jnp.stack(padded), (1,))[:, 0]
+        found |= dict(zip(many, largest, strict=True))
+    return jnp.stack([found[i] for i in range(len(parts))])
 
 
 # Which operands of a role's product must be transposed to contract their last dim:

@@ -294,7 +294,7 @@ def test_kernels_do_what_xla_does(interpret, name, norm, activation, out):
     assert worst_db(exact_gradients, gradients) > floor
     if recipe.is_delayed:
         np.testing.assert_allclose(state.table[:2], exact_state.table[:2], rtol=1e-6)
-        np.testing.assert_allclose(state.table[2], exact_state.table[2], rtol=1e-2)
+        np.testing.assert_allclose(state.table[2], exact_state.table[2], rtol=5e-2)
     assert interpret_pallas_call.get_races() is None or not (
         interpret_pallas_call.get_races().races_found
     )
