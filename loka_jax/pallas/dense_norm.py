@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
+from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import XHAT_SCALE_INV, ActivationName, Normed, NormName, Outputs
 from loka_jax.pallas import tiles
 from loka_jax.pallas.activations import activate_scaled, input_scale
@@ -361,7 +361,7 @@ class _Kernel:
         """Stores the scales of the rows and returns their reciprocals."""
         if self.plan.exchanges:
             (amax,) = tile.exchange(self.plan.exchanges - 1, (amax,), jnp.maximum)
-        scale_inv = _row_scale_inv(amax)
+        scale_inv = tiles.row_scale_inv(amax, _MIN_ROW_SCALE)
         tile.store_rows(2, scale_inv, results.y_scale, rows)
         return 1.0 / scale_inv
 
@@ -534,11 +534,3 @@ def _arrive_if(condition, barrier):
     @pl.when(condition)
     def _():
         plgpu.barrier_arrive(barrier)
-
-
-def _row_scale_inv(amax):
-    """Returns the power-of-two `scale_inv` of rows of that amax, as `fp8` has it."""
-    least = jnp.maximum(amax * (1 / fp8_max(E4M3)), _MIN_ROW_SCALE)
-    # Rounds up to a power of two; NaN and infinity stay what they are.
-    bits = lax.bitcast_convert_type(least, jnp.int32) + 0x007FFFFF
-    return lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)

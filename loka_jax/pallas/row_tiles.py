@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from loka_jax.fp8 import E4M3, fp8_max
+from loka_jax.pallas import tiles
 from loka_jax.pallas.rows import EXCHANGES, WARPS, RowLayout
 
 # As in `fp8.compute_scale_inv`: the least scale whose reciprocal is finite, and that is
@@ -132,8 +133,13 @@ def saturate(piece: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def row_scale_inv(amax: jax.Array) -> jax.Array:
-    """Returns `amax / 448`, under which a row fits E4M3; positive for zeros."""
-    return jnp.maximum(amax * (1 / fp8_max(E4M3)), _MIN_SCALE_INV)
+    """Returns the `scale_inv` of rows; positive for zeros.
+
+    A power of two, but for the number of a folded row: Mosaic has no bits of scalars.
+    """
+    if amax.ndim == 0:
+        return jnp.maximum(amax * (1 / fp8_max(E4M3)), _MIN_SCALE_INV)
+    return tiles.row_scale_inv(amax, _MIN_SCALE_INV)
 
 
 def column_loader(

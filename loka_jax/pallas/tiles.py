@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from loka_jax.fp8 import E4M3, fp8_max
+
 ROWS = 64  # of a tile: the height of a wgmma
 TMA_SIDE = 256  # a TMA copy takes at most that many elements along a dim
 SMEM_BYTES = 232_448  # that one CTA can have on Hopper
@@ -33,6 +35,17 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def row_scale_inv(amax: jax.Array, least: float) -> jax.Array:
+    """Returns the power-of-two `scale_inv` of rows of that amax, as `fp8` has it.
+
+    At least `least`; NaN or infinite where the amax is, so that such rows are seen.
+    """
+    scale_inv = jnp.maximum(amax * (1 / fp8_max(E4M3)), least)
+    # Rounds up to a power of two.
+    bits = lax.bitcast_convert_type(scale_inv, jnp.int32) + 0x007FFFFF
+    return lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
 
 
 def accumulator(rows: int, columns: int):
