@@ -281,8 +281,16 @@ def _ours(site: Site, want: Outputs, x, w_nk, gamma, beta, y_scale_inv=None):
 
 
 def _ours_quantized(site: Site, x, w_nk_fp8, gamma, beta):
-    x = fp8.quantize(x, axes=(1,))
-    return _ours(site, Outputs(), x, w_nk_fp8, gamma, beta)
+    from loka_jax.pallas.norm_quantize import norm_quantize
+
+    x_fp8 = norm_quantize(
+        x,
+        norm="none",
+        activation="none",
+        want=Outputs(y=False, y_fp8="row"),
+        interpret=_interpreter(site),
+    ).y_fp8
+    return _ours(site, Outputs(), x_fp8, w_nk_fp8, gamma, beta)
 
 
 def _library(site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta):

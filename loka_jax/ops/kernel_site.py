@@ -93,6 +93,7 @@ class KernelSite:
             return products.read("lhs", x, state)
         scale_inv = products.stored_scale_inv("lhs", cast, state)
         copy, amaxes = kernels.quantize(x, scale_inv, interpret=self.interpret)
+        assert amaxes is not None
         return products.given(x, copy, amaxes)
 
     def forward(

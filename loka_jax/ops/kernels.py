@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
+from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import Normed, NormGradients, Outputs
 from loka_jax.pallas import dense_norm as _forward
@@ -47,8 +48,8 @@ def quantizes(m: int, k: int) -> bool:
 
 def quantize(
     x: Float[Array, "m k"], scale_inv: Float[Array, ""] | None = None, *, interpret
-) -> tuple[Fp8Array, Float[Array, "m"]]:
-    """Returns rows in E4M3 and their amaxes, in one pass.
+) -> tuple[Fp8Array, Float[Array, "p"] | None]:
+    """Returns rows in E4M3, and under a given scale the amaxes of p parts of them.
 
     Args:
         x: bfloat16.
@@ -61,8 +62,8 @@ def quantize(
     static = dict(norm="none", activation="none", want=want, interpret=interpret)
     found = norm_quantize(x, (), given, **static)
     assert found.y_fp8 is not None
-    amaxes = found.y_fp8.scale_inv if found.y_amax is None else found.y_amax
-    return found.y_fp8, amaxes.reshape(-1)
+    amaxes = None if found.y_amax is None else fp8.amax_of_parts(found.y_amax)
+    return found.y_fp8, amaxes
 
 
 def norm_backward(

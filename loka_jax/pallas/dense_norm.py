@@ -207,12 +207,13 @@ class _Kernel:
         """Loads what stays, then keeps the rings of x filled."""
         s = self.plan.settings
         columns = pl.ds(at.slab * self.plan.columns, self.plan.columns)
+        # First what is prepared while the weight is on its way.
+        for i, name in enumerate(self.plan.table):
+            source = getattr(inputs, name).at[columns]
+            plgpu.copy_gmem_to_smem(source, scratch.table.at[i], scratch.given)
         for p in range(self.plan.parts):
             source = inputs.w.at[columns, pl.ds(p * self.plan.part, self.plan.part)]
             plgpu.copy_gmem_to_smem(source, scratch.w.at[p], scratch.resident)
-        for i, name in enumerate(self.plan.table):
-            source = getattr(inputs, name).at[columns]
-            plgpu.copy_gmem_to_smem(source, scratch.table.at[i], scratch.resident)
 
         @pl.loop(0, at.steps)
         def _(step):
@@ -238,10 +239,12 @@ class _Kernel:
         teams = self.plan.settings.teams
         scale = _product_of_scalars(inputs.x_scale, inputs.w_scale)
         to_fp8 = None if inputs.y_scale is None else 1.0 / inputs.y_scale[0]
-        plgpu.barrier_wait(scratch.resident)
+        if self.plan.table:
+            plgpu.barrier_wait(scratch.given)
         if self.plan.has_affine:
             pl.when(team == 0)(lambda: self._prepare(scratch))
             plgpu.barrier_wait(scratch.prepared)
+        plgpu.barrier_wait(scratch.resident)
 
         @pl.loop(0, self._turns(team, at))
         def _(turn):

@@ -112,7 +112,8 @@ class Scratch(NamedTuple):
     sums: Any  # [teams, 2, slabs - 1, 64, 8] from the other slabs
     full: Any  # barriers of parts of x that have arrived,
     empty: Any  # and of those that were read
-    resident: Any  # of all that stays
+    given: Any  # of the table
+    resident: Any  # of w
     prepared: Any  # of `affine`
     turn: Any  # of the team that may use the tensor cores
     sums_full: Any
@@ -209,7 +210,8 @@ class Plan:
             sums=sums,
             full=barrier(num_barriers=ring),
             empty=barrier(num_barriers=ring),
-            resident=barrier(num_arrivals=self.parts + len(self.table)),
+            given=barrier(num_arrivals=len(self.table)) if self.table else None,
+            resident=barrier(num_arrivals=self.parts),
             prepared=barrier() if self.has_affine else None,
             turn=barrier(num_barriers=s.teams) if s.teams > 1 else None,
             sums_full=barrier(num_barriers=two_each, num_arrivals=s.slabs - 1)
