@@ -45,7 +45,7 @@ ROTATED_BYTES = 120e6  # twice the L2
 MAX_SETS = 256
 MAX_BACKWARD = 512  # K and N of the shapes whose backward pass is timed
 # Chains: up to that many rows and features, for K = N.
-CHAINED_ROWS, CHAINED_FEATURES, CHAINED_LAYERS = 8192, 256, 16
+CHAINED_ROWS, CHAINED_FEATURES, CHAINED_LAYERS = 8192, 256, 48
 # What a layer of a chain hands on, by form.
 CHAINED = {
     "xla_bf16": "y",
