@@ -62,7 +62,7 @@ COLUMNS = {
     "XLA bf16": targets.XLA_BF16,
     "XLA 8>16": ("xla_fp8_to_bf16",),
     "XLA 8>8": ("xla_fp8_to_fp8",),
-    "lib 8>8": ("library_to_fp8",),
+    "lib 8>8": targets.LIBRARY,
     "lib 8>16": ("library_to_bf16",),
     "8>8 row": ("fp8_to_fp8",),
     "8>8 one": ("fp8_to_fp8_tensor",),

@@ -154,8 +154,8 @@ def _our_forms(site: Site) -> list[Form]:
     features = min(n, NORM_BLOCK) if site.norm == "block" else n
     fits = site.norm != "none" and features <= XHAT_MAX_FEATURES
     xhat = _E4M3 if fits else _BF16
-    training = Outputs(y=True, y_fp8="row", xhat=xhat, rstd=site.norm != "none")
-    kept = (1 if fits else 2) * m * n + 8 * m  # xhat, scales and deviations
+    training = Outputs(y_fp8="tensor", xhat=xhat, rstd=site.norm != "none")
+    kept = (1 if fits else 2) * m * n + 4 * m  # xhat and deviations
     rest = ("w_nk_fp8", "gamma", "beta")
     read = m * k + k * n
     bind = functools.partial
@@ -170,11 +170,11 @@ def _our_forms(site: Site) -> list[Form]:
             why_not=bind(_why_not, site, _E4M3, want, x == "x_row"),
         )
 
-    def library(name, want, num_bytes):
+    def library(name, want, num_bytes, extra=()):
         return Form(
             name=name,
             run=bind(_library, site, want),
-            reads=("x_tensor", *rest),
+            reads=("x_tensor", *rest, *extra),
             num_bytes=num_bytes,
             gemm="fp8",
             why_not=bind(_library_why_not, site),
@@ -182,6 +182,7 @@ def _our_forms(site: Site) -> list[Form]:
 
     return [
         library("library_to_fp8", to_fp8, read + m * n + 4 * m),
+        library("library_to_fp8_tensor", to_fp8_tensor, read + m * n, ("y_scale_inv",)),
         library("library_to_bf16", to_bf16, read + 2 * m * n),
         fused("fp8_to_fp8", to_fp8, "x_row", read + m * n + 4 * m),
         fused(
@@ -209,7 +210,13 @@ def _our_forms(site: Site) -> list[Form]:
             casts_rows=True,
             why_not=bind(_why_not, site, _E4M3, to_bf16, True),
         ),
-        fused("training", training, "x_row", read + 3 * m * n + kept),
+        fused(
+            "training",
+            training,
+            "x_tensor",
+            read + 3 * m * n + kept,
+            ("y_scale_inv",),
+        ),
     ]
 
 
@@ -275,8 +282,6 @@ def _ours(site: Site, want: Outputs, x, w_nk, gamma, beta, y_scale_inv=None):
         y_scale_inv=y_scale_inv,
         interpret=_interpreter(site),
     )
-    if want.y_fp8 == "tensor" and normed.y_fp8 is not None:
-        return {"y_fp8": normed.y_fp8.data}  # as XLA's form
     return _by_name(normed)
 
 
@@ -293,7 +298,9 @@ def _ours_quantized(site: Site, x, w_nk_fp8, gamma, beta):
     return _ours(site, Outputs(), x_fp8, w_nk_fp8, gamma, beta)
 
 
-def _library(site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta):
+def _library(
+    site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta, y_scale_inv=None
+):
     from loka_jax.pallas.norm_quantize import norm_quantize
 
     normed = norm_quantize(
@@ -305,6 +312,7 @@ def _library(site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta):
         activation=site.activation,
         epsilon=EPSILON,
         want=want,
+        y_scale_inv=y_scale_inv,
         interpret=_interpreter(site),
     )
     return _by_name(normed)
@@ -337,7 +345,12 @@ def _interpreter(site: Site):
 
 
 def _by_name(results) -> dict[str, Any]:
-    return {k: v for k, v in results._asdict().items() if v is not None}
+    found = {k: v for k, v in results._asdict().items() if v is not None}
+    y_fp8 = found.get("y_fp8")
+    if y_fp8 is not None and y_fp8.scale_inv.ndim == 0:
+        # Without the scale, as XLA's form: a copy of it would be a kernel.
+        found["y_fp8"] = y_fp8.data
+    return found
 
 
 def _why_not(site: Site, dtype, want: Outputs, x_scale_by_row: bool) -> str | None:
