@@ -14,7 +14,7 @@ team while the others normalize.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,11 +38,18 @@ from loka_jax.pallas.dense_norm_plan import (
     present,
     why_not,
 )
-from loka_jax.pallas.tiles import PER_COLUMN, PER_ROW, ROWS, per_column, per_row
+from loka_jax.pallas.dense_norm_tile import (
+    At,
+    Tile,
+    affine_rows,
+    arrive_if,
+    table_row,
+    wait_if,
+)
+from loka_jax.pallas.tiles import PER_COLUMN, ROWS, per_column, per_row
 
 # Below it the reciprocal of a row scale would leave float16's range.
 _MIN_ROW_SCALE = 2.0**-14
-_WGMMA = plgpu.Layout.WGMMA
 
 
 def dense_norm(
@@ -121,20 +128,6 @@ def dense_norm(
     return _Kernel(Plan(problem, settings), epsilon).launch(inputs, interpret)
 
 
-class _At(NamedTuple):
-    """Where this thread is.
-
-    Attributes:
-        group: the first row tile of this CTA; the others follow `groups` apart.
-        slab: its slab.
-        steps: its number of row tiles.
-    """
-
-    group: Any
-    slab: Any
-    steps: Any
-
-
 class _Kernel:
     """A launch and the kernel's body."""
 
@@ -181,7 +174,7 @@ class _Kernel:
         steps = lax.div(
             self.plan.steps - group + self.plan.groups - 1, self.plan.groups
         )
-        at = _At(group, slab, steps)
+        at = At(group, slab, steps)
 
         @pl.when(warpgroup == teams)
         def _():
@@ -194,7 +187,7 @@ class _Kernel:
             plgpu.set_max_registers(registers, action="increase")
             self._work(warpgroup, inputs, results, scratch, at)
 
-    def _row_slice(self, at: _At, step):
+    def _row_slice(self, at: At, step):
         return pl.ds((at.group + step * self.plan.groups) * ROWS, ROWS)
 
     def _slot(self, team, part):
@@ -203,7 +196,7 @@ class _Kernel:
             part, self.plan.settings.stages
         )
 
-    def _produce(self, inputs: Inputs, scratch: Scratch, at: _At):
+    def _produce(self, inputs: Inputs, scratch: Scratch, at: At):
         """Loads what stays, then keeps the rings of x filled."""
         s = self.plan.settings
         columns = pl.ds(at.slab * self.plan.columns, self.plan.columns)
@@ -222,19 +215,19 @@ class _Kernel:
             if self.plan.x_scale_by_row:
                 half = lax.rem(turn, 2)
                 slot = 2 * team + half
-                _wait_if(turn >= 2, scratch.scale_empty.at[slot])
+                wait_if(turn >= 2, scratch.scale_empty.at[slot])
                 target, barrier = scratch.x_scale.at[team, half], scratch.scale_full
                 source = inputs.x_scale.at[rows]
                 plgpu.copy_gmem_to_smem(source, target, barrier.at[slot])
             for p in range(self.plan.parts):
                 part = turn * self.plan.parts + p
                 slot = self._slot(team, part)
-                _wait_if(part >= s.stages, scratch.empty.at[slot])
+                wait_if(part >= s.stages, scratch.empty.at[slot])
                 source = inputs.x.at[rows, pl.ds(p * self.plan.part, self.plan.part)]
                 target, barrier = scratch.x.at[slot], scratch.full.at[slot]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
-    def _work(self, team, inputs, results, scratch, at: _At):
+    def _work(self, team, inputs, results, scratch, at: At):
         """Works through the row tiles of a team."""
         teams = self.plan.settings.teams
         scale = _product_of_scalars(inputs.x_scale, inputs.w_scale)
@@ -246,11 +239,11 @@ class _Kernel:
             plgpu.barrier_wait(scratch.prepared)
         plgpu.barrier_wait(scratch.resident)
 
-        @pl.loop(0, self._turns(team, at))
+        @pl.loop(0, at.turns(team, teams))
         def _(turn):
             step = turn * teams + team
             z = self._multiply(team, turn, scratch, at)
-            tile = _Tile(self, team, turn, scratch, at)
+            tile = Tile(self.plan, team, turn, scratch, at)
             row_scale = scale
             if self.plan.x_scale_by_row:
                 row_scale = tile.x_scale()
@@ -262,29 +255,20 @@ class _Kernel:
 
         tiles.drain()
 
-    def affine_rows(self, scratch: Scratch):
-        """Returns where gamma and beta lie as the row tiles read them."""
-        if scratch.affine is not None:
-            return scratch.affine.at[0], scratch.affine.at[1]
-        return tuple(self._table_row(scratch, name) for name in ("gamma", "beta"))
-
-    def _table_row(self, scratch: Scratch, name: str):
-        return scratch.table.at[self.plan.table.index(name)]
-
     def _prepare(self, scratch: Scratch):
         """Rewrites gamma and beta once, so that row tiles need not scale them."""
         factor = input_scale(self.plan.activation)
         given = [
-            plgpu.load(self._table_row(scratch, name), layout=PER_COLUMN)
+            plgpu.load(table_row(self.plan, scratch, name), layout=PER_COLUMN)
             for name in ("gamma", "beta")
         ]
         # Every warp reads all columns, and may be about to overwrite them for others.
         plgpu.commit_smem()
-        for value, target in zip(given, self.affine_rows(scratch), strict=True):
+        for value, target in zip(given, affine_rows(self.plan, scratch), strict=True):
             target[...] = (value * factor).astype(self.plan.late_dtype)
         plgpu.barrier_arrive(scratch.prepared)
 
-    def _multiply(self, team, turn, scratch: Scratch, at: _At):
+    def _multiply(self, team, turn, scratch: Scratch, at: At):
         """Returns `x W^T` of a row tile: (64, columns) in float32, not yet scaled."""
         teams = self.plan.settings.teams
         step = turn * teams + team
@@ -294,7 +278,7 @@ class _Kernel:
                 slot = self._slot(team, turn * self.plan.parts + p)
                 plgpu.barrier_wait(scratch.full.at[slot])
                 if p == 0 and teams > 1:
-                    _wait_if(step > 0, scratch.turn.at[team])
+                    wait_if(step > 0, scratch.turn.at[team])
                 weight = scratch.w.at[p].transpose((1, 0))
                 plgpu.wgmma(accumulator, scratch.x.at[slot], weight)
                 if p > 0:
@@ -305,24 +289,20 @@ class _Kernel:
         z = pl.run_scoped(product, tiles.accumulator(ROWS, self.plan.columns))
         if teams > 1:
             following = scratch.turn.at[lax.rem(team + 1, teams)]
-            _arrive_if(step + 1 < at.steps, following)
+            arrive_if(step + 1 < at.steps, following)
         self._release(team, turn, self.plan.parts - 1, scratch, at)
         return z
 
-    def _release(self, team, turn, p, scratch: Scratch, at: _At):
+    def _release(self, team, turn, p, scratch: Scratch, at: At):
         """Gives a part of x that was read back to the producer, if it needs it."""
         part = turn * self.plan.parts + p
         needed = (
-            part + self.plan.settings.stages < self._turns(team, at) * self.plan.parts
+            part + self.plan.settings.stages
+            < at.turns(team, self.plan.settings.teams) * self.plan.parts
         )
-        _arrive_if(needed, scratch.empty.at[self._slot(team, part)])
+        arrive_if(needed, scratch.empty.at[self._slot(team, part)])
 
-    def _turns(self, team, at: _At):
-        """Returns the number of row tiles of a team."""
-        teams = self.plan.settings.teams
-        return lax.div(at.steps - team + teams - 1, teams)
-
-    def _finish(self, z, scale, to_fp8, tile: "_Tile", results: Results, rows):
+    def _finish(self, z, scale, to_fp8, tile: Tile, results: Results, rows):
         """Normalizes, activates and stores a row tile."""
         want = self.plan.want
         if self.plan.w_scale_by_column:
@@ -360,7 +340,7 @@ class _Kernel:
             target = results.y_amax.at[tile.at.slab]
             tile.store_rows(1, amax, target, rows, by_slab=True)
 
-    def _row_scale(self, amax, tile: "_Tile", results: Results, rows):
+    def _row_scale(self, amax, tile: Tile, results: Results, rows):
         """Stores the scales of the rows and returns their reciprocals."""
         if self.plan.exchanges:
             (amax,) = tile.exchange(self.plan.exchanges - 1, (amax,), jnp.maximum)
@@ -368,7 +348,7 @@ class _Kernel:
         tile.store_rows(2, scale_inv, results.y_scale, rows)
         return 1.0 / scale_inv
 
-    def _activate(self, v, factor, tile: "_Tile", start: int):
+    def _activate(self, v, factor, tile: Tile, start: int):
         """Returns columns of the activations, from what the norm returned."""
         if self.plan.has_affine:
             gamma, beta = tile.affine(start, v.shape[1])
@@ -377,7 +357,7 @@ class _Kernel:
             v = v * factor
         return activate_scaled(self.plan.activation, v)
 
-    def _normalize(self, z, scale, tile: "_Tile"):
+    def _normalize(self, z, scale, tile: Tile):
         """Returns the normalized tile, 1 / deviation, and a factor still to apply.
 
         A scale of z is not applied to z: norms do not see it, but through epsilon.
@@ -417,95 +397,6 @@ class _Kernel:
         return per_row(value, self.plan.columns) if value.ndim else value
 
 
-class _Tile:
-    """A team's row tile: what it shares with shared memory and with other slabs."""
-
-    def __init__(self, kernel: _Kernel, team, turn, scratch: Scratch, at: _At):
-        self._kernel, self._team, self._turn = kernel, team, turn
-        self._scratch, self.at = scratch, at
-        staged = {jnp.bfloat16: scratch.wide, E4M3: scratch.narrow}
-        self._stores = {
-            jnp.dtype(dtype): tiles.RowStore(staging.at[team])
-            for dtype, staging in staged.items()
-            if staging is not None
-        }
-
-    def column(self, name: str):
-        """Returns this slab's part of what is given for each column."""
-        source = self._kernel._table_row(self._scratch, name)
-        return plgpu.load(source, layout=PER_COLUMN)
-
-    def affine(self, start: int, size: int):
-        """Returns gamma and beta of some columns, as `_prepare` left them."""
-        rows = self._kernel.affine_rows(self._scratch)
-        columns = pl.ds(start, size)
-        return tuple(plgpu.load(row.at[columns], layout=PER_COLUMN) for row in rows)
-
-    def x_scale(self):
-        """Returns the scales of the tile's rows of x."""
-        half = lax.rem(self._turn, 2)
-        slot = 2 * self._team + half
-        plgpu.barrier_wait(self._scratch.scale_full.at[slot])
-        scale = plgpu.load(self._scratch.x_scale.at[self._team, half], layout=PER_ROW)
-        turns = self._kernel._turns(self._team, self.at)
-        _arrive_if(self._turn + 2 < turns, self._scratch.scale_empty.at[slot])
-        return scale
-
-    def store(self, tile, target, rows, start=0):
-        """Starts storing columns of the tile in the target's dtype."""
-        column = self.at.slab * self._kernel.plan.columns + start
-        self._stores[jnp.dtype(target.dtype)](
-            tile.astype(target.dtype), target, rows, column
-        )
-
-    def store_rows(self, place, values, target, rows, *, by_slab=False):
-        """Starts storing a value a row; slab 0 does it if all have the same."""
-        staging = self._scratch.rows.at[self._team, place]
-        staging[...] = values
-        plgpu.commit_smem()
-
-        def copy():
-            plgpu.copy_smem_to_gmem(staging, target.at[rows])
-
-        if by_slab or self._kernel.plan.settings.slabs == 1:
-            return copy()
-        pl.when(self.at.slab == 0)(copy)
-
-    def exchange(self, index, values, combine):
-        """Returns one or two values a row, combined over the slabs.
-
-        `index` counts a tile's exchanges. Two buffers are enough: who is one exchange
-        ahead has everybody's part of the last one, so the one before was read.
-        """
-        s = self._kernel.plan.settings
-        half = lax.rem(self._turn * self._kernel.plan.exchanges + index, 2)
-        barrier = self._scratch.sums_full.at[2 * self._team + half]
-        buffer = self._scratch.sums.at[self._team, half]
-        # The unit that travels is a tile of 8 columns: four for either value.
-        iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 1, layout=_WGMMA)
-        is_first = iota < 4
-        total = jnp.where(is_first, per_row(values[0], 8), per_row(values[-1], 8))
-        own = total
-        for distance in range(1, s.slabs):
-            plgpu.async_store_smem(
-                own,
-                buffer.at[distance - 1],
-                barrier,
-                cluster_idx=lax.rem(self.at.slab + distance, s.slabs),
-                cluster_dim="slab",
-            )
-        plgpu.barrier_wait(barrier)
-        for distance in range(1, s.slabs):
-            other = plgpu.load(buffer.at[distance - 1], layout=_WGMMA)
-            total = combine(total, other)
-        # Every column of a half holds the same value: a maximum picks it exactly.
-        low = jnp.full((ROWS, 8), -jnp.inf, jnp.float32)
-        low = plgpu.layout_cast(low, _WGMMA)
-        first = jnp.max(jnp.where(is_first, total, low), axis=1)
-        second = jnp.max(jnp.where(is_first, low, total), axis=1)
-        return (first, second)[: len(values)]
-
-
 def _data_and_scales(x):
     if isinstance(x, Fp8Array):
         return x.data, x.scale_inv.reshape(-1)
@@ -525,15 +416,3 @@ def _product_of_scalars(*scales):
     """Returns the product of those that are one number, None if there are none."""
     numbers = [s[0] for s in scales if s is not None and s.shape[0] == 1]
     return math.prod(numbers[1:], start=numbers[0]) if numbers else None
-
-
-def _wait_if(condition, barrier):
-    @pl.when(condition)
-    def _():
-        plgpu.barrier_wait(barrier)
-
-
-def _arrive_if(condition, barrier):
-    @pl.when(condition)
-    def _():
-        plgpu.barrier_arrive(barrier)
