@@ -10,6 +10,7 @@ LAYERS = (
     ("recipe", "normed"),
     ("scaling",),
     ("xla", "pallas"),  # providers: no knowledge of each other
+    ("probe",),
     ("ops",),
     ("nn",),
     ("optim",),

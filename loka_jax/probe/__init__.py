@@ -1,0 +1,1 @@
+"""What LoKA Probe learns and measures, as pure functions of arrays."""

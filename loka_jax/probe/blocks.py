@@ -1,0 +1,74 @@
+"""Covariances as blocks on the diagonal, so that wide ones stay small.
+
+A covariance of k features is kept as b square blocks of s features each. One block is
+the whole of it; more leave out what lies between blocks. The last one is padded with
+features that are zero.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# A covariance of up to 2,048 features is whole.
+MAX_BYTES = 16 << 20
+# Of the mean variance: added to every variance, so that factors exist.
+_JITTER = 1e-6
+_LEAST_JITTER = 1e-30  # where nothing varies
+
+
+def block_size(k: int, max_bytes: int = MAX_BYTES) -> int:
+    """Returns s: k if k * k float32 fit, else a power of two that k * s still fit.
+
+    Raises:
+        ValueError: if not even the variances fit.
+    """
+    if 4 * k > max_bytes:
+        raise ValueError(f"{k} variances take more than {max_bytes=}.")
+    if 4 * k * k <= max_bytes:
+        return k
+    return 1 << int(math.log2(max_bytes // (4 * k)))
+
+
+def split(x: Float[Array, "... k"], size: int) -> Float[Array, "... b s"]:
+    """Returns the last dim in blocks of `size`, the last one padded with zeros."""
+    *leading, k = x.shape
+    blocks = -(-k // size)
+    padding = [(0, 0)] * len(leading) + [(0, blocks * size - k)]
+    return jnp.pad(x, padding).reshape(*leading, blocks, size)
+
+
+def join(x: Float[Array, "... b s"], k: int) -> Float[Array, "... k"]:
+    """Returns blocks of the last dim put together again: the reverse of `split`."""
+    return x.reshape(*x.shape[:-2], -1)[..., :k]
+
+
+def factor(covariance: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
+    """Returns lower triangular L with `L L^T = covariance + eps I`.
+
+    eps is a millionth of the mean variance of all blocks: positive definite whatever
+    the rank.
+    """
+    b, s, _ = covariance.shape
+    variance = jnp.trace(covariance, axis1=1, axis2=2).sum() / (b * s)
+    eps = jnp.maximum(_JITTER * variance, _LEAST_JITTER)
+    return jnp.linalg.cholesky(covariance + eps * jnp.eye(s, dtype=jnp.float32)[None])
+
+
+def times(
+    z: Float[Array, "... b s"], factors: Float[Array, "b s s"]
+) -> Float[Array, "... b s"]:
+    """Returns `z L^T`, block by block."""
+    return jnp.einsum("...bs,bts->...bt", z, factors, precision="highest")
+
+
+def solve(
+    factors: Float[Array, "b s s"], x: Float[Array, "m b s"]
+) -> Float[Array, "m b s"]:
+    """Returns `x L^-T`, block by block, by triangular solves."""
+    columns = jnp.moveaxis(x, 0, -1)  # [b, s, m]
+    found = jax.lax.linalg.triangular_solve(
+        factors, columns, left_side=True, lower=True
+    )
+    return jnp.moveaxis(found, -1, 0)

@@ -1,0 +1,84 @@
+"""Flip-flop against known covariances of rows and columns."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.probe import matrix_normal
+from loka_jax.probe.matrix_normal import mean_of, no_weights, update
+
+
+def _covariance(size, seed):
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal((size, 2 * size))
+    return a @ a.T / (2 * size) + 0.1 * np.eye(size)
+
+
+def _weights(k, n, count, mean):
+    u, v = _covariance(k, 1), _covariance(n, 2)
+    z = np.random.default_rng(3).standard_normal((count, k, n))
+    w = mean + np.linalg.cholesky(u) @ z @ np.linalg.cholesky(v).T
+    return jnp.asarray(w, jnp.float32), np.kron(v, u)
+
+
+def _learn(weights, known, **kwargs):
+    step = lambda known, w: (update(known, w, **kwargs), None)  # noqa: E731
+    return jax.lax.scan(step, known, weights)[0]
+
+
+def _error(known, exact):
+    found = np.kron(np.asarray(known.columns[0]), np.asarray(known.rows[0]))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def test_three_thousand_weights_give_both_covariances():
+    mean = 3 * np.random.default_rng(0).standard_normal((24, 40))
+    weights, exact = _weights(24, 40, 3000, mean)
+    known = _learn(weights, no_weights(24, 40))
+    assert _error(known, exact) < 0.1
+    np.testing.assert_allclose(mean_of(known), mean, atol=0.6)
+    np.testing.assert_allclose(jnp.trace(known.rows[0]), 24, rtol=1e-4)
+    # With less memory it scatters, as the default's comment says.
+    known = _learn(weights, no_weights(24, 40), momentum=0.9)
+    assert _error(known, exact) > 0.2
+
+
+def test_without_a_mean_the_covariances_carry_it():
+    weights, _ = _weights(6, 8, 500, np.ones((6, 8)))
+    known = _learn(weights, no_weights(6, 8), mean="zero")
+    chex.assert_trees_all_equal(mean_of(known), jnp.zeros((6, 8)))
+    size = jnp.trace(known.rows[0]) * jnp.trace(known.columns[0])
+    # About the squared norm, which no product of covariances is exactly.
+    np.testing.assert_allclose(size, jnp.mean(weights**2) * 48, rtol=0.25)
+
+
+def test_the_first_weight_is_the_mean():
+    w = jnp.arange(6.0).reshape(2, 3)
+    known = update(no_weights(2, 3), w)
+    np.testing.assert_allclose(mean_of(known), w, rtol=1e-5)
+    chex.assert_trees_all_equal(mean_of(no_weights(2, 3)), jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("w", [jnp.zeros((2, 3)), jnp.ones((2, 3))])
+def test_a_weight_that_never_moves_does_no_harm(w):
+    known = _learn(jnp.stack([w] * 30), no_weights(2, 3))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(known))
+
+
+def test_a_weight_that_is_not_finite_is_left_out():
+    known = update(no_weights(2, 3), jnp.ones((2, 3)))
+    bad = jnp.ones((2, 3)).at[0, 1].set(jnp.nan)
+    chex.assert_trees_all_equal(update(known, bad), known)
+
+
+def test_wide_weights_keep_blocks():
+    known = no_weights(10, 50, max_bytes=4 * 50 * 16)
+    assert known.rows.shape == (1, 10, 10) and known.columns.shape == (4, 16, 16)
+    weights = jax.random.normal(jax.random.key(0), (400, 10, 50))
+    known = _learn(weights, known)
+    variances = jnp.diagonal(known.columns, axis1=1, axis2=2).reshape(-1)
+    np.testing.assert_allclose(variances[:50], 1.0, atol=0.35)
+    assert not variances[50:].any()
+    assert matrix_normal.MOMENTUM == 0.99
