@@ -1,0 +1,96 @@
+"""How wrong a kernel is on operands that are drawn again and again.
+
+One draw says little: `mere` is a heavy-tailed mean. So every measure comes with the
+confidence interval of its mean over the draws.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from loka_jax import quality
+
+PAIRS = 64  # draws; the paper takes 50 to 100
+_Z95 = 1.96  # standard errors of a 95 % interval
+
+
+class Errors(NamedTuple):
+    """How far a product is from its reference; one draw, or an array of them.
+
+    Attributes:
+        mere: mean element-wise relative error, as the paper defines it.
+        relative_l2: `||x - ref|| / ||ref||`.
+        median: of the element-wise relative errors.
+        worst_row: the largest relative L2 of a row that is not all zero.
+    """
+
+    mere: Any
+    relative_l2: Any
+    median: Any
+    worst_row: Any
+
+
+class Estimate(NamedTuple):
+    """A mean over draws, and the 95 % interval it lies in.
+
+    Attributes:
+        mean: over the draws.
+        low, high: mean -+ 1.96 standard errors.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
+    """Returns the errors of a product."""
+    ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
+    counted = ref != 0
+    relative = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
+    worst_db = quality.worst_slice_sqnr(ref, x)
+    return Errors(
+        mere=quality.mere(ref, x),
+        relative_l2=quality.relative_l2(ref, x),
+        median=jnp.nanmedian(jnp.where(counted, relative, jnp.nan)),
+        worst_row=10 ** (-worst_db / 20),
+    )
+
+
+def measure(
+    candidate: Callable[..., Float[Array, "m n"]],
+    reference: Callable[..., Float[Array, "m n"]],
+    draw: Callable[[Key[Array, ""]], tuple],
+    key: Key[Array, ""],
+    *,
+    pairs: int = PAIRS,
+) -> Errors:
+    """Returns the errors of every draw, float32 arrays of that length.
+
+    Args:
+        candidate: the kernel, from operands to its product.
+        reference: the same in float32.
+        draw: operands from a key.
+        key: of all draws.
+        pairs: number of draws.
+    """
+
+    @jax.jit
+    def one(key):
+        operands = draw(key)
+        return errors(reference(*operands), candidate(*operands))
+
+    found = [one(k) for k in jax.random.split(key, pairs)]
+    return Errors(*(np.asarray(jnp.stack(x)) for x in zip(*found, strict=True)))
+
+
+def estimate(values: np.ndarray) -> Estimate:
+    """Returns the mean of some draws and its 95 % interval; NaN if one is NaN."""
+    mean = float(np.mean(values))
+    half = _Z95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
