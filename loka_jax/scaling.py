@@ -86,6 +86,12 @@ def delayed_scale_inv(
     return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
 
 
+def set_scales(state: DelayedScaling) -> Float[Array, "3"]:
+    """Returns the factors of the operands whose amax was seen, 0 for the others."""
+    seen = jnp.any(state.amax_history > 0, axis=1)
+    return jnp.where(seen, state.scale_inv, 0.0)
+
+
 def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
     """Returns the state after two microbatches that started from the same one.
 

@@ -13,11 +13,14 @@ from loka_jax.nn.norms import (
     activation,
     normalize,
 )
+from loka_jax.nn.probing import PROBE, merge_stats, probing
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.dense_norm import Activations
+from loka_jax.probe.site import ProbeConfig
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
+    "PROBE",
     "ActivationName",
     "Activations",
     "BlockNorm",
@@ -27,10 +30,13 @@ __all__ = [
     "Mlp",
     "NormDense",
     "NormName",
+    "ProbeConfig",
     "Site",
     "activation",
     "dot_interaction",
     "list_sites",
+    "merge_stats",
     "normalize",
     "pad_features",
+    "probing",
 ]

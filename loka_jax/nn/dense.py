@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
+from loka_jax.nn.probing import site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.matmul import matmul
 from loka_jax.recipe import Recipe, get_recipe
@@ -123,7 +124,9 @@ def _site_matmul(
     m, k, n = *lhs.shape, rhs.shape[1]
     announce("/".join(module.path), m, k, n, recipe, None)
     recipe, state = site_state(module, recipe, k, n)
-    return matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
+    out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
+    observe = site_tap(module, k, n, state, axis_names)
+    return out if observe is None else observe(out, lhs, rhs)
 
 
 def site_state(

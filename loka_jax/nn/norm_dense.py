@@ -12,6 +12,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.dense import as_recipe, default_kernel_init, site_state
+from loka_jax.nn.probing import site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.dense_norm import (
@@ -125,6 +126,7 @@ class NormDense(linen.Module):
         path = "/".join(self.path)
         announce(path, m, k, n, recipe, None, chosen=chosen, handed=handed)
         recipe, state = site_state(self, recipe, k, n)
+        observe = site_tap(self, k, n, state, self.axis_names)
         return dense_norm(
             inputs,
             kernel,
@@ -140,4 +142,5 @@ class NormDense(linen.Module):
             implementation=self.implementation,
             axis_names=self.axis_names,
             interpret=self.interpret,
+            observe=observe,
         )

@@ -9,6 +9,7 @@ Sites in a row hand their activations on in FP8 (`Activations`).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ def dense_norm(
     implementation: Implementation | None = None,
     axis_names: tuple[str, ...] = (),
     interpret: Any = None,
+    observe: Callable[[Array, Array, Array], Array] | None = None,
 ) -> Float[Array, "*rows n"] | Activations:
     """Returns `activation(gamma norm(lhs @ rhs + bias) + beta)`.
 
@@ -74,6 +76,8 @@ def dense_norm(
             serve the site on a Hopper GPU. `plan` tells which.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernels on a CPU.
+        observe: from the product, lhs and rhs to the product, for who wants to see
+            them; XLA then runs the site, for kernels keep the product to themselves.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse; if
@@ -115,8 +119,12 @@ def dense_norm(
         axis_names=axis_names,
         interpret=interpret,
     )
-    by = _by_kernels if chosen.is_served else _by_xla
-    y = by(site, rows, rhs, vectors, state)
+    if observe is not None:
+        y = _by_xla(site, rows, rhs, vectors, state, observe)
+    elif chosen.is_served:
+        y = _by_kernels(site, rows, rhs, vectors, state)
+    else:
+        y = _by_xla(site, rows, rhs, vectors, state)
     return y.reshape(*leading, n)
 
 
@@ -167,11 +175,13 @@ def _float32(vector: Array | None) -> Array | None:
     return None if vector is None else vector.astype(jnp.float32)
 
 
-def _by_xla(site: KernelSite, lhs, rhs, vectors, state):
+def _by_xla(site: KernelSite, lhs, rhs, vectors, state, observe=None):
     """Runs a site by XLA, its norm differentiated by JAX."""
     recipe = site.recipe
     bias, gamma, beta = vectors
     z = matmul(lhs, rhs, state, recipe=recipe, axis_names=site.axis_names)
+    if observe is not None:
+        z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
     exact = xla.norm_activation(
         z,
         bias=bias,

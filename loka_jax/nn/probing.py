@@ -1,0 +1,83 @@
+"""Where Flax modules let Probe see their sites.
+
+    with probing(ProbeConfig()):
+        variables = model.init(key, x)                       # adds the collection PROBE
+        grads = jax.grad(loss)(variables)                    # inside the jitted step
+    known = merge_stats(variables[PROBE], grads[PROBE], ProbeConfig())
+
+Outside of `probing` modules neither have nor read the collection, and cost nothing.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array
+
+from loka_jax.ops.tap import tap
+from loka_jax.probe import site
+from loka_jax.probe.site import ProbeConfig, SiteStats
+from loka_jax.scaling import DelayedScaling, set_scales
+
+PROBE = "probe"  # the collection
+_config: contextvars.ContextVar[ProbeConfig | None] = contextvars.ContextVar(
+    "probe", default=None
+)
+
+
+@contextlib.contextmanager
+def probing(config: ProbeConfig) -> Iterator[None]:
+    """Makes the sites of modules that are called inside observable."""
+    token = _config.set(config)
+    try:
+        yield
+    finally:
+        _config.reset(token)
+
+
+def site_tap(
+    module: linen.Module,
+    k: int,
+    n: int,
+    state: DelayedScaling | None,
+    axis_names: tuple[str, ...],
+) -> Callable[[Array, Array, Array], Array] | None:
+    """Returns a function of (out, lhs, rhs) that lets Probe see them, or None.
+
+    Args:
+        module: that calls the site.
+        k, n: of its weight.
+        state: delayed-scaling state, whose scales the operands are cast with.
+        axis_names: mesh axes over which rows are spread.
+    """
+    config = _config.get()
+    if config is None:
+        return None
+    known = module.variable(PROBE, "stats", site.no_stats, k, n, config).value
+    scales = None if state is None else set_scales(state)
+
+    def observe(out: Array, lhs: Array, rhs: Array) -> Array:
+        lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
+        return jnp.asarray(tap(config, axis_names, out, lhs, rhs, scales, known))
+
+    return observe
+
+
+def merge_stats(known: Any, batch: Any, config: ProbeConfig) -> Any:
+    """Returns a collection PROBE after a batch was observed.
+
+    Args:
+        known: the collection.
+        batch: its "gradient".
+        config: how sites are observed.
+    """
+    return jax.tree.map(
+        lambda a, b: site.merge(a, b, config),
+        known,
+        batch,
+        is_leaf=lambda x: isinstance(x, SiteStats),
+    )

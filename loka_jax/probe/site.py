@@ -1,0 +1,168 @@
+"""What is learned of one site: its rows, its weight, and the gradient of its product.
+
+A batch is seen by itself (`observe`), then merged with what is known (`merge`), so that
+microbatches and devices may see parts of it. The weight is the same for all of them,
+and what is known of it is replaced.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax import fp8
+from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.probe import blocks, matrix_normal, moments, tails
+from loka_jax.probe.matrix_normal import MatrixNormal
+from loka_jax.probe.moments import Moments
+from loka_jax.probe.tails import Tails
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """How sites are observed.
+
+    Attributes:
+        max_rows: rows of a batch that are looked at, spread evenly over it.
+        max_bytes: of each covariance; wider ones are kept in blocks.
+        momentum: of a weight's mean and covariances.
+        weight_mean: "average", or "zero" for a weight whose covariances carry all.
+        decay: weight that older rows keep whenever new ones come.
+    """
+
+    max_rows: int = 4096
+    max_bytes: int = blocks.MAX_BYTES
+    momentum: float = matrix_normal.MOMENTUM
+    weight_mean: Literal["average", "zero"] = "average"
+    decay: float = 1.0
+
+    def __post_init__(self):  # noqa: D105
+        if not self.max_rows >= 2:
+            raise ValueError(f"{self.max_rows=} must be at least 2.")
+        for name in ("momentum", "decay"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must be above 0 and at most 1.")
+
+
+class Rows(NamedTuple):
+    """What is known of an operand whose rows are samples."""
+
+    moments: Moments
+    tails: Tails
+
+
+class Weight(NamedTuple):
+    """What is known of a weight."""
+
+    normal: MatrixNormal
+    tails: Tails
+
+
+class SiteStats(NamedTuple):
+    """What is known of a site with lhs (m, k), rhs (k, n), product (m, n).
+
+    Attributes:
+        lhs: of its rows.
+        rhs: of its weight.
+        g: of the rows of its product's gradient.
+    """
+
+    lhs: Rows
+    rhs: Weight
+    g: Rows
+
+
+def no_stats(k: int, n: int, config: ProbeConfig) -> SiteStats:
+    """Returns what is known of a site before it ran."""
+    max_bytes = config.max_bytes
+
+    def rows(width):
+        return Rows(moments.no_moments(width, max_bytes=max_bytes), tails.no_tails())
+
+    weight = matrix_normal.no_weights(k, n, max_bytes=max_bytes)
+    return SiteStats(rows(k), Weight(weight, tails.no_tails()), rows(n))
+
+
+def observe(
+    known: SiteStats,
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "k n"],
+    g: Float[Array, "m n"],
+    scales: Float[Array, "3"] | None,
+    config: ProbeConfig,
+    axis_names: tuple[str, ...] = (),
+) -> SiteStats:
+    """Returns the statistics of one batch, and what is known of the weight after it.
+
+    Args:
+        known: of the weight; else only its shapes count.
+        lhs, rhs, g: the operands of a step.
+        scales: `scale_inv` that lhs, rhs and g were cast with; None for those that
+            their amaxes give, and 0 for one that is not set.
+        config: how sites are observed.
+        axis_names: mesh axes over which the rows of the batch are spread; of all of
+            them together it tells.
+    """
+    lhs, g = (_some_rows(x, config.max_rows) for x in (lhs, g))
+    scales = jnp.zeros((3,), jnp.float32) if scales is None else scales
+    lhs_tails = _tails(lhs, scales[0], E4M3, axis_names)
+    rhs_tails = _tails(rhs, scales[1], E4M3, ())
+    g_tails = _tails(g, scales[2], E5M2, axis_names)
+    normal = matrix_normal.update(
+        known.rhs.normal, rhs, momentum=config.momentum, mean=config.weight_mean
+    )
+    batch = SiteStats(
+        lhs=Rows(_moments(known.lhs.moments, lhs), lhs_tails),
+        rhs=Weight(normal, rhs_tails),
+        g=Rows(_moments(known.g.moments, g), g_tails),
+    )
+    return _merge_over_devices(batch, axis_names)
+
+
+def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
+    """Returns what is known after a batch, or part of one, was observed."""
+
+    def rows(a: Rows, b: Rows) -> Rows:
+        kept = moments.decay(a.moments, config.decay)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(b.moments.count > 0, new, old), kept, a.moments
+        )
+        return Rows(moments.merge(kept, b.moments), tails.merge(a.tails, b.tails))
+
+    weight = Weight(batch.rhs.normal, tails.merge(known.rhs.tails, batch.rhs.tails))
+    return SiteStats(rows(known.lhs, batch.lhs), weight, rows(known.g, batch.g))
+
+
+def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteStats:
+    def rows(x: Rows) -> Rows:
+        return Rows(
+            moments.merge_over_devices(x.moments, axis_names),
+            tails.merge_over_devices(x.tails, axis_names),
+        )
+
+    return SiteStats(rows(batch.lhs), batch.rhs, rows(batch.g))
+
+
+def _some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
+    stride = max(1, x.shape[0] // most)
+    return x[::stride][:most]
+
+
+def _moments(like: Moments, x: Float[Array, "m k"]) -> Moments:
+    """Returns the moments of some rows, none if they are not finite."""
+    return moments.update(jax.tree.map(jnp.zeros_like, like), x)
+
+
+def _tails(
+    x: Array, scale_inv: Float[Array, ""], dtype, axis_names: tuple[str, ...]
+) -> Tails:
+    """Returns the tails of an operand, none if it is not finite."""
+    if x.size == 0:
+        return tails.no_tails()
+    amax = fp8.amax_over_devices(fp8.amax(x), axis_names)
+    current = fp8.compute_scale_inv(amax, dtype)
+    used = jnp.where(scale_inv > 0, scale_inv, current)
+    return tails.update(tails.no_tails(), x, fp8.cast(x, used, dtype))
