@@ -30,8 +30,8 @@ _config: contextvars.ContextVar[ProbeConfig | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def probing(config: ProbeConfig) -> Iterator[None]:
-    """Makes the sites of modules that are called inside observable."""
+def probing(config: ProbeConfig | None) -> Iterator[None]:
+    """Makes the sites of modules that are called inside observable, unless None."""
     token = _config.set(config)
     try:
         yield

@@ -55,7 +55,12 @@ class Rows(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What is known of a weight."""
+    """What is known of a weight.
+
+    Attributes:
+        normal: its distribution over the steps.
+        tails: of the last one seen.
+    """
 
     normal: MatrixNormal
     tails: Tails
@@ -132,7 +137,11 @@ def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
         )
         return Rows(moments.merge(kept, b.moments), tails.merge(a.tails, b.tails))
 
-    weight = Weight(batch.rhs.normal, tails.merge(known.rhs.tails, batch.rhs.tails))
+    is_seen = batch.rhs.tails.count > 0
+    last = jax.tree.map(
+        lambda new, old: jnp.where(is_seen, new, old), batch.rhs.tails, known.rhs.tails
+    )
+    weight = Weight(batch.rhs.normal, last)
     return SiteStats(rows(known.lhs, batch.lhs), weight, rows(known.g, batch.g))
 
 

@@ -58,20 +58,39 @@ class Run:
             optimizer=self.optimizer,
             row_optimizer=self.row_update.optimizer,
             init_stddev=self.config.embedding.init_stddev,
+            probe=self.config.probe.config,
         )
         return jax.jit(init)(jax.random.key(self.config.seed))
 
-    @functools.cached_property
+    @property
     def first_step(self) -> jax.stages.Wrapped:
         """The training step for states whose delayed scales may not be set yet."""
-        return self._train_step(self.model)
+        return self.train_step(is_calibrated=False, is_probed=False)
 
-    @functools.cached_property
+    @property
     def step(self) -> jax.stages.Wrapped:
         """The training step for calibrated states."""
-        if not get_recipe(self.model.recipe).is_delayed:
-            return self.first_step
-        return self._train_step(self.model.clone(recipe=self.model.recipe + CALIBRATED))
+        return self.train_step(is_calibrated=True, is_probed=False)
+
+    def train_step(self, *, is_calibrated: bool, is_probed: bool) -> jax.stages.Wrapped:
+        """Returns the training step; the same for the same arguments.
+
+        Args:
+            is_calibrated: all delayed scales are known to be set.
+            is_probed: Probe observes the sites.
+        """
+        is_calibrated = is_calibrated and get_recipe(self.model.recipe).is_delayed
+        key = is_calibrated, is_probed
+        if key not in self._steps:
+            suffix = CALIBRATED if is_calibrated else ""
+            model = self.model.clone(recipe=self.model.recipe + suffix)
+            probe = self.config.probe.config if is_probed else None
+            self._steps[key] = self._train_step(model, probe)
+        return self._steps[key]
+
+    @functools.cached_property
+    def _steps(self) -> dict[tuple[bool, bool], jax.stages.Wrapped]:
+        return {}
 
     @functools.cached_property
     def eval_step(self) -> jax.stages.Wrapped:
@@ -87,7 +106,9 @@ class Run:
             seen = self.eval_step(state, seen, batch)
         return metrics.compute(seen)
 
-    def _train_step(self, model: linen.Module) -> jax.stages.Wrapped:
+    def _train_step(
+        self, model: linen.Module, probe: nn.ProbeConfig | None
+    ) -> jax.stages.Wrapped:
         step = make_train_step(
             model,
             self.tables,
@@ -95,6 +116,7 @@ class Run:
             self.row_update,
             microbatches=self.config.loop.microbatches,
             dropout_seed=self.config.seed,
+            probe=probe,
         )
         return jax.jit(step, donate_argnums=0)
 

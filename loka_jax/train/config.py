@@ -14,6 +14,7 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.recipe import CALIBRATED, get_recipe
 
@@ -92,6 +93,52 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Statistics of every site, learned while training.
+
+    Attributes:
+        every: steps between those that are observed, the first included; None for no
+            statistics.
+        max_rows: rows of a batch that are looked at.
+        max_mib: of each covariance; wider ones are kept in blocks on the diagonal.
+        momentum: of the moving averages of weights.
+        decay: weight that older rows keep whenever new ones come.
+    """
+
+    every: int | None = None
+    max_rows: int = 4096
+    max_mib: int = 16
+    momentum: float = 0.99
+    decay: float = 1.0
+
+    def __post_init__(self):  # noqa: D105
+        for name in ("every", "max_mib"):
+            value = getattr(self, name)
+            option = f"--probe.{name.replace('_', '-')}"
+            _require(value is None or value >= 1, option, value, "at least 1")
+        _require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
+        for name in ("momentum", "decay"):
+            value = getattr(self, name)
+            _require(0 < value <= 1, f"--probe.{name}", value, "in (0, 1]")
+
+    @property
+    def config(self) -> ProbeConfig | None:
+        """How sites are observed; None if they are not."""
+        if self.every is None:
+            return None
+        return ProbeConfig(
+            max_rows=self.max_rows,
+            max_bytes=self.max_mib << 20,
+            momentum=self.momentum,
+            decay=self.decay,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether that step is observed."""
+        return self.every is not None and step % self.every == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What concerns this execution only.
 
@@ -145,6 +192,7 @@ class Config:
         embedding: the tables.
         optim: optimizers and schedules.
         loop: the training loop.
+        probe: what Probe observes.
         run: what concerns this execution only.
     """
 
@@ -155,6 +203,7 @@ class Config:
     embedding: EmbeddingConfig = EmbeddingConfig()
     optim: OptimConfig = OptimConfig()
     loop: LoopConfig = LoopConfig()
+    probe: ProbeOptions = ProbeOptions()
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
     def __post_init__(self):  # noqa: D105

@@ -160,7 +160,10 @@ class Loop:
     def _step(self, position: Position, batch):
         step = self.progress.step
         self._profiler.before(step)
-        take_step = self.run.step if self._calibrated() else self.run.first_step
+        take_step = self.run.train_step(
+            is_calibrated=self._calibrated(),
+            is_probed=self.run.config.probe.is_due(step),
+        )
         self.state = take_step(self.state, batch)
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples

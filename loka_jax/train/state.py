@@ -8,7 +8,7 @@ import optax
 from flax import linen, struct
 from jaxtyping import Array, Float, Int
 
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, ProbeConfig, probing
 from loka_jax.ops import embedding
 from loka_jax.train import metrics
 
@@ -22,6 +22,7 @@ class TrainState:
         params: dense parameters, which optax updates.
         fp8: the scaling state of the sites; replaced every step, never optimized.
         batch_stats: running moments of batch norms.
+        probe: what Probe knows of the sites; empty where it does not look.
         opt_state: of optax.
         table: all embedding tables, stacked; not differentiated.
         row_state: the row optimizer's.
@@ -36,6 +37,7 @@ class TrainState:
     params: Any
     fp8: Any
     batch_stats: Any
+    probe: Any
     opt_state: Any
     table: Float[Array, "R D"]
     row_state: Any
@@ -55,6 +57,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     row_optimizer: Any,
     init_stddev: float,
+    probe: ProbeConfig | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -66,13 +69,15 @@ def init_state(
         optimizer: of the dense parameters.
         row_optimizer: of the tables' rows.
         init_stddev: of the tables' initial values.
+        probe: how Probe observes sites; None for no Probe.
     """
     model_key, table_key = jax.random.split(key)
-    variables = model.init(
-        model_key,
-        jnp.zeros((1, num_dense)),
-        jnp.zeros((1, len(tables.rows), tables.dim)),
-    )
+    with probing(probe):
+        variables = model.init(
+            model_key,
+            jnp.zeros((1, num_dense)),
+            jnp.zeros((1, len(tables.rows), tables.dim)),
+        )
     table = embedding.init_table(table_key, tables, init_stddev)
     params = variables["params"]
     return TrainState(
@@ -80,6 +85,7 @@ def init_state(
         params=params,
         fp8=variables.get(OVERWRITE_WITH_GRADIENT, {}),
         batch_stats=variables.get("batch_stats", {}),
+        probe=variables.get(PROBE, {}),
         opt_state=optimizer.init(params),
         table=table,
         row_state=row_optimizer.init(table),

@@ -5,6 +5,7 @@
     params           <- optax, which sees nothing but them
     tables           <- one update for each touched row
     FP8 state        <- its "gradient", which is its next value
+    Probe            <- merged with its "gradient", which is what this batch says
 
 A step whose loss, gradients or dense features are not finite changes nothing but
 counters.
@@ -23,7 +24,13 @@ from jaxtyping import Array, Float
 
 from loka_jax import scaling
 from loka_jax.data import Batch
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.nn import (
+    OVERWRITE_WITH_GRADIENT,
+    PROBE,
+    ProbeConfig,
+    merge_stats,
+    probing,
+)
 from loka_jax.ops import embedding
 from loka_jax.optim import whole_table_update
 from loka_jax.train import metrics
@@ -49,6 +56,7 @@ class _Gradients(NamedTuple):
     params: Any
     rows: Float[Array, "B F D"]
     fp8: Any
+    probe: Any
 
 
 def make_train_step(
@@ -59,6 +67,7 @@ def make_train_step(
     *,
     microbatches: int = 1,
     dropout_seed: int = 0,
+    probe: ProbeConfig | None = None,
 ) -> Callable[[TrainState, Batch], TrainState]:
     """Returns the training step; jit it with the state donated.
 
@@ -71,10 +80,13 @@ def make_train_step(
             that of the whole batch up to rounding, batch norm apart; FP8 state is
             merged by the maximum.
         dropout_seed: of the dropout masks, which also depend on the step.
+        probe: how Probe observes the sites in this step; None if it does not.
     """
-    gradients = functools.partial(_gradients, model)
+    gradients = functools.partial(_gradients, model, probe)
     if microbatches > 1:
-        gradients = functools.partial(_accumulated, gradients, microbatches)
+        gradients = functools.partial(
+            _accumulated, gradients, microbatches, probe is not None
+        )
 
     def step(state: TrainState, batch: Batch) -> TrainState:
         ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
@@ -94,6 +106,8 @@ def make_train_step(
             "fp8": grads.fp8,
             "batch_stats": batch_stats,
         }
+        if probe is not None:
+            proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
         kept = {name: getattr(state, name) for name in proposed}
         accepted = jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
 
@@ -168,39 +182,45 @@ def _variables(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _gradients(model, state: TrainState, batch: Batch, rows, key, total_weight=None):
+def _gradients(
+    model, probe, state: TrainState, batch: Batch, rows, key, total_weight=None
+):
     """Returns the loss, the logits, the new batch statistics, and the gradients."""
     if total_weight is None:
         total_weight = jnp.sum(batch.weights)
 
-    def loss_of(params, rows, fp8):
+    def loss_of(params, rows, fp8, stats):
         variables = _variables(state) | {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
-        logits, updated = model.apply(
-            variables,
-            batch.dense,
-            rows,
-            train=True,
-            rngs={"dropout": key},
-            mutable=["batch_stats"],
-        )
+        with probing(probe):
+            logits, updated = model.apply(
+                variables | {PROBE: stats},
+                batch.dense,
+                rows,
+                train=True,
+                rngs={"dropout": key},
+                mutable=["batch_stats"],
+            )
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
         losses = jnp.where(batch.weights > 0, losses * batch.weights, 0.0)
         loss = jnp.sum(losses) / jnp.maximum(total_weight, 1.0)
         return loss, (logits, updated.get("batch_stats", {}))
 
-    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
-    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8)
+    known = {} if probe is None else state.probe
+    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
+    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, known)
     return loss, logits, batch_stats, _Gradients(*grads)
 
 
-def _accumulated(gradients, count, state: TrainState, batch: Batch, rows, key):
+def _accumulated(
+    gradients, count, is_probed, state: TrainState, batch: Batch, rows, key
+):
     """Returns what `gradients` returns, from `count` parts of the batch in turn."""
     total_weight = jnp.sum(batch.weights)
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
 
     def add(carry, part):
         (part_batch, part_rows), key = part
-        loss, params, fp8, batch_stats = carry
+        loss, params, fp8, seen, batch_stats = carry
         part_loss, logits, batch_stats, grads = gradients(
             dataclasses.replace(state, batch_stats=batch_stats),
             part_batch,
@@ -212,6 +232,7 @@ def _accumulated(gradients, count, state: TrainState, batch: Batch, rows, key):
             loss + part_loss,
             jax.tree.map(jnp.add, params, grads.params),
             jax.tree.map(jnp.maximum, fp8, grads.fp8),  # see scaling.merge_delayed
+            merge_stats(seen, grads.probe, ProbeConfig()),
             batch_stats,
         )
         return carry, (logits, grads.rows)
@@ -220,14 +241,15 @@ def _accumulated(gradients, count, state: TrainState, batch: Batch, rows, key):
         jnp.zeros(()),
         jax.tree.map(jnp.zeros_like, state.params),
         jax.tree.map(jnp.zeros_like, state.fp8),
+        jax.tree.map(jnp.zeros_like, state.probe if is_probed else {}),
         state.batch_stats,
     )
     carry, (logits, row_grads) = jax.lax.scan(
         add, start, (parts, jax.random.split(key, count))
     )
-    loss, params, fp8, batch_stats = carry
+    loss, params, fp8, seen, batch_stats = carry
     row_grads = row_grads.reshape(rows.shape)
-    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8)
+    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8, seen)
 
 
 def _all_finite(loss, grads: _Gradients, features):

@@ -14,6 +14,7 @@ import pytest
 
 from loka_jax.train import checkpoint, session
 from loka_jax.train import loop as loop_lib
+from loka_jax.train.build import Run
 from loka_jax.train.loop import Loop, TrainingFailed
 from tests.train import support
 from tests.train.support import config, digest, lines, summary, train
@@ -229,22 +230,13 @@ def test_a_best_state_from_after_the_resumed_step_is_dropped(tmp_path, monkeypat
 @pytest.fixture
 def taken(monkeypatch):
     """Lists the kinds of the steps that were taken."""
-    found = []
+    found, plain = [], Run.train_step
 
-    def noting(name, step):
-        def take(*args):
-            found.append(name)
-            return step(*args)
+    def spy(self, *, is_calibrated, is_probed):
+        found.append("step" if is_calibrated else "first_step")
+        return plain(self, is_calibrated=is_calibrated, is_probed=is_probed)
 
-        return take
-
-    def build(config):
-        run = support.build(config)
-        for name in ("first_step", "step"):
-            vars(run)[name] = noting(name, getattr(run, name))
-        return run
-
-    monkeypatch.setattr(session, "build", build)
+    monkeypatch.setattr(Run, "train_step", spy)
     return found
 
 

@@ -63,13 +63,12 @@ def build(config):
     optim = dataclasses.replace(config.optim, plateau_patience=None, plateau_factor=0.1)
     steps = None if optim.decay == "constant" else run.total_steps
     sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
-    key = (repr(config.model), repr(optim), sizes, config.seed)
+    key = (repr(config.model), repr(optim), sizes, config.seed, config.probe)
     if key not in _made:
         start = run.init()
         _made[key] = {
             "init": lambda: jax.tree.map(jnp.copy, start),
-            "first_step": run.first_step,
-            "step": run.step,
+            "_steps": run._steps,
             "eval_step": run.eval_step,
         }
     vars(run).update(_made[key])
