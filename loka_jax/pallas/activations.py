@@ -61,11 +61,3 @@ def slope_scaled(
             inner = _GELU_LINEAR + 12 * _GELU_CUBIC * v * v
             return 0.5 + 0.5 * t + v * (1.0 - t * t) * inner
     raise ValueError(f"unknown activation {name!r}.")
-
-
-def activation_slope(
-    name: ActivationName, u: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """Returns the derivative of the activation at `u`."""
-    scale = input_scale(name)
-    return slope_scaled(name, u if scale == 1.0 else scale * u)
