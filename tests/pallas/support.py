@@ -110,11 +110,10 @@ def assert_faults_stay_in_their_rows(x, *, zeros, faulty):
     np.testing.assert_array_equal(np.isfinite(values).all(1), ~is_faulty)
 
 
-def assert_lowers(f, *args, **kwargs):
-    """Asserts that f lowers for CUDA, which needs no GPU, and holds a kernel."""
+def lowers(f, *args, **kwargs) -> bool:
+    """Lowers f for CUDA, which needs no GPU; returns whether it holds a kernel."""
     traced = jax.jit(f).trace(*args, **kwargs)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+    return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def assert_launches_repeat(f, *args, **kwargs):
