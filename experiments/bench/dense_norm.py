@@ -34,9 +34,9 @@ from experiments.bench.dense_norm_site import (
     with_scale,
 )
 from experiments.bench.roofline import Roofline, measure_roofline
-from experiments.bench.timing import Case, time_chains, time_kernels
 from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import ActivationName, NormName
+from loka_jax.probe.timing import Case, time_chains, time_kernels
 from loka_jax.train.record import versions
 
 SHAPES = ("128x128", "256x256", "512x256", "512x512")

@@ -10,8 +10,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.timing import Case, time_kernels
 from loka_jax import fp8, xla
+from loka_jax.probe.timing import Case, time_kernels
 
 GemmDtype = Literal["fp8", "bf16"]
 

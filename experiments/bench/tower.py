@@ -26,7 +26,6 @@ import numpy as np
 import tyro
 
 from experiments.bench.roofline import Roofline, measure_roofline
-from experiments.bench.timing import profile_kernels, time_chains
 from experiments.bench.tower_arms import (
     ARMS,
     FLAX,
@@ -36,6 +35,7 @@ from experiments.bench.tower_arms import (
     check_arm,
     make_arm,
 )
+from loka_jax.probe.timing import profile_kernels, time_chains
 from loka_jax.train.record import versions
 
 LEAST_INFERENCE, LEAST_STEP = 3.0, 1.8  # times faster than Flax's bfloat16

@@ -21,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from experiments.bench.timing import profile_kernels, time_chains
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.models import Dlrm
+from loka_jax.probe.timing import profile_kernels, time_chains
 from loka_jax.recipe import CALIBRATED, RECIPES
 from loka_jax.train.build import Run, build
-from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
+from loka_jax.train.config import (
+    DlrmConfig,
+    EmbeddingConfig,
+    LoopConfig,
+    ProbeOptions,
+)
 from loka_jax.train.record import versions
 
 FLAX = "flax Fp8DirectDotGeneralOp"
@@ -67,7 +72,9 @@ class FlaxDlrm(Dlrm):
         return FlaxMlp(features, norm=self.norm, name=name)
 
 
-def make_run(model: str, arm: str, batch_size: int) -> Run:
+def make_run(
+    model: str, arm: str, batch_size: int, probe: ProbeOptions | None = None
+) -> Run:
     """Returns a run of a model in one arm, on the generated stream."""
     prototype = MODELS[model]
     cls = FlaxDlrm if arm == FLAX else Dlrm
@@ -82,6 +89,7 @@ def make_run(model: str, arm: str, batch_size: int) -> Run:
             data=DataConfig(examples=batch_size * 64, eval_examples=1024),
             embedding=EmbeddingConfig(dim=DIMS[model]),
             loop=LoopConfig(batch_size=batch_size),
+            probe=probe or ProbeOptions(),
         )
     )
 

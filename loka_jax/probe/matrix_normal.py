@@ -66,28 +66,44 @@ def update(
     *,
     momentum: float = MOMENTUM,
     mean: Literal["average", "zero"] = "average",
+    moves_covariances: bool = True,
 ) -> MatrixNormal:
     """Returns what is known with one weight more; one that is not finite adds nothing.
 
     The first weight only sets the mean, and the size of V.
+
+    Args:
+        known: of the weights before.
+        w: the weight.
+        momentum: of all moving averages.
+        mean: "zero" leaves it at zero.
+        moves_covariances: False moves the mean alone, at a hundredth of the cost.
     """
     w = w.astype(jnp.float32)
-    k, n = w.shape
     averaged = known.mean
     if mean == "average":
         averaged = momentum * known.mean + (1 - momentum) * w
-    after = known._replace(steps=known.steps + 1, mean=averaged)
-    centred = w - mean_of(after, momentum=momentum)
-    rows, columns = _flip_flop(known, centred, momentum)
+    is_finite = jnp.isfinite(jnp.sum(w))
     # Before there is a difference to learn from, the weight's own size is the best
     # guess at that of V.
     is_first = known.steps == 0
-    rows = jnp.where(is_first, known.rows, rows)
-    size = jnp.mean(w * w)
-    columns = jnp.where(is_first, size * _identity_like(n, known.columns), columns)
-    proposed = after._replace(rows=rows, columns=columns)
-    is_finite = jnp.all(jnp.isfinite(w))
-    return jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), proposed, known)
+    guess = jnp.mean(w * w) * _identity_like(w.shape[1], known.columns)
+    after = MatrixNormal(
+        steps=known.steps + 1,
+        mean=averaged,
+        rows=known.rows,
+        columns=jnp.where(is_first, guess, known.columns),
+    )
+    if moves_covariances:
+        centred = w - mean_of(after, momentum=momentum)
+        rows, columns = _flip_flop(known, centred, momentum)
+        moved = after._replace(rows=rows, columns=columns)
+        after = _where(is_first, after, moved)
+    return _where(is_finite, after, known)
+
+
+def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def _flip_flop(known: MatrixNormal, centred, momentum: float):

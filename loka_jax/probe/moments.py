@@ -108,7 +108,9 @@ def _outer(x: Float[Array, "k"], like: Float[Array, "b s s"]) -> Float[Array, "b
 
 
 def _is_finite(moments: Moments) -> Bool[Array, ""]:
-    return jnp.all(jnp.isfinite(moments.mean)) & jnp.all(jnp.isfinite(moments.scatter))
+    # What a scatter has off its diagonal is no larger than what it has there.
+    squares = jnp.diagonal(moments.scatter, axis1=1, axis2=2)
+    return jnp.all(jnp.isfinite(moments.mean)) & jnp.all(jnp.isfinite(squares))
 
 
 def _where(condition, a: Moments, b: Moments) -> Moments:

@@ -30,6 +30,8 @@ class ProbeConfig:
         momentum: of a weight's mean and covariances.
         weight_mean: "average", or "zero" for a weight whose covariances carry all.
         decay: weight that older rows keep whenever new ones come.
+        moves_weight_covariances: False moves the means of weights alone, at a fraction
+            of the cost.
     """
 
     max_rows: int = 4096
@@ -37,6 +39,7 @@ class ProbeConfig:
     momentum: float = matrix_normal.MOMENTUM
     weight_mean: Literal["average", "zero"] = "average"
     decay: float = 1.0
+    moves_weight_covariances: bool = True
 
     def __post_init__(self):  # noqa: D105
         if not self.max_rows >= 2:
@@ -117,7 +120,11 @@ def observe(
     rhs_tails = _tails(rhs, scales[1], E4M3, ())
     g_tails = _tails(g, scales[2], E5M2, axis_names)
     normal = matrix_normal.update(
-        known.rhs.normal, rhs, momentum=config.momentum, mean=config.weight_mean
+        known.rhs.normal,
+        rhs,
+        momentum=config.momentum,
+        mean=config.weight_mean,
+        moves_covariances=config.moves_weight_covariances,
     )
     batch = SiteStats(
         lhs=Rows(_moments(known.lhs.moments, lhs), lhs_tails),

@@ -27,6 +27,7 @@ class Tails(NamedTuple):
         m2, m4: sums of the second and fourth powers about the mean.
         m3: of the third.
         amax: the largest magnitude.
+        last_amax: that of the last batch.
         flushed: elements that are not zero, but are in FP8.
         clipped: elements beyond the largest magnitude of their scale.
         amax_ratio: the last batch's amax, divided by the one that the scale it was cast
@@ -39,6 +40,7 @@ class Tails(NamedTuple):
     m3: Float[Array, ""]
     m4: Float[Array, ""]
     amax: Float[Array, ""]
+    last_amax: Float[Array, ""]
     flushed: Float[Array, ""]
     clipped: Float[Array, ""]
     amax_ratio: Float[Array, ""]
@@ -91,6 +93,7 @@ def tails_of(x: Float[Array, "..."], cast: Fp8Array | None = None) -> Tails:
         m3=jnp.sum(square * off),
         m4=jnp.sum(square * square),
         amax=amax,
+        last_amax=amax,
         flushed=flushed.astype(jnp.float32),
         clipped=clipped.astype(jnp.float32),
         amax_ratio=ratio,
@@ -113,6 +116,7 @@ def merge(a: Tails, b: Tails) -> Tails:
         m3=m3,
         m4=m4,
         amax=jnp.maximum(a.amax, b.amax),
+        last_amax=jnp.where(b.count > 0, b.last_amax, a.last_amax),
         flushed=a.flushed + b.flushed,
         clipped=a.clipped + b.clipped,
         amax_ratio=jnp.where(b.count > 0, b.amax_ratio, a.amax_ratio),
@@ -135,4 +139,5 @@ def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
     gathered = jax.lax.all_gather(jnp.stack(tails), axis_names)
     parts = [Tails(*part) for part in gathered.reshape(-1, len(tails))]
     ratio = jnp.max(jnp.stack([part.amax_ratio for part in parts]))
-    return functools.reduce(merge, parts)._replace(amax_ratio=ratio)
+    merged = functools.reduce(merge, parts)
+    return merged._replace(amax_ratio=ratio, last_amax=merged.amax)

@@ -58,38 +58,41 @@ class Run:
             optimizer=self.optimizer,
             row_optimizer=self.row_update.optimizer,
             init_stddev=self.config.embedding.init_stddev,
-            probe=self.config.probe.config,
+            probe=self.config.probe.config_at(0),
         )
         return jax.jit(init)(jax.random.key(self.config.seed))
 
     @property
     def first_step(self) -> jax.stages.Wrapped:
         """The training step for states whose delayed scales may not be set yet."""
-        return self.train_step(is_calibrated=False, is_probed=False)
+        return self.train_step(is_calibrated=False)
 
     @property
     def step(self) -> jax.stages.Wrapped:
         """The training step for calibrated states."""
-        return self.train_step(is_calibrated=True, is_probed=False)
+        return self.train_step(is_calibrated=True)
 
-    def train_step(self, *, is_calibrated: bool, is_probed: bool) -> jax.stages.Wrapped:
+    def train_step(
+        self, *, is_calibrated: bool, probe: nn.ProbeConfig | None = None
+    ) -> jax.stages.Wrapped:
         """Returns the training step; the same for the same arguments.
 
         Args:
             is_calibrated: all delayed scales are known to be set.
-            is_probed: Probe observes the sites.
+            probe: how Probe observes the sites; None if it does not.
         """
         is_calibrated = is_calibrated and get_recipe(self.model.recipe).is_delayed
-        key = is_calibrated, is_probed
+        key = is_calibrated, probe
         if key not in self._steps:
             suffix = CALIBRATED if is_calibrated else ""
             model = self.model.clone(recipe=self.model.recipe + suffix)
-            probe = self.config.probe.config if is_probed else None
             self._steps[key] = self._train_step(model, probe)
         return self._steps[key]
 
     @functools.cached_property
-    def _steps(self) -> dict[tuple[bool, bool], jax.stages.Wrapped]:
+    def _steps(
+        self,
+    ) -> dict[tuple[bool, nn.ProbeConfig | None], jax.stages.Wrapped]:
         return {}
 
     @functools.cached_property

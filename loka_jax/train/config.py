@@ -99,6 +99,8 @@ class ProbeOptions:
     Attributes:
         every: steps between those that are observed, the first included; None for no
             statistics.
+        covariances_every: observed steps between those in which the covariances of
+            weights move, which costs more than all else together.
         max_rows: rows of a batch that are looked at.
         max_mib: of each covariance; wider ones are kept in blocks on the diagonal.
         momentum: of the moving averages of weights.
@@ -106,13 +108,14 @@ class ProbeOptions:
     """
 
     every: int | None = None
+    covariances_every: int = 10
     max_rows: int = 4096
     max_mib: int = 16
     momentum: float = 0.99
     decay: float = 1.0
 
     def __post_init__(self):  # noqa: D105
-        for name in ("every", "max_mib"):
+        for name in ("every", "covariances_every", "max_mib"):
             value = getattr(self, name)
             option = f"--probe.{name.replace('_', '-')}"
             _require(value is None or value >= 1, option, value, "at least 1")
@@ -121,21 +124,17 @@ class ProbeOptions:
             value = getattr(self, name)
             _require(0 < value <= 1, f"--probe.{name}", value, "in (0, 1]")
 
-    @property
-    def config(self) -> ProbeConfig | None:
-        """How sites are observed; None if they are not."""
-        if self.every is None:
+    def config_at(self, step: int) -> ProbeConfig | None:
+        """Returns how sites are observed in that step; None if they are not."""
+        if self.every is None or step % self.every:
             return None
         return ProbeConfig(
             max_rows=self.max_rows,
             max_bytes=self.max_mib << 20,
             momentum=self.momentum,
             decay=self.decay,
+            moves_weight_covariances=step % (self.every * self.covariances_every) == 0,
         )
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether that step is observed."""
-        return self.every is not None and step % self.every == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

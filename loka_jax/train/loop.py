@@ -162,7 +162,7 @@ class Loop:
         self._profiler.before(step)
         take_step = self.run.train_step(
             is_calibrated=self._calibrated(),
-            is_probed=self.run.config.probe.is_due(step),
+            probe=self.run.config.probe.config_at(step),
         )
         self.state = take_step(self.state, batch)
         self._profiler.after(step, self.state)

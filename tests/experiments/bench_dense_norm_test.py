@@ -11,7 +11,7 @@ from experiments.bench import dense_norm_targets as targets
 from experiments.bench.dense_norm_forms import backward_forms, forward_forms
 from experiments.bench.dense_norm_site import Site, check, make_operands
 from experiments.bench.roofline import Roofline
-from experiments.bench.timing import Event, kernel_time, split_at_gaps
+from loka_jax.probe.timing import Event, kernel_time, split_at_gaps
 
 ROOFLINE = Roofline(bytes_per_us=4e6, fp8_flops_per_us=1e9, bf16_flops_per_us=5e8)
 

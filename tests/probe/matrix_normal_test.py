@@ -61,6 +61,18 @@ def test_the_first_weight_is_the_mean():
     chex.assert_trees_all_equal(mean_of(no_weights(2, 3)), jnp.zeros((2, 3)))
 
 
+def test_the_mean_can_move_alone():
+    weights, _ = _weights(6, 8, 20, np.ones((6, 8)))
+    whole = _learn(weights, no_weights(6, 8))
+    alone = _learn(weights, no_weights(6, 8), moves_covariances=False)
+    chex.assert_trees_all_close(alone.mean, whole.mean, rtol=1e-5)
+    first = update(no_weights(6, 8), weights[0], moves_covariances=False)
+    chex.assert_trees_all_equal(alone.columns, first.columns)
+    np.testing.assert_allclose(
+        jnp.diag(first.columns[0]), jnp.mean(weights[0] ** 2), rtol=1e-5
+    )
+
+
 @pytest.mark.parametrize("w", [jnp.zeros((2, 3)), jnp.ones((2, 3))])
 def test_a_weight_that_never_moves_does_no_harm(w):
     known = _learn(jnp.stack([w] * 30), no_weights(2, 3))

@@ -124,6 +124,8 @@ def test_options_out_of_range_are_refused(options, match):
 
 
 def test_steps_are_observed_when_they_are_due():
-    due = [step for step in range(10) if ProbeOptions(every=4).is_due(step)]
-    assert due == [0, 4, 8]
-    assert not any(ProbeOptions().is_due(step) for step in range(10))
+    options = ProbeOptions(every=4, covariances_every=2)
+    due = {step: options.config_at(step) for step in range(10)}
+    moves = {k: v.moves_weight_covariances for k, v in due.items() if v is not None}
+    assert moves == {0: True, 4: False, 8: True}
+    assert not any(ProbeOptions().config_at(step) for step in range(10))

@@ -232,9 +232,9 @@ def taken(monkeypatch):
     """Lists the kinds of the steps that were taken."""
     found, plain = [], Run.train_step
 
-    def spy(self, *, is_calibrated, is_probed):
+    def spy(self, *, is_calibrated, probe=None):
         found.append("step" if is_calibrated else "first_step")
-        return plain(self, is_calibrated=is_calibrated, is_probed=is_probed)
+        return plain(self, is_calibrated=is_calibrated, probe=probe)
 
     monkeypatch.setattr(Run, "train_step", spy)
     return found
