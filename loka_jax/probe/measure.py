@@ -63,30 +63,23 @@ def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
 
 
 def measure(
-    candidate: Callable[..., Float[Array, "m n"]],
-    reference: Callable[..., Float[Array, "m n"]],
+    score: Callable[..., Any],
     draw: Callable[[Key[Array, ""]], tuple],
     key: Key[Array, ""],
     *,
     pairs: int = PAIRS,
-) -> Errors:
-    """Returns the errors of every draw, float32 arrays of that length.
+) -> Any:
+    """Returns the scores of every draw: the same tree, of float32 arrays that long.
 
     Args:
-        candidate: the kernel, from operands to its product.
-        reference: the same in float32.
+        score: from operands to a tree of scalars, such as the `Errors` of a kernel.
         draw: operands from a key.
         key: of all draws.
         pairs: number of draws.
     """
-
-    @jax.jit
-    def one(key):
-        operands = draw(key)
-        return errors(reference(*operands), candidate(*operands))
-
+    one = jax.jit(lambda key: score(*draw(key)))
     found = [one(k) for k in jax.random.split(key, pairs)]
-    return Errors(*(np.asarray(jnp.stack(x)) for x in zip(*found, strict=True)))
+    return jax.tree.map(lambda *values: np.asarray(jnp.stack(values)), *found)
 
 
 def estimate(values: np.ndarray) -> Estimate:

@@ -1,0 +1,106 @@
+"""One role of a site by itself, from wide operands: what a candidate is measured on.
+
+fwd    lhs (m, k), rhs (k, n)    ->  lhs @ rhs
+dlhs   g (m, n),   rhs (k, n)    ->  g @ rhs^T
+drhs   lhs (m, k), g (m, n)      ->  lhs^T @ g
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax import quality
+from loka_jax.fp8 import Fp8Array
+from loka_jax.ops.products import Products, SiteOperand
+from loka_jax.recipe import ROLE_OPERANDS, Recipe, Role
+from loka_jax.scaling import DelayedScaling
+from loka_jax.xla import high_precision_matmul
+
+
+class CastRates(NamedTuple):
+    """What the casts of a role did to the worse of its operands, shares of elements.
+
+    Attributes:
+        underflow: of the elements that are not zero, those flushed to it.
+        saturation: those at the largest magnitude of their format.
+    """
+
+    underflow: Float[Array, ""]
+    saturation: Float[Array, ""]
+
+
+def sizes(role: Role, first: Array, second: Array) -> tuple[int, int, int]:
+    """Returns (m, k, n) of the site whose role has these operands."""
+    if role == "dlhs":
+        return first.shape[0], second.shape[0], first.shape[1]
+    return first.shape[0], first.shape[1], second.shape[1]
+
+
+def product(
+    role: Role,
+    first: Float[Array, "..."],
+    second: Float[Array, "..."],
+    recipe: Recipe,
+    state: DelayedScaling | None = None,
+) -> Float[Array, "..."]:
+    """Returns a role's product by XLA in the recipe's precision and compute dtype.
+
+    Args:
+        role: which of the three.
+        first, second: its operands, see above.
+        recipe: the casts.
+        state: delayed-scaling state if the recipe is delayed.
+    """
+    products, operands = _read(role, first, second, recipe, state)
+    return products.multiply(role, *operands, out_dtype=recipe.compute_dtype)
+
+
+def exact_product(
+    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Returns a role's product in float32."""
+    a, b = {
+        "fwd": lambda: (first, second.T),
+        "dlhs": lambda: (first, second),
+        "drhs": lambda: (first.T, second.T),
+    }[role]()
+    return high_precision_matmul(a, b, compute_dtype=jnp.float32, out_dtype=jnp.float32)
+
+
+def cast_rates(
+    role: Role,
+    first: Float[Array, "..."],
+    second: Float[Array, "..."],
+    recipe: Recipe,
+    state: DelayedScaling | None = None,
+) -> CastRates:
+    """Returns what a role's casts do to its operands; zeros if it has none."""
+    products, operands = _read(role, first, second, recipe, state)
+    underflow = saturation = jnp.zeros((), jnp.float32)
+    for name, operand in zip(ROLE_OPERANDS[role], operands, strict=True):
+        cast = products.view(role, name, operand)
+        if isinstance(cast, Fp8Array):
+            assert operand.value is not None
+            # Counted, for the cast may be transposed.
+            nonzero = _count_nonzero(operand.value)
+            flushed = nonzero - _count_nonzero(cast.data)
+            underflow = jnp.maximum(underflow, flushed / jnp.maximum(nonzero, 1))
+            saturation = jnp.maximum(saturation, quality.saturation_rate(cast.data))
+    return CastRates(underflow, saturation)
+
+
+def _count_nonzero(x: Array) -> Float[Array, ""]:
+    return jnp.sum(x.astype(jnp.float32) != 0, dtype=jnp.float32)
+
+
+def _read(
+    role: Role, first: Array, second: Array, recipe: Recipe, state
+) -> tuple[Products, tuple[SiteOperand, SiteOperand]]:
+    products = Products(recipe, sizes(role, first, second), ())
+    names = ROLE_OPERANDS[role]
+    a, b = (
+        products.read(name, x, state, roles=(role,))
+        for name, x in zip(names, (first, second), strict=True)
+    )
+    return products, (a, b)
