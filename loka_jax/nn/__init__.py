@@ -13,9 +13,11 @@ from loka_jax.nn.norms import (
     activation,
     normalize,
 )
+from loka_jax.nn.overrides import overriding
 from loka_jax.nn.probing import PROBE, merge_stats, probing
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.dense_norm import Activations
+from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "ActivationName",
     "Activations",
     "BlockNorm",
+    "Capture",
     "CrossNet",
     "Dense",
     "Fp8DotGeneral",
@@ -37,6 +40,7 @@ __all__ = [
     "list_sites",
     "merge_stats",
     "normalize",
+    "overriding",
     "pad_features",
     "probing",
 ]

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
+from loka_jax.nn.overrides import site_recipe
 from loka_jax.nn.probing import site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.matmul import matmul
-from loka_jax.recipe import Recipe, get_recipe
+from loka_jax.recipe import Recipe
 
 default_kernel_init = linen.initializers.lecun_normal()
 
@@ -52,7 +53,7 @@ class Dense(linen.Module):
         """Returns `inputs @ kernel + bias` over the last dim."""
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
-        recipe = as_recipe(self.recipe)
+        recipe = site_recipe(self, self.recipe)
         rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
         out = _site_matmul(self, rows, kernel, recipe, self.axis_names)
         if self.use_bias:
@@ -92,7 +93,7 @@ class Fp8DotGeneral(linen.Module):
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        recipe = as_recipe(self.recipe)
+        recipe = site_recipe(self, self.recipe)
         if batch_dims:
             batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
             why_not = f"a batched product ({batch} of them)"
@@ -105,11 +106,6 @@ class Fp8DotGeneral(linen.Module):
         lhs_rows = lhs_rows.astype(recipe.compute_dtype)
         out = _site_matmul(self, lhs_rows, rhs_cols, recipe, self.axis_names)
         return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
-
-
-def as_recipe(recipe: str | Recipe) -> Recipe:
-    """Returns the recipe of that name, or the recipe itself."""
-    return get_recipe(recipe) if isinstance(recipe, str) else recipe
 
 
 def _wide(recipe: Recipe) -> Recipe:
@@ -125,7 +121,7 @@ def _site_matmul(
     announce("/".join(module.path), m, k, n, recipe, None)
     recipe, state = site_state(module, recipe, k, n)
     out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
-    observe = site_tap(module, k, n, state, axis_names)
+    observe = site_tap(module, m, k, n, state, axis_names)
     return out if observe is None else observe(out, lhs, rhs)
 
 

@@ -6,9 +6,10 @@ from typing import Any
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.dense import Dense, as_recipe, default_kernel_init
+from loka_jax.nn.dense import Dense, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
+from loka_jax.nn.overrides import as_recipe
 from loka_jax.normed import NormName as SiteNormName
 from loka_jax.ops.dense_norm import Activations, Implementation, Out
 from loka_jax.ops.plan import hand_over, plan

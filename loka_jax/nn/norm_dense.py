@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.dense import as_recipe, default_kernel_init, site_state
+from loka_jax.nn.dense import default_kernel_init, site_state
+from loka_jax.nn.overrides import site_recipe
 from loka_jax.nn.probing import site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.normed import ActivationName, NormName
@@ -106,7 +107,7 @@ class NormDense(linen.Module):
         gamma, beta = (self.norm_parameters or NormParameters(self.norm, name="norm"))(
             n
         )
-        recipe = as_recipe(self.recipe)
+        recipe = site_recipe(self, self.recipe)
         m = 1
         for size in leading:
             m *= size
@@ -126,7 +127,7 @@ class NormDense(linen.Module):
         path = "/".join(self.path)
         announce(path, m, k, n, recipe, None, chosen=chosen, handed=handed)
         recipe, state = site_state(self, recipe, k, n)
-        observe = site_tap(self, k, n, state, self.axis_names)
+        observe = site_tap(self, m, k, n, state, self.axis_names)
         return dense_norm(
             inputs,
             kernel,

@@ -18,29 +18,35 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array
 
-from loka_jax.ops.tap import tap
+from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.scaling import DelayedScaling, set_scales
 
 PROBE = "probe"  # the collection
-_config: contextvars.ContextVar[ProbeConfig | None] = contextvars.ContextVar(
+_observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
     "probe", default=None
 )
 
 
 @contextlib.contextmanager
-def probing(config: ProbeConfig | None) -> Iterator[None]:
-    """Makes the sites of modules that are called inside observable, unless None."""
-    token = _config.set(config)
+def probing(observer: Observer | None) -> Iterator[None]:
+    """Makes the sites of modules that are called inside observable, unless None.
+
+    Args:
+        observer: a `ProbeConfig` for statistics, or a `Capture` for the operands
+            themselves. `Capture` wants variables made for the same number of rows.
+    """
+    token = _observer.set(observer)
     try:
         yield
     finally:
-        _config.reset(token)
+        _observer.reset(token)
 
 
 def site_tap(
     module: linen.Module,
+    m: int,
     k: int,
     n: int,
     state: DelayedScaling | None,
@@ -50,19 +56,19 @@ def site_tap(
 
     Args:
         module: that calls the site.
-        k, n: of its weight.
+        m, k, n: sizes of its product.
         state: delayed-scaling state, whose scales the operands are cast with.
         axis_names: mesh axes over which rows are spread.
     """
-    config = _config.get()
-    if config is None:
+    observer = _observer.get()
+    if observer is None:
         return None
-    known = module.variable(PROBE, "stats", site.no_stats, k, n, config).value
+    known = module.variable(PROBE, "stats", observer.nothing, m, k, n).value
     scales = None if state is None else set_scales(state)
 
     def observe(out: Array, lhs: Array, rhs: Array) -> Array:
         lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
-        return jnp.asarray(tap(config, axis_names, out, lhs, rhs, scales, known))
+        return jnp.asarray(tap(observer, axis_names, out, lhs, rhs, scales, known))
 
     return observe
 

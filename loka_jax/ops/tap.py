@@ -6,46 +6,65 @@ then merge.
 """
 
 import functools
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
 
-from loka_jax.probe import site
-from loka_jax.probe.site import ProbeConfig, SiteStats
+
+@runtime_checkable
+class Observer(Protocol):
+    """Who looks at sites; hashable, for it is static (`ProbeConfig`, `Capture`)."""
+
+    def nothing(self, m: int, k: int, n: int) -> Any:
+        """Returns what is known of a site (m, k) x (k, n) before it ran."""
+        ...
+
+    def observe(
+        self,
+        known: Any,
+        lhs: Array,
+        rhs: Array,
+        g: Array,
+        scales: Array | None,
+        axis_names: tuple[str, ...],
+    ) -> Any:
+        """Returns what a batch says, in a tree like that of `nothing`."""
+        ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def tap(
-    config: ProbeConfig,
+    observer: Observer,
     axis_names: tuple[str, ...],
     out: Float[Array, "m n"],
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "k n"],
     scales: Float[Array, "3"] | None,
-    known: SiteStats,
+    known: Any,
 ) -> Float[Array, "m n"]:
-    """Returns `out` as it is; the gradient of `known` is what `site.observe` returns.
+    """Returns `out` as it is; the gradient of `known` is what the observer returns.
 
     Args:
-        config: how sites are observed.
+        observer: who looks.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         out: the product `lhs @ rhs`.
         lhs, rhs: its operands; no gradient flows to them from here.
-        scales: that the operands are cast with, see `site.observe`.
+        scales: that the operands are cast with, see `probe.site.observe`.
         known: of the site.
     """
-    del config, axis_names, lhs, rhs, scales, known
+    del observer, axis_names, lhs, rhs, scales, known
     return out
 
 
-def _forward(config, axis_names, out, lhs, rhs, scales, known):
-    del config, axis_names
+def _forward(observer, axis_names, out, lhs, rhs, scales, known):
+    del observer, axis_names
     return out, (lhs, rhs, scales, known)
 
 
-def _backward(config, axis_names, kept, g):
+def _backward(observer, axis_names, kept, g):
     lhs, rhs, scales, known = kept
-    batch = site.observe(known, lhs, rhs, g, scales, config, axis_names)
+    batch = observer.observe(known, lhs, rhs, g, scales, axis_names)
     return g, None, None, None, batch
 
 

@@ -49,6 +49,23 @@ class ProbeConfig:
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be above 0 and at most 1.")
 
+    def nothing(self, m: int, k: int, n: int) -> "SiteStats":
+        """Returns what is known of a site before it ran; m does not matter."""
+        del m
+        return no_stats(k, n, self)
+
+    def observe(
+        self,
+        known: "SiteStats",
+        lhs: Float[Array, "m k"],
+        rhs: Float[Array, "k n"],
+        g: Float[Array, "m n"],
+        scales: Float[Array, "3"] | None,
+        axis_names: tuple[str, ...] = (),
+    ) -> "SiteStats":
+        """Returns the statistics of one batch, see `observe`."""
+        return observe(known, lhs, rhs, g, scales, self, axis_names)
+
 
 class Rows(NamedTuple):
     """What is known of an operand whose rows are samples."""
@@ -114,7 +131,7 @@ def observe(
         axis_names: mesh axes over which the rows of the batch are spread; of all of
             them together it tells.
     """
-    lhs, g = (_some_rows(x, config.max_rows) for x in (lhs, g))
+    lhs, g = (some_rows(x, config.max_rows) for x in (lhs, g))
     scales = jnp.zeros((3,), jnp.float32) if scales is None else scales
     lhs_tails = _tails(lhs, scales[0], E4M3, axis_names)
     rhs_tails = _tails(rhs, scales[1], E4M3, ())
@@ -162,7 +179,8 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
     return SiteStats(rows(batch.lhs), batch.rhs, rows(batch.g))
 
 
-def _some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
+def some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
+    """Returns up to `most` rows, spread evenly."""
     stride = max(1, x.shape[0] // most)
     return x[::stride][:most]
 

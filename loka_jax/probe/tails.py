@@ -27,7 +27,7 @@ class Tails(NamedTuple):
         m2, m4: sums of the second and fourth powers about the mean.
         m3: of the third.
         amax: the largest magnitude.
-        last_amax: that of the last batch.
+        last_amax: that of the last batch, or microbatch.
         flushed: elements that are not zero, but are in FP8.
         clipped: elements beyond the largest magnitude of their scale.
         amax_ratio: the last batch's amax, divided by the one that the scale it was cast

@@ -32,6 +32,7 @@ from loka_jax.nn import (
     probing,
 )
 from loka_jax.ops import embedding
+from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
@@ -140,12 +141,35 @@ def make_eval_step(
     """Returns the evaluation step: the metrics with one batch added."""
 
     def step(state: TrainState, seen: metrics.MetricState, batch: Batch):
-        rows = embedding.lookup(
-            state.table, embedding.flat_ids(tables, jnp.asarray(batch.ids))
-        )
-        logits = jnp.asarray(model.apply(_variables(state), batch.dense, rows))
+        logits = logits_of(model, tables, state, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return metrics.update(seen, logits, labels, weights)
+
+    return step
+
+
+def logits_of(
+    model: linen.Module, tables: embedding.TableSpec, state: TrainState, batch: Batch
+) -> Float[Array, "B"]:
+    """Returns the logits of a batch in evaluation."""
+    rows = _rows(tables, state, batch)
+    return jnp.asarray(model.apply(_variables(state), batch.dense, rows))
+
+
+def make_observe_step(
+    model: linen.Module, tables: embedding.TableSpec, observer: Observer
+) -> Callable[[TrainState, Batch], Any]:
+    """Returns a step that trains nothing: what an observer sees of every site."""
+
+    def step(state: TrainState, batch: Batch):
+        rows = _rows(tables, state, batch)
+        with probing(observer):
+            init = functools.partial(model.init, jax.random.key(0))
+            shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state = dataclasses.replace(state, probe=nothing)
+        key = jax.random.key(0)
+        return _gradients(model, observer, state, batch, rows, key)[-1].probe
 
     return step
 
@@ -172,6 +196,11 @@ def _each_calibrated(sites: list[scaling.DelayedScaling]):
 
 def _is_site(x) -> bool:
     return isinstance(x, scaling.DelayedScaling)
+
+
+def _rows(tables, state: TrainState, batch: Batch) -> Float[Array, "B F D"]:
+    ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
+    return embedding.lookup(state.table, ids)
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
