@@ -1,16 +1,19 @@
 """The command line of the experiments: a named configuration and typed overrides."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import tyro
 
 from experiments.configs import get_config, names
+from loka_jax.survey import SurveyConfig
 from loka_jax.train.config import Config
 from loka_jax.train.loop import TrainingFailed
 
-_USAGE = "usage: python experiments/train.py --config NAME [--option value ...]"
+_USAGE = "usage: python experiments/{script} --config NAME [--option value ...]"
 
 
 def parse(arguments: list[str]) -> Config:
@@ -21,15 +24,40 @@ def parse(arguments: list[str]) -> Config:
         SystemExit: with code 2 for an unknown option or a bad value (tyro's message),
             with 0 after `--help`.
     """
+    default, rest = _default(arguments, "train.py")
+    prog = f"train.py --config {default.name}"
+    return tyro.cli(type(default), default=default, args=rest, prog=prog)
+
+
+def parse_survey(arguments: list[str]) -> tuple[Config, SurveyConfig]:
+    """Returns the configuration as `parse` does, and the options `--survey.*`."""
+    default, rest = _default(arguments, "probe.py")
+    both = dataclasses.make_dataclass(
+        "Options",
+        [
+            ("run", Annotated[type(default), tyro.conf.arg(name="")]),
+            ("survey", SurveyConfig),
+        ],
+    )
+    found = tyro.cli(
+        both,
+        default=both(default, SurveyConfig()),
+        args=rest,
+        prog=f"probe.py --config {default.name}",
+    )
+    return found.run, found.survey
+
+
+def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
+    """Returns the configuration that is named, and the other arguments."""
     name, rest = _take_config_name(arguments)
     if name is None:
         if "--help" in rest or "-h" in rest:
-            print(f"{_USAGE}\nconfigurations: {', '.join(names())}")
+            print(_USAGE.format(script=script))
+            print(f"configurations: {', '.join(names())}")
             raise SystemExit(0)
         raise ValueError(f"--config NAME is missing: use one of {', '.join(names())}.")
-    default = get_config(name)
-    prog = f"train.py --config {name}"
-    return tyro.cli(type(default), default=default, args=rest, prog=prog)
+    return get_config(name), rest
 
 
 def run_cli(command: Callable[[], int]) -> int:

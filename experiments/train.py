@@ -17,7 +17,7 @@ from loka_jax.train.session import train
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return run_cli(lambda: train(parse(arguments), arguments))
+    return run_cli(lambda: train(parse(arguments), arguments).exit_code)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("data",),
     ("train",),
+    ("survey",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

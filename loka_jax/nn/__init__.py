@@ -14,7 +14,7 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.nn.overrides import overriding
-from loka_jax.nn.probing import PROBE, merge_stats, probing
+from loka_jax.nn.probing import PROBE, by_path, merge_stats, probing
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.dense_norm import Activations
 from loka_jax.probe.capture import Capture
@@ -43,4 +43,5 @@ __all__ = [
     "overriding",
     "pad_features",
     "probing",
+    "by_path",
 ]

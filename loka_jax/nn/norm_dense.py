@@ -125,7 +125,19 @@ class NormDense(linen.Module):
             implementation=self.implementation,
         )
         path = "/".join(self.path)
-        announce(path, m, k, n, recipe, None, chosen=chosen, handed=handed)
+        announce(
+            path,
+            m,
+            k,
+            n,
+            recipe,
+            None,
+            chosen=chosen,
+            handed=handed,
+            norm=self.norm,
+            activation=self.activation,
+            use_bias=self.use_bias,
+        )
         recipe, state = site_state(self, recipe, k, n)
         observe = site_tap(self, m, k, n, state, self.axis_names)
         return dense_norm(

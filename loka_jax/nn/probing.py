@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
+from loka_jax.probe.capture import Operands
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.scaling import DelayedScaling, set_scales
 
@@ -73,6 +74,16 @@ def site_tap(
     return observe
 
 
+def by_path(collection: Any) -> dict[str, Any]:
+    """Returns what a collection PROBE holds, by the paths of the sites."""
+    leaves = jax.tree_util.tree_leaves_with_path(collection, is_leaf=_is_of_site)
+    return {"/".join(str(key.key) for key in path[:-1]): x for path, x in leaves}
+
+
+def _is_of_site(x: Any) -> bool:
+    return isinstance(x, SiteStats | Operands)
+
+
 def merge_stats(known: Any, batch: Any, config: ProbeConfig) -> Any:
     """Returns a collection PROBE after a batch was observed.
 
@@ -85,5 +96,5 @@ def merge_stats(known: Any, batch: Any, config: ProbeConfig) -> Any:
         lambda a, b: site.merge(a, b, config),
         known,
         batch,
-        is_leaf=lambda x: isinstance(x, SiteStats),
+        is_leaf=_is_of_site,
     )

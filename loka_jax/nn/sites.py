@@ -12,6 +12,7 @@ import functools
 import jax
 from flax import linen
 
+from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.dense_norm import describe
 from loka_jax.ops.plan import BY_XLA, Plan
 from loka_jax.ops.products import HandOver, decide
@@ -26,6 +27,7 @@ class Site:
         path: the module path, for example `top_mlp/dense_0`.
         m, k, n: sizes of the forward product; m is the batch.
         recipe: name of the recipe asked for.
+        norm, activation, use_bias: what follows the product within the site.
         fwd, dlhs, drhs: what runs, in words.
         why_not: why no role runs in FP8, or None if one does.
         why_not_fused: why no kernel runs product and norm in one; None if one does, and
@@ -42,6 +44,9 @@ class Site:
     drhs: str
     why_not: str | None
     why_not_fused: str | None = None
+    norm: NormName = "none"
+    activation: ActivationName = "none"
+    use_bias: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -64,6 +69,9 @@ def announce(
     *,
     chosen: Plan = BY_XLA,
     handed: HandOver | None = None,
+    norm: NormName = "none",
+    activation: ActivationName = "none",
+    use_bias: bool = False,
 ):
     """Adds a site to the list being made by `list_sites`, if one is.
 
@@ -76,6 +84,7 @@ def announce(
         why_not: a reason of the module itself against FP8, or None.
         chosen: which kernels run, of a site with a norm.
         handed: how lhs is scaled, if it comes in FP8 from another site.
+        norm, activation, use_bias: what follows the product within the site.
     """
     sites = _announced.get()
     if sites is None:
@@ -93,6 +102,9 @@ def announce(
             recipe=recipe.name,
             why_not=why_not,
             why_not_fused=chosen.why_not,
+            norm=norm,
+            activation=activation,
+            use_bias=use_bias,
             **describe(recipe, chosen, m, k, n, handed),
         )
     )

@@ -44,7 +44,9 @@ def product(
     recipe: Recipe,
     state: DelayedScaling | None = None,
 ) -> Float[Array, "..."]:
-    """Returns a role's product by XLA in the recipe's precision and compute dtype.
+    """Returns a role's product by XLA in the recipe's precision.
+
+    In the compute dtype, but drhs, the gradient of a master weight, in float32.
 
     Args:
         role: which of the three.
@@ -53,7 +55,8 @@ def product(
         state: delayed-scaling state if the recipe is delayed.
     """
     products, operands = _read(role, first, second, recipe, state)
-    return products.multiply(role, *operands, out_dtype=recipe.compute_dtype)
+    out_dtype = jnp.float32 if role == "drhs" else recipe.compute_dtype
+    return products.multiply(role, *operands, out_dtype=out_dtype)
 
 
 def exact_product(

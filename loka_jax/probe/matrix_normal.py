@@ -3,15 +3,17 @@
     W (k, n) ~ MN(Mean, U, V),  that is  vec(W) ~ N(vec(Mean), V (x) U)
 
 with U (k, k) over rows and V (n, n) over columns, learned from the weight at successive
-steps by flip-flop with an exponential moving average of momentum m. Of Wc = W - Mean:
+steps by flip-flop with an exponential moving average of momentum m. Of Wc = W - Mean,
+Mean that of the weights before:
 
     U' = Wc V^-1 Wc^T / n      U <- m U + (1 - m) U'
     V' = Wc^T U^-1 Wc / k      V <- m V + (1 - m) V'
     s = trace(U) / k           U <- U / s,  V <- s V      (a factor is ambiguous)
 
 Inverses are triangular solves with Cholesky factors. Mean is a bias-corrected moving
-average of W with the same momentum, so that U and V describe how the weight has been
-moving; with mean "zero" they carry all of its structure.
+average of W with a momentum p of its own, so that U and V describe how the weight has
+been moving; with mean "zero" they carry all of its structure. A W independent of those
+before is off their mean by 2 / (1 + p) of its variance, which Wc is corrected for.
 
 References:
     LoKA, arXiv 2605.10886, section on Probe.
@@ -26,6 +28,7 @@ from jaxtyping import Array, Float
 from loka_jax.probe import blocks
 
 MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 of 9 %
+MEAN_MOMENTUM = 0.9  # a mean over longer would be of weights that have long moved on
 
 
 class MatrixNormal(NamedTuple):
@@ -33,7 +36,7 @@ class MatrixNormal(NamedTuple):
 
     Attributes:
         steps: weights seen.
-        mean: moving average, not corrected; see `mean_of`.
+        mean: moving average of the weight.
         rows: U in blocks on the diagonal, trace k.
         columns: V likewise.
     """
@@ -54,17 +57,12 @@ def no_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNo
     )
 
 
-def mean_of(known: MatrixNormal, *, momentum: float = MOMENTUM) -> Float[Array, "k n"]:
-    """Returns the mean, corrected for the zeros that its average started from."""
-    seen = 1 - momentum**known.steps
-    return known.mean / jnp.where(known.steps == 0, 1.0, seen)
-
-
 def update(
     known: MatrixNormal,
     w: Float[Array, "k n"],
     *,
     momentum: float = MOMENTUM,
+    mean_momentum: float = MEAN_MOMENTUM,
     mean: Literal["average", "zero"] = "average",
     moves_covariances: bool = True,
 ) -> MatrixNormal:
@@ -75,14 +73,18 @@ def update(
     Args:
         known: of the weights before.
         w: the weight.
-        momentum: of all moving averages.
+        momentum: of the covariances.
+        mean_momentum: of the mean.
         mean: "zero" leaves it at zero.
         moves_covariances: False moves the mean alone, at a hundredth of the cost.
     """
     w = w.astype(jnp.float32)
-    averaged = known.mean
+    off, averaged = w, known.mean
     if mean == "average":
-        averaged = momentum * known.mean + (1 - momentum) * w
+        off = w - known.mean
+        rate = (1 - mean_momentum) / (1 - mean_momentum ** (known.steps + 1))
+        averaged = known.mean + rate * off
+        off = off * ((1 + mean_momentum) / 2) ** 0.5
     is_finite = jnp.isfinite(jnp.sum(w))
     # Before there is a difference to learn from, the weight's own size is the best
     # guess at that of V.
@@ -95,8 +97,7 @@ def update(
         columns=jnp.where(is_first, guess, known.columns),
     )
     if moves_covariances:
-        centred = w - mean_of(after, momentum=momentum)
-        rows, columns = _flip_flop(known, centred, momentum)
+        rows, columns = _flip_flop(known, off, momentum)
         moved = after._replace(rows=rows, columns=columns)
         after = _where(is_first, after, moved)
     return _where(is_finite, after, known)

@@ -95,7 +95,7 @@ def merge_over_devices(moments: Moments, axis_names: tuple[str, ...]) -> Moments
     return Moments(count, mean, scatter)
 
 
-def decay(moments: Moments, factor: float) -> Moments:
+def decay(moments: Moments, factor: float | Float[Array, ""]) -> Moments:
     """Returns the moments as if every row seen weighed `factor` of what it did."""
     return moments._replace(
         count=factor * moments.count, scatter=factor * moments.scatter

@@ -1,35 +1,47 @@
 """Operands drawn from what was learned.
 
-    rows:     T = mean + Z L^T                 L L^T = covariance + eps I
+    rows:     T = mean + s Z L^T               L L^T = covariance + eps I
     weights:  W = Mean + L_U Z L_V^T           of U and V
 
-Z is standard normal; the same key gives the same operands.
+Z is standard normal, s a factor of each row from the sizes that rows had, E[s^2] = 1.
+The same key gives the same operands.
 """
 
 import jax
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.matrix_normal import MOMENTUM, MatrixNormal, mean_of
+from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
+from loka_jax.probe.row_norms import RowNorms, sample_scales
 
 
-def sample_rows(key: Key[Array, ""], moments: Moments, m: int) -> Float[Array, "m k"]:
-    """Returns m rows with the learned mean and covariance, float32."""
+def sample_rows(
+    key: Key[Array, ""], moments: Moments, m: int, norms: RowNorms | None = None
+) -> Float[Array, "m k"]:
+    """Returns m rows with the learned mean and covariance, float32.
+
+    Args:
+        key: of the draw.
+        moments: mean and covariance.
+        m: rows.
+        norms: the sizes that rows had; all rows of one size if None, as in the paper.
+    """
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
-    z = jax.random.normal(key, (m, b, s))
-    correlated = blocks.times(z, blocks.factor(moments.covariance))
-    return moments.mean[None] + blocks.join(correlated, k)
+    z_key, scale_key = jax.random.split(key)
+    z = jax.random.normal(z_key, (m, b, s))
+    drawn = blocks.join(blocks.times(z, blocks.factor(moments.covariance)), k)
+    if norms is not None:
+        drawn = drawn * sample_scales(scale_key, norms, m)[:, None]
+    return moments.mean[None] + drawn
 
 
-def sample_weight(
-    key: Key[Array, ""], known: MatrixNormal, *, momentum: float = MOMENTUM
-) -> Float[Array, "k n"]:
+def sample_weight(key: Key[Array, ""], known: MatrixNormal) -> Float[Array, "k n"]:
     """Returns a weight with the learned mean and covariances, float32."""
     k, n = known.mean.shape
     z = jax.random.normal(key, (k, n))
     z = _times(z, known.columns)
-    return mean_of(known, momentum=momentum) + _times(z.T, known.rows).T
+    return known.mean + _times(z.T, known.rows).T
 
 
 def _times(z: Float[Array, "p q"], covariance: Float[Array, "b s s"]):

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.probe import blocks, matrix_normal, moments, tails
+from loka_jax.probe import blocks, matrix_normal, moments, row_norms, tails
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
+from loka_jax.probe.row_norms import RowNorms
 from loka_jax.probe.tails import Tails
 
 
@@ -27,7 +28,8 @@ class ProbeConfig:
     Attributes:
         max_rows: rows of a batch that are looked at, spread evenly over it.
         max_bytes: of each covariance; wider ones are kept in blocks.
-        momentum: of a weight's mean and covariances.
+        momentum: of a weight's covariances.
+        mean_momentum: of its mean.
         weight_mean: "average", or "zero" for a weight whose covariances carry all.
         decay: weight that older rows keep whenever new ones come.
         moves_weight_covariances: False moves the means of weights alone, at a fraction
@@ -37,6 +39,7 @@ class ProbeConfig:
     max_rows: int = 4096
     max_bytes: int = blocks.MAX_BYTES
     momentum: float = matrix_normal.MOMENTUM
+    mean_momentum: float = matrix_normal.MEAN_MOMENTUM
     weight_mean: Literal["average", "zero"] = "average"
     decay: float = 1.0
     moves_weight_covariances: bool = True
@@ -44,10 +47,12 @@ class ProbeConfig:
     def __post_init__(self):  # noqa: D105
         if not self.max_rows >= 2:
             raise ValueError(f"{self.max_rows=} must be at least 2.")
-        for name in ("momentum", "decay"):
+        for name in ("momentum", "mean_momentum"):
             value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be above 0 and at most 1.")
+            if not 0 < value < 1:
+                raise ValueError(f"{name}={value} must be above 0 and below 1.")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"{self.decay=} must be above 0 and at most 1.")
 
     def nothing(self, m: int, k: int, n: int) -> "SiteStats":
         """Returns what is known of a site before it ran; m does not matter."""
@@ -71,6 +76,7 @@ class Rows(NamedTuple):
     """What is known of an operand whose rows are samples."""
 
     moments: Moments
+    norms: RowNorms
     tails: Tails
 
 
@@ -105,7 +111,8 @@ def no_stats(k: int, n: int, config: ProbeConfig) -> SiteStats:
     max_bytes = config.max_bytes
 
     def rows(width):
-        return Rows(moments.no_moments(width, max_bytes=max_bytes), tails.no_tails())
+        known = moments.no_moments(width, max_bytes=max_bytes)
+        return Rows(known, row_norms.no_norms(), tails.no_tails())
 
     weight = matrix_normal.no_weights(k, n, max_bytes=max_bytes)
     return SiteStats(rows(k), Weight(weight, tails.no_tails()), rows(n))
@@ -140,13 +147,14 @@ def observe(
         known.rhs.normal,
         rhs,
         momentum=config.momentum,
+        mean_momentum=config.mean_momentum,
         mean=config.weight_mean,
         moves_covariances=config.moves_weight_covariances,
     )
     batch = SiteStats(
-        lhs=Rows(_moments(known.lhs.moments, lhs), lhs_tails),
+        lhs=Rows(_moments(known.lhs.moments, lhs), _norms(known.lhs, lhs), lhs_tails),
         rhs=Weight(normal, rhs_tails),
-        g=Rows(_moments(known.g.moments, g), g_tails),
+        g=Rows(_moments(known.g.moments, g), _norms(known.g, g), g_tails),
     )
     return _merge_over_devices(batch, axis_names)
 
@@ -155,11 +163,14 @@ def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
     """Returns what is known after a batch, or part of one, was observed."""
 
     def rows(a: Rows, b: Rows) -> Rows:
-        kept = moments.decay(a.moments, config.decay)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(b.moments.count > 0, new, old), kept, a.moments
+        factor = jnp.where(b.moments.count > 0, config.decay, 1.0)
+        kept = moments.decay(a.moments, factor)
+        norms = row_norms.RowNorms(factor * a.norms.counts)
+        return Rows(
+            moments.merge(kept, b.moments),
+            row_norms.merge(norms, b.norms),
+            tails.merge(a.tails, b.tails),
         )
-        return Rows(moments.merge(kept, b.moments), tails.merge(a.tails, b.tails))
 
     is_seen = batch.rhs.tails.count > 0
     last = jax.tree.map(
@@ -173,6 +184,7 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
     def rows(x: Rows) -> Rows:
         return Rows(
             moments.merge_over_devices(x.moments, axis_names),
+            row_norms.merge_over_devices(x.norms, axis_names),
             tails.merge_over_devices(x.tails, axis_names),
         )
 
@@ -183,6 +195,12 @@ def some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
     """Returns up to `most` rows, spread evenly."""
     stride = max(1, x.shape[0] // most)
     return x[::stride][:most]
+
+
+def _norms(known: Rows, x: Float[Array, "m k"]) -> RowNorms:
+    if x.size == 0:
+        return row_norms.no_norms()
+    return row_norms.norms_of(x, known.moments.mean)
 
 
 def _moments(like: Moments, x: Float[Array, "m k"]) -> Moments:

@@ -16,6 +16,7 @@ from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
+from loka_jax.probe.matrix_normal import MEAN_MOMENTUM, MOMENTUM
 from loka_jax.recipe import CALIBRATED, get_recipe
 
 _MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
@@ -103,16 +104,19 @@ class ProbeOptions:
             weights move, which costs more than all else together.
         max_rows: rows of a batch that are looked at.
         max_mib: of each covariance; wider ones are kept in blocks on the diagonal.
-        momentum: of the moving averages of weights.
-        decay: weight that older rows keep whenever new ones come.
+        momentum: of the covariances of weights.
+        mean_momentum: of the means of weights.
+        decay: weight that older rows keep whenever new ones come; 1 counts the first
+            steps of training as much as the last.
     """
 
     every: int | None = None
     covariances_every: int = 10
     max_rows: int = 4096
     max_mib: int = 16
-    momentum: float = 0.99
-    decay: float = 1.0
+    momentum: float = MOMENTUM
+    mean_momentum: float = MEAN_MOMENTUM
+    decay: float = 0.9
 
     def __post_init__(self):  # noqa: D105
         for name in ("every", "covariances_every", "max_mib"):
@@ -120,9 +124,10 @@ class ProbeOptions:
             option = f"--probe.{name.replace('_', '-')}"
             _require(value is None or value >= 1, option, value, "at least 1")
         _require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
-        for name in ("momentum", "decay"):
-            value = getattr(self, name)
-            _require(0 < value <= 1, f"--probe.{name}", value, "in (0, 1]")
+        for name in ("momentum", "mean_momentum"):
+            value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
+            _require(0 < value < 1, option, value, "in (0, 1)")
+        _require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in that step; None if they are not."""
@@ -132,6 +137,7 @@ class ProbeOptions:
             max_rows=self.max_rows,
             max_bytes=self.max_mib << 20,
             momentum=self.momentum,
+            mean_momentum=self.mean_momentum,
             decay=self.decay,
             moves_weight_covariances=step % (self.every * self.covariances_every) == 0,
         )

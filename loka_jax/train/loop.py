@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from loka_jax.data.batch import Dataset, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
+from loka_jax.nn import by_path
 from loka_jax.optim import Plateau
 from loka_jax.recipe import OPERANDS
 from loka_jax.train import metrics
@@ -230,6 +231,8 @@ class Loop:
         self._record.log(line)
         if scales := _scales(self.state):
             self._record.log_scales(progress.step, scales)
+        if amaxes := _amaxes(self.state):
+            self._record.log_amaxes(progress.step, amaxes)
         self._display.numbers(progress.step, line)
         self.state = dataclasses.replace(self.state, metrics=metrics.init())
         self._logged = (progress.examples, progress.seconds)
@@ -296,6 +299,22 @@ def _scales(state: TrainState) -> dict[str, float]:
     """Returns the scale_inv of every operand of the sites with delayed scaling."""
     sites = named_sites(state)
     tables = jax.device_get({path: site.scale_inv for path, site in sites.items()})
+    return {
+        f"{path}/{operand}": float(table[i])
+        for path, table in tables.items()
+        for i, operand in enumerate(OPERANDS)
+    }
+
+
+def _amaxes(state: TrainState) -> dict[str, float]:
+    """Returns the amaxes of the batch that Probe saw last, by site and operand."""
+    sites = by_path(state.probe)
+    tables = jax.device_get(
+        {
+            path: [getattr(stats, operand).tails.last_amax for operand in OPERANDS]
+            for path, stats in sites.items()
+        }
+    )
     return {
         f"{path}/{operand}": float(table[i])
         for path, table in tables.items()

@@ -2,7 +2,8 @@
 
     config.json     the resolved config, written first
     metrics.jsonl   one line per logged step or evaluation
-    scales.jsonl    one line of scales or amax per logged step, by site and operand
+    scales.jsonl    one line of delayed scales per logged step, by site and operand
+    amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     summary.json    the run in numbers, written last
     tensorboard/    events, if asked for
@@ -27,7 +28,7 @@ import jax
 import loka_jax
 from loka_jax.train import jsonfile
 
-METRICS, SCALES = "metrics.jsonl", "scales.jsonl"
+METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 _LOCK = ".lock"
 _PACKAGES = (
@@ -102,7 +103,7 @@ class RunRecord:
         before the first `log`.
         """
         assert not self._files, "truncate comes before the first line"
-        for name in (METRICS, SCALES):
+        for name in (METRICS, SCALES, AMAXES):
             path = self.workdir / name
             if path.exists():
                 lines = jsonfile.read_lines(path)
@@ -119,6 +120,10 @@ class RunRecord:
     def log_scales(self, step: int, scales: Mapping[str, Any]) -> None:
         """Appends the scales of `step`, keyed "<site>/<lhs|rhs|g>", to scales.jsonl."""
         self._append(SCALES, {"step": step, **scales})
+
+    def log_amaxes(self, step: int, amaxes: Mapping[str, Any]) -> None:
+        """Appends the amaxes that were last observed, keyed likewise."""
+        self._append(AMAXES, {"step": step, **amaxes})
 
     def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
         """Writes sites.json: path, shape, what runs per role, and why not FP8."""

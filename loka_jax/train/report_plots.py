@@ -5,11 +5,12 @@ the style sheet's variables, so that one drawing serves light and dark pages. Te
 stays text, in the page's font. matplotlib is an optional extra, imported to draw.
 """
 
+import contextlib
 import importlib.util
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,21 @@ class Curve:
     def finite(self) -> list[tuple[float, float]]:
         """Returns the points that can be drawn."""
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cloud:
+    """The points of a scatter plot that belong together.
+
+    Attributes:
+        label: its name in the key.
+        points: (x, y), both positive.
+        color: as in `Curve`.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    color: str
 
 
 def can_draw() -> bool:
@@ -84,6 +100,50 @@ def chart(
     return tag("figure", caption, svg)
 
 
+def scatter(title: str, clouds: Sequence[Cloud], x: str, y: str) -> Html:
+    """Returns a figure of points on logarithmic axes, with the line of equals."""
+    clouds = [cloud for cloud in clouds if cloud.points]
+    if not clouds:
+        return Html("")
+    keys = [tag("span", c.label, class_=f"key key-{c.color}") for c in clouds]
+    caption = tag("figcaption", tag("b", title), *keys)
+    values = [value for cloud in clouds for point in cloud.points for value in point]
+    ends = (0.8 * min(values), 1.25 * max(values))
+    with _axes(title, f"{title}, {x} and {y}") as (axes, made):
+        axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
+        for cloud in clouds:
+            xs, ys = zip(*cloud.points, strict=True)
+            axes.plot(xs, ys, "o", ms=4, alpha=0.7, color=_COLORS[cloud.color])
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set_xlabel(x, color=_COLORS["muted"])
+        axes.set_ylabel(y, color=_COLORS["muted"])
+        axes.tick_params(which="both", length=0, pad=5, colors=_COLORS["muted"])
+    return tag("figure", caption, *made)
+
+
+@contextlib.contextmanager
+def _axes(title: str, label: str) -> Iterator[tuple[Any, list[Html]]]:
+    """Yields axes to draw on, and a list into which the drawing goes on leaving."""
+    # Figure alone: pyplot would start a GUI backend and keep every figure alive.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    made: list[Html] = []
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_COLORS["line"])
+        axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
+        yield axes, made
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    made.append(_inline(file.getvalue(), title, label))
+
+
 def _draw(
     title: str,
     curves: Sequence[Curve],
@@ -91,15 +151,9 @@ def _draw(
     marks: Sequence[float],
     limits: tuple[float, float],
 ) -> Html:
-    # Figure alone: pyplot would start a GUI backend and keep every figure alive.
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
+    with _axes(title, f"{title} over examples") as (axes, made):
         for curve in curves:
             _plot(axes, curve)
         if floor is not None:
@@ -114,15 +168,8 @@ def _draw(
         axes.yaxis.set_major_locator(MaxNLocator(5))
         if max((y for c in curves for _, y in c.finite()), default=0) >= 10_000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(_COLORS["line"])
         axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
-        file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    return _inline(file.getvalue(), title)
+    return made[0]
 
 
 def _plot(axes, curve: Curve) -> None:
@@ -155,7 +202,7 @@ def _limits(curves: Sequence[Curve], floor: float | None) -> tuple[float, float]
     return low - margin, high + margin
 
 
-def _inline(svg: str, title: str) -> Html:
+def _inline(svg: str, title: str, label: str) -> Html:
     """Returns matplotlib's SVG file as an element of an HTML page.
 
     Without XML head, metadata and name spaces; colours as variables; the font left to
@@ -174,5 +221,5 @@ def _inline(svg: str, title: str) -> Html:
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     for name, color in _COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
-    label = tag("title", f"{title} over examples")
-    return Html(re.sub(r"(<svg[^>]*>)", rf"\1{label}", svg, count=1).strip())
+    head = tag("title", label)
+    return Html(re.sub(r"(<svg[^>]*>)", rf"\1{head}", svg, count=1).strip())

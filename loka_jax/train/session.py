@@ -8,7 +8,7 @@ import contextlib
 import os
 import pathlib
 import shlex
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -23,6 +23,7 @@ from loka_jax.train.progress import TrainingProgress, print_data, print_sites
 from loka_jax.train.record import RunRecord, check_workdir, versions
 from loka_jax.train.report import write_report
 from loka_jax.train.signals import StopRequest, stop_on_signals
+from loka_jax.train.state import TrainState
 
 # A resumed run may be longer than the one that was stopped, and may look more often.
 _MAY_CHANGE = (
@@ -35,16 +36,37 @@ _MAY_CHANGE = (
 )
 
 
-def train(config: Config, arguments: list[str], console: Console | None = None) -> int:
-    """Trains as `config` says and returns the exit code.
+class Trained(NamedTuple):
+    """How a session ended.
+
+    Attributes:
+        exit_code: 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
+            saving.
+        workdir: where everything lies; None if nothing was trained, as here also:
+        run: what was trained.
+        state: after its last step.
+    """
+
+    exit_code: int
+    workdir: pathlib.Path | None = None
+    run: Run | None = None
+    state: TrainState | None = None
+
+
+def train(
+    config: Config,
+    arguments: list[str],
+    console: Console | None = None,
+    *,
+    script: str = "train.py",
+) -> Trained:
+    """Trains as `config` says.
 
     Args:
         config: the run.
         arguments: of the command line, for the record.
         console: where to print; the standard output if None.
-
-    Returns:
-        0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after saving.
+        script: of the experiments, for the record.
 
     Raises:
         ValueError: something the user can mend, in one sentence.
@@ -52,14 +74,14 @@ def train(config: Config, arguments: list[str], console: Console | None = None) 
         OSError: a checkpoint or another file could not be written.
         SystemExit: with 130 or 143, stopped before or after training.
     """
-    console = console or _standard_output()
+    console = console or standard_output()
     if config.run.print_config:
         console.print_json(data=config.identity())
-        return 0
+        return Trained(0)
     with stop_on_signals() as stop:
         console.print(device_notice(config.run.require_gpu))
         if config.run.dry_run:
-            return _compile(_build(config, console), console)
+            return Trained(_compile(_build(config, console), console))
         workdir = choose_workdir(config)
         owner = {
             "config": config.identity(),
@@ -76,13 +98,14 @@ def train(config: Config, arguments: list[str], console: Console | None = None) 
             with stop.deferred():
                 loop.train(stop)
             summary = _finish(run, loop, stop)
-            command = shlex.join(["python", "experiments/train.py", *arguments])
+            command = shlex.join(["python", f"experiments/{script}", *arguments])
             record.write_summary(summary | {"command": command})
             _print_end(console, summary, write_report(workdir))
-        return stop.exit_code
+        return Trained(stop.exit_code, workdir, run, loop.state)
 
 
-def _standard_output() -> Console:
+def standard_output() -> Console:
+    """Returns a console that writes whole lines where nobody watches."""
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.width = 120

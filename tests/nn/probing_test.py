@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, ProbeConfig
-from loka_jax.probe.matrix_normal import mean_of
 from tests import support
 
 CONFIG = ProbeConfig()
@@ -98,7 +97,7 @@ def test_what_is_learned_are_the_operands_of_every_product():
         ("dense", params["dense"]["kernel"]),
         ("norm_dense", params["norm_dense"]["kernel"]),
     ):
-        found = mean_of(known[path]["stats"].rhs.normal)
+        found = known[path]["stats"].rhs.normal.mean
         np.testing.assert_allclose(found, kernel, rtol=1e-4, atol=1e-6)
     g = np.concatenate(
         [2 * np.asarray(model.apply(variables, x), np.float64) for x in batches]

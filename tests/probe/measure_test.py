@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax import fp8
 from loka_jax.probe.matrix_normal import no_weights, update
-from loka_jax.probe.measure import errors, estimate, measure
+from loka_jax.probe.measure import PAIRS, errors, estimate, measure
 from loka_jax.probe.moments import moments_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
 
@@ -65,7 +65,8 @@ def _gaussian(key):
 
 def _mere(draw, fault=None):
     """Returns the median over draws: their mean is at the mercy of a few elements."""
-    found = measure(functools.partial(_score, fault=fault), draw, jax.random.key(5))
+    score = jax.jit(functools.partial(_score, fault=fault))
+    found = measure(score, jax.jit(draw), jax.random.split(jax.random.key(5), PAIRS))
     return np.median(found.mere)
 
 
@@ -104,7 +105,8 @@ def test_errors_are_those_of_the_definitions():
 
 def test_draws_are_reproducible_and_differ():
     found, again = (
-        measure(_score, _gaussian, jax.random.key(1), pairs=4) for _ in range(2)
+        measure(_score, _gaussian, jax.random.split(jax.random.key(1), 4))
+        for _ in range(2)
     )
     np.testing.assert_array_equal(found, again)
     assert len(set(found.relative_l2.tolist())) == 4

@@ -115,7 +115,7 @@ def test_a_run_that_stops_and_goes_on_learns_the_same(tmp_path, last_state):
     [
         ({"every": 0}, "--probe.every 0 must be at least 1"),
         ({"max_rows": 1}, "--probe.max-rows 1 must be at least 2"),
-        ({"momentum": 0.0}, r"--probe.momentum 0.0 must be in \(0, 1\]"),
+        ({"momentum": 0.0}, r"--probe.momentum 0.0 must be in \(0, 1\)"),
     ],
 )
 def test_options_out_of_range_are_refused(options, match):

@@ -49,8 +49,8 @@ def config(workdir=None, *, seed=0, patience=None, data=None, **loop):
 def train(config: DlrmConfig) -> tuple[int, str]:
     """Trains in this process; returns the exit code and what was printed."""
     out = io.StringIO()
-    code = session.train(config, [], Console(file=out, width=120, soft_wrap=True))
-    return code, out.getvalue()
+    done = session.train(config, [], Console(file=out, width=120, soft_wrap=True))
+    return done.exit_code, out.getvalue()
 
 
 _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))

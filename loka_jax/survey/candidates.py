@@ -1,0 +1,107 @@
+"""What can run a role of a site: providers and recipes.
+
+A role is measured once for each way to cast its operands: recipes that differ
+elsewhere only count as one, under the first one's name.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax import scaling
+from loka_jax.nn import Site
+from loka_jax.ops import roles
+from loka_jax.ops.dense_norm import dense_norm, plan
+from loka_jax.ops.products import decide
+from loka_jax.recipe import Recipe, Role, get_recipe
+
+BF16 = "xla bf16"
+
+
+class Candidate(NamedTuple):
+    """A way to run a role.
+
+    Attributes:
+        provider: "xla" or "pallas".
+        recipe: the casts.
+    """
+
+    provider: str
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Provider and recipe."""
+        return f"{self.provider} {self.recipe.name}"
+
+    def product(
+        self, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
+    ) -> Array:
+        """Returns the role's product.
+
+        Args:
+            role: which.
+            first, second: its operands, see `ops.roles`.
+            amaxes: of lhs, rhs and g, which delayed scales are made for.
+        """
+        state = self.state(amaxes)
+        if self.provider == "xla":
+            return roles.product(role, first, second, self.recipe, state)
+        out = dense_norm(
+            first,
+            second,
+            norm="none",
+            recipe=self.recipe,
+            state=state,
+            implementation="pallas",
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def rates(
+        self, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
+    ) -> roles.CastRates:
+        """Returns what the role's casts flush and clip."""
+        state = self.state(amaxes)
+        return roles.cast_rates(role, first, second, self.recipe, state)
+
+    def state(self, amaxes: Float[Array, "3"]) -> scaling.DelayedScaling | None:
+        """Returns the scaling state of a site that has seen these amaxes."""
+        if not self.recipe.is_delayed:
+            return None
+        empty = scaling.init_delayed(self.recipe)
+        return scaling.update_delayed(empty, amaxes, self.recipe)
+
+
+def candidates(site: Site, role: Role, recipes: tuple[str, ...]) -> list[Candidate]:
+    """Returns what can run a role here, bfloat16 first."""
+    found = [Candidate("xla", get_recipe("bf16"))]
+    seen = set()
+    for recipe in map(get_recipe, recipes):
+        gemm = decide(recipe, role, site.m, site.k, site.n).gemm
+        if gemm is None or gemm in seen:
+            continue
+        seen.add(gemm)
+        found.append(Candidate("xla", recipe))
+        if role == "fwd" and why_no_kernel(site, recipe) is None:
+            found.append(Candidate("pallas", recipe))
+    return found
+
+
+def why_no_kernel(site: Site, recipe: Recipe) -> str | None:
+    """Returns why no fused kernel runs a site's product in that recipe, or None."""
+    chosen = plan(recipe, site.m, site.k, site.n, norm="none", activation="none")
+    return chosen.why_not
+
+
+def operand_amaxes(
+    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
+) -> Float[Array, "3"]:
+    """Returns the amaxes of lhs, rhs and g; 1 for the one that the role lacks."""
+    a, b = (jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (first, second))
+    one = jnp.ones((), jnp.float32)
+    return jnp.stack(
+        {"fwd": (a, b, one), "dlhs": (one, b, a), "drhs": (a, one, b)}[role]
+    )

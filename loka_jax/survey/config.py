@@ -1,0 +1,86 @@
+"""How a trained model is surveyed, and what counts as safe and fast."""
+
+import dataclasses
+
+from loka_jax.probe.measure import PAIRS
+from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
+
+FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
+
+
+def _require(holds: bool, option: str, value, what: str):
+    if not holds:
+        raise ValueError(f"{option} {value} must be {what}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a candidate is safe, and when it is fast.
+
+    Attributes:
+        healthy: relative L2 error at most, in multiples of what its formats give on
+            Gaussian operands: 0.037 with E4M3 twice, 0.059 with E5M2 and E4M3.
+        worst_row: relative L2 error at most of a row, likewise.
+        mere: mean element-wise relative error at most; None for no such limit. The
+            paper names 0.2, which hardly any product of zero mean meets in FP8.
+        speedup: over bfloat16 at least.
+    """
+
+    healthy: float = 1.5
+    worst_row: float = 8.0
+    mere: float | None = None
+    speedup: float = 1.05
+
+    def __post_init__(self):  # noqa: D105
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            option = f"--survey.limits.{field.name.replace('_', '-')}"
+            _require(value is None or value > 0, option, value, "positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurveyConfig:
+    """What is measured, and how often.
+
+    Attributes:
+        recipes: measured at every site, beside bfloat16.
+        pairs: operands drawn for each of them.
+        rows: of drawn and captured operands, at most.
+        captured_batches: batches whose real operands are multiplied too; 0 for none.
+        held_out_batches: of the validation data, at most, for the effect on the loss.
+        loss_recipe: whose effect on the loss is measured, one site at a time.
+        seed: of the draws.
+        limits: what counts as safe and fast.
+    """
+
+    recipes: tuple[str, ...] = FP8_RECIPES
+    pairs: int = PAIRS
+    rows: int = 1024
+    captured_batches: int = 16
+    held_out_batches: int = 32
+    loss_recipe: str = "fp8_tensorwise"
+    seed: int = 0
+    limits: Limits = Limits()
+
+    def __post_init__(self):  # noqa: D105
+        for name, least in {
+            "pairs": 2,
+            "rows": 16,
+            "captured_batches": 0,
+            "held_out_batches": 1,
+            "seed": 0,
+        }.items():
+            value = getattr(self, name)
+            option = f"--survey.{name.replace('_', '-')}"
+            _require(value >= least, option, value, f"at least {least}")
+        for name in (*self.recipes, self.loss_recipe):
+            get_recipe(name)
+            _require(
+                not name.endswith(CALIBRATED), "recipe", name, f"without {CALIBRATED}"
+            )
+        _require(
+            not get_recipe(self.loss_recipe).is_delayed,
+            "--survey.loss-recipe",
+            self.loss_recipe,
+            "one with current scales, such as fp8_tensorwise",
+        )

@@ -1,0 +1,128 @@
+"""How wrong every candidate is at a site, on learned, real and N(0, 1) operands."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from loka_jax.nn import Site
+from loka_jax.ops import roles
+from loka_jax.probe.capture import Operands
+from loka_jax.probe.measure import Errors, errors, estimate, measure
+from loka_jax.probe.sampling import sample_rows, sample_weight
+from loka_jax.probe.site import SiteStats
+from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, ROLES, Role
+from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
+from loka_jax.survey.config import SurveyConfig
+
+
+class _Scores(NamedTuple):
+    errors: Errors
+    rates: roles.CastRates
+
+
+def site_errors(
+    site: Site,
+    stats: SiteStats,
+    captured: Sequence[Operands],
+    config: SurveyConfig,
+) -> dict[Role, dict[str, dict[str, Any]]]:
+    """Returns the errors of each role's candidates, by source of the operands.
+
+    Args:
+        site: where.
+        stats: what Probe knows of it.
+        captured: its operands in some batches; may be empty.
+        config: how many draws, of how many rows.
+
+    Returns:
+        for each role and candidate the errors by source; under each name of `Errors`
+        and of `CastRates` mean, low and high.
+    """
+    rows = min(site.m, config.rows)
+    keys = jax.random.split(jax.random.key(config.seed), config.pairs)
+    learned = functools.partial(draw_learned, stats=stats, rows=rows)
+    normal = functools.partial(_draw_normal, sizes=(rows, site.k, site.n))
+    amaxes = jnp.stack([getattr(stats, name).tails.last_amax for name in OPERANDS])
+    sources: dict[str, tuple[Any, Any, Any]] = {
+        "learned": (learned, amaxes, keys),
+        "normal": (normal, None, keys),
+    }
+    if captured:
+        sources["real"] = (lambda one: one, None, captured)
+    found: dict[Role, dict[str, dict[str, Any]]] = {}
+    for role in ROLES:
+        known = candidates(site, role, config.recipes)
+        score = jax.jit(functools.partial(_score, role, tuple(known)))
+        drawn = {
+            source: measure(score, functools.partial(_draw, role, draw, amaxes), seeds)
+            for source, (draw, amaxes, seeds) in sources.items()
+        }
+        found[role] = {
+            candidate.name: {
+                source: _summary(scores[candidate.name])
+                for source, scores in drawn.items()
+            }
+            for candidate in known
+        }
+    return found
+
+
+def _score(role: Role, known: tuple[Candidate, ...], first, second, amaxes):
+    """Returns the scores of all candidates on one pair of operands."""
+    ref = roles.exact_product(role, first, second)
+    barrier = jax.lax.optimization_barrier
+    return {
+        candidate.name: _Scores(
+            # Else the compiler would leave out the rounding of a product to bfloat16.
+            errors(ref, barrier(candidate.product(role, first, second, amaxes))),
+            candidate.rates(role, first, second, amaxes),
+        )
+        for candidate in known
+    }
+
+
+def _draw(role: Role, draw, amaxes: Float[Array, "3"] | None, seed) -> tuple:
+    """Returns the operands of a role, and the amaxes that its scales know."""
+    operands = draw(seed)
+    first, second = (getattr(operands, name) for name in ROLE_OPERANDS[role])
+    if amaxes is None:
+        amaxes = operand_amaxes(role, first, second)
+    return first, second, amaxes
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
+    """Returns operands of a site with the learned means and covariances."""
+    keys = jax.random.split(key, 3)
+    return Operands(
+        lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
+        rhs=sample_weight(keys[1], stats.rhs.normal),
+        g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
+    m, k, n = sizes
+    keys = jax.random.split(key, 3)
+    return Operands(
+        lhs=_rounded(jax.random.normal(keys[0], (m, k))),
+        rhs=jax.random.normal(keys[1], (k, n)),
+        g=_rounded(jax.random.normal(keys[2], (m, n))),
+    )
+
+
+def _rounded(x: Array) -> Array:
+    # Activations and their gradients are bfloat16 when a site reads them.
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _summary(scores: _Scores) -> dict[str, dict[str, float]]:
+    """Returns mean, low and high of every measure."""
+    values: dict[str, np.ndarray] = scores.errors._asdict() | scores.rates._asdict()
+    return {name: estimate(value)._asdict() for name, value in values.items()}

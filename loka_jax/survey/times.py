@@ -1,0 +1,139 @@
+"""How long a site takes in every recipe, by XLA and by kernels, on a GPU.
+
+Kernel time by the profiler, of operands that were drawn from what Probe learned:
+
+    fwd         the whole site: casts, product, bias, norm, activation
+    dlhs, drhs  casts and product alone; all recipes share what comes before
+    training    the whole site forward and backward
+"""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from loka_jax.nn import Site
+from loka_jax.normed import NormName
+from loka_jax.ops import roles
+from loka_jax.ops.dense_norm import Implementation, dense_norm
+from loka_jax.probe.capture import Operands
+from loka_jax.probe.timing import Case, time_kernels
+from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
+from loka_jax.survey.candidates import BF16, Candidate, why_no_kernel
+
+_ROTATED_BYTES = 120e6  # twice the L2 of an H200
+_MAX_SETS = 16
+# Kernels of a command buffer are not profiled one by one.
+_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
+_BACKWARD: tuple[Role, ...] = ("dlhs", "drhs")
+
+
+def site_times(
+    site: Site, draw: Callable[[Array], Operands], recipes: tuple[str, ...], seed: int
+) -> dict[str, dict[str, float]]:
+    """Returns microseconds by "fwd", "dlhs", "drhs", "training", and candidate.
+
+    Empty without a GPU. Candidates that do not compile are left out.
+
+    Args:
+        site: where.
+        draw: all rows of its operands from a key.
+        recipes: beside bfloat16.
+        seed: of the draws.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    num_bytes = 2 * site.m * (site.k + site.n)
+    sets = min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)
+    drawn = [
+        _as_read(draw(key)) for key in jax.random.split(jax.random.key(seed), sets)
+    ]
+    programs = _programs(site, recipes, drawn[0])
+    compiled = _compile_all(programs, drawn[0])
+    cases = {key: Case(program, drawn) for key, program in compiled.items()}
+    times = time_kernels(cases)
+    found: dict[str, dict[str, float]] = {}
+    for key, taken in times.items():
+        what, _, candidate = key.partition(" ")
+        found.setdefault(what, {})[candidate] = taken.median_us
+    return found
+
+
+def speedup(times: dict[str, dict[str, float]], what: str, name: str) -> float | None:
+    """Returns a candidate's speed over bfloat16; None if one was not measured."""
+    of_all = times.get(what, {})
+    if name not in of_all or BF16 not in of_all:
+        return None
+    return of_all[BF16] / of_all[name]
+
+
+def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str, Any]:
+    """Returns functions of (lhs, rhs, g) by what is timed, and candidate."""
+    amaxes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in operands])
+    found: dict[str, Any] = {}
+    for name in ("bf16", *recipes):
+        recipe = get_recipe(name)
+        state = Candidate("xla", recipe).state(amaxes)
+        if recipe.is_delayed:
+            recipe = get_recipe(name + CALIBRATED)
+        implementations: list[Implementation] = ["xla"]
+        if why_no_kernel(site, recipe) is None:
+            implementations.append("pallas")
+        for implementation in implementations:
+            run = functools.partial(_site, site, recipe, state, implementation)
+            found[f"fwd {implementation} {name}"] = lambda x, w, g, run=run: run(x, w)
+            found[f"training {implementation} {name}"] = functools.partial(_train, run)
+        for role in _BACKWARD:
+            found[f"{role} xla {name}"] = functools.partial(
+                _product, role, recipe, state
+            )
+    return found
+
+
+def _site(site: Site, recipe: Recipe, state, implementation, lhs, rhs):
+    n = site.n
+    bias = jnp.ones((n,), jnp.float32) if site.use_bias else None
+    gamma = jnp.ones((n,), jnp.float32) if _has_gamma(site.norm) else None
+    beta = jnp.zeros((n,), jnp.float32) if site.norm == "layer" else None
+    return dense_norm(
+        lhs,
+        rhs,
+        bias=bias,
+        gamma=gamma,
+        beta=beta,
+        norm=site.norm,
+        activation=site.activation,
+        recipe=recipe,
+        state=state,
+        implementation=implementation,
+    )
+
+
+def _has_gamma(norm: NormName) -> bool:
+    return norm in ("layer", "rms")
+
+
+def _train(run, lhs, rhs, g):
+    out, pull = jax.vjp(run, lhs, rhs)
+    return out, pull(g)
+
+
+def _product(role: Role, recipe: Recipe, state, lhs, rhs, g):
+    first, second = (g, rhs) if role == "dlhs" else (lhs, g)
+    return roles.product(role, first, second, recipe, state)
+
+
+def _as_read(operands: Operands) -> tuple[Array, Array, Array]:
+    lhs, rhs, g = operands
+    return lhs.astype(jnp.bfloat16), rhs, g.astype(jnp.bfloat16)
+
+
+def _compile_all(programs: dict[str, Any], operands: tuple) -> dict[str, Any]:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        lowered = {name: jax.jit(f).lower(*operands) for name, f in programs.items()}
+        compiled = {k: pool.submit(x.compile, _OPTIONS) for k, x in lowered.items()}
+    return {k: x.result() for k, x in compiled.items() if x.exception() is None}
