@@ -6,14 +6,15 @@ with U (k, k) over rows and V (n, n) over columns, learned from the weight at su
 steps by flip-flop with an exponential moving average of momentum m. Of Wc = W - Mean,
 Mean that of the weights before:
 
-    U' = Wc V^-1 Wc^T / n      U <- m U + (1 - m) U'
+    U' = Wc V^-1 Wc^T / n      U <- m U + (1 - m) U',  scaled to trace(U) = k
     V' = Wc^T U^-1 Wc / k      V <- m V + (1 - m) V'
-    s = trace(U) / k           U <- U / s,  V <- s V      (a factor is ambiguous)
 
-Inverses are triangular solves with Cholesky factors. Mean is a bias-corrected moving
-average of W with a momentum p of its own, so that U and V describe how the weight has
-been moving; with mean "zero" they carry all of its structure. A W independent of those
-before is off their mean by 2 / (1 + p) of its variance, which Wc is corrected for.
+Inverses are triangular solves with Cholesky factors. U has a fixed scale, for it and
+V share one. Early on (1 - m) is larger, so that each weight counts about as much.
+Mean is a bias-corrected average of W with a momentum p of its own, so that U and V
+describe how the weight has been moving; with mean "zero" they carry all of its
+structure. A W independent of those before is off their mean by 2 / (1 + p) of its
+variance, which Wc is corrected for.
 
 References:
     LoKA, arXiv 2605.10886, section on Probe.
@@ -28,7 +29,8 @@ from jaxtyping import Array, Float
 from loka_jax.probe import blocks
 
 MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 of 9 %
-MEAN_MOMENTUM = 0.9  # a mean over longer would be of weights that have long moved on
+_PRIOR = 8.0  # weights that independence counts as, where rows and columns are as many
+MEAN_MOMENTUM = 0.5  # a mean over longer would be of weights that have long moved on
 
 
 class MatrixNormal(NamedTuple):
@@ -36,12 +38,14 @@ class MatrixNormal(NamedTuple):
 
     Attributes:
         steps: weights seen.
+        moves: differences from the mean that U and V were learned from.
         mean: moving average of the weight.
         rows: U in blocks on the diagonal, trace k.
-        columns: V likewise.
+        columns: V likewise, zeros as long as no difference was seen.
     """
 
     steps: Float[Array, ""]
+    moves: Float[Array, ""]
     mean: Float[Array, "k n"]
     rows: Float[Array, "b s s"]
     columns: Float[Array, "c t t"]
@@ -51,9 +55,10 @@ def no_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNo
     """Returns what is known of a weight (k, n) before any was seen."""
     return MatrixNormal(
         steps=jnp.zeros((), jnp.float32),
+        moves=jnp.zeros((), jnp.float32),
         mean=jnp.zeros((k, n), jnp.float32),
         rows=_identity(k, max_bytes),
-        columns=_identity(n, max_bytes),
+        columns=jnp.zeros_like(_identity(n, max_bytes)),
     )
 
 
@@ -68,7 +73,7 @@ def update(
 ) -> MatrixNormal:
     """Returns what is known with one weight more; one that is not finite adds nothing.
 
-    The first weight only sets the mean, and the size of V.
+    The first weight only sets the mean.
 
     Args:
         known: of the weights before.
@@ -82,44 +87,43 @@ def update(
     off, averaged = w, known.mean
     if mean == "average":
         off = w - known.mean
-        rate = (1 - mean_momentum) / (1 - mean_momentum ** (known.steps + 1))
+        rate = _rate(mean_momentum, known.steps)
         averaged = known.mean + rate * off
         off = off * ((1 + mean_momentum) / 2) ** 0.5
     is_finite = jnp.isfinite(jnp.sum(w))
-    # Before there is a difference to learn from, the weight's own size is the best
-    # guess at that of V.
-    is_first = known.steps == 0
-    guess = jnp.mean(w * w) * _identity_like(w.shape[1], known.columns)
-    after = MatrixNormal(
-        steps=known.steps + 1,
-        mean=averaged,
-        rows=known.rows,
-        columns=jnp.where(is_first, guess, known.columns),
-    )
+    after = known._replace(steps=known.steps + 1, mean=averaged)
     if moves_covariances:
-        rows, columns = _flip_flop(known, off, momentum)
-        moved = after._replace(rows=rows, columns=columns)
-        after = _where(is_first, after, moved)
+        has_mean = known.steps > 0 if mean == "average" else jnp.asarray(True)
+        is_off = has_mean & (jnp.max(jnp.abs(off)) > 0)
+        after = _where(is_off, _flip_flop(after, off, momentum), after)
     return _where(is_finite, after, known)
+
+
+def _rate(momentum: float, seen: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns the weight of the next value in a bias-corrected average of `seen`."""
+    return (1 - momentum) / (1 - momentum ** (seen + 1))
 
 
 def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def _flip_flop(known: MatrixNormal, centred, momentum: float):
-    """Returns U and V after one weight that lies `centred` off the mean."""
-    k, n = centred.shape
+def _flip_flop(known: MatrixNormal, off, momentum: float) -> MatrixNormal:
+    """Returns what is known after one weight more, that lies `off` the mean."""
+    k, n = off.shape
     row_size, column_size = known.rows.shape[-1], known.columns.shape[-1]
-    whitened = _whiten(centred, known.columns)
-    rows = _gram(whitened, row_size) / n
-    rows = momentum * known.rows + (1 - momentum) * rows
-    whitened = _whiten(centred.T, rows)
-    columns = _gram(whitened, column_size) / k
-    columns = momentum * known.columns + (1 - momentum) * columns
-    scale = jnp.trace(rows, axis1=1, axis2=2).sum() / k
-    scale = jnp.where(scale > 0, scale, 1.0)
-    return rows / scale, columns * scale
+    # One weight has fewer rows or columns than a covariance has directions. So both
+    # begin as those of independent elements, which count as some weights.
+    size = jnp.mean(off * off) * _identity_like(n, known.columns)
+    columns = jnp.where(known.moves == 0, size, known.columns)
+    prior = _PRIOR * max(k / n, n / k)
+    rate = jnp.maximum(1 - momentum, 1 / (known.moves + 1 + prior))
+    moved = _gram(_whiten(off, columns), row_size) / n
+    rows = (1 - rate) * known.rows + rate * moved
+    rows = rows * (k / jnp.trace(rows, axis1=1, axis2=2).sum())
+    moved = _gram(_whiten(off.T, rows), column_size) / k
+    columns = (1 - rate) * columns + rate * moved
+    return known._replace(moves=known.moves + 1, rows=rows, columns=columns)
 
 
 def _whiten(x: Float[Array, "p q"], covariance: Float[Array, "b s s"]):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from loka_jax.nn import Site
 from loka_jax.ops import roles
@@ -15,7 +15,7 @@ from loka_jax.probe.capture import Operands
 from loka_jax.probe.measure import Errors, errors, estimate, measure
 from loka_jax.probe.sampling import sample_rows, sample_weight
 from loka_jax.probe.site import SiteStats
-from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, ROLES, Role
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role
 from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
 from loka_jax.survey.config import SurveyConfig
 
@@ -47,20 +47,19 @@ def site_errors(
     keys = jax.random.split(jax.random.key(config.seed), config.pairs)
     learned = functools.partial(draw_learned, stats=stats, rows=rows)
     normal = functools.partial(_draw_normal, sizes=(rows, site.k, site.n))
-    amaxes = jnp.stack([getattr(stats, name).tails.last_amax for name in OPERANDS])
-    sources: dict[str, tuple[Any, Any, Any]] = {
-        "learned": (learned, amaxes, keys),
-        "normal": (normal, None, keys),
+    sources: dict[str, tuple[Any, Any]] = {
+        "learned": (learned, keys),
+        "normal": (normal, keys),
     }
     if captured:
-        sources["real"] = (lambda one: one, None, captured)
+        sources["real"] = (lambda one: one, captured)
     found: dict[Role, dict[str, dict[str, Any]]] = {}
     for role in ROLES:
         known = candidates(site, role, config.recipes)
         score = jax.jit(functools.partial(_score, role, tuple(known)))
         drawn = {
-            source: measure(score, functools.partial(_draw, role, draw, amaxes), seeds)
-            for source, (draw, amaxes, seeds) in sources.items()
+            source: measure(score, functools.partial(_draw, role, draw), seeds)
+            for source, (draw, seeds) in sources.items()
         }
         found[role] = {
             candidate.name: {
@@ -86,13 +85,14 @@ def _score(role: Role, known: tuple[Candidate, ...], first, second, amaxes):
     }
 
 
-def _draw(role: Role, draw, amaxes: Float[Array, "3"] | None, seed) -> tuple:
-    """Returns the operands of a role, and the amaxes that its scales know."""
+def _draw(role: Role, draw, seed) -> tuple:
+    """Returns the operands of a role, and the amaxes that delayed scales are made for.
+
+    Those of the operands themselves: how far a scale lags behind, `amax_ratio` tells.
+    """
     operands = draw(seed)
     first, second = (getattr(operands, name) for name in ROLE_OPERANDS[role])
-    if amaxes is None:
-        amaxes = operand_amaxes(role, first, second)
-    return first, second, amaxes
+    return first, second, operand_amaxes(role, first, second)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

@@ -116,7 +116,7 @@ class ProbeOptions:
     max_mib: int = 16
     momentum: float = MOMENTUM
     mean_momentum: float = MEAN_MOMENTUM
-    decay: float = 0.9
+    decay: float = 0.7
 
     def __post_init__(self):  # noqa: D105
         for name in ("every", "covariances_every", "max_mib"):

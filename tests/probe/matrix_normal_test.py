@@ -36,10 +36,12 @@ def _error(known, exact):
 def test_three_thousand_weights_give_both_covariances():
     mean = 3 * np.random.default_rng(0).standard_normal((24, 40))
     weights, exact = _weights(24, 40, 3000, mean)
-    known = _learn(weights, no_weights(24, 40))
+    known = _learn(weights, no_weights(24, 40), mean_momentum=0.99)
     assert _error(known, exact) < 0.1
-    np.testing.assert_allclose(known.mean, mean, atol=1.2)
+    np.testing.assert_allclose(known.mean, mean, atol=0.6)
     np.testing.assert_allclose(jnp.trace(known.rows[0]), 24, rtol=1e-4)
+    # That the mean follows fast is corrected for.
+    assert _error(_learn(weights, no_weights(24, 40)), exact) < 0.1
     # With less memory it scatters, as the default's comment says.
     known = _learn(weights, no_weights(24, 40), momentum=0.9)
     assert _error(known, exact) > 0.2
@@ -66,11 +68,8 @@ def test_the_mean_can_move_alone():
     whole = _learn(weights, no_weights(6, 8))
     alone = _learn(weights, no_weights(6, 8), moves_covariances=False)
     chex.assert_trees_all_close(alone.mean, whole.mean, rtol=1e-5)
-    first = update(no_weights(6, 8), weights[0], moves_covariances=False)
-    chex.assert_trees_all_equal(alone.columns, first.columns)
-    np.testing.assert_allclose(
-        jnp.diag(first.columns[0]), jnp.mean(weights[0] ** 2), rtol=1e-5
-    )
+    assert alone.moves == 0 and whole.moves == 19
+    chex.assert_trees_all_equal(alone.columns, no_weights(6, 8).columns)
 
 
 @pytest.mark.parametrize("w", [jnp.zeros((2, 3)), jnp.ones((2, 3))])

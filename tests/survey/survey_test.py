@@ -1,0 +1,206 @@
+"""A survey of a small trained model, from statistics to verdicts."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.data import Position
+from loka_jax.nn import Site
+from loka_jax.recipe import ROLES, get_recipe
+from loka_jax.survey import Limits, SurveyConfig, survey, write_page
+from loka_jax.survey.candidates import BF16, Candidate, candidates
+from loka_jax.survey.sensitivity import ALL
+from loka_jax.survey.survey import prediction, rank_correlation
+from loka_jax.survey.verdict import healthy, judge
+from loka_jax.train import jsonfile
+from loka_jax.train.config import ProbeOptions
+from tests.train import support
+
+OPTIONS = SurveyConfig(
+    pairs=6,
+    rows=32,
+    captured_batches=2,
+    held_out_batches=2,
+    recipes=("fp8_tensorwise", "fp8_tensorwise_delayed"),
+)
+
+
+def _run(**kwargs):
+    config = support.config(**kwargs)
+    probe = ProbeOptions(every=1)
+    return support.build_lib.build(type(config)(**(vars(config) | {"probe": probe})))
+
+
+@pytest.fixture(scope="module")
+def surveyed():
+    run = _run()
+    state = run.init()
+    for i in range(3):
+        batch = run.splits.train.batch(Position(0, i, 0), 32, shuffle=True)
+        probe = run.config.probe.config_at(i)
+        state = run.train_step(is_calibrated=False, probe=probe)(state, batch)
+    lines = []
+    return run, state, survey(run, state, OPTIONS, lines.append), lines
+
+
+def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
+    run, _, found, lines = surveyed
+    paths = [site["path"] for site in found["sites"]]
+    others = [site["path"] for site in found["not_surveyed"]]
+    assert set(paths) | set(others) == {site.path for site in run.sites}
+    assert "head" in others and all(one["why"] for one in found["not_surveyed"])
+    assert len(lines) == len(paths) + 1
+    for site in found["sites"]:
+        assert set(site["roles"]) == set(ROLES)
+        for role, measured in site["roles"].items():
+            assert measured[BF16]["errors"]["learned"]["relative_l2"]["mean"] < 0.005
+            assert len(measured) > 2, role
+            for name, one in measured.items():
+                for errors in one["errors"].values():
+                    for estimate in errors.values():
+                        assert estimate["low"] <= estimate["mean"] <= estimate["high"]
+                if name != BF16:
+                    error = one["errors"]["learned"]["relative_l2"]["mean"]
+                    assert 0.005 < error < 0.15
+                    assert one["us"] is None and "no GPU" in one["reason"]
+
+
+def test_real_operands_are_those_of_the_model(surveyed):
+    _, _, found, _ = surveyed
+    known = found["prediction"]
+    assert set(known) == {"learned", "normal"}
+    assert known["learned"]["count"] == known["normal"]["count"] > 10
+    assert known["learned"]["mean_deviation"] < 0.3
+    assert -1 <= known["learned"]["rank_correlation"] <= 1
+
+
+def test_one_site_at_a_time_moves_the_loss(surveyed):
+    run, _, found, _ = surveyed
+    effects = found["sensitivity"]
+    *paths, last = effects
+    assert last == ALL and set(paths) == {site["path"] for site in found["sites"]}
+    moved = [effects[path]["moved"] for path in paths]
+    assert moved == sorted(moved, reverse=True) and moved[-1] > 0
+    assert effects[ALL]["moved"] < sum(moved)
+    for effect in effects.values():
+        assert effect["low"] <= effect["change"] <= effect["high"]
+        assert abs(effect["change"]) <= effect["moved"]
+
+
+def test_few_statistics_are_warned_of(surveyed):
+    _, _, found, _ = surveyed
+    assert any("rows were seen" in warning for warning in found["warnings"])
+    assert any("the weight was seen 3 times" in line for line in found["warnings"])
+
+
+def test_the_survey_is_json_and_the_page_escapes_it(surveyed, tmp_path):
+    _, _, found, _ = surveyed
+    jsonfile.write(tmp_path / "probe.json", found)
+    found = json.loads((tmp_path / "probe.json").read_text())
+    found["sites"][0]["path"] = "<script>alert(1)</script>"
+    page = write_page(tmp_path, found).read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert "http://" not in page and "https://" not in page
+    for words in ("Where FP8 is safe", "Every candidate", "Predicted and real errors"):
+        assert words in page
+
+
+def test_a_run_without_statistics_is_refused():
+    run = support.build_lib.build(support.config())
+    with pytest.raises(ValueError, match="no statistics: train it with --probe.every"):
+        survey(run, run.init(), OPTIONS, print)
+
+
+def _errors(relative_l2, worst_row=0.1, mere=0.4):
+    values = {"relative_l2": relative_l2, "worst_row": worst_row, "mere": mere}
+    return {k: {"mean": v, "low": v, "high": v} for k, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    "errors, speedup, limits, expected, reason",
+    [
+        (_errors(0.04), 1.5, Limits(), (True, True), "1.50 times bfloat16, relative"),
+        (_errors(0.04), 1.0, Limits(), (True, False), "1.00 times bfloat16"),
+        (_errors(0.04), None, Limits(), (True, None), "no GPU"),
+        (
+            _errors(0.08),
+            2.0,
+            Limits(),
+            (False, True),
+            "relative l2 0.08 is above 0.0555",
+        ),
+        (_errors(float("nan")), 2.0, Limits(), (False, True), "relative l2 nan"),
+        (_errors(0.04, 0.9), 2.0, Limits(), (False, True), "worst row 0.9 is above"),
+        (_errors(0.04), 2.0, Limits(mere=0.2), (False, True), "mere 0.4 is above 0.2"),
+    ],
+)
+def test_verdicts(errors, speedup, limits, expected, reason):
+    unit = healthy(get_recipe("fp8_rowwise"), "fwd")
+    verdict = judge(errors, speedup, unit, limits)
+    assert (verdict.is_safe, verdict.is_fast) == expected
+    assert verdict.reason.startswith(reason) or reason in verdict.reason
+
+
+def test_formats_have_their_own_limits():
+    recipe = get_recipe("fp8_tensorwise")
+    assert healthy(recipe, "fwd") < healthy(recipe, "dlhs")
+
+
+def test_equal_casts_are_one_candidate():
+    site = Site(
+        path="a",
+        m=64,
+        k=32,
+        n=48,
+        recipe="bf16",
+        fwd="",
+        dlhs="",
+        drhs="",
+        why_not=None,
+    )
+    recipes = ("fp8_rowwise", "fp8_rowwise_bf16_drhs")
+    names = {
+        role: [one.name for one in candidates(site, role, recipes)] for role in ROLES
+    }
+    assert names["fwd"] == [BF16, "xla fp8_rowwise"]
+    assert names["dlhs"] == [BF16, "xla fp8_rowwise", "xla fp8_rowwise_bf16_drhs"]
+    assert names["drhs"] == [BF16, "xla fp8_rowwise"]
+
+
+def test_delayed_scales_are_made_for_the_amaxes_given():
+    one = Candidate("xla", get_recipe("fp8_tensorwise_delayed"))
+    x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
+    right = one.product("fwd", x, w, jnp.asarray([1.0, 1.0, 1.0]))
+    np.testing.assert_allclose(right.astype(jnp.float32), 16.0)
+    # Made for far less than comes, they clip.
+    clipped = one.product("fwd", x, w, jnp.asarray([0.01, 1.0, 1.0]))
+    assert jnp.max(clipped.astype(jnp.float32)) < 1
+
+
+def test_rank_correlation():
+    a = np.asarray([1.0, 2.0, 3.0, 4.0])
+    assert rank_correlation(a, np.exp(a)) == pytest.approx(1.0)
+    assert rank_correlation(a, -a) == pytest.approx(-1.0)
+    assert rank_correlation(a[:2], a[:2]) is None
+    assert rank_correlation(a, np.ones(4)) is None
+    assert prediction([]) == {}
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"pairs": 1}, "--survey.pairs 1 must be at least 2"),
+        ({"recipes": ("fp8_rows",)}, "did you mean 'fp8_rowwise'"),
+        ({"loss_recipe": "fp8_tensorwise_delayed"}, "one with current scales"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        SurveyConfig(**options)
+
+
+def test_limits_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="--survey.limits.worst-row 0"):
+        Limits(worst_row=0.0)
