@@ -18,7 +18,7 @@ from loka_jax.train import jsonfile
 from loka_jax.train.config import Config
 from loka_jax.train.session import choose_workdir, standard_output, train
 
-_EVERY = 20  # steps between observed ones, if the command line does not say
+_EVERY = 10  # steps between observed ones, if the command line does not say
 
 
 def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:

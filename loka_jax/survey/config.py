@@ -48,6 +48,7 @@ class SurveyConfig:
         rows: of drawn and captured operands, at most.
         captured_batches: batches whose real operands are multiplied too; 0 for none.
         held_out_batches: of the validation data, at most, for the effect on the loss.
+        times: measure times too, where there is a GPU.
         loss_recipe: whose effect on the loss is measured, one site at a time.
         seed: of the draws.
         limits: what counts as safe and fast.
@@ -58,6 +59,7 @@ class SurveyConfig:
     rows: int = 1024
     captured_batches: int = 16
     held_out_batches: int = 32
+    times: bool = True
     loss_recipe: str = "fp8_tensorwise"
     seed: int = 0
     limits: Limits = Limits()

@@ -181,7 +181,7 @@ def _verdict(one: dict[str, Any]) -> Html:
     if one["is_fast"] is not None:
         word = "fast" if one["is_fast"] else "slow"
         chips.append(_chip(word, is_good=one["is_fast"]))
-    return tag("div", *chips, tag("div", one["reason"], class_="muted"))
+    return tag("div", *chips, tag("div", one["reason"], class_="why"))
 
 
 def _training(site: dict[str, Any]) -> Html:

@@ -136,7 +136,9 @@ def _survey_site(
 ) -> dict[str, Any]:
     errors = site_errors(site, stats, captured, config)
     draw = functools.partial(draw_learned, stats=stats, rows=site.m)
-    times = times_lib.site_times(site, draw, config.recipes, config.seed)
+    times = {}
+    if config.times:
+        times = times_lib.site_times(site, draw, config.recipes, config.seed)
     return {
         "path": site.path,
         "m": site.m,

@@ -51,7 +51,7 @@ class Cloud:
 
     Attributes:
         label: its name in the key.
-        points: (x, y), both positive.
+        points: (x, y), none negative.
         color: as in `Curve`.
     """
 
@@ -101,23 +101,27 @@ def chart(
 
 
 def scatter(title: str, clouds: Sequence[Cloud], x: str, y: str) -> Html:
-    """Returns a figure of points on logarithmic axes, with the line of equals."""
+    """Returns a figure of points, with the line where x and y are equal."""
     clouds = [cloud for cloud in clouds if cloud.points]
     if not clouds:
         return Html("")
     keys = [tag("span", c.label, class_=f"key key-{c.color}") for c in clouds]
     caption = tag("figcaption", tag("b", title), *keys)
     values = [value for cloud in clouds for point in cloud.points for value in point]
-    ends = (0.8 * min(values), 1.25 * max(values))
+    ends = (0.0, 1.08 * max(values))
+    from matplotlib.ticker import MaxNLocator
+
     with _axes(title, f"{title}, {x} and {y}") as (axes, made):
         axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
         for cloud in clouds:
             xs, ys = zip(*cloud.points, strict=True)
             axes.plot(xs, ys, "o", ms=4, alpha=0.7, color=_COLORS[cloud.color])
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlim=ends, ylim=ends)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel(x, color=_COLORS["muted"])
         axes.set_ylabel(y, color=_COLORS["muted"])
-        axes.tick_params(which="both", length=0, pad=5, colors=_COLORS["muted"])
+        axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
     return tag("figure", caption, *made)
 
 
