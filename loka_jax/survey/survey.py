@@ -61,7 +61,7 @@ def survey(
         stats = known[site.path]
         warnings += warnings_of(site.path, stats)
         operands = [batch[site.path] for batch in captured]
-        found.append(_survey_site(site, stats, operands, config))
+        found.append(_survey_site(site, stats, operands, config, say))
     say("effect on the loss")
     effect = sensitivity(
         run, state, recipe=config.loss_recipe, max_batches=config.held_out_batches
@@ -133,12 +133,13 @@ def _survey_site(
     stats: SiteStats,
     captured: list[Operands],
     config: SurveyConfig,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     errors = site_errors(site, stats, captured, config)
     draw = functools.partial(draw_learned, stats=stats, rows=site.m)
     times = {}
     if config.times:
-        times = times_lib.site_times(site, draw, config.recipes, config.seed)
+        times = times_lib.site_times(site, draw, config.recipes, config.seed, say)
     return {
         "path": site.path,
         "m": site.m,

@@ -19,11 +19,11 @@ from jaxtyping import Array
 from loka_jax.nn import Site
 from loka_jax.normed import NormName
 from loka_jax.ops import roles
-from loka_jax.ops.dense_norm import Implementation, dense_norm
+from loka_jax.ops.dense_norm import Implementation, dense_norm, plan
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
-from loka_jax.survey.candidates import BF16, Candidate, why_no_kernel
+from loka_jax.survey.candidates import BF16, Candidate
 
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
@@ -33,17 +33,22 @@ _BACKWARD: tuple[Role, ...] = ("dlhs", "drhs")
 
 
 def site_times(
-    site: Site, draw: Callable[[Array], Operands], recipes: tuple[str, ...], seed: int
+    site: Site,
+    draw: Callable[[Array], Operands],
+    recipes: tuple[str, ...],
+    seed: int,
+    say: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """Returns microseconds by "fwd", "dlhs", "drhs", "training", and candidate.
 
-    Empty without a GPU. Candidates that do not compile are left out.
+    Empty without a GPU.
 
     Args:
         site: where.
         draw: all rows of its operands from a key.
         recipes: beside bfloat16.
         seed: of the draws.
+        say: takes a line on each candidate that does not compile.
     """
     if jax.default_backend() != "gpu":
         return {}
@@ -53,7 +58,7 @@ def site_times(
         _as_read(draw(key)) for key in jax.random.split(jax.random.key(seed), sets)
     ]
     programs = _programs(site, recipes, drawn[0])
-    compiled = _compile_all(programs, drawn[0])
+    compiled = _compile_all(programs, drawn[0], say)
     cases = {key: Case(program, drawn) for key, program in compiled.items()}
     times = time_kernels(cases)
     found: dict[str, dict[str, float]] = {}
@@ -81,7 +86,7 @@ def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str
         if recipe.is_delayed:
             recipe = get_recipe(name + CALIBRATED)
         implementations: list[Implementation] = ["xla"]
-        if why_no_kernel(site, recipe) is None:
+        if _is_served(site, recipe):
             implementations.append("pallas")
         for implementation in implementations:
             run = functools.partial(_site, site, recipe, state, implementation)
@@ -113,6 +118,18 @@ def _site(site: Site, recipe: Recipe, state, implementation, lhs, rhs):
     )
 
 
+def _is_served(site: Site, recipe: Recipe) -> bool:
+    return plan(
+        recipe,
+        site.m,
+        site.k,
+        site.n,
+        norm=site.norm,
+        activation=site.activation,
+        has_bias=site.use_bias,
+    ).is_served
+
+
 def _has_gamma(norm: NormName) -> bool:
     return norm in ("layer", "rms")
 
@@ -132,8 +149,13 @@ def _as_read(operands: Operands) -> tuple[Array, Array, Array]:
     return lhs.astype(jnp.bfloat16), rhs, g.astype(jnp.bfloat16)
 
 
-def _compile_all(programs: dict[str, Any], operands: tuple) -> dict[str, Any]:
+def _compile_all(
+    programs: dict[str, Any], operands: tuple, say: Callable[[str], None]
+) -> dict[str, Any]:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         lowered = {name: jax.jit(f).lower(*operands) for name, f in programs.items()}
         compiled = {k: pool.submit(x.compile, _OPTIONS) for k, x in lowered.items()}
+    for name, program in compiled.items():
+        if program.exception() is not None:
+            say(f"{name} does not compile: {program.exception()}")
     return {k: x.result() for k, x in compiled.items() if x.exception() is None}
