@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Key
 
 _LOWEST, _HIGHEST, _PER_OCTAVE = -56, 24, 2  # log2 of what the bins hold
 _BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE
+_UNIT = 20  # powers of two: squares stay in float32's range from the lowest bin on
 
 
 class RowNorms(NamedTuple):
@@ -33,22 +34,19 @@ def no_norms() -> RowNorms:
 
 
 def norms_of(rows: Float[Array, "m k"], centre: Float[Array, "k"]) -> RowNorms:
-    """Returns the counts of some rows; none if one is not finite.
+    """Returns the counts of some rows.
 
     Args:
-        rows: any number.
+        rows: any number, of finite values.
         centre: about which their sizes count: the mean of earlier ones, which is the
             same for all parts of a batch.
     """
-    off = rows.astype(jnp.float32) - centre[None]
-    # In units of the largest, for squares of small gradients vanish.
-    unit = jnp.max(jnp.abs(off), initial=0.0)
-    unit = jnp.where(unit > 0, unit, 1.0)
-    squares = jnp.mean((off / unit) ** 2, axis=1)
-    places = (0.5 * jnp.log2(squares) + jnp.log2(unit) - _LOWEST) * _PER_OCTAVE
+    # In a small unit, for squares of small gradients vanish.
+    off = (rows.astype(jnp.float32) - centre[None]) * 2.0**_UNIT
+    squares = jnp.mean(off * off, axis=1)
+    places = (0.5 * jnp.log2(squares) - _UNIT - _LOWEST) * _PER_OCTAVE
     places = jnp.clip(jnp.floor(places), 0, _BINS - 1).astype(jnp.int32)
-    counts = jnp.sum(jax.nn.one_hot(places, _BINS, dtype=jnp.float32), axis=0)
-    return RowNorms(jnp.where(jnp.isfinite(jnp.sum(squares)), counts, 0.0))
+    return RowNorms(jnp.sum(jax.nn.one_hot(places, _BINS, dtype=jnp.float32), axis=0))
 
 
 def merge(a: RowNorms, b: RowNorms) -> RowNorms:

@@ -140,9 +140,6 @@ def observe(
     """
     lhs, g = (some_rows(x, config.max_rows) for x in (lhs, g))
     scales = jnp.zeros((3,), jnp.float32) if scales is None else scales
-    lhs_tails = _tails(lhs, scales[0], E4M3, axis_names)
-    rhs_tails = _tails(rhs, scales[1], E4M3, ())
-    g_tails = _tails(g, scales[2], E5M2, axis_names)
     normal = matrix_normal.update(
         known.rhs.normal,
         rhs,
@@ -152,9 +149,9 @@ def observe(
         moves_covariances=config.moves_weight_covariances,
     )
     batch = SiteStats(
-        lhs=Rows(_moments(known.lhs.moments, lhs), _norms(known.lhs, lhs), lhs_tails),
-        rhs=Weight(normal, rhs_tails),
-        g=Rows(_moments(known.g.moments, g), _norms(known.g, g), g_tails),
+        lhs=_rows(known.lhs, lhs, scales[0], E4M3, axis_names),
+        rhs=Weight(normal, _tails(known.rhs.tails, rhs, scales[1], E4M3, ())),
+        g=_rows(known.g, g, scales[2], E5M2, axis_names),
     )
     return _merge_over_devices(batch, axis_names)
 
@@ -197,24 +194,33 @@ def some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
     return x[::stride][:most]
 
 
-def _norms(known: Rows, x: Float[Array, "m k"]) -> RowNorms:
-    if x.size == 0:
-        return row_norms.no_norms()
-    return row_norms.norms_of(x, known.moments.mean)
-
-
-def _moments(like: Moments, x: Float[Array, "m k"]) -> Moments:
-    """Returns the moments of some rows, none if they are not finite."""
-    return moments.update(jax.tree.map(jnp.zeros_like, like), x)
+def _rows(known: Rows, x: Float[Array, "m k"], scale_inv, dtype, axis_names) -> Rows:
+    """Returns what some rows say, nothing if they are not finite."""
+    size = known.moments.scatter.shape[-1]
+    if x.shape[0] == 0:
+        return jax.tree.map(jnp.zeros_like, known)
+    found = Rows(
+        moments.moments_of(x, size),
+        row_norms.norms_of(x, known.moments.mean),
+        _tails(known.tails, x, scale_inv, dtype, axis_names),
+    )
+    # Zeros are what `_tails` returns of rows that are not finite.
+    is_known = found.tails.count > 0
+    return jax.tree.map(lambda value: jnp.where(is_known, value, 0.0), found)
 
 
 def _tails(
-    x: Array, scale_inv: Float[Array, ""], dtype, axis_names: tuple[str, ...]
+    known: Tails,
+    x: Array,
+    scale_inv: Float[Array, ""],
+    dtype,
+    axis_names: tuple[str, ...],
 ) -> Tails:
     """Returns the tails of an operand, none if it is not finite."""
     if x.size == 0:
         return tails.no_tails()
-    amax = fp8.amax_over_devices(fp8.amax(x), axis_names)
+    amax = fp8.amax_over_devices(fp8.amax(fp8.amax_of_parts(x)), axis_names)
     current = fp8.compute_scale_inv(amax, dtype)
     used = jnp.where(scale_inv > 0, scale_inv, current)
-    return tails.update(tails.no_tails(), x, fp8.cast(x, used, dtype))
+    found = tails.tails_of(x, fp8.cast(x, used, dtype), centre=known.mean)
+    return Tails(jnp.where(tails.is_finite(found), found.values, 0.0))

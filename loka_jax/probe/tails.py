@@ -5,139 +5,190 @@ Of all elements together, with central moments that merge (Pebay 2008):
     kurtosis = n M4 / M2^2            3 for a Gaussian
     underflow, saturation rate        shares flushed to zero, and clipped
     amax ratio                        amax now / amax that the scale was made for
+
+All are kept in one vector: inside a training step every array of its own costs a kernel
+or two, and every step that carries it costs its handing over.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
 
+_FIELDS = (
+    *("count", "mean", "m2", "m3", "m4"),
+    *("amax", "last_amax", "flushed", "clipped", "amax_ratio"),
+)
+_MAX_PARTS = 256
+# Of the sum of squares: less than that is what rounding leaves of no variance.
+_NO_VARIANCE = 1e-6
+
 
 class Tails(NamedTuple):
-    """What is known of all elements seen so far, float32 scalars.
+    """What is known of all elements seen so far.
 
     Attributes:
-        count: elements.
-        mean: of them.
-        m2, m4: sums of the second and fourth powers about the mean.
-        m3: of the third.
-        amax: the largest magnitude.
-        last_amax: that of the last batch, or microbatch.
-        flushed: elements that are not zero, but are in FP8.
-        clipped: elements beyond the largest magnitude of their scale.
-        amax_ratio: the last batch's amax, divided by the one that the scale it was cast
-            with was made for; 0 before any cast.
+        values: float32, what the properties below name.
     """
 
-    count: Float[Array, ""]
-    mean: Float[Array, ""]
-    m2: Float[Array, ""]
-    m3: Float[Array, ""]
-    m4: Float[Array, ""]
-    amax: Float[Array, ""]
-    last_amax: Float[Array, ""]
-    flushed: Float[Array, ""]
-    clipped: Float[Array, ""]
-    amax_ratio: Float[Array, ""]
+    values: Float[Array, "10"]
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        """Elements."""
+        return self._value("count")
+
+    @property
+    def mean(self) -> Float[Array, ""]:
+        """Of all elements."""
+        return self._value("mean")
+
+    @property
+    def variance(self) -> Float[Array, ""]:
+        """Of all elements."""
+        return self._value("m2") / jnp.maximum(self.count, 1)
 
     @property
     def kurtosis(self) -> Float[Array, ""]:
         """`n M4 / M2^2`; 0 where nothing varies."""
-        safe = jnp.where(self.m2 > 0, self.m2, 1.0)
-        return jnp.where(self.m2 > 0, self.count * (self.m4 / safe) / safe, 0.0)
+        m2, m4 = self._value("m2"), self._value("m4")
+        safe = jnp.where(m2 > 0, m2, 1.0)
+        return jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0)
+
+    @property
+    def amax(self) -> Float[Array, ""]:
+        """The largest magnitude."""
+        return self._value("amax")
+
+    @property
+    def last_amax(self) -> Float[Array, ""]:
+        """That of the last batch, or microbatch."""
+        return self._value("last_amax")
 
     @property
     def underflow_rate(self) -> Float[Array, ""]:
-        """The share of elements flushed to zero."""
-        return self.flushed / jnp.maximum(self.count, 1)
+        """The share of elements that are not zero, but are in FP8."""
+        return self._value("flushed") / jnp.maximum(self.count, 1)
 
     @property
     def saturation_rate(self) -> Float[Array, ""]:
-        """The share of elements clipped."""
-        return self.clipped / jnp.maximum(self.count, 1)
+        """The share of elements beyond the largest magnitude of their scale."""
+        return self._value("clipped") / jnp.maximum(self.count, 1)
+
+    @property
+    def amax_ratio(self) -> Float[Array, ""]:
+        """The last batch's amax over the one that its scale was made for.
+
+        0 before any cast.
+        """
+        return self._value("amax_ratio")
+
+    def _value(self, name: str) -> Float[Array, ""]:
+        return self.values[_FIELDS.index(name)]
 
 
 def no_tails() -> Tails:
     """Returns the tails of no elements."""
-    return Tails(*jnp.zeros((len(Tails._fields),), jnp.float32))
+    return Tails(jnp.zeros((len(_FIELDS),), jnp.float32))
 
 
-def tails_of(x: Float[Array, "..."], cast: Fp8Array | None = None) -> Tails:
+def tails_of(
+    x: Float[Array, "..."],
+    cast: Fp8Array | None = None,
+    *,
+    centre: Float[Array, ""] | float = 0.0,
+) -> Tails:
     """Returns the tails of an array, and if it was cast, what that did to it.
 
     Args:
-        x: the array.
+        x: the array; not empty.
         cast: its FP8 form, with scales that broadcast against it.
+        centre: about which powers are summed: near the mean, where that is far from
+            zero by the standard deviation.
     """
-    x = x.astype(jnp.float32)
-    mean = jnp.mean(x)
-    off = x - mean
-    square = off * off
-    amax = fp8.amax(x)
+    count = float(x.size)
+    off = x.astype(jnp.float32) - centre
+    t1, t2, t3, t4 = _sums(off, off**2, off**3, off**4)
+    d = t1 / count
+    m2 = jnp.where(t2 - d * t1 > _NO_VARIANCE * t2, t2 - d * t1, 0.0)
+    m3 = t3 - 3 * d * t2 + 2 * d**2 * t1
+    m4 = t4 - 4 * d * t3 + 6 * d**2 * t2 - 3 * d**3 * t1
+    amax = fp8.amax(fp8.amax_of_parts(x))
     flushed = clipped = ratio = jnp.zeros((), jnp.float32)
     if cast is not None:
-        limit = fp8.fp8_max(cast.data.dtype)
-        reach = limit * jnp.broadcast_to(cast.scale_inv, x.shape)
-        flushed = jnp.sum((x != 0) & (cast.data.astype(jnp.float32) == 0))
-        clipped = jnp.sum(jnp.abs(x) > reach)
+        reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
+        beyond = jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape)
+        lost = (x != 0) & (cast.data.astype(jnp.float32) == 0)
+        flushed, clipped = _sums(lost, beyond)
         ratio = amax / jnp.max(reach)
-    return Tails(
-        count=jnp.float32(x.size),
-        mean=mean,
-        m2=jnp.sum(square),
-        m3=jnp.sum(square * off),
-        m4=jnp.sum(square * square),
-        amax=amax,
-        last_amax=amax,
-        flushed=flushed.astype(jnp.float32),
-        clipped=clipped.astype(jnp.float32),
-        amax_ratio=ratio,
-    )
+    found = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
+    return Tails(jnp.stack([jnp.float32(count), *found]))
 
 
 def merge(a: Tails, b: Tails) -> Tails:
     """Returns the tails of the elements of both; `b` is the later one."""
-    n = jnp.maximum(a.count + b.count, 1)
-    p, q = a.count / n, b.count / n
-    d = b.mean - a.mean
-    m2 = a.m2 + b.m2 + n * p * q * d**2
-    m3 = a.m3 + b.m3 + n * p * q * (p - q) * d**3 + 3 * d * (p * b.m2 - q * a.m2)
-    m4 = a.m4 + b.m4 + n * p * q * (p * p - p * q + q * q) * d**4
-    m4 += 6 * d**2 * (p * p * b.m2 + q * q * a.m2) + 4 * d * (p * b.m3 - q * a.m3)
-    return Tails(
-        count=a.count + b.count,
-        mean=a.mean + q * d,
-        m2=m2,
-        m3=m3,
-        m4=m4,
-        amax=jnp.maximum(a.amax, b.amax),
-        last_amax=jnp.where(b.count > 0, b.last_amax, a.last_amax),
-        flushed=a.flushed + b.flushed,
-        clipped=a.clipped + b.clipped,
-        amax_ratio=jnp.where(b.count > 0, b.amax_ratio, a.amax_ratio),
+    count_a, mean_a, a2, a3, a4, amax_a, last_a, *rates_a, ratio_a = a.values
+    count_b, mean_b, b2, b3, b4, amax_b, last_b, *rates_b, ratio_b = b.values
+    n = jnp.maximum(count_a + count_b, 1)
+    p, q = count_a / n, count_b / n
+    d = mean_b - mean_a
+    m2 = a2 + b2 + n * p * q * d**2
+    m3 = a3 + b3 + n * p * q * (p - q) * d**3 + 3 * d * (p * b2 - q * a2)
+    m4 = a4 + b4 + n * p * q * (p * p - p * q + q * q) * d**4
+    m4 += 6 * d**2 * (p * p * b2 + q * q * a2) + 4 * d * (p * b3 - q * a3)
+    has_b = count_b > 0
+    merged = (
+        count_a + count_b,
+        mean_a + q * d,
+        m2,
+        m3,
+        m4,
+        jnp.maximum(amax_a, amax_b),
+        jnp.where(has_b, last_b, last_a),
+        *(x + y for x, y in zip(rates_a, rates_b, strict=True)),
+        jnp.where(has_b, ratio_b, ratio_a),
     )
+    return Tails(jnp.stack(merged))
 
 
 def update(tails: Tails, x: Float[Array, "..."], cast: Fp8Array | None = None) -> Tails:
     """Returns the tails with one array more; one that is not finite adds nothing."""
     if x.size == 0:
         return tails
-    merged = merge(tails, tails_of(x, cast))
-    is_finite = jnp.all(jnp.isfinite(jnp.stack(merged)))
-    return jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), merged, tails)
+    merged = merge(tails, tails_of(x, cast, centre=tails.mean))
+    return Tails(jnp.where(is_finite(merged), merged.values, tails.values))
+
+
+def is_finite(tails: Tails) -> Bool[Array, ""]:
+    """Returns True if no element was infinite or NaN."""
+    return jnp.all(jnp.isfinite(tails.values))
 
 
 def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
     """Returns the tails of the elements of all devices along some mesh axes."""
     if not axis_names:
         return tails
-    gathered = jax.lax.all_gather(jnp.stack(tails), axis_names)
-    parts = [Tails(*part) for part in gathered.reshape(-1, len(tails))]
-    ratio = jnp.max(jnp.stack([part.amax_ratio for part in parts]))
-    merged = functools.reduce(merge, parts)
-    return merged._replace(amax_ratio=ratio, last_amax=merged.amax)
+    gathered = jax.lax.all_gather(tails.values, axis_names)
+    gathered = gathered.reshape(-1, len(_FIELDS))
+    merged = functools.reduce(merge, map(Tails, gathered)).values
+    for name in ("last_amax", "amax_ratio"):
+        place = _FIELDS.index(name)
+        merged = merged.at[place].set(jnp.max(gathered[:, place]))
+    return Tails(merged)
+
+
+def _sums(*terms: Array) -> Float[Array, "t"]:
+    """Returns the sum of each of some arrays of one shape.
+
+    Of equal parts first, in a kernel that all terms share with what they are made of;
+    then of the parts' sums, in another.
+    """
+    parts = math.gcd(terms[0].size, _MAX_PARTS)
+    partial = [jnp.sum(t.reshape(parts, -1), axis=1, dtype=jnp.float32) for t in terms]
+    return jnp.sum(jnp.stack(partial), axis=1)

@@ -65,10 +65,9 @@ def _of_weight(weight: Weight) -> dict[str, Any]:
 
 
 def _of_tails(tails: Tails) -> dict[str, Any]:
-    count = float(tails.count)
     return {
         "mean": float(tails.mean),
-        "deviation": float(np.sqrt(tails.m2 / max(count, 1.0))),
+        "deviation": float(np.sqrt(tails.variance)),
         "kurtosis": float(tails.kurtosis),
         "amax": float(tails.amax),
         "amax_ratio": float(tails.amax_ratio),

@@ -1,7 +1,7 @@
 """Makes everything a run needs from its configuration, before anything is trained."""
 
+import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.data import Dataset, Position, Splits, open_data
+from loka_jax.data import Batch, Dataset, Position, Splits, open_data
 from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.recipe import CALIBRATED, get_recipe
@@ -20,7 +20,34 @@ from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
 
-@dataclass(frozen=True)
+class TrainStep:
+    """A compiled training step.
+
+    What Probe knows goes through observed steps only. Handing its many small arrays to
+    the others would cost the host more than a step of a small model takes.
+    """
+
+    def __init__(self, step: jax.stages.Wrapped, *, is_observed: bool):
+        """Takes a jitted step, and whether it reads `TrainState.probe`."""
+        self._step = step
+        self._is_observed = is_observed
+
+    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
+        """Returns the state after a batch; the old one is given up."""
+        after = self._step(self._seen(state), batch)
+        if self._is_observed:
+            return after
+        return dataclasses.replace(after, probe=state.probe)
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Returns the step lowered for arguments of these shapes."""
+        return self._step.lower(self._seen(state), batch)
+
+    def _seen(self, state: TrainState) -> TrainState:
+        return state if self._is_observed else dataclasses.replace(state, probe={})
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """A configured run: data, model, optimizers, steps that compile when first used.
 
@@ -63,18 +90,18 @@ class Run:
         return jax.jit(init)(jax.random.key(self.config.seed))
 
     @property
-    def first_step(self) -> jax.stages.Wrapped:
+    def first_step(self) -> TrainStep:
         """The training step for states whose delayed scales may not be set yet."""
         return self.train_step(is_calibrated=False)
 
     @property
-    def step(self) -> jax.stages.Wrapped:
+    def step(self) -> TrainStep:
         """The training step for calibrated states."""
         return self.train_step(is_calibrated=True)
 
     def train_step(
         self, *, is_calibrated: bool, probe: nn.ProbeConfig | None = None
-    ) -> jax.stages.Wrapped:
+    ) -> TrainStep:
         """Returns the training step; the same for the same arguments.
 
         Args:
@@ -92,7 +119,7 @@ class Run:
     @functools.cached_property
     def _steps(
         self,
-    ) -> dict[tuple[bool, nn.ProbeConfig | None], jax.stages.Wrapped]:
+    ) -> dict[tuple[bool, nn.ProbeConfig | None], TrainStep]:
         return {}
 
     @functools.cached_property
@@ -111,7 +138,7 @@ class Run:
 
     def _train_step(
         self, model: linen.Module, probe: nn.ProbeConfig | None
-    ) -> jax.stages.Wrapped:
+    ) -> TrainStep:
         step = make_train_step(
             model,
             self.tables,
@@ -121,7 +148,7 @@ class Run:
             dropout_seed=self.config.seed,
             probe=probe,
         )
-        return jax.jit(step, donate_argnums=0)
+        return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
 
 def build(config: Config) -> Run:
