@@ -10,6 +10,7 @@ Exit codes: as of train.py.
 """
 
 import dataclasses
+import shlex
 import sys
 
 from experiments.cli import parse_survey, run_cli
@@ -30,6 +31,7 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
         return done.exit_code
     assert done.workdir is not None and done.state is not None
     found = survey(done.run, done.state, options, console.print)
+    found["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
     jsonfile.write(done.workdir / "probe.json", found)
     page = write_page(done.workdir, found)
     for warning in found["warnings"]:

@@ -83,7 +83,12 @@ def measure(
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """Returns the mean of some draws and its 95 % interval; NaN if one is NaN."""
+    """Returns the mean of some draws and its 95 % interval; NaN if one is NaN.
+
+    Of a single draw all three are its value.
+    """
     mean = float(np.mean(values))
+    if len(values) == 1:
+        return Estimate(mean, mean, mean)
     half = _Z95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)

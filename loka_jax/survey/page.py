@@ -167,4 +167,6 @@ def _reproduce(found: dict[str, Any]) -> Html:
             ("Versions", "versions"),
         )
     ]
-    return section("Reproduce", join(parts))
+    command = found.get("command")
+    shown = tag("pre", tag("code", command)) if command else ""
+    return section("Reproduce", shown, join(parts))

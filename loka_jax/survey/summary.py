@@ -31,8 +31,8 @@ def warnings_of(path: str, stats: SiteStats) -> list[str]:
     least = _ROWS_PER_FEATURE * max(k, n)
     if rows < least:
         found.append(
-            f"{path}: {rows:,.0f} rows were seen, of {least:,} that {max(k, n)} "
-            "features want: observe more steps (--probe.every)."
+            f"{path}: {rows:,.0f} rows count, of {least:,} that {max(k, n)} features "
+            "want: observe more steps (--probe.every) or forget less (--probe.decay)."
         )
     weights = float(stats.rhs.normal.steps)
     if weights < _LEAST_WEIGHTS:

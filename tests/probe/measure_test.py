@@ -89,6 +89,7 @@ def test_intervals_hold_the_mean_and_shrink():
     assert narrow.low < 5 < narrow.high
     assert narrow.high - narrow.low < (wide.high - wide.low) / 5
     assert np.isnan(estimate(np.asarray([1.0, np.nan])).mean)
+    assert estimate(np.asarray([2.0])) == (2.0, 2.0, 2.0)
 
 
 def test_errors_are_those_of_the_definitions():

@@ -1,0 +1,67 @@
+"""`python experiments/probe.py` as a user runs it."""
+
+import json
+import sys
+
+import pytest
+
+from experiments.probe import main
+from tests.experiments.train_test import run
+
+PROBE = [sys.executable, "-u", "experiments/probe.py"]
+FEW = ["--survey.pairs", "2", "--survey.rows", "32", "--survey.captured-batches", "1"]
+FEW += ["--survey.recipes", "fp8_tensorwise", "--survey.held-out-batches", "1"]
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    """A run of eight steps, surveyed."""
+    workdir = tmp_path_factory.mktemp("probed") / "run"
+    arguments = ["--config", "fp8_dlrm_tiny", "--workdir", workdir]
+    arguments += ["--loop.max-steps", "8", *FEW]
+    return workdir, arguments, run(*PROBE, *arguments)
+
+
+def test_it_trains_surveys_and_writes_both_files(probed):
+    workdir, _, done = probed
+    assert done.returncode == 0, done.stderr
+    assert "site 3 of 3: top_mlp/dense_1" in done.stdout
+    assert "Too few statistics: " in done.stdout
+    assert str(workdir / "probe.html") in done.stdout
+    found = json.loads((workdir / "probe.json").read_text())
+    assert found["steps"] == 8 and len(found["sites"]) == 3
+    assert found["command"].startswith("python experiments/probe.py --config fp8_dlrm")
+    assert "where FP8 is safe and fast" in (workdir / "probe.html").read_text()
+    assert (workdir / "amaxes.jsonl").exists()
+
+
+def test_again_it_goes_on_with_what_is_there(probed):
+    workdir, arguments, _ = probed
+    before = (workdir / "metrics.jsonl").read_text()
+    assert main([str(argument) for argument in arguments]) == 0
+    assert (workdir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ([], "--config NAME is missing"),
+        (["--config", "fp8_dlm"], "did you mean 'fp8_dlrm'"),
+        (
+            ["--config", "frappe_dlrm", "--data.path", "nowhere"],
+            "nowhere does not exist",
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(arguments, match, capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    assert main(arguments) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_help_and_bad_options(capsys):
+    for arguments, code in ((["--help"], 0), (["--survey.pairs", "1"], 2)):
+        with pytest.raises(SystemExit) as done:
+            main(["--config", "fp8_dlrm_tiny", *arguments])
+        assert done.value.code == code
+    assert "--survey.limits.speedup" in capsys.readouterr().out
