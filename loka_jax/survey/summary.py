@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from loka_jax.probe.site import Rows, SiteStats, Weight
@@ -15,7 +14,6 @@ _SPECTRUM_POINTS = 48
 
 def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
     """Returns JSON-ready numbers for lhs, rhs and g."""
-    stats = jax.device_get(stats)
     return {
         "lhs": _of_rows(stats.lhs),
         "rhs": _of_weight(stats.rhs),
