@@ -11,7 +11,6 @@ from experiments.bench import dense_norm_targets as targets
 from experiments.bench.dense_norm_forms import backward_forms, forward_forms
 from experiments.bench.dense_norm_site import Site, check, make_operands
 from experiments.bench.roofline import Roofline
-from loka_jax.probe.timing import Event, kernel_time, split_at_gaps
 
 ROOFLINE = Roofline(bytes_per_us=4e6, fp8_flops_per_us=1e9, bf16_flops_per_us=5e8)
 
@@ -71,20 +70,6 @@ def test_inference_floor_is_that_of_each_layer():
     layers[1] = max(layers[1], 2 * 512 * 256 * 65536 / 1e9)
     expected = sum(layers) + 65536 * 260 / 4e6
     assert tower.inference_floor_us(arguments, ROOFLINE) == pytest.approx(expected)
-
-
-def test_events_are_cut_where_the_device_idled():
-    events = [Event(0, 5), Event(7, 1), Event(100, 2), Event(103, 4)]
-    parts = split_at_gaps(events[::-1], least_gap_ns=50)
-    assert parts == [events[:2], events[2:]]
-
-
-def test_kernels_are_added_up_by_call():
-    events = [Event(i, 1e3 * us) for i, us in enumerate((1, 2, 3, 4, 5, 6))]
-    found = kernel_time(events, calls=3)
-    assert found == (7.0, 3.0, 11.0, 2.0)
-    # Where calls differ in their kernels only the mean is known.
-    assert kernel_time(events, calls=4) == (5.25, 5.25, 5.25, 1.5)
 
 
 def test_floor_is_the_longer_of_traffic_and_arithmetic():

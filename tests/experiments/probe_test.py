@@ -35,11 +35,19 @@ def test_it_trains_surveys_and_writes_both_files(probed):
     assert (workdir / "amaxes.jsonl").exists()
 
 
-def test_again_it_goes_on_with_what_is_there(probed):
+def test_again_it_goes_on_with_what_is_there(probed, monkeypatch):
     workdir, arguments, _ = probed
     before = (workdir / "metrics.jsonl").read_text()
+    found = json.loads((workdir / "probe.json").read_text())
+    steps = []
+
+    def survey(run, state, options, say):
+        steps.append(int(state.step))
+        return found
+
+    monkeypatch.setattr("experiments.probe.survey", survey)
     assert main([str(argument) for argument in arguments]) == 0
-    assert (workdir / "metrics.jsonl").read_text() == before
+    assert steps == [8] and (workdir / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize(

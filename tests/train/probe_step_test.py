@@ -17,7 +17,7 @@ from loka_jax.train.state import init_state
 from loka_jax.train.step import RowUpdate, make_train_step
 from tests.train.session_test import last_state
 from tests.train.step_test import F32, FP8, TABLES, make_batch
-from tests.train.support import config, train
+from tests.train.support import config, share_steps, train
 
 __all__ = ["last_state"]  # a fixture
 CONFIG = ProbeConfig()
@@ -98,10 +98,15 @@ def test_a_skipped_step_adds_nothing():
     chex.assert_trees_all_equal(after.probe, state.probe)
 
 
-def test_a_run_that_stops_and_goes_on_learns_the_same(tmp_path, last_state):
+def test_a_run_that_stops_and_goes_on_learns_the_same(
+    tmp_path, last_state, monkeypatch
+):
+    share_steps(monkeypatch)
+
     def run(name, **loop):
         made = config(tmp_path / name, **loop)
-        train(dataclasses.replace(made, probe=ProbeOptions(every=3)))
+        probe = ProbeOptions(every=1, covariances_every=1)
+        train(dataclasses.replace(made, probe=probe))
 
     run("cut", max_steps=4)
     run("cut", max_steps=8, resume=True)
