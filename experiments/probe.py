@@ -10,6 +10,7 @@ Exit codes: as of train.py.
 """
 
 import dataclasses
+import pathlib
 import shlex
 import sys
 
@@ -17,6 +18,7 @@ from experiments.cli import parse_survey, run_cli
 from loka_jax.survey import SurveyConfig, survey, write_page
 from loka_jax.train import jsonfile
 from loka_jax.train.config import Config
+from loka_jax.train.report_tables import as_dict
 from loka_jax.train.session import choose_workdir, standard_output, train
 
 _EVERY = 10  # steps between observed ones, if the command line does not say
@@ -42,13 +44,31 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
 
 def _observed(config: Config) -> Config:
     """Returns the run with Probe on, in a workdir that is gone on with if it exists."""
-    if config.probe.every is None:
-        observed = dataclasses.replace(config.probe, every=_EVERY)
-        config = dataclasses.replace(config, probe=observed)
     workdir = choose_workdir(config)
-    resume = config.run.resume or (workdir / "config.json").exists()
-    run = dataclasses.replace(config.run, workdir=workdir, resume=resume)
-    return dataclasses.replace(config, run=run)
+    begun = workdir / "config.json"
+    run = dataclasses.replace(
+        config.run, workdir=workdir, resume=config.run.resume or begun.exists()
+    )
+    probe = config.probe
+    if probe.every is None:
+        every = _every_of(begun) if begun.exists() else _EVERY
+        probe = dataclasses.replace(probe, every=every)
+    return dataclasses.replace(config, run=run, probe=probe)
+
+
+def _every_of(begun: pathlib.Path) -> int:
+    """Returns the steps between observed ones of a run that was begun.
+
+    Raises:
+        ValueError: if it was begun without Probe.
+    """
+    every = as_dict(as_dict(jsonfile.read(begun)).get("probe")).get("every")
+    if every is None:
+        raise ValueError(
+            f"{begun.parent} holds a run that Probe did not observe: choose another "
+            "--workdir, or train with --probe.every 100."
+        )
+    return every
 
 
 def main(argv: list[str] | None = None) -> int:

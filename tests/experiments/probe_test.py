@@ -18,7 +18,7 @@ def probed(tmp_path_factory):
     """A run of eight steps, surveyed."""
     workdir = tmp_path_factory.mktemp("probed") / "run"
     arguments = ["--config", "fp8_dlrm_tiny", "--workdir", workdir]
-    arguments += ["--loop.max-steps", "8", *FEW]
+    arguments += ["--loop.max-steps", "8", *FEW, "--probe.every", "3"]
     return workdir, arguments, run(*PROBE, *arguments)
 
 
@@ -40,14 +40,23 @@ def test_again_it_goes_on_with_what_is_there(probed, monkeypatch):
     before = (workdir / "metrics.jsonl").read_text()
     found = json.loads((workdir / "probe.json").read_text())
     steps = []
+    # It was begun with another setting than the default.
+    assert json.loads((workdir / "config.json").read_text())["probe"]["every"] == 3
 
     def survey(run, state, options, say):
         steps.append(int(state.step))
         return found
 
     monkeypatch.setattr("experiments.probe.survey", survey)
-    assert main([str(argument) for argument in arguments]) == 0
+    arguments = [str(argument) for argument in arguments]
+    assert main(arguments[:-2]) == 0
     assert steps == [8] and (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_probe_did_not_observe_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"probe": {"every": null}}')
+    assert main(["--config", "fp8_dlrm_tiny", "--workdir", str(tmp_path)]) == 2
+    assert "holds a run that Probe did not observe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
