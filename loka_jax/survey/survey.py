@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.scipy.stats import rankdata
 
 from loka_jax import nn
 from loka_jax.data import Position
@@ -124,8 +125,8 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     """Returns Spearman's rank correlation; None for fewer than three pairs."""
     if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    ranks = [np.argsort(np.argsort(x)).astype(np.float64) for x in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    ranks = np.asarray(rankdata(np.stack([a, b]), axis=1))  # equal values share one
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def _survey_site(

@@ -183,6 +183,9 @@ def test_rank_correlation():
     a = np.asarray([1.0, 2.0, 3.0, 4.0])
     assert rank_correlation(a, np.exp(a)) == pytest.approx(1.0)
     assert rank_correlation(a, -a) == pytest.approx(-1.0)
+    # Of equal values none comes first: by hand, ranks (1.5, 1.5, 3) and (1, 2, 3).
+    tied = rank_correlation(np.asarray([1.0, 1.0, 2.0]), a[:3])
+    assert tied == pytest.approx(0.75**0.5)
     assert rank_correlation(a[:2], a[:2]) is None
     assert rank_correlation(a, np.ones(4)) is None
     assert prediction([]) == {}
