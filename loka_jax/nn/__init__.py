@@ -36,6 +36,7 @@ __all__ = [
     "ProbeConfig",
     "Site",
     "activation",
+    "by_path",
     "dot_interaction",
     "list_sites",
     "merge_stats",
@@ -43,5 +44,4 @@ __all__ = [
     "overriding",
     "pad_features",
     "probing",
-    "by_path",
 ]

@@ -81,7 +81,7 @@ def update(
         momentum: of the covariances.
         mean_momentum: of the mean.
         mean: "zero" leaves it at zero.
-        moves_covariances: False moves the mean alone, at a hundredth of the cost.
+        moves_covariances: False moves the mean alone, at a fraction of the cost.
     """
     w = w.astype(jnp.float32)
     off, averaged = w, known.mean

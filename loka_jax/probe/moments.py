@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from loka_jax.probe import blocks
 
@@ -68,17 +68,6 @@ def merge(a: Moments, b: Moments) -> Moments:
     return Moments(count, mean, a.scatter + b.scatter + between)
 
 
-def update(moments: Moments, rows: Float[Array, "m k"]) -> Moments:
-    """Returns the moments with some rows more.
-
-    No rows, or any that is not finite, leave them as they were.
-    """
-    if rows.shape[0] == 0:
-        return moments
-    batch = moments_of(rows, moments.scatter.shape[-1])
-    return _where(_is_finite(batch), merge(moments, batch), moments)
-
-
 def merge_over_devices(moments: Moments, axis_names: tuple[str, ...]) -> Moments:
     """Returns the moments of the rows of all devices along some mesh axes.
 
@@ -105,13 +94,3 @@ def decay(moments: Moments, factor: float | Float[Array, ""]) -> Moments:
 def _outer(x: Float[Array, "k"], like: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
     parts = blocks.split(x, like.shape[-1])
     return parts[:, :, None] * parts[:, None, :]
-
-
-def _is_finite(moments: Moments) -> Bool[Array, ""]:
-    # What a scatter has off its diagonal is no larger than what it has there.
-    squares = jnp.diagonal(moments.scatter, axis1=1, axis2=2)
-    return jnp.all(jnp.isfinite(moments.mean)) & jnp.all(jnp.isfinite(squares))
-
-
-def _where(condition, a: Moments, b: Moments) -> Moments:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

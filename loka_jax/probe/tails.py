@@ -157,14 +157,6 @@ def merge(a: Tails, b: Tails) -> Tails:
     return Tails(jnp.stack(merged))
 
 
-def update(tails: Tails, x: Float[Array, "..."], cast: Fp8Array | None = None) -> Tails:
-    """Returns the tails with one array more; one that is not finite adds nothing."""
-    if x.size == 0:
-        return tails
-    merged = merge(tails, tails_of(x, cast, centre=tails.mean))
-    return Tails(jnp.where(is_finite(merged), merged.values, tails.values))
-
-
 def is_finite(tails: Tails) -> Bool[Array, ""]:
     """Returns True if no element was infinite or NaN."""
     return jnp.all(jnp.isfinite(tails.values))
