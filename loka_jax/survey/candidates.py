@@ -85,11 +85,15 @@ def candidates(site: Site, role: Role, recipes: tuple[str, ...]) -> list[Candida
             continue
         seen.add(gemm)
         found.append(Candidate("xla", recipe))
-        # As in `product`, which leaves out what XLA and kernels do alike.
-        chosen = plan(recipe, site.m, site.k, site.n, norm="none", activation="none")
-        if role == "fwd" and chosen.forward == "fused":
+        if role == "fwd" and _is_fused(site, recipe):
             found.append(Candidate("pallas", recipe))
     return found
+
+
+def _is_fused(site: Site, recipe: Recipe) -> bool:
+    # As in `product`, which leaves out what XLA and kernels do alike.
+    chosen = plan(recipe, site.m, site.k, site.n, norm="none", activation="none")
+    return chosen.forward == "fused"
 
 
 def operand_amaxes(

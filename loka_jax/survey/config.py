@@ -4,13 +4,9 @@ import dataclasses
 
 from loka_jax.probe.measure import PAIRS
 from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
+from loka_jax.train.config import require
 
 FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
-
-
-def _require(holds: bool, option: str, value, what: str):
-    if not holds:
-        raise ValueError(f"{option} {value} must be {what}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +31,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             option = f"--survey.limits.{field.name.replace('_', '-')}"
-            _require(value is None or value > 0, option, value, "positive")
+            require(value is None or value > 0, option, value, "positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,13 +70,13 @@ class SurveyConfig:
         }.items():
             value = getattr(self, name)
             option = f"--survey.{name.replace('_', '-')}"
-            _require(value >= least, option, value, f"at least {least}")
+            require(value >= least, option, value, f"at least {least}")
         for name in (*self.recipes, self.loss_recipe):
             get_recipe(name)
-            _require(
+            require(
                 not name.endswith(CALIBRATED), "recipe", name, f"without {CALIBRATED}"
             )
-        _require(
+        require(
             not get_recipe(self.loss_recipe).is_delayed,
             "--survey.loss-recipe",
             self.loss_recipe,

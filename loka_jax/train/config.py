@@ -22,7 +22,8 @@ from loka_jax.recipe import CALIBRATED, get_recipe
 _MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
 
 
-def _require(holds: bool, option: str, value, what: str):
+def require(holds: bool, option: str, value, what: str):
+    """Raises ValueError, that an option's value must be something, unless it holds."""
     if not holds:
         raise ValueError(f"{option} {value} must be {what}.")
 
@@ -40,8 +41,8 @@ class EmbeddingConfig:
     init_stddev: float = 0.01
 
     def __post_init__(self):  # noqa: D105
-        _require(1 <= self.dim <= 4096, "--embedding.dim", self.dim, "in 1..4096")
-        _require(
+        require(1 <= self.dim <= 4096, "--embedding.dim", self.dim, "in 1..4096")
+        require(
             0 <= self.init_stddev < 10,
             "--embedding.init-stddev",
             self.init_stddev,
@@ -79,8 +80,8 @@ class LoopConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             option = f"--loop.{field.name.replace('_', '-')}"
-            _require(value is None or value >= 1, option, value, "at least 1")
-        _require(
+            require(value is None or value >= 1, option, value, "at least 1")
+        require(
             self.batch_size <= _MAX_BATCH_SIZE,
             "--loop.batch-size",
             self.batch_size,
@@ -122,12 +123,12 @@ class ProbeOptions:
         for name in ("every", "covariances_every", "max_mib"):
             value = getattr(self, name)
             option = f"--probe.{name.replace('_', '-')}"
-            _require(value is None or value >= 1, option, value, "at least 1")
-        _require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
+            require(value is None or value >= 1, option, value, "at least 1")
+        require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
         for name in ("momentum", "mean_momentum"):
             value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
-            _require(0 < value < 1, option, value, "in (0, 1)")
-        _require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
+            require(0 < value < 1, option, value, "in (0, 1)")
+        require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in that step; None if they are not."""
@@ -212,7 +213,7 @@ class Config:
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
     def __post_init__(self):  # noqa: D105
-        _require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
+        require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         get_recipe(self.model.recipe)
         if self.model.recipe.endswith(CALIBRATED):
             raise ValueError(
@@ -242,16 +243,16 @@ class Dcnv2Config(Config):
 
 
 def _check_model(model: Dlrm | Dcnv2):
-    _require(
+    require(
         0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
     )
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)
         option = f"--{field.name.replace('_', '-')}"
         if isinstance(value, tuple):
-            _require(all(width >= 1 for width in value), option, value, "positive")
+            require(all(width >= 1 for width in value), option, value, "positive")
         elif isinstance(value, int):
-            _require(value >= 1, option, value, "at least 1")
+            require(value >= 1, option, value, "at least 1")
 
 
 def _as_json(value):
