@@ -298,23 +298,22 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
 def _scales(state: TrainState) -> dict[str, float]:
     """Returns the scale_inv of every operand of the sites with delayed scaling."""
     sites = named_sites(state)
-    tables = jax.device_get({path: site.scale_inv for path, site in sites.items()})
-    return {
-        f"{path}/{operand}": float(table[i])
-        for path, table in tables.items()
-        for i, operand in enumerate(OPERANDS)
-    }
+    return _by_operand({path: site.scale_inv for path, site in sites.items()})
 
 
 def _amaxes(state: TrainState) -> dict[str, float]:
     """Returns the amaxes of the batch that Probe saw last, by site and operand."""
-    sites = by_path(state.probe)
-    tables = jax.device_get(
+    return _by_operand(
         {
             path: [getattr(stats, operand).tails.last_amax for operand in OPERANDS]
-            for path, stats in sites.items()
+            for path, stats in by_path(state.probe).items()
         }
     )
+
+
+def _by_operand(tables: dict[str, Any]) -> dict[str, float]:
+    """Returns a number of each operand of some sites, by site and operand."""
+    tables = jax.device_get(tables)
     return {
         f"{path}/{operand}": float(table[i])
         for path, table in tables.items()
