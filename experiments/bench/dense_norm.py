@@ -12,7 +12,6 @@ Few rows are also timed by wall clock in chains of layers, each reading what the
 before wrote, launched kernel by kernel and captured in a command buffer.
 """
 
-import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -36,6 +35,7 @@ from experiments.bench.dense_norm_site import (
 from experiments.bench.roofline import Roofline, measure_roofline
 from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import ActivationName, NormName
+from loka_jax.probe.compiling import NO_CAPTURE, compile_all, leaves
 from loka_jax.probe.timing import Case, time_chains, time_kernels
 from loka_jax.train.record import versions
 
@@ -55,8 +55,6 @@ CHAINED = {
     "fp8_to_fp8_tensor": "y_fp8",
     "bf16_twin": "y",
 }
-# Kernels of a command buffer are not profiled one by one.
-_NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
 
 COLUMNS = {
     "XLA bf16": targets.XLA_BF16,
@@ -181,7 +179,7 @@ def measure(site: Site, roofline: Roofline, arguments: Arguments) -> dict[str, A
         if isinstance(function, Exception):
             record["failed"] = _one_line(function)
         elif _passes(site, form, function, sets[0], record):
-            cases[form.name] = Case(function, [_leaves(one) for one in sets])
+            cases[form.name] = Case(function, [leaves(one) for one in sets])
     for name, taken in time_kernels(cases).items():
         (form,) = (form for form in found if form.name == name)
         floor_us = roofline.floor_us(form.num_bytes, site.flops, form.gemm)
@@ -204,7 +202,7 @@ def measure(site: Site, roofline: Roofline, arguments: Arguments) -> dict[str, A
 def _passes(site: Site, form: forms.Form, function, arguments, record) -> bool:
     """Runs a form once; checks it if it is ours. Notes what came out."""
     try:
-        results = jax.block_until_ready(function(*_leaves(arguments)))
+        results = jax.block_until_ready(function(*leaves(arguments)))
     except Exception as error:  # a kernel's failure must not lose the others' times
         record["failed"] = _one_line(error)
         return False
@@ -227,13 +225,13 @@ def _time_chains(found, operands: Operands, records, *, calls: int) -> None:
         if form.name in CHAINED
     }
     # Captured is what XLA does by itself.
-    for measure, options in (("launched_us", _NO_CAPTURE), ("captured_us", {})):
+    for measure, options in (("launched_us", NO_CAPTURE), ("captured_us", {})):
         chains = {}
         for name, function in compile_all(programs, options).items():
             if isinstance(function, Exception):
                 records[name]["chain_failed"] = _one_line(function)
             else:
-                chains[name] = _repeat(function, _leaves(programs[name][1]))
+                chains[name] = _repeat(function, leaves(programs[name][1]))
         for name, taken in time_chains(chains, calls=calls).items():
             records[name][measure] = taken.median_us / CHAINED_LAYERS
 
@@ -264,45 +262,6 @@ def _repeat(function, arguments):
         return out
 
     return queue
-
-
-def compile_all(programs, options: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns the compiled functions by name, or the exception in place of one.
-
-    They take the leaves of the arguments.
-
-    Args:
-        programs: functions with the arguments they are compiled for.
-        options: of the compiler; without command buffers if None.
-    """
-    options = _NO_CAPTURE if options is None else options
-    compiled = {}
-    # One program is traced, which Python does alone, while others are compiled.
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for name, (function, arguments) in programs.items():
-            try:
-                lowered = _of_leaves(function, arguments).lower(*_leaves(arguments))
-                compiled[name] = pool.submit(lowered.compile, options)
-            except Exception as error:  # as above
-                compiled[name] = error
-    return {name: _outcome(x) for name, x in compiled.items()}
-
-
-def _leaves(arguments) -> tuple:
-    return tuple(jax.tree.leaves(arguments))
-
-
-def _of_leaves(function, arguments):
-    # What is compiled ahead of time describes its arguments in trees like theirs, whose
-    # leaves no `Fp8Array` takes where types are checked.
-    structure = jax.tree.structure(arguments)
-    return jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
-
-
-def _outcome(compiled):
-    if isinstance(compiled, Exception):
-        return compiled
-    return compiled.exception() or compiled.result()
 
 
 def _one_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ Kernel time by the profiler, of operands that were drawn from what Probe learned
     training    the whole site forward and backward
 """
 
-import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +20,13 @@ from loka_jax.normed import NormName
 from loka_jax.ops import roles
 from loka_jax.ops.dense_norm import Implementation, dense_norm, plan
 from loka_jax.probe.capture import Operands
+from loka_jax.probe.compiling import compile_all
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
 from loka_jax.survey.candidates import BF16, Candidate
 
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
-# Kernels of a command buffer are not profiled one by one.
-_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 _BACKWARD: tuple[Role, ...] = ("dlhs", "drhs")
 
 
@@ -58,8 +56,13 @@ def site_times(
         _as_read(draw(key)) for key in jax.random.split(jax.random.key(seed), sets)
     ]
     programs = _programs(site, recipes, drawn[0])
-    compiled = _compile_all(programs, drawn[0], say)
-    cases = {key: Case(program, drawn) for key, program in compiled.items()}
+    compiled = compile_all({key: (f, drawn[0]) for key, f in programs.items()})
+    cases = {}
+    for key, program in compiled.items():
+        if isinstance(program, Exception):
+            say(f"{key} does not compile: {program}")
+        else:
+            cases[key] = Case(program, drawn)
     times = time_kernels(cases)
     found: dict[str, dict[str, float]] = {}
     for key, taken in times.items():
@@ -147,15 +150,3 @@ def _product(role: Role, recipe: Recipe, state, lhs, rhs, g):
 def _as_read(operands: Operands) -> tuple[Array, Array, Array]:
     lhs, rhs, g = operands
     return lhs.astype(jnp.bfloat16), rhs, g.astype(jnp.bfloat16)
-
-
-def _compile_all(
-    programs: dict[str, Any], operands: tuple, say: Callable[[str], None]
-) -> dict[str, Any]:
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        lowered = {name: jax.jit(f).lower(*operands) for name, f in programs.items()}
-        compiled = {k: pool.submit(x.compile, _OPTIONS) for k, x in lowered.items()}
-    for name, program in compiled.items():
-        if program.exception() is not None:
-            say(f"{name} does not compile: {program.exception()}")
-    return {k: x.result() for k, x in compiled.items() if x.exception() is None}

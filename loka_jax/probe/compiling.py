@@ -1,0 +1,53 @@
+"""Many small programs compiled at a time, those that do not compile set apart."""
+
+import concurrent.futures
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+# Kernels of a command buffer are not profiled one by one.
+NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
+_THREADS = 8
+
+
+def compile_all(
+    programs: Mapping[str, tuple[Callable[..., Any], tuple]],
+    options: Mapping[str, str] = NO_CAPTURE,
+) -> dict[str, Any]:
+    """Returns the compiled functions by name, or the exception in place of one.
+
+    They take what `leaves` returns of the arguments.
+
+    Args:
+        programs: functions with the arguments they are compiled for.
+        options: of the compiler.
+    """
+    compiled: dict[str, Any] = {}
+    # One program is traced, which Python does alone, while others are compiled.
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        for name, (function, arguments) in programs.items():
+            try:
+                lowered = _of_leaves(function, arguments).lower(*leaves(arguments))
+                compiled[name] = pool.submit(lowered.compile, dict(options))
+            except Exception as error:  # a candidate that cannot run here
+                compiled[name] = error
+    return {name: _outcome(x) for name, x in compiled.items()}
+
+
+def leaves(arguments: tuple) -> tuple:
+    """Returns the arrays in some arguments, which a compiled function takes."""
+    return tuple(jax.tree.leaves(arguments))
+
+
+def _of_leaves(function, arguments):
+    # What is compiled ahead of time describes its arguments in trees like theirs, whose
+    # leaves no `Fp8Array` takes where types are checked.
+    structure = jax.tree.structure(arguments)
+    return jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+
+
+def _outcome(compiled):
+    if isinstance(compiled, Exception):
+        return compiled
+    return compiled.exception() or compiled.result()
