@@ -78,8 +78,8 @@ def measure(
         draw: operands from a seed.
         seeds: one for each draw, usually keys.
     """
-    found = [score(*draw(seed)) for seed in seeds]
-    return jax.tree.map(lambda *values: np.asarray(jnp.stack(values)), *found)
+    found = jax.device_get([score(*draw(seed)) for seed in seeds])
+    return jax.tree.map(lambda *values: np.stack(values), *found)
 
 
 def estimate(values: np.ndarray) -> Estimate:

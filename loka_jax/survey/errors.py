@@ -1,7 +1,8 @@
 """How wrong every candidate is at a site, on learned, real and N(0, 1) operands."""
 
+import concurrent.futures
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,9 @@ from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role
 from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
 from loka_jax.survey.config import SurveyConfig
+
+# By name: a function from a seed to operands, and the seeds.
+type Sources = dict[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
 
 
 class _Scores(NamedTuple):
@@ -47,28 +51,34 @@ def site_errors(
     keys = jax.random.split(jax.random.key(config.seed), config.pairs)
     learned = functools.partial(draw_learned, stats=stats, rows=rows)
     normal = functools.partial(_draw_normal, sizes=(rows, site.k, site.n))
-    sources: dict[str, tuple[Any, Any]] = {
+    sources: Sources = {
         "learned": (learned, keys),
         "normal": (normal, keys),
     }
     if captured:
         sources["real"] = (lambda one: one, captured)
-    found: dict[Role, dict[str, dict[str, Any]]] = {}
-    for role in ROLES:
-        known = candidates(site, role, config.recipes)
-        score = jax.jit(functools.partial(_score, role, tuple(known)))
-        drawn = {
-            source: measure(score, functools.partial(_draw, role, draw), seeds)
-            for source, (draw, seeds) in sources.items()
+    of_role = functools.partial(_role_errors, site, sources, config.recipes)
+    # At a time, for most of it is compilation.
+    with concurrent.futures.ThreadPoolExecutor(len(ROLES)) as pool:
+        return dict(zip(ROLES, pool.map(of_role, ROLES), strict=True))
+
+
+def _role_errors(
+    site: Site, sources: Sources, recipes: tuple[str, ...], role: Role
+) -> dict[str, dict[str, Any]]:
+    """Returns the errors of a role's candidates by source."""
+    known = candidates(site, role, recipes)
+    score = jax.jit(functools.partial(_score, role, tuple(known)))
+    drawn = {
+        source: measure(score, functools.partial(_draw, role, draw), seeds)
+        for source, (draw, seeds) in sources.items()
+    }
+    return {
+        candidate.name: {
+            source: _summary(scores[candidate.name]) for source, scores in drawn.items()
         }
-        found[role] = {
-            candidate.name: {
-                source: _summary(scores[candidate.name])
-                for source, scores in drawn.items()
-            }
-            for candidate in known
-        }
-    return found
+        for candidate in known
+    }
 
 
 def _score(role: Role, known: tuple[Candidate, ...], first, second, amaxes):
