@@ -86,10 +86,21 @@ def delayed_scale_inv(
     return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
 
 
-def set_scales(state: DelayedScaling) -> Float[Array, "3"]:
-    """Returns the factors of the operands whose amax was seen, 0 for the others."""
-    seen = jnp.any(state.amax_history > 0, axis=1)
-    return jnp.where(seen, state.scale_inv, 0.0)
+def set_scales(
+    state: DelayedScaling | None, recipe: Recipe
+) -> tuple[Float[Array, ""] | None, ...]:
+    """Returns the factors that lhs, rhs and g are cast with, where they are stored.
+
+    None where a cast takes the current one, or there is no cast.
+    """
+    if state is None or not recipe.is_calibrated:
+        return (None,) * len(OPERANDS)
+    return tuple(
+        state.scale_inv[row]
+        if any(cast.scaling == "delayed" for cast in recipe.casts(operand))
+        else None
+        for row, operand in enumerate(OPERANDS)
+    )
 
 
 def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:

@@ -121,7 +121,7 @@ def _site_matmul(
     announce("/".join(module.path), m, k, n, recipe, None)
     recipe, state = site_state(module, recipe, k, n)
     out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
-    observe = site_tap(module, m, k, n, state, axis_names)
+    observe = site_tap(module, m, k, n, state, recipe, axis_names)
     return out if observe is None else observe(out, lhs, rhs)
 
 

@@ -139,7 +139,7 @@ class NormDense(linen.Module):
             use_bias=self.use_bias,
         )
         recipe, state = site_state(self, recipe, k, n)
-        observe = site_tap(self, m, k, n, state, self.axis_names)
+        observe = site_tap(self, m, k, n, state, recipe, self.axis_names)
         return dense_norm(
             inputs,
             kernel,

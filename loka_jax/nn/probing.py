@@ -22,6 +22,7 @@ from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.site import ProbeConfig, SiteStats
+from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling, set_scales
 
 PROBE = "probe"  # the collection
@@ -51,6 +52,7 @@ def site_tap(
     k: int,
     n: int,
     state: DelayedScaling | None,
+    recipe: Recipe,
     axis_names: tuple[str, ...],
 ) -> Callable[[Array, Array, Array], Array] | None:
     """Returns a function of (out, lhs, rhs) that lets Probe see them, or None.
@@ -59,13 +61,14 @@ def site_tap(
         module: that calls the site.
         m, k, n: sizes of its product.
         state: delayed-scaling state, whose scales the operands are cast with.
+        recipe: of the casts.
         axis_names: mesh axes over which rows are spread.
     """
     observer = _observer.get()
     if observer is None:
         return None
     known = module.variable(PROBE, "stats", observer.nothing, m, k, n).value
-    scales = None if state is None else set_scales(state)
+    scales = set_scales(state, recipe)
 
     def observe(out: Array, lhs: Array, rhs: Array) -> Array:
         lhs, rhs = jax.lax.stop_gradient((lhs, rhs))

@@ -26,7 +26,7 @@ class Observer(Protocol):
         lhs: Array,
         rhs: Array,
         g: Array,
-        scales: Array | None,
+        scales: tuple[Array | None, ...],
         axis_names: tuple[str, ...],
     ) -> Any:
         """Returns what a batch says, in a tree like that of `nothing`."""
@@ -40,7 +40,7 @@ def tap(
     out: Float[Array, "m n"],
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "k n"],
-    scales: Float[Array, "3"] | None,
+    scales: tuple[Float[Array, ""] | None, ...],
     known: Any,
 ) -> Float[Array, "m n"]:
     """Returns `out` as it is; the gradient of `known` is what the observer returns.

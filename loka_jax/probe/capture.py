@@ -39,7 +39,7 @@ class Capture:
         lhs: Float[Array, "m k"],
         rhs: Float[Array, "k n"],
         g: Float[Array, "m n"],
-        scales: Float[Array, "3"] | None,
+        scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> Operands:
         """Returns the operands of one batch; over devices each keeps its own."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 _LOWEST, _HIGHEST, _PER_OCTAVE = -56, 24, 2  # log2 of what the bins hold
@@ -43,10 +44,11 @@ def norms_of(rows: Float[Array, "m k"], centre: Float[Array, "k"]) -> RowNorms:
     """
     # In a small unit, for squares of small gradients vanish.
     off = (rows.astype(jnp.float32) - centre[None]) * 2.0**_UNIT
-    squares = jnp.mean(off * off, axis=1)
-    places = (0.5 * jnp.log2(squares) - _UNIT - _LOWEST) * _PER_OCTAVE
-    places = jnp.clip(jnp.floor(places), 0, _BINS - 1).astype(jnp.int32)
-    return RowNorms(jnp.sum(jax.nn.one_hot(places, _BINS, dtype=jnp.float32), axis=0))
+    squares = jnp.minimum(jnp.mean(off * off, axis=1), jnp.finfo(jnp.float32).max)
+    # A bin a row: XLA fuses the comparisons with a sum over the last axis only.
+    low, high = jnp.asarray(_EDGES)[:, :, None]
+    is_in_bin = (low <= squares[None]) & (squares[None] < high)
+    return RowNorms(jnp.sum(is_in_bin, axis=1, dtype=jnp.float32))
 
 
 def merge(a: RowNorms, b: RowNorms) -> RowNorms:
@@ -85,3 +87,7 @@ def sample_scales(key: Key[Array, ""], norms: RowNorms, m: int) -> Float[Array, 
 
 # The mean of 4^u over the half octave about 0 in which u is uniform.
 _IN_BIN = (2.0**0.5 - 2.0**-0.5) / (2 * 0.5 * 0.6931471805599453)
+# Lowest and highest mean square of each bin, in the unit; the outer ones hold the rest.
+_EDGES = 4.0 ** (np.arange(_BINS + 1) / _PER_OCTAVE + _LOWEST + _UNIT)
+_EDGES = np.stack([_EDGES[:-1], _EDGES[1:]]).astype(np.float32)
+_EDGES[0, 0], _EDGES[1, -1] = 0.0, np.inf

@@ -36,7 +36,7 @@ class ProbeConfig:
             of the cost.
     """
 
-    max_rows: int = 4096
+    max_rows: int = 2048
     max_bytes: int = blocks.MAX_BYTES
     momentum: float = matrix_normal.MOMENTUM
     mean_momentum: float = matrix_normal.MEAN_MOMENTUM
@@ -65,7 +65,7 @@ class ProbeConfig:
         lhs: Float[Array, "m k"],
         rhs: Float[Array, "k n"],
         g: Float[Array, "m n"],
-        scales: Float[Array, "3"] | None,
+        scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> "SiteStats":
         """Returns the statistics of one batch, see `observe`."""
@@ -123,7 +123,7 @@ def observe(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "k n"],
     g: Float[Array, "m n"],
-    scales: Float[Array, "3"] | None,
+    scales: tuple[Float[Array, ""] | None, ...],
     config: ProbeConfig,
     axis_names: tuple[str, ...] = (),
 ) -> SiteStats:
@@ -132,14 +132,16 @@ def observe(
     Args:
         known: of the weight; else only its shapes count.
         lhs, rhs, g: the operands of a step.
-        scales: `scale_inv` that lhs, rhs and g were cast with; None for those that
-            their amaxes give, and 0 for one that is not set.
+        scales: `scale_inv` that lhs, rhs and g were cast with; None for what their
+            amaxes give.
         config: how sites are observed.
         axis_names: mesh axes over which the rows of the batch are spread; of all of
             them together it tells.
     """
-    lhs, g = (some_rows(x, config.max_rows) for x in (lhs, g))
-    scales = jnp.zeros((3,), jnp.float32) if scales is None else scales
+    # Stored once: else every reduction makes them again from what they come from.
+    lhs, g = jax.lax.optimization_barrier(
+        tuple(some_rows(x, config.max_rows) for x in (lhs, g))
+    )
     normal = matrix_normal.update(
         known.rhs.normal,
         rhs,
@@ -212,15 +214,15 @@ def _rows(known: Rows, x: Float[Array, "m k"], scale_inv, dtype, axis_names) -> 
 def _tails(
     known: Tails,
     x: Array,
-    scale_inv: Float[Array, ""],
+    scale_inv: Float[Array, ""] | None,
     dtype,
     axis_names: tuple[str, ...],
 ) -> Tails:
     """Returns the tails of an operand, none if it is not finite."""
     if x.size == 0:
         return tails.no_tails()
-    amax = fp8.amax_over_devices(fp8.amax(fp8.amax_of_parts(x)), axis_names)
-    current = fp8.compute_scale_inv(amax, dtype)
-    used = jnp.where(scale_inv > 0, scale_inv, current)
-    found = tails.tails_of(x, fp8.cast(x, used, dtype), centre=known.mean)
+    if scale_inv is None:
+        amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
+        scale_inv = fp8.compute_scale_inv(amax, dtype)
+    found = tails.tails_of(x, fp8.cast(x, scale_inv, dtype), centre=known.mean)
     return Tails(jnp.where(tails.is_finite(found), found.values, 0.0))

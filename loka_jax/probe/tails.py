@@ -11,7 +11,6 @@ or two, and every step that carries it costs its handing over.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ _FIELDS = (
     *("count", "mean", "m2", "m3", "m4"),
     *("amax", "last_amax", "flushed", "clipped", "amax_ratio"),
 )
-_MAX_PARTS = 256
 # Of the sum of squares: less than that is what rounding leaves of no variance.
 _NO_VARIANCE = 1e-6
 
@@ -99,7 +97,7 @@ def no_tails() -> Tails:
 
 
 def tails_of(
-    x: Float[Array, "..."],
+    x: Float[Array, "m k"],
     cast: Fp8Array | None = None,
     *,
     centre: Float[Array, ""] | float = 0.0,
@@ -114,21 +112,28 @@ def tails_of(
     """
     count = float(x.size)
     off = x.astype(jnp.float32) - centre
-    t1, t2, t3, t4 = _sums(off, off**2, off**3, off**4)
+    terms = [off, off**2, off**3, off**4]
+    if cast is not None:
+        reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
+        terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
+        terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
+    t1, t2, t3, t4, *rates = _sums(*terms)
     d = t1 / count
     m2 = jnp.where(t2 - d * t1 > _NO_VARIANCE * t2, t2 - d * t1, 0.0)
     m3 = t3 - 3 * d * t2 + 2 * d**2 * t1
     m4 = t4 - 4 * d * t3 + 6 * d**2 * t2 - 3 * d**3 * t1
-    amax = fp8.amax(fp8.amax_of_parts(x))
-    flushed = clipped = ratio = jnp.zeros((), jnp.float32)
+    amax = amax_of(x)
+    zero = jnp.zeros((), jnp.float32)
+    flushed, clipped, ratio = zero, zero, zero
     if cast is not None:
-        reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
-        beyond = jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape)
-        lost = (x != 0) & (cast.data.astype(jnp.float32) == 0)
-        flushed, clipped = _sums(lost, beyond)
-        ratio = amax / jnp.max(reach)
+        (flushed, clipped), ratio = rates, amax / jnp.max(reach)
     found = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
     return Tails(jnp.stack([jnp.float32(count), *found]))
+
+
+def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
+    """Returns the largest magnitude, of rows first as all sums are."""
+    return fp8.amax(fp8.amax(x, axes=(1,)))
 
 
 def merge(a: Tails, b: Tails) -> Tails:
@@ -178,9 +183,8 @@ def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
 def _sums(*terms: Array) -> Float[Array, "t"]:
     """Returns the sum of each of some arrays of one shape.
 
-    Of equal parts first, in a kernel that all terms share with what they are made of;
-    then of the parts' sums, in another.
+    Of rows first, in a kernel that all terms share, with other sums over rows too; then
+    of the rows' sums, in another.
     """
-    parts = math.gcd(terms[0].size, _MAX_PARTS)
-    partial = [jnp.sum(t.reshape(parts, -1), axis=1, dtype=jnp.float32) for t in terms]
+    partial = [jnp.sum(term, axis=1, dtype=jnp.float32) for term in terms]
     return jnp.sum(jnp.stack(partial), axis=1)

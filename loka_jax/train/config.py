@@ -112,8 +112,8 @@ class ProbeOptions:
     """
 
     every: int | None = None
-    covariances_every: int = 10
-    max_rows: int = 4096
+    covariances_every: int = 20
+    max_rows: int = 2048
     max_mib: int = 16
     momentum: float = MOMENTUM
     mean_momentum: float = MEAN_MOMENTUM

@@ -14,7 +14,7 @@ K, N = 4, 3
 
 @jax.jit
 def _learn(known, lhs, rhs, g):
-    return merge(known, observe(known, lhs, rhs, g, None, CONFIG), CONFIG)
+    return merge(known, observe(known, lhs, rhs, g, (None,) * 3, CONFIG), CONFIG)
 
 
 def _operands(m, seed=0):
