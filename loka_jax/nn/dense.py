@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
 from loka_jax.nn.overrides import site_recipe
-from loka_jax.nn.probing import site_tap
+from loka_jax.nn.probing import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.matmul import matmul
 from loka_jax.recipe import Recipe
@@ -98,14 +98,24 @@ class Fp8DotGeneral(linen.Module):
             batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
             why_not = f"a batched product ({batch} of them)"
             announce("/".join(self.path), m, k, n, _wide(recipe), why_not)
-            return jax.lax.dot_general(
-                lhs, rhs, dimension_numbers, precision, out_dtype
-            )
+            out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
+            return _observed_by_sample(self, out, lhs, rhs, dimension_numbers, k, n)
         lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
         rhs_cols, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
         lhs_rows = lhs_rows.astype(recipe.compute_dtype)
         out = _site_matmul(self, lhs_rows, rhs_cols, recipe, self.axis_names)
         return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
+
+
+def _observed_by_sample(module, out, lhs, rhs, dimension_numbers, k: int, n: int):
+    """Returns a batched product as it is, its operands seen by Probe."""
+    observe = per_sample_tap(module, k, n, module.axis_names)
+    if observe is None:
+        return out
+    (lhs_dims, rhs_dims), _ = dimension_numbers
+    lhs_rows, _ = _as_matrix(lhs, lhs_dims, contract_last=True)
+    rhs_columns, _ = _as_matrix(rhs, rhs_dims, contract_last=False)
+    return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
 
 
 def _wide(recipe: Recipe) -> Recipe:

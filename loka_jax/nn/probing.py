@@ -10,6 +10,7 @@ Outside of `probing` modules neither have nor read the collection, and cost noth
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,8 +69,26 @@ def site_tap(
     if observer is None:
         return None
     known = module.variable(PROBE, "stats", observer.nothing, m, k, n).value
-    scales = set_scales(state, recipe)
+    return _observe(observer, axis_names, set_scales(state, recipe), known)
 
+
+def per_sample_tap(
+    module: linen.Module, k: int, n: int, axis_names: tuple[str, ...]
+) -> Callable[[Array, Array, Array], Array] | None:
+    """Returns what `site_tap` does, for a product whose rhs differs by sample.
+
+    Its function takes (b m, n), (b m, k) and (k, b n) for a batch of b products. Only
+    statistics are taken of them, and nothing is captured.
+    """
+    observer = _observer.get()
+    if not isinstance(observer, ProbeConfig):
+        return None
+    init = functools.partial(site.no_stats, k, n, observer, is_per_sample=True)
+    known = module.variable(PROBE, "stats", init).value
+    return _observe(observer, axis_names, (None, None, None), known)
+
+
+def _observe(observer: Observer, axis_names, scales, known):
     def observe(out: Array, lhs: Array, rhs: Array) -> Array:
         lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
         return jnp.asarray(tap(observer, axis_names, out, lhs, rhs, scales, known))

@@ -39,7 +39,7 @@ def tap(
     axis_names: tuple[str, ...],
     out: Float[Array, "m n"],
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "k n"],
+    rhs: Float[Array, "k p"],
     scales: tuple[Float[Array, ""] | None, ...],
     known: Any,
 ) -> Float[Array, "m n"]:

@@ -63,7 +63,7 @@ class ProbeConfig:
         self,
         known: "SiteStats",
         lhs: Float[Array, "m k"],
-        rhs: Float[Array, "k n"],
+        rhs: Float[Array, "k p"],
         g: Float[Array, "m n"],
         scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
@@ -97,23 +97,39 @@ class SiteStats(NamedTuple):
 
     Attributes:
         lhs: of its rows.
-        rhs: of its weight.
+        rhs: of its weight; of its columns where it differs from sample to sample.
         g: of the rows of its product's gradient.
     """
 
     lhs: Rows
-    rhs: Weight
+    rhs: Weight | Rows
     g: Rows
 
 
-def no_stats(k: int, n: int, config: ProbeConfig) -> SiteStats:
-    """Returns what is known of a site before it ran."""
+def weight_of(stats: SiteStats) -> Weight:
+    """Returns what is known of the weight of a site that has one for all samples."""
+    assert isinstance(stats.rhs, Weight)
+    return stats.rhs
+
+
+def no_stats(
+    k: int, n: int, config: ProbeConfig, *, is_per_sample: bool = False
+) -> SiteStats:
+    """Returns what is known of a site before it ran.
+
+    Args:
+        k, n: sizes of its weight.
+        config: how it is observed.
+        is_per_sample: its weight differs from sample to sample.
+    """
     max_bytes = config.max_bytes
 
     def rows(width):
         known = moments.no_moments(width, max_bytes=max_bytes)
         return Rows(known, row_norms.no_norms(), tails.no_tails())
 
+    if is_per_sample:
+        return SiteStats(rows(k), rows(k), rows(n))
     weight = matrix_normal.no_weights(k, n, max_bytes=max_bytes)
     return SiteStats(rows(k), Weight(weight, tails.no_tails()), rows(n))
 
@@ -121,7 +137,7 @@ def no_stats(k: int, n: int, config: ProbeConfig) -> SiteStats:
 def observe(
     known: SiteStats,
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "k n"],
+    rhs: Float[Array, "k p"],
     g: Float[Array, "m n"],
     scales: tuple[Float[Array, ""] | None, ...],
     config: ProbeConfig,
@@ -131,7 +147,8 @@ def observe(
 
     Args:
         known: of the weight; else only its shapes count.
-        lhs, rhs, g: the operands of a step.
+        lhs, rhs, g: the operands of a step, those of all samples below each other
+            (beside each other for rhs) where the weight differs between them.
         scales: `scale_inv` that lhs, rhs and g were cast with; None for what their
             amaxes give.
         config: how sites are observed.
@@ -142,20 +159,27 @@ def observe(
     lhs, g = jax.lax.optimization_barrier(
         tuple(some_rows(x, config.max_rows) for x in (lhs, g))
     )
+    batch = SiteStats(
+        lhs=_rows(known.lhs, lhs, scales[0], E4M3, axis_names),
+        rhs=_rhs(known.rhs, rhs, scales[1], config, axis_names),
+        g=_rows(known.g, g, scales[2], E5M2, axis_names),
+    )
+    return _merge_over_devices(batch, axis_names)
+
+
+def _rhs(known: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | Rows:
+    if isinstance(known, Rows):
+        columns = some_rows(rhs.T, config.max_rows)
+        return _rows(known, columns, scale_inv, E4M3, axis_names)
     normal = matrix_normal.update(
-        known.rhs.normal,
+        known.normal,
         rhs,
         momentum=config.momentum,
         mean_momentum=config.mean_momentum,
         mean=config.weight_mean,
         moves_covariances=config.moves_weight_covariances,
     )
-    batch = SiteStats(
-        lhs=_rows(known.lhs, lhs, scales[0], E4M3, axis_names),
-        rhs=Weight(normal, _tails(known.rhs.tails, rhs, scales[1], E4M3, ())),
-        g=_rows(known.g, g, scales[2], E5M2, axis_names),
-    )
-    return _merge_over_devices(batch, axis_names)
+    return Weight(normal, _tails(known.tails, rhs, scale_inv, E4M3, ()))
 
 
 def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
@@ -171,12 +195,18 @@ def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
             tails.merge(a.tails, b.tails),
         )
 
-    is_seen = batch.rhs.tails.count > 0
-    last = jax.tree.map(
-        lambda new, old: jnp.where(is_seen, new, old), batch.rhs.tails, known.rhs.tails
+    def rhs(a: Weight | Rows, b: Weight | Rows) -> Weight | Rows:
+        if isinstance(a, Rows):
+            assert isinstance(b, Rows)
+            return rows(a, b)
+        assert isinstance(b, Weight)
+        is_seen = b.tails.count > 0
+        last = jnp.where(is_seen, b.tails.values, a.tails.values)
+        return Weight(b.normal, Tails(last))
+
+    return SiteStats(
+        rows(known.lhs, batch.lhs), rhs(known.rhs, batch.rhs), rows(known.g, batch.g)
     )
-    weight = Weight(batch.rhs.normal, last)
-    return SiteStats(rows(known.lhs, batch.lhs), weight, rows(known.g, batch.g))
 
 
 def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteStats:
@@ -187,7 +217,8 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
             tails.merge_over_devices(x.tails, axis_names),
         )
 
-    return SiteStats(rows(batch.lhs), batch.rhs, rows(batch.g))
+    rhs = rows(batch.rhs) if isinstance(batch.rhs, Rows) else batch.rhs
+    return SiteStats(rows(batch.lhs), rhs, rows(batch.g))
 
 
 def some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:

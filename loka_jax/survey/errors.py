@@ -15,7 +15,7 @@ from loka_jax.ops import roles
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.measure import Errors, errors, estimate, measure
 from loka_jax.probe.sampling import sample_rows, sample_weight
-from loka_jax.probe.site import SiteStats
+from loka_jax.probe.site import SiteStats, weight_of
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role
 from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
 from loka_jax.survey.config import SurveyConfig
@@ -111,7 +111,7 @@ def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
     keys = jax.random.split(key, 3)
     return Operands(
         lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
-        rhs=sample_weight(keys[1], stats.rhs.normal),
+        rhs=sample_weight(keys[1], weight_of(stats).normal),
         g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
     )
 

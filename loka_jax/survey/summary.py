@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_jax.probe.site import Rows, SiteStats, Weight
+from loka_jax.probe.site import Rows, SiteStats, Weight, weight_of
 from loka_jax.probe.tails import Tails
 
 # Rows a feature, and weights, below which covariances are not to be trusted.
@@ -16,7 +16,7 @@ def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
     """Returns JSON-ready numbers for lhs, rhs and g."""
     return {
         "lhs": _of_rows(stats.lhs),
-        "rhs": _of_weight(stats.rhs),
+        "rhs": _of_weight(weight_of(stats)),
         "g": _of_rows(stats.g),
     }
 
@@ -32,7 +32,7 @@ def warnings_of(path: str, stats: SiteStats) -> list[str]:
             f"{path}: {rows:,.0f} rows count, of {least:,} that {max(k, n)} features "
             "want: observe more steps (--probe.every) or forget less (--probe.decay)."
         )
-    weights = float(stats.rhs.normal.steps)
+    weights = float(weight_of(stats).normal.steps)
     if weights < _LEAST_WEIGHTS:
         found.append(
             f"{path}: the weight was seen {weights:.0f} times, of {_LEAST_WEIGHTS} "

@@ -195,3 +195,29 @@ def test_few_of_many_rows_are_looked_at():
 def test_options_out_of_range_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         ProbeConfig(**options)
+
+
+def test_both_operands_of_a_batched_product_are_rows():
+    class Pairs(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            numbers = (((2,), (2,)), ((0,), (0,)))
+            return nn.Fp8DotGeneral(name="pairs")(x, x, numbers)
+
+    model, x = Pairs(), support.normal(20, 6, 16)
+    x = jnp.asarray(x).reshape(20, 6, 16)
+    with nn.probing(CONFIG):
+        variables = model.init(jax.random.key(0), x)
+        out, pull = jax.vjp(lambda v: model.apply(v, x), variables)
+        seen = pull(jnp.ones_like(out))[0][PROBE]["pairs"]["stats"]
+    np.testing.assert_allclose(out, jnp.einsum("bik,bjk->bij", x, x), rtol=1e-5)
+    rows = np.asarray(x).reshape(120, 16)
+    for operand in (seen.lhs, seen.rhs):
+        np.testing.assert_allclose(operand.moments.count, 120)
+        covariance = np.cov(rows, rowvar=False)
+        np.testing.assert_allclose(
+            operand.moments.covariance[0], covariance, rtol=1e-3, atol=1e-4
+        )
+    np.testing.assert_allclose(seen.g.moments.mean, np.ones(6), rtol=1e-6)
+    known = nn.merge_stats(variables[PROBE], {"pairs": {"stats": seen}}, CONFIG)
+    np.testing.assert_allclose(known["pairs"]["stats"].rhs.moments.count, 120)
