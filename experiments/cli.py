@@ -1,15 +1,15 @@
 """The command line of the experiments: a named configuration and typed overrides."""
 
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
 
 from experiments.configs import get_config, names
-from loka_jax.survey import SurveyConfig
 from loka_jax.train.config import Config
 from loka_jax.train.loop import TrainingFailed
 
@@ -29,23 +29,35 @@ def parse(arguments: list[str]) -> Config:
     return tyro.cli(type(default), default=default, args=rest, prog=prog)
 
 
-def parse_survey(arguments: list[str]) -> tuple[Config, SurveyConfig]:
-    """Returns the configuration as `parse` does, and the options `--survey.*`."""
-    default, rest = _default(arguments, "probe.py")
+def parse_with(
+    arguments: list[str], script: str, **options: Any
+) -> tuple[Config, dict[str, Any]]:
+    """Returns the configuration as `parse` does, and further options by name.
+
+    Args:
+        arguments: of the command line.
+        script: of the experiments.
+        **options: their defaults: dataclasses, or values of their own.
+    """
+    default, rest = _default(arguments, script)
     both = dataclasses.make_dataclass(
         "Options",
         [
             ("run", Annotated[type(default), tyro.conf.arg(name="")]),
-            ("survey", SurveyConfig),
+            *((name, _type(value)) for name, value in options.items()),
         ],
     )
     found = tyro.cli(
         both,
-        default=both(default, SurveyConfig()),
+        default=both(default, **options),
         args=rest,
-        prog=f"probe.py --config {default.name}",
+        prog=f"{script} --config {default.name}",
     )
-    return found.run, found.survey
+    return found.run, {name: getattr(found, name) for name in options}
+
+
+def _type(value: Any) -> type:
+    return pathlib.Path if isinstance(value, pathlib.Path) else type(value)
 
 
 def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:

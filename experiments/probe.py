@@ -14,9 +14,9 @@ import pathlib
 import shlex
 import sys
 
-from experiments.cli import parse_survey, run_cli
+from experiments.cli import parse_with, run_cli
+from loka_jax import jsonfile
 from loka_jax.survey import SurveyConfig, survey, write_page
-from loka_jax.train import jsonfile
 from loka_jax.train.config import Config
 from loka_jax.train.report_tables import as_dict
 from loka_jax.train.session import choose_workdir, standard_output, train
@@ -27,7 +27,7 @@ _EVERY = 10  # steps between observed ones, if the command line does not say
 def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     """Trains, surveys, writes both files; returns the exit code."""
     console = standard_output()
-    config = _observed(config)
+    config = observed(config)
     done = train(config, arguments, console, script="probe.py")
     if done.exit_code or done.run is None:
         return done.exit_code
@@ -42,7 +42,7 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     return 0
 
 
-def _observed(config: Config) -> Config:
+def observed(config: Config) -> Config:
     """Returns the run with Probe on, in a workdir that is gone on with if it exists."""
     workdir = choose_workdir(config)
     begun = workdir / "config.json"
@@ -74,7 +74,12 @@ def _every_of(begun: pathlib.Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Does as the command line says and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return run_cli(lambda: probe(*parse_survey(arguments), arguments))
+
+    def command() -> int:
+        config, options = parse_with(arguments, "probe.py", survey=SurveyConfig())
+        return probe(config, options["survey"], arguments)
+
+    return run_cli(command)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import pathlib
 PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 # Lowest first. `train` and `data` close the list: nothing in the library needs them.
 LAYERS = (
-    ("fp8", "quality"),
+    ("fp8", "quality", "jsonfile", "options"),
     ("recipe", "normed"),
-    ("scaling",),
+    ("scaling", "choice"),
     ("xla", "pallas"),  # providers: no knowledge of each other
     ("probe",),
     ("ops",),
@@ -16,8 +16,10 @@ LAYERS = (
     ("optim",),
     ("models",),
     ("data",),
+    ("dispatch",),
     ("train",),
     ("survey",),
+    ("tuning",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -13,7 +13,7 @@ from loka_jax.nn.norms import (
     activation,
     normalize,
 )
-from loka_jax.nn.overrides import overriding
+from loka_jax.nn.overrides import Model, Planned, overriding
 from loka_jax.nn.probing import PROBE, by_path, merge_stats, probing
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.dense_norm import Activations
@@ -31,8 +31,10 @@ __all__ = [
     "Dense",
     "Fp8DotGeneral",
     "Mlp",
+    "Model",
     "NormDense",
     "NormName",
+    "Planned",
     "ProbeConfig",
     "Site",
     "activation",

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
-from loka_jax.nn.overrides import site_recipe
+from loka_jax.nn.overrides import site_choice
 from loka_jax.nn.probing import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.matmul import matmul
@@ -53,7 +53,7 @@ class Dense(linen.Module):
         """Returns `inputs @ kernel + bias` over the last dim."""
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
-        recipe = site_recipe(self, self.recipe)
+        recipe, _ = site_choice(self, self.recipe)
         rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
         out = _site_matmul(self, rows, kernel, recipe, self.axis_names)
         if self.use_bias:
@@ -93,11 +93,12 @@ class Fp8DotGeneral(linen.Module):
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        recipe = site_recipe(self, self.recipe)
+        recipe, _ = site_choice(self, self.recipe)
         if batch_dims:
             batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
             why_not = f"a batched product ({batch} of them)"
-            announce("/".join(self.path), m, k, n, _wide(recipe), why_not)
+            path = "/".join(self.path)
+            announce(path, m, k, n, _wide(recipe), why_not, has_choice=False)
             out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
             return _observed_by_sample(self, out, lhs, rhs, dimension_numbers, k, n)
         lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from loka_jax.nn.dense import Dense, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
-from loka_jax.nn.overrides import as_recipe
+from loka_jax.nn.overrides import choice_at
 from loka_jax.normed import NormName as SiteNormName
 from loka_jax.ops.dense_norm import Activations, Implementation, Out
 from loka_jax.ops.plan import hand_over, plan
@@ -97,8 +97,10 @@ class Mlp(linen.Module):
         outs: list[Out] = []
         if self.norm == "batch":
             return outs
-        recipe, is_served = as_recipe(self.recipe), False
-        for n in self.features:
+        is_served = False
+        for i, n in enumerate(self.features):
+            path = "/".join((*self.path, f"dense_{i}"))
+            recipe, implementation = choice_at(path, self.recipe, self.implementation)
             chosen = plan(
                 recipe,
                 m,
@@ -109,7 +111,7 @@ class Mlp(linen.Module):
                 out="fp8",
                 has_bias=self.norm == "none",
                 handed=hand_over(self.norm),
-                implementation=self.implementation,
+                implementation=implementation,
             )
             reads = takes_handed(recipe, chosen.padded_rows(m), k, n)
             if is_served and chosen.is_served and reads:

@@ -12,7 +12,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.dense import default_kernel_init, site_state
-from loka_jax.nn.overrides import site_recipe
+from loka_jax.nn.overrides import site_choice
 from loka_jax.nn.probing import site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.normed import ActivationName, NormName
@@ -107,7 +107,7 @@ class NormDense(linen.Module):
         gamma, beta = (self.norm_parameters or NormParameters(self.norm, name="norm"))(
             n
         )
-        recipe = site_recipe(self, self.recipe)
+        recipe, implementation = site_choice(self, self.recipe, self.implementation)
         m = 1
         for size in leading:
             m *= size
@@ -122,7 +122,7 @@ class NormDense(linen.Module):
             out=self.out,
             has_bias=self.use_bias,
             handed=handed,
-            implementation=self.implementation,
+            implementation=implementation,
         )
         path = "/".join(self.path)
         announce(
@@ -152,7 +152,7 @@ class NormDense(linen.Module):
             recipe=recipe,
             state=state,
             out=self.out,
-            implementation=self.implementation,
+            implementation=implementation,
             axis_names=self.axis_names,
             interpret=self.interpret,
             observe=observe,

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 
 import jax
-from flax import linen
 
+from loka_jax.nn.overrides import Model
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.dense_norm import describe
 from loka_jax.ops.plan import BY_XLA, Plan
@@ -32,6 +32,7 @@ class Site:
         why_not: why no role runs in FP8, or None if one does.
         why_not_fused: why no kernel runs product and norm in one; None if one does, and
             where there is no norm to fuse.
+        has_choice: False where the module alone decides what runs.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Site:
     norm: NormName = "none"
     activation: ActivationName = "none"
     use_bias: bool = False
+    has_choice: bool = True
 
     @property
     def is_fp8(self) -> bool:
@@ -72,6 +74,7 @@ def announce(
     norm: NormName = "none",
     activation: ActivationName = "none",
     use_bias: bool = False,
+    has_choice: bool = True,
 ):
     """Adds a site to the list being made by `list_sites`, if one is.
 
@@ -85,6 +88,7 @@ def announce(
         chosen: which kernels run, of a site with a norm.
         handed: how lhs is scaled, if it comes in FP8 from another site.
         norm, activation, use_bias: what follows the product within the site.
+        has_choice: False where the module alone decides what runs.
     """
     sites = _announced.get()
     if sites is None:
@@ -105,12 +109,13 @@ def announce(
             norm=norm,
             activation=activation,
             use_bias=use_bias,
+            has_choice=has_choice,
             **describe(recipe, chosen, m, k, n, handed),
         )
     )
 
 
-def list_sites(module: linen.Module, *args, **kwargs) -> tuple[Site, ...]:
+def list_sites(module: Model, *args, **kwargs) -> tuple[Site, ...]:
     """Returns the sites of `module` when called with `args`, in calling order.
 
     Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s.

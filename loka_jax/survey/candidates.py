@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import scaling
+from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
 from loka_jax.ops.dense_norm import dense_norm, plan
@@ -75,7 +76,9 @@ class Candidate(NamedTuple):
         return scaling.update_delayed(empty, amaxes, self.recipe)
 
 
-def candidates(site: Site, role: Role, recipes: tuple[str, ...]) -> list[Candidate]:
+def candidates(
+    site: Site | SiteKey, role: Role, recipes: tuple[str, ...]
+) -> list[Candidate]:
     """Returns what can run a role here, bfloat16 first."""
     found = [Candidate("xla", get_recipe("bf16"))]
     seen = set()
@@ -90,7 +93,7 @@ def candidates(site: Site, role: Role, recipes: tuple[str, ...]) -> list[Candida
     return found
 
 
-def _is_fused(site: Site, recipe: Recipe) -> bool:
+def _is_fused(site: Site | SiteKey, recipe: Recipe) -> bool:
     # As in `product`, which leaves out what XLA and kernels do alike.
     chosen = plan(recipe, site.m, site.k, site.n, norm="none", activation="none")
     return chosen.forward == "fused"

@@ -2,36 +2,12 @@
 
 import dataclasses
 
+from loka_jax.dispatch.policy import Limits
+from loka_jax.options import require
 from loka_jax.probe.measure import PAIRS
 from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
-from loka_jax.train.config import require
 
 FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a candidate is safe, and when it is fast.
-
-    Attributes:
-        healthy: relative L2 error at most, in multiples of what its formats give on
-            Gaussian operands: 0.037 with E4M3 twice, 0.059 with E5M2 and E4M3.
-        worst_row: relative L2 error at most of a row, likewise.
-        mere: mean element-wise relative error at most; None for no such limit. The
-            paper names 0.2, which hardly any product of zero mean meets in FP8.
-        speedup: over bfloat16 at least.
-    """
-
-    healthy: float = 1.5
-    worst_row: float = 8.0
-    mere: float | None = None
-    speedup: float = 1.05
-
-    def __post_init__(self):  # noqa: D105
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            option = f"--survey.limits.{field.name.replace('_', '-')}"
-            require(value is None or value > 0, option, value, "positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
+from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
 from loka_jax.probe.capture import Operands
@@ -21,7 +22,7 @@ from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
 from loka_jax.survey.config import SurveyConfig
 
 # By name: a function from a seed to operands, and the seeds.
-type Sources = dict[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
+type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
 
 
 class _Scores(NamedTuple):
@@ -29,7 +30,7 @@ class _Scores(NamedTuple):
     rates: roles.CastRates
 
 
-def site_errors(
+def survey_errors(
     site: Site,
     stats: SiteStats,
     captured: Sequence[Operands],
@@ -44,27 +45,38 @@ def site_errors(
         config: how many draws, of how many rows.
 
     Returns:
-        for each role and candidate the errors by source; under each name of `Errors`
-        and of `CastRates` mean, low and high.
+        as `site_errors`; sources are "learned", "normal" and, if captured, "real".
     """
     rows = min(site.m, config.rows)
     keys = jax.random.split(jax.random.key(config.seed), config.pairs)
     learned = functools.partial(draw_learned, stats=stats, rows=rows)
-    normal = functools.partial(_draw_normal, sizes=(rows, site.k, site.n))
-    sources: Sources = {
-        "learned": (learned, keys),
-        "normal": (normal, keys),
-    }
+    normal = functools.partial(draw_normal, sizes=(rows, site.k, site.n))
+    sources: dict[str, Any] = {"learned": (learned, keys), "normal": (normal, keys)}
     if captured:
         sources["real"] = (lambda one: one, captured)
-    of_role = functools.partial(_role_errors, site, sources, config.recipes)
+    return site_errors(site, sources, config.recipes)
+
+
+def site_errors(
+    site: Site | SiteKey, sources: Sources, recipes: tuple[str, ...]
+) -> dict[Role, dict[str, dict[str, Any]]]:
+    """Returns for each role and candidate the errors by source.
+
+    Under each name of `Errors` and of `CastRates` mean, low and high.
+
+    Args:
+        site: where.
+        sources: of operands.
+        recipes: beside bfloat16.
+    """
+    of_role = functools.partial(_role_errors, site, sources, recipes)
     # At a time, for most of it is compilation.
     with concurrent.futures.ThreadPoolExecutor(len(ROLES)) as pool:
         return dict(zip(ROLES, pool.map(of_role, ROLES), strict=True))
 
 
 def _role_errors(
-    site: Site, sources: Sources, recipes: tuple[str, ...], role: Role
+    site: Site | SiteKey, sources: Sources, recipes: tuple[str, ...], role: Role
 ) -> dict[str, dict[str, Any]]:
     """Returns the errors of a role's candidates by source."""
     known = candidates(site, role, recipes)
@@ -117,7 +129,8 @@ def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def _draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
+def draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
+    """Returns operands (m, k), (k, n), (m, n) from N(0, 1)."""
     m, k, n = sizes
     keys = jax.random.split(key, 3)
     return Operands(

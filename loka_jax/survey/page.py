@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from loka_jax import jsonfile
 from loka_jax.survey.candidates import BF16
 from loka_jax.survey.page_tables import (
     candidates_section,
@@ -10,7 +11,7 @@ from loka_jax.survey.page_tables import (
     loss_section,
     overview_section,
 )
-from loka_jax.train import jsonfile, record, report_plots
+from loka_jax.train import record, report_plots
 from loka_jax.train.report_html import (
     Html,
     definitions,

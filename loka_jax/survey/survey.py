@@ -16,16 +16,17 @@ from jax.scipy.stats import rankdata
 
 from loka_jax import nn
 from loka_jax.data import Position
+from loka_jax.dispatch.policy import healthy
 from loka_jax.probe.capture import Capture, Operands
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import ROLES, Role, get_recipe
 from loka_jax.survey import times as times_lib
 from loka_jax.survey.candidates import BF16
 from loka_jax.survey.config import SurveyConfig
-from loka_jax.survey.errors import draw_learned, site_errors
+from loka_jax.survey.errors import draw_learned, survey_errors
 from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
 from loka_jax.survey.summary import summarize, warnings_of
-from loka_jax.survey.verdict import healthy, judge
+from loka_jax.survey.verdict import judge
 from loka_jax.train.build import Run
 from loka_jax.train.record import versions
 from loka_jax.train.state import TrainState
@@ -136,7 +137,7 @@ def _survey_site(
     config: SurveyConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    errors = site_errors(site, stats, captured, config)
+    errors = survey_errors(site, stats, captured, config)
     draw = functools.partial(draw_learned, stats=stats, rows=site.m)
     times = {}
     if config.times:
@@ -173,7 +174,9 @@ def _judged(
     }
     if name == BF16:
         return record
-    unit = healthy(get_recipe(name.partition(" ")[2]), role)
+    gemm = get_recipe(name.partition(" ")[2]).gemm(role)
+    assert gemm is not None
+    unit = healthy(gemm)
     verdicts = {
         source: judge(measured, record["speedup"], unit, config.limits)
         for source, measured in by_source.items()
@@ -192,7 +195,7 @@ def _capture(
     valid, size = run.splits.valid, run.config.loop.batch_size
     count = min(valid.num_batches(size), config.captured_batches)
     step = jax.jit(
-        make_observe_step(run.model, run.tables, Capture(max_rows=config.rows))
+        make_observe_step(run.planned, run.tables, Capture(max_rows=config.rows))
     )
     found = []
     for i in range(count):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.normed import NormName
 from loka_jax.ops import roles
@@ -23,6 +24,7 @@ from loka_jax.probe.capture import Operands
 from loka_jax.probe.compiling import compile_all
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
+from loka_jax.scaling import DelayedScaling
 from loka_jax.survey.candidates import BF16, Candidate
 
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
@@ -50,11 +52,8 @@ def site_times(
     """
     if jax.default_backend() != "gpu":
         return {}
-    num_bytes = 2 * site.m * (site.k + site.n)
-    sets = min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)
-    drawn = [
-        _as_read(draw(key)) for key in jax.random.split(jax.random.key(seed), sets)
-    ]
+    keys = jax.random.split(jax.random.key(seed), rotated(site))
+    drawn = [_as_read(draw(key)) for key in keys]
     programs = _programs(site, recipes, drawn[0])
     compiled = compile_all({key: (f, drawn[0]) for key, f in programs.items()})
     cases = {}
@@ -71,6 +70,17 @@ def site_times(
     return found
 
 
+def rotated(site: Site | SiteKey) -> int:
+    """Returns how many sets of operands keep a call from finding its own in the L2."""
+    num_bytes = 2 * site.m * (site.k + site.n)
+    return min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)
+
+
+def scaling_state(recipe: Recipe, amaxes: Array) -> DelayedScaling | None:
+    """Returns the scaling state of a site that has seen these amaxes."""
+    return Candidate("xla", recipe).state(amaxes)
+
+
 def speedup(times: dict[str, dict[str, float]], what: str, name: str) -> float | None:
     """Returns a candidate's speed over bfloat16; None if one was not measured."""
     of_all = times.get(what, {})
@@ -85,16 +95,18 @@ def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str
     found: dict[str, Any] = {}
     for name in ("bf16", *recipes):
         recipe = get_recipe(name)
-        state = Candidate("xla", recipe).state(amaxes)
+        state = scaling_state(recipe, amaxes)
         if recipe.is_delayed:
             recipe = get_recipe(name + CALIBRATED)
         implementations: list[Implementation] = ["xla"]
         if _is_served(site, recipe):
             implementations.append("pallas")
         for implementation in implementations:
-            run = functools.partial(_site, site, recipe, state, implementation)
+            run = functools.partial(run_site, site, recipe, state, implementation)
             found[f"fwd {implementation} {name}"] = lambda x, w, g, run=run: run(x, w)
-            found[f"training {implementation} {name}"] = functools.partial(_train, run)
+            found[f"training {implementation} {name}"] = functools.partial(
+                train_site, run
+            )
         for role in _BACKWARD:
             found[f"{role} xla {name}"] = functools.partial(
                 _product, role, recipe, state
@@ -102,12 +114,20 @@ def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str
     return found
 
 
-def _site(site: Site, recipe: Recipe, state, implementation, lhs, rhs):
+def run_site(
+    site: Site | SiteKey,
+    recipe: Recipe,
+    state: DelayedScaling | None,
+    implementation: Implementation,
+    lhs: Array,
+    rhs: Array,
+) -> Array:
+    """Returns what a site makes of its operands, with parameters as at the start."""
     n = site.n
     bias = jnp.ones((n,), jnp.float32) if site.use_bias else None
     gamma = jnp.ones((n,), jnp.float32) if _has_gamma(site.norm) else None
     beta = jnp.zeros((n,), jnp.float32) if site.norm == "layer" else None
-    return dense_norm(
+    out = dense_norm(
         lhs,
         rhs,
         bias=bias,
@@ -119,6 +139,8 @@ def _site(site: Site, recipe: Recipe, state, implementation, lhs, rhs):
         state=state,
         implementation=implementation,
     )
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def _is_served(site: Site, recipe: Recipe) -> bool:
@@ -137,7 +159,8 @@ def _has_gamma(norm: NormName) -> bool:
     return norm in ("layer", "rms")
 
 
-def _train(run, lhs, rhs, g):
+def train_site(run: Callable, lhs: Array, rhs: Array, g: Array):
+    """Returns what a function of lhs and rhs returns, and both gradients."""
     out, pull = jax.vjp(run, lhs, rhs)
     return out, pull(g)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -11,11 +12,12 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.data import Batch, Dataset, Position, Splits, open_data
+from loka_jax.dispatch.plan import Plan
 from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.recipe import CALIBRATED, get_recipe
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
+from loka_jax.train.planning import choose_plan, load_frozen
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
@@ -57,6 +59,8 @@ class Run:
         model: from (dense features, embeddings) to logits.
         tables: the embedding tables.
         sites: every GEMM of the model at the training batch size.
+        plan: what runs at them where that was decided; else the modules say.
+        plan_notes: what the user should know of it.
         optimizer: of the dense parameters.
         schedule: the dense learning rate of a step number.
         row_update: of the tables.
@@ -69,17 +73,24 @@ class Run:
     model: linen.Module
     tables: embedding.TableSpec
     sites: tuple[nn.Site, ...]
+    plan: Plan
+    plan_notes: tuple[str, ...]
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
 
+    @property
+    def planned(self) -> nn.Planned:
+        """The model, its sites run as the plan says."""
+        return nn.Planned(self.model, self.plan.choices)
+
     def init(self) -> TrainState:
         """Returns the state before the first step."""
         init = functools.partial(
             init_state,
-            model=self.model,
+            model=self.planned,
             tables=self.tables,
             num_dense=len(self.splits.train.schema.dense),
             optimizer=self.optimizer,
@@ -108,11 +119,10 @@ class Run:
             is_calibrated: all delayed scales are known to be set.
             probe: how Probe observes the sites; None if it does not.
         """
-        is_calibrated = is_calibrated and get_recipe(self.model.recipe).is_delayed
+        is_calibrated = is_calibrated and self.planned.is_delayed
         key = is_calibrated, probe
         if key not in self._steps:
-            suffix = CALIBRATED if is_calibrated else ""
-            model = self.model.clone(recipe=self.model.recipe + suffix)
+            model = self.planned.calibrated() if is_calibrated else self.planned
             self._steps[key] = self._train_step(model, probe)
         return self._steps[key]
 
@@ -125,7 +135,7 @@ class Run:
     @functools.cached_property
     def eval_step(self) -> jax.stages.Wrapped:
         """The evaluation step."""
-        return jax.jit(make_eval_step(self.model, self.tables), donate_argnums=1)
+        return jax.jit(make_eval_step(self.planned, self.tables), donate_argnums=1)
 
     def evaluate(self, state: TrainState, dataset: Dataset) -> dict[str, Any]:
         """Returns the metrics of `state` on all of `dataset`, in order."""
@@ -136,9 +146,7 @@ class Run:
             seen = self.eval_step(state, seen, batch)
         return metrics.compute(seen)
 
-    def _train_step(
-        self, model: linen.Module, probe: nn.ProbeConfig | None
-    ) -> TrainStep:
+    def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
         step = make_train_step(
             model,
             self.tables,
@@ -151,8 +159,12 @@ class Run:
         return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
 
-def build(config: Config) -> Run:
+def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
     """Returns the run that `config` describes.
+
+    Args:
+        config: the run.
+        frozen_plan: of the run that is gone on with; the configuration's if None.
 
     Raises:
         ValueError: one sentence with the option or file and the remedy.
@@ -171,11 +183,16 @@ def build(config: Config) -> Run:
     if loop.max_steps is not None:
         total_steps = min(total_steps, loop.max_steps)
     rows = loop.batch_size // loop.microbatches
-    sites = nn.list_sites(
-        config.model,
+    inputs = (
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
         jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
     )
+    sites = nn.list_sites(config.model, *inputs)
+    if frozen_plan is None:
+        planned = choose_plan(config, sites)
+    else:
+        planned = load_frozen(frozen_plan, sites)
+    sites = nn.list_sites(nn.Planned(config.model, planned.plan.choices), *inputs)
     optim = config.optim
     return Run(
         config=config,
@@ -183,6 +200,8 @@ def build(config: Config) -> Run:
         model=config.model,
         tables=tables,
         sites=sites,
+        plan=planned.plan,
+        plan_notes=planned.notes,
         optimizer=make_dense_optimizer(optim, total_steps),
         schedule=jax.jit(make_schedule(optim.lr, optim, total_steps)),
         row_update=RowUpdate(

@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from loka_jax.train import jsonfile, manifest
-from loka_jax.train.jsonfile import explain_mismatch as explain_mismatch
+from loka_jax import jsonfile
+from loka_jax.jsonfile import explain_mismatch as explain_mismatch
+from loka_jax.train import manifest
 
 _log = logging.getLogger(__name__)
 

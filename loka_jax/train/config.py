@@ -13,19 +13,15 @@ import tyro
 from flax import linen
 
 from loka_jax.data import DataConfig
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
+from loka_jax.options import require
 from loka_jax.probe.matrix_normal import MEAN_MOMENTUM, MOMENTUM
 from loka_jax.recipe import CALIBRATED, get_recipe
 
 _MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
-
-
-def require(holds: bool, option: str, value, what: str):
-    """Raises ValueError, that an option's value must be something, unless it holds."""
-    if not holds:
-        raise ValueError(f"{option} {value} must be {what}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +141,36 @@ class ProbeOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """Who may run a site.
+
+    Attributes:
+        rules: "PATTERN=CHOICE": what runs at all sites whose path fits, whatever the
+            table says, as in "head=f32" or "top_mlp/*=pallas fp8_rowwise"; of several
+            that fit, the last.
+        limits: on errors and speed.
+    """
+
+    rules: tuple[str, ...] = ()
+    limits: Limits = DEFAULT_LIMITS
+
+    def __post_init__(self):  # noqa: D105
+        for rule in self.rules:
+            pattern, is_rule, choice = rule.partition("=")
+            require(
+                bool(pattern and is_rule and choice),
+                "--dispatch.rules",
+                rule,
+                "PATTERN=CHOICE, for example head=bf16",
+            )
+
+    @property
+    def by_pattern(self) -> dict[str, str]:
+        """The choices by pattern."""
+        return dict(rule.split("=", 1) for rule in self.rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What concerns this execution only.
 
@@ -199,6 +225,10 @@ class Config:
         optim: optimizers and schedules.
         loop: the training loop.
         probe: what Probe observes.
+        plan: what runs at each site: "auto" takes the table of this GPU, where one is
+            shipped, and chooses per site; a file is a table (from tune.py) or a plan;
+            "off" runs every site as the model's recipe says.
+        dispatch: rules and limits of that choice.
         run: what concerns this execution only.
     """
 
@@ -210,6 +240,8 @@ class Config:
     optim: OptimConfig = OptimConfig()
     loop: LoopConfig = LoopConfig()
     probe: ProbeOptions = ProbeOptions()
+    plan: str = "auto"
+    dispatch: DispatchOptions = DispatchOptions()
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
     def __post_init__(self):  # noqa: D105

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from loka_jax.train import jsonfile
+from loka_jax import jsonfile
 
 NAME = "manifest.json"
 FORMAT = 1

@@ -13,6 +13,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from loka_jax.dispatch.plan import Plan
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES
 
@@ -111,6 +112,35 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     for reason, paths in _unfused(sites).items():
         where = ", ".join(paths)
         console.print(f"No fused kernel at {where}: {reason}.", highlight=False)
+
+
+def print_plan(console: Console, plan: Plan, notes: tuple[str, ...]):
+    """Prints what was chosen for each site, and why; nothing where nothing was."""
+    for note in notes:
+        console.print(note, highlight=False)
+    if not plan.decisions:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title="Dispatch", title_justify="left"
+    )
+    for column in ("site", "choice", "speed", "error", "why", "runner-up"):
+        table.add_column(column, no_wrap=column in ("site", "speed", "error"))
+    for path, decision in plan.decisions:
+        speed, error = decision.speedup, decision.error
+        table.add_row(
+            path,
+            decision.choice.name,
+            "" if speed is None else f"{speed:.2f}x",
+            "" if error is None else f"{error:.3f}",
+            decision.reason,
+            decision.runner_up or "",
+            style=None if decision.choice.is_fp8 else "dim",
+        )
+    console.print(table)
+    console.print(
+        "Speed: of the whole site over XLA's bfloat16, as measured; error: "
+        "relative L2 of the worst FP8 product."
+    )
 
 
 def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from typing import IO, Any
 import jax
 
 import loka_jax
-from loka_jax.train import jsonfile
+from loka_jax import jsonfile
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loka_jax.train import jsonfile, record, report_plots
+from loka_jax import jsonfile
+from loka_jax.train import record, report_plots
 from loka_jax.train.report_html import (
     Html,
     compact,

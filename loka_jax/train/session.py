@@ -14,12 +14,18 @@ import jax
 from rich.console import Console
 
 from loka_jax.data import Position
+from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.loop import Loop, Progress, quality
 from loka_jax.train.profiler import Profiler
-from loka_jax.train.progress import TrainingProgress, print_data, print_sites
+from loka_jax.train.progress import (
+    TrainingProgress,
+    print_data,
+    print_plan,
+    print_sites,
+)
 from loka_jax.train.record import RunRecord, check_workdir, versions
 from loka_jax.train.report import write_report
 from loka_jax.train.signals import StopRequest, stop_on_signals
@@ -81,7 +87,7 @@ def train(
     with stop_on_signals() as stop:
         console.print(device_notice(config.run.require_gpu))
         if config.run.dry_run:
-            return Trained(_compile(_build(config, console), console))
+            return Trained(_compile(_build(config, console, None), console))
         workdir = choose_workdir(config)
         owner = {
             "config": config.identity(),
@@ -89,12 +95,16 @@ def train(
             "may_change": _MAY_CHANGE,
         }
         check_workdir(workdir, **owner)  # reading the data can take long
-        run = _build(config, console)
+        frozen = workdir / "plan.json"
+        is_begun = config.run.resume and frozen.exists()
+        run = _build(config, console, frozen if is_begun else None)
         with (
             RunRecord(workdir, tensorboard=config.run.tensorboard, **owner) as record,
             _open_loop(run, record, console, workdir) as loop,
         ):
             record.write_sites([vars(site) for site in run.sites])
+            if not is_begun:
+                save_plan(frozen, run.plan)
             with stop.deferred():
                 loop.train(stop)
             summary = _finish(run, loop, stop)
@@ -112,11 +122,12 @@ def standard_output() -> Console:
     return console
 
 
-def _build(config: Config, console: Console) -> Run:
+def _build(config: Config, console: Console, frozen_plan: pathlib.Path | None) -> Run:
     """Builds the run and shows what it will read and multiply."""
-    run = build(config)
+    run = build(config, frozen_plan)
     print_data(console, run.splits.report)
     print_sites(console, run.sites)
+    print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "

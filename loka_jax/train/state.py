@@ -5,10 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen, struct
+from flax import struct
 from jaxtyping import Array, Float, Int
 
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, ProbeConfig, probing
+from loka_jax.nn import (
+    OVERWRITE_WITH_GRADIENT,
+    PROBE,
+    Model,
+    ProbeConfig,
+    probing,
+)
 from loka_jax.ops import embedding
 from loka_jax.train import metrics
 
@@ -51,7 +57,7 @@ class TrainState:
 def init_state(
     key: Array,
     *,
-    model: linen.Module,
+    model: Model,
     tables: embedding.TableSpec,
     num_dense: int,
     optimizer: optax.GradientTransformation,

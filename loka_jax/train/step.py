@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax import scaling
@@ -27,6 +26,7 @@ from loka_jax.data import Batch
 from loka_jax.nn import (
     OVERWRITE_WITH_GRADIENT,
     PROBE,
+    Model,
     ProbeConfig,
     merge_stats,
     probing,
@@ -61,7 +61,7 @@ class _Gradients(NamedTuple):
 
 
 def make_train_step(
-    model: linen.Module,
+    model: Model,
     tables: embedding.TableSpec,
     optimizer: optax.GradientTransformation,
     row_update: RowUpdate,
@@ -136,7 +136,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    model: linen.Module, tables: embedding.TableSpec
+    model: Model, tables: embedding.TableSpec
 ) -> Callable[[TrainState, metrics.MetricState, Batch], metrics.MetricState]:
     """Returns the evaluation step: the metrics with one batch added."""
 
@@ -149,7 +149,7 @@ def make_eval_step(
 
 
 def logits_of(
-    model: linen.Module, tables: embedding.TableSpec, state: TrainState, batch: Batch
+    model: Model, tables: embedding.TableSpec, state: TrainState, batch: Batch
 ) -> Float[Array, "B"]:
     """Returns the logits of a batch in evaluation."""
     rows = _rows(tables, state, batch)
@@ -157,7 +157,7 @@ def logits_of(
 
 
 def make_observe_step(
-    model: linen.Module, tables: embedding.TableSpec, observer: Observer
+    model: Model, tables: embedding.TableSpec, observer: Observer
 ) -> Callable[[TrainState, Batch], Any]:
     """Returns a step that trains nothing: what an observer sees of every site."""
 

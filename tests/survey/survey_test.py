@@ -6,15 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loka_jax import jsonfile
 from loka_jax.data import Position
+from loka_jax.dispatch.policy import healthy
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.survey import Limits, SurveyConfig, survey, write_page
 from loka_jax.survey.candidates import BF16, Candidate, candidates
 from loka_jax.survey.sensitivity import ALL
 from loka_jax.survey.survey import prediction, rank_correlation
-from loka_jax.survey.verdict import healthy, judge
-from loka_jax.train import jsonfile
+from loka_jax.survey.verdict import judge
 from loka_jax.train.config import ProbeOptions
 from tests.train import support
 
@@ -137,7 +138,7 @@ def _errors(relative_l2, worst_row=0.1, mere=0.4):
     ],
 )
 def test_verdicts(errors, speedup, limits, expected, reason):
-    unit = healthy(get_recipe("fp8_rowwise"), "fwd")
+    unit = healthy(get_recipe("fp8_rowwise").fwd)
     verdict = judge(errors, speedup, unit, limits)
     assert (verdict.is_safe, verdict.is_fast) == expected
     assert verdict.reason.startswith(reason) or reason in verdict.reason
@@ -145,7 +146,7 @@ def test_verdicts(errors, speedup, limits, expected, reason):
 
 def test_formats_have_their_own_limits():
     recipe = get_recipe("fp8_tensorwise")
-    assert healthy(recipe, "fwd") < healthy(recipe, "dlhs")
+    assert healthy(recipe.fwd) < healthy(recipe.dlhs)
 
 
 def test_equal_casts_are_one_candidate():

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from loka_jax.train import jsonfile
+from loka_jax import jsonfile
 from loka_jax.train.checkpoint import Checkpoints
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.train import jsonfile
+from loka_jax import jsonfile
 
 
 def test_numbers_of_every_kind_become_strict_json():

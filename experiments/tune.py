@@ -1,0 +1,74 @@
+"""Measures who runs each site of a model fastest, and writes the dispatch table.
+
+    python experiments/tune.py --config fp8_dlrm --table table.json
+
+Trains, or goes on with what the workdir holds, while Probe observes every site; then
+measures every candidate at every site, on operands drawn from what was learned, in a
+process of its own. What the table holds of other sites stays. Options are those of
+train.py, `--table` and `--tune.*`. `train.py --plan table.json` follows the table.
+
+Exit codes: as of train.py.
+"""
+
+import pathlib
+import sys
+
+from experiments.cli import parse_with, run_cli
+from experiments.probe import observed
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.table import BadTable, Table, header_here
+from loka_jax.train.config import Config
+from loka_jax.train.session import standard_output, train
+from loka_jax.tuning import TuneConfig
+from loka_jax.tuning import tune as measure
+
+
+def tune(
+    config: Config, options: TuneConfig, path: pathlib.Path, arguments: list[str]
+) -> int:
+    """Trains, measures, writes the table; returns the exit code."""
+    console = standard_output()
+    _old_table(path)  # a bad one is better refused now than after the training
+    done = train(observed(config), arguments, console, script="tune.py")
+    if done.exit_code or done.run is None:
+        return done.exit_code
+    found = measure(done.run, done.state, options, console.print)
+    old = _old_table(path)
+    tables.write(path, found if old is None else old.merged(found))
+    console.print(f"Table: {path}")
+    return 0
+
+
+def _old_table(path: pathlib.Path) -> Table | None:
+    """Returns the table that is to be added to, None if there is none yet.
+
+    Raises:
+        ValueError: if it is no table, or not one for this device and these kernels.
+    """
+    if not path.exists():
+        return None
+    try:
+        table = tables.read(path)
+    except BadTable as error:
+        raise ValueError(f"{error} Name another file by --table.") from None
+    why_not = table.header.why_not(header_here())
+    if why_not is not None:
+        raise ValueError(f"{path} does not hold here: {why_not}. Name another file.")
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Does as the command line says and returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def command() -> int:
+        config, options = parse_with(
+            arguments, "tune.py", tune=TuneConfig(), table=pathlib.Path("table.json")
+        )
+        return tune(config, options["tune"], options["table"], arguments)
+
+    return run_cli(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""What was measured of candidates on one kind of device: a JSON file one can read.
+
+Speed and error of every candidate are kept, so that limits can change without measuring
+again. A file is believed only if it fits: its schema to the letter, its device, its
+versions of JAX, and the kernels' own sources. What does not is ignored as a whole, and
+never written over.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+
+from loka_jax import jsonfile
+from loka_jax.choice import Choice
+from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.normed import ActivationName, NormName
+from loka_jax.recipe import ROLES, Role
+
+SCHEMA = 1
+PASSES = ("training", "inference", "training warm", "inference warm")
+MEASURES = ("relative_l2", "worst_row", "mere")
+_MAX_BYTES = 4 << 20
+_MAX_SIZE = 1 << 31
+_SOURCES = (
+    *("fp8.py", "recipe.py", "scaling.py", "normed.py", "xla", "pallas"),
+    *("ops/products.py", "ops/plan.py", "ops/kernels.py", "ops/kernel_site.py"),
+    *("ops/matmul.py", "ops/dense_norm.py"),
+)
+
+
+class BadTable(ValueError):
+    """A table that is not believed: one sentence with the file and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """For what a table holds.
+
+    Attributes:
+        device_kind: as JAX names it.
+        jax, jaxlib: versions.
+        kernels: digest of the kernels' sources.
+    """
+
+    device_kind: str
+    jax: str
+    jaxlib: str
+    kernels: str
+
+    def why_not(self, here: "Header") -> str | None:
+        """Returns what of it differs here, or None."""
+        for field in dataclasses.fields(self):
+            own, found = getattr(self, field.name), getattr(here, field.name)
+            if own != found and field.name == "kernels":
+                return "the kernels have changed since"
+            if own != found:
+                name = field.name.replace("_", " ")
+                return f"it was measured with {name} {own}, and here is {found}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The mean of a measure over draws, and the 95 % interval it lies in."""
+
+    mean: float
+    low: float
+    high: float
+
+
+# By measure, of one product of a candidate.
+type Errors = dict[str, Interval]
+# By product and the name of a recipe that casts it so.
+type RoleErrors = dict[Role, dict[str, Errors]]
+
+
+@dataclasses.dataclass
+class Entry:
+    """What was measured of a site.
+
+    Attributes:
+        times: microseconds by pass ("training" is forward and backward) and candidate.
+        errors: by where the operands were drawn from: "fp8_dlrm top_mlp/dense_0".
+        failures: of candidates that could not run, or were wrong; one sentence each.
+    """
+
+    times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Table:
+    """Entries by site, for what the header says."""
+
+    header: Header
+    sites: dict[SiteKey, Entry] = dataclasses.field(default_factory=dict)
+
+    def merged(self, other: "Table") -> "Table":
+        """Returns both tables in one; of what both measured, the other's.
+
+        Raises:
+            ValueError: if they are not of one device, versions and kernels.
+        """
+        why_not = other.header.why_not(self.header)
+        if why_not is not None:
+            raise ValueError(f"the tables do not go together: {why_not}.")
+        sites = dict(self.sites)
+        for key, entry in other.sites.items():
+            old = sites.get(key, Entry())
+            times = {
+                what: old.times.get(what, {}) | entry.times.get(what, {})
+                for what in PASSES
+                if what in old.times or what in entry.times
+            }
+            failures = {
+                name: why
+                for name, why in (old.failures | entry.failures).items()
+                if name in entry.failures or not _is_measured(name, entry)
+            }
+            sites[key] = Entry(times, old.errors | entry.errors, failures)
+        return Table(self.header, sites)
+
+
+def _is_measured(name: str, entry: Entry) -> bool:
+    return any(name in times for times in entry.times.values())
+
+
+def header_here() -> Header:
+    """Returns what a table must say to hold in this process."""
+    return Header(
+        device_kind=jax.devices()[0].device_kind,
+        jax=jax.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
+        kernels=kernels_digest(),
+    )
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Returns a digest of the code that runs at sites, comments left out."""
+    package = pathlib.Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = package / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(package).as_posix().encode())
+            digest.update(ast.dump(_without_docstrings(file)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _without_docstrings(file: pathlib.Path) -> ast.Module:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list) or not body:
+            continue
+        first = body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            body[:1] = [ast.Pass()]
+    return tree
+
+
+def write(path: pathlib.Path, table: Table):
+    """Writes a table in one step: readers see the old one or the new one."""
+    jsonfile.write_text(path, json.dumps(to_json(table), indent=1) + "\n")
+
+
+def to_json(table: Table) -> dict[str, Any]:
+    """Returns what `from_json` reads."""
+    return {
+        "schema": SCHEMA,
+        "header": dataclasses.asdict(table.header),
+        "sites": [
+            {
+                "site": dataclasses.asdict(key),
+                "times": entry.times,
+                "errors": {
+                    source: {
+                        role: {
+                            name: {m: dataclasses.astuple(e) for m, e in one.items()}
+                            for name, one in of_role.items()
+                        }
+                        for role, of_role in errors.items()
+                    }
+                    for source, errors in entry.errors.items()
+                },
+                "failures": entry.failures,
+            }
+            for key, entry in sorted(table.sites.items())
+        ],
+    }
+
+
+def read(path: pathlib.Path) -> Table:
+    """Returns the table in a file.
+
+    Raises:
+        BadTable: if there is none, or it is not a table to the letter.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise BadTable(f"{path} is larger than {_MAX_BYTES >> 20} MiB.")
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return from_json(value)
+    except BadTable:
+        raise
+    except OSError as error:
+        raise BadTable(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError, TypeError) as error:
+        raise BadTable(f"{path} is no dispatch table: {error}") from None
+
+
+def from_json(value: Any) -> Table:
+    """Returns the table in a JSON value.
+
+    Raises:
+        ValueError: where it is not what `to_json` writes.
+    """
+    value = _fields(value, "schema", "header", "sites")
+    if value["schema"] != SCHEMA:
+        raise ValueError(f"schema {value['schema']!r} is not {SCHEMA}.")
+    names = [field.name for field in dataclasses.fields(Header)]
+    header = {k: _text(v) for k, v in _fields(value["header"], *names).items()}
+    sites: dict[SiteKey, Entry] = {}
+    for item in _list(value["sites"]):
+        item = _fields(item, "site", "times", "errors", "failures")
+        key = _site(item["site"])
+        if key in sites:
+            raise ValueError(f"site {key} is there twice.")
+        sites[key] = Entry(
+            times=_times(item["times"]),
+            errors={_text(k): _errors(v) for k, v in _dict(item["errors"]).items()},
+            failures={_choice(k): _text(v) for k, v in _dict(item["failures"]).items()},
+        )
+    return Table(Header(**header), sites)
+
+
+def _site(value: Any) -> SiteKey:
+    names = [field.name for field in dataclasses.fields(SiteKey)]
+    value = _fields(value, *names)
+    for name in ("m", "k", "n"):
+        size = value[name]
+        if type(size) is not int or not 0 < size < _MAX_SIZE:
+            raise ValueError(f"{name}={size!r} is no size.")
+    if value["norm"] not in get_args(NormName):
+        raise ValueError(f"norm {value['norm']!r} is unknown.")
+    if value["activation"] not in get_args(ActivationName):
+        raise ValueError(f"activation {value['activation']!r} is unknown.")
+    if type(value["use_bias"]) is not bool:
+        raise ValueError(f"use_bias={value['use_bias']!r} is no truth value.")
+    return SiteKey(**value)
+
+
+def _times(value: Any) -> dict[str, dict[str, float]]:
+    found = {}
+    for what, times in _dict(value).items():
+        if what not in PASSES:
+            raise ValueError(f"times of {what!r} are unknown.")
+        found[what] = {
+            _choice(name): _positive(time) for name, time in _dict(times).items()
+        }
+    return found
+
+
+def _errors(value: Any) -> RoleErrors:
+    found: RoleErrors = {}
+    for role in ROLES:
+        of_role = _dict(_fields(value, *ROLES)[role])
+        found[role] = {
+            _choice(f"xla {_text(name)}").removeprefix("xla "): {
+                measure: _interval(one)
+                for measure, one in _fields(errors, *MEASURES).items()
+            }
+            for name, errors in of_role.items()
+        }
+    return found
+
+
+def _interval(value: Any) -> Interval:
+    low_mean_high = [_number(x) for x in _list(value)]
+    if len(low_mean_high) != 3:
+        raise ValueError(f"{value!r} is not a mean and an interval.")
+    return Interval(*low_mean_high)
+
+
+def _choice(name: Any) -> str:
+    # From the fixed list of what can be called, so that a file names no code.
+    return Choice.parse(_text(name)).name
+
+
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    value = _dict(value)
+    if set(value) != set(names):
+        raise ValueError(f"fields {sorted(value)} are not {sorted(names)}.")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{str(value)[:40]!r} is no object.")
+    return dict(value)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{str(value)[:40]!r} is no list.")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 1000:
+        raise ValueError(f"{str(value)[:40]!r} is no text.")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{str(value)[:40]!r} is no finite number.")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    number = _number(value)
+    if number <= 0:
+        raise ValueError(f"time {number} is not positive.")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice in an object.")
+    return found
+
+
+def _no_constant(name: str):
+    raise ValueError(f"{name} is no number.")

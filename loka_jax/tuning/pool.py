@@ -1,0 +1,134 @@
+"""Hands jobs to a worker process, and tells whose fault it is if that ends."""
+
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.table import Entry
+from loka_jax.tuning.site import Job
+from loka_jax.tuning.worker import BEGIN, RESULT, save_stats, to_line
+
+_TIMEOUT_S = 600.0  # of silence
+_COMMAND = (
+    sys.executable,
+    "-c",
+    "from loka_jax.tuning.worker import main; main()",
+)
+
+
+class Pool:
+    """A worker process, started when it is needed; a context manager."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        command: tuple[str, ...] = _COMMAND,
+        timeout_s: float = _TIMEOUT_S,
+    ):
+        """Takes who is told of failures, and the worker's command line."""
+        self._say = say
+        self._command = command
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> "Pool":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *error):
+        """Ends the worker."""
+        self._stop()
+
+    def measure(self, job: Job) -> Entry:
+        """Returns what was measured, the candidates that ended the worker left out."""
+        failures: dict[str, str] = {}
+        while True:
+            entry, last = self._try(job)
+            if entry is not None:
+                entry.failures.update(failures)
+                return entry
+            self._stop()
+            if last:
+                failures[last] = "ended the process that ran it"
+                self._say(f"{job.site}: {last} ended the process that ran it")
+                left = tuple(one for one in job.choices if one.name != last)
+                job = job._replace(choices=left)
+            elif not job.is_serial:  # while several were compiled: find out which
+                job = job._replace(is_serial=True)
+            else:
+                why = "could not be measured: the process ended before any candidate"
+                self._say(f"{job.site}: {why}")
+                return Entry(failures=failures | {c.name: why for c in job.choices})
+
+    def _try(self, job: Job) -> tuple[Entry | None, str]:
+        """Returns the entry, or None and who was last if the worker ended."""
+        process = self._started()
+        assert process.stdin is not None
+        last = ""
+        with tempfile.TemporaryDirectory() as folder:
+            stats = None
+            if job.stats is not None:
+                stats = pathlib.Path(folder) / "stats.npz"
+                save_stats(stats, job.stats)
+            try:
+                process.stdin.write(to_line(job, stats))
+                process.stdin.flush()
+            except OSError:
+                return None, last
+            while True:
+                answer = self._answer()
+                if answer is None:
+                    return None, last
+                if RESULT in answer:
+                    (entry,) = tables.from_json(answer[RESULT]).sites.values()
+                    return entry, last
+                last = answer[BEGIN]
+
+    def _answer(self) -> dict[str, Any] | None:
+        try:
+            line = self._answers.get(timeout=self._timeout_s)
+        except queue.Empty:
+            return None
+        return None if line is None else json.loads(line)
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        # Beside a parent that may hold most of the GPU's memory already.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._process, self._answers = process, queue.Queue()
+        threading.Thread(
+            target=_read, args=(process, self._answers), daemon=True
+        ).start()
+        return process
+
+    def _stop(self):
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+
+def _read(process: subprocess.Popen[str], answers: queue.Queue[str | None]):
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(None)

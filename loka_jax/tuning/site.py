@@ -1,0 +1,220 @@
+"""Measures every candidate at one site, in this process: right, how wrong, how fast.
+
+right  the whole site, forward and backward, against XLA in float32: a kernel may be as
+       wrong as its recipe makes XLA, but not more
+wrong  errors of each product in each recipe, on operands drawn from what Probe learned
+fast   kernel time of the whole site, operands out of the L2 ("training", "inference")
+       and in it (" warm")
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from loka_jax.choice import Choice
+from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
+from loka_jax.nn import Site
+from loka_jax.probe.capture import Operands
+from loka_jax.probe.compiling import compile_all
+from loka_jax.probe.site import SiteStats
+from loka_jax.probe.timing import Case, time_kernels
+from loka_jax.quality import relative_l2
+from loka_jax.recipe import CALIBRATED, get_recipe
+from loka_jax.survey.config import FP8_RECIPES
+from loka_jax.survey.errors import draw_learned, draw_normal, site_errors
+from loka_jax.survey.times import rotated, run_site, scaling_state, train_site
+
+# A kernel may add this to what its recipe costs: factor, and relative L2.
+_SLACK, _ROUNDING = 1.25, 0.01
+_MOST = 0.5  # relative L2 beyond which nothing is right, XLA included
+_FLOAT32 = Choice("xla", get_recipe("f32"))
+
+
+class Job(NamedTuple):
+    """What is to be measured.
+
+    Attributes:
+        site: where.
+        choices: whom.
+        stats: what Probe knows of the operands; None for N(0, 1).
+        source: what they are called in the table.
+        pairs: draws for the errors.
+        rows: of these draws, at most.
+        seed: of all draws.
+        is_serial: compile one program after another, to find the one that crashes.
+    """
+
+    site: SiteKey
+    choices: tuple[Choice, ...]
+    stats: SiteStats | None
+    source: str
+    pairs: int
+    rows: int
+    seed: int
+    is_serial: bool = False
+
+
+def measure_site(job: Job, begin: Callable[[str], None]) -> Entry:
+    """Returns what was measured.
+
+    Args:
+        job: what is to be.
+        begin: told whose turn it is, for whoever must know if it ends the process.
+    """
+    begin("")
+    errors = _errors(job)
+    draw = _draw(job, job.site.m)
+    operands = [_as_read(draw(key)) for key in _keys(job, rotated(job.site))]
+    compiled, failures = _compiled(job, operands[0], begin)
+    right = {}
+    reference = _results(
+        _program(_FLOAT32, job.site, operands[0], train_site), operands
+    )
+    known: dict[str, dict[str, float]] = {}
+    for choice in job.choices:
+        if choice.name in failures:
+            continue
+        begin(choice.name)
+        why_not, known[choice.name] = _check(
+            choice, compiled[choice.name], reference, operands[0], known
+        )
+        if why_not is None:
+            right[choice.name] = compiled[choice.name]
+        else:
+            failures[choice.name] = why_not
+    begin("")
+    return Entry(_times(right, operands), {job.source: errors}, failures)
+
+
+def _keys(job: Job, count: int) -> Array:
+    return jax.random.split(jax.random.key(job.seed), count)
+
+
+def _draw(job: Job, rows: int) -> Callable[[Array], Operands]:
+    if job.stats is None:
+        sizes = (rows, job.site.k, job.site.n)
+        return functools.partial(draw_normal, sizes=sizes)
+    return functools.partial(draw_learned, stats=job.stats, rows=rows)
+
+
+def _errors(job: Job) -> RoleErrors:
+    """Returns the errors of all products in all recipes."""
+    draw = _draw(job, min(job.site.m, job.rows))
+    sources = {"drawn": (draw, _keys(job, job.pairs))}
+    found = site_errors(job.site, sources, FP8_RECIPES)
+    return {
+        role: {
+            name.removeprefix("xla "): {
+                measure: Interval(**by_source["drawn"][measure]) for measure in MEASURES
+            }
+            for name, by_source in of_role.items()
+            if name.startswith("xla ")
+            and all(
+                math.isfinite(by_source["drawn"][measure]["high"])
+                for measure in MEASURES
+            )
+        }
+        for role, of_role in found.items()
+    }
+
+
+def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
+    """Returns each candidate's compiled passes, and why others have none."""
+    programs = {
+        f"{what}:{choice.name}": (_program(choice, job.site, operands, run), operands)
+        for choice in job.choices
+        for what, run in (("training", train_site), ("inference", _infer))
+    }
+    if job.is_serial:
+        compiled = {}
+        for name, program in programs.items():
+            begin(name.partition(":")[2])
+            compiled |= compile_all({name: program})
+    else:
+        compiled = compile_all(programs)
+    found: dict[str, dict[str, Any]] = {}
+    failures = {}
+    for name, program in compiled.items():
+        what, _, choice = name.partition(":")
+        if isinstance(program, Exception):
+            text = " ".join(str(program).split())[:300]
+            failures[choice] = f"does not compile: {type(program).__name__}: {text}"
+        else:
+            found.setdefault(choice, {})[what] = program
+    return found, failures
+
+
+def _program(choice: Choice, site: Site | SiteKey, operands: tuple, run) -> Callable:
+    """Returns a function of (lhs, rhs, g) that runs a pass of the site."""
+    recipe = choice.recipe
+    amaxes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in operands])
+    state = scaling_state(recipe, amaxes)
+    if recipe.is_delayed:  # as all steps but the first are
+        recipe = _calibrated(choice)
+    of_site = functools.partial(run_site, site, recipe, state, choice.provider)
+    return functools.partial(run, of_site)
+
+
+def _calibrated(choice: Choice):
+    names = choice.recipe.name.split("/")
+    return Choice.parse(f"xla {'/'.join(name + CALIBRATED for name in names)}").recipe
+
+
+def _infer(run, lhs, rhs, g):
+    del g
+    return run(lhs, rhs)
+
+
+def _results(program, operands: Sequence[tuple]) -> tuple[Array, Array, Array]:
+    lhs, rhs, g = (x.astype(jnp.float32) for x in operands[0])
+    y, (dlhs, drhs) = jax.jit(program)(lhs, rhs, g)
+    return y, dlhs, drhs
+
+
+def _check(choice: Choice, passes, reference, operands, known):
+    """Returns why a candidate is not right, or None; and how far off it is."""
+    try:
+        y, (dlhs, drhs) = jax.block_until_ready(passes["training"](*operands))
+        inferred = jax.block_until_ready(passes["inference"](*operands))
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        return f"does not run: {type(error).__name__}: {text}", {}
+    found = {
+        name: float(relative_l2(ref, x.astype(jnp.float32)))
+        for name, ref, x in zip(
+            ("y", "dlhs", "drhs", "inferred y"),
+            (*reference, reference[0]),
+            (y, dlhs, drhs, inferred),
+            strict=True,
+        )
+    }
+    by_xla = known.get(Choice("xla", choice.recipe).name, {})
+    for name, error in found.items():
+        bound = min(_MOST, _SLACK * by_xla.get(name, _MOST) + _ROUNDING)
+        if not error <= bound:
+            return f"{name} is off by {error:.3g} (relative L2), above {bound:.3g}", {}
+    return None, found
+
+
+def _times(right, operands: list[tuple]) -> dict[str, dict[str, float]]:
+    cases = {}
+    for name, passes in right.items():
+        for what, program in passes.items():
+            cases[f"{what}:{name}"] = Case(program, operands)
+            cases[f"{what} warm:{name}"] = Case(program, operands[:1])
+    found: dict[str, dict[str, float]] = {}
+    for key, taken in time_kernels(cases).items():
+        what, _, name = key.partition(":")
+        found.setdefault(what, {})[name] = taken.median_us
+    return found
+
+
+def _as_read(operands: Operands) -> tuple[Array, Array, Array]:
+    lhs, rhs, g = operands
+    return lhs.astype(jnp.bfloat16), rhs, g.astype(jnp.bfloat16)

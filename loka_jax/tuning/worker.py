@@ -1,0 +1,78 @@
+"""The process in which candidates run, so that a faulty one ends no other.
+
+Reads a job a line from its input, as JSON, and answers in lines on its output: whose
+turn it is, then what was measured. What else is printed goes to the error output.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from loka_jax.choice import Choice
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.table import Header, Table
+from loka_jax.probe.site import ProbeConfig, SiteStats, no_stats
+from loka_jax.tuning.site import Job, measure_site
+
+BEGIN, RESULT = "begin", "result"
+
+
+def to_line(job: Job, stats: pathlib.Path | None) -> str:
+    """Returns a job as a line, its statistics in a file of `save_stats`."""
+    value = job._asdict() | {
+        "site": dataclasses.asdict(job.site),
+        "choices": [choice.name for choice in job.choices],
+        "stats": None if stats is None else str(stats),
+    }
+    return json.dumps(value) + "\n"
+
+
+def from_line(line: str) -> Job:
+    """Returns the job that `to_line` wrote."""
+    value: dict[str, Any] = json.loads(line)
+    site = SiteKey(**value["site"])
+    stats = value["stats"]
+    return Job(
+        **value
+        | {
+            "site": site,
+            "choices": tuple(map(Choice.parse, value["choices"])),
+            "stats": None if stats is None else load_stats(pathlib.Path(stats), site),
+        }
+    )
+
+
+def save_stats(path: pathlib.Path, stats: SiteStats):
+    """Writes what is known of a site."""
+    leaves = jax.tree.leaves(jax.device_get(stats))
+    np.savez(path, *leaves)
+
+
+def load_stats(path: pathlib.Path, site: SiteKey) -> SiteStats:
+    """Returns what `save_stats` wrote of a site of these sizes."""
+    like = jax.eval_shape(lambda: no_stats(site.k, site.n, ProbeConfig()))
+    with np.load(path) as file:
+        leaves = [file[name] for name in file.files]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def main():
+    """Works until its input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints, prints among the errors
+
+    def say(kind: str, value: Any):
+        answers.write(json.dumps({kind: value}) + "\n")
+
+    for line in sys.stdin:
+        job = from_line(line)
+        entry = measure_site(job, lambda name: say(BEGIN, name))
+        table = Table(Header("", "", "", ""), {job.site: entry})
+        say(RESULT, tables.to_json(table))
