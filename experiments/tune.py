@@ -15,6 +15,7 @@ import sys
 
 from experiments.cli import parse_with, run_cli
 from experiments.probe import observed
+from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.table import BadTable, Table, header_here
 from loka_jax.train.config import Config
@@ -32,9 +33,12 @@ def tune(
     done = train(observed(config), arguments, console, script="tune.py")
     if done.exit_code or done.run is None:
         return done.exit_code
-    found = measure(done.run, done.state, options, console.print)
-    old = _old_table(path)
-    tables.write(path, found if old is None else old.merged(found))
+    assert done.state is not None
+    run, known = done.run, nn.by_path(done.state.probe)
+    # After every site, for measuring all of them can take long.
+    for found in measure(run.config.name, run.sites, known, options, console.print):
+        old = _old_table(path)
+        tables.write(path, found if old is None else old.merged(found))
     console.print(f"Table: {path}")
     return 0
 

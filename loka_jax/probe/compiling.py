@@ -8,6 +8,9 @@ import jax
 
 # Kernels of a command buffer are not profiled one by one.
 NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
+# Numbers alone are wanted, not times: leaves out the search for the fastest kernels,
+# which is most of a compilation.
+UNTUNED = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
 
 

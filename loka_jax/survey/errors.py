@@ -14,6 +14,7 @@ from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
 from loka_jax.probe.capture import Operands
+from loka_jax.probe.compiling import UNTUNED
 from loka_jax.probe.measure import Errors, errors, estimate, measure
 from loka_jax.probe.sampling import sample_rows, sample_weight
 from loka_jax.probe.site import SiteStats, weight_of
@@ -80,7 +81,10 @@ def _role_errors(
 ) -> dict[str, dict[str, Any]]:
     """Returns the errors of a role's candidates by source."""
     known = candidates(site, role, recipes)
-    score = jax.jit(functools.partial(_score, role, tuple(known)))
+    options = UNTUNED if jax.default_backend() == "gpu" else {}
+    score = jax.jit(
+        functools.partial(_score, role, tuple(known)), compiler_options=dict(options)
+    )
     drawn = {
         source: measure(score, functools.partial(_draw, role, draw), seeds)
         for source, (draw, seeds) in sources.items()

@@ -21,7 +21,7 @@ from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
 from loka_jax.nn import Site
 from loka_jax.probe.capture import Operands
-from loka_jax.probe.compiling import compile_all
+from loka_jax.probe.compiling import UNTUNED, compile_all
 from loka_jax.probe.site import SiteStats
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.quality import relative_l2
@@ -126,28 +126,41 @@ def _errors(job: Job) -> RoleErrors:
 
 def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
     """Returns each candidate's compiled passes, and why others have none."""
-    programs = {
-        f"{what}:{choice.name}": (_program(choice, job.site, operands, run), operands)
-        for choice in job.choices
-        for what, run in (("training", train_site), ("inference", _infer))
-    }
+    programs = {}
+    for choice in job.choices:
+        for what, run in (("training", train_site), ("inference", _infer)):
+            program = _program(choice, job.site, operands, run)
+            programs[_program_name(what, choice)] = (program, operands)
+    compiled = {}
+    first, *others = programs.items()
     if job.is_serial:
-        compiled = {}
-        for name, program in programs.items():
+        for name, program in (first, *others):
             begin(name.partition(":")[2])
             compiled |= compile_all({name: program})
     else:
-        compiled = compile_all(programs)
+        # The first, bfloat16, finds kernels that the others have in common with it.
+        compiled = compile_all(dict([first])) | compile_all(dict(others))
     found: dict[str, dict[str, Any]] = {}
     failures = {}
-    for name, program in compiled.items():
-        what, _, choice = name.partition(":")
-        if isinstance(program, Exception):
-            text = " ".join(str(program).split())[:300]
-            failures[choice] = f"does not compile: {type(program).__name__}: {text}"
-        else:
-            found.setdefault(choice, {})[what] = program
+    for choice in job.choices:
+        for what in ("training", "inference"):
+            program = compiled[_program_name(what, choice)]
+            if isinstance(program, Exception):
+                failures[choice.name] = f"does not compile: {_one_line(program)}"
+            else:
+                found.setdefault(choice.name, {})[what] = program
     return found, failures
+
+
+def _program_name(what: str, choice: Choice) -> str:
+    """Returns one name for what is one program: backward is no part of inference."""
+    if what == "inference":
+        return f"{what}:{choice.provider} {choice.recipe.fwd}"
+    return f"{what}:{choice.name}"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _program(choice: Choice, site: Site | SiteKey, operands: tuple, run) -> Callable:
@@ -173,7 +186,9 @@ def _infer(run, lhs, rhs, g):
 
 def _results(program, operands: Sequence[tuple]) -> tuple[Array, Array, Array]:
     lhs, rhs, g = (x.astype(jnp.float32) for x in operands[0])
-    y, (dlhs, drhs) = jax.jit(program)(lhs, rhs, g)
+    options = UNTUNED if jax.default_backend() == "gpu" else {}
+    run = jax.jit(program, compiler_options=dict(options))
+    y, (dlhs, drhs) = run(lhs, rhs, g)
     return y, dlhs, drhs
 
 
@@ -183,8 +198,7 @@ def _check(choice: Choice, passes, reference, operands, known):
         y, (dlhs, drhs) = jax.block_until_ready(passes["training"](*operands))
         inferred = jax.block_until_ready(passes["inference"](*operands))
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        return f"does not run: {type(error).__name__}: {text}", {}
+        return f"does not run: {_one_line(error)}", {}
     found = {
         name: float(relative_l2(ref, x.astype(jnp.float32)))
         for name, ref, x in zip(

@@ -1,17 +1,14 @@
 """Measures all sites of a model and returns the table."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from loka_jax import nn
 from loka_jax.dispatch.candidates import feasible
 from loka_jax.dispatch.plan import key_of
 from loka_jax.dispatch.table import Table, header_here
 from loka_jax.nn import Site
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.train.build import Run
-from loka_jax.train.state import TrainState
 from loka_jax.tuning.pool import Pool
 from loka_jax.tuning.site import Job
 
@@ -41,33 +38,37 @@ class TuneConfig:
 
 
 def tune(
-    run: Run,
-    state: TrainState | None,
+    name: str,
+    sites: Sequence[Site],
+    known: Mapping[str, SiteStats],
     config: TuneConfig,
     say: Callable[[str], None] = print,
-) -> Table:
-    """Returns what was measured of every candidate at every site of a model.
+) -> Iterator[Table]:
+    """Yields what was measured of every candidate at a site, for all sites of a model.
 
     Args:
-        run: the model.
-        state: with Probe's statistics of its sites; None for N(0, 1).
+        name: of the model, under which the table keeps errors.
+        sites: of the model.
+        known: Probe's statistics by path; N(0, 1) stands in for those that are missing.
         config: what is measured.
         say: takes a line on what is being done.
     """
-    table = Table(header_here())
-    known = {} if state is None else nn.by_path(state.probe)
-    jobs = _jobs(run, known, config)
+    header = header_here()
+    jobs = _jobs(name, sites, known, config)
     with Pool(say) as pool:
         for i, job in enumerate(jobs):
             say(f"{i + 1} of {len(jobs)}: {job.site} ({job.source})")
-            entry = pool.measure(job)
-            table = table.merged(Table(table.header, {job.site: entry}))
-    return table
+            yield Table(header, {job.site: pool.measure(job)})
 
 
-def _jobs(run: Run, known: dict[str, SiteStats], config: TuneConfig) -> list[Job]:
+def _jobs(
+    name: str,
+    sites: Sequence[Site],
+    known: Mapping[str, SiteStats],
+    config: TuneConfig,
+) -> list[Job]:
     jobs = []
-    for site in run.sites:
+    for site in sites:
         if not site.has_choice or site.recipe == "f32":
             continue
         for m in config.batch_sizes or (site.m,):
@@ -77,7 +78,7 @@ def _jobs(run: Run, known: dict[str, SiteStats], config: TuneConfig) -> list[Job
                     site=key,
                     choices=tuple(feasible(key)),
                     stats=known.get(site.path),
-                    source=_source(run, site, known),
+                    source=_source(name, site, known),
                     pairs=config.pairs,
                     rows=config.rows,
                     seed=config.seed,
@@ -86,7 +87,6 @@ def _jobs(run: Run, known: dict[str, SiteStats], config: TuneConfig) -> list[Job
     return jobs
 
 
-def _source(run: Run, site: Site, known: dict[str, SiteStats]) -> str:
-    if site.path in known:
-        return f"{run.config.name} {site.path}"
-    return f"N(0, 1) {run.config.name} {site.path}"
+def _source(name: str, site: Site, known: Mapping[str, SiteStats]) -> str:
+    source = f"{name} {site.path}"
+    return source if site.path in known else f"N(0, 1) for {source}"

@@ -206,5 +206,5 @@ def test_options_out_of_range_are_refused(options, match):
 
 
 def test_limits_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="--survey.limits.worst-row 0"):
+    with pytest.raises(ValueError, match="limits.worst-row 0"):
         Limits(worst_row=0.0)

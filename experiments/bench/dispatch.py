@@ -1,0 +1,260 @@
+"""The recipe table of the LoKA paper: each recipe everywhere, a filter, and Dispatch.
+
+    python experiments/bench/dispatch.py --table table.json --out dispatch.json
+
+Compute only: the dense part of a model, given its gathered embeddings; kernel time of a
+training pass (forward, and gradients of parameters and inputs) and of inference. Arms:
+
+    xla RECIPE      the recipe at every site, XLA alone
+    auto RECIPE     with kernels where they serve
+    torchao RECIPE  XLA, at the sites that torchao's filter for the recipe lets through
+    dispatch        what the table says; sites that it lacks are measured first
+
+References:
+    LoKA, arXiv 2605.10886, table VI; torchao, `float8_utils.py`, the automatic filter.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.choice import Choice
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.plan import key_of, make_plan
+from loka_jax.dispatch.table import Table, header_here
+from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.probe.compiling import compile_all, leaves
+from loka_jax.probe.timing import Case, time_kernels
+from loka_jax.recipe import RECIPES
+from loka_jax.train.record import versions
+from loka_jax.tuning import TuneConfig, tune
+
+_FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
+_SETS = 2  # of inputs; one alone exceeds the L2
+
+
+class Tower(linen.Module):
+    """Dense layers with LayerNorm and swish, and a logit.
+
+    Attributes:
+        features: widths of the layers.
+        recipe: of their sites.
+    """
+
+    features: tuple[int, ...] = (512, 512, 256, 256)
+    recipe: str = "bf16"
+
+    @linen.compact
+    def __call__(self, x):
+        """Returns a logit a row."""
+        x = nn.Mlp(
+            self.features,
+            recipe=self.recipe,
+            norm="layer",
+            activation="swish",
+            name="tower",
+        )(x.astype(jnp.bfloat16))
+        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
+
+
+# By name: the model, and the shapes of its inputs for a number of rows.
+MODELS: dict[str, tuple[linen.Module, Callable[[int], tuple[tuple[int, ...], ...]]]] = {
+    "tower": (Tower(), lambda m: ((m, 512),)),
+    "fp8_dlrm": (
+        Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16"),
+        lambda m: ((m, 13), (m, 26, 16)),
+    ),
+    "mlperf_dlrm": (
+        Dlrm(
+            bottom_mlp=(512, 256),
+            top_mlp=(1024, 1024, 512, 256),
+            norm="layer",
+            recipe="bf16",
+        ),
+        lambda m: ((m, 13), (m, 26, 128)),
+    ),
+    "fp8_dcnv2": (
+        Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16"),
+        lambda m: ((m, 13), (m, 26, 16)),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON; printed only if None.
+        table: to read, and to add missing sites to.
+        models: of those above.
+        batch_size: rows.
+        recipes: forced everywhere.
+        pairs: draws for errors of sites that the table lacks.
+    """
+
+    out: pathlib.Path | None = None
+    table: pathlib.Path = pathlib.Path("table.json")
+    models: tuple[str, ...] = tuple(MODELS)
+    batch_size: int = 65536
+    recipes: tuple[str, ...] = _FP8
+    pairs: int = 16
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints a table, writes and returns the result."""
+    result: dict[str, Any] = {
+        "benchmark": "dispatch",
+        "command": shlex.join(["python", *sys.argv]),
+        "arguments": dataclasses.asdict(arguments) | {"out": None, "table": None},
+        "versions": versions(),
+        "models": {},
+    }
+    for name in arguments.models:
+        result["models"][name] = measure(name, arguments)
+        if arguments.out is not None:
+            text = json.dumps(result, indent=1, allow_nan=False)
+            arguments.out.write_text(text + "\n")
+    return result
+
+
+def measure(name: str, arguments: Arguments) -> dict[str, Any]:
+    """Returns the times of all arms of a model, and the plans of Dispatch."""
+    model, shapes = MODELS[name]
+    inputs = [_inputs(shapes(arguments.batch_size), seed) for seed in range(_SETS)]
+    sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs[0])
+    table = _complete(name, sites, arguments)
+    arms, plans = _arms(model, sites, table, name, arguments.recipes)
+    programs = {}
+    for arm, planned in arms.items():
+        variables = _calibrated(planned, inputs[0])
+        ready = planned.calibrated() if planned.is_delayed else planned
+        if arm != "dispatch inference":
+            run = functools.partial(_train, ready)
+            programs[f"training {arm}"] = (run, (variables, inputs[0]))
+        if arm != "dispatch":
+            run = functools.partial(_infer, ready)
+            programs[f"inference {arm}"] = (run, (variables, inputs[0]))
+    compiled = compile_all(programs)
+    cases, failed = {}, {}
+    for key, program in compiled.items():
+        if isinstance(program, Exception):
+            failed[key] = str(program)[:300]
+            continue
+        variables = programs[key][1][0]
+        cases[key] = Case(program, [leaves((variables, one)) for one in inputs])
+    times = {key: taken._asdict() for key, taken in time_kernels(cases).items()}
+    _print(name, times)
+    return {"times": times, "failed": failed, "plans": plans}
+
+
+def _complete(name: str, sites, arguments: Arguments) -> Table:
+    """Returns the table with all sites of a model, the missing ones measured."""
+    path = arguments.table
+    table = tables.read(path) if path.exists() else Table(header_here())
+    missing = [
+        site for site in sites if site.has_choice and key_of(site) not in table.sites
+    ]
+    config = TuneConfig(pairs=arguments.pairs)
+    for found in tune(name, missing, {}, config):
+        table = table.merged(found)
+        tables.write(path, table)
+    return table
+
+
+def _arms(model, sites, table: Table, name: str, recipes):
+    """Returns the planned model of each arm, and the names in the plans of Dispatch."""
+    free = [site for site in sites if site.has_choice and site.recipe != "f32"]
+    arms = {"xla bf16": _forced(model, free, "xla bf16")}
+    arms["auto bf16"] = nn.Planned(model.clone(recipe="bf16"))
+    for recipe in recipes:
+        arms[f"xla {recipe}"] = _forced(model, free, f"xla {recipe}")
+        arms[f"auto {recipe}"] = nn.Planned(model.clone(recipe=recipe))
+    for recipe in ("fp8_tensorwise", "fp8_rowwise"):
+        through = [s for s in free if passes_torchao(recipe, s.k, s.n)]
+        arms[f"torchao {recipe}"] = _forced(model, through, f"xla {recipe}")
+    plans = {}
+    for arm, roles in (("dispatch", None), ("dispatch inference", ("fwd",))):
+        options = {} if roles is None else {"roles": roles}
+        plan = make_plan(sites, table, config=name, **options)
+        arms[arm] = nn.Planned(model.clone(recipe="bf16"), plan.choices)
+        plans[arm] = {path: choice.name for path, choice in plan.choices}
+    return arms, plans
+
+
+def _forced(model, sites, choice: str) -> nn.Planned:
+    """Returns a model with a choice at some sites, XLA's bfloat16 elsewhere."""
+    choices = tuple((site.path, Choice.parse(choice)) for site in sites)
+    others = model.clone(recipe="bf16")
+    return nn.Planned(others, choices)
+
+
+def passes_torchao(recipe: str, k: int, n: int) -> bool:
+    """Returns True if torchao's automatic filter converts a (k, n) weight."""
+    if k % 16 or n % 16:
+        return False
+    if recipe == "fp8_rowwise":
+        return not (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))
+    return not (k <= 4096 and n <= 1024)
+
+
+def _inputs(shapes, seed: int) -> tuple:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(
+        jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
+
+def _calibrated(planned: nn.Planned, inputs) -> dict[str, Any]:
+    """Returns variables whose delayed scales are set."""
+    variables = jax.jit(planned.init)(jax.random.key(0), *inputs)
+    if planned.is_delayed:
+        _, grads = jax.jit(functools.partial(_train, planned))(variables, inputs)
+        variables |= {OVERWRITE_WITH_GRADIENT: grads[0][OVERWRITE_WITH_GRADIENT]}
+    return variables
+
+
+def _train(planned: nn.Planned, variables, inputs):
+    """Returns the loss, and the gradients of variables and inputs."""
+
+    def loss(variables, inputs):
+        logits = jnp.asarray(planned.apply(variables, *inputs))
+        labels = (jnp.arange(logits.shape[0]) % 2).astype(logits.dtype)
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(variables, inputs)
+
+
+def _infer(planned: nn.Planned, variables, inputs):
+    return planned.apply(variables, *inputs)
+
+
+def _print(name: str, times: dict[str, dict[str, Any]]):
+    for what in ("training", "inference"):
+        base = times[f"{what} xla bf16"]["median_us"]
+        print(f"{name}, {what}: XLA bf16 {base:.0f} us")
+        found = {
+            key.removeprefix(f"{what} "): taken["median_us"]
+            for key, taken in times.items()
+            if key.startswith(f"{what} ")
+        }
+        for arm, time in sorted(found.items(), key=lambda item: item[1]):
+            print(f"  {base / time:5.2f}x  {time:7.0f} us  {arm}", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

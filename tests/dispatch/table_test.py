@@ -1,0 +1,205 @@
+"""The dispatch table: what is written is read, and nothing else is believed."""
+
+import copy
+import dataclasses
+import json
+import multiprocessing
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.table import (
+    BadTable,
+    Entry,
+    Header,
+    Interval,
+    Table,
+    from_json,
+    header_here,
+    kernels_digest,
+    read,
+    to_json,
+    write,
+)
+
+HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "abc")
+ERRORS = {name: Interval(0.03, 0.02, 0.04) for name in tables.MEASURES}
+KEY = SiteKey(4096, 256, 128, "layer", "swish", True)
+
+
+def _table(key=KEY, name="xla bf16", time=10.0) -> Table:
+    errors = {"fwd": {"fp8_rowwise": ERRORS}, "dlhs": {}, "drhs": {}}
+    entry = Entry(
+        {"training": {"xla bf16": 20.0, name: time}},
+        {"fp8_dlrm top": errors},
+        {"pallas fp8_rowwise": "does not run"},
+    )
+    return Table(HEADER, {key: entry})
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "table.json"
+    write(path, _table())
+    assert read(path) == _table()
+
+
+def test_the_digest_does_not_change_by_itself():
+    assert kernels_digest() == kernels_digest() and len(kernels_digest()) == 16
+
+
+@pytest.mark.parametrize("field", ["device_kind", "jax", "jaxlib", "kernels"])
+def test_a_table_of_elsewhere_says_so(field):
+    other = dataclasses.replace(HEADER, **{field: "other"})
+    assert HEADER.why_not(HEADER) is None
+    assert HEADER.why_not(other)
+    with pytest.raises(ValueError, match="do not go together"):
+        _table().merged(Table(other))
+
+
+def test_the_header_says_where_it_is():
+    assert header_here().device_kind == "cpu"
+
+
+def test_a_later_measurement_replaces_and_adds():
+    other = SiteKey(64, 64, 64)
+    later = _table(time=12.0, name="pallas fp8_rowwise")
+    both = _table().merged(later).merged(_table(key=other))
+    assert set(both.sites) == {KEY, other}
+    times = both.sites[KEY].times["training"]
+    assert times == {"xla bf16": 20.0, "pallas fp8_rowwise": 12.0}
+
+
+def test_what_runs_now_no_longer_fails():
+    now = Table(HEADER, {KEY: Entry({"training": {"pallas fp8_rowwise": 3.0}})})
+    assert _table().merged(now).sites[KEY].failures == {}
+
+
+def _broken(change) -> dict:
+    value = json.loads(json.dumps(to_json(_table())))
+    change(value)
+    return value
+
+
+def _set(*path_and_value):
+    *path, last, new = path_and_value
+
+    def change(value):
+        for name in path:
+            value = value[name]
+        value[last] = new
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("schema", 2),
+        _set("header", "jax", 3),
+        _set("sites", {}),
+        _set("sites", 0, "site", "m", -1),
+        _set("sites", 0, "site", "m", True),
+        _set("sites", 0, "site", "norm", "batch"),
+        _set("sites", 0, "site", "activation", "__import__('os')"),
+        _set("sites", 0, "times", "training", "xla bf16", -3.0),
+        _set("sites", 0, "times", "training", "xla bf16", "fast"),
+        _set("sites", 0, "times", "training", "os.system bf16", 1.0),
+        _set("sites", 0, "times", "training", "xla fp9", 1.0),
+        _set("sites", 0, "times", "someday", {}),
+        _set("sites", 0, "errors", "fp8_dlrm top", {"fwd": {}}),
+        _set("sites", 0, "failures", []),
+        _set("more", 1),
+        lambda value: value["sites"].append(copy.deepcopy(value["sites"][0])),
+        lambda value: value.pop("header"),
+    ],
+)
+def test_what_is_no_table_is_refused(change):
+    with pytest.raises(ValueError):
+        from_json(_broken(change))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        '{"schema": NaN}',
+        '{"schema": 1, "schema": 1}',
+        "\x00",
+        json.dumps(to_json(_table()))[:-20],
+    ],
+    ids=["empty", "brace", "deep", "nan", "twice", "zero", "truncated"],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(BadTable, match="table.json"):
+        read(path)
+
+
+def test_a_missing_or_huge_file_is_refused(tmp_path):
+    with pytest.raises(BadTable, match="cannot be read"):
+        read(tmp_path / "nowhere.json")
+    path = tmp_path / "huge.json"
+    path.write_bytes(b" " * (5 << 20))
+    with pytest.raises(BadTable, match="larger than"):
+        read(path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.data())
+def test_no_change_of_a_table_does_more_than_be_refused(data):
+    value = json.loads(json.dumps(to_json(_table())))
+    at, place = value, None
+    for _ in range(data.draw(st.integers(1, 6))):
+        if isinstance(at, dict) and at:
+            place = (at, data.draw(st.sampled_from(sorted(at))))
+        elif isinstance(at, list) and at:
+            place = (at, data.draw(st.integers(0, len(at) - 1)))
+        else:
+            break
+        at = place[0][place[1]]
+    assert place is not None
+    place[0][place[1]] = data.draw(_JSON)
+    try:
+        found = from_json(value)
+    except ValueError:
+        return
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+
+
+def _write_often(path, name):
+    for _ in range(30):
+        write(path, _table(name=name))
+
+
+def test_two_writers_leave_one_whole_table(tmp_path):
+    path = tmp_path / "table.json"
+    names = ["pallas bf16", "xla fp8_rowwise"]
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_often, args=(path, n)) for n in names]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            assert read(path) in [_table(name=name) for name in names]
+            seen += 1
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert seen and read(path) in [_table(name=name) for name in names]
