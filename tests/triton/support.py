@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import matmul
+from loka_jax.triton import matmul, norm_quantize
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # What numpy calls a type, and Triton.
@@ -130,6 +130,7 @@ def interpreted(monkeypatch):
     interpreter = triton_module("runtime.interpreter")
     # Imported before the interpreter is asked for, which others do not want.
     importlib.import_module("loka_jax.triton.matmul_kernel")
+    importlib.import_module("loka_jax.triton.norm_quantize_kernel")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", _convert)
@@ -146,8 +147,9 @@ def interpreted(monkeypatch):
             function = interpreter.InterpretedFunction(function.fn)
             for module in (standard, tl):
                 monkeypatch.setattr(module, name, function, raising=False)
-    monkeypatch.setattr(matmul, "launch", _interpret)
-    monkeypatch.setattr(matmul, "require_triton", lambda: None)
+    for module in (matmul, norm_quantize):
+        monkeypatch.setattr(module, "launch", _interpret)
+        monkeypatch.setattr(module, "require_triton", lambda: None)
 
 
 def _interpret(kernel, *arrays, outputs, grid, num_warps, num_stages, constants):
