@@ -9,7 +9,7 @@ LAYERS = (
     ("fp8", "quality", "jsonfile", "options"),
     ("recipe", "normed"),
     ("scaling", "choice"),
-    ("xla", "pallas"),  # providers: no knowledge of each other
+    ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),
     ("ops",),
     ("nn",),

@@ -188,7 +188,7 @@ def _arms(model, sites, table: Table, name: str, recipes):
         arms[f"torchao {recipe}"] = _forced(model, through, f"xla {recipe}")
     plans = {}
     for arm, roles in (("dispatch", None), ("dispatch inference", ("fwd",))):
-        options = {} if roles is None else {"roles": roles}
+        options: dict[str, Any] = {} if roles is None else {"roles": roles}
         plan = make_plan(sites, table, config=name, **options)
         arms[arm] = nn.Planned(model.clone(recipe="bf16"), plan.choices)
         plans[arm] = {path: choice.name for path, choice in plan.choices}

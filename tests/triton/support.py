@@ -1,0 +1,196 @@
+"""What the tests of the Triton kernels share: lowering, and an interpreter on the CPU.
+
+jax-triton has no interpreter. Triton's own runs kernels on tensors of PyTorch, of
+which it needs so little that numpy arrays can pose as them.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from loka_jax import triton
+from loka_jax.triton import matmul, norm_quantize
+
+_NEEDS_EXTRA = "needs the extra loka-jax[triton]"
+# What numpy calls a type, and Triton.
+_NAMES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
+
+
+class Program(NamedTuple):
+    """A kernel compiled for Hopper.
+
+    Attributes:
+        ptx: the program.
+        shared_bytes: shared memory of one of its programs.
+    """
+
+    ptx: str
+    shared_bytes: int
+
+    def ptxas_report(self) -> str:
+        """Returns what ptxas says of the program's registers, and warns of."""
+        ptxas = triton_module("knobs").nvidia.ptxas.path
+        command = [ptxas, "--verbose", "--gpu-name=sm_90a", "-", "-o", os.devnull]
+        done = subprocess.run(
+            command, input=self.ptx, capture_output=True, text=True, check=True
+        )
+        return done.stderr
+
+
+def spilled_bytes(report):
+    """Returns what of the registers is stored to and loaded from memory."""
+    found = re.findall(r"(\d+) bytes spill", report)
+    assert found, report
+    return sum(map(int, found))
+
+
+def triton_module(name):
+    """Returns a module of Triton, or skips the test."""
+    return pytest.importorskip(f"triton.{name}", reason=_NEEDS_EXTRA)
+
+
+def compiled(f, *args) -> Program:
+    """Lowers f, of one kernel, for CUDA; no GPU is needed to compile its kernel."""
+    # An ImportError of its own says that JAX has no CUDA plugin.
+    pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
+    from jax_triton import triton_lib
+
+    programs = []
+
+    def compile_to_ptx(*args):
+        programs.append(compile_ttir(*args))
+        return programs[-1]
+
+    compile_ttir = triton_lib.compile_ttir_to_ptx_inplace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", compile_to_ptx)
+        patch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
+        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+    assert "triton_kernel_call" in lowered.as_text()
+    [program] = programs
+    return Program(program.binary, program.shared_mem_bytes)
+
+
+def launcher(function):
+    """Returns a fixture that runs `function`, interpreted and on a GPU."""
+    params = ["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)]
+
+    @pytest.fixture(params=params)
+    def run(request):
+        request.getfixturevalue(request.param)
+        return function
+
+    return run
+
+
+@pytest.fixture
+def on_gpu():
+    """Skips a test where the provider does not run."""
+    if reason := triton.why_not_here():
+        pytest.skip(reason)
+
+
+@dataclasses.dataclass
+class _Tensor:
+    """A numpy array with what the interpreter asks of a tensor on the CPU."""
+
+    array: np.ndarray
+    dtype: str
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def _itself(self, *_, **__):
+        return self
+
+    untyped_storage = cpu = new_empty = set_ = copy_ = _itself
+    storage_offset = size = stride = _itself
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Makes kernels run on the CPU: `launch` in the provider's modules interprets."""
+    tl = triton_module("language")
+    standard = triton_module("language.standard")
+    interpreter = triton_module("runtime.interpreter")
+    # Imported before the interpreter is asked for, which others do not want.
+    importlib.import_module("loka_jax.triton.matmul_kernel")
+    importlib.import_module("loka_jax.triton.norm_quantize_kernel")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(interpreter, "_convert_float", _convert)
+    # It changes Triton's library, and at nested calls does not change it back.
+    monkeypatch.setattr(
+        interpreter._LangPatchScope,
+        "set_attr",
+        lambda _, *args: monkeypatch.setattr(*args, raising=False),
+    )
+    # What Triton's own library has in Triton was compiled when that was imported.
+    compiled_type = triton_module("runtime.jit").JITFunction
+    for name, function in list(vars(standard).items()):
+        if isinstance(function, compiled_type):
+            function = interpreter.InterpretedFunction(function.fn)
+            for module in (standard, tl):
+                monkeypatch.setattr(module, name, function, raising=False)
+    for module in (matmul, norm_quantize):
+        monkeypatch.setattr(module, "launch", _interpret)
+        monkeypatch.setattr(module, "require_triton", lambda: None)
+
+
+def _interpret(kernel, *arrays, outputs, grid, num_warps, num_stages, constants):
+    """Does what `launch` does, with the interpreter."""
+    del num_warps, num_stages
+    results = [np.zeros(x.shape, x.dtype) for x in outputs]
+    tensors = [
+        _Tensor(x, _NAMES[x.dtype.name])
+        for x in (*(np.ascontiguousarray(x) for x in arrays), *results)
+    ]
+    kernel = getattr(_interpreted_copy(kernel.fn), kernel.__name__)
+    with np.errstate(all="ignore"):  # as on a GPU
+        kernel[(grid,)](*tensors, **constants)
+    return tuple(jnp.asarray(x) for x in results)
+
+
+def _interpreted_copy(function):
+    """Returns the module of a kernel, imported anew: so that it is not compiled."""
+    path = pathlib.Path(function.__code__.co_filename)
+    spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_TYPES = {
+    "fp16": np.float16,
+    "fp32": np.float32,
+    "bf16": ml_dtypes.bfloat16,
+    "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "fp8e5": ml_dtypes.float8_e5m2,
+}
+
+
+def _convert(x, from_type, to_type, rounding_mode):
+    """Casts as IEEE says, which the interpreter's own casts do not; nothing saturates.
+
+    Types that numpy does not know are held as integers.
+    """
+    del rounding_mode
+    x = np.ascontiguousarray(x).view(_TYPES[from_type.name]).astype(np.float32)
+    y = x.astype(_TYPES[to_type.name])
+    return y.view(f"uint{8 * y.itemsize}")
