@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from loka_jax.recipe import RECIPES, ROLES, Recipe, get_recipe
 
-Provider = Literal["xla", "pallas"]
+Provider = Literal["xla", "pallas", "triton"]
 PROVIDERS: tuple[Provider, ...] = get_args(Provider)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from loka_jax import triton
 from loka_jax.choice import PROVIDERS, Choice, Provider
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.plan import plan
@@ -112,9 +113,24 @@ def _why_not_pallas(choice: Choice, site: SiteKey) -> str | None:
     return chosen.why_not_backward
 
 
+def _why_not_triton(choice: Choice, site: SiteKey) -> str | None:
+    missing = triton.why_not_installed()
+    if missing is not None:
+        return missing
+    m, k, n = site.m, site.k, site.n
+    sizes = {"fwd": (m, k, n), "dlhs": (m, n, k), "drhs": (k, m, n)}
+    reasons = [
+        triton.why_not(*sizes[role]) for role in ROLES if choice.recipe.gemm(role)
+    ]
+    if not reasons:
+        return "it multiplies in FP8 only"
+    return next((reason for reason in reasons if reason), None)
+
+
 _WHY_NOT: dict[Provider, Callable[[Choice, SiteKey], str | None]] = {
     "xla": _why_not_xla,
     "pallas": _why_not_pallas,
+    "triton": _why_not_triton,
 }
 
 

@@ -6,15 +6,25 @@ while a step that was traced with it runs.
 
 import dataclasses
 import fnmatch
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loka_jax import jsonfile
 from loka_jax.choice import PROVIDERS, Choice
-from loka_jax.dispatch.candidates import SiteKey, bucket, why_not
-from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, Limits, decide
-from loka_jax.dispatch.table import Table
+from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, why_not
+from loka_jax.dispatch.chains import fastest, row_times
+from loka_jax.dispatch.policy import (
+    DEFAULT_LIMITS,
+    Decision,
+    Limits,
+    accurate,
+    decide,
+    largest_error,
+    pass_of,
+)
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
 
@@ -73,17 +83,9 @@ def make_plan(
         ValueError: for a rule that matches no site, names nothing, or cannot run.
     """
     decisions: dict[str, Decision] = {}
-    for site in sites:
-        # A recipe in float32 was asked for by name.
-        if table is None or not site.has_choice or site.recipe == "f32":
-            continue
-        decisions[site.path] = decide(
-            table.sites.get(key_of(site)),
-            limits,
-            source=f"{config} {site.path}",
-            roles=roles,
-            may_be_fp8=site.recipe != "bf16",
-        )
+    for row in _rows(sites) if table is not None else ():
+        assert table is not None
+        decisions |= _decide_row(row, table, limits, config, roles)
     for pattern, name in (rules or {}).items():
         matched = [
             site
@@ -96,6 +98,77 @@ def make_plan(
         for site in matched:
             decisions[site.path] = _ruled(site, pattern, name)
     return Plan(tuple(decisions.items()))
+
+
+def _rows(sites: Sequence[Site]) -> list[list[Site]]:
+    """Returns the sites with a choice, those that follow each other together."""
+    rows: list[list[Site]] = []
+    before: Site | None = None
+    for site in sites:
+        # A recipe in float32 was asked for by name.
+        if site.has_choice and site.recipe != "f32":
+            if site.follows and rows and rows[-1][-1] is before:
+                rows[-1].append(site)
+            else:
+                rows.append([site])
+        before = site
+    return rows
+
+
+def _decide_row(
+    row: list[Site], table: Table, limits: Limits, config: str, roles
+) -> dict[str, Decision]:
+    """Returns the decisions on a row: site by site, or together if that is faster."""
+    arguments = [
+        {
+            "source": f"{config} {site.path}",
+            "roles": roles,
+            "may_be_fp8": site.recipe != "bf16",
+            "why_cannot": functools.partial(_why_cannot, key_of(site)),
+        }
+        for site in row
+    ]
+    entries = [table.sites.get(key_of(site)) for site in row]
+    alone = [
+        decide(entry, limits, **one)
+        for entry, one in zip(entries, arguments, strict=True)
+    ]
+    what = pass_of(roles)
+    known = [entry for entry in entries if entry and BF16.name in entry.times[what]]
+    if len(known) < len(row) or len(row) == 1:
+        return {site.path: found for site, found in zip(row, alone, strict=True)}
+    allowed = [
+        accurate(entry, limits, **one)
+        for entry, one in zip(known, arguments, strict=True)
+    ]
+    together = fastest(known, allowed, what)
+    times = row_times(known, together, what)
+    single = row_times(known, [one.choice for one in alone], what)
+    if sum(single) / sum(times) < limits.speedup:
+        return {site.path: found for site, found in zip(row, alone, strict=True)}
+    return {
+        site.path: _in_row(known[i], alone[i], together[i], times[i], what)
+        for i, site in enumerate(row)
+    }
+
+
+def _in_row(
+    entry: Entry, alone: Decision, choice: Choice, time: float, what: str
+) -> Decision:
+    runner_up = alone.runner_up
+    if alone.choice != choice:
+        runner_up = f"{alone.choice.name}: faster by itself, not in this row"
+    return Decision(
+        choice,
+        "the fastest row of sites that are accurate enough",
+        speedup=entry.times[what][BF16.name] / time,
+        error=largest_error(choice, entry),
+        runner_up=runner_up,
+    )
+
+
+def _why_cannot(site: SiteKey, choice: Choice) -> str | None:
+    return why_not(choice, site)
 
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:

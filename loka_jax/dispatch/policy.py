@@ -11,6 +11,7 @@ References:
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -105,6 +106,7 @@ def decide(
     source: str | None = None,
     roles: tuple[Role, ...] = ROLES,
     may_be_fp8: bool = True,
+    why_cannot: Callable[[Choice], str | None] = lambda choice: None,
 ) -> Decision:
     """Returns what a site runs.
 
@@ -115,21 +117,24 @@ def decide(
             each candidate's largest of all.
         roles: that run: all in training, "fwd" alone in inference.
         may_be_fp8: False for bfloat16 only.
+        why_cannot: why a choice cannot run here, or None.
     """
-    times = {} if entry is None else entry.times.get(_pass(roles), {})
+    times = {} if entry is None else entry.times.get(pass_of(roles), {})
     if entry is None or BF16.name not in times:
         return Decision(BF16, "it was not measured")
     ranked = sorted(map(Choice.parse, times), key=lambda one: times[one.name])
     base = times[BF16.name]
     errors = _errors(entry, source)
     # First who multiplies in bfloat16, at no cost in accuracy: FP8 must beat that.
-    wide = next(one for one in ranked if not one.is_fp8)
+    wide = next(one for one in ranked if not one.is_fp8 and not why_cannot(one))
     if base / times[wide.name] < limits.speedup:
         wide = BF16
     lost: list[tuple[Choice, str]] = []
     chosen = wide
     for one in ranked:
-        why_not = _why_not(one, wide, times, errors, roles, limits, may_be_fp8)
+        why_not = why_cannot(one)
+        if why_not is None:
+            why_not = _why_not(one, wide, times, errors, roles, limits, may_be_fp8)
         if why_not is None:
             chosen = one
             break
@@ -141,16 +146,53 @@ def decide(
         chosen,
         _reason(chosen, lost),
         speedup=base / times[chosen.name],
-        error=_largest(chosen, errors, roles),
+        error=largest_error(chosen, entry, source, roles),
         runner_up=runner_up,
     )
 
 
+def accurate(
+    entry: Entry,
+    limits: Limits,
+    *,
+    source: str | None = None,
+    roles: tuple[Role, ...] = ROLES,
+    may_be_fp8: bool = True,
+    why_cannot: Callable[[Choice], str | None] = lambda choice: None,
+) -> list[Choice]:
+    """Returns the choices that were measured and keep the limits, whatever their speed.
+
+    Arguments are those of `decide`.
+    """
+    errors = _errors(entry, source)
+    return [
+        one
+        for one in map(Choice.parse, entry.times.get(pass_of(roles), {}))
+        if why_cannot(one) is None
+        and _why_inaccurate(one, errors, roles, limits, may_be_fp8) is None
+    ]
+
+
 def _why_not(one, wide, times, errors, roles, limits, may_be_fp8) -> str | None:
     """Returns why a candidate is not chosen, or None."""
-    if not any(one.recipe.gemm(role) for role in roles):
+    if not _multiplies_in_fp8(one, roles):
         return None if one == wide else "not faster than bfloat16 by XLA by enough"
-    if not may_be_fp8:
+    why_not = _why_inaccurate(one, errors, roles, limits, may_be_fp8)
+    if why_not is not None:
+        return why_not
+    speedup = times[wide.name] / times[one.name]
+    if speedup < limits.speedup:
+        return f"{speedup:.2f} times {wide.name}"
+    return None
+
+
+def _multiplies_in_fp8(one: Choice, roles: tuple[Role, ...]) -> bool:
+    return any(one.recipe.gemm(role) for role in roles)
+
+
+def _why_inaccurate(one, errors, roles, limits, may_be_fp8) -> str | None:
+    """Returns which limit a candidate breaks, or None."""
+    if _multiplies_in_fp8(one, roles) and not may_be_fp8:
         return "FP8 was not asked for"
     for role in roles:
         gemm = one.recipe.gemm(role)
@@ -163,9 +205,6 @@ def _why_not(one, wide, times, errors, roles, limits, may_be_fp8) -> str | None:
             why = why_unsafe(error, healthy(gemm), limits)
             if why is not None:
                 return f"{role}: {why}"
-    speedup = times[wide.name] / times[one.name]
-    if speedup < limits.speedup:
-        return f"{speedup:.2f} times {wide.name}"
     return None
 
 
@@ -185,13 +224,18 @@ def _errors(entry: Entry, source: str | None) -> list[RoleErrors]:
     return list(entry.errors.values())
 
 
-def _largest(one: Choice, errors: list[RoleErrors], roles) -> float | None:
-    gemms = {role: one.recipe.gemm(role) for role in roles}
+def largest_error(
+    one: Choice,
+    entry: Entry,
+    source: str | None = None,
+    roles: tuple[Role, ...] = ROLES,
+) -> float | None:
+    """Returns the largest relative L2 of a choice's FP8 products; None without any."""
     found = [
         error["relative_l2"].mean
-        for role, gemm in gemms.items()
-        if gemm is not None
-        for error in errors_of(errors, role, gemm)
+        for role in roles
+        if (gemm := one.recipe.gemm(role)) is not None
+        for error in errors_of(_errors(entry, source), role, gemm)
     ]
     return max(found, default=None)
 
@@ -204,5 +248,6 @@ def _reason(chosen: Choice, lost: list[tuple[Choice, str]]) -> str:
     return "no FP8 is fast and accurate enough"
 
 
-def _pass(roles: tuple[Role, ...]) -> str:
+def pass_of(roles: tuple[Role, ...]) -> str:
+    """Returns what a table calls the time of these products."""
     return "training" if roles == ROLES else "inference"

@@ -26,7 +26,13 @@ from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
 
 SCHEMA = 1
-PASSES = ("training", "inference", "training warm", "inference warm")
+# A pass by itself, with its operands in the L2, and within a chain of sites that hand
+# their activations on in FP8: such an lhs comes in, such activations go out, or both.
+PASSES = tuple(
+    f"{what}{form}"
+    for what in ("training", "inference")
+    for form in ("", " warm", " in", " out", " in out")
+)
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31

@@ -21,6 +21,8 @@ from loka_jax.nn.overrides import site_choice
 from loka_jax.nn.probing import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.matmul import matmul
+from loka_jax.ops.plan import Implementation
+from loka_jax.ops.products import Engine
 from loka_jax.recipe import Recipe
 
 default_kernel_init = linen.initializers.lecun_normal()
@@ -53,9 +55,9 @@ class Dense(linen.Module):
         """Returns `inputs @ kernel + bias` over the last dim."""
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
-        recipe, _ = site_choice(self, self.recipe)
+        recipe, implementation = site_choice(self, self.recipe)
         rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
-        out = _site_matmul(self, rows, kernel, recipe, self.axis_names)
+        out = _site_matmul(self, rows, kernel, recipe, implementation)
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
             out = out + bias.astype(out.dtype)[None, :]
@@ -93,7 +95,7 @@ class Fp8DotGeneral(linen.Module):
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        recipe, _ = site_choice(self, self.recipe)
+        recipe, implementation = site_choice(self, self.recipe)
         if batch_dims:
             batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
             why_not = f"a batched product ({batch} of them)"
@@ -104,7 +106,7 @@ class Fp8DotGeneral(linen.Module):
         lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
         rhs_cols, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
         lhs_rows = lhs_rows.astype(recipe.compute_dtype)
-        out = _site_matmul(self, lhs_rows, rhs_cols, recipe, self.axis_names)
+        out = _site_matmul(self, lhs_rows, rhs_cols, recipe, implementation)
         return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
 
@@ -125,13 +127,19 @@ def _wide(recipe: Recipe) -> Recipe:
 
 
 def _site_matmul(
-    module: linen.Module, lhs: Array, rhs: Array, recipe: Recipe, axis_names
+    module: "Dense | Fp8DotGeneral",
+    lhs: Array,
+    rhs: Array,
+    recipe: Recipe,
+    implementation: Implementation | None,
 ) -> Array:
     """Runs the product of a site: announces it and reads its scaling state."""
     m, k, n = *lhs.shape, rhs.shape[1]
-    announce("/".join(module.path), m, k, n, recipe, None)
+    engine: Engine = "triton" if implementation == "triton" else "xla"
+    announce("/".join(module.path), m, k, n, recipe, None, engine=engine)
     recipe, state = site_state(module, recipe, k, n)
-    out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names)
+    axis_names = module.axis_names
+    out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names, engine=engine)
     observe = site_tap(module, m, k, n, state, recipe, axis_names)
     return out if observe is None else observe(out, lhs, rhs)
 

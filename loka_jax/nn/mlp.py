@@ -71,6 +71,7 @@ class Mlp(linen.Module):
             activation=self.activation,
             use_bias=norm == "none",
             out=out,
+            follows=i > 0 and self.dropout_rate == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
             norm_parameters=NormParameters(norm, name=f"norm_{i}"),

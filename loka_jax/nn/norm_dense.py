@@ -75,6 +75,8 @@ class NormDense(linen.Module):
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
+        follows: the site before hands its activations to this one alone, as they are,
+            which makes both a chain for Dispatch.
         norm_parameters: where scale and bias live, if not here.
         interpret: how to interpret the kernels on a CPU, see `ops.dense_norm`.
     """
@@ -90,6 +92,7 @@ class NormDense(linen.Module):
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()
     axis_names: tuple[str, ...] = ()
+    follows: bool = False
     norm_parameters: NormParameters | None = None
     interpret: Any = None
 
@@ -137,6 +140,8 @@ class NormDense(linen.Module):
             norm=self.norm,
             activation=self.activation,
             use_bias=self.use_bias,
+            follows=self.follows,
+            engine="triton" if implementation == "triton" else "xla",
         )
         recipe, state = site_state(self, recipe, k, n)
         observe = site_tap(self, m, k, n, state, recipe, self.axis_names)

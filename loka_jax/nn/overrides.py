@@ -14,15 +14,9 @@ from collections.abc import Iterator, Mapping
 
 from flax import linen
 
-from loka_jax.choice import Choice, Provider
+from loka_jax.choice import Choice
 from loka_jax.ops.plan import Implementation
 from loka_jax.recipe import CALIBRATED, Recipe, get_recipe
-
-# What the kernels of a provider are called where sites are run.
-_IMPLEMENTATIONS: dict[Provider, Implementation] = {
-    "xla": "xla",
-    "pallas": "pallas",
-}
 
 
 class _Overrides:
@@ -35,7 +29,7 @@ class _Overrides:
             return None
         choice = self.choices[path]
         if isinstance(choice, Choice):
-            return choice.recipe, _IMPLEMENTATIONS[choice.provider]
+            return choice.recipe, choice.provider
         return as_recipe(choice), None
 
 

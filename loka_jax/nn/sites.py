@@ -15,7 +15,7 @@ from loka_jax.nn.overrides import Model
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.dense_norm import describe
 from loka_jax.ops.plan import BY_XLA, Plan
-from loka_jax.ops.products import HandOver, decide
+from loka_jax.ops.products import Engine, HandOver, decide
 from loka_jax.recipe import ROLES, Recipe
 
 
@@ -33,6 +33,7 @@ class Site:
         why_not_fused: why no kernel runs product and norm in one; None if one does, and
             where there is no norm to fuse.
         has_choice: False where the module alone decides what runs.
+        follows: lhs is what the site before makes, and can come in FP8.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Site:
     activation: ActivationName = "none"
     use_bias: bool = False
     has_choice: bool = True
+    follows: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -75,6 +77,8 @@ def announce(
     activation: ActivationName = "none",
     use_bias: bool = False,
     has_choice: bool = True,
+    engine: Engine = "xla",
+    follows: bool = False,
 ):
     """Adds a site to the list being made by `list_sites`, if one is.
 
@@ -89,6 +93,8 @@ def announce(
         handed: how lhs is scaled, if it comes in FP8 from another site.
         norm, activation, use_bias: what follows the product within the site.
         has_choice: False where the module alone decides what runs.
+        engine: who multiplies in FP8 where no kernel does.
+        follows: lhs is what the site before makes, and can come in FP8.
     """
     sites = _announced.get()
     if sites is None:
@@ -110,7 +116,8 @@ def announce(
             activation=activation,
             use_bias=use_bias,
             has_choice=has_choice,
-            **describe(recipe, chosen, m, k, n, handed),
+            follows=follows,
+            **describe(recipe, chosen, m, k, n, handed, engine),
         )
     )
 

@@ -24,12 +24,13 @@ from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import Implementation, Out, Plan, hand_over, plan
 from loka_jax.ops.products import (
     Activations,
+    Engine,
     HandOver,
     check_state,
     decide,
     equally_varying,
 )
-from loka_jax.recipe import ROLES, Cast, Recipe, Role
+from loka_jax.recipe import ROLES, Cast, GemmRecipe, Recipe, Role
 from loka_jax.scaling import DelayedScaling
 
 __all__ = ["Activations", "Implementation", "Out", "dense_norm", "describe", "plan"]
@@ -72,8 +73,9 @@ def dense_norm(
         out: "wide" for an array in the compute dtype; "fp8" for the FP8 form, whose `y`
             is exact only where it is differentiated; "both" for the FP8 form and an
             exact `y`.
-        implementation: "xla"; "pallas", or an error; None for the kernels where they
-            serve the site on a Hopper GPU. `plan` tells which.
+        implementation: "xla"; "triton" for its FP8 products within what XLA does;
+            "pallas", or an error; None for Pallas's kernels where they serve the site
+            on a Hopper GPU. `plan` tells which.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernels on a CPU.
         observe: from the product, lhs and rhs to the product, for who wants to see
@@ -119,17 +121,22 @@ def dense_norm(
         axis_names=axis_names,
         interpret=interpret,
     )
-    if observe is not None:
-        y = _by_xla(site, rows, rhs, vectors, state, observe)
-    elif chosen.is_served:
+    if chosen.is_served and observe is None:
         y = _by_kernels(site, rows, rhs, vectors, state)
     else:
-        y = _by_xla(site, rows, rhs, vectors, state)
+        engine: Engine = "triton" if implementation == "triton" else "xla"
+        y = _by_xla(site, rows, rhs, vectors, state, engine, observe)
     return y.reshape(*leading, n)
 
 
 def describe(
-    recipe: Recipe, chosen: Plan, m: int, k: int, n: int, handed: HandOver | None = None
+    recipe: Recipe,
+    chosen: Plan,
+    m: int,
+    k: int,
+    n: int,
+    handed: HandOver | None = None,
+    engine: Engine = "xla",
 ) -> dict[Role, str]:
     """Returns in a few words what runs for each role of a site.
 
@@ -138,6 +145,7 @@ def describe(
         chosen: the plan of the site.
         m, k, n: sizes.
         handed: how lhs is scaled, if it comes in FP8 from another site.
+        engine: who multiplies in FP8 where no kernel does.
     """
     m = chosen.padded_rows(m)
     texts: dict[Role, str] = {}
@@ -152,10 +160,18 @@ def describe(
         text = xla.describe(gemm, recipe.compute_dtype)
         if runs == "fused":
             text = f"pallas{text.removeprefix('xla')}"
+        elif gemm is not None and engine == "triton":
+            text = _by_triton(gemm)
         if runs == "norm":
             text += ", pallas norm"
         texts[role] = text
     return texts
+
+
+def _by_triton(gemm: GemmRecipe) -> str:
+    # Unlike XLA it multiplies blockwise operands in FP8, too.
+    text = xla.describe(gemm, jnp.bfloat16).removesuffix(" operands")
+    return text.replace("xla bf16 on", "triton fp8").replace("xla", "triton")
 
 
 def _first_cast(
@@ -175,11 +191,18 @@ def _float32(vector: Array | None) -> Array | None:
     return None if vector is None else vector.astype(jnp.float32)
 
 
-def _by_xla(site: KernelSite, lhs, rhs, vectors, state, observe=None):
+def _by_xla(site: KernelSite, lhs, rhs, vectors, state, engine: Engine, observe):
     """Runs a site by XLA, its norm differentiated by JAX."""
     recipe = site.recipe
     bias, gamma, beta = vectors
-    z = matmul(lhs, rhs, state, recipe=recipe, axis_names=site.axis_names)
+    z = matmul(
+        lhs,
+        rhs,
+        state,
+        recipe=recipe,
+        axis_names=site.axis_names,
+        engine=engine,
+    )
     if observe is not None:
         z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
     exact = xla.norm_activation(

@@ -22,6 +22,7 @@ from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.products import (
     Activations,
     Decision,
+    Engine,
     Products,
     check_state,
     decide,
@@ -41,6 +42,7 @@ def matmul(
     *,
     recipe: Recipe,
     axis_names: tuple[str, ...] = (),
+    engine: Engine = "xla",
 ) -> Float[Array, "m n"]:
     """Returns `lhs @ rhs` in the recipe's precision and compute dtype.
 
@@ -58,6 +60,7 @@ def matmul(
             whole tensors and the state then agree on all devices. The gradient of an
             rhs that the devices share is their sum if `shard_map` tracks what varies
             (`check_vma`, the default), and each device's own share if not.
+        engine: who multiplies in FP8.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
@@ -67,28 +70,28 @@ def matmul(
     if isinstance(lhs, Activations):
         lhs, handed = lhs.y, (lhs.fp8.data, lhs.fp8.scale_inv)
     lhs, rhs = equally_varying(lhs, rhs)
-    return _matmul(lhs, rhs, state, handed, recipe, axis_names)
+    (m, k), n = lhs.shape, rhs.shape[1]
+    static = Products(recipe, (m, k, n), axis_names, engine)
+    return _matmul(lhs, rhs, state, handed, static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _matmul(lhs, rhs, state, handed, recipe: Recipe, axis_names: tuple[str, ...]):
-    return _forward(lhs, rhs, state, handed, recipe, axis_names)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _matmul(lhs, rhs, state, handed, products: Products):
+    return _forward(lhs, rhs, state, handed, products)[0]
 
 
-def _forward(lhs, rhs, state, handed, recipe, axis_names):
-    products = Products(recipe, (*lhs.shape, rhs.shape[1]), axis_names)
+def _forward(lhs, rhs, state, handed, products: Products):
     rows = None
-    if handed is not None and takes_handed(recipe, *products.sizes):
+    if handed is not None and takes_handed(products.recipe, *products.sizes):
         rows = Fp8Array(*handed)
     lhs = products.read("lhs", lhs, state, handed=rows)
     rhs = products.read("rhs", rhs, state)
-    out = products.multiply("fwd", lhs, rhs, out_dtype=recipe.compute_dtype)
+    out = products.multiply("fwd", lhs, rhs, out_dtype=products.recipe.compute_dtype)
     return out, (products.keep("lhs", lhs), products.keep("rhs", rhs), state)
 
 
-def _backward(recipe, axis_names, residuals, g):
+def _backward(products: Products, residuals, g):
     lhs, rhs, state = residuals
-    products = Products(recipe, (*lhs.shape, rhs.shape[1]), axis_names)
     lhs, g = products.reread(lhs, state), products.read("g", g, state)
     dlhs = products.multiply("dlhs", g, rhs, out_dtype=lhs.dtype)
     drhs = products.multiply("drhs", lhs, g, out_dtype=rhs.dtype)

@@ -26,7 +26,7 @@ from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
 from loka_jax.recipe import OPERANDS, Cast, GemmRecipe, Recipe
 
-Implementation = Literal["xla", "pallas"]
+Implementation = Literal["xla", "pallas", "triton"]
 Out = Literal["wide", "fp8", "both"]
 
 _ROWS = 64  # a kernel takes rows in multiples of it; callers pad
@@ -89,8 +89,9 @@ def plan(
         out: in which form the activations leave.
         has_bias: a bias is added before the norm.
         handed: how lhs is scaled, if it comes in FP8 from another site.
-        implementation: "xla" for XLA alone; "pallas" for kernels, or an error; None for
-            kernels where there is a Hopper GPU and they serve the site.
+        implementation: "xla" for XLA alone, "triton" for XLA around Triton's products;
+            "pallas" for kernels, or an error; None for kernels where there is a Hopper
+            GPU and they serve the site.
 
     Raises:
         ValueError: if kernels were asked for and none serves the forward pass.
@@ -201,8 +202,8 @@ def _why_no_kernel(
     recipe: Recipe, m: int, k: int, n: int, implementation: Implementation | None
 ) -> str | None:
     """Returns why no kernel at all can or shall run, or None."""
-    if implementation == "xla":
-        return "implementation 'xla'"
+    if implementation in ("xla", "triton"):
+        return f"implementation {implementation!r}"
     for name, size in (("m", m), ("k", k), ("n", n)):
         if size == 0:
             return f"{name}=0"

@@ -21,7 +21,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax import fp8, xla
+from loka_jax import fp8, triton, xla
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 from loka_jax.recipe import (
     BLOCK,
@@ -35,6 +35,8 @@ from loka_jax.recipe import (
 )
 from loka_jax.scaling import DelayedScaling, delayed_scale_inv, update_delayed
 
+# Who multiplies in FP8.
+Engine = Literal["xla", "triton"]
 # How activations in FP8 are scaled: with one scale, or with one a row.
 HandOver = Literal["tensor", "row"]
 
@@ -150,11 +152,19 @@ def takes_handed(recipe: Recipe, m: int, k: int, n: int) -> bool:
 
 
 class Products(NamedTuple):
-    """The static side of a site's products: the recipe and the sizes (m, k, n)."""
+    """The static side of a site's products.
+
+    Attributes:
+        recipe: the casts of each role.
+        sizes: (m, k, n).
+        axis_names: mesh axes over which rows are spread.
+        engine: of the products in FP8; others are XLA's.
+    """
 
     recipe: Recipe
     sizes: tuple[int, int, int]
     axis_names: tuple[str, ...]
+    engine: Engine = "xla"
 
     def gemm(self, role: Role) -> GemmRecipe | None:
         """Returns the casts of the FP8 GEMM of `role`, None in high precision."""
@@ -232,7 +242,7 @@ class Products(NamedTuple):
     def multiply(
         self, role: Role, first: SiteOperand, second: SiteOperand, out_dtype: DTypeLike
     ) -> Array:
-        """Returns XLA's product of `role`."""
+        """Returns the product of `role`."""
         first_name, second_name = ROLE_OPERANDS[role]
         lhs = self.view(role, first_name, first)
         rhs = self.view(role, second_name, second)
@@ -243,7 +253,8 @@ class Products(NamedTuple):
                 lhs, rhs, compute_dtype=self.recipe.compute_dtype, out_dtype=out_dtype
             )
         assert isinstance(lhs, Fp8Array) and isinstance(rhs, Fp8Array)
-        return xla.fp8_matmul(
+        multiply = triton.fp8_matmul if self.engine == "triton" else xla.fp8_matmul
+        return multiply(
             lhs, rhs, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation
         )
 

@@ -7,6 +7,7 @@ Kernel time by the profiler, of operands that were drawn from what Probe learned
     training    the whole site forward and backward
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,13 @@ from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.normed import NormName
 from loka_jax.ops import roles
-from loka_jax.ops.dense_norm import Implementation, dense_norm, plan
+from loka_jax.ops.dense_norm import (
+    Activations,
+    Implementation,
+    Out,
+    dense_norm,
+    plan,
+)
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.compiling import compile_all
 from loka_jax.probe.timing import Case, time_kernels
@@ -119,15 +126,17 @@ def run_site(
     recipe: Recipe,
     state: DelayedScaling | None,
     implementation: Implementation,
-    lhs: Array,
+    lhs: Array | Activations,
     rhs: Array,
-) -> Array:
+    *,
+    out: Out = "wide",
+) -> Array | Activations:
     """Returns what a site makes of its operands, with parameters as at the start."""
     n = site.n
     bias = jnp.ones((n,), jnp.float32) if site.use_bias else None
     gamma = jnp.ones((n,), jnp.float32) if _has_gamma(site.norm) else None
     beta = jnp.zeros((n,), jnp.float32) if site.norm == "layer" else None
-    out = dense_norm(
+    return dense_norm(
         lhs,
         rhs,
         bias=bias,
@@ -137,10 +146,9 @@ def run_site(
         activation=site.activation,
         recipe=recipe,
         state=state,
+        out=out,
         implementation=implementation,
     )
-    assert isinstance(out, jax.Array)
-    return out
 
 
 def _is_served(site: Site, recipe: Recipe) -> bool:
@@ -159,10 +167,17 @@ def _has_gamma(norm: NormName) -> bool:
     return norm in ("layer", "rms")
 
 
-def train_site(run: Callable, lhs: Array, rhs: Array, g: Array):
+def train_site(run: Callable, lhs: Array | Activations, rhs: Array, g: Array):
     """Returns what a function of lhs and rhs returns, and both gradients."""
-    out, pull = jax.vjp(run, lhs, rhs)
-    return out, pull(g)
+
+    def wide(lhs: Array, rhs: Array):
+        out = run(lhs if given is None else dataclasses.replace(given, y=lhs), rhs)
+        return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
+
+    given = lhs if isinstance(lhs, Activations) else None
+    y, pull, fp8 = jax.vjp(wide, lhs if given is None else given.y, rhs, has_aux=True)
+    gradients = pull(g)
+    return (y, gradients) if fp8 is None else (y, gradients, fp8)
 
 
 def _product(role: Role, recipe: Recipe, state, lhs, rhs, g):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, triton
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.plan import Plan
@@ -113,10 +113,13 @@ def _is_plan(path: pathlib.Path) -> bool:
 
 
 def _runnable(plan: Plan, path: pathlib.Path) -> Plan:
-    wanting = [where for where, choice in plan.choices if choice.provider == "pallas"]
+    wanting = [where for where, choice in plan.choices if choice.provider != "xla"]
     if wanting and not has_hopper():
         raise ValueError(
             f"{path} wants kernels for a Hopper GPU at {', '.join(wanting)}, and there "
             "is none here: leave --plan out, or give --plan off."
         )
+    missing = triton.why_not_installed()
+    if missing and any(choice.provider == "triton" for _, choice in plan.choices):
+        raise ValueError(f"{path} wants Triton's kernels: {missing}.")
     return plan

@@ -5,6 +5,7 @@ activation and cast of rows after a product. Importing this package imports neit
 Triton nor jax-triton: a kernel's own module, `*_kernel`, does, at its first launch.
 """
 
-from loka_jax.triton.launch import why_not_here
+from loka_jax.triton.launch import why_not_here, why_not_installed
+from loka_jax.triton.matmul import fp8_matmul, why_not
 
-__all__ = ["why_not_here"]
+__all__ = ["fp8_matmul", "why_not", "why_not_here", "why_not_installed"]

@@ -19,7 +19,7 @@ _NOT_INSTALLED = "is not installed: pip install 'loka-jax[triton]'"
 
 def why_not_here() -> str | None:
     """Returns why no kernel of this provider runs on this machine, or None."""
-    missing = _why_not_installed()
+    missing = why_not_installed()
     if missing is not None:
         return missing
     device = jax.devices()[0]
@@ -30,7 +30,7 @@ def why_not_here() -> str | None:
 
 def require_triton() -> None:
     """Raises an ImportError that says what to install, if the extra is missing."""
-    missing = _why_not_installed()
+    missing = why_not_installed()
     if missing is not None:
         raise ImportError(missing)
 
@@ -76,7 +76,8 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _why_not_installed() -> str | None:
+def why_not_installed() -> str | None:
+    """Returns which package is missing and the remedy, or None."""
     for package, name in (("jax_triton", "jax-triton"), ("triton", "triton")):
         if importlib.util.find_spec(package) is None:
             return f"{name} {_NOT_INSTALLED}"

@@ -1,5 +1,10 @@
-"""Hands jobs to a worker process, and tells whose fault it is if that ends."""
+"""Hands jobs to worker processes, and tells whose fault it is if one ends.
 
+Several compile at a time, which is most of the work; while one measures times all
+others wait.
+"""
+
+import contextlib
 import json
 import os
 import pathlib
@@ -8,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 from loka_jax.dispatch import table as tables
@@ -24,24 +30,63 @@ _COMMAND = (
 )
 
 
-class Pool:
+def measure_all(
+    jobs: Sequence[Job], workers: int, say: Callable[[str], None]
+) -> Iterator[tuple[Job, Entry]]:
+    """Yields each job and what was measured, in the order in which they are done.
+
+    Args:
+        jobs: what is to be measured.
+        workers: processes.
+        say: takes a line on each job, and on each failure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        lock = pathlib.Path(folder) / "lock"
+        lock.touch()
+        # Threads wait for processes; each keeps one from job to job.
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
+            idle: queue.Queue[Worker] = queue.Queue()
+            for _ in range(workers):
+                idle.put(stack.enter_context(Worker(say, lock)))
+
+            def measure(job: Job) -> tuple[Job, Entry]:
+                worker = idle.get()
+                try:
+                    say(f"{job.site} ({job.source})")
+                    return job, worker.measure(job)
+                finally:
+                    idle.put(worker)
+
+            running = [pool.submit(measure, job) for job in jobs]
+            try:
+                for done in futures.as_completed(running):
+                    yield done.result()
+            finally:
+                for one in running:
+                    one.cancel()
+
+
+class Worker:
     """A worker process, started when it is needed; a context manager."""
 
     def __init__(
         self,
         say: Callable[[str], None],
+        lock: pathlib.Path,
         *,
         command: tuple[str, ...] = _COMMAND,
         timeout_s: float = _TIMEOUT_S,
     ):
-        """Takes who is told of failures, and the worker's command line."""
+        """Takes who is told of failures, and the lock of who measures times."""
         self._say = say
+        self._lock = lock
         self._command = command
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "Worker":
         """Returns itself."""
         return self
 
@@ -81,7 +126,7 @@ class Pool:
                 stats = pathlib.Path(folder) / "stats.npz"
                 save_stats(stats, job.stats)
             try:
-                process.stdin.write(to_line(job, stats))
+                process.stdin.write(to_line(job, stats, self._lock))
                 process.stdin.flush()
             except OSError:
                 return None, last

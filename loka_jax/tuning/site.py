@@ -7,21 +7,26 @@ fast   kernel time of the whole site, operands out of the L2 ("training", "infer
        and in it (" warm")
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from loka_jax import fp8
 from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
-from loka_jax.nn import Site
+from loka_jax.fp8 import E4M3
+from loka_jax.nn import Activations, Site
+from loka_jax.ops.plan import Out, hand_over
 from loka_jax.probe.capture import Operands
-from loka_jax.probe.compiling import UNTUNED, compile_all
+from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.site import SiteStats
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.quality import relative_l2
@@ -32,6 +37,7 @@ from loka_jax.survey.times import rotated, run_site, scaling_state, train_site
 
 # A kernel may add this to what its recipe costs: factor, and relative L2.
 _SLACK, _ROUNDING = 1.25, 0.01
+_MOST_CHAINED = 2
 _MOST = 0.5  # relative L2 beyond which nothing is right, XLA included
 _FLOAT32 = Choice("xla", get_recipe("f32"))
 
@@ -60,12 +66,17 @@ class Job(NamedTuple):
     is_serial: bool = False
 
 
-def measure_site(job: Job, begin: Callable[[str], None]) -> Entry:
+def measure_site(
+    job: Job,
+    begin: Callable[[str], None],
+    alone: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> Entry:
     """Returns what was measured.
 
     Args:
         job: what is to be.
         begin: told whose turn it is, for whoever must know if it ends the process.
+        alone: a context in which nobody else uses the GPU, for times.
     """
     begin("")
     errors = _errors(job)
@@ -89,7 +100,61 @@ def measure_site(job: Job, begin: Callable[[str], None]) -> Entry:
         else:
             failures[choice.name] = why_not
     begin("")
-    return Entry(_times(right, operands), {job.source: errors}, failures)
+    with alone():
+        times = _times(right, operands)
+    for choice in _chained(times):
+        begin(choice.name)
+        found = _chain_times(choice, job.site, operands, alone)
+        for what, of_choices in found.items():
+            times.setdefault(what, {}).update(of_choices)
+    begin("")
+    return Entry(times, {job.source: errors}, failures)
+
+
+def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
+    """Returns whom to measure in chains: the fastest kernels that read FP8."""
+    found: list[Choice] = []
+    of_all = times.get("training", {})
+    for name in sorted(of_all, key=lambda one: of_all[one]):
+        choice = Choice.parse(name)
+        reads = choice.recipe.fwd is not None and choice.provider == "pallas"
+        if reads and all(one.recipe.fwd != choice.recipe.fwd for one in found):
+            found.append(choice)
+    return found[:_MOST_CHAINED]
+
+
+def _chain_times(
+    choice: Choice, site: SiteKey, operands: list[tuple], alone
+) -> dict[str, dict[str, float]]:
+    """Returns the times of a choice where lhs, or what it makes, is in FP8 too."""
+    handed = [(_hand_over(site, lhs), rhs, g) for lhs, rhs, g in operands]
+    forms: tuple[tuple[str, list, Out], ...] = (
+        (" in", handed, "wide"),
+        (" out", operands, "fp8"),
+        (" in out", handed, "fp8"),
+    )
+    programs = {}
+    for what, run in (("training", train_site), ("inference", _infer)):
+        for form, sets, out in forms:
+            program = _program(choice, site, operands[0], run, out=out)
+            programs[f"{what}{form}"] = (program, sets)
+    compiled = compile_all({name: (f, sets[0]) for name, (f, sets) in programs.items()})
+    cases = {
+        name: Case(program, [leaves(one) for one in programs[name][1]])
+        for name, program in compiled.items()
+        if not isinstance(program, Exception)
+    }
+    with alone():
+        taken = time_kernels(cases)
+    return {name: {choice.name: time.median_us} for name, time in taken.items()}
+
+
+def _hand_over(site: SiteKey, lhs: Array) -> Activations:
+    """Returns rows as a site before this one hands them on."""
+    if hand_over(site.norm) == "row":
+        return Activations(lhs, fp8.quantize(lhs, E4M3, axes=(1,)))
+    scale_inv = fp8.compute_scale_inv(fp8.amax(lhs), E4M3)
+    return Activations(lhs, fp8.cast(lhs, scale_inv, E4M3))
 
 
 def _keys(job: Job, count: int) -> Array:
@@ -163,14 +228,16 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _program(choice: Choice, site: Site | SiteKey, operands: tuple, run) -> Callable:
+def _program(
+    choice: Choice, site: Site | SiteKey, operands: tuple, run, *, out: Out = "wide"
+) -> Callable:
     """Returns a function of (lhs, rhs, g) that runs a pass of the site."""
     recipe = choice.recipe
     amaxes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in operands])
     state = scaling_state(recipe, amaxes)
     if recipe.is_delayed:  # as all steps but the first are
         recipe = _calibrated(choice)
-    of_site = functools.partial(run_site, site, recipe, state, choice.provider)
+    of_site = functools.partial(run_site, site, recipe, state, choice.provider, out=out)
     return functools.partial(run, of_site)
 
 

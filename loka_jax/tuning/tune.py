@@ -1,6 +1,7 @@
 """Measures all sites of a model and returns the table."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import feasible
@@ -9,7 +10,7 @@ from loka_jax.dispatch.table import Table, header_here
 from loka_jax.nn import Site
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.tuning.pool import Pool
+from loka_jax.tuning.pool import measure_all
 from loka_jax.tuning.site import Job
 
 
@@ -22,15 +23,17 @@ class TuneConfig:
         pairs: operands drawn for the errors.
         rows: of these, at most.
         seed: of all draws.
+        workers: processes that compile at a time; for times they wait for each other.
     """
 
     batch_sizes: tuple[int, ...] = ()
     pairs: int = 50
     rows: int = 1024
     seed: int = 0
+    workers: int = max(1, (os.cpu_count() or 1) // 4)
 
     def __post_init__(self):  # noqa: D105
-        for name, least in {"pairs": 2, "rows": 16, "seed": 0}.items():
+        for name, least in {"pairs": 2, "rows": 16, "seed": 0, "workers": 1}.items():
             value = getattr(self, name)
             require(value >= least, f"--tune.{name}", value, f"at least {least}")
         for size in self.batch_sizes:
@@ -55,10 +58,8 @@ def tune(
     """
     header = header_here()
     jobs = _jobs(name, sites, known, config)
-    with Pool(say) as pool:
-        for i, job in enumerate(jobs):
-            say(f"{i + 1} of {len(jobs)}: {job.site} ({job.source})")
-            yield Table(header, {job.site: pool.measure(job)})
+    for job, entry in measure_all(jobs, config.workers, say):
+        yield Table(header, {job.site: entry})
 
 
 def _jobs(

@@ -4,12 +4,16 @@ Reads a job a line from its input, as JSON, and answers in lines on its output: 
 turn it is, then what was measured. What else is printed goes to the error output.
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import functools
 import json
 import os
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -24,22 +28,30 @@ from loka_jax.tuning.site import Job, measure_site
 BEGIN, RESULT = "begin", "result"
 
 
-def to_line(job: Job, stats: pathlib.Path | None) -> str:
-    """Returns a job as a line, its statistics in a file of `save_stats`."""
+def to_line(job: Job, stats: pathlib.Path | None, lock: pathlib.Path) -> str:
+    """Returns a job as a line.
+
+    Args:
+        job: what is to be measured.
+        stats: the file of `save_stats` with its statistics.
+        lock: the file that is locked for times.
+    """
     value = job._asdict() | {
         "site": dataclasses.asdict(job.site),
         "choices": [choice.name for choice in job.choices],
         "stats": None if stats is None else str(stats),
+        "lock": str(lock),
     }
     return json.dumps(value) + "\n"
 
 
-def from_line(line: str) -> Job:
-    """Returns the job that `to_line` wrote."""
+def from_line(line: str) -> tuple[Job, pathlib.Path]:
+    """Returns the job, and the lock, that `to_line` wrote."""
     value: dict[str, Any] = json.loads(line)
+    lock = pathlib.Path(value.pop("lock"))
     site = SiteKey(**value["site"])
     stats = value["stats"]
-    return Job(
+    job = Job(
         **value
         | {
             "site": site,
@@ -47,6 +59,17 @@ def from_line(line: str) -> Job:
             "stats": None if stats is None else load_stats(pathlib.Path(stats), site),
         }
     )
+    return job, lock
+
+
+@contextlib.contextmanager
+def _alone(file: IO[str]) -> Iterator[None]:
+    """Waits until nobody else compiles or measures, and keeps it so."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def save_stats(path: pathlib.Path, stats: SiteStats):
@@ -72,7 +95,10 @@ def main():
         answers.write(json.dumps({kind: value}) + "\n")
 
     for line in sys.stdin:
-        job = from_line(line)
-        entry = measure_site(job, lambda name: say(BEGIN, name))
+        job, lock = from_line(line)
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            alone = functools.partial(_alone, file)
+            entry = measure_site(job, lambda name: say(BEGIN, name), alone)
         table = Table(Header("", "", "", ""), {job.site: entry})
         say(RESULT, tables.to_json(table))
