@@ -8,6 +8,7 @@ by the cheapest way through all choices (Viterbi):
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from loka_jax.choice import Choice
@@ -32,13 +33,9 @@ def hands_on(first: Choice, second: Choice) -> bool:
 def time_of(
     entry: Entry, choice: Choice, what: str, *, is_in: bool, is_out: bool
 ) -> float:
-    """Returns the microseconds of a site within a row.
-
-    Those of the site by itself where that form was not measured, which is more.
-    """
+    """Returns the microseconds of a site within a row; infinity if not measured so."""
     form = (" in" if is_in else "") + (" out" if is_out else "")
-    alone = entry.times[what][choice.name]
-    return entry.times.get(f"{what}{form}", {}).get(choice.name, alone)
+    return entry.times.get(f"{what}{form}", {}).get(choice.name, math.inf)
 
 
 def row_times(

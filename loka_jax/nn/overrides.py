@@ -126,6 +126,13 @@ class Planned:
         """Returns the same for states whose delayed scales are known to be set."""
         return dataclasses.replace(self, is_calibrated=True)
 
+    def by_xla(self) -> "Planned":
+        """Returns the same recipes without kernels: its variables are the same."""
+        choices = tuple(
+            (path, Choice("xla", choice.recipe)) for path, choice in self.choices
+        )
+        return dataclasses.replace(self, choices=choices)
+
     def init(self, *args, **kwargs):
         """Returns the model's variables."""
         with overriding(self._choices):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,10 +34,12 @@ class TrainStep:
         """Takes a jitted step, and whether it reads `TrainState.probe`."""
         self._step = step
         self._is_observed = is_observed
+        self.has_run = False
 
     def __call__(self, state: TrainState, batch: Batch) -> TrainState:
         """Returns the state after a batch; the old one is given up."""
         after = self._step(self._seen(state), batch)
+        self.has_run = True
         if self._is_observed:
             return after
         return dataclasses.replace(after, probe=state.probe)
@@ -58,7 +61,7 @@ class Run:
         splits: the data.
         model: from (dense features, embeddings) to logits.
         tables: the embedding tables.
-        sites: every GEMM of the model at the training batch size.
+        list_sites: from a plan to every GEMM of the model at the training batch size.
         plan: what runs at them where that was decided; else the modules say.
         plan_notes: what the user should know of it.
         optimizer: of the dense parameters.
@@ -72,7 +75,7 @@ class Run:
     splits: Splits
     model: linen.Module
     tables: embedding.TableSpec
-    sites: tuple[nn.Site, ...]
+    list_sites: Callable[[Plan], tuple[nn.Site, ...]]
     plan: Plan
     plan_notes: tuple[str, ...]
     optimizer: optax.GradientTransformation
@@ -80,6 +83,15 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
+
+    @functools.cached_property
+    def sites(self) -> tuple[nn.Site, ...]:
+        """Every GEMM of the model, and what runs it."""
+        return self.list_sites(self.plan)
+
+    def replanned(self, plan: Plan) -> "Run":
+        """Returns the run under another plan; its steps are compiled anew."""
+        return dataclasses.replace(self, plan=plan)
 
     @property
     def planned(self) -> nn.Planned:
@@ -90,7 +102,7 @@ class Run:
         """Returns the state before the first step."""
         init = functools.partial(
             init_state,
-            model=self.planned,
+            model=self.planned.by_xla(),
             tables=self.tables,
             num_dense=len(self.splits.train.schema.dense),
             optimizer=self.optimizer,
@@ -187,19 +199,19 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
         jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
     )
-    sites = nn.list_sites(config.model, *inputs)
+    list_sites = functools.partial(_list_sites, config.model, inputs)
+    sites = list_sites(Plan())
     if frozen_plan is None:
         planned = choose_plan(config, sites)
     else:
         planned = load_frozen(frozen_plan, sites)
-    sites = nn.list_sites(nn.Planned(config.model, planned.plan.choices), *inputs)
     optim = config.optim
     return Run(
         config=config,
         splits=splits,
         model=config.model,
         tables=tables,
-        sites=sites,
+        list_sites=list_sites,
         plan=planned.plan,
         plan_notes=planned.notes,
         optimizer=make_dense_optimizer(optim, total_steps),
@@ -212,3 +224,7 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
     )
+
+
+def _list_sites(model: linen.Module, inputs, plan: Plan) -> tuple[nn.Site, ...]:
+    return nn.list_sites(nn.Planned(model, plan.choices), *inputs)

@@ -35,6 +35,19 @@ from loka_jax.train import manifest
 _log = logging.getLogger(__name__)
 
 
+CHECKPOINTS = "checkpoints"  # of a run, in its workdir
+
+
+def latest_step(directory: Path) -> int | None:
+    """Returns the newest step of a folder of checkpoints, or None, as if opened."""
+    return max(_steps_in(directory), default=None) if directory.is_dir() else None
+
+
+def _steps_in(directory: Path) -> list[int]:
+    names = (path.name for path in directory.iterdir())
+    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+
+
 class Checkpoints:
     """The checkpoints of one run: saved in the background, verified when restored.
 
@@ -207,8 +220,7 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _steps(self) -> list[int]:
-        names = (path.name for path in self._directory.iterdir())
-        return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+        return _steps_in(self._directory)
 
     def _require_space(self, state_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._directory).free

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from loka_jax.data.batch import Dataset, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
+from loka_jax.dispatch.candidates import BF16
+from loka_jax.dispatch.drift import Watch, amax_ratio
 from loka_jax.nn import by_path
 from loka_jax.optim import Plateau
 from loka_jax.recipe import OPERANDS
@@ -42,6 +44,7 @@ class Progress:
         seconds: spent training, evaluations and checkpoints left out.
         plateau: the state of the schedule on plateaus and of early stopping.
         best: the evaluation with the best AUC so far, as in metrics.jsonl.
+        demotions: sentences on sites that the plan was changed for.
     """
 
     step: int = 0
@@ -50,6 +53,7 @@ class Progress:
     seconds: float = 0.0
     plateau: Plateau = Plateau()
     best: dict[str, Any] | None = None
+    demotions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON-ready data."""
@@ -59,9 +63,10 @@ class Progress:
     def from_json(cls, data: dict[str, Any]) -> "Progress":
         """Returns what `to_json` was called on."""
         position = Position(*data["position"])
-        return cls(
-            **data | {"position": position, "plateau": Plateau(**data["plateau"])}
-        )
+        plateau = Plateau(**data["plateau"])
+        demotions = tuple(data.get("demotions", ()))
+        read = {"position": position, "plateau": plateau, "demotions": demotions}
+        return cls(**data | read)
 
 
 class TrainingFailed(Exception):
@@ -104,6 +109,8 @@ class Loop:
         self._display = display
         self._profiler = profiler
         self._is_calibrated = False
+        self._watch = Watch()
+        self._drifted: dict[str, str] = {}
         self._since = time.perf_counter()
         self._logged = (progress.examples, progress.seconds)
         self._warm: tuple[int, float] | None = None
@@ -130,6 +137,7 @@ class Loop:
                     self._log()
                 if self._evaluation_is_due():
                     self._evaluate()
+                    self._demote_drifted()
                 if self._save_is_due():
                     self._save()
                 if stop.is_set or self.progress.plateau.stop:
@@ -165,7 +173,13 @@ class Loop:
             is_calibrated=self._calibrated(),
             probe=self.run.config.probe.config_at(step),
         )
-        self.state = take_step(self.state, batch)
+        try:
+            self.state = take_step(self.state, batch)
+        except Exception as error:
+            # Only a step that never ran fails before it takes the state.
+            if take_step.has_run or not self._fall_back(error):
+                raise
+            return self._step(position, batch)
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
@@ -176,6 +190,45 @@ class Loop:
             examples=self.progress.examples + min(size, rows - position.step * size),
         )
         self._display.step(step + 1)
+
+    def _fall_back(self, error: Exception) -> bool:
+        """Leaves the plan's kernels for XLA's bfloat16; False if it has none."""
+        choices = dict(self.run.plan.choices)
+        kernels = [path for path, one in choices.items() if one.provider != "xla"]
+        if not kernels or "RESOURCE_EXHAUSTED" in str(error):
+            return False
+        text = " ".join(str(error).split())[:200]
+        reason = f"its step did not compile ({type(error).__name__}: {text})"
+        # A checkpoint of this very step is one of the plan before.
+        self._demote(dict.fromkeys(kernels, reason), self.progress.step + 1)
+        return True
+
+    def _watch_drift(self):
+        """Notes which sites of the plan have left what they were measured on."""
+        choices = dict(self.run.plan.choices)
+        sites = {
+            path: amax_ratio(site, choices[path].recipe.margin)
+            for path, site in named_sites(self.state).items()
+            if path in choices and choices[path].is_fp8
+        }
+        ratios = {path: float(x) for path, x in jax.device_get(sites).items()}
+        self._drifted |= self._watch.look(ratios)
+
+    def _demote(self, reasons: dict[str, str], first_checkpoint: int):
+        """Lets sites run in XLA's bfloat16 from here on."""
+        plan = self.run.plan
+        for path, reason in reasons.items():
+            plan = plan.demoted(path, BF16, reason)
+            said = f"step {self.progress.step:,}: {path} runs in bfloat16 now: {reason}"
+            self._display.say(said)
+            demotions = (*self.progress.demotions, said)
+            self.progress = dataclasses.replace(self.progress, demotions=demotions)
+        self.run = self.run.replanned(plan)
+        # What is left of the scales is what the new plan would have made.
+        template = jax.eval_shape(lambda: self.run.init().fp8)
+        fp8 = _only(template, self.state.fp8)
+        self.state = dataclasses.replace(self.state, fp8=fp8)
+        self._record.write_plan(plan, first_checkpoint)
 
     def _calibrated(self) -> bool:
         """Returns True once delayed scales are set; decided by the state alone."""
@@ -231,6 +284,7 @@ class Loop:
         self._record.log(line)
         if scales := _scales(self.state):
             self._record.log_scales(progress.step, scales)
+        self._watch_drift()
         if amaxes := _amaxes(self.state):
             self._record.log_amaxes(progress.step, amaxes)
         self._display.numbers(progress.step, line)
@@ -267,6 +321,12 @@ class Loop:
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
         self._since = time.perf_counter()
+
+    def _demote_drifted(self):
+        """Demotes what has drifted, between an evaluation and a checkpoint."""
+        if self._drifted and not self._ends():
+            self._demote(self._drifted, self.progress.step)
+        self._drifted = {}
 
     def _save(self):
         self._tick()
@@ -309,6 +369,13 @@ def _amaxes(state: TrainState) -> dict[str, float]:
             for path, stats in by_path(state.probe).items()
         }
     )
+
+
+def _only(template: Any, tree: Any) -> Any:
+    """Returns what of nested dicts a template has, too."""
+    if not isinstance(template, dict):
+        return tree
+    return {name: _only(inner, tree[name]) for name, inner in template.items()}
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:

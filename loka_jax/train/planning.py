@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import jax
 
-from loka_jax import jsonfile, triton
+from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.plan import Plan
 from loka_jax.dispatch.table import BadTable, Table
 from loka_jax.nn import Site
 from loka_jax.ops.plan import has_hopper
+from loka_jax.train.checkpoint import CHECKPOINTS, latest_step
 from loka_jax.train.config import Config
 
 AUTO, OFF = "auto", "off"
@@ -52,7 +53,7 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> Planned:
                 f"or one of {AUTO!r} and {OFF!r}."
             )
         if _is_plan(path):
-            return Planned(_runnable(plans.load(path, sites), path))
+            return Planned(_runnable(plans.load(path, sites), path, sites))
         table, notes = _believed(path)
     plan = plans.make_plan(
         sites,
@@ -70,7 +71,22 @@ def load_frozen(path: pathlib.Path, sites: Sequence[Site]) -> Planned:
     Raises:
         ValueError: if the file is damaged, or the plan cannot run here.
     """
-    return Planned(_runnable(plans.load(path, sites), path))
+    return Planned(_runnable(plans.load(path, sites), path, sites))
+
+
+def find_plan(workdir: pathlib.Path) -> pathlib.Path | None:
+    """Returns the file of the plan that a run's newest checkpoint was made with.
+
+    Plans are kept by the step from which they held, so that whatever checkpoint is gone
+    on with, its plan is there. None if the run was not begun.
+    """
+    newest = latest_step(workdir / CHECKPOINTS) or 0
+    found = [
+        (step, path)
+        for path in workdir.glob("plan-*.json")
+        if (step := int(path.stem.removeprefix("plan-"))) <= newest
+    ]
+    return max(found)[1] if found else None
 
 
 def shipped_path(device_kind: str) -> pathlib.Path:
@@ -112,14 +128,20 @@ def _is_plan(path: pathlib.Path) -> bool:
     return isinstance(value, dict) and "schema" not in value
 
 
-def _runnable(plan: Plan, path: pathlib.Path) -> Plan:
+def _runnable(plan: Plan, path: pathlib.Path, sites: Sequence[Site]) -> Plan:
     wanting = [where for where, choice in plan.choices if choice.provider != "xla"]
     if wanting and not has_hopper():
         raise ValueError(
             f"{path} wants kernels for a Hopper GPU at {', '.join(wanting)}, and there "
             "is none here: leave --plan out, or give --plan off."
         )
-    missing = triton.why_not_installed()
-    if missing and any(choice.provider == "triton" for _, choice in plan.choices):
-        raise ValueError(f"{path} wants Triton's kernels: {missing}.")
+    choices = dict(plan.choices)
+    for site in sites:
+        if site.path in wanting:
+            choice = choices[site.path]
+            reason = plans.why_not(choice, plans.key_of(site))
+            if reason is not None:
+                raise ValueError(
+                    f"{path}: {choice.name} cannot run at {site.path}: {reason}."
+                )
     return plan

@@ -72,6 +72,10 @@ class TrainingProgress:
             self._last_line = now
             self._console.print(f"step {step:,} of {self._total:,}  {text}")
 
+    def say(self, text: str):
+        """Prints a sentence."""
+        self._console.print(text, highlight=False)
+
     def evaluation(self, step: int, line: dict):
         """Prints the numbers of an evaluation."""
         self._console.print(

@@ -27,6 +27,8 @@ import jax
 
 import loka_jax
 from loka_jax import jsonfile
+from loka_jax.dispatch.plan import Plan
+from loka_jax.dispatch.plan import save as save_plan
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
@@ -128,6 +130,10 @@ class RunRecord:
     def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
         """Writes sites.json: path, shape, what runs per role, and why not FP8."""
         self.write(SITES, sites)
+
+    def write_plan(self, plan: Plan, step: int) -> None:
+        """Writes plan-STEP.json: what runs in checkpoints from that step on."""
+        save_plan(self.workdir / f"plan-{step}.json", plan)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""

@@ -14,11 +14,11 @@ import jax
 from rich.console import Console
 
 from loka_jax.data import Position
-from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import CHECKPOINTS, Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.loop import Loop, Progress, quality
+from loka_jax.train.planning import find_plan
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -95,18 +95,18 @@ def train(
             "may_change": _MAY_CHANGE,
         }
         check_workdir(workdir, **owner)  # reading the data can take long
-        frozen = workdir / "plan.json"
-        is_begun = config.run.resume and frozen.exists()
-        run = _build(config, console, frozen if is_begun else None)
+        frozen = find_plan(workdir) if config.run.resume else None
+        run = _build(config, console, frozen)
         with (
             RunRecord(workdir, tensorboard=config.run.tensorboard, **owner) as record,
             _open_loop(run, record, console, workdir) as loop,
         ):
             record.write_sites([vars(site) for site in run.sites])
-            if not is_begun:
-                save_plan(frozen, run.plan)
+            if frozen is None:
+                record.write_plan(run.plan, 0)
             with stop.deferred():
                 loop.train(stop)
+            run = loop.run  # sites may have been demoted
             summary = _finish(run, loop, stop)
             command = shlex.join(["python", f"experiments/{script}", *arguments])
             record.write_summary(summary | {"command": command})
@@ -200,9 +200,7 @@ def _open_loop(run: Run, record: RunRecord, console: Console, workdir: pathlib.P
     progress = Progress(position=Position(0, 0, config.seed))
     keep = config.loop.keep_checkpoints
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(
-            Checkpoints(workdir / "checkpoints", keep=keep)
-        )
+        checkpoints = stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep))
         best = stack.enter_context(Checkpoints(workdir / "best", keep=1))
         if config.run.resume and checkpoints.latest_step() is not None:
             step, state, meta = checkpoints.restore(state, config=config.identity())
@@ -272,6 +270,7 @@ def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "final_step": final_step,
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "demotions": progress.demotions,
         "data": splits.report,
     }
 

@@ -168,7 +168,8 @@ class Worker:
         if self._process is None:
             return
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass  # closes its pipes and waits for its end
         self._process = None
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from loka_jax import fp8
 from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.chains import hands_on
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
 from loka_jax.fp8 import E4M3
 from loka_jax.nn import Activations, Site
@@ -37,7 +38,7 @@ from loka_jax.survey.times import rotated, run_site, scaling_state, train_site
 
 # A kernel may add this to what its recipe costs: factor, and relative L2.
 _SLACK, _ROUNDING = 1.25, 0.01
-_MOST_CHAINED = 2
+_MOST_CHAINED = 3
 _MOST = 0.5  # relative L2 beyond which nothing is right, XLA included
 _FLOAT32 = Choice("xla", get_recipe("f32"))
 
@@ -112,13 +113,13 @@ def measure_site(
 
 
 def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
-    """Returns whom to measure in chains: the fastest kernels that read FP8."""
+    """Returns whom to measure in rows: kernels, the fastest of some forward casts."""
     found: list[Choice] = []
     of_all = times.get("training", {})
     for name in sorted(of_all, key=lambda one: of_all[one]):
         choice = Choice.parse(name)
-        reads = choice.recipe.fwd is not None and choice.provider == "pallas"
-        if reads and all(one.recipe.fwd != choice.recipe.fwd for one in found):
+        is_new = all(one.recipe.fwd != choice.recipe.fwd for one in found)
+        if choice.provider == "pallas" and is_new:
             found.append(choice)
     return found[:_MOST_CHAINED]
 
@@ -126,13 +127,12 @@ def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
 def _chain_times(
     choice: Choice, site: SiteKey, operands: list[tuple], alone
 ) -> dict[str, dict[str, float]]:
-    """Returns the times of a choice where lhs, or what it makes, is in FP8 too."""
-    handed = [(_hand_over(site, lhs), rhs, g) for lhs, rhs, g in operands]
-    forms: tuple[tuple[str, list, Out], ...] = (
-        (" in", handed, "wide"),
-        (" out", operands, "fp8"),
-        (" in out", handed, "fp8"),
-    )
+    """Returns the times of a choice where lhs, or what it makes, is in FP8."""
+    forms: list[tuple[str, Sequence[tuple], Out]] = [(" out", operands, "fp8")]
+    if hands_on(choice, choice):
+        handed = [(_hand_over(site, lhs), rhs, g) for lhs, rhs, g in operands]
+        forms.append((" in", handed, "wide"))
+        forms.append((" in out", handed, "fp8"))
     programs = {}
     for what, run in (("training", train_site), ("inference", _infer)):
         for form, sets, out in forms:
@@ -248,7 +248,9 @@ def _calibrated(choice: Choice):
 
 def _infer(run, lhs, rhs, g):
     del g
-    return run(lhs, rhs)
+    out = run(lhs, rhs)
+    # In a row of inferences nobody reads the wide form, and it is not made.
+    return out.fp8 if isinstance(out, Activations) else out
 
 
 def _results(program, operands: Sequence[tuple]) -> tuple[Array, Array, Array]:

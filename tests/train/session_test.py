@@ -158,7 +158,7 @@ def test_resuming_where_nothing_was_saved_starts_over(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_data_is_read_ends_at_once(tmp_path, monkeypatch, number):
-    def build(_):
+    def build(*_):
         os.kill(os.getpid(), number)
         raise AssertionError("went on")
 

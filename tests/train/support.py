@@ -57,13 +57,14 @@ _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
 _made: dict = {}
 
 
-def build(config):
+def build(config, frozen_plan=None):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
-    run = build_lib.build(config)
+    run = build_lib.build(config, frozen_plan)
     optim = dataclasses.replace(config.optim, plateau_patience=None, plateau_factor=0.1)
     steps = None if optim.decay == "constant" else run.total_steps
     sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
-    key = (repr(config.model), repr(optim), sizes, config.seed, config.probe)
+    model = (repr(config.model), run.plan.choices)
+    key = (model, repr(optim), sizes, config.seed, config.probe)
     if key not in _made:
         start = run.init()
         _made[key] = {

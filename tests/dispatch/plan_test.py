@@ -1,0 +1,138 @@
+"""Plans: from tables and rules, to files and back."""
+
+import dataclasses
+
+import pytest
+
+from loka_jax import nn
+from loka_jax.choice import Choice
+from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, feasible, why_not
+from loka_jax.dispatch.plan import key_of, load, make_plan, save
+from loka_jax.dispatch.table import MEASURES, Entry, Header, Interval, Table
+from loka_jax.recipe import ROLES
+
+HEADER = Header("cpu", "1", "1", "x")
+ROW = "xla fp8_rowwise"
+
+
+def _site(path="top/dense_0", m=100, k=64, n=64, **options) -> nn.Site:
+    return nn.Site(
+        path=path,
+        m=m,
+        k=k,
+        n=n,
+        **{"recipe": "fp8_rowwise", "why_not": None}
+        | dict.fromkeys(ROLES, "")
+        | options,
+    )
+
+
+def _errors(value=0.03):
+    measures = {name: Interval(value, value, value) for name in MEASURES}
+    return {role: {"fp8_rowwise": measures} for role in ROLES}
+
+
+def _table(site, times, errors=None) -> Table:
+    entry = Entry({"training": times}, {"model": errors or _errors()})
+    return Table(HEADER, {key_of(site): entry})
+
+
+@pytest.mark.parametrize("m, rows", [(1, 64), (64, 64), (65, 128), (4096, 4096)])
+def test_rows_are_rounded_up_to_powers_of_two(m, rows):
+    assert bucket(m) == rows
+
+
+def test_the_fallback_can_run_anywhere_and_is_first():
+    for key in (SiteKey(64, 13, 7), SiteKey(4096, 256, 256, "layer", "swish")):
+        assert next(feasible(key)) == BF16
+
+
+def test_kernels_are_candidates_where_they_serve():
+    served, other = SiteKey(4096, 256, 256, "layer", "swish"), SiteKey(4096, 256, 16)
+    choice = Choice.parse("pallas fp8_rowwise")
+    assert why_not(choice, served) is None
+    reason = why_not(choice, other)
+    assert reason is not None and "n=16" in reason
+
+
+def test_fp8_is_no_candidate_where_sizes_forbid_it():
+    reason = why_not(Choice.parse(ROW), SiteKey(4096, 13, 64))
+    assert reason is not None and "k=13" in reason
+
+
+def test_a_plan_takes_what_the_table_says():
+    site = _site()
+    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))
+    assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
+    assert hash(plan.choices) == hash(plan.choices)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"m": 1000}, {"k": 128}, {"norm": "layer"}, {"use_bias": True}],
+    ids=["rows", "width", "norm", "bias"],
+)
+def test_a_shape_that_was_not_measured_runs_in_bfloat16(change):
+    site = _site()
+    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+    plan = make_plan([dataclasses.replace(site, **change)], table)
+    (decision,) = dict(plan.decisions).values()
+    assert decision.choice == BF16 and "not measured" in decision.reason
+
+
+def test_sites_without_a_choice_are_left_to_their_modules():
+    sites = [_site("head", recipe="f32"), _site("pairs", has_choice=False)]
+    assert make_plan(sites, Table(HEADER)).choices == ()
+    assert make_plan([_site()], None).choices == ()
+
+
+def test_rules_have_the_last_word():
+    sites = [_site("top/dense_0"), _site("top/dense_1"), _site("head")]
+    table = _table(sites[0], {"xla bf16": 2.0, ROW: 1.0})
+    rules = {"top/*": "fp8_tensorwise", "top/dense_1": "xla bf16"}
+    plan = dict(make_plan(sites, table, rules=rules).choices)
+    assert plan["top/dense_0"].name == "xla fp8_tensorwise"
+    assert plan["top/dense_1"] == BF16 and plan["head"].name == ROW
+
+
+@pytest.mark.parametrize(
+    "rules, match",
+    [
+        ({"tip/*": "bf16"}, "matches no site"),
+        ({"*": "fp9"}, "unknown recipe"),
+        ({"*": "pallas fp8_rowwise"}, "cannot run at top/dense_0"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(rules, match):
+    with pytest.raises(ValueError, match=match):
+        make_plan([_site(n=16)], None, rules=rules)
+
+
+def test_a_row_is_decided_together():
+    sites = [
+        _site("mlp/dense_0", k=256, n=256, norm="layer"),
+        _site("mlp/dense_1", k=256, n=256, norm="layer", follows=True),
+    ]
+    kernel = "pallas fp8_rowwise"
+    times = {
+        "training": {"xla bf16": 10.0, kernel: 11.0},
+        "training in": {kernel: 4.0},
+        "training out": {kernel: 9.0},
+    }
+    table = Table(HEADER, {key_of(sites[0]): Entry(times, {"model": _errors()})})
+    assert [c.name for _, c in make_plan(sites, table).choices] == [kernel, kernel]
+    apart = [sites[0], dataclasses.replace(sites[1], follows=False)]
+    assert [c for _, c in make_plan(apart, table).choices] == [BF16, BF16]
+
+
+def test_a_plan_is_a_file(tmp_path):
+    site = _site()
+    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))
+    path = tmp_path / "plan.json"
+    save(path, plan)
+    assert load(path, [site]) == plan
+    with pytest.raises(ValueError, match="this model has not"):
+        load(path, [_site("elsewhere")])
+    path.write_text('{"top/dense_0": {"choice": 3}}')
+    with pytest.raises(ValueError, match="no plan"):
+        load(path, [site])

@@ -1,0 +1,237 @@
+"""Which plan a run follows, what is said of it, and that it keeps it."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from loka_jax.choice import Choice
+from loka_jax.data import Position
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import BF16
+from loka_jax.dispatch.plan import Plan, key_of, save
+from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
+from loka_jax.recipe import ROLES
+from loka_jax.train import build as build_lib
+from loka_jax.train import loop as loop_lib
+from loka_jax.train import planning
+from loka_jax.train.config import DispatchOptions, EmbeddingConfig
+from tests.train import support
+
+ROW = "xla fp8_rowwise"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    support.share_data(monkeypatch)
+
+
+def _config(workdir=None, *, plan="auto", rules=(), **options):
+    config = support.config(workdir, **options)
+    dispatch = DispatchOptions(rules=rules)
+    return dataclasses.replace(config, plan=plan, dispatch=dispatch)
+
+
+def _table(path, header=None):
+    """Writes a table in which FP8 by rows is twice as fast everywhere."""
+    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
+    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
+    sites = {
+        key_of(site): Entry({"training": {BF16.name: 2.0, ROW: 1.0}}, {"x": errors})
+        for site in build_lib.build(support.config()).sites
+    }
+    tables.write(path, Table(header or header_here(), sites))
+    return path
+
+
+def _choices(config):
+    return {path: one.name for path, one in build_lib.build(config).plan.choices}
+
+
+def test_without_a_table_modules_decide():
+    run = build_lib.build(_config())
+    assert run.plan == Plan() and run.plan_notes == ()
+    assert any(site.recipe == "fp8_tensorwise_delayed" for site in run.sites)
+
+
+def test_a_gpu_without_a_table_is_told(monkeypatch):
+    class Gpu:
+        device_kind, platform = "NVIDIA Z9", "gpu"
+
+    monkeypatch.setattr(planning.jax, "devices", lambda: [Gpu()])
+    planned = planning.choose_plan(_config(), ())
+    assert planned.plan == Plan() and "NVIDIA Z9" in planned.notes[0]
+
+
+def test_a_table_decides(tmp_path):
+    path = _table(tmp_path / "table.json")
+    run = build_lib.build(_config(plan=str(path)))
+    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.n > 1}
+    planned = {site.path: site.recipe for site in run.sites if site.n > 1}
+    assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
+
+
+def test_a_step_follows_the_plan(tmp_path):
+    path = _table(tmp_path / "table.json")
+    run = build_lib.build(_config(plan=str(path)))
+    assert not jax.tree.leaves(run.init().fp8)  # current scales have no state
+    state, train = run.init(), run.splits.train
+    for i in range(3):
+        batch = train.batch(Position(0, i, 0), 32, shuffle=True)
+        state = run.step(state, batch)
+    assert int(state.step) == 3 and int(state.skipped) == 0
+    assert run.step._step._cache_size() == 1  # traced once
+
+
+def test_equal_plans_are_one_program(tmp_path):
+    path = _table(tmp_path / "table.json")
+    first, second = (build_lib.build(_config(plan=str(path))) for _ in range(2))
+    assert first.planned == second.planned
+    assert hash(first.planned.choices) == hash(second.planned.choices)
+
+
+@pytest.mark.parametrize(
+    "spoil, why",
+    [
+        (lambda path: path.write_text(path.read_text()[:-50]), "no dispatch table"),
+        (lambda path: _foreign(path, device_kind="NVIDIA B200"), "NVIDIA B200"),
+        (lambda path: _foreign(path, jax="0.1"), "jax 0.1"),
+        (lambda path: _foreign(path, kernels="x"), "kernels have changed"),
+    ],
+    ids=["truncated", "device", "version", "kernels"],
+)
+def test_a_table_that_does_not_hold_changes_nothing(tmp_path, spoil, why):
+    path = _table(tmp_path / "table.json")
+    spoil(path)
+    run = build_lib.build(_config(plan=str(path)))
+    assert run.plan == Plan()
+    assert len(run.plan_notes) == 1 and why in run.plan_notes[0]
+    plain = build_lib.build(_config(plan="off"))
+    assert support.digest(run.init()) == support.digest(plain.init())
+
+
+def _foreign(path, **header):
+    _table(path, dataclasses.replace(header_here(), **header))
+
+
+def test_a_plan_file_decides(tmp_path):
+    path = tmp_path / "plan.json"
+    save(path, Plan((("top_mlp/dense_0", Decision(Choice.parse(ROW), "why")),)))
+    assert _choices(_config(plan=str(path))) == {"top_mlp/dense_0": ROW}
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"plan": "nowhere.json"}, "is no file"),
+        ({"rules": ("tip/*=bf16",)}, "matches no site"),
+        ({"rules": ("top_mlp/*=fp9",)}, "unknown recipe"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        build_lib.build(_config(**options))
+
+
+def test_a_rule_without_a_choice_is_refused():
+    with pytest.raises(ValueError, match="PATTERN=CHOICE"):
+        DispatchOptions(rules=("top_mlp",))
+
+
+def test_kernels_for_a_gpu_are_refused_without_one(tmp_path):
+    path = tmp_path / "plan.json"
+    choice = Choice.parse("pallas bf16")
+    save(path, Plan((("top_mlp/dense_0", Decision(choice, "why")),)))
+    with pytest.raises(ValueError, match="Hopper"):
+        build_lib.build(_config(plan=str(path)))
+
+
+def test_kernels_that_do_not_serve_a_plans_site_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    choice = Choice.parse("pallas bf16")
+    save(path, Plan((("top_mlp/dense_0", Decision(choice, "why")),)))
+    monkeypatch.setattr(planning, "has_hopper", lambda: True)
+    with pytest.raises(ValueError, match="cannot run at top_mlp/dense_0: k=32"):
+        build_lib.build(_config(plan=str(path)))
+
+
+def test_rules_hold_without_a_table():
+    for plan in ("auto", "off"):
+        config = _config(plan=plan, rules=("top_mlp/*=fp8_rowwise",))
+        assert _choices(config) == {"top_mlp/dense_0": ROW}
+
+
+def test_a_resumed_run_keeps_its_plan(tmp_path):
+    path = _table(tmp_path / "table.json")
+    workdir = tmp_path / "run"
+    begun = _config(workdir, plan=str(path), epochs=1)
+    code, said = support.train(begun)
+    assert code == 0 and "fp8_rowwise" in said and "2.00x" in said
+    saved = json.loads((workdir / "plan-0.json").read_text())
+    assert {one["choice"] for one in saved.values()} == {BF16.name, ROW}
+    path.write_text("{}")  # the table is lost, the plan is not
+    resumed = _config(workdir, plan=str(path), epochs=2, resume=True)
+    code, said = support.train(resumed)
+    assert code == 0 and "Resuming at step 10" in said and "ignored" not in said
+    assert json.loads((workdir / "plan-0.json").read_text()) == saved
+
+
+def _drift(monkeypatch, ratio, path="top_mlp/dense_0"):
+    """Lets one site be off its scales at every look."""
+    plain = loop_lib.named_sites
+
+    def named(state):
+        found = plain(state)
+        if path in found:
+            history = found[path].amax_history.at[:, 0].set(1.0).at[:, 1:].set(1.0)
+            off = history.at[:, 0].set(ratio * 2.0)
+            site = found[path]
+            found[path] = type(site)(site.table.at[:, 1:].set(off))
+        return found
+
+    monkeypatch.setattr(loop_lib, "named_sites", named)
+
+
+def _delayed(workdir, **options):
+    rules = ("*_mlp/dense_[01]=fp8_tensorwise_delayed",)
+    return _config(workdir, rules=rules, **options)
+
+
+def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch):
+    _drift(monkeypatch, ratio=9.0)
+    workdir = tmp_path / "run"
+    config = _delayed(workdir, epochs=1, eval_every=8, log_every=2)
+    code, said = support.train(config)
+    assert code == 0 and said.count("runs in bfloat16 now") == 1
+    (note,) = support.summary(workdir)["demotions"]
+    assert "top_mlp/dense_0" in note and "9.0 times" in note and "step 8" in note
+    plan = json.loads((workdir / "plan-8.json").read_text())
+    assert plan["top_mlp/dense_0"]["choice"] == BF16.name
+    assert plan["bottom_mlp/dense_1"]["choice"] == "xla fp8_tensorwise_delayed"
+    code, said = support.train(_delayed(workdir, epochs=2, eval_every=8, resume=True))
+    assert code == 0 and "Resuming at step 10" in said
+    assert len(support.summary(workdir)["demotions"]) == 1
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_a_site_within_its_band_stays(tmp_path, monkeypatch, ratio):
+    _drift(monkeypatch, ratio)
+    code, _ = support.train(_delayed(tmp_path, epochs=1, eval_every=5, log_every=2))
+    assert code == 0 and support.summary(tmp_path)["demotions"] == []
+
+
+def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    choice = Choice.parse("pallas bf16")
+    config = dataclasses.replace(
+        _config(tmp_path / "run", epochs=1, plan=str(path)),
+        model=support.MODEL.clone(bottom_mlp=(64,)),
+        embedding=EmbeddingConfig(dim=128),
+    )
+    save(path, Plan((("bottom_mlp/dense_1", Decision(choice, "why")),)))
+    monkeypatch.setattr(planning, "has_hopper", lambda: True)  # but there is none
+    code, said = support.train(config)
+    assert code == 0 and said.count("runs in bfloat16 now") == 1
+    assert "did not compile" in support.summary(tmp_path / "run")["demotions"][0]
