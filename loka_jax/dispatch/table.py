@@ -37,7 +37,7 @@ MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
 _SOURCES = (
-    *("fp8.py", "recipe.py", "scaling.py", "normed.py", "xla", "pallas"),
+    *("fp8.py", "recipe.py", "scaling.py", "normed.py", "xla", "pallas", "triton"),
     *("ops/products.py", "ops/plan.py", "ops/kernels.py", "ops/kernel_site.py"),
     *("ops/matmul.py", "ops/dense_norm.py"),
 )

@@ -183,7 +183,7 @@ def test_no_change_of_a_table_does_more_than_be_refused(data):
 
 
 def _write_often(path, name):
-    for _ in range(30):
+    for _ in range(10):
         write(path, _table(name=name))
 
 

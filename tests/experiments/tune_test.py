@@ -1,0 +1,109 @@
+"""The tuning command, from training to a table that a run follows."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments import train as train_script
+from experiments import tune as script
+from experiments.bench import dispatch as bench
+from loka_jax.choice import Choice
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import BF16
+from loka_jax.dispatch.plan import key_of
+from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
+from loka_jax.recipe import ROLES
+from loka_jax.tuning import tune as tune_lib
+
+ROW = "xla fp8_rowwise"
+TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
+TINY += ["--bottom-mlp", "16", "--top-mlp", "16"]
+
+
+def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune_lib, "feasible", lambda site: [BF16, Choice.parse(ROW)])
+    path = tmp_path / "table.json"
+    options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
+    workdir = ["--workdir", str(tmp_path / "probed")]
+    assert script.main([*TINY, *workdir, *options, "--table", str(path)]) == 0
+    table = tables.read(path)
+    assert len(table.sites) == 3
+    for entry in table.sites.values():
+        assert BF16.name in entry.times["training"]
+        assert all(source.startswith("fp8_dlrm_tiny ") for source in entry.errors)
+    capsys.readouterr()
+    workdir = ["--workdir", str(tmp_path / "planned")]
+    loose = ["--dispatch.limits.speedup", "0.01", "--dispatch.limits.healthy", "9"]
+    assert train_script.main([*TINY, *workdir, *loose, "--plan", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Dispatch" in said and "top_mlp/dense_0" in said
+    plan = json.loads((tmp_path / "planned" / "plan-0.json").read_text())
+    assert {one["choice"] for one in plan.values()} <= {BF16.name, ROW}
+    assert all(one["speedup"] for one in plan.values())
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [("{", "no dispatch table"), (None, "does not hold here")],
+    ids=["broken", "foreign"],
+)
+def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why):
+    path = tmp_path / "table.json"
+    if text is None:
+        header = dataclasses.replace(header_here(), device_kind="NVIDIA B200")
+        tables.write(path, Table(header))
+    else:
+        path.write_text(text)
+    before = path.read_text()
+    assert script.main([*TINY, "--table", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+    assert path.read_text() == before
+
+
+def test_a_plan_that_is_no_file_is_refused(tmp_path, capsys):
+    workdir = ["--workdir", str(tmp_path / "run")]
+    assert train_script.main([*TINY, *workdir, "--plan", "nowhere.json"]) == 2
+    assert "is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "recipe, k, n, passes",
+    [
+        ("fp8_rowwise", 256, 768, False),
+        ("fp8_tensorwise", 256, 768, False),
+        ("fp8_rowwise", 123_200, 1024, False),
+        ("fp8_tensorwise", 123_200, 1024, True),
+        ("fp8_rowwise", 4096, 4096, True),
+        ("fp8_rowwise", 2048, 4096, False),
+        ("fp8_tensorwise", 4096, 2048, True),
+        ("fp8_tensorwise", 8200, 8200, False),
+    ],
+)
+def test_torchaos_filter(recipe, k, n, passes):
+    assert bench.passes_torchao(recipe, k, n) is passes
+
+
+def test_whole_models_are_compared(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
+    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
+    times = {BF16.name: 2.0, ROW: 1.0}
+    entry = Entry({"training": times, "inference": times}, {"x": errors})
+    model, shapes = bench.MODELS["fp8_dcnv2"]
+    sites = bench.nn.list_sites(
+        model.clone(recipe="fp8_rowwise"), *bench._inputs(shapes(64), 0)
+    )
+    known = {key_of(site): entry for site in sites if site.n > 1}
+    tables.write(path, Table(header_here(), known))
+    found = bench.main(
+        bench.Arguments(
+            table=path, models=("fp8_dcnv2",), batch_size=64, recipes=("fp8_rowwise",)
+        )
+    )["models"]["fp8_dcnv2"]
+    assert not found["failed"]
+    assert {"training dispatch", "training xla fp8_rowwise"} <= set(found["times"])
+    assert {"inference dispatch inference", "inference xla bf16"} <= set(found["times"])
+    assert set(found["plans"]["dispatch"].values()) == {ROW}
+    assert "XLA bf16" in capsys.readouterr().out
