@@ -215,13 +215,6 @@ def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch
     assert len(support.summary(workdir)["demotions"]) == 1
 
 
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_site_within_its_band_stays(tmp_path, monkeypatch, ratio):
-    _drift(monkeypatch, ratio)
-    code, _ = support.train(_delayed(tmp_path, epochs=1, eval_every=5, log_every=2))
-    assert code == 0 and support.summary(tmp_path)["demotions"] == []
-
-
 def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     choice = Choice.parse("pallas bf16")
