@@ -28,6 +28,9 @@ T_95 = {
 }
 
 
+DISPATCH = "dispatch"  # an arm: what the table of this GPU says, not a recipe
+
+
 def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
     """Returns the summary of one run, trained in a process of its own.
 
@@ -36,7 +39,11 @@ def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
     """
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
-        arguments = ["--config", config, "--recipe", recipe, "--seed", str(seed)]
+        arguments = ["--config", config, "--seed", str(seed)]
+        if recipe == DISPATCH:
+            arguments += ["--plan", "auto"]
+        else:
+            arguments += ["--recipe", recipe, "--plan", "off"]
         command = [sys.executable, "experiments/train.py", *arguments, *extra]
         done = subprocess.run(
             [*command, "--workdir", str(workdir)], capture_output=True, text=True

@@ -90,6 +90,7 @@ def make_run(
             embedding=EmbeddingConfig(dim=DIMS[model]),
             loop=LoopConfig(batch_size=batch_size),
             probe=probe or ProbeOptions(),
+            plan="off",
         )
     )
 

@@ -134,7 +134,11 @@ def _decide_row(
         for entry, one in zip(entries, arguments, strict=True)
     ]
     what = pass_of(roles)
-    known = [entry for entry in entries if entry and BF16.name in entry.times[what]]
+    known = [
+        entry
+        for entry in entries
+        if entry is not None and BF16.name in entry.times.get(what, {})
+    ]
     if len(known) < len(row) or len(row) == 1:
         return {site.path: found for site, found in zip(row, alone, strict=True)}
     allowed = [
@@ -181,6 +185,14 @@ def _ruled(site: Site, pattern: str, name: str) -> Decision:
             f"rule {pattern!r}: {name} cannot run at {site.path}: {reason}."
         )
     return Decision(choice, f"rule {pattern!r}")
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the decisions as JSON-ready rows, in calling order."""
+    return [
+        {"path": path, **decision._asdict(), "choice": decision.choice.name}
+        for path, decision in plan.decisions
+    ]
 
 
 def save(path: pathlib.Path, plan: Plan):

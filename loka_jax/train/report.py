@@ -29,6 +29,7 @@ from loka_jax.train.report_plots import Curve
 from loka_jax.train.report_tables import (
     as_dict,
     data_section,
+    dispatch_section,
     flat,
     real,
     scales_section,
@@ -67,6 +68,7 @@ def write_report(workdir: str | os.PathLike) -> Path:
         _tiles(run),
         _curves(run),
         sites_section(run.sites),
+        dispatch_section(run.summary.get("plan"), run.summary.get("demotions")),
         scales_section(run.scales),
         data_section(run.summary.get("data")),
         _reproduce(run),

@@ -50,6 +50,31 @@ def sites_section(sites: list[dict]) -> Html:
     return section(title, table(heads, rows, numeric=" n"), lead=lead)
 
 
+def dispatch_section(plan: object, demotions: object) -> Html:
+    """Returns what was chosen for each site and why; nothing without a plan."""
+    if not isinstance(plan, list) or not plan:
+        return Html("")
+    heads = ["site", "choice", "speed", "error", "why", "runner-up"]
+    rows = [
+        [
+            tag("code", one.get("path")),
+            tag("span", one.get("choice"), class_="chip"),
+            number(one.get("speedup"), 2),
+            number(one.get("error"), 3),
+            one.get("reason") or "",
+            one.get("runner_up") or "",
+        ]
+        for one in map(as_dict, plan)
+    ]
+    lead = (
+        "Speed: of the whole site over XLA's bfloat16. Error: relative L2 of the worst "
+        "FP8 product. Both as they were measured before."
+    )
+    notes = demotions if isinstance(demotions, list) else []
+    said = [tag("p", note, class_="why") for note in notes]
+    return section("Dispatch", table(heads, rows, numeric="  nn"), *said, lead=lead)
+
+
 def _shape(site: dict) -> Html:
     sizes = [number(site.get(name)) for name in ("m", "k", "n")]
     return tag("span", " × ".join(sizes))

@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 
 from loka_jax.data import Position
+from loka_jax.dispatch.plan import plan_rows
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import CHECKPOINTS, Checkpoints
 from loka_jax.train.config import Config
@@ -107,6 +108,7 @@ def train(
             with stop.deferred():
                 loop.train(stop)
             run = loop.run  # sites may have been demoted
+            record.write_sites([vars(site) for site in run.sites])
             summary = _finish(run, loop, stop)
             command = shlex.join(["python", f"experiments/{script}", *arguments])
             record.write_summary(summary | {"command": command})
@@ -270,6 +272,7 @@ def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "final_step": final_step,
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "plan": plan_rows(run.plan),
         "demotions": progress.demotions,
         "data": splits.report,
     }

@@ -125,6 +125,16 @@ def test_a_row_is_decided_together():
     assert [c for _, c in make_plan(apart, table).choices] == [BF16, BF16]
 
 
+def test_a_pass_that_was_not_measured_leaves_a_row_in_bfloat16():
+    sites = [
+        _site("mlp/dense_0", k=256, n=256, norm="layer"),
+        _site("mlp/dense_1", k=256, n=256, norm="layer", follows=True),
+    ]
+    table = _table(sites[0], {"xla bf16": 2.0, ROW: 1.0})
+    plan = make_plan(sites, table, roles=("fwd",))
+    assert [choice for _, choice in plan.choices] == [BF16, BF16]
+
+
 def test_a_plan_is_a_file(tmp_path):
     site = _site()
     plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))

@@ -171,6 +171,8 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     assert code == 0 and "fp8_rowwise" in said and "2.00x" in said
     saved = json.loads((workdir / "plan-0.json").read_text())
     assert {one["choice"] for one in saved.values()} == {BF16.name, ROW}
+    report = (workdir / "report.html").read_text()
+    assert "Dispatch" in report and ROW in report
     path.write_text("{}")  # the table is lost, the plan is not
     resumed = _config(workdir, plan=str(path), epochs=2, resume=True)
     code, said = support.train(resumed)
