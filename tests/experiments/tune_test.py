@@ -14,7 +14,7 @@ from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.plan import key_of
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
-from loka_jax.tuning import tune as tune_lib
+from loka_jax.tuning import tuner
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
@@ -22,7 +22,7 @@ TINY += ["--bottom-mlp", "16", "--top-mlp", "16"]
 
 
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tune_lib, "feasible", lambda site: [BF16, Choice.parse(ROW)])
+    monkeypatch.setattr(tuner, "feasible", lambda site: [BF16, Choice.parse(ROW)])
     path = tmp_path / "table.json"
     options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
     workdir = ["--workdir", str(tmp_path / "probed")]
