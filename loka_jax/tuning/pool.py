@@ -103,7 +103,7 @@ class Worker:
                 entry.failures.update(failures)
                 return entry
             self._stop()
-            if last:
+            if any(one.name == last for one in job.choices):
                 failures[last] = "ended the process that ran it"
                 self._say(f"{job.site}: {last} ended the process that ran it")
                 left = tuple(one for one in job.choices if one.name != last)

@@ -191,16 +191,17 @@ def _errors(job: Job) -> RoleErrors:
 
 def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
     """Returns each candidate's compiled passes, and why others have none."""
-    programs = {}
+    programs, owners = {}, {}
     for choice in job.choices:
         for what, run in (("training", train_site), ("inference", _infer)):
-            program = _program(choice, job.site, operands, run)
-            programs[_program_name(what, choice)] = (program, operands)
+            name = _program_name(what, choice)
+            owners.setdefault(name, choice.name)
+            programs[name] = (_program(choice, job.site, operands, run), operands)
     compiled = {}
     first, *others = programs.items()
     if job.is_serial:
         for name, program in (first, *others):
-            begin(name.partition(":")[2])
+            begin(owners[name])
             compiled |= compile_all({name: program})
     else:
         # The first, bfloat16, finds kernels that the others have in common with it.

@@ -92,4 +92,5 @@ def test_it_is_told_whose_turn_it_is():
         _job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), turns.append
     )
     assert turns[0] == "" and turns[-1] == ""
+    assert set(turns) == {"", "xla bf16", "xla fp8_rowwise"}
     assert turns.index("xla bf16") < turns.index("xla fp8_rowwise")
