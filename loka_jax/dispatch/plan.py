@@ -24,7 +24,7 @@ from loka_jax.dispatch.policy import (
     largest_error,
     pass_of,
 )
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.table import Table
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
 
@@ -124,7 +124,7 @@ def _decide_row(
             "source": f"{config} {site.path}",
             "roles": roles,
             "may_be_fp8": site.recipe != "bf16",
-            "why_cannot": functools.partial(_why_cannot, key_of(site)),
+            "why_cannot": functools.partial(why_not, site=key_of(site)),
         }
         for site in row
     ]
@@ -150,14 +150,17 @@ def _decide_row(
     single = row_times(known, [one.choice for one in alone], what)
     if sum(single) / sum(times) < limits.speedup:
         return {site.path: found for site, found in zip(row, alone, strict=True)}
-    return {
-        site.path: _in_row(known[i], alone[i], together[i], times[i], what)
-        for i, site in enumerate(row)
-    }
+    found = {}
+    for i, site in enumerate(row):
+        source = f"{config} {site.path}"
+        error = largest_error(together[i], known[i], source, roles)
+        speedup = known[i].times[what][BF16.name] / times[i]
+        found[site.path] = _in_row(alone[i], together[i], speedup, error)
+    return found
 
 
 def _in_row(
-    entry: Entry, alone: Decision, choice: Choice, time: float, what: str
+    alone: Decision, choice: Choice, speedup: float, error: float | None
 ) -> Decision:
     runner_up = alone.runner_up
     if alone.choice != choice:
@@ -165,14 +168,10 @@ def _in_row(
     return Decision(
         choice,
         "the fastest row of sites that are accurate enough",
-        speedup=entry.times[what][BF16.name] / time,
-        error=largest_error(choice, entry),
+        speedup=speedup,
+        error=error,
         runner_up=runner_up,
     )
-
-
-def _why_cannot(site: SiteKey, choice: Choice) -> str | None:
-    return why_not(choice, site)
 
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:

@@ -120,7 +120,13 @@ def test_a_row_is_decided_together():
         "training out": {kernel: 9.0},
     }
     table = Table(HEADER, {key_of(sites[0]): Entry(times, {"model": _errors()})})
-    assert [c.name for _, c in make_plan(sites, table).choices] == [kernel, kernel]
+    plan = make_plan(sites, table, config="model")
+    assert [c.name for _, c in plan.choices] == [kernel, kernel]
+    # Of its own operands, where the table has them.
+    entry = table.sites[key_of(sites[0])]
+    entry.errors["model mlp/dense_0"] = _errors(0.02)
+    found = [one.error for _, one in make_plan(sites, table, config="model").decisions]
+    assert found == [0.02, 0.03]
     apart = [sites[0], dataclasses.replace(sites[1], follows=False)]
     assert [c for _, c in make_plan(apart, table).choices] == [BF16, BF16]
 
