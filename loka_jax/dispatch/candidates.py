@@ -6,7 +6,6 @@ they share: a cast of g serves dlhs and drhs, the norm's kernel makes the one of
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from loka_jax import triton
 from loka_jax.choice import PROVIDERS, Choice, Provider
@@ -55,31 +54,9 @@ class SiteKey:
         return ", ".join(parts + ["bias"] * self.use_bias)
 
 
-class Candidate(NamedTuple):
-    """A choice, and why it cannot run at a site, or None.
-
-    Attributes:
-        choice: provider and recipe.
-        why_not: None if it can.
-    """
-
-    choice: Choice
-    why_not: str | None
-
-
 def bucket(m: int) -> int:
     """Returns the number of rows at which a site of m rows is measured."""
     return max(_LEAST_ROWS, 1 << (m - 1).bit_length())
-
-
-def candidates(site: SiteKey) -> list[Candidate]:
-    """Returns every choice there is, the fallback `BF16` first."""
-    found = []
-    for provider in PROVIDERS:
-        for name in RECIPES:
-            choice = Choice.parse(f"{provider} {name}")
-            found.append(Candidate(choice, why_not(choice, site)))
-    return found
 
 
 def why_not(choice: Choice, site: SiteKey) -> str | None:
@@ -136,6 +113,8 @@ _WHY_NOT: dict[Provider, Callable[[Choice, SiteKey], str | None]] = {
 
 def feasible(site: SiteKey) -> Iterator[Choice]:
     """Yields the choices that can run at a site, the fallback first."""
-    for candidate in candidates(site):
-        if candidate.why_not is None:
-            yield candidate.choice
+    for provider in PROVIDERS:
+        for name in RECIPES:
+            choice = Choice.parse(f"{provider} {name}")
+            if why_not(choice, site) is None:
+                yield choice
