@@ -32,6 +32,11 @@ class Choice:
         """Provider and recipe: what `parse` reads."""
         return f"{self.provider} {self.recipe.name}"
 
+    def calibrated(self) -> "Choice":
+        """Returns the choice for delayed scales that are known to be set."""
+        recipe = dataclasses.replace(self.recipe, is_calibrated=True)
+        return dataclasses.replace(self, recipe=recipe)
+
     @classmethod
     def parse(cls, name: str) -> "Choice":
         """Returns the choice of a name: "xla bf16", "pallas fp8_rowwise/bf16/bf16".

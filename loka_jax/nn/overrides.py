@@ -147,12 +147,7 @@ class Planned:
     def _choices(self) -> dict[str, Choice]:
         if not self.is_calibrated:
             return dict(self.choices)
-        return {
-            path: Choice(
-                choice.provider, dataclasses.replace(choice.recipe, is_calibrated=True)
-            )
-            for path, choice in self.choices
-        }
+        return {path: choice.calibrated() for path, choice in self.choices}
 
     @property
     def _model(self) -> linen.Module:

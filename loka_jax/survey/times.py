@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from loka_jax import fp8
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.normed import NormName
@@ -83,6 +84,11 @@ def rotated(site: Site | SiteKey) -> int:
     return min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)
 
 
+def operand_amaxes(operands: tuple[Array, Array, Array]) -> Array:
+    """Returns the amaxes of lhs, rhs and g."""
+    return jnp.stack([fp8.amax(x) for x in operands])
+
+
 def scaling_state(recipe: Recipe, amaxes: Array) -> DelayedScaling | None:
     """Returns the scaling state of a site that has seen these amaxes."""
     return Candidate("xla", recipe).state(amaxes)
@@ -98,7 +104,7 @@ def speedup(times: dict[str, dict[str, float]], what: str, name: str) -> float |
 
 def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str, Any]:
     """Returns functions of (lhs, rhs, g) by what is timed, and candidate."""
-    amaxes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in operands])
+    amaxes = operand_amaxes(operands)
     found: dict[str, Any] = {}
     for name in ("bf16", *recipes):
         recipe = get_recipe(name)
@@ -175,9 +181,9 @@ def train_site(run: Callable, lhs: Array | Activations, rhs: Array, g: Array):
         return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
 
     given = lhs if isinstance(lhs, Activations) else None
-    y, pull, fp8 = jax.vjp(wide, lhs if given is None else given.y, rhs, has_aux=True)
+    y, pull, y_fp8 = jax.vjp(wide, lhs if given is None else given.y, rhs, has_aux=True)
     gradients = pull(g)
-    return (y, gradients) if fp8 is None else (y, gradients, fp8)
+    return (y, gradients) if y_fp8 is None else (y, gradients, y_fp8)
 
 
 def _product(role: Role, recipe: Recipe, state, lhs, rhs, g):

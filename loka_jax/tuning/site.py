@@ -31,10 +31,16 @@ from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.site import SiteStats
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.quality import relative_l2
-from loka_jax.recipe import CALIBRATED, get_recipe
+from loka_jax.recipe import get_recipe
 from loka_jax.survey.config import FP8_RECIPES
 from loka_jax.survey.errors import draw_learned, draw_normal, site_errors
-from loka_jax.survey.times import rotated, run_site, scaling_state, train_site
+from loka_jax.survey.times import (
+    operand_amaxes,
+    rotated,
+    run_site,
+    scaling_state,
+    train_site,
+)
 
 # A kernel may add this to what its recipe costs: factor, and relative L2.
 _SLACK, _ROUNDING = 1.25, 0.01
@@ -233,18 +239,12 @@ def _program(
     choice: Choice, site: Site | SiteKey, operands: tuple, run, *, out: Out = "wide"
 ) -> Callable:
     """Returns a function of (lhs, rhs, g) that runs a pass of the site."""
-    recipe = choice.recipe
-    amaxes = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in operands])
-    state = scaling_state(recipe, amaxes)
-    if recipe.is_delayed:  # as all steps but the first are
-        recipe = _calibrated(choice)
+    recipe, state = choice.recipe, None
+    if recipe.is_delayed:
+        state = scaling_state(recipe, operand_amaxes(operands))
+        recipe = choice.calibrated().recipe  # as all steps but the first are
     of_site = functools.partial(run_site, site, recipe, state, choice.provider, out=out)
     return functools.partial(run, of_site)
-
-
-def _calibrated(choice: Choice):
-    names = choice.recipe.name.split("/")
-    return Choice.parse(f"xla {'/'.join(name + CALIBRATED for name in names)}").recipe
 
 
 def _infer(run, lhs, rhs, g):
@@ -267,7 +267,7 @@ def _check(choice: Choice, passes, reference, operands, known):
     try:
         y, (dlhs, drhs) = jax.block_until_ready(passes["training"](*operands))
         inferred = jax.block_until_ready(passes["inference"](*operands))
-    except Exception as error:
+    except Exception as error:  # a candidate's failure is what is to be noted
         return f"does not run: {_one_line(error)}", {}
     found = {
         name: float(relative_l2(ref, x.astype(jnp.float32)))
