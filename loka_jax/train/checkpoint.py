@@ -17,7 +17,6 @@ Single process: every leaf must be addressable from it. One writer: the run's lo
 
 import logging
 import os
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -31,21 +30,9 @@ import orbax.checkpoint as ocp
 from loka_jax import jsonfile
 from loka_jax.jsonfile import explain_mismatch as explain_mismatch
 from loka_jax.train import manifest
+from loka_jax.train.step_folders import steps_in
 
 _log = logging.getLogger(__name__)
-
-
-CHECKPOINTS = "checkpoints"  # of a run, in its workdir
-
-
-def latest_step(directory: Path) -> int | None:
-    """Returns the newest step of a folder of checkpoints, or None, as if opened."""
-    return max(_steps_in(directory), default=None) if directory.is_dir() else None
-
-
-def _steps_in(directory: Path) -> list[int]:
-    names = (path.name for path in directory.iterdir())
-    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
 
 
 class Checkpoints:
@@ -220,7 +207,7 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _steps(self) -> list[int]:
-        return _steps_in(self._directory)
+        return steps_in(self._directory)
 
     def _require_space(self, state_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._directory).free

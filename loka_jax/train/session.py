@@ -16,7 +16,7 @@ from rich.console import Console
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import CHECKPOINTS, Checkpoints
+from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.loop import Loop, Progress, quality
 from loka_jax.train.planning import find_plan
@@ -31,6 +31,7 @@ from loka_jax.train.record import RunRecord, check_workdir, versions
 from loka_jax.train.report import write_report
 from loka_jax.train.signals import StopRequest, stop_on_signals
 from loka_jax.train.state import TrainState
+from loka_jax.train.step_folders import CHECKPOINTS
 
 # A resumed run may be longer than the one that was stopped, and may look more often.
 _MAY_CHANGE = (
