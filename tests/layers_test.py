@@ -16,7 +16,7 @@ LAYERS = (
     ("optim",),
     ("models",),
     ("data",),
-    ("dispatch",),
+    ("dispatch", "serving"),
     ("train",),
     ("survey",),
     ("tuning",),
