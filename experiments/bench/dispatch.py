@@ -3,7 +3,8 @@
     python experiments/bench/dispatch.py --table table.json --out dispatch.json
 
 Compute only: the dense part of a model, given its gathered embeddings; kernel time of a
-training pass (forward, and gradients of parameters and inputs) and of inference. Arms:
+training pass (forward, and gradients of parameters and inputs), and of inference with
+weights made ready once (`loka_jax.serving`). Arms:
 
     xla RECIPE      the recipe at every site, XLA alone
     auto RECIPE     with kernels where they serve
@@ -39,6 +40,7 @@ from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.probe.compiling import compile_all, leaves
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import RECIPES
+from loka_jax.serving import fold
 from loka_jax.train.record import versions
 from loka_jax.tuning import TuneConfig, tune
 
@@ -144,18 +146,20 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
         ready = planned.calibrated() if planned.is_delayed else planned
         if arm != "dispatch inference":
             run = functools.partial(_train, ready)
-            programs[f"training {arm}"] = (run, (variables, inputs[0]))
+            programs[f"training {arm}"] = (run, variables)
         if arm != "dispatch":
-            run = functools.partial(_infer, ready)
-            programs[f"inference {arm}"] = (run, (variables, inputs[0]))
-    compiled = compile_all(programs)
+            folded = fold(ready.apply, variables, *inputs[0])
+            programs[f"inference {arm}"] = (folded.function, folded.ready)
+    compiled = compile_all(
+        {key: (run, (known, *inputs[0])) for key, (run, known) in programs.items()}
+    )
     cases, failed = {}, {}
     for key, program in compiled.items():
         if isinstance(program, Exception):
             failed[key] = str(program)[:300]
             continue
-        variables = programs[key][1][0]
-        cases[key] = Case(program, [leaves((variables, one)) for one in inputs])
+        known = programs[key][1]
+        cases[key] = Case(program, [leaves((known, *one)) for one in inputs])
     times = {key: taken._asdict() for key, taken in time_kernels(cases).items()}
     _print(name, times)
     return {"times": times, "failed": failed, "plans": plans}
@@ -223,12 +227,12 @@ def _calibrated(planned: nn.Planned, inputs) -> dict[str, Any]:
     """Returns variables whose delayed scales are set."""
     variables = jax.jit(planned.init)(jax.random.key(0), *inputs)
     if planned.is_delayed:
-        _, grads = jax.jit(functools.partial(_train, planned))(variables, inputs)
+        _, grads = jax.jit(functools.partial(_train, planned))(variables, *inputs)
         variables |= {OVERWRITE_WITH_GRADIENT: grads[0][OVERWRITE_WITH_GRADIENT]}
     return variables
 
 
-def _train(planned: nn.Planned, variables, inputs):
+def _train(planned: nn.Planned, variables, *inputs):
     """Returns the loss, and the gradients of variables and inputs."""
 
     def loss(variables, inputs):
@@ -237,10 +241,6 @@ def _train(planned: nn.Planned, variables, inputs):
         return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
 
     return jax.value_and_grad(loss, argnums=(0, 1))(variables, inputs)
-
-
-def _infer(planned: nn.Planned, variables, inputs):
-    return planned.apply(variables, *inputs)
 
 
 def _print(name: str, times: dict[str, dict[str, Any]]):

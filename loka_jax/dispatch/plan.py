@@ -83,9 +83,8 @@ def make_plan(
         ValueError: for a rule that matches no site, names nothing, or cannot run.
     """
     decisions: dict[str, Decision] = {}
-    for row in _rows(sites) if table is not None else ():
-        assert table is not None
-        decisions |= _decide_row(row, table, limits, config, roles)
+    if table is not None:
+        decisions = _decide(sites, table, limits, config, roles)
     for pattern, name in (rules or {}).items():
         matched = [
             site
@@ -98,6 +97,43 @@ def make_plan(
         for site in matched:
             decisions[site.path] = _ruled(site, pattern, name)
     return Plan(tuple(decisions.items()))
+
+
+def _decide(
+    sites: Sequence[Site], table: Table, limits: Limits, config: str, roles
+) -> dict[str, Decision]:
+    """Returns the decisions on all sites, within the limit on the loss."""
+    rows = _rows(sites)
+    by_path = {site.path: site for row in rows for site in row}
+    wide = {
+        path: "FP8 was not asked for"
+        for path, site in by_path.items()
+        if site.recipe == "bf16"
+    }
+    while True:
+        decisions: dict[str, Decision] = {}
+        for row in rows:
+            decisions |= _decide_row(row, table, limits, config, roles, wide)
+        effects = {
+            path: _effect(table, by_path[path], config)
+            for path, decision in decisions.items()
+            if decision.choice.recipe.fwd is not None
+        }
+        total = sum(effects.values())
+        if total <= limits.loss:
+            return decisions
+        worst = max(effects, key=lambda path: effects[path])
+        wide[worst] = (
+            f"FP8 in the forward products raises the loss by {total:.2%} or more, "
+            f"above {limits.loss:.2%}, and here by {effects[worst]:.2%}"
+        )
+
+
+def _effect(table: Table, site: Site, config: str) -> float:
+    """Returns the relative rise of the loss that FP8 at a site surely causes."""
+    entry = table.sites.get(key_of(site))
+    found = None if entry is None else entry.effects.get(f"{config} {site.path}")
+    return 0.0 if found is None else max(0.0, found.low)
 
 
 def _rows(sites: Sequence[Site]) -> list[list[Site]]:
@@ -116,14 +152,25 @@ def _rows(sites: Sequence[Site]) -> list[list[Site]]:
 
 
 def _decide_row(
-    row: list[Site], table: Table, limits: Limits, config: str, roles
+    row: list[Site],
+    table: Table,
+    limits: Limits,
+    config: str,
+    roles,
+    wide: Mapping[str, str],
 ) -> dict[str, Decision]:
-    """Returns the decisions on a row: site by site, or together if that is faster."""
+    """Returns the decisions on a row: site by site, or together if that is faster.
+
+    Args:
+        row: the sites.
+        table, limits, config, roles: as in `make_plan`.
+        wide: by path, why a site may have no FP8.
+    """
     arguments = [
         {
             "source": f"{config} {site.path}",
             "roles": roles,
-            "may_be_fp8": site.recipe != "bf16",
+            "why_wide": wide.get(site.path),
             "why_cannot": functools.partial(why_not, site=key_of(site)),
         }
         for site in row

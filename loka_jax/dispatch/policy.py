@@ -3,6 +3,7 @@
     healthy(role)  relative L2 of the role's formats on Gaussian operands:
                    0.037 with E4M3 twice, 0.059 with E5M2 and E4M3
     accurate       every FP8 product within its limits, at its interval's upper end
+    harmless       the effects of all FP8 sites on the loss, lower ends added up, small
     fast           the whole site at least `speedup` times as fast as bfloat16
 
 References:
@@ -37,12 +38,15 @@ class Limits:
         worst_row: relative L2 error at most of a row, likewise.
         mere: mean element-wise relative error at most; None for no such limit. The
             paper names 0.2, which hardly any product of zero mean meets in FP8.
+        loss: relative rise of the loss at most that FP8 is known to cause: by what
+            Probe measured site by site, the lower ends of the intervals added up.
         speedup: over bfloat16 at least.
     """
 
     healthy: float = 1.5
     worst_row: float = 8.0
     mere: float | None = None
+    loss: float = 0.0002
     speedup: float = 1.05
 
     def __post_init__(self):  # noqa: D105
@@ -105,7 +109,7 @@ def decide(
     *,
     source: str | None = None,
     roles: tuple[Role, ...] = ROLES,
-    may_be_fp8: bool = True,
+    why_wide: str | None = None,
     why_cannot: Callable[[Choice], str | None] = lambda choice: None,
 ) -> Decision:
     """Returns what a site runs.
@@ -116,7 +120,7 @@ def decide(
         source: whose operands the errors are of; else, and where they are not known,
             each candidate's largest of all.
         roles: that run: all in training, "fwd" alone in inference.
-        may_be_fp8: False for bfloat16 only.
+        why_wide: why nothing may be in FP8 here, or None.
         why_cannot: why a choice cannot run here, or None.
     """
     times = {} if entry is None else entry.times.get(pass_of(roles), {})
@@ -134,7 +138,7 @@ def decide(
     for one in ranked:
         why_not = why_cannot(one)
         if why_not is None:
-            why_not = _why_not(one, wide, times, errors, roles, limits, may_be_fp8)
+            why_not = _why_not(one, wide, times, errors, roles, limits, why_wide)
         if why_not is None:
             chosen = one
             break
@@ -157,7 +161,7 @@ def accurate(
     *,
     source: str | None = None,
     roles: tuple[Role, ...] = ROLES,
-    may_be_fp8: bool = True,
+    why_wide: str | None = None,
     why_cannot: Callable[[Choice], str | None] = lambda choice: None,
 ) -> list[Choice]:
     """Returns the choices that were measured and keep the limits, whatever their speed.
@@ -169,15 +173,15 @@ def accurate(
         one
         for one in map(Choice.parse, entry.times.get(pass_of(roles), {}))
         if why_cannot(one) is None
-        and _why_inaccurate(one, errors, roles, limits, may_be_fp8) is None
+        and _why_inaccurate(one, errors, roles, limits, why_wide) is None
     ]
 
 
-def _why_not(one, wide, times, errors, roles, limits, may_be_fp8) -> str | None:
+def _why_not(one, wide, times, errors, roles, limits, why_wide) -> str | None:
     """Returns why a candidate is not chosen, or None."""
     if not _multiplies_in_fp8(one, roles):
         return None if one == wide else "not faster than bfloat16 by XLA by enough"
-    why_not = _why_inaccurate(one, errors, roles, limits, may_be_fp8)
+    why_not = _why_inaccurate(one, errors, roles, limits, why_wide)
     if why_not is not None:
         return why_not
     speedup = times[wide.name] / times[one.name]
@@ -190,10 +194,10 @@ def _multiplies_in_fp8(one: Choice, roles: tuple[Role, ...]) -> bool:
     return any(one.recipe.gemm(role) for role in roles)
 
 
-def _why_inaccurate(one, errors, roles, limits, may_be_fp8) -> str | None:
+def _why_inaccurate(one, errors, roles, limits, why_wide) -> str | None:
     """Returns which limit a candidate breaks, or None."""
-    if _multiplies_in_fp8(one, roles) and not may_be_fp8:
-        return "FP8 was not asked for"
+    if _multiplies_in_fp8(one, roles) and why_wide is not None:
+        return why_wide
     for role in roles:
         gemm = one.recipe.gemm(role)
         if gemm is None:

@@ -97,11 +97,14 @@ class Entry:
         times: microseconds by pass ("training" is forward and backward) and candidate.
         errors: by where the operands were drawn from: "fp8_dlrm top_mlp/dense_0".
         failures: of candidates that could not run, or were wrong; one sentence each.
+        effects: by the same names as errors, the relative change of the model's loss
+            on held-out data when the forward product of this site alone is in FP8.
     """
 
     times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -133,7 +136,12 @@ class Table:
                 for name, why in (old.failures | entry.failures).items()
                 if name in entry.failures or not _is_measured(name, entry)
             }
-            sites[key] = Entry(times, old.errors | entry.errors, failures)
+            sites[key] = Entry(
+                times,
+                old.errors | entry.errors,
+                failures,
+                old.effects | entry.effects,
+            )
         return Table(self.header, sites)
 
 
@@ -201,6 +209,10 @@ def to_json(table: Table) -> dict[str, Any]:
                     for source, errors in entry.errors.items()
                 },
                 "failures": entry.failures,
+                "effects": {
+                    source: dataclasses.astuple(effect)
+                    for source, effect in entry.effects.items()
+                },
             }
             for key, entry in sorted(table.sites.items())
         ],
@@ -240,7 +252,7 @@ def from_json(value: Any) -> Table:
     header = {k: _text(v) for k, v in _fields(value["header"], *names).items()}
     sites: dict[SiteKey, Entry] = {}
     for item in _list(value["sites"]):
-        item = _fields(item, "site", "times", "errors", "failures")
+        item = _fields(item, "site", "times", "errors", "failures", "effects")
         key = _site(item["site"])
         if key in sites:
             raise ValueError(f"site {key} is there twice.")
@@ -248,6 +260,7 @@ def from_json(value: Any) -> Table:
             times=_times(item["times"]),
             errors={_text(k): _errors(v) for k, v in _dict(item["errors"]).items()},
             failures={_choice(k): _text(v) for k, v in _dict(item["failures"]).items()},
+            effects={_text(k): _interval(v) for k, v in _dict(item["effects"]).items()},
         )
     return Table(Header(**header), sites)
 

@@ -101,14 +101,8 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
     """Returns the kernels of a call by JAX's profiler, or None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
-    jax.block_until_ready(chain(calls))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(chain(calls))
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
     durations = collections.defaultdict(list)
-    for event in _stream_events(data):
+    for event in _profiled(chain, calls):
         durations[event.name].append(event.duration_ns / 1e3)
     count = sum(map(len, durations.values())) / calls
     busy = sum(map(sum, durations.values())) / calls
@@ -118,6 +112,37 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
         busy,
         [(name[:120], sum(t) / calls, len(t) / calls) for name, t in longest],
     )
+
+
+def profile_ops(chain: Callable[[int], Any], *, calls: int = 10) -> dict[str, float]:
+    """Returns the microseconds a call that each instruction's kernels take.
+
+    By the names of the compiled program, which must have no command buffers; empty
+    without a GPU.
+
+    Args:
+        chain: queues that many calls and returns what to wait for.
+        calls: that are profiled.
+    """
+    found: dict[str, float] = collections.defaultdict(float)
+    if jax.default_backend() != "gpu":
+        return found
+    for event in _profiled(chain, calls):
+        stats = {key: value for key, value in event.stats}
+        op = str(stats.get("hlo_op", event.name))
+        found[op] += event.duration_ns / 1e3 / calls
+    return dict(found)
+
+
+def _profiled(chain: Callable[[int], Any], calls: int):
+    """Returns what the device ran for some calls, after as many to warm up."""
+    jax.block_until_ready(chain(calls))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(chain(calls))
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    return list(_stream_events(data))
 
 
 # Cases are told apart in one profile by the pause before each: no name of a kernel says

@@ -90,19 +90,17 @@ def make_train_step(
         )
 
     def step(state: TrainState, batch: Batch) -> TrainState:
-        ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
-        rows = embedding.lookup(state.table, ids)
+        with jax.named_scope("lookup"):
+            ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
+            rows = embedding.lookup(state.table, ids)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
         is_finite = _all_finite(loss, grads, batch.dense)
-        with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
-            updates, opt_state = optimizer.update(
-                grads.params, state.opt_state, state.params
-            )
-        updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
+        with jax.named_scope("optimizer"):
+            params, opt_state = _updated(optimizer, state, grads.params)
         proposed = {
-            "params": optax.apply_updates(state.params, updates),
+            "params": params,
             "opt_state": opt_state,
             "fp8": grads.fp8,
             "batch_stats": batch_stats,
@@ -114,10 +112,15 @@ def make_train_step(
 
         # Padding rows carry no gradient; leaving them out keeps moments untouched too.
         touched = jnp.where(batch.weights[:, None] > 0, ids, embedding.BAD_ID)
-        table, row_state = _update_table(
-            state, touched, grads.rows, row_update, is_finite
-        )
+        with jax.named_scope("update_rows"):
+            table, row_state = _update_table(
+                state, touched, grads.rows, row_update, is_finite
+            )
         weights = jnp.where(is_finite, batch.weights, 0.0)
+        with jax.named_scope("metrics"):
+            seen = metrics.update(
+                state.metrics, logits, jnp.asarray(batch.labels), weights
+            )
         return dataclasses.replace(
             state,
             **accepted,
@@ -127,9 +130,7 @@ def make_train_step(
             skipped=state.skipped + jnp.where(is_finite, 0, 1),
             skipped_in_a_row=jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
             bad_ids=state.bad_ids + embedding.count_bad_ids(ids),
-            metrics=metrics.update(
-                state.metrics, logits, jnp.asarray(batch.labels), weights
-            ),
+            metrics=seen,
         )
 
     return step
@@ -286,6 +287,14 @@ def _all_finite(loss, grads: _Gradients, features):
     # all roles of the first layer are FP8 no gradient would show it.
     seen = (loss, optax.tree.norm((grads.params, grads.rows)), features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen))
+
+
+def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradients):
+    """Returns the dense parameters and the optimizer's state after a step."""
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
+    return optax.apply_updates(state.params, updates), opt_state
 
 
 def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):

@@ -8,6 +8,7 @@ from loka_jax import nn
 from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, feasible, why_not
 from loka_jax.dispatch.plan import key_of, load, make_plan, save
+from loka_jax.dispatch.policy import Limits
 from loka_jax.dispatch.table import MEASURES, Entry, Header, Interval, Table
 from loka_jax.recipe import ROLES
 
@@ -65,6 +66,38 @@ def test_a_plan_takes_what_the_table_says():
     plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))
     assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
     assert hash(plan.choices) == hash(plan.choices)
+
+
+def _with_effects(effects: dict[str, float]):
+    """Returns sites and a table in which FP8 is twice as fast at each of them."""
+    sites = [_site(f"top/dense_{i}", n=64 * (i + 1)) for i in range(len(effects))]
+    table = Table(HEADER)
+    for site, (_, low) in zip(sites, effects.items(), strict=True):
+        found = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+        (entry,) = found.sites.values()
+        entry.effects["model " + site.path] = Interval(low + 1e-5, low, low + 2e-5)
+        table = table.merged(found)
+    return sites, table
+
+
+def test_fp8_that_surely_raises_the_loss_is_not_taken():
+    sites, table = _with_effects({"a": 0.003, "b": -0.001})
+    plan = make_plan(sites, table, config="model")
+    first, second = dict(plan.decisions).values()
+    assert first.choice == BF16 and second.choice == Choice.parse(ROW)
+    assert first.runner_up is not None and "raises the loss by 0.30%" in first.runner_up
+    # Of another model nothing is known, and the user may allow more.
+    free = [make_plan(sites, table, config="other")]
+    free.append(make_plan(sites, table, config="model", limits=Limits(loss=0.01)))
+    for one in free:
+        assert {choice for _, choice in one.choices} == {Choice.parse(ROW)}
+
+
+def test_effects_on_the_loss_add_up():
+    sites, table = _with_effects({"a": 0.00012, "b": 0.00015, "c": 0.00001})
+    plan = make_plan(sites, table, config="model")
+    taken = [choice.is_fp8 for _, choice in plan.choices]
+    assert taken == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -123,4 +123,4 @@ def test_products_are_found_by_their_casts():
 
 def test_a_model_in_bfloat16_stays_in_it():
     entry = _entry({"xla bf16": 10.0, "pallas bf16": 5.0, ROW: 1.0}, fp8_rowwise=GOOD)
-    assert decide(entry, Limits(), may_be_fp8=False).choice.name == "pallas bf16"
+    assert decide(entry, Limits(), why_wide="no").choice.name == "pallas bf16"

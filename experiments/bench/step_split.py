@@ -1,0 +1,182 @@
+"""Times whole training steps by XLA alone, with kernels, under Dispatch, by part.
+
+    python experiments/bench/step_split.py --config fp8_dlrm --out step_split.json
+
+For each arm: microseconds a step (wall clock of queued steps, on batches made before),
+and the device's kernel time by part of the step. Kernels are assigned to parts by the
+names that the program's instructions carry; a kernel that does work of several parts
+counts for the one of its result. Arms:
+
+    xla bf16    bfloat16 by XLA alone
+    auto bf16   bfloat16 with kernels where they serve
+    dispatch    the configuration's recipe or better, as the table for this GPU says
+    xla RECIPE  the configuration's recipe by XLA alone
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shlex
+import sys
+from typing import Any
+
+import jax
+import tyro
+
+from experiments.configs import get_config
+from loka_jax.data import Position
+from loka_jax.dispatch.plan import plan_rows
+from loka_jax.probe.compiling import NO_CAPTURE
+from loka_jax.probe.timing import profile_ops, time_chains
+from loka_jax.train.build import Run, build
+from loka_jax.train.record import versions
+
+# By the scopes in an instruction's name; the first that fits.
+_PARTS = {
+    "lookup": re.compile(r"/lookup/"),
+    "rows update": re.compile(r"/update_rows/"),
+    "dense update": re.compile(r"/optimizer/"),
+    "metrics": re.compile(r"/metrics/"),
+    "interaction, backward": re.compile(r"transpose\(.*interaction"),
+    "interaction, forward": re.compile(r"interaction"),
+    "dense, backward": re.compile(r"transpose\("),
+    "dense, forward": re.compile(r"jvp\("),
+}
+_OTHER = "other"
+_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON.
+        config: a configuration on generated data.
+        batch_size: examples a step.
+        calls: steps in a round.
+        plan: of the arm "dispatch": "auto", a table or a plan.
+    """
+
+    out: pathlib.Path
+    config: str = "fp8_dlrm"
+    batch_size: int = 65536
+    calls: int = 60
+    plan: str = "auto"
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints a table, writes and returns the result."""
+    runs = {arm: _run(arm, arguments) for arm in _arms(arguments.config)}
+    chains, parts, held = {}, {}, {}
+    for arm, run in runs.items():
+        chains[arm], compiled, batches, state = _chain(run, arguments.batch_size)
+        held[arm] = state
+        parts[arm] = _parts(compiled, batches, state)
+        print(f"{arm}: {sum(parts[arm].values()):.0f} us of kernels", flush=True)
+    times = time_chains(chains, calls=arguments.calls)
+    base = next(iter(times.values())).median_us
+    result = {
+        "benchmark": "step_split",
+        "command": shlex.join(["python", *sys.argv]),
+        "config": arguments.config,
+        "batch_size": arguments.batch_size,
+        "versions": versions(),
+        "arms": {
+            arm: {
+                "step": times[arm]._asdict(),
+                "speedup": base / times[arm].median_us,
+                "kernels_us": parts[arm],
+                "plan": plan_rows(run.plan),
+            }
+            for arm, run in runs.items()
+        },
+    }
+    arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    _print(result)
+    return result
+
+
+def _arms(config: str) -> list[str]:
+    recipe = get_config(config).model.recipe
+    return ["xla bf16", "auto bf16", f"xla {recipe}", "dispatch"]
+
+
+def _run(arm: str, arguments: Arguments) -> Run:
+    config = get_config(arguments.config)
+    provider, _, recipe = arm.partition(" ")
+    model, plan = config.model, arguments.plan
+    if recipe:
+        implementation = "xla" if provider == "xla" else None
+        model = model.clone(recipe=recipe, implementation=implementation)
+        plan = "off"
+    size = arguments.batch_size
+    data = dataclasses.replace(config.data, examples=size * 64, eval_examples=1024)
+    loop = dataclasses.replace(config.loop, batch_size=size)
+    return build(
+        dataclasses.replace(config, model=model, data=data, loop=loop, plan=plan)
+    )
+
+
+def _chain(run: Run, size: int):
+    """Returns steps as a chain; and what they are made of."""
+    train = run.splits.train
+    made = [train.batch(Position(0, i, 0), size, shuffle=True) for i in range(_BATCHES)]
+    batches = jax.block_until_ready(made)
+    state = run.init()
+    for batch in batches[:3]:  # calibrates delayed scales
+        state = run.first_step(state, batch)
+    compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
+    state = run.step(state, batches[0])
+    held = {"state": state}
+
+    def steps(count):
+        for i in range(count):
+            held["state"] = run.step(held["state"], batches[i % len(batches)])
+        return held["state"].step
+
+    return steps, compiled, batches, held
+
+
+def _parts(compiled, batches, held: dict[str, Any]) -> dict[str, float]:
+    """Returns the microseconds of a step's kernels by part."""
+    # The step takes no statistics of Probe where it does not observe.
+    held["state"] = dataclasses.replace(held["state"], probe={})
+
+    def steps(count):
+        for i in range(count):
+            held["state"] = compiled(held["state"], batches[i % len(batches)])
+        return held["state"].step
+
+    names = _scopes(compiled.as_text())
+    found = dict.fromkeys((*_PARTS, _OTHER), 0.0)
+    for op, time_us in profile_ops(steps).items():
+        found[_part(names.get(op, ""))] += time_us
+    return found
+
+
+def _scopes(text: str) -> dict[str, str]:
+    """Returns the `op_name` of each instruction of a compiled program."""
+    pattern = r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\""
+    return dict(re.findall(pattern, text, flags=re.MULTILINE))
+
+
+def _part(name: str) -> str:
+    return next((part for part, scope in _PARTS.items() if scope.search(name)), _OTHER)
+
+
+def _print(result: dict[str, Any]):
+    arms = result["arms"]
+    print(f"{'':24}" + "".join(f"{arm[:22]:>24}" for arm in arms))
+    for part in (*_PARTS, _OTHER):
+        row = [arm["kernels_us"][part] for arm in arms.values()]
+        print(f"{part:24}" + "".join(f"{time_us:24.0f}" for time_us in row))
+    row = [arm["step"]["median_us"] for arm in arms.values()]
+    print(f"{'step, wall clock':24}" + "".join(f"{time_us:24.0f}" for time_us in row))
+    row = [arm["speedup"] for arm in arms.values()]
+    print(f"{'speedup':24}" + "".join(f"{ratio:23.2f}x" for ratio in row))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
