@@ -4,13 +4,12 @@ A role is measured once for each way to cast its operands: recipes that differ
 elsewhere only count as one, under the first one's name.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import scaling
+from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
@@ -21,75 +20,64 @@ from loka_jax.recipe import Recipe, Role, get_recipe
 BF16 = "xla bf16"
 
 
-class Candidate(NamedTuple):
-    """A way to run a role.
+def product(
+    choice: Choice, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
+) -> Array:
+    """Returns a role's product.
 
-    Attributes:
-        provider: "xla" or "pallas".
-        recipe: the casts.
+    Args:
+        choice: who runs it, and how.
+        role: which.
+        first, second: its operands, see `ops.roles`.
+        amaxes: of lhs, rhs and g, which delayed scales are made for.
     """
+    state = scaling_state(choice.recipe, amaxes)
+    if choice.provider == "xla":
+        return roles.product(role, first, second, choice.recipe, state)
+    out = dense_norm(
+        first,
+        second,
+        norm="none",
+        recipe=choice.recipe,
+        state=state,
+        implementation="pallas",
+    )
+    assert isinstance(out, jax.Array)
+    return out
 
-    provider: str
-    recipe: Recipe
 
-    @property
-    def name(self) -> str:
-        """Provider and recipe."""
-        return f"{self.provider} {self.recipe.name}"
+def rates(
+    recipe: Recipe, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
+) -> roles.CastRates:
+    """Returns what a role's casts flush and clip."""
+    state = scaling_state(recipe, amaxes)
+    return roles.cast_rates(role, first, second, recipe, state)
 
-    def product(
-        self, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
-    ) -> Array:
-        """Returns the role's product.
 
-        Args:
-            role: which.
-            first, second: its operands, see `ops.roles`.
-            amaxes: of lhs, rhs and g, which delayed scales are made for.
-        """
-        state = self.state(amaxes)
-        if self.provider == "xla":
-            return roles.product(role, first, second, self.recipe, state)
-        out = dense_norm(
-            first,
-            second,
-            norm="none",
-            recipe=self.recipe,
-            state=state,
-            implementation="pallas",
-        )
-        assert isinstance(out, jax.Array)
-        return out
-
-    def rates(
-        self, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
-    ) -> roles.CastRates:
-        """Returns what the role's casts flush and clip."""
-        state = self.state(amaxes)
-        return roles.cast_rates(role, first, second, self.recipe, state)
-
-    def state(self, amaxes: Float[Array, "3"]) -> scaling.DelayedScaling | None:
-        """Returns the scaling state of a site that has seen these amaxes."""
-        if not self.recipe.is_delayed:
-            return None
-        empty = scaling.init_delayed(self.recipe)
-        return scaling.update_delayed(empty, amaxes, self.recipe)
+def scaling_state(
+    recipe: Recipe, amaxes: Float[Array, "3"]
+) -> scaling.DelayedScaling | None:
+    """Returns the scaling state of a site that has seen these amaxes."""
+    if not recipe.is_delayed:
+        return None
+    empty = scaling.init_delayed(recipe)
+    return scaling.update_delayed(empty, amaxes, recipe)
 
 
 def candidates(
     site: Site | SiteKey, role: Role, recipes: tuple[str, ...]
-) -> list[Candidate]:
+) -> list[Choice]:
     """Returns what can run a role here, bfloat16 first."""
-    found = [Candidate("xla", get_recipe("bf16"))]
+    found = [Choice("xla", get_recipe("bf16"))]
     seen = set()
     for recipe in map(get_recipe, recipes):
         gemm = decide(recipe, role, site.m, site.k, site.n).gemm
         if gemm is None or gemm in seen:
             continue
         seen.add(gemm)
-        found.append(Candidate("xla", recipe))
+        found.append(Choice("xla", recipe))
         if role == "fwd" and _is_fused(site, recipe):
-            found.append(Candidate("pallas", recipe))
+            found.append(Choice("pallas", recipe))
     return found
 
 

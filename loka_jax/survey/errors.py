@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
+from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
@@ -19,7 +20,7 @@ from loka_jax.probe.measure import Errors, errors, estimate, measure
 from loka_jax.probe.sampling import sample_rows, sample_weight
 from loka_jax.probe.site import SiteStats, weight_of
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role
-from loka_jax.survey.candidates import Candidate, candidates, operand_amaxes
+from loka_jax.survey.candidates import candidates, operand_amaxes, product, rates
 from loka_jax.survey.config import SurveyConfig
 
 # By name: a function from a seed to operands, and the seeds.
@@ -97,15 +98,15 @@ def _role_errors(
     }
 
 
-def _score(role: Role, known: tuple[Candidate, ...], first, second, amaxes):
+def _score(role: Role, known: tuple[Choice, ...], first, second, amaxes):
     """Returns the scores of all candidates on one pair of operands."""
     ref = roles.exact_product(role, first, second)
     barrier = jax.lax.optimization_barrier
     return {
         candidate.name: _Scores(
             # Else the compiler would leave out the rounding of a product to bfloat16.
-            errors(ref, barrier(candidate.product(role, first, second, amaxes))),
-            candidate.rates(role, first, second, amaxes),
+            errors(ref, barrier(product(candidate, role, first, second, amaxes))),
+            rates(candidate.recipe, role, first, second, amaxes),
         )
         for candidate in known
     }

@@ -33,7 +33,7 @@ from loka_jax.probe.compiling import compile_all
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
 from loka_jax.scaling import DelayedScaling
-from loka_jax.survey.candidates import BF16, Candidate
+from loka_jax.survey.candidates import BF16, scaling_state
 
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
@@ -87,11 +87,6 @@ def rotated(site: Site | SiteKey) -> int:
 def operand_amaxes(operands: tuple[Array, Array, Array]) -> Array:
     """Returns the amaxes of lhs, rhs and g."""
     return jnp.stack([fp8.amax(x) for x in operands])
-
-
-def scaling_state(recipe: Recipe, amaxes: Array) -> DelayedScaling | None:
-    """Returns the scaling state of a site that has seen these amaxes."""
-    return Candidate("xla", recipe).state(amaxes)
 
 
 def speedup(times: dict[str, dict[str, float]], what: str, name: str) -> float | None:

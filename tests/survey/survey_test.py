@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from loka_jax import jsonfile
+from loka_jax.choice import Choice
 from loka_jax.data import Position
 from loka_jax.dispatch.policy import healthy
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.survey import Limits, SurveyConfig, survey, write_page
-from loka_jax.survey.candidates import BF16, Candidate, candidates
+from loka_jax.survey.candidates import BF16, candidates, product
 from loka_jax.survey.sensitivity import ALL
 from loka_jax.survey.survey import prediction, rank_correlation
 from loka_jax.survey.verdict import judge
@@ -171,12 +172,12 @@ def test_equal_casts_are_one_candidate():
 
 
 def test_delayed_scales_are_made_for_the_amaxes_given():
-    one = Candidate("xla", get_recipe("fp8_tensorwise_delayed"))
+    one = Choice("xla", get_recipe("fp8_tensorwise_delayed"))
     x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
-    right = one.product("fwd", x, w, jnp.asarray([1.0, 1.0, 1.0]))
+    right = product(one, "fwd", x, w, jnp.asarray([1.0, 1.0, 1.0]))
     np.testing.assert_allclose(right.astype(jnp.float32), 16.0)
     # Made for far less than comes, they clip.
-    clipped = one.product("fwd", x, w, jnp.asarray([0.01, 1.0, 1.0]))
+    clipped = product(one, "fwd", x, w, jnp.asarray([0.01, 1.0, 1.0]))
     assert jnp.max(clipped.astype(jnp.float32)) < 1
 
 
