@@ -51,23 +51,24 @@ class Dlrm(linen.Module):
     ) -> Float[Array, "B"]:
         """Returns float32 logits."""
         batch, _, dim = embeddings.shape
-        vectors = embeddings.astype(get_recipe(self.recipe).compute_dtype)
+        embeddings = embeddings.astype(get_recipe(self.recipe).compute_dtype)
         bottom = None
         if dense_features.shape[1]:
             bottom = self._mlp("bottom_mlp", (*self.bottom_mlp, dim), 0.0)(
-                dense_features.astype(vectors.dtype), train=train
+                dense_features.astype(embeddings.dtype), train=train
             )  # [B, D]
-            vectors = jnp.concatenate([bottom[:, None, :], vectors], axis=1)
 
-        if self.interaction == "cat":
-            features = vectors.reshape(batch, -1)  # [B, (F + 1) D]
+        if self.interaction == "dot":
+            features = nn.dot_features(bottom, embeddings)
         else:
-            features = nn.dot_interaction(vectors)  # [B, F (F + 1) / 2]
+            features = embeddings.reshape(batch, -1)
             if bottom is not None:
                 features = jnp.concatenate([bottom, features], axis=1)
+            features = nn.pad_features(features)
+        # [B, D + F (F + 1) / 2 or (F + 1) D, rounded up to 16]
 
         top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
-            nn.pad_features(features), train=train
+            features, train=train
         )
         return nn.Dense(1, recipe="f32", name="head")(top)[:, 0]
 

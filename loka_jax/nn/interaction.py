@@ -1,14 +1,11 @@
-"""Feature interactions: pairwise dot products and cross layers.
+"""Feature interactions: cross layers. `ops.interaction` has pairwise dot products.
 
-B is the batch, n the number of vectors, D their dimension.
+B is the batch, k the number of features.
 """
 
-import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen
 from jaxtyping import Array, Float
 
@@ -23,50 +20,6 @@ def pad_features(x: Float[Array, "B k"], multiple: int = 16) -> Float[Array, "B 
     zeros cost less than a GEMM in high precision.
     """
     return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % multiple)))
-
-
-@jax.custom_vjp
-def dot_interaction(x: Float[Array, "B n D"]) -> Float[Array, "B p"]:
-    """Returns the dot products of all pairs of distinct vectors, p = n (n - 1) / 2.
-
-    `z_ij = <x_i, x_j>` for i > j, row by row. The gradient is written as one gather
-    and one product, `dx = S x` with `S_ij = S_ji = g_ij`: the derivative of a gather
-    would be a scatter, which is slow on GPUs in 16 bit.
-
-    References:
-        DLRM, arXiv 1906.00091, section 2.1.3.
-    """
-    n = x.shape[1]
-    gram = jnp.einsum("bnd,bmd->bnm", x, x, preferred_element_type=x.dtype)
-    rows, cols = np.tril_indices(n, -1)
-    return gram.reshape(-1, n * n)[:, rows * n + cols]
-
-
-def _dot_interaction_fwd(x):
-    return dot_interaction(x), x
-
-
-def _dot_interaction_bwd(x, g):
-    n = x.shape[1]
-    if n == 1:  # no pairs: nothing to gather
-        return (jnp.zeros_like(x),)
-    pair_of, has_pair = _pair_index(n)
-    symmetric = jnp.where(has_pair[None, :], g[:, pair_of], jnp.zeros((), g.dtype))
-    symmetric = symmetric.reshape(-1, n, n)
-    dx = jnp.einsum("bnm,bmd->bnd", symmetric, x, preferred_element_type=x.dtype)
-    return (dx,)
-
-
-dot_interaction.defvjp(_dot_interaction_fwd, _dot_interaction_bwd)
-
-
-@functools.cache
-def _pair_index(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each element's pair in a flat (n, n) matrix, and whether it has one."""
-    index = np.zeros((n, n), np.int32)
-    rows, cols = np.tril_indices(n, -1)
-    index[rows, cols] = index[cols, rows] = np.arange(len(rows))
-    return index.ravel(), ~np.eye(n, dtype=bool).ravel()
 
 
 class CrossNet(linen.Module):

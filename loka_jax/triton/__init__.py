@@ -1,8 +1,9 @@
 """Provider `triton`: kernels through jax-triton, the optional extra `triton`.
 
 Arrays in, arrays out. `matmul` multiplies FP8 operands, `norm_quantize` is the norm,
-activation and cast of rows after a product. Importing this package imports neither
-Triton nor jax-triton: a kernel's own module, `*_kernel`, does, at its first launch.
+activation and cast of rows after a product, `dot_features` the pairwise dot products
+of vectors. Importing this package imports neither Triton nor jax-triton: a kernel's own
+module, `*_kernel`, does, at its first launch.
 """
 
 from loka_jax.triton.launch import why_not_here, why_not_installed

@@ -1,54 +1,11 @@
 import chex
 import jax
 import jax.numpy as jnp
-import jax.test_util
 import numpy as np
 import pytest
 
 from loka_jax import nn
 from tests import support
-
-
-def plain_interaction(x):
-    """Returns the dot products of all pairs i > j, one after the other."""
-    n = x.shape[1]
-    pairs = [jnp.sum(x[:, i] * x[:, j], axis=1) for i in range(n) for j in range(i)]
-    return jnp.stack(pairs, axis=1)
-
-
-@pytest.mark.parametrize("n", [2, 3, 7])
-def test_dot_interaction_is_the_products_of_all_pairs(n):
-    x = support.normal(4, n, 8)
-    expected = plain_interaction(x)
-    chex.assert_shape(expected, (4, n * (n - 1) // 2))
-    chex.assert_trees_all_close(nn.dot_interaction(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_single_vector_has_no_pairs():
-    chex.assert_shape(nn.dot_interaction(jnp.ones((4, 1, 8))), (4, 0))
-    gradient = jax.grad(lambda x: jnp.sum(nn.dot_interaction(x)))(jnp.ones((4, 1, 8)))
-    chex.assert_trees_all_equal(gradient, jnp.zeros((4, 1, 8)))
-
-
-@pytest.mark.parametrize("n", [2, 5])
-def test_gradient_of_dot_interaction_is_that_of_the_plain_sum(n):
-    x = support.normal(4, n, 8)
-    g = support.normal(4, n * (n - 1) // 2, seed=1)
-    (ours,) = jax.vjp(nn.dot_interaction, x)[1](g)
-    (plain,) = jax.vjp(plain_interaction, x)[1](g)
-    chex.assert_trees_all_close(ours, plain, rtol=1e-5, atol=1e-5)
-
-
-def test_gradient_of_dot_interaction_agrees_with_differences():
-    x = support.normal(2, 4, 3)
-    f = lambda x: nn.dot_interaction(jnp.asarray(x))  # noqa: E731
-    jax.test_util.check_grads(f, (x,), 1, modes=["rev"], rtol=1e-2)
-
-
-def test_dot_interaction_keeps_bfloat16():
-    x = support.normal(4, 3, 8, dtype=jnp.bfloat16)
-    y, vjp = jax.vjp(nn.dot_interaction, x)
-    assert y.dtype == vjp(y)[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("k, padded", [(16, 16), (17, 32), (1, 16), (31, 32)])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import matmul, norm_quantize
+from loka_jax.triton import dot_features, matmul, norm_quantize
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # What numpy calls a type, and Triton.
@@ -129,17 +129,22 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before the interpreter is asked for, which others do not want.
-    importlib.import_module("loka_jax.triton.matmul_kernel")
-    importlib.import_module("loka_jax.triton.norm_quantize_kernel")
+    modules = dot_features, matmul, norm_quantize
+    for module in modules:
+        importlib.import_module(f"{module.__name__}_kernel")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", _convert)
+    _compute_wide(monkeypatch, interpreter.InterpreterBuilder, tl)
+
+    def set_attr(_, owner, name, value):
+        # Its own takes int() of an array of one element, which numpy no longer does.
+        if name == "__index__":
+            value = lambda x: x.handle.data.item()  # noqa: E731
+        monkeypatch.setattr(owner, name, value, raising=False)
+
     # It changes Triton's library, and at nested calls does not change it back.
-    monkeypatch.setattr(
-        interpreter._LangPatchScope,
-        "set_attr",
-        lambda _, *args: monkeypatch.setattr(*args, raising=False),
-    )
+    monkeypatch.setattr(interpreter._LangPatchScope, "set_attr", set_attr)
     # What Triton's own library has in Triton was compiled when that was imported.
     compiled_type = triton_module("runtime.jit").JITFunction
     for name, function in list(vars(standard).items()):
@@ -147,9 +152,29 @@ def interpreted(monkeypatch):
             function = interpreter.InterpretedFunction(function.fn)
             for module in (standard, tl):
                 monkeypatch.setattr(module, name, function, raising=False)
-    for module in (matmul, norm_quantize):
+    for module in modules:
         monkeypatch.setattr(module, "launch", _interpret)
         monkeypatch.setattr(module, "require_triton", lambda: None)
+
+
+def _compute_wide(monkeypatch, builder, tl):
+    """Makes the interpreter add and multiply bfloat16, which it holds as integers."""
+
+    def wide(self, x):
+        is_narrow = x.dtype.scalar == tl.bfloat16
+        return self.cast_impl(x, tl.float32) if is_narrow else x
+
+    def dot(self, lhs, rhs, *rest):
+        return create_dot(self, wide(self, lhs), wide(self, rhs), *rest)
+
+    def binary_op(self, lhs, rhs, op):
+        out = apply(self, wide(self, lhs), wide(self, rhs), op)
+        is_narrow = lhs.dtype.scalar == tl.bfloat16
+        return self.cast_impl(out, tl.bfloat16) if is_narrow else out
+
+    create_dot, apply = builder.create_dot, builder.binary_op
+    monkeypatch.setattr(builder, "create_dot", dot)
+    monkeypatch.setattr(builder, "binary_op", binary_op)
 
 
 def _interpret(kernel, *arrays, outputs, grid, num_warps, num_stages, constants):

@@ -1,0 +1,150 @@
+"""Dot products of all pairs of an example's vectors, by Triton: one pass each way.
+
+With z the bottom vector, if there is one, and the embeddings,
+
+    out = [bottom; <z_i, z_j> for i > j, row by row; zeros]              [B, p]
+    dz  = S z,    S_ij = S_ji = g_ij, S_ii = 0                           [B, n, D]
+
+Products run on the tensor cores and are summed in float32, each rounded once. XLA takes
+a pass over [B, n, n] and [B, n, D] for every step of this; here only the operands and
+the result touch memory.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.triton.launch import launch, power_of_two, require_triton
+
+_MOST_VECTORS = 64
+_WIDEST = 256  # D
+_LEAST_TILE = 16  # the tensor core's
+# Settings. A program's warps share an example, and its examples follow each other: many
+# small programs hide each other's latencies, several examples each pay for the launch.
+_EXAMPLES = 8
+_VALUES = 64  # of a tile that a thread holds: with fewer, an example takes more warps
+_NUM_STAGES = 1
+
+
+def why_not(batch: int, n: int, dim: int, dtype: DTypeLike) -> str | None:
+    """Returns why n vectors an example are not served, or None if they are.
+
+    Args:
+        batch: number of examples.
+        n: vectors of an example, the bottom one included.
+        dim: D, their dimension.
+        dtype: of the vectors.
+    """
+    if batch <= 0 or dim <= 0:
+        return f"B={batch}, D={dim}: there is nothing to multiply"
+    if n < 2:
+        return f"n={n}: there are no pairs"
+    if n > _MOST_VECTORS:
+        return f"n={n} is more than {_MOST_VECTORS}"
+    if dim > _WIDEST:
+        return f"D={dim} is more than {_WIDEST}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"{jnp.dtype(dtype)} is not bfloat16"
+    return None
+
+
+def dot_features(
+    bottom: Float[Array, "B D"] | None,
+    embeddings: Float[Array, "B F D"],
+    *,
+    width: int,
+) -> Float[Array, "B p"]:
+    """Returns the bottom vector, the products of all pairs and zeros, p = `width`.
+
+    Args:
+        bottom: bfloat16; without it there are no leading features.
+        embeddings: bfloat16.
+        width: of the result, not below the number of its features.
+
+    Raises:
+        ValueError: with the reason if these operands are not served.
+        ImportError: if jax-triton is not installed.
+    """
+    sizes = _sizes(bottom, embeddings, width)
+    end = sizes["n"] * (sizes["n"] - 1) // 2
+    end += sizes["dim"] if sizes["has_bottom"] else 0
+    require_triton()
+    from loka_jax.triton import dot_features_kernel  # not above: it imports Triton
+
+    [out] = launch(
+        dot_features_kernel.dot_features_kernel,
+        *(embeddings if bottom is None else bottom, embeddings),
+        outputs=[jax.ShapeDtypeStruct((sizes["batch"], width), embeddings.dtype)],
+        **_settings(sizes),
+        constants=sizes | dict(tile_rest=power_of_two(max(width - end, 1))),
+    )
+    return out
+
+
+def dot_features_backward(
+    bottom: Float[Array, "B D"] | None,
+    embeddings: Float[Array, "B F D"],
+    g: Float[Array, "B p"],
+) -> tuple[Float[Array, "B D"] | None, Float[Array, "B F D"]]:
+    """Returns the gradients of `bottom` and `embeddings`, given that of the result.
+
+    Args:
+        bottom, embeddings: of `dot_features`.
+        g: bfloat16.
+
+    Raises:
+        ValueError: with the reason if these operands are not served.
+        ImportError: if jax-triton is not installed.
+    """
+    sizes = _sizes(bottom, embeddings, g.shape[1])
+    require_triton()
+    from loka_jax.triton import dot_features_kernel
+
+    # The kernel has a pointer for everything: the embeddings and a single element
+    # stand for what there is not.
+    first = embeddings if bottom is None else bottom
+    dbottom, dembeddings = launch(
+        dot_features_kernel.dot_features_backward_kernel,
+        *(first, embeddings, g),
+        outputs=[
+            jax.ShapeDtypeStruct((1, 1) if bottom is None else bottom.shape, g.dtype),
+            jax.ShapeDtypeStruct(embeddings.shape, g.dtype),
+        ],
+        **_settings(sizes),
+        constants=sizes,
+    )
+    return (None if bottom is None else dbottom), dembeddings
+
+
+def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
+    """Returns the constants that both kernels take.
+
+    Raises:
+        ValueError: if the kernels do not serve them.
+    """
+    batch, fields, dim = embeddings.shape
+    n = fields + (bottom is not None)
+    reason = why_not(batch, n, dim, embeddings.dtype)
+    if reason is not None:
+        raise ValueError(f"dot_features: {reason}.")
+    return dict(
+        batch=batch,
+        n=n,
+        dim=dim,
+        width=width,
+        has_bottom=bottom is not None,
+        examples=_EXAMPLES,
+        tile_n=max(power_of_two(n), _LEAST_TILE),
+        tile_dim=max(power_of_two(dim), _LEAST_TILE),
+    )
+
+
+def _settings(sizes) -> dict[str, int]:
+    """Returns how the kernels are launched: one warp an example where it is small."""
+    values = sizes["tile_n"] * max(sizes["tile_n"], sizes["tile_dim"])
+    return dict(
+        grid=-(-sizes["batch"] // _EXAMPLES),
+        num_warps=max(1, values // (32 * _VALUES)),
+        num_stages=_NUM_STAGES,
+    )

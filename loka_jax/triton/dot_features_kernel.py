@@ -1,0 +1,143 @@
+"""The kernels of `dot_features`. Importing this module imports Triton.
+
+A program takes a few examples, one after the other, each as a tile of `tile_n` vectors
+by `tile_dim`, zeros past the end: the bottom vector, if there is one, then the
+embeddings. All of an example stays in registers and shared memory between its two
+passes through global memory.
+
+`no_type_check` keeps the run-time type checks of the tests off functions that are
+source text for Triton's compiler rather than Python.
+"""
+
+# Triton is an optional extra; where it is missing pyright takes this package for it.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+@no_type_check
+def dot_features_kernel(
+    bottom,
+    embeddings,
+    out,
+    batch: tl.constexpr,
+    n: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    has_bottom: tl.constexpr,
+    examples: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_dim: tl.constexpr,
+    tile_rest: tl.constexpr,
+):
+    """Writes the bottom vector, the products of all pairs and zeros, `width` in all.
+
+    `n` counts the vectors, and the bottom one among them if `has_bottom`; else its
+    pointer is not touched.
+    """
+    lead: tl.constexpr = dim if has_bottom else 0
+    end: tl.constexpr = lead + n * (n - 1) // 2
+    first = tl.program_id(0) * examples
+    for example in range(first, tl.minimum(first + examples, batch)):
+        # Beyond 2^31 elements the offsets of examples need 64 bits.
+        b = tl.cast(example, tl.int64)
+        row = out + b * width
+        at, inside = _vectors(
+            bottom, embeddings, b, n, dim, has_bottom, tile_n, tile_dim
+        )
+        v = tl.load(at, mask=inside, other=0.0)
+        pair, is_pair = _pairs(n, tile_n)
+        gram = tl.dot(v, v.T).to(out.dtype.element_ty)
+        tl.store(row + lead + pair, gram, mask=is_pair)
+        if has_bottom:
+            d = tl.arange(0, tile_dim)
+            tl.store(row + d, tl.load(bottom + b * dim + d, mask=d < dim), mask=d < dim)
+        if end < width:
+            rest = end + tl.arange(0, tile_rest)
+            zeros = tl.zeros((tile_rest,), out.dtype.element_ty)
+            tl.store(row + rest, zeros, mask=rest < width)
+
+
+@triton.jit
+@no_type_check
+def dot_features_backward_kernel(
+    bottom,
+    embeddings,
+    g,
+    dbottom,
+    dembeddings,
+    batch: tl.constexpr,
+    n: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    has_bottom: tl.constexpr,
+    examples: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_dim: tl.constexpr,
+):
+    """Writes `S v`, S the symmetric matrix of the pairs' gradients, and its row 0 + g.
+
+    Row 0 is rounded and then added to the gradient of the bottom vector's own features,
+    as where the two are operations of their own.
+    """
+    lead: tl.constexpr = dim if has_bottom else 0
+    first = tl.program_id(0) * examples
+    for example in range(first, tl.minimum(first + examples, batch)):
+        b = tl.cast(example, tl.int64)
+        row = g + b * width
+        at, inside = _vectors(
+            bottom, embeddings, b, n, dim, has_bottom, tile_n, tile_dim
+        )
+        v = tl.load(at, mask=inside, other=0.0)
+        pair, is_pair = _pairs(n, tile_n)
+        lower = tl.load(row + lead + pair, mask=is_pair, other=0.0)
+        # Exact: of two summands one is zero.
+        dv = tl.dot(lower + lower.T, v).to(v.dtype)
+        at, inside = _vectors(
+            dbottom, dembeddings, b, n, dim, has_bottom, tile_n, tile_dim
+        )
+        if has_bottom:
+            i = tl.arange(0, tile_n)[:, None]
+            own = inside & (i == 0)
+            d = tl.arange(0, tile_dim)[None, :]
+            dv += tl.load(row + d + tl.zeros_like(i), mask=own, other=0.0)
+        tl.store(at, dv, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _vectors(
+    bottom,
+    embeddings,
+    b,
+    n: tl.constexpr,
+    dim: tl.constexpr,
+    has_bottom: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_dim: tl.constexpr,
+):
+    """Returns pointers to the vectors of example `b`, and which of the tile exist."""
+    i = tl.arange(0, tile_n)[:, None]
+    d = tl.arange(0, tile_dim)[None, :]
+    inside = (i < n) & (d < dim)
+    if has_bottom:
+        others = embeddings + b * ((n - 1) * dim) + (i - 1) * dim
+        return tl.where(i == 0, bottom + b * dim, others) + d, inside
+    else:
+        return embeddings + b * (n * dim) + i * dim + d, inside
+
+
+@triton.jit
+@no_type_check
+def _pairs(n: tl.constexpr, tile_n: tl.constexpr):
+    """Returns the place of each pair (i, j) among all with i > j, and which are pairs.
+
+    A row's places are contiguous along j, so that neighbouring threads take neighbours.
+    """
+    i = tl.arange(0, tile_n)[:, None]
+    j = tl.arange(0, tile_n)[None, :]
+    return i * (i - 1) // 2 + j, (j < i) & (i < n)
