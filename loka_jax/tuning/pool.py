@@ -1,7 +1,7 @@
 """Hands jobs to worker processes, and tells whose fault it is if one ends.
 
-Several compile at a time, which is most of the work; while one measures times all
-others wait.
+Several compile at a time, which is most of the work; times are taken by one after
+another, while nobody compiles.
 """
 
 import contextlib
@@ -20,9 +20,18 @@ from typing import Any
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.table import Entry
 from loka_jax.tuning.site import Job
-from loka_jax.tuning.worker import BEGIN, RESULT, save_stats, to_line
+from loka_jax.tuning.turns import Turns
+from loka_jax.tuning.worker import (
+    ALONE,
+    BEGIN,
+    GO,
+    RESULT,
+    TOGETHER,
+    save_stats,
+    to_line,
+)
 
-_TIMEOUT_S = 600.0  # of silence
+_TIMEOUT_S = 600.0  # of silence, turns that are waited for apart
 _COMMAND = (
     sys.executable,
     "-c",
@@ -40,58 +49,62 @@ def measure_all(
         workers: processes.
         say: takes a line on each job, and on each failure.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        lock = pathlib.Path(folder) / "lock"
-        lock.touch()
-        # Threads wait for processes; each keeps one from job to job.
-        with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
-            idle: queue.Queue[Worker] = queue.Queue()
-            for _ in range(workers):
-                idle.put(stack.enter_context(Worker(say, lock)))
+    turns = Turns()
+    # Threads wait for processes; each keeps one from job to job.
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
+        idle: queue.Queue[Worker] = queue.Queue()
+        for _ in range(workers):
+            idle.put(stack.enter_context(Worker(say, turns)))
 
-            def measure(job: Job) -> tuple[Job, Entry]:
-                worker = idle.get()
-                try:
-                    say(f"{job.site} ({job.source})")
-                    return job, worker.measure(job)
-                finally:
-                    idle.put(worker)
-
-            running = [pool.submit(measure, job) for job in jobs]
+        def measure(job: Job) -> tuple[Job, Entry]:
+            worker = idle.get()
             try:
-                for done in futures.as_completed(running):
-                    yield done.result()
+                say(f"{job.site} ({job.source})")
+                return job, worker.measure(job)
             finally:
-                for one in running:
-                    one.cancel()
+                idle.put(worker)
+
+        running = [pool.submit(measure, job) for job in jobs]
+        try:
+            for done in futures.as_completed(running):
+                yield done.result()
+        finally:
+            for one in running:
+                one.cancel()
 
 
 class Worker:
-    """A worker process, started when it is needed; a context manager."""
+    """A worker process, started when it is needed; a context manager.
+
+    One thread measures; another may end it meanwhile.
+    """
 
     def __init__(
         self,
         say: Callable[[str], None],
-        lock: pathlib.Path,
+        turns: Turns,
         *,
         command: tuple[str, ...] = _COMMAND,
         timeout_s: float = _TIMEOUT_S,
     ):
-        """Takes who is told of failures, and the lock of who measures times."""
+        """Takes who is told of failures, and the turns that all workers share."""
         self._say = say
-        self._lock = lock
+        self._turns = turns
         self._command = command
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
+        self._starts_or_stops = threading.Lock()
+        self._is_closed = False
 
     def __enter__(self) -> "Worker":
         """Returns itself."""
         return self
 
     def __exit__(self, *error):
-        """Ends the worker."""
+        """Ends the worker, and with an exception what it measures."""
+        self._is_closed = True
         self._stop()
 
     def measure(self, job: Job) -> Entry:
@@ -102,7 +115,6 @@ class Worker:
             if entry is not None:
                 entry.failures.update(failures)
                 return entry
-            self._stop()
             if any(one.name == last for one in job.choices):
                 failures[last] = "ended the process that ran it"
                 self._say(f"{job.site}: {last} ended the process that ran it")
@@ -117,27 +129,37 @@ class Worker:
 
     def _try(self, job: Job) -> tuple[Entry | None, str]:
         """Returns the entry, or None and who was last if the worker ended."""
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(self._turns.together())
+            entry, last = self._ask(job, turn)
+            if entry is None:
+                self._stop()  # before anybody takes times
+                self._require_open()  # else it was ended, and is not to blame
+            return entry, last
+
+    def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
+        """Returns as `_try` does; in `turn` is the turn that the worker has."""
+        grants = {ALONE: self._turns.alone, TOGETHER: self._turns.together}
         process = self._started()
-        assert process.stdin is not None
         last = ""
         with tempfile.TemporaryDirectory() as folder:
             stats = None
             if job.stats is not None:
                 stats = pathlib.Path(folder) / "stats.npz"
                 save_stats(stats, job.stats)
-            try:
-                process.stdin.write(to_line(job, stats, self._lock))
-                process.stdin.flush()
-            except OSError:
-                return None, last
-            while True:
-                answer = self._answer()
-                if answer is None:
-                    return None, last
-                if RESULT in answer:
-                    (entry,) = tables.from_json(answer[RESULT]).sites.values()
+            _tell(process, to_line(job, stats))
+            while (answer := self._answer()) is not None:
+                ((kind, value),) = answer.items()
+                if kind == RESULT:
+                    (entry,) = tables.from_json(value).sites.values()
                     return entry, last
-                last = answer[BEGIN]
+                if kind == BEGIN:
+                    last = value
+                else:
+                    turn.close()
+                    turn.enter_context(grants[kind]())
+                    _tell(process, GO)
+        return None, last
 
     def _answer(self) -> dict[str, Any] | None:
         try:
@@ -147,34 +169,50 @@ class Worker:
         return None if line is None else json.loads(line)
 
     def _started(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        # Beside a parent that may hold most of the GPU's memory already.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self._process, self._answers = process, queue.Queue()
-        threading.Thread(
-            target=_read, args=(process, self._answers), daemon=True
-        ).start()
-        return process
+        with self._starts_or_stops:
+            self._require_open()
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            # Beside a parent that may hold most of the GPU's memory already.
+            environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            self._process, self._answers = process, queue.Queue()
+            threading.Thread(
+                target=_read, args=(process, self._answers), daemon=True
+            ).start()
+            return process
 
     def _stop(self):
-        if self._process is None:
-            return
-        self._process.kill()
-        with contextlib.suppress(BrokenPipeError), self._process:
-            pass  # closes its pipes and waits for its end
-        self._process = None
+        with self._starts_or_stops:
+            if self._process is None:
+                return
+            self._process.kill()
+            with contextlib.suppress(BrokenPipeError), self._process:
+                pass  # closes its pipes and waits for its end
+            self._process = None
+
+    def _require_open(self):
+        if self._is_closed:
+            raise RuntimeError("the worker was ended.")
+
+
+def _tell(process: subprocess.Popen[str], line: str):
+    assert process.stdin is not None
+    # If it has ended, or was ended here, so do its answers.
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.write(line)
+        process.stdin.flush()
 
 
 def _read(process: subprocess.Popen[str], answers: queue.Queue[str | None]):
     assert process.stdout is not None
-    for line in process.stdout:
-        answers.put(line)
+    with contextlib.suppress(ValueError):  # closed while it is read
+        for line in process.stdout:
+            answers.put(line)
     answers.put(None)

@@ -82,7 +82,8 @@ def measure_site(
 
     Args:
         job: what is to be.
-        begin: told whose turn it is, for whoever must know if it ends the process.
+        begin: told which candidate is next, "" for several at a time, for whoever must
+            know if it ends the process.
         alone: a context in which nobody else uses the GPU, for times.
     """
     begin("")
@@ -109,12 +110,10 @@ def measure_site(
     begin("")
     with alone():
         times = _times(right, operands)
-    for choice in _chained(times):
-        begin(choice.name)
-        found = _chain_times(choice, job.site, operands, alone)
-        for what, of_choices in found.items():
-            times.setdefault(what, {}).update(of_choices)
-    begin("")
+    cases = _chain_cases(job, _chained(times), operands, begin)
+    if cases:
+        with alone():
+            times |= _medians(cases)
     return Entry(times, {job.source: errors}, failures)
 
 
@@ -130,29 +129,41 @@ def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
     return found[:_MOST_CHAINED]
 
 
-def _chain_times(
-    choice: Choice, site: SiteKey, operands: list[tuple], alone
-) -> dict[str, dict[str, float]]:
-    """Returns the times of a choice where lhs, or what it makes, is in FP8."""
-    forms: list[tuple[str, Sequence[tuple], Out]] = [(" out", operands, "fp8")]
-    if hands_on(choice, choice):
-        handed = [(_hand_over(site, lhs), rhs, g) for lhs, rhs, g in operands]
-        forms.append((" in", handed, "wide"))
-        forms.append((" in out", handed, "fp8"))
-    programs = {}
-    for what, run in (("training", train_site), ("inference", _infer)):
-        for form, sets, out in forms:
-            program = _program(choice, site, operands[0], run, out=out)
-            programs[f"{what}{form}"] = (program, sets)
-    compiled = compile_all({name: (f, sets[0]) for name, (f, sets) in programs.items()})
-    cases = {
-        name: Case(program, [leaves(one) for one in programs[name][1]])
-        for name, program in compiled.items()
-        if not isinstance(program, Exception)
-    }
-    with alone():
-        taken = time_kernels(cases)
-    return {name: {choice.name: time.median_us} for name, time in taken.items()}
+def _chain_cases(
+    job: Job, chosen: Sequence[Choice], operands: list[tuple], begin
+) -> dict[str, Case]:
+    """Returns what times choices where lhs, or what they make, is in FP8.
+
+    Each has run once, for it to be known whose does not.
+    """
+    if not chosen:
+        return {}
+    handed = [(_hand_over(job.site, lhs), rhs, g) for lhs, rhs, g in operands]
+    programs, owners, read = {}, {}, {}
+    for choice in chosen:
+        forms: list[tuple[str, Sequence[tuple], Out]] = [(" out", operands, "fp8")]
+        if hands_on(choice, choice):
+            forms.append((" in", handed, "wide"))
+            forms.append((" in out", handed, "fp8"))
+        for what, run in (("training", train_site), ("inference", _infer)):
+            for form, sets, out in forms:
+                name = f"{what}{form}:{choice.name}"
+                program = _program(choice, job.site, operands[0], run, out=out)
+                programs[name] = (program, sets[0])
+                owners[name], read[name] = choice.name, sets
+    if job.is_serial:
+        compiled = _compile_serially(programs, owners, begin)
+    else:
+        compiled = compile_all(programs)
+    cases = {}
+    for name, program in compiled.items():
+        if isinstance(program, Exception):
+            continue
+        cases[name] = Case(program, [leaves(one) for one in read[name]])
+        begin(owners[name])
+        jax.block_until_ready(program(*cases[name].arguments[0]))
+    begin("")
+    return cases
 
 
 def _hand_over(site: SiteKey, lhs: Array) -> Activations:
@@ -203,14 +214,11 @@ def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
             name = _program_name(what, choice)
             owners.setdefault(name, choice.name)
             programs[name] = (_program(choice, job.site, operands, run), operands)
-    compiled = {}
-    first, *others = programs.items()
     if job.is_serial:
-        for name, program in (first, *others):
-            begin(owners[name])
-            compiled |= compile_all({name: program})
+        compiled = _compile_serially(programs, owners, begin)
     else:
         # The first, bfloat16, finds kernels that the others have in common with it.
+        first, *others = programs.items()
         compiled = compile_all(dict([first])) | compile_all(dict(others))
     found: dict[str, dict[str, Any]] = {}
     failures = {}
@@ -222,6 +230,15 @@ def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
             else:
                 found.setdefault(choice.name, {})[what] = program
     return found, failures
+
+
+def _compile_serially(programs: dict, owners: dict[str, str], begin) -> dict[str, Any]:
+    """Returns as `compile_all` does; says before each whose it is."""
+    compiled = {}
+    for name, program in programs.items():
+        begin(owners[name])
+        compiled |= compile_all({name: program})
+    return compiled
 
 
 def _program_name(what: str, choice: Choice) -> str:
@@ -287,11 +304,17 @@ def _check(choice: Choice, passes, reference, operands, known):
 
 
 def _times(right, operands: list[tuple]) -> dict[str, dict[str, float]]:
+    """Returns microseconds by pass and candidate, out of the L2 and in it."""
     cases = {}
     for name, passes in right.items():
         for what, program in passes.items():
             cases[f"{what}:{name}"] = Case(program, operands)
             cases[f"{what} warm:{name}"] = Case(program, operands[:1])
+    return _medians(cases)
+
+
+def _medians(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
+    """Returns microseconds by what is timed, and by candidate, as a key has them."""
     found: dict[str, dict[str, float]] = {}
     for key, taken in time_kernels(cases).items():
         what, _, name = key.partition(":")

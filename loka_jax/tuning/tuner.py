@@ -23,14 +23,14 @@ class TuneConfig:
         pairs: operands drawn for the errors.
         rows: of these, at most.
         seed: of all draws.
-        workers: processes that compile at a time; for times they wait for each other.
+        workers: processes that compile at a time; they take times one after another.
     """
 
     batch_sizes: tuple[int, ...] = ()
     pairs: int = 50
     rows: int = 1024
     seed: int = 0
-    workers: int = max(1, (os.cpu_count() or 1) // 4)
+    workers: int = max(1, (os.cpu_count() or 1) // 2)
 
     def __post_init__(self):  # noqa: D105
         for name, least in {"pairs": 2, "rows": 16, "seed": 0, "workers": 1}.items():

@@ -1,19 +1,19 @@
 """The process in which candidates run, so that a faulty one ends no other.
 
-Reads a job a line from its input, as JSON, and answers in lines on its output: whose
-turn it is, then what was measured. What else is printed goes to the error output.
+Reads a job a line from its input, as JSON, and answers in lines on its output: which
+candidate begins, then what was measured. To take times it says that it must be alone,
+and after them that others may work too; each time it reads a line before it goes on.
+What else is printed goes to the error output.
 """
 
 import contextlib
 import dataclasses
-import fcntl
-import functools
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,32 +26,31 @@ from loka_jax.probe.site import ProbeConfig, SiteStats, no_stats
 from loka_jax.tuning.site import Job, measure_site
 
 BEGIN, RESULT = "begin", "result"
+ALONE, TOGETHER = "alone", "together"
+GO = "go\n"  # the answer to either
 
 
-def to_line(job: Job, stats: pathlib.Path | None, lock: pathlib.Path) -> str:
+def to_line(job: Job, stats: pathlib.Path | None) -> str:
     """Returns a job as a line.
 
     Args:
         job: what is to be measured.
         stats: the file of `save_stats` with its statistics.
-        lock: the file that is locked for times.
     """
     value = job._asdict() | {
         "site": dataclasses.asdict(job.site),
         "choices": [choice.name for choice in job.choices],
         "stats": None if stats is None else str(stats),
-        "lock": str(lock),
     }
     return json.dumps(value) + "\n"
 
 
-def from_line(line: str) -> tuple[Job, pathlib.Path]:
-    """Returns the job, and the lock, that `to_line` wrote."""
+def from_line(line: str) -> Job:
+    """Returns the job that `to_line` wrote."""
     value: dict[str, Any] = json.loads(line)
-    lock = pathlib.Path(value.pop("lock"))
     site = SiteKey(**value["site"])
     stats = value["stats"]
-    job = Job(
+    return Job(
         **value
         | {
             "site": site,
@@ -59,17 +58,6 @@ def from_line(line: str) -> tuple[Job, pathlib.Path]:
             "stats": None if stats is None else load_stats(pathlib.Path(stats), site),
         }
     )
-    return job, lock
-
-
-@contextlib.contextmanager
-def _alone(file: IO[str]) -> Iterator[None]:
-    """Waits until nobody else compiles or measures, and keeps it so."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def save_stats(path: pathlib.Path, stats: SiteStats):
@@ -94,11 +82,21 @@ def main():
     def say(kind: str, value: Any):
         answers.write(json.dumps({kind: value}) + "\n")
 
-    for line in sys.stdin:
-        job, lock = from_line(line)
-        with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            alone = functools.partial(_alone, file)
-            entry = measure_site(job, lambda name: say(BEGIN, name), alone)
+    def wait_for(turn: str):
+        say(turn, True)
+        if not sys.stdin.readline():
+            sys.exit("nobody is left to grant a turn")
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        wait_for(ALONE)
+        try:
+            yield
+        finally:
+            wait_for(TOGETHER)
+
+    while line := sys.stdin.readline():
+        job = from_line(line)
+        entry = measure_site(job, lambda name: say(BEGIN, name), alone)
         table = Table(Header("", "", "", ""), {job.site: entry})
         say(RESULT, tables.to_json(table))

@@ -1,7 +1,10 @@
 """Worker processes: those that end do not end what others measure."""
 
+import functools
 import json
 import sys
+import threading
+import time
 
 import jax
 import pytest
@@ -9,8 +12,10 @@ import pytest
 from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats
-from loka_jax.tuning.pool import Worker
+from loka_jax.tuning import pool
+from loka_jax.tuning.pool import Worker, measure_all
 from loka_jax.tuning.site import Job
+from loka_jax.tuning.turns import Turns
 from loka_jax.tuning.worker import from_line, save_stats, to_line
 
 SITE = SiteKey(64, 32, 16)
@@ -18,17 +23,34 @@ NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
 JOB = Job(
     SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16, seed=0
 )
-# Speaks as a worker does, without measuring: 1 us for every choice, in turn.
+# Speaks as a worker does, without measuring: 1 us for every choice, in turn. Notes when
+# it compiles and when it times.
 _FAKE = """
-import json, os, sys
-for line in sys.stdin:
+import json, os, sys, time
+log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def note(what):
+    os.write(log, (what + "\\n").encode())
+def turn(name):
+    print(json.dumps({name: True}), flush=True)
+    assert sys.stdin.readline() == "go\\n"
+while line := sys.stdin.readline():
     job = json.loads(line)
     times = {}
+    note("begins to compile")
     for name in job["choices"]:
         if ACTS_UP: ACT
         print(json.dumps({"begin": name}), flush=True)
         if name == BAD: ACT
         times[name] = 1.0
+    for _ in range(2):
+        note("ends to compile")
+        turn("alone")
+        note("begins to time")
+        if ALONE_ACTS_UP: ACT
+        note("ends to time")
+        turn("together")
+        note("begins to compile")
+    note("ends to compile")
     site = dict(job["site"])
     entry = {"site": site, "times": {"training": times}, "errors": {}, "failures": {}}
     header = dict.fromkeys(("device_kind", "jax", "jaxlib", "kernels"), "")
@@ -37,44 +59,110 @@ for line in sys.stdin:
 """
 
 
-def _fake(*, bad="", act="os._exit(11)", acts_up="False") -> tuple[str, ...]:
-    text = _FAKE.replace("BAD", repr(bad)).replace("ACTS_UP", acts_up)
+def _fake(
+    *,
+    bad="",
+    act="os._exit(11)",
+    acts_up="False",
+    alone_acts_up="False",
+    log="/dev/null",
+) -> tuple[str, ...]:
+    text = _FAKE.replace("BAD", repr(bad)).replace("ALONE_ACTS_UP", alone_acts_up)
+    text = text.replace("ACTS_UP", acts_up).replace("LOG", repr(str(log)))
     return (sys.executable, "-c", text.replace("ACT", act))
 
 
-def _measure(tmp_path, command, timeout_s=20.0):
-    lock, said = tmp_path / "lock", []
-    lock.touch()
-    with Worker(said.append, lock, command=command, timeout_s=timeout_s) as worker:
+def _measure(command, timeout_s=20.0, turns=None):
+    said, turns = [], turns or Turns()
+    with Worker(said.append, turns, command=command, timeout_s=timeout_s) as worker:
         return worker.measure(JOB), said
 
 
-def test_a_worker_answers(tmp_path):
-    entry, said = _measure(tmp_path, _fake())
+def test_a_worker_answers():
+    entry, said = _measure(_fake())
     assert set(entry.times["training"]) == set(NAMES) and said == []
 
 
 @pytest.mark.parametrize(
     "act", ["os._exit(11)", "os.kill(os.getpid(), 9)", "__import__('time').sleep(60)"]
 )
-def test_who_ends_the_process_is_left_out(tmp_path, act):
-    entry, said = _measure(tmp_path, _fake(bad=NAMES[1], act=act), timeout_s=3.0)
+def test_who_ends_the_process_is_left_out(act):
+    entry, said = _measure(_fake(bad=NAMES[1], act=act), timeout_s=3.0)
     assert set(entry.times["training"]) == {NAMES[0], NAMES[2]}
     assert "ended the process" in entry.failures[NAMES[1]]
     assert len(said) == 1 and NAMES[1] in said[0]
 
 
-def test_whom_compilation_ends_is_found_one_by_one(tmp_path):
+def test_whom_compilation_ends_is_found_one_by_one():
     # Dies without a word unless it is asked for one after another.
     command = _fake(acts_up="not job['is_serial']")
-    entry, _ = _measure(tmp_path, command)
+    entry, _ = _measure(command)
     assert set(entry.times["training"]) == set(NAMES)
 
 
-def test_a_worker_that_never_works_is_given_up(tmp_path):
-    entry, said = _measure(tmp_path, _fake(acts_up="True"))
+def test_a_worker_that_never_works_is_given_up():
+    entry, said = _measure(_fake(acts_up="True"))
     assert entry.times == {} and set(entry.failures) == set(NAMES)
     assert len(said) == 1
+
+
+def test_one_takes_times_while_nobody_compiles(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    command = _fake(log=log)
+    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
+    jobs = [JOB._replace(seed=i) for i in range(6)]
+    done = list(measure_all(jobs, 3, lambda line: None))
+    assert sorted(job.seed for job, _ in done) == list(range(6))
+    now = {"compile": 0, "time": 0}
+    for line in log.read_text().splitlines():
+        verb, _, what = line.split()
+        now[what] += 1 if verb == "begins" else -1
+        assert now["time"] == 0 or now == {"compile": 0, "time": 1}
+    assert now == {"compile": 0, "time": 0} and line == "ends to compile"
+
+
+@pytest.mark.parametrize("act", ["os._exit(11)", "time.sleep(60)"])
+def test_who_ends_alone_gives_its_turn_back(act):
+    turns = Turns()
+    command = _fake(alone_acts_up="True", act=act)
+    entry, _ = _measure(command, timeout_s=1.0, turns=turns)
+    assert entry.times == {}
+    with turns.alone():
+        pass
+    with turns.together():
+        pass
+
+
+def test_waiting_for_a_turn_is_no_silence():
+    turns, ended = Turns(), threading.Event()
+
+    def times():
+        with turns.alone():
+            began.set()
+            ended.wait()
+
+    began = threading.Event()
+    other = threading.Thread(target=times)
+    other.start()
+    began.wait()
+    threading.Timer(4.0, ended.set).start()
+    entry, said = _measure(_fake(), timeout_s=3.0, turns=turns)
+    other.join()
+    assert set(entry.times["training"]) == set(NAMES) and said == []
+
+
+def test_an_end_from_outside_is_nobodys_fault(monkeypatch):
+    said = []
+    # The others may wait for their turn then.
+    command = _fake(acts_up="job['seed'] > 1", act="time.sleep(60)")
+    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
+    jobs = [JOB._replace(seed=i) for i in range(6)]
+    measured = measure_all(jobs, 2, said.append)
+    assert next(measured)[0].seed < 2
+    began = time.monotonic()
+    measured.close()  # as Ctrl-C does
+    assert time.monotonic() - began < 30
+    assert not any("process" in line for line in said)
 
 
 def test_a_job_is_a_line(tmp_path):
@@ -83,10 +171,10 @@ def test_a_job_is_a_line(tmp_path):
     stats = tree.unflatten([leaf + i for i, leaf in enumerate(leaves)])
     path = tmp_path / "stats.npz"
     save_stats(path, stats)
-    line = to_line(JOB._replace(stats=stats), path, tmp_path)
+    line = to_line(JOB._replace(stats=stats), path)
     assert json.loads(line) and line.endswith("\n")
-    job, lock = from_line(line)
-    assert lock == tmp_path and job._replace(stats=None) == JOB
+    job = from_line(line)
+    assert job._replace(stats=None) == JOB
     for old, new in zip(
         jax.tree.leaves(stats), jax.tree.leaves(job.stats), strict=True
     ):

@@ -1,5 +1,7 @@
 """What is measured of candidates at a site, on a CPU."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -86,11 +88,46 @@ def test_kernels_that_do_not_run_here_fail_with_a_reason():
     assert set(found.times["training"]) == {"xla bf16"}
 
 
-def test_it_is_told_whose_turn_it_is():
-    turns = []
+def test_it_is_told_who_is_next():
+    said = []
     measure_site(
-        _job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), turns.append
+        _job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), said.append
     )
-    assert turns[0] == "" and turns[-1] == ""
-    assert set(turns) == {"", "xla bf16", "xla fp8_rowwise"}
-    assert turns.index("xla bf16") < turns.index("xla fp8_rowwise")
+    assert said[0] == "" and said[-1] == ""
+    assert set(said) == {"", "xla bf16", "xla fp8_rowwise"}
+    assert said.index("xla bf16") < said.index("xla fp8_rowwise")
+
+
+@pytest.mark.parametrize("is_serial", [False, True])
+def test_forms_in_a_row_are_compiled_together_and_timed_at_once(monkeypatch, is_serial):
+    # XLA stands in for kernels, of which none runs here.
+    monkeypatch.setattr(site_lib, "_chained", lambda times: list(job.choices))
+    monkeypatch.setattr(site_lib, "hands_on", lambda *choices: True)
+    compile_all, said = site_lib.compile_all, []
+
+    def compiling(programs):
+        said.append(f"compiles {len(programs)}")
+        return compile_all(programs)
+
+    @contextlib.contextmanager
+    def alone():
+        said.append("alone")
+        yield
+        said.append("together")
+
+    monkeypatch.setattr(site_lib, "compile_all", compiling)
+    job = _job(*NAMES[:2])._replace(is_serial=is_serial)
+    found = measure_site(job, said.append, alone)
+    for what in ("training", "inference"):
+        for form in (" in", " out", " in out"):
+            assert set(found.times[f"{what}{form}"]) == set(NAMES[:2])
+    assert found.failures == {}
+    first, second = (i for i, one in enumerate(said) if one == "alone")
+    assert said[first + 1] == "together" and said[second:] == ["alone", "together"]
+    ran = [name for name in NAMES[:2] for _ in range(6)]
+    between = said[first + 2 : second]
+    if is_serial:
+        compiled = [one for name in ran for one in (name, "compiles 1")]
+        assert between == [*compiled, *ran, ""]
+    else:
+        assert between == ["compiles 12", *ran, ""]
