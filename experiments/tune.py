@@ -4,8 +4,10 @@
 
 Trains, or goes on with what the workdir holds, while Probe observes every site; then
 measures every candidate at every site, on operands drawn from what was learned, in a
-process of its own. What the table holds of other sites stays. Options are those of
-train.py, `--table` and `--tune.*`. `train.py --plan table.json` follows the table.
+process of its own. What the table holds already stays: times are not taken again, and
+of this model only the errors are measured; name a new file to measure all of it anew.
+Options are those of train.py, `--table` and `--tune.*`. `train.py --plan table.json`
+follows the table.
 
 Exit codes: as of train.py.
 """
@@ -17,11 +19,16 @@ from experiments.cli import parse_with, run_cli
 from experiments.probe import observed
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.table import BadTable, Table, header_here
+from loka_jax.dispatch.table import BadTable, Interval, Table, header_here
+from loka_jax.survey.sensitivity import ALL, sensitivity
+from loka_jax.train.build import Run
 from loka_jax.train.config import Config
 from loka_jax.train.session import standard_output, train
+from loka_jax.train.state import TrainState
 from loka_jax.tuning import TuneConfig
 from loka_jax.tuning import tune as measure
+
+_LOSS_RECIPE = "fp8_tensorwise"  # whose effect on the loss is measured
 
 
 def tune(
@@ -35,12 +42,32 @@ def tune(
         return done.exit_code
     assert done.state is not None
     run, known = done.run, nn.by_path(done.state.probe)
+    old = _old_table(path)
+    measured = measure(
+        run.config.name,
+        run.sites,
+        known,
+        options,
+        effects=_effects(run, done.state, options.held_out_batches),
+        timed=[] if old is None else [k for k, one in old.sites.items() if one.times],
+        say=console.print,
+    )
     # After every site, for measuring all of them can take long.
-    for found in measure(run.config.name, run.sites, known, options, console.print):
+    for found in measured:
         old = _old_table(path)
         tables.write(path, found if old is None else old.merged(found))
     console.print(f"Table: {path}")
     return 0
+
+
+def _effects(run: Run, state: TrainState, max_batches: int) -> dict[str, Interval]:
+    """Returns by path what FP8 in the forward product does to the loss, relative."""
+    found = sensitivity(run, state, recipe=_LOSS_RECIPE, max_batches=max_batches)
+    return {
+        path: Interval(*(one[name] / one["loss"] for name in ("change", "low", "high")))
+        for path, one in found.items()
+        if path != ALL
+    }
 
 
 def _old_table(path: pathlib.Path) -> Table | None:

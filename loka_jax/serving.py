@@ -95,7 +95,7 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
         inputs: arrays or `jax.ShapeDtypeStruct`.
     """
     program, out_tree = _trace(function, weights, inputs)
-    leaves, wanted = jax.tree.leaves(weights), _shapes(inputs)
+    leaves, wanted = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
     parts = _cut(program.jaxpr, len(leaves))
 
     def once(*leaves):
@@ -104,13 +104,14 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
         return [env[var] for var in parts.ready]
 
     def later(ready, *given):
+        given = jax.tree.leaves(given)
         if _shapes(given) != wanted:
             raise ValueError(
                 f"inputs are {_shapes(given)}, and the weights were made ready for "
                 f"{wanted}: make them ready for these shapes."
             )
         env = dict(zip(parts.ready, ready, strict=True))
-        env |= dict(zip(parts.inputs, jax.tree.leaves(given), strict=True))
+        env |= dict(zip(parts.inputs, given, strict=True))
         _run(program, parts.later, env)
         outs = [_read(env, var) for var in program.jaxpr.outvars]
         return jax.tree.unflatten(out_tree, outs)
@@ -220,5 +221,5 @@ def _read(env: Mapping[jex.Var, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
-def _shapes(values: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
+def _shapes(values: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]

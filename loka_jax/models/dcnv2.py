@@ -30,6 +30,7 @@ class Dcnv2(linen.Module):
         norm: norm of every layer of the deep network.
         activation: activation of the deep network.
         dropout_rate: of the deep network.
+        implementation: "xla" for XLA alone; None for kernels where they serve.
     """
 
     num_cross_layers: int = 3
@@ -40,6 +41,7 @@ class Dcnv2(linen.Module):
     norm: nn.NormName = "none"
     activation: nn.ActivationName = "relu"
     dropout_rate: float = 0.0
+    implementation: Literal["xla"] | None = None
 
     @linen.compact
     def __call__(
@@ -52,8 +54,8 @@ class Dcnv2(linen.Module):
         """Returns float32 logits."""
         dtype = get_recipe(self.recipe).compute_dtype
         flat = embeddings.reshape(embeddings.shape[0], -1)
-        x0 = jnp.concatenate([dense_features.astype(dtype), flat.astype(dtype)], axis=1)
-        x0 = nn.pad_features(x0)  # [B, n + F D, rounded up to 16]
+        x0 = nn.join_features(dense_features.astype(dtype), flat.astype(dtype))
+        # [B, n + F D, rounded up to 16]
 
         crossed = nn.CrossNet(
             self.num_cross_layers,
@@ -68,6 +70,7 @@ class Dcnv2(linen.Module):
             norm=self.norm,
             activation=self.activation,
             dropout_rate=self.dropout_rate,
+            implementation=self.implementation,
             name="deep_mlp",
         )(x0 if is_parallel else crossed, train=train)
         out = jnp.concatenate([crossed, deep], axis=1) if is_parallel else deep

@@ -10,7 +10,6 @@ B is the batch, F the number of categorical features, D the embedding dimension.
 
 from typing import Literal
 
-import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
@@ -31,6 +30,7 @@ class Dlrm(linen.Module):
         norm: norm of every layer.
         activation: activation of every layer.
         dropout_rate: of the top MLP.
+        implementation: "xla" for XLA alone; None for kernels where they serve.
     """
 
     bottom_mlp: tuple[int, ...] = (512, 256)
@@ -40,6 +40,7 @@ class Dlrm(linen.Module):
     norm: nn.NormName = "none"
     activation: nn.ActivationName = "relu"
     dropout_rate: float = 0.0
+    implementation: Literal["xla"] | None = None
 
     @linen.compact
     def __call__(
@@ -59,12 +60,11 @@ class Dlrm(linen.Module):
             )  # [B, D]
 
         if self.interaction == "dot":
-            features = nn.dot_features(bottom, embeddings)
+            features = nn.dot_features(
+                bottom, embeddings, implementation=self.implementation
+            )
         else:
-            features = embeddings.reshape(batch, -1)
-            if bottom is not None:
-                features = jnp.concatenate([bottom, features], axis=1)
-            features = nn.pad_features(features)
+            features = nn.join_features(bottom, embeddings.reshape(batch, -1))
         # [B, D + F (F + 1) / 2 or (F + 1) D, rounded up to 16]
 
         top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
@@ -79,5 +79,6 @@ class Dlrm(linen.Module):
             norm=self.norm,
             activation=self.activation,
             dropout_rate=dropout_rate,
+            implementation=self.implementation,
             name=name,
         )

@@ -3,7 +3,7 @@
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
-from loka_jax.nn.interaction import CrossNet, pad_features
+from loka_jax.nn.interaction import CrossNet, join_features
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
@@ -41,10 +41,10 @@ __all__ = [
     "activation",
     "by_path",
     "dot_features",
+    "join_features",
     "list_sites",
     "merge_stats",
     "normalize",
     "overriding",
-    "pad_features",
     "probing",
 ]

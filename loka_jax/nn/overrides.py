@@ -131,7 +131,10 @@ class Planned:
         choices = tuple(
             (path, Choice("xla", choice.recipe)) for path, choice in self.choices
         )
-        return dataclasses.replace(self, choices=choices)
+        model = self.model
+        if hasattr(model, "implementation"):
+            model = model.clone(implementation="xla")
+        return dataclasses.replace(self, model=model, choices=choices)
 
     def init(self, *args, **kwargs):
         """Returns the model's variables."""

@@ -22,8 +22,8 @@ _WIDEST = 256  # D
 _LEAST_TILE = 16  # the tensor core's
 # Settings. A program's warps share an example, and its examples follow each other: many
 # small programs hide each other's latencies, several examples each pay for the launch.
-_EXAMPLES = 8
-_VALUES = 64  # of a tile that a thread holds: with fewer, an example takes more warps
+_EXAMPLES = 4
+_VALUES = 128  # of a tile that a thread holds: with fewer, an example takes more warps
 _NUM_STAGES = 1
 
 

@@ -10,7 +10,7 @@ fast   kernel time of the whole site, operands out of the L2 ("training", "infer
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,35 +18,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from loka_jax import fp8
 from loka_jax.choice import Choice
-from loka_jax.dispatch.candidates import SiteKey
-from loka_jax.dispatch.chains import hands_on
+from loka_jax.dispatch.candidates import BF16, SiteKey
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
-from loka_jax.fp8 import E4M3
-from loka_jax.nn import Activations, Site
-from loka_jax.ops.plan import Out, hand_over
-from loka_jax.probe.capture import Operands
+from loka_jax.probe.capture import Operands as Drawn
 from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.site import SiteStats
-from loka_jax.probe.timing import Case, time_kernels
+from loka_jax.probe.timing import Case, KernelTime, time_kernels
 from loka_jax.quality import relative_l2
-from loka_jax.recipe import get_recipe
 from loka_jax.survey.config import FP8_RECIPES
 from loka_jax.survey.errors import draw_learned, draw_normal, site_errors
-from loka_jax.survey.times import (
-    operand_amaxes,
-    rotated,
-    run_site,
-    scaling_state,
-    train_site,
-)
+from loka_jax.survey.times import rotated
+from loka_jax.tuning.passes import Operands, Pass, exact, in_rows, inference, training
 
 # A kernel may add this to what its recipe costs: factor, and relative L2.
 _SLACK, _ROUNDING = 1.25, 0.01
 _MOST_CHAINED = 3
 _MOST = 0.5  # relative L2 beyond which nothing is right, XLA included
-_FLOAT32 = Choice("xla", get_recipe("f32"))
 
 
 class Job(NamedTuple):
@@ -54,7 +42,7 @@ class Job(NamedTuple):
 
     Attributes:
         site: where.
-        choices: whom.
+        choices: whom; nobody for errors alone, where times are known.
         stats: what Probe knows of the operands; None for N(0, 1).
         source: what they are called in the table.
         pairs: draws for the errors.
@@ -87,21 +75,21 @@ def measure_site(
         alone: a context in which nobody else uses the GPU, for times.
     """
     begin("")
-    errors = _errors(job)
+    errors = {job.source: _errors(job)}
+    if not job.choices:
+        return Entry(errors=errors)
     draw = _draw(job, job.site.m)
-    operands = [_as_read(draw(key)) for key in _keys(job, rotated(job.site))]
-    compiled, failures = _compiled(job, operands[0], begin)
-    right = {}
-    reference = _results(
-        _program(_FLOAT32, job.site, operands[0], train_site), operands
-    )
+    sets = [_as_read(draw(key)) for key in _keys(job, rotated(job.site))]
+    compiled, failures = _compiled(job, sets, begin)
+    right: dict[str, _Compiled] = {}
+    reference = _reference(job.site, sets[0])
     known: dict[str, dict[str, float]] = {}
     for choice in job.choices:
         if choice.name in failures:
             continue
         begin(choice.name)
         why_not, known[choice.name] = _check(
-            choice, compiled[choice.name], reference, operands[0], known
+            choice, compiled[choice.name], reference, known
         )
         if why_not is None:
             right[choice.name] = compiled[choice.name]
@@ -109,12 +97,12 @@ def measure_site(
             failures[choice.name] = why_not
     begin("")
     with alone():
-        times = _times(right, operands)
-    cases = _chain_cases(job, _chained(times), operands, begin)
+        times = _times(right)
+    cases = _cases_in_rows(job, _chained(times), sets, begin)
     if cases:
         with alone():
-            times |= _medians(cases)
-    return Entry(times, {job.source: errors}, failures)
+            times |= _by_pass(time_kernels(cases))
+    return Entry(times, errors, failures)
 
 
 def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
@@ -129,56 +117,35 @@ def _chained(times: dict[str, dict[str, float]]) -> list[Choice]:
     return found[:_MOST_CHAINED]
 
 
-def _chain_cases(
-    job: Job, chosen: Sequence[Choice], operands: list[tuple], begin
+def _cases_in_rows(
+    job: Job, chosen: Sequence[Choice], sets: list[Operands], begin
 ) -> dict[str, Case]:
-    """Returns what times choices where lhs, or what they make, is in FP8.
+    """Returns what times choices in rows of sites, by pass and name.
 
     Each has run once, for it to be known whose does not.
     """
-    if not chosen:
-        return {}
-    handed = [(_hand_over(job.site, lhs), rhs, g) for lhs, rhs, g in operands]
-    programs, owners, read = {}, {}, {}
+    passes, owners = {}, {}
     for choice in chosen:
-        forms: list[tuple[str, Sequence[tuple], Out]] = [(" out", operands, "fp8")]
-        if hands_on(choice, choice):
-            forms.append((" in", handed, "wide"))
-            forms.append((" in out", handed, "fp8"))
-        for what, run in (("training", train_site), ("inference", _infer)):
-            for form, sets, out in forms:
-                name = f"{what}{form}:{choice.name}"
-                program = _program(choice, job.site, operands[0], run, out=out)
-                programs[name] = (program, sets[0])
-                owners[name], read[name] = choice.name, sets
-    if job.is_serial:
-        compiled = _compile_serially(programs, owners, begin)
-    else:
-        compiled = compile_all(programs)
+        for what, one in in_rows(choice, job.site, sets).items():
+            name = f"{what}:{choice.name}"
+            passes[name], owners[name] = one, choice.name
     cases = {}
-    for name, program in compiled.items():
+    for name, program in _compile(job, passes, owners, begin).items():
         if isinstance(program, Exception):
             continue
-        cases[name] = Case(program, [leaves(one) for one in read[name]])
+        cases[name] = program
         begin(owners[name])
-        jax.block_until_ready(program(*cases[name].arguments[0]))
-    begin("")
+        jax.block_until_ready(program.function(*program.arguments[0]))
+    if cases:
+        begin("")
     return cases
-
-
-def _hand_over(site: SiteKey, lhs: Array) -> Activations:
-    """Returns rows as a site before this one hands them on."""
-    if hand_over(site.norm) == "row":
-        return Activations(lhs, fp8.quantize(lhs, E4M3, axes=(1,)))
-    scale_inv = fp8.compute_scale_inv(fp8.amax(lhs), E4M3)
-    return Activations(lhs, fp8.cast(lhs, scale_inv, E4M3))
 
 
 def _keys(job: Job, count: int) -> Array:
     return jax.random.split(jax.random.key(job.seed), count)
 
 
-def _draw(job: Job, rows: int) -> Callable[[Array], Operands]:
+def _draw(job: Job, rows: int) -> Callable[[Array], Drawn]:
     if job.stats is None:
         sizes = (rows, job.site.k, job.site.n)
         return functools.partial(draw_normal, sizes=sizes)
@@ -193,7 +160,8 @@ def _errors(job: Job) -> RoleErrors:
     return {
         role: {
             name.removeprefix("xla "): {
-                measure: Interval(**by_source["drawn"][measure]) for measure in MEASURES
+                measure: Interval(**_rounded(by_source["drawn"][measure]))
+                for measure in MEASURES
             }
             for name, by_source in of_role.items()
             if name.startswith("xla ")
@@ -206,25 +174,31 @@ def _errors(job: Job) -> RoleErrors:
     }
 
 
-def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
+def _rounded(interval: dict[str, float]) -> dict[str, float]:
+    """Returns it to four digits, for a table that one can read."""
+    return {name: float(f"{value:.4g}") for name, value in interval.items()}
+
+
+# By pass: a function and its sets of arguments.
+type _Compiled = dict[str, Case]
+
+
+def _compiled(
+    job: Job, sets: list[Operands], begin
+) -> tuple[dict[str, _Compiled], dict[str, str]]:
     """Returns each candidate's compiled passes, and why others have none."""
-    programs, owners = {}, {}
+    passes, owners = {}, {}
     for choice in job.choices:
-        for what, run in (("training", train_site), ("inference", _infer)):
+        for what, make in (("training", training), ("inference", inference)):
             name = _program_name(what, choice)
-            owners.setdefault(name, choice.name)
-            programs[name] = (_program(choice, job.site, operands, run), operands)
-    if job.is_serial:
-        compiled = _compile_serially(programs, owners, begin)
-    else:
-        # The first, bfloat16, finds kernels that the others have in common with it.
-        first, *others = programs.items()
-        compiled = compile_all(dict([first])) | compile_all(dict(others))
-    found: dict[str, dict[str, Any]] = {}
+            if name not in passes:
+                passes[name], owners[name] = make(choice, job.site, sets), choice.name
+    programs = _compile(job, passes, owners, begin)
+    found: dict[str, _Compiled] = {}
     failures = {}
     for choice in job.choices:
         for what in ("training", "inference"):
-            program = compiled[_program_name(what, choice)]
+            program = programs[_program_name(what, choice)]
             if isinstance(program, Exception):
                 failures[choice.name] = f"does not compile: {_one_line(program)}"
             else:
@@ -232,13 +206,27 @@ def _compiled(job: Job, operands: tuple, begin) -> tuple[dict[str, dict], dict]:
     return found, failures
 
 
-def _compile_serially(programs: dict, owners: dict[str, str], begin) -> dict[str, Any]:
-    """Returns as `compile_all` does; says before each whose it is."""
-    compiled = {}
-    for name, program in programs.items():
-        begin(owners[name])
-        compiled |= compile_all({name: program})
-    return compiled
+def _compile(
+    job: Job, passes: dict[str, Pass], owners: dict[str, str], begin
+) -> dict[str, Case | Exception]:
+    """Returns passes as they are timed, or why one does not compile."""
+    programs = {name: (one.function, one.arguments[0]) for name, one in passes.items()}
+    compiled: dict[str, Any] = {}
+    if job.is_serial:
+        for name, program in programs.items():
+            begin(owners[name])
+            compiled |= compile_all({name: program})
+    else:
+        # bfloat16 finds kernels that the others have in common with it.
+        first = {k: v for k, v in programs.items() if owners[k] == BF16.name}
+        compiled = compile_all(first) if first else {}
+        compiled |= compile_all({k: v for k, v in programs.items() if k not in first})
+    return {
+        name: found
+        if isinstance(found, Exception)
+        else Case(found, [leaves(one) for one in passes[name].arguments])
+        for name, found in compiled.items()
+    }
 
 
 def _program_name(what: str, choice: Choice) -> str:
@@ -252,38 +240,19 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _program(
-    choice: Choice, site: Site | SiteKey, operands: tuple, run, *, out: Out = "wide"
-) -> Callable:
-    """Returns a function of (lhs, rhs, g) that runs a pass of the site."""
-    recipe, state = choice.recipe, None
-    if recipe.is_delayed:
-        state = scaling_state(recipe, operand_amaxes(operands))
-        recipe = choice.calibrated().recipe  # as all steps but the first are
-    of_site = functools.partial(run_site, site, recipe, state, choice.provider, out=out)
-    return functools.partial(run, of_site)
-
-
-def _infer(run, lhs, rhs, g):
-    del g
-    out = run(lhs, rhs)
-    # In a row of inferences nobody reads the wide form, and it is not made.
-    return out.fp8 if isinstance(out, Activations) else out
-
-
-def _results(program, operands: Sequence[tuple]) -> tuple[Array, Array, Array]:
-    lhs, rhs, g = (x.astype(jnp.float32) for x in operands[0])
+def _reference(site: SiteKey, operands: Operands) -> tuple[Array, Array, Array]:
+    """Returns y, dlhs and drhs in float32."""
+    function, arguments = exact(site, operands)
     options = UNTUNED if jax.default_backend() == "gpu" else {}
-    run = jax.jit(program, compiler_options=dict(options))
-    y, (dlhs, drhs) = run(lhs, rhs, g)
+    y, (dlhs, drhs) = jax.jit(function, compiler_options=dict(options))(*arguments)
     return y, dlhs, drhs
 
 
-def _check(choice: Choice, passes, reference, operands, known):
+def _check(choice: Choice, passes: _Compiled, reference, known):
     """Returns why a candidate is not right, or None; and how far off it is."""
     try:
-        y, (dlhs, drhs) = jax.block_until_ready(passes["training"](*operands))
-        inferred = jax.block_until_ready(passes["inference"](*operands))
+        y, (dlhs, drhs) = _run_once(passes["training"])
+        inferred = _run_once(passes["inference"])
     except Exception as error:  # a candidate's failure is what is to be noted
         return f"does not run: {_one_line(error)}", {}
     found = {
@@ -303,25 +272,37 @@ def _check(choice: Choice, passes, reference, operands, known):
     return None, found
 
 
-def _times(right, operands: list[tuple]) -> dict[str, dict[str, float]]:
+def _run_once(case: Case):
+    return jax.block_until_ready(case.function(*case.arguments[0]))
+
+
+def _times(right: dict[str, _Compiled]) -> dict[str, dict[str, float]]:
     """Returns microseconds by pass and candidate, out of the L2 and in it."""
-    cases = {}
+    # Some share the program of a pass, which is timed once.
+    cases: dict[int, Case] = {
+        id(case): case for passes in right.values() for case in passes.values()
+    }
+    warm = {
+        -key: Case(case.function, case.arguments[:1]) for key, case in cases.items()
+    }
+    taken = time_kernels({str(key): case for key, case in (cases | warm).items()})
+    named = {}
     for name, passes in right.items():
-        for what, program in passes.items():
-            cases[f"{what}:{name}"] = Case(program, operands)
-            cases[f"{what} warm:{name}"] = Case(program, operands[:1])
-    return _medians(cases)
+        for what, case in passes.items():
+            named[f"{what}:{name}"] = taken[str(id(case))]
+            named[f"{what} warm:{name}"] = taken[str(-id(case))]
+    return _by_pass(named)
 
 
-def _medians(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
-    """Returns microseconds by what is timed, and by candidate, as a key has them."""
+def _by_pass(taken: Mapping[str, KernelTime]) -> dict[str, dict[str, float]]:
+    """Returns microseconds by pass, and by candidate, as a key has them."""
     found: dict[str, dict[str, float]] = {}
-    for key, taken in time_kernels(cases).items():
+    for key, time in taken.items():
         what, _, name = key.partition(":")
-        found.setdefault(what, {})[name] = taken.median_us
+        found.setdefault(what, {})[name] = round(time.median_us, 2)
     return found
 
 
-def _as_read(operands: Operands) -> tuple[Array, Array, Array]:
-    lhs, rhs, g = operands
+def _as_read(drawn: Drawn) -> Operands:
+    lhs, rhs, g = drawn
     return lhs.astype(jnp.bfloat16), rhs, g.astype(jnp.bfloat16)

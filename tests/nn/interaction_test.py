@@ -8,13 +8,19 @@ from loka_jax import nn
 from tests import support
 
 
-@pytest.mark.parametrize("k, padded", [(16, 16), (17, 32), (1, 16), (31, 32)])
-def test_features_are_padded_with_zeros_to_a_multiple_of_16(k, padded):
-    x = support.normal(3, k)
-    y = nn.pad_features(x)
-    chex.assert_shape(y, (3, padded))
-    chex.assert_trees_all_equal(y[:, :k], x)
-    chex.assert_trees_all_equal(y[:, k:], jnp.zeros((3, padded - k)))
+@pytest.mark.parametrize("a, b, padded", [(3, 13, 16), (1, 16, 32), (0, 31, 32)])
+def test_features_are_joined_and_padded_with_zeros_to_a_multiple_of_16(a, b, padded):
+    first, second = support.normal(3, a), support.normal(3, b, seed=1)
+    y = nn.join_features(first if a else None, second)
+    zeros = jnp.zeros((3, padded - a - b))
+    chex.assert_trees_all_equal(y, jnp.concatenate([first, second, zeros], axis=1))
+
+
+def test_gradients_of_joined_features_are_their_own():
+    first, second = support.normal(3, 5), support.normal(3, 8, seed=1)
+    g = support.normal(3, 16, seed=2)
+    _, pull = jax.vjp(nn.join_features, first, second)
+    chex.assert_trees_all_equal(pull(g), (g[:, :5], g[:, 5:13]))
 
 
 @pytest.mark.parametrize("rank", [None, 4])

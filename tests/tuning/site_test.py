@@ -10,6 +10,7 @@ from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats, observe
 from loka_jax.recipe import ROLES
+from loka_jax.tuning import passes
 from loka_jax.tuning import site as site_lib
 from loka_jax.tuning.site import Job, measure_site
 from tests import support
@@ -74,7 +75,7 @@ def _wrong(run_site, wrong):
     ids=["scale", "rows", "nan", "shape"],
 )
 def test_who_is_wrong_has_no_time(monkeypatch, wrong, why):
-    monkeypatch.setattr(site_lib, "run_site", _wrong(site_lib.run_site, wrong))
+    monkeypatch.setattr(passes, "run_site", _wrong(passes.run_site, wrong))
     found = measure_site(_job("xla bf16", "xla fp8_rowwise"), lambda name: None)
     assert set(found.times["training"]) == {"xla bf16"}
     assert why in found.failures["xla fp8_rowwise"]
@@ -86,6 +87,11 @@ def test_kernels_that_do_not_run_here_fail_with_a_reason():
     found = measure_site(job, lambda name: None)
     assert "does not compile" in found.failures["pallas bf16"]
     assert set(found.times["training"]) == {"xla bf16"}
+
+
+def test_times_that_are_known_are_not_taken_again():
+    found = measure_site(_job()._replace(choices=()), lambda name: None)
+    assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
 
 
 def test_it_is_told_who_is_next():
@@ -101,8 +107,8 @@ def test_it_is_told_who_is_next():
 @pytest.mark.parametrize("is_serial", [False, True])
 def test_forms_in_a_row_are_compiled_together_and_timed_at_once(monkeypatch, is_serial):
     # XLA stands in for kernels, of which none runs here.
-    monkeypatch.setattr(site_lib, "_chained", lambda times: list(job.choices))
-    monkeypatch.setattr(site_lib, "hands_on", lambda *choices: True)
+    monkeypatch.setattr(site_lib, "_chained", lambda times: list(job.choices[1:]))
+    monkeypatch.setattr(passes, "hands_on", lambda *choices: True)
     compile_all, said = site_lib.compile_all, []
 
     def compiling(programs):
@@ -116,15 +122,15 @@ def test_forms_in_a_row_are_compiled_together_and_timed_at_once(monkeypatch, is_
         said.append("together")
 
     monkeypatch.setattr(site_lib, "compile_all", compiling)
-    job = _job(*NAMES[:2])._replace(is_serial=is_serial)
+    job = _job()._replace(is_serial=is_serial)
     found = measure_site(job, said.append, alone)
     for what in ("training", "inference"):
         for form in (" in", " out", " in out"):
-            assert set(found.times[f"{what}{form}"]) == set(NAMES[:2])
+            assert set(found.times[f"{what}{form}"]) == set(NAMES[1:])
     assert found.failures == {}
     first, second = (i for i, one in enumerate(said) if one == "alone")
     assert said[first + 1] == "together" and said[second:] == ["alone", "together"]
-    ran = [name for name in NAMES[:2] for _ in range(6)]
+    ran = [name for name in NAMES[1:] for _ in range(6)]
     between = said[first + 2 : second]
     if is_serial:
         compiled = [one for name in ran for one in (name, "compiles 1")]
