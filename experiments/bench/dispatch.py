@@ -22,7 +22,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from loka_jax.dispatch.plan import key_of, make_plan
 from loka_jax.dispatch.table import Table, header_here
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.probe.compiling import compile_all, leaves
+from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import RECIPES
 from loka_jax.serving import fold
@@ -54,10 +54,12 @@ class Tower(linen.Module):
     Attributes:
         features: widths of the layers.
         recipe: of their sites.
+        implementation: "xla" for XLA alone; None for kernels where they serve.
     """
 
     features: tuple[int, ...] = (512, 512, 256, 256)
     recipe: str = "bf16"
+    implementation: Literal["xla"] | None = None
 
     @linen.compact
     def __call__(self, x):
@@ -67,6 +69,7 @@ class Tower(linen.Module):
             recipe=self.recipe,
             norm="layer",
             activation="swish",
+            implementation=self.implementation,
             name="tower",
         )(x.astype(jnp.bfloat16))
         return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
@@ -142,7 +145,7 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     arms, plans = _arms(model, sites, table, name, arguments.recipes)
     programs = {}
     for arm, planned in arms.items():
-        variables = _calibrated(planned, inputs[0])
+        variables = _calibrated(planned.by_xla(), inputs[0])
         ready = planned.calibrated() if planned.is_delayed else planned
         if arm != "dispatch inference":
             run = functools.partial(_train, ready)
@@ -200,9 +203,9 @@ def _arms(model, sites, table: Table, name: str, recipes):
 
 
 def _forced(model, sites, choice: str) -> nn.Planned:
-    """Returns a model with a choice at some sites, XLA's bfloat16 elsewhere."""
+    """Returns a model by XLA alone, a choice at some sites, bfloat16 elsewhere."""
     choices = tuple((site.path, Choice.parse(choice)) for site in sites)
-    others = model.clone(recipe="bf16")
+    others = model.clone(recipe="bf16", implementation="xla")
     return nn.Planned(others, choices)
 
 
@@ -225,9 +228,12 @@ def _inputs(shapes, seed: int) -> tuple:
 
 def _calibrated(planned: nn.Planned, inputs) -> dict[str, Any]:
     """Returns variables whose delayed scales are set."""
-    variables = jax.jit(planned.init)(jax.random.key(0), *inputs)
+    options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
+    init = jax.jit(planned.init, compiler_options=options)
+    variables = init(jax.random.key(0), *inputs)
     if planned.is_delayed:
-        _, grads = jax.jit(functools.partial(_train, planned))(variables, *inputs)
+        train = jax.jit(functools.partial(_train, planned), compiler_options=options)
+        _, grads = train(variables, *inputs)
         variables |= {OVERWRITE_WITH_GRADIENT: grads[0][OVERWRITE_WITH_GRADIENT]}
     return variables
 

@@ -164,6 +164,32 @@ def test_a_row_is_decided_together():
     assert [c for _, c in make_plan(apart, table).choices] == [BF16, BF16]
 
 
+def test_a_row_takes_the_fastest_way_if_fp8_is_worth_it_there():
+    sites = [
+        _site("mlp/dense_0", k=256, n=256, norm="layer"),
+        _site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
+    ]
+    kernel = "pallas fp8_rowwise"
+    # The second alone gains too little by FP8, and the row little by its hand-over.
+    first = {
+        "training": {"xla bf16": 10.0, kernel: 8.0},
+        "training out": {kernel: 8.0},
+    }
+    second = {
+        "training": {"xla bf16": 6.0, "pallas bf16": 5.0, kernel: 4.9},
+        "training in": {kernel: 4.6},
+    }
+    table = Table(HEADER)
+    for site, times in zip(sites, (first, second), strict=True):
+        table.sites[key_of(site)] = Entry(times, {"model": _errors()})
+    plan = make_plan(sites, table)
+    assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
+    # Were bfloat16 nearly as fast in all, it would stay.
+    first["training"]["pallas bf16"] = first["training out"]["pallas bf16"] = 8.1
+    plan = make_plan(sites, table)
+    assert [choice.name for _, choice in plan.choices][1] == "pallas bf16"
+
+
 def test_a_pass_that_was_not_measured_leaves_a_row_in_bfloat16():
     sites = [
         _site("mlp/dense_0", k=256, n=256, norm="layer"),
