@@ -193,11 +193,11 @@ def _decide_row(
         for entry, one in zip(known, arguments, strict=True)
     ]
     together = fastest(known, allowed, what)
-    wide = [[one for one in choices if not one.is_fp8] for choices in allowed]
+    without = [[one for one in choices if not one.is_fp8] for choices in allowed]
     times = row_times(known, together, what)
     # FP8 must be worth it, here for the row as a whole.
-    of_wide = row_times(known, fastest(known, wide, what), what)
-    if sum(of_wide) / sum(times) < limits.speedup:
+    base = row_times(known, fastest(known, without, what), what)
+    if sum(base) / sum(times) < limits.speedup:
         return {site.path: found for site, found in zip(row, alone, strict=True)}
     found = {}
     for i, site in enumerate(row):
