@@ -197,7 +197,9 @@ def _decide_row(
     times = row_times(known, together, what)
     # FP8 must be worth it, here for the row as a whole.
     base = row_times(known, fastest(known, without, what), what)
-    if sum(base) / sum(times) < limits.speedup:
+    by_xla = [entry.times[what][BF16.name] for entry in known]
+    speedup, over_xla = sum(base) / sum(times), sum(by_xla) / sum(times)
+    if speedup < limits.speedup or over_xla < limits.leave_xla:
         return {site.path: found for site, found in zip(row, alone, strict=True)}
     found = {}
     for i, site in enumerate(row):

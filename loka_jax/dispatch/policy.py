@@ -4,7 +4,8 @@
                    0.037 with E4M3 twice, 0.059 with E5M2 and E4M3
     accurate       every FP8 product within its limits, at its interval's upper end
     harmless       the effects of all FP8 sites on the loss, lower ends added up, small
-    fast           the whole site at least `speedup` times as fast as bfloat16
+    fast           the whole site at least `speedup` times as fast as bfloat16, and
+                   `leave_xla` times as XLA's if kernels run it
 
 References:
     LoKA, arXiv 2605.10886, section on Dispatch. The paper's MERE < 0.2 is met by hardly
@@ -40,7 +41,9 @@ class Limits:
             paper names 0.2, which hardly any product of zero mean meets in FP8.
         loss: relative rise of the loss at most that FP8 is known to cause: by what
             Probe measured site by site, the lower ends of the intervals added up.
-        speedup: over bfloat16 at least.
+        speedup: of FP8 over the fastest bfloat16 at least.
+        leave_xla: over XLA's bfloat16 at least, for other kernels than XLA's: what XLA
+            fuses with a site's neighbours does not show in the time of a site alone.
     """
 
     healthy: float = 1.5
@@ -48,6 +51,7 @@ class Limits:
     mere: float | None = None
     loss: float = 0.0002
     speedup: float = 1.05
+    leave_xla: float = 1.1
 
     def __post_init__(self):  # noqa: D105
         for field in dataclasses.fields(self):
@@ -131,7 +135,7 @@ def decide(
     errors = _errors(entry, source)
     # First who multiplies in bfloat16, at no cost in accuracy: FP8 must beat that.
     wide = next(one for one in ranked if not one.is_fp8 and not why_cannot(one))
-    if base / times[wide.name] < limits.speedup:
+    if base / times[wide.name] < limits.leave_xla:
         wide = BF16
     lost: list[tuple[Choice, str]] = []
     chosen = wide
@@ -187,6 +191,9 @@ def _why_not(one, wide, times, errors, roles, limits, why_wide) -> str | None:
     speedup = times[wide.name] / times[one.name]
     if speedup < limits.speedup:
         return f"{speedup:.2f} times {wide.name}"
+    speedup = times[BF16.name] / times[one.name]
+    if one.provider != "xla" and speedup < limits.leave_xla:
+        return f"{speedup:.2f} times {BF16.name}, too little for kernels of its own"
     return None
 
 

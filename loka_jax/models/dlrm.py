@@ -10,6 +10,7 @@ B is the batch, F the number of categorical features, D the embedding dimension.
 
 from typing import Literal
 
+import jax
 from flax import linen
 from jaxtyping import Array, Float
 
@@ -60,9 +61,10 @@ class Dlrm(linen.Module):
             )  # [B, D]
 
         if self.interaction == "dot":
-            features = nn.dot_features(
-                bottom, embeddings, implementation=self.implementation
-            )
+            with jax.named_scope("interaction"):
+                features = nn.dot_features(
+                    bottom, embeddings, implementation=self.implementation
+                )
         else:
             features = nn.join_features(bottom, embeddings.reshape(batch, -1))
         # [B, D + F (F + 1) / 2 or (F + 1) D, rounded up to 16]

@@ -124,3 +124,13 @@ def test_products_are_found_by_their_casts():
 def test_a_model_in_bfloat16_stays_in_it():
     entry = _entry({"xla bf16": 10.0, "pallas bf16": 5.0, ROW: 1.0}, fp8_rowwise=GOOD)
     assert decide(entry, Limits(), why_wide="no").choice.name == "pallas bf16"
+
+
+def test_kernels_must_be_worth_leaving_xla_for():
+    # XLA may fuse with a site's neighbours, which a site alone does not show.
+    kernel, fp8 = "pallas bf16", "pallas fp8_rowwise"
+    entry = _entry({BF16.name: 10.7, kernel: 10.0, fp8: 9.9}, fp8_rowwise=GOOD)
+    found = decide(entry, Limits())
+    assert found.choice == BF16
+    assert found.runner_up is not None and "too little for kernels" in found.runner_up
+    assert decide(entry, Limits(leave_xla=1.05)).choice.name == kernel
