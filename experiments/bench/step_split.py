@@ -14,6 +14,7 @@ counts for the one of its result. Arms:
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import tyro
 
+from experiments.cli import run_cli
 from experiments.configs import get_config
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
@@ -66,8 +68,8 @@ class Arguments:
     plan: str = "auto"
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints a table, writes and returns the result."""
+def main(arguments: Arguments) -> int:
+    """Measures, prints a table, writes the result."""
     runs = {arm: _run(arm, arguments) for arm in _arms(arguments.config)}
     chains, parts, held = {}, {}, {}
     for arm, run in runs.items():
@@ -95,7 +97,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
     arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     _print(result)
-    return result
+    return 0
 
 
 def _arms(config: str) -> list[str]:
@@ -179,4 +181,5 @@ def _print(result: dict[str, Any]):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    chosen = tyro.cli(Arguments, description=__doc__)
+    sys.exit(run_cli(functools.partial(main, chosen)))
