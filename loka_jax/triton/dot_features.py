@@ -23,7 +23,7 @@ _LEAST_TILE = 16  # the tensor core's
 # Settings. A program's warps share an example, and its examples follow each other: many
 # small programs hide each other's latencies, several examples each pay for the launch.
 _EXAMPLES = 4
-_VALUES = 128  # of a tile that a thread holds: with fewer, an example takes more warps
+_VALUES = 128  # that a thread holds: with fewer, an example takes more warps
 _NUM_STAGES = 1
 
 
@@ -142,9 +142,9 @@ def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
 
 def _settings(sizes) -> dict[str, int]:
     """Returns how the kernels are launched: one warp an example where it is small."""
-    values = sizes["tile_n"] * max(sizes["tile_n"], sizes["tile_dim"])
+    values = sizes["tile_n"] * (sizes["tile_n"] + sizes["tile_dim"])
     return dict(
         grid=-(-sizes["batch"] // _EXAMPLES),
-        num_warps=max(1, values // (32 * _VALUES)),
+        num_warps=power_of_two(-(-values // (32 * _VALUES))),
         num_stages=_NUM_STAGES,
     )
