@@ -54,6 +54,12 @@ def test_errors_are_those_of_what_probe_learned():
     assert errors["fwd"]["fp8_rowwise"]["relative_l2"].mean < 0.01
 
 
+@pytest.fixture
+def no_errors(monkeypatch):
+    """Leaves out the errors, whose compilation takes most of the time."""
+    monkeypatch.setattr(site_lib, "_errors", lambda job: {role: {} for role in ROLES})
+
+
 def _wrong(run_site, wrong):
     """Returns `run_site` with one recipe's result changed."""
 
@@ -64,6 +70,7 @@ def _wrong(run_site, wrong):
     return changed
 
 
+@pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(
     "wrong, why",
     [
@@ -81,6 +88,7 @@ def test_who_is_wrong_has_no_time(monkeypatch, wrong, why):
     assert why in found.failures["xla fp8_rowwise"]
 
 
+@pytest.mark.usefixtures("no_errors")
 def test_kernels_that_do_not_run_here_fail_with_a_reason():
     site = SiteKey(64, 64, 64, "layer", "swish")
     job = _job("xla bf16", "pallas bf16")._replace(site=site)
@@ -94,6 +102,7 @@ def test_times_that_are_known_are_not_taken_again():
     assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
 
 
+@pytest.mark.usefixtures("no_errors")
 def test_it_is_told_who_is_next():
     said = []
     measure_site(
@@ -104,6 +113,7 @@ def test_it_is_told_who_is_next():
     assert said.index("xla bf16") < said.index("xla fp8_rowwise")
 
 
+@pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize("is_serial", [False, True])
 def test_forms_in_a_row_are_compiled_together_and_timed_at_once(monkeypatch, is_serial):
     # XLA stands in for kernels, of which none runs here.
