@@ -18,13 +18,14 @@ from loka_jax.tuning import tuner
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
-TINY += ["--bottom-mlp", "16", "--top-mlp", "16"]
+TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuner, "feasible", lambda site: [BF16, Choice.parse(ROW)])
     path = tmp_path / "table.json"
     options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
+    options += ["--tune.held-out-batches", "1"]
     workdir = ["--workdir", str(tmp_path / "probed")]
     assert script.main([*TINY, *workdir, *options, "--table", str(path)]) == 0
     table = tables.read(path)
@@ -32,6 +33,8 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     for entry in table.sites.values():
         assert BF16.name in entry.times["training"]
         assert all(source.startswith("fp8_dlrm_tiny ") for source in entry.errors)
+    effects = [source for entry in table.sites.values() for source in entry.effects]
+    assert effects == ["fp8_dlrm_tiny top_mlp/dense_0"]
     capsys.readouterr()
     workdir = ["--workdir", str(tmp_path / "planned")]
     loose = ["--dispatch.limits.speedup", "0.01", "--dispatch.limits.healthy", "9"]

@@ -97,6 +97,7 @@ def test_kernels_that_do_not_run_here_fail_with_a_reason():
     assert set(found.times["training"]) == {"xla bf16"}
 
 
+@pytest.mark.usefixtures("no_errors")
 def test_times_that_are_known_are_not_taken_again():
     found = measure_site(_job()._replace(choices=()), lambda name: None)
     assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
