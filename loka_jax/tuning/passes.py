@@ -9,7 +9,6 @@ goes out in FP8 (" out"), or both.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -21,6 +20,7 @@ from loka_jax.dispatch.chains import hands_on
 from loka_jax.fp8 import E4M3
 from loka_jax.nn import Activations
 from loka_jax.ops.plan import Out, hand_over
+from loka_jax.probe.timing import Case
 from loka_jax.recipe import get_recipe
 from loka_jax.serving import fold
 from loka_jax.survey.candidates import scaling_state
@@ -32,29 +32,17 @@ type Operands = tuple[Array | Activations, Array, Array]
 _FLOAT32 = Choice("xla", get_recipe("f32"))
 
 
-class Pass(NamedTuple):
-    """A pass of a site.
-
-    Attributes:
-        function: of arrays.
-        arguments: sets of them to call it with, one after another.
-    """
-
-    function: Callable[..., Any]
-    arguments: Sequence[tuple]
-
-
 def training(
     choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "wide"
-) -> Pass:
+) -> Case:
     """Returns the pass from (lhs, rhs, g) to y and the gradients of lhs and rhs."""
     run = _site(choice, site, sets[0], out)
-    return Pass(functools.partial(train_site, run), sets)
+    return Case(functools.partial(train_site, run), sets)
 
 
 def inference(
     choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "wide"
-) -> Pass:
+) -> Case:
     """Returns the pass from lhs, with the first set's rhs, to y.
 
     In a row of inferences nobody reads the wide form, and it is not made.
@@ -67,7 +55,7 @@ def inference(
 
     lhs, rhs, _ = sets[0]
     folded = fold(infer, rhs, lhs)
-    return Pass(folded.function, [(folded.ready, lhs) for lhs, _, _ in sets])
+    return Case(folded.function, [(folded.ready, lhs) for lhs, _, _ in sets])
 
 
 def exact(site: SiteKey, operands: Operands) -> tuple[Callable, tuple]:
@@ -77,7 +65,7 @@ def exact(site: SiteKey, operands: Operands) -> tuple[Callable, tuple]:
     return training(_FLOAT32, site, [operands]).function, operands
 
 
-def in_rows(choice: Choice, site: SiteKey, sets: Sequence[Operands]) -> dict[str, Pass]:
+def in_rows(choice: Choice, site: SiteKey, sets: Sequence[Operands]) -> dict[str, Case]:
     """Returns the passes as parts of a row, by what a table calls them."""
     forms: list[tuple[str, Sequence[Operands], Out]] = [(" out", sets, "fp8")]
     if hands_on(choice, choice):

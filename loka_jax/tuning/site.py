@@ -29,7 +29,7 @@ from loka_jax.quality import relative_l2
 from loka_jax.survey.config import FP8_RECIPES
 from loka_jax.survey.errors import draw_learned, draw_normal, site_errors
 from loka_jax.survey.times import rotated
-from loka_jax.tuning.passes import Operands, Pass, exact, in_rows, inference, training
+from loka_jax.tuning.passes import Operands, exact, in_rows, inference, training
 
 # A kernel may add this to what its recipe costs: factor, and relative L2.
 _SLACK, _ROUNDING = 1.25, 0.01
@@ -135,7 +135,7 @@ def _cases_in_rows(
             continue
         cases[name] = program
         begin(owners[name])
-        jax.block_until_ready(program.function(*program.arguments[0]))
+        _run_once(program)
     if cases:
         begin("")
     return cases
@@ -207,7 +207,7 @@ def _compiled(
 
 
 def _compile(
-    job: Job, passes: dict[str, Pass], owners: dict[str, str], begin
+    job: Job, passes: dict[str, Case], owners: dict[str, str], begin
 ) -> dict[str, Case | Exception]:
     """Returns passes as they are timed, or why one does not compile."""
     programs = {name: (one.function, one.arguments[0]) for name, one in passes.items()}
