@@ -252,7 +252,7 @@ def largest_error(
 
 
 def _reason(chosen: Choice, lost: list[tuple[Choice, str]]) -> str:
-    if any(chosen.recipe.gemm(role) for role in ROLES):
+    if chosen.is_fp8:
         return "the fastest that is accurate enough"
     if chosen == BF16 and not any(not one.is_fp8 for one, _ in lost):
         return "nothing else is fast and accurate enough"
