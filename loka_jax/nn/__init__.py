@@ -3,7 +3,7 @@
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
-from loka_jax.nn.interaction import CrossNet, join_features
+from loka_jax.nn.interaction import CrossNet
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
@@ -17,7 +17,7 @@ from loka_jax.nn.overrides import Model, Planned, overriding
 from loka_jax.nn.probing import PROBE, by_path, merge_stats, probing
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.dense_norm import Activations
-from loka_jax.ops.interaction import dot_features
+from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
 

@@ -1,38 +1,15 @@
-"""Features side by side, and cross layers. `ops.interaction` has pairwise dot products.
+"""Cross layers. `ops.interaction` has pairwise dot products.
 
 B is the batch, k the number of features.
 """
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
-import numpy as np
 from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.dense import Dense, default_kernel_init
 from loka_jax.recipe import Recipe
-
-
-def join_features(
-    first: Float[Array, "B a"] | None, second: Float[Array, "B b"], multiple: int = 16
-) -> Float[Array, "B p"]:
-    """Returns `[first; second; zeros]`, p a multiple of `multiple`.
-
-    FP8 GEMMs take sizes in multiples of 16, and joined features rarely have one: zeros
-    cost less than a GEMM in high precision.
-    """
-    start = 0 if first is None else first.shape[1]
-    end = start + second.shape[1]
-    rest = -end % multiple
-    joined = jnp.pad(second, ((0, 0), (start, rest)))
-    if first is None:
-        return joined
-    # A selection, which XLA fuses with what made its operands; for a concatenation it
-    # has slower code of its own.
-    leading = jnp.pad(first, ((0, 0), (0, joined.shape[1] - start)))
-    is_leading = np.arange(joined.shape[1]) < start
-    return jnp.where(is_leading[None, :], leading, joined)
 
 
 class CrossNet(linen.Module):
