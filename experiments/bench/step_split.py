@@ -71,11 +71,9 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Measures, prints a table, writes the result."""
     runs = {arm: _run(arm, arguments) for arm in _arms(arguments.config)}
-    chains, parts, held = {}, {}, {}
+    chains, parts = {}, {}
     for arm, run in runs.items():
-        chains[arm], compiled, batches, state = _chain(run, arguments.batch_size)
-        held[arm] = state
-        parts[arm] = _parts(compiled, batches, state)
+        chains[arm], parts[arm] = _measured(run, arguments.batch_size)
         print(f"{arm}: {sum(parts[arm].values()):.0f} us of kernels", flush=True)
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
@@ -121,8 +119,8 @@ def _run(arm: str, arguments: Arguments) -> Run:
     )
 
 
-def _chain(run: Run, size: int):
-    """Returns steps as a chain; and what they are made of."""
+def _measured(run: Run, size: int):
+    """Returns steps as a chain, and the microseconds of a step's kernels by part."""
     train = run.splits.train
     made = [train.batch(Position(0, i, 0), size, shuffle=True) for i in range(_BATCHES)]
     batches = jax.block_until_ready(made)
@@ -130,32 +128,22 @@ def _chain(run: Run, size: int):
     for batch in batches[:3]:  # calibrates delayed scales
         state = run.first_step(state, batch)
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
-    state = run.step(state, batches[0])
-    held = {"state": state}
-
-    def steps(count):
-        for i in range(count):
-            held["state"] = run.step(held["state"], batches[i % len(batches)])
-        return held["state"].step
-
-    return steps, compiled, batches, held
-
-
-def _parts(compiled, batches, held: dict[str, Any]) -> dict[str, float]:
-    """Returns the microseconds of a step's kernels by part."""
     # The step takes no statistics of Probe where it does not observe.
-    held["state"] = dataclasses.replace(held["state"], probe={})
+    held = {"state": dataclasses.replace(state, probe={})}
 
-    def steps(count):
-        for i in range(count):
-            held["state"] = compiled(held["state"], batches[i % len(batches)])
-        return held["state"].step
+    def chain(step):
+        def steps(count):
+            for i in range(count):
+                held["state"] = step(held["state"], batches[i % len(batches)])
+            return held["state"].step
 
-    names = _scopes(compiled.as_text())
-    found = dict.fromkeys((*_PARTS, _OTHER), 0.0)
-    for op, time_us in profile_ops(steps).items():
-        found[_part(names.get(op, ""))] += time_us
-    return found
+        return steps
+
+    names = _scopes(compiled.as_text() or "")
+    parts = dict.fromkeys((*_PARTS, _OTHER), 0.0)
+    for op, time_us in profile_ops(chain(compiled)).items():
+        parts[_part(names.get(op, ""))] += time_us
+    return chain(run.step), parts
 
 
 def _scopes(text: str) -> dict[str, str]:
