@@ -10,10 +10,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import sequential_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from loka_jax.ops.kernels import one_by_one
 from loka_jax.ops.products import equally_varying
 from loka_jax.triton import dot_features as _triton
 from loka_jax.triton import why_not_here, why_not_installed
@@ -120,13 +120,9 @@ _dot_features.defvjp(_dot_features_fwd, _dot_features_bwd)
 
 def _by_triton(run, *operands):
     """Returns `run(*operands)`; under `vmap` one call follows another."""
-
-    @sequential_vmap
-    def call(*operands):
-        return run(*operands)
-
     like = operands[1]  # which varies over a mesh as the results do
-    return jax.tree.map(lambda x: equally_varying(x, like)[0], call(*operands))
+    found = one_by_one(run, *operands)
+    return jax.tree.map(lambda x: equally_varying(x, like)[0], found)
 
 
 def _by_xla(bottom, embeddings, multiple):

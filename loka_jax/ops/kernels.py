@@ -27,7 +27,7 @@ def dense_norm(
 ) -> Normed:
     """Returns what `pallas.dense_norm` writes."""
     kernel = functools.partial(_forward.dense_norm, **static)
-    return _one_by_one(kernel, x, w, **_with_both(vectors))
+    return one_by_one(kernel, x, w, **_with_both(vectors))
 
 
 def norm_quantize(
@@ -38,7 +38,7 @@ def norm_quantize(
 ) -> Normed:
     """Returns what `pallas.norm_quantize` writes."""
     kernel = functools.partial(_norm.norm_quantize, **static)
-    return _one_by_one(kernel, z, scales=scales, **vectors)
+    return one_by_one(kernel, z, scales=scales, **vectors)
 
 
 def quantizes(m: int, k: int) -> bool:
@@ -75,7 +75,7 @@ def norm_backward(
 ) -> NormGradients:
     """Returns what `pallas.norm_backward` writes."""
     kernel = functools.partial(_norm_backward.norm_backward, **static)
-    return _one_by_one(kernel, dy, xhat, rstd, **vectors)
+    return one_by_one(kernel, dy, xhat, rstd, **vectors)
 
 
 def _with_both(vectors: Vectors) -> Vectors:
@@ -87,7 +87,7 @@ def _with_both(vectors: Vectors) -> Vectors:
     return vectors
 
 
-def _one_by_one(kernel: Callable, *args, **kwargs):
+def one_by_one(kernel: Callable, *args, **kwargs):
     """Returns `kernel(*args, **kwargs)`; under `vmap` one call follows another.
 
     JAX would give a batched kernel another grid axis, which kernels that stay on their
