@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import dot_features, matmul, norm_quantize
+from loka_jax.triton import dot_features, matmul, norm_quantize, row_update
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # What numpy calls a type, and Triton.
 _NAMES = {
+    "int32": "i32",
     "float32": "fp32",
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8e4nv",
@@ -66,6 +67,12 @@ def triton_module(name):
 
 def compiled(f, *args) -> Program:
     """Lowers f, of one kernel, for CUDA; no GPU is needed to compile its kernel."""
+    [program] = compiled_programs(f, *args)
+    return program
+
+
+def compiled_programs(f, *args) -> list[Program]:
+    """Lowers f for CUDA and returns its kernels, each once."""
     # An ImportError of its own says that JAX has no CUDA plugin.
     pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
     from jax_triton import triton_lib
@@ -82,8 +89,7 @@ def compiled(f, *args) -> Program:
         patch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
         lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
     assert "triton_kernel_call" in lowered.as_text()
-    [program] = programs
-    return Program(program.binary, program.shared_mem_bytes)
+    return [Program(x.binary, x.shared_mem_bytes) for x in programs]
 
 
 def launcher(function):
@@ -129,7 +135,7 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before the interpreter is asked for, which others do not want.
-    modules = dot_features, matmul, norm_quantize
+    modules = dot_features, matmul, norm_quantize, row_update
     for module in modules:
         importlib.import_module(f"{module.__name__}_kernel")
 
@@ -152,9 +158,11 @@ def interpreted(monkeypatch):
             function = interpreter.InterpretedFunction(function.fn)
             for module in (standard, tl):
                 monkeypatch.setattr(module, name, function, raising=False)
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan)
     for module in modules:
         monkeypatch.setattr(module, "launch", _interpret)
         monkeypatch.setattr(module, "require_triton", lambda: None)
+    monkeypatch.setattr(row_update, "launch", _interpret_level)
 
 
 def _compute_wide(monkeypatch, builder, tl):
@@ -177,10 +185,38 @@ def _compute_wide(monkeypatch, builder, tl):
     monkeypatch.setattr(builder, "binary_op", binary_op)
 
 
-def _interpret(kernel, *arrays, outputs, grid, num_warps, num_stages, constants):
-    """Does what `launch` does, with the interpreter."""
+def _scan(self, inputs):
+    """Does what the interpreter does, of whole slices rather than of elements."""
+    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+    slices = [arrays_at for arrays_at in zip(*arrays, strict=True)]
+    out = [slices[0]]
+    for at in slices[1:]:
+        pair = [
+            self.to_tensor(x, of.dtype)
+            for side in (out[-1], at)
+            for x, of in zip(side, inputs, strict=True)
+        ]
+        out.append(tuple(x.handle.data for x in self.combine_fn.fn(*pair)))
+    joined = [np.moveaxis(np.stack(x), 0, self.axis) for x in zip(*out, strict=True)]
+    return [self.to_tensor(x, of.dtype) for x, of in zip(joined, inputs, strict=True)]
+
+
+def _interpret_level(kernel, *arrays, outputs, aliases, level, constants):
+    """Does what `row_update.launch` does, with the interpreter."""
+    launch = dict(grid=level.blocks, num_warps=None, num_stages=None)
+    return _interpret(
+        *(kernel, *arrays), outputs=outputs, constants=constants, **launch, aliases=aliases
+    )
+
+
+def _interpret(
+    kernel, *arrays, outputs, grid, num_warps, num_stages, constants, aliases=None
+):
+    """Does what `launch` does, with the interpreter; aliased inputs are copied."""
     del num_warps, num_stages
     results = [np.zeros(x.shape, x.dtype) for x in outputs]
+    for source, target in (aliases or {}).items():
+        results[target][...] = arrays[source]
     tensors = [
         _Tensor(x, _NAMES[x.dtype.name])
         for x in (*(np.ascontiguousarray(x) for x in arrays), *results)
