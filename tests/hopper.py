@@ -41,13 +41,13 @@ class Kernel(NamedTuple):
     opcode: str
 
 
-def compiled(f: Callable, *args) -> str:
+def compiled(f: Callable, *args, donate_argnums: tuple[int, ...] = ()) -> str:
     """Returns the optimized HLO of `f` for an H200; arguments give only shapes."""
     sharding = jax.sharding.SingleDeviceSharding(_device())
     avals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
-    lowered = jax.jit(f).lower(*avals)
+    lowered = jax.jit(f, donate_argnums=donate_argnums).lower(*avals)
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
 
 

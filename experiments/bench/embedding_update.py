@@ -9,13 +9,19 @@ Step: look up B x F Zipf ids, make a gradient for each row, update the table in 
     scatter_add             table.at[ids].add(-lr * g), XLA's float atomics on a GPU
     sum_by_row, sort        what of the first two is spent there, and on sorting alone
 
-The time of the first two must not grow with the rows: what growth is left is that of
-cache and page misses (and, with `--ids-from table`, of more distinct ids), and
-`scatter_add` shows it too. Each size is first checked against numpy on
-the timed device, and against a second run, bit by bit.
+and, where Triton's kernels run,
+
+    ..._triton              the same with them, sums and update in one
+    ..._triton_sums         sums by Triton, update by XLA
+
+The time of this library's updates must not grow with the rows: what growth is left is
+that of cache and page misses (and, with `--ids-from table`, of more distinct ids), and
+`scatter_add` shows it too. Each size is first checked against numpy on the timed
+device, and against a second run, bit by bit: row-wise AdaGrad in all its forms.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -33,10 +39,17 @@ import tyro
 
 from loka_jax.ops import embedding
 from loka_jax.optim import RowwiseAdagrad, Sgd
+from loka_jax.triton import why_not_here
 
 LEARNING_RATE = 0.01
 NUM_BATCHES = 8  # rotated, so that ids and rows do not stay in a cache
 ADAGRAD = RowwiseAdagrad()
+
+
+class SumsAlone:
+    """Row-wise AdaGrad that offers no update in place."""
+
+    init, update = staticmethod(ADAGRAD.init), staticmethod(ADAGRAD.update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +63,7 @@ class Arguments:
         batch_size: examples of a batch.
         fields: ids of an example, each from its own part of the rows.
         zipf: exponent of the ids' bounded power law; 0 draws them uniformly.
+        grads: dtype of the row gradients.
         ids_from: Zipf over all rows of a table ("table"), so that larger tables have
             more distinct ids in a batch, or over as many as the smallest table has,
             spread over all rows ("smallest"): then only the table grows.
@@ -65,6 +79,7 @@ class Arguments:
     batch_size: int = 8192
     fields: int = 26
     zipf: float = 1.1
+    grads: Literal["float32", "bfloat16"] = "float32"
     ids_from: Literal["table", "smallest"] = "table"
     steps: int = 20
     repeats: int = 7
@@ -95,7 +110,7 @@ def main(arguments: Arguments) -> None:
 
 def _measure(arguments: Arguments, rows: int) -> dict:
     batches = _batches(arguments, rows)
-    checked = _check(arguments, rows, batches[0])
+    checked = {name: _check(name, arguments, rows, batches[0]) for name in ADAGRADS}
     table = jax.jit(lambda: jnp.full((rows, arguments.dim), 0.01))()
     state = jax.jit(ADAGRAD.init)(table)
     times = {name: [] for name in (*UPDATES, *PARTS)}
@@ -115,7 +130,8 @@ def _measure(arguments: Arguments, rows: int) -> dict:
         "ids_a_step": arguments.batch_size * arguments.fields,
         "touched_rows_a_step": int(np.unique(np.asarray(batches[0][0])).size),
         "us": {name: _summary(values) for name, values in times.items()},
-    } | checked
+        "checked": checked,
+    }
 
 
 # Updates: (table, state, ids, noise) -> (table, state), in place. Parts take the same
@@ -124,21 +140,20 @@ def _measure(arguments: Arguments, rows: int) -> dict:
 
 def _gradients(table, ids, noise):
     """Row gradients that need the lookup, as a model's do."""
-    return noise + 1e-3 * embedding.lookup(table, ids)
+    rows = embedding.lookup(table, ids)
+    return (noise.astype(jnp.float32) + 1e-3 * rows).astype(noise.dtype)
 
 
-def _rowwise_adagrad(table, state, ids, noise):
-    grads = _gradients(table, ids, noise)
+def _update(optimizer, implementation, table, state, ids, noise):
     return embedding.update_rows(
-        table, state, ids, grads, ADAGRAD, LEARNING_RATE, enabled=jnp.asarray(True)
+        *(table, state, ids, _gradients(table, ids, noise), optimizer, LEARNING_RATE),
+        enabled=jnp.asarray(True),
+        implementation=implementation,
     )
 
 
-def _sgd(table, state, ids, noise):
-    grads = _gradients(table, ids, noise)
-    table, _ = embedding.update_rows(
-        table, (), ids, grads, Sgd(), LEARNING_RATE, enabled=jnp.asarray(True)
-    )
+def _sgd(implementation, table, state, ids, noise):
+    table, _ = _update(Sgd(), implementation, table, (), ids, noise)
     return table, state
 
 
@@ -147,8 +162,11 @@ def _scatter_add(table, state, ids, noise):
     return table.at[ids].add(-LEARNING_RATE * grads, mode="drop"), state
 
 
-def _sum_by_row(table, state, ids, noise):
-    return embedding.sum_by_row(ids, _gradients(table, ids, noise), table.shape[0])
+def _sum_by_row(implementation, table, state, ids, noise):
+    grads = _gradients(table, ids, noise)
+    return embedding.sum_by_row(
+        ids, grads, table.shape[0], implementation=implementation
+    )
 
 
 def _sort(table, state, ids, noise):
@@ -156,12 +174,22 @@ def _sort(table, state, ids, noise):
     return jax.lax.sort((ids, positions), num_keys=1)
 
 
-UPDATES = {
-    "rowwise_adagrad": jax.jit(_rowwise_adagrad, donate_argnums=(0, 1)),
-    "sgd": jax.jit(_sgd, donate_argnums=(0, 1)),
-    "scatter_add": jax.jit(_scatter_add, donate_argnums=(0, 1)),
-}
-PARTS = {"sum_by_row": jax.jit(_sum_by_row), "sort": jax.jit(_sort)}
+ADAGRADS = {"rowwise_adagrad": (ADAGRAD, "xla")}
+IMPLEMENTATIONS = {"": "xla"}  # by the end of an arm's name
+if why_not_here() is None:
+    ADAGRADS |= {
+        "rowwise_adagrad_triton": (ADAGRAD, "triton"),
+        "rowwise_adagrad_triton_sums": (SumsAlone(), "triton"),
+    }
+    IMPLEMENTATIONS["_triton"] = "triton"
+UPDATES = {k: functools.partial(_update, *v) for k, v in ADAGRADS.items()}
+PARTS = {"sort": _sort}
+for suffix, implementation in IMPLEMENTATIONS.items():
+    UPDATES[f"sgd{suffix}"] = functools.partial(_sgd, implementation)
+    PARTS[f"sum_by_row{suffix}"] = functools.partial(_sum_by_row, implementation)
+UPDATES["scatter_add"] = _scatter_add
+UPDATES = {k: jax.jit(f, donate_argnums=(0, 1)) for k, f in UPDATES.items()}
+PARTS = {k: jax.jit(f) for k, f in PARTS.items()}
 
 
 def _batches(arguments: Arguments, rows: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -182,7 +210,7 @@ def _batches(arguments: Arguments, rows: int) -> list[tuple[jax.Array, jax.Array
         ids = ranks * 2_654_435_761 % per_field  # frequent rows are not neighbours
         flat = embedding.flat_ids(spec, jnp.asarray(ids, jnp.int32)).reshape(-1)
         noise = jax.random.normal(jax.random.key(i), (flat.size, arguments.dim))
-        batches.append((flat, noise))
+        batches.append((flat, noise.astype(arguments.grads)))
     return batches
 
 
@@ -196,7 +224,7 @@ def _zipf_ranks(uniform: np.ndarray, count: int, exponent: float) -> np.ndarray:
     return np.clip(ranks.astype(np.int64) - 1, 0, count - 1)
 
 
-def _check(arguments: Arguments, rows: int, batch) -> dict:
+def _check(name: str, arguments: Arguments, rows: int, batch) -> dict:
     """Compares the touched rows after one step with numpy and with a second run.
 
     Raises:
@@ -207,22 +235,26 @@ def _check(arguments: Arguments, rows: int, batch) -> dict:
     def once():
         table = jax.jit(lambda: jnp.full((rows, arguments.dim), 0.01))()
         state = jax.jit(ADAGRAD.init)(table)
-        table, state = UPDATES["rowwise_adagrad"](table, state, ids, noise)
+        table, state = UPDATES[name](table, state, ids, noise)
         return np.asarray(table[touched]), np.asarray(state.sum_of_squares[touched])
 
     touched, inverse = np.unique(np.asarray(ids), return_inverse=True)
     grads = np.zeros((touched.size, arguments.dim))
-    np.add.at(grads, inverse, np.asarray(noise, np.float64) + 1e-5)
+    noise_and_lookup = np.asarray(noise, np.float64) + 1e-5
+    np.add.at(grads, inverse, noise_and_lookup.astype(noise.dtype).astype(np.float64))
     acc = np.mean(grads**2, axis=1)
     step = LEARNING_RATE * grads / (np.sqrt(acc) + ADAGRAD.eps)[:, None]
     table, state = once()
     again = once()
     # Of the step, whose largest entries are near lr: rounding of a sum of some
-    # thousand terms stays far below 1e-4 of it.
+    # thousand terms stays far below 1e-4 of it. A bfloat16 gradient may be rounded to
+    # its other neighbour.
     error = float(np.max(np.abs(table - (0.01 - step))) / LEARNING_RATE)
     same = table.tobytes() == again[0].tobytes() and np.array_equal(state, again[1])
-    if not error < 1e-3 or not same:
-        sys.exit(f"{rows} rows: {error=} of a step against numpy; same bytes: {same}.")
+    limit = 1e-3 if noise.dtype == jnp.float32 else 1e-2
+    if not error < limit or not same:
+        what = f"{error=} of a step against numpy; same bytes: {same}"
+        sys.exit(f"{name}, {rows} rows: {what}.")
     return {"error_vs_numpy": error, "rerun_is_bitwise_equal": same}
 
 

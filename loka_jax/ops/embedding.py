@@ -21,7 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from loka_jax.triton import row_update as _triton
+from loka_jax.triton import why_not_installed
+
 Pooling = Literal["sum", "mean"]
+Implementation = Literal["xla", "triton"]
 
 # Larger than every row id, so that it sorts last and every write to it is dropped.
 BAD_ID = 2**31 - 1
@@ -117,6 +121,28 @@ class RowOptimizer(Protocol):
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "N D"], Any]:
         """Returns the new float32 rows and their new state."""
+        ...
+
+
+@runtime_checkable
+class InPlaceRowOptimizer(RowOptimizer, Protocol):
+    """A row optimizer with a kernel that sums the gradients and updates the rows."""
+
+    def update_in_place(
+        self,
+        table: Float[Array, "R D"],
+        opt_state: Any,
+        ids: Int[Array, "N"],
+        order: Int[Array, "N"],
+        row_grads: Float[Array, "N D"],
+        lr: Float[Array, ""] | float,
+    ) -> tuple[Float[Array, "R D"], Any]:
+        """Returns table and state with every touched row updated once.
+
+        Args:
+            ids: sorted, `BAD_ID` for none.
+            order: the position in `row_grads` of each of them.
+        """
         ...
 
 
@@ -216,7 +242,11 @@ def _pooling_weights(flat_ids, weights, pooling):
 
 
 def sum_by_row(
-    flat_ids: Int[Array, "*N"], row_grads: Float[Array, "*N D"], num_rows: int
+    flat_ids: Int[Array, "*N"],
+    row_grads: Float[Array, "*N D"],
+    num_rows: int,
+    *,
+    implementation: Implementation | None = None,
 ) -> UniqueRows:
     """Returns the gradients summed over equal ids, at most one entry a row.
 
@@ -230,21 +260,53 @@ def sum_by_row(
     atomics on a GPU, whose order, and so whose last bits, change from run to run;
     differences of a plain cumulative sum would lose the small rows. Cost beside the
     sort: `[N, D]` is read twice and written once, a seventh of that for all higher
-    levels, in about 2 kernels for each of the log8(N) levels.
+    levels, in about 2 kernels for each of the log8(N) levels. Triton's kernels read it
+    once and write the totals alone, in two or three launches; theirs is another tree.
 
     Args:
         flat_ids: ids in `[0, num_rows)`; all others are left out.
         row_grads: float32, or bfloat16 (summed in float32 all the same).
         num_rows: R.
+        implementation: "triton" for its kernels, or an error; "xla"; None for XLA.
+
+    Raises:
+        ValueError: if Triton was asked for and cannot run.
     """
+    ids, order = _sort(flat_ids, num_rows)
+    grads = row_grads.reshape(-1, row_grads.shape[-1])
+    if _is_triton(implementation, grads):
+        sums = _triton.sum_runs(ids, order, grads)
+    else:
+        sums = _running_sums(ids, grads[order].astype(jnp.float32))
+    is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
+    return UniqueRows(jnp.where(is_last, ids, BAD_ID), sums)
+
+
+def _sort(
+    flat_ids: Int[Array, "*N"], num_rows: int
+) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
+    """Returns the ids sorted, `BAD_ID` for those out of range, and where each was."""
     ids = flat_ids.reshape(-1)
     in_range = (ids >= 0) & (ids < num_rows)
     ids = jnp.where(in_range, ids, BAD_ID)
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = jax.lax.sort((ids, positions), num_keys=1, is_stable=True)
-    grads = row_grads.reshape(-1, row_grads.shape[-1])[order].astype(jnp.float32)
-    is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
-    return UniqueRows(jnp.where(is_last, ids, BAD_ID), _running_sums(ids, grads))
+    return ids, order
+
+
+def _is_triton(implementation: Implementation | None, row_grads: jax.Array) -> bool:
+    """Returns whether Triton was asked for.
+
+    Raises:
+        ValueError: if it was and cannot run.
+    """
+    if implementation != "triton":
+        return False
+    n, dim = row_grads.shape
+    reason = _triton.why_not(n, dim, row_grads.dtype) or why_not_installed()
+    if reason is not None:
+        raise ValueError(f"{implementation=} cannot run: {reason}.")
+    return True
 
 
 def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -290,6 +352,7 @@ def update_rows(
     lr: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and optimizer state with every touched row updated once.
 
@@ -304,10 +367,21 @@ def update_rows(
     Args:
         row_grads: the cotangent of `lookup`'s result, float32 or bfloat16.
         enabled: False on a step whose loss or gradients are not finite.
+        implementation: "triton" for its kernels, or an error: sums and update in one
+            for an `InPlaceRowOptimizer`, the sums alone for others; "xla"; None for
+            XLA.
+
+    Raises:
+        ValueError: if Triton was asked for and cannot run.
     """
     num_rows = table.shape[0]
     ids = jnp.where(enabled, flat_ids, BAD_ID)
-    unique = sum_by_row(ids, row_grads, num_rows)
+    grads = row_grads.reshape(-1, row_grads.shape[-1])
+    in_place = isinstance(optimizer, InPlaceRowOptimizer)
+    if _is_triton(implementation, grads) and in_place:
+        ids, order = _sort(ids, num_rows)
+        return optimizer.update_in_place(table, opt_state, ids, order, grads, lr)
+    unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Else XLA computes the sums again inside each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from loka_jax.ops import embedding
+from loka_jax.triton import row_update
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -65,6 +66,27 @@ class RowwiseAdagrad:
         step = lr * grads / (jnp.sqrt(acc) + self.eps)[:, None]
         return rows - step, RowwiseAdagradState(acc)
 
+    def update_in_place(
+        self,
+        table: Float[Array, "R D"],
+        opt_state: RowwiseAdagradState,
+        ids: Int[Array, "N"],
+        order: Int[Array, "N"],
+        row_grads: Float[Array, "N D"],
+        lr: Float[Array, ""] | float,
+    ) -> tuple[Float[Array, "R D"], RowwiseAdagradState]:
+        """Returns table and state, the rows of `ids` updated, by Triton's kernels.
+
+        Args:
+            ids: sorted, `embedding.BAD_ID` for none.
+            order: the position in `row_grads` of each of them.
+        """
+        acc = opt_state.sum_of_squares
+        table, acc = row_update.rowwise_adagrad(
+            table, acc, ids, order, row_grads, lr=lr, eps=self.eps
+        )
+        return table, RowwiseAdagradState(acc)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sgd:
@@ -83,6 +105,23 @@ class Sgd:
     ) -> tuple[Float[Array, "N D"], tuple[()]]:
         """Returns the rows after one step and the empty state."""
         return rows - lr * grads, ()
+
+    def update_in_place(
+        self,
+        table: Float[Array, "R D"],
+        opt_state: tuple[()],
+        ids: Int[Array, "N"],
+        order: Int[Array, "N"],
+        row_grads: Float[Array, "N D"],
+        lr: Float[Array, ""] | float,
+    ) -> tuple[Float[Array, "R D"], tuple[()]]:
+        """Returns the table, the rows of `ids` updated, by Triton's kernels.
+
+        Args:
+            ids: sorted, `embedding.BAD_ID` for none.
+            order: the position in `row_grads` of each of them.
+        """
+        return row_update.sgd(table, ids, order, row_grads, lr=lr), ()
 
 
 class AdamState(NamedTuple):

@@ -24,12 +24,13 @@ _COMPUTE_CAPABILITY = 90  # as in launch.py
 _MOST_ENTRIES = 2**30  # positions are int32
 _WIDEST = 512  # D
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-# Settings: values of a program's tile (entries by D) and its warps. The first level
-# gathers, and lives on many programs at once; the later ones are small, and larger
-# blocks save a launch.
-_VALUES, _NUM_WARPS = 2048, 4
-_CARRIED_VALUES, _CARRIED_NUM_WARPS = 8192, 8
-_FEWEST_POSITIONS = 16  # else a level would hardly be smaller than the one before
+# Settings. The first level gathers, and lives on many small programs at once; the later
+# ones are small, and larger tiles save a launch.
+_VALUES = 2048  # of a program's tile: entries by D
+_CARRIED_VALUES = 8192
+_FEWEST_POSITIONS = 32  # or the next level is hardly smaller
+_VALUES_PER_THREAD = 16
+_MOST_WARPS = 16
 
 
 class Level(NamedTuple):
@@ -204,12 +205,12 @@ def levels(n: int, dim: int) -> list[Level]:
     tile_dim = power_of_two(dim)
     found: list[Level] = []
     while not found or found[-1].blocks > 1:
-        values, num_warps = _VALUES, _NUM_WARPS
-        if found:
-            n = 2 * found[-1].blocks
-            values, num_warps = _CARRIED_VALUES, _CARRIED_NUM_WARPS
+        values = _CARRIED_VALUES if found else _VALUES
+        n = 2 * found[-1].blocks if found else n
         positions = min(values // tile_dim, power_of_two(n))
-        found.append(Level(n, max(positions, _FEWEST_POSITIONS), num_warps))
+        positions = max(positions, _FEWEST_POSITIONS)
+        warps = positions * tile_dim // (32 * _VALUES_PER_THREAD)
+        found.append(Level(n, positions, min(max(warps, 1), _MOST_WARPS)))
     return found
 
 
@@ -258,6 +259,7 @@ def _constants(level: Level, dim: int, depth: int) -> dict[str, Any]:
 
 
 def _check(name: str, grads: jax.Array) -> None:
-    reason = why_not(*grads.shape, grads.dtype)
+    n, dim = grads.shape
+    reason = why_not(n, dim, grads.dtype)
     if reason is not None:
         raise ValueError(f"{name}: {reason}.")

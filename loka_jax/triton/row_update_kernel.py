@@ -50,16 +50,17 @@ def sum_runs_kernel(
     the other way round.
     """
     i, id, follows, ends, begins = _entries(ids, n, positions)
-    d = tl.arange(0, tile_dim)[None, :]
     place = tl.load(places + i, mask=i < n, other=0)
     source = i if is_carried else place
     target = place if is_carried else i
+    d = _columns(dim, tile_dim)
     s = _running_sums(grads, source, id != _BAD_ID, begins, d, dim, positions, tile_dim)
     at = sums + target.to(tl.int64)[:, None] * dim + d
     tl.store(at, s, mask=(ends & ~follows)[:, None] & (d < dim))
-    cut = _hand_on(ids, i, id, follows, ends, s, d, carried_ids, carried, dim)
-    # Only of a first entry handed on is the place asked for: there a run can end.
-    tl.store(carried_places + 2 * tl.program_id(0) + 0 * i, target, mask=cut)
+    cut = _hand_on(id, follows, ends, s, d, carried_ids, carried, dim, positions)
+    # Only of the first entry handed on is the place asked for: there a run can end.
+    to_place = carried_places + 2 * tl.program_id(0) + tl.zeros_like(i)
+    tl.store(to_place, target, mask=cut)
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def update_rows_kernel(
     Row-wise AdaGrad if `is_adagrad`, with `state` its accumulators; else SGD.
     """
     i, id, follows, ends, begins = _entries(ids, n, positions)
-    d = tl.arange(0, tile_dim)[None, :]
+    d = _columns(dim, tile_dim)
     finished = ends & ~follows
     row = id.to(tl.int64)
     at = table + row[:, None] * dim + d
@@ -107,7 +108,7 @@ def update_rows_kernel(
         tl.store(state + row, acc, mask=finished)
         step = tl.div_rn(step, tl.sqrt_rn(acc)[:, None] + eps)
     tl.store(at, (old - step).to(table.dtype.element_ty), mask=inside)
-    _hand_on(ids, i, id, follows, ends, s, d, carried_ids, carried, dim)
+    _hand_on(id, follows, ends, s, d, carried_ids, carried, dim, positions)
 
 
 @triton.jit
@@ -160,19 +161,45 @@ def _join(left_begins, left, right_begins, right):
 
 @triton.jit
 @no_type_check
-def _hand_on(ids, i, id, follows, ends, s, d, carried_ids, carried, dim: tl.constexpr):
+def _hand_on(
+    id,
+    follows,
+    ends,
+    s,
+    d,
+    carried_ids,
+    carried,
+    dim: tl.constexpr,
+    positions: tl.constexpr,
+):
     """Writes the two entries handed on; returns where the first one's sum stands."""
     entry = 2 * tl.program_id(0)
-    is_end = tl.arange(0, i.shape[0]) == i.shape[0] - 1
-    first = tl.program_id(0) * i.shape[0]
-    id_before = tl.load(ids + first - 1, mask=first > 0, other=_NO_ID)
-    id_first = tl.load(ids + first)
-    tl.store(carried_ids + entry, tl.where(id_first == id_before, id_first, _BAD_ID))
-    tl.store(carried_ids + entry + 1 + 0 * i, tl.where(ends, _BAD_ID, id), mask=is_end)
+    k = tl.arange(0, positions)
+    is_end = k == positions - 1
+    to_id = carried_ids + entry + tl.zeros_like(k)
+    tl.store(to_id, tl.where(follows, id, _BAD_ID), mask=k == 0)
+    tl.store(to_id + 1, tl.where(ends, _BAD_ID, id), mask=is_end)
 
-    at = carried + tl.cast(entry, tl.int64) * dim + d + 0 * i[:, None]
-    cut = follows & (ends | is_end)
+    at = carried + tl.cast(entry, tl.int64) * dim + d + tl.zeros_like(k)[:, None]
+    cut = follows & (ends | is_end)  # one entry, or none
     tl.store(at, s, mask=cut[:, None] & (d < dim))
     rest = tl.where(follows[:, None], 0.0, s)
     tl.store(at + dim, rest, mask=is_end[:, None] & (d < dim))
     return cut
+
+
+@triton.jit
+@no_type_check
+def _columns(dim: tl.constexpr, tile_dim: tl.constexpr):
+    """Returns the positions along D, of which a thread takes 4 neighbours if it can.
+
+    So it stores 16 bytes of float32. Without the hint the compiler takes as many as
+    each array allows, and adds up everything once for every arrangement.
+    """
+    if dim % 4 == 0:
+        neighbours: tl.constexpr = 4
+    elif dim % 2 == 0:
+        neighbours: tl.constexpr = 2
+    else:
+        neighbours: tl.constexpr = 1
+    return tl.max_contiguous(tl.arange(0, tile_dim)[None, :], [1, neighbours])

@@ -205,7 +205,11 @@ def _interpret_level(kernel, *arrays, outputs, aliases, level, constants):
     """Does what `row_update.launch` does, with the interpreter."""
     launch = dict(grid=level.blocks, num_warps=None, num_stages=None)
     return _interpret(
-        *(kernel, *arrays), outputs=outputs, constants=constants, **launch, aliases=aliases
+        *(kernel, *arrays),
+        outputs=outputs,
+        constants=constants,
+        **launch,
+        aliases=aliases,
     )
 
 
