@@ -30,6 +30,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -182,8 +183,10 @@ if why_not_here() is None:
         "rowwise_adagrad_triton_sums": (SumsAlone(), "triton"),
     }
     IMPLEMENTATIONS["_triton"] = "triton"
-UPDATES = {k: functools.partial(_update, *v) for k, v in ADAGRADS.items()}
-PARTS = {"sort": _sort}
+UPDATES: dict[str, Callable] = {
+    name: functools.partial(_update, *v) for name, v in ADAGRADS.items()
+}
+PARTS: dict[str, Callable] = {"sort": _sort}
 for suffix, implementation in IMPLEMENTATIONS.items():
     UPDATES[f"sgd{suffix}"] = functools.partial(_sgd, implementation)
     PARTS[f"sum_by_row{suffix}"] = functools.partial(_sum_by_row, implementation)

@@ -261,7 +261,7 @@ def sum_by_row(
     differences of a plain cumulative sum would lose the small rows. Cost beside the
     sort: `[N, D]` is read twice and written once, a seventh of that for all higher
     levels, in about 2 kernels for each of the log8(N) levels. Triton's kernels read it
-    once and write the totals alone, in two or three launches; theirs is another tree.
+    once and write the totals alone, in a few launches; theirs is another tree.
 
     Args:
         flat_ids: ids in `[0, num_rows)`; all others are left out.
@@ -287,8 +287,7 @@ def _sort(
 ) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
     """Returns the ids sorted, `BAD_ID` for those out of range, and where each was."""
     ids = flat_ids.reshape(-1)
-    in_range = (ids >= 0) & (ids < num_rows)
-    ids = jnp.where(in_range, ids, BAD_ID)
+    ids = jnp.where((ids >= 0) & (ids < num_rows), ids, BAD_ID)
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = jax.lax.sort((ids, positions), num_keys=1, is_stable=True)
     return ids, order

@@ -95,12 +95,13 @@ def update_rows_kernel(
     at = table + row[:, None] * dim + d
     inside = finished[:, None] & (d < dim)
     # Asked for before the gradients, so that their ways through memory overlap.
+    rate = tl.load(lr)
     old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if is_adagrad:
         acc = tl.load(state + row, mask=finished, other=0.0)
     source = i if is_carried else tl.load(order + i, mask=i < n, other=0)
     s = _running_sums(grads, source, id != _BAD_ID, begins, d, dim, positions, tile_dim)
-    step = tl.load(lr) * s
+    step = rate * s
     # Threads may hold copies of what they read: all of them read before one writes.
     tl.debug_barrier()
     if is_adagrad:
