@@ -106,16 +106,19 @@ def _arms(config: str) -> list[str]:
 def _run(arm: str, arguments: Arguments) -> Run:
     config = get_config(arguments.config)
     provider, _, recipe = arm.partition(" ")
-    model, plan = config.model, arguments.plan
+    model, rows, plan = config.model, config.embedding, arguments.plan
     if recipe:
         implementation = "xla" if provider == "xla" else None
         model = model.clone(recipe=recipe, implementation=implementation)
+        rows = dataclasses.replace(rows, implementation=implementation)
         plan = "off"
     size = arguments.batch_size
     data = dataclasses.replace(config.data, examples=size * 64, eval_examples=1024)
     loop = dataclasses.replace(config.loop, batch_size=size)
     return build(
-        dataclasses.replace(config, model=model, data=data, loop=loop, plan=plan)
+        dataclasses.replace(
+            config, model=model, embedding=rows, data=data, loop=loop, plan=plan
+        )
     )
 
 

@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from loka_jax.ops.kernels import one_by_one
+from loka_jax.ops.products import equally_varying
+from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
-from loka_jax.triton import why_not_installed
 
 Pooling = Literal["sum", "mean"]
-Implementation = Literal["xla", "triton"]
 
 # Larger than every row id, so that it sorts last and every write to it is dropped.
 BAD_ID = 2**31 - 1
@@ -267,15 +268,18 @@ def sum_by_row(
         flat_ids: ids in `[0, num_rows)`; all others are left out.
         row_grads: float32, or bfloat16 (summed in float32 all the same).
         num_rows: R.
-        implementation: "triton" for its kernels, or an error; "xla"; None for XLA.
+        implementation: "triton" for its kernels, or an error; "xla"; None for Triton
+            where it is installed, there is a Hopper GPU and it serves the operands,
+            else XLA.
 
     Raises:
         ValueError: if Triton was asked for and cannot run.
     """
     ids, order = _sort(flat_ids, num_rows)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
-    if _is_triton(implementation, grads):
-        sums = _triton.sum_runs(ids, order, grads)
+    n, dim = grads.shape
+    if chosen(implementation, _triton.why_not(n, dim, grads.dtype)) == "triton":
+        sums = _by_triton(_triton.sum_runs, ids, order, grads)
     else:
         sums = _running_sums(ids, grads[order].astype(jnp.float32))
     is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
@@ -293,19 +297,11 @@ def _sort(
     return ids, order
 
 
-def _is_triton(implementation: Implementation | None, row_grads: jax.Array) -> bool:
-    """Returns whether Triton was asked for.
-
-    Raises:
-        ValueError: if it was and cannot run.
-    """
-    if implementation != "triton":
-        return False
-    n, dim = row_grads.shape
-    reason = _triton.why_not(n, dim, row_grads.dtype) or why_not_installed()
-    if reason is not None:
-        raise ValueError(f"{implementation=} cannot run: {reason}.")
-    return True
+def _by_triton(run, *operands):
+    """Returns `run(*operands)`; under `vmap` one call follows another."""
+    found = one_by_one(run, *operands)
+    like = jax.tree.leaves(operands)[0]  # which varies over a mesh as the results do
+    return jax.tree.map(lambda x: equally_varying(x, like)[0], found)
 
 
 def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -368,7 +364,8 @@ def update_rows(
         enabled: False on a step whose loss or gradients are not finite.
         implementation: "triton" for its kernels, or an error: sums and update in one
             for an `InPlaceRowOptimizer`, the sums alone for others; "xla"; None for
-            XLA.
+            Triton where it is installed, there is a Hopper GPU and it serves the
+            operands, else XLA.
 
     Raises:
         ValueError: if Triton was asked for and cannot run.
@@ -376,10 +373,12 @@ def update_rows(
     num_rows = table.shape[0]
     ids = jnp.where(enabled, flat_ids, BAD_ID)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
-    in_place = isinstance(optimizer, InPlaceRowOptimizer)
-    if _is_triton(implementation, grads) and in_place:
-        ids, order = _sort(ids, num_rows)
-        return optimizer.update_in_place(table, opt_state, ids, order, grads, lr)
+    n, dim = grads.shape
+    why_not = _triton.why_not(n, dim, grads.dtype, table.dtype)
+    implementation = chosen(implementation, why_not)
+    if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
+        operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
+        return _by_triton(optimizer.update_in_place, *operands)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Else XLA computes the sums again inside each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from loka_jax.ops import embedding
-from loka_jax.triton import row_update
+from loka_jax.triton import Implementation, row_update
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -192,6 +192,7 @@ def whole_table_update(
     l2: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and state after one update of *every* row, L2 included.
 
@@ -201,8 +202,11 @@ def whole_table_update(
     rows that the batch does not name. With `Adam` it equals `optax.adam` on
     that gradient. Time and memory are O(R), a few `[R, D]` arrays of it passing: for
     tables of up to some 10^6 rows. Nothing changes where `enabled` is False.
+    `implementation` says who sums, as of `embedding.sum_by_row`.
     """
-    ids, grads = embedding.sum_by_row(flat_ids, row_grads, table.shape[0])
+    ids, grads = embedding.sum_by_row(
+        flat_ids, row_grads, table.shape[0], implementation=implementation
+    )
     old = table.astype(jnp.float32)
     dense = (
         (l2 * old)

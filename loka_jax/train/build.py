@@ -220,6 +220,7 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
             optimizer=make_row_optimizer(optim),
             learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
             l2=optim.rows_l2,
+            implementation=config.embedding.implementation,
         ),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,

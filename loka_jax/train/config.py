@@ -7,7 +7,7 @@ is no part of a run's identity.
 
 import dataclasses
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from flax import linen
@@ -31,10 +31,13 @@ class EmbeddingConfig:
     Attributes:
         dim: dimension of every embedding vector.
         init_stddev: standard deviation of their initial values.
+        implementation: "xla" for XLA alone; None for kernels that update the rows
+            where they serve.
     """
 
     dim: int = 16
     init_stddev: float = 0.01
+    implementation: Literal["xla"] | None = None
 
     def __post_init__(self):  # noqa: D105
         require(1 <= self.dim <= 4096, "--embedding.dim", self.dim, "in 1..4096")

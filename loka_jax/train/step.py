@@ -14,7 +14,7 @@ counters.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,13 @@ class RowUpdate(NamedTuple):
         learning_rate: of the step number, before `TrainState.lr_scale`.
         l2: weight of the squared norm of the whole table in the loss; if positive,
             every row is updated every step.
+        implementation: "xla" for XLA alone; None for kernels where they serve.
     """
 
     optimizer: Any
     learning_rate: optax.Schedule
     l2: float
+    implementation: Literal["xla"] | None = None
 
 
 class _Gradients(NamedTuple):
@@ -307,6 +309,7 @@ def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_f
         row_update.optimizer,
         jnp.asarray(learning_rate) * state.lr_scale,
     )
+    options: Any = dict(enabled=is_finite, implementation=row_update.implementation)
     if row_update.l2 > 0:
-        return whole_table_update(*arguments, row_update.l2, enabled=is_finite)
-    return embedding.update_rows(*arguments, enabled=is_finite)
+        return whole_table_update(*arguments, row_update.l2, **options)
+    return embedding.update_rows(*arguments, **options)

@@ -10,6 +10,8 @@ a pass over [B, n, n] and [B, n, D] for every step of this; here only the operan
 the result touch memory.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -140,7 +142,7 @@ def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
     )
 
 
-def _settings(sizes) -> dict[str, int]:
+def _settings(sizes) -> dict[str, Any]:
     """Returns how the kernels are launched: one warp an example where it is small."""
     values = sizes["tile_n"] * (sizes["tile_n"] + sizes["tile_dim"])
     return dict(

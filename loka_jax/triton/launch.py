@@ -5,10 +5,13 @@ serve inside a `custom_vjp`, on a GPU, and a twin in plain JAX must stand beside
 """
 
 import importlib.util
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
+
+# Who runs an operation that has a kernel here and a twin in plain JAX.
+Implementation = Literal["xla", "triton"]
 
 # Kernels are compiled for Hopper whatever machine lowers them, so that a program can
 # be lowered, and its kernels compiled, where there is no GPU.
@@ -28,6 +31,26 @@ def why_not_here() -> str | None:
     return None
 
 
+def chosen(
+    implementation: Implementation | None, why_not: str | None
+) -> Implementation:
+    """Returns who runs an operation: what was asked for, or Triton where it can.
+
+    Args:
+        implementation: None leaves it to this function.
+        why_not: why the kernel does not serve the operands, or None.
+
+    Raises:
+        ValueError: if Triton was asked for and cannot run.
+    """
+    if implementation is None:
+        return "xla" if why_not or why_not_here() else "triton"
+    reason = why_not or why_not_installed()
+    if implementation == "triton" and reason is not None:
+        raise ValueError(f"{implementation=} cannot run: {reason}.")
+    return implementation
+
+
 def require_triton() -> None:
     """Raises an ImportError that says what to install, if the extra is missing."""
     missing = why_not_installed()
@@ -43,6 +66,7 @@ def launch(
     num_warps: int,
     num_stages: int,
     constants: dict[str, Any],
+    aliases: Mapping[int, int] | None = None,
 ) -> Sequence[jax.Array]:
     """Returns what `kernel` writes, compiled for Hopper.
 
@@ -56,6 +80,7 @@ def launch(
         num_stages: depth of the pipeline of loads in loops with products.
         constants: what is known when compiling. Sizes belong here: only of constants
             does Triton see that they are multiples of 16, and so widens loads.
+        aliases: for an input that is written in place, the output that it becomes.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]  # an optional extra
 
@@ -63,6 +88,7 @@ def launch(
         *arrays,
         kernel=kernel,
         out_shape=tuple(outputs),
+        input_output_aliases=dict(aliases or {}),
         grid=(grid,),
         num_warps=num_warps,
         num_stages=num_stages,

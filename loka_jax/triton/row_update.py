@@ -10,7 +10,6 @@ gradients three launches, five where D is above 64. The additions form a fixed t
 without atomics, so that equal operands give equal bits.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,18 +17,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.launch import launch, power_of_two, require_triton
 
-_COMPUTE_CAPABILITY = 90  # as in launch.py
 _MOST_ENTRIES = 2**30  # positions are int32
 _WIDEST = 512  # D
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 # Settings. The first level gathers, and lives on many small programs at once; the later
 # ones are small, and larger tiles save a launch.
-_VALUES = 2048  # of a program's tile: entries by D
+_VALUES = 1024  # of a program's tile: entries by D
 _CARRIED_VALUES = 8192
 _FEWEST_POSITIONS = 32  # or the next level is hardly smaller
-_VALUES_PER_THREAD = 16
+_VALUES_PER_THREAD = 8
 _MOST_WARPS = 16
 
 
@@ -52,13 +50,16 @@ class Level(NamedTuple):
         return -(-self.n // self.positions)
 
 
-def why_not(n: int, dim: int, dtype: DTypeLike) -> str | None:
+def why_not(
+    n: int, dim: int, dtype: DTypeLike, table_dtype: DTypeLike = jnp.float32
+) -> str | None:
     """Returns why n row gradients are not served, or None if they are.
 
     Args:
         n: row gradients, duplicates included.
         dim: D, their dimension.
         dtype: of the gradients.
+        table_dtype: of the table if there is one.
     """
     if n <= 0 or dim <= 0:
         return f"N={n}, D={dim}: there is nothing to add"
@@ -66,8 +67,9 @@ def why_not(n: int, dim: int, dtype: DTypeLike) -> str | None:
         return f"N={n} is more than {_MOST_ENTRIES}"
     if dim > _WIDEST:
         return f"D={dim} is more than {_WIDEST}"
-    if jnp.dtype(dtype) not in _DTYPES:
-        return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
+    for name in (jnp.dtype(dtype), jnp.dtype(table_dtype)):
+        if name not in _DTYPES:
+            return f"{name} is neither float32 nor bfloat16"
     return None
 
 
@@ -105,7 +107,7 @@ def sum_runs(
                 jax.ShapeDtypeStruct((2 * level.blocks, dim), jnp.float32),
             ],
             aliases={} if sums is None else {3: 0},
-            level=level,
+            **_settings(level),
             constants=_constants(level, dim, depth),
         )
     assert sums is not None  # there is a first level
@@ -172,9 +174,7 @@ def rowwise_adagrad(
 
 def _update(name, table, state, ids, order, grads, lr, *, eps):
     """Returns table and state; SGD where there is no state, else row-wise AdaGrad."""
-    _check(name, grads)
-    if table.dtype not in _DTYPES:
-        raise ValueError(f"{name}: {table.dtype=} is neither float32 nor bfloat16.")
+    _check(name, grads, table.dtype)
     require_triton()
     from loka_jax.triton import row_update_kernel
 
@@ -193,7 +193,7 @@ def _update(name, table, state, ids, order, grads, lr, *, eps):
                 jax.ShapeDtypeStruct((2 * level.blocks, dim), jnp.float32),
             ],
             aliases={4: 0, 5: 1} if is_adagrad else {4: 0},
-            level=level,
+            **_settings(level),
             constants=_constants(level, dim, depth)
             | dict(is_adagrad=is_adagrad, eps=eps),
         )
@@ -214,38 +214,8 @@ def levels(n: int, dim: int) -> list[Level]:
     return found
 
 
-def launch(
-    kernel: Any,
-    *arrays: jax.Array,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    aliases: dict[int, int],
-    level: Level,
-    constants: dict[str, Any],
-) -> Sequence[jax.Array]:
-    """Returns what `kernel` writes: `launch.launch`, with outputs that are inputs.
-
-    Args:
-        kernel: a function compiled by `triton.jit`. Its parameters are pointers to
-            `arrays`, pointers to the outputs, and the constants by name.
-        arrays: the inputs.
-        outputs: shapes and dtypes of what is written.
-        aliases: for an input that is written in place, the output that it becomes.
-        level: how many programs, of how many warps.
-        constants: what is known when compiling.
-    """
-    import jax_triton  # pyright: ignore[reportMissingImports]  # an optional extra
-
-    return jax_triton.triton_call(
-        *arrays,
-        kernel=kernel,
-        out_shape=tuple(outputs),
-        input_output_aliases=aliases,
-        grid=(level.blocks,),
-        num_warps=level.num_warps,
-        num_stages=1,
-        compute_capability=_COMPUTE_CAPABILITY,
-        **constants,
-    )
+def _settings(level: Level) -> dict[str, Any]:
+    return dict(grid=level.blocks, num_warps=level.num_warps, num_stages=1)
 
 
 def _constants(level: Level, dim: int, depth: int) -> dict[str, Any]:
@@ -258,8 +228,8 @@ def _constants(level: Level, dim: int, depth: int) -> dict[str, Any]:
     )
 
 
-def _check(name: str, grads: jax.Array) -> None:
+def _check(name: str, grads: jax.Array, table_dtype: DTypeLike = jnp.float32) -> None:
     n, dim = grads.shape
-    reason = why_not(n, dim, grads.dtype)
+    reason = why_not(n, dim, grads.dtype, table_dtype)
     if reason is not None:
         raise ValueError(f"{name}: {reason}.")

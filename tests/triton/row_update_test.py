@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import embedding
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
@@ -31,9 +32,12 @@ _update = functools.partial(embedding.update_rows, implementation="triton")
 
 
 @pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
-def anywhere(request):
+def anywhere(request, monkeypatch):
     """Runs a test interpreted and on a GPU."""
     request.getfixturevalue(request.param)
+    if request.param == "interpreted":  # which takes no traced arrays
+        call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
+        monkeypatch.setattr(embedding, "one_by_one", call)
 
 
 @pytest.fixture
@@ -249,6 +253,28 @@ def test_programs_for_hopper_do_not_spill_and_add_once(optimizer, dim):
         shuffles.append(programs[0].ptx.count("shfl.sync"))
     # Of two dtypes the compiler may make two arrangements of a tile, and add up both.
     assert shuffles[0] == shuffles[1]
+
+
+@optimizers
+def test_the_update_lowers_under_vmap_and_shard_map(optimizer):
+    pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    step = functools.partial(_step, optimizer)
+    shapes = _shapes(optimizer, 800, 16, jnp.float32, rows=4000)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+    parts = dict(in_specs=P("data"), out_specs=P("data"))
+    assert _num_kernels(jax.shard_map(step, mesh=mesh, **parts), *shapes) > 0
+    batched = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), shapes
+    )
+    assert _num_kernels(jax.vmap(step), *batched) > 0
+
+
+def _num_kernels(f, *shapes):
+    lowered = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("triton_kernel_call")
 
 
 @optimizers

@@ -162,7 +162,6 @@ def interpreted(monkeypatch):
     for module in modules:
         monkeypatch.setattr(module, "launch", _interpret)
         monkeypatch.setattr(module, "require_triton", lambda: None)
-    monkeypatch.setattr(row_update, "launch", _interpret_level)
 
 
 def _compute_wide(monkeypatch, builder, tl):
@@ -199,18 +198,6 @@ def _scan(self, inputs):
         out.append(tuple(x.handle.data for x in self.combine_fn.fn(*pair)))
     joined = [np.moveaxis(np.stack(x), 0, self.axis) for x in zip(*out, strict=True)]
     return [self.to_tensor(x, of.dtype) for x, of in zip(joined, inputs, strict=True)]
-
-
-def _interpret_level(kernel, *arrays, outputs, aliases, level, constants):
-    """Does what `row_update.launch` does, with the interpreter."""
-    launch = dict(grid=level.blocks, num_warps=None, num_stages=None)
-    return _interpret(
-        *(kernel, *arrays),
-        outputs=outputs,
-        constants=constants,
-        **launch,
-        aliases=aliases,
-    )
 
 
 def _interpret(
