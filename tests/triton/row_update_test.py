@@ -25,8 +25,12 @@ _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 optimizers = pytest.mark.parametrize("optimizer", [ADAGRAD, Sgd(), Adam()], ids=str)
 # Eagerly, each level of XLA's sums is dozens of dispatches; the interpreter takes no
 # traced arrays.
-_sums_by_xla = jax.jit(embedding.sum_by_row, static_argnums=2)
-_update_by_xla = jax.jit(embedding.update_rows, static_argnums=4)
+_sums_by_xla = jax.jit(
+    functools.partial(embedding.sum_by_row, implementation="xla"), static_argnums=2
+)
+_update_by_xla = jax.jit(
+    functools.partial(embedding.update_rows, implementation="xla"), static_argnums=4
+)
 _sums = functools.partial(embedding.sum_by_row, implementation="triton")
 _update = functools.partial(embedding.update_rows, implementation="triton")
 
@@ -114,9 +118,12 @@ def _check_update(optimizer, kind, n, dim, **dtypes):
     ):
         assert our.dtype == their.dtype == old.dtype
         old, our, their = (np.asarray(x, np.float64) for x in (old, our, their))
-        np.testing.assert_allclose(our, their, rtol=1e-5, atol=1e-5)
+        # Two trees of sums in float32, of some thousand terms.
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(our[~touched], old[~touched])
-        assert np.all(our[touched] != old[touched])
+        # All but those whose gradient is too small to leave a trace.
+        stays = our[touched] == old[touched]
+        assert np.count_nonzero(stays) <= 0.01 * stays.size
 
 
 @pytest.mark.usefixtures("anywhere", "small_tiles")
