@@ -5,7 +5,6 @@ embeddings and, if there is one, the bottom vector before them. p features.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,19 @@ from jaxtyping import Array, Float
 
 from loka_jax.ops.kernels import one_by_one
 from loka_jax.ops.products import equally_varying
+from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
-from loka_jax.triton import why_not_here, why_not_installed
 
-Implementation = Literal["xla", "triton"]
+# Of numbers of features. FP8 GEMMs take multiples of 16, the fused kernels of 64: zeros
+# cost less than a GEMM that neither serves, as long as they are few.
+_LEAST_MULTIPLE, _MULTIPLE, _MOST_ZEROS = 16, 64, 1 / 8
 
 
 def dot_features(
     bottom: Float[Array, "B D"] | None,
     embeddings: Float[Array, "B F D"],
     *,
-    multiple: int = 16,
+    multiple: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B p"]:
     """Returns `[bottom; <z_i, z_j> for i > j, row by row; zeros]`, z = [bottom; e].
@@ -38,8 +39,8 @@ def dot_features(
         bottom: output of the bottom MLP, in the dtype of the embeddings. Without it z
             is e alone and there are no leading features.
         embeddings: bfloat16 or float32.
-        multiple: the number of features is padded up to a multiple of it. FP8 GEMMs
-            take sizes in multiples of 16.
+        multiple: the number of features is padded up to a multiple of it, as of
+            `padded` if None.
         implementation: "triton" for one kernel each way, or an error; "xla"; None for
             Triton where it is installed, there is a Hopper GPU and it serves the
             operands, else XLA.
@@ -54,27 +55,36 @@ def dot_features(
         if bottom.dtype != embeddings.dtype:
             raise ValueError(f"{bottom.dtype=} and {embeddings.dtype=} differ.")
         bottom, embeddings = equally_varying(bottom, embeddings)
-    if implementation is None:
-        reason = _why_not_triton(bottom, embeddings) or why_not_here()
-        implementation = "triton" if reason is None else "xla"
-    elif implementation == "triton":
-        reason = _why_not_triton(bottom, embeddings) or why_not_installed()
-        if reason is not None:
-            raise ValueError(f"{implementation=} cannot run: {reason}.")
-    return _dot_features(bottom, embeddings, multiple, implementation)
+    batch, fields, dim = embeddings.shape
+    n = fields + (bottom is not None)
+    why_not = _triton.why_not(batch, n, dim, embeddings.dtype)
+    width = padded(n * (n - 1) // 2 + (dim if n > fields else 0), multiple)
+    return _dot_features(bottom, embeddings, width, chosen(implementation, why_not))
+
+
+def padded(count: int, multiple: int | None = None) -> int:
+    """Returns `count` rounded up to a multiple.
+
+    Args:
+        count: of features.
+        multiple: None for 64 where at most an eighth of the result is zeros, else 16.
+    """
+    if multiple is None:
+        wide = padded(count, _MULTIPLE)
+        few = wide - count <= _MOST_ZEROS * wide
+        multiple = _MULTIPLE if few else _LEAST_MULTIPLE
+    return count + -count % multiple
 
 
 def join_features(
-    first: Float[Array, "B a"] | None, second: Float[Array, "B b"], multiple: int = 16
+    first: Float[Array, "B a"] | None,
+    second: Float[Array, "B b"],
+    multiple: int | None = None,
 ) -> Float[Array, "B p"]:
-    """Returns `[first; second; zeros]`, p a multiple of `multiple`.
-
-    FP8 GEMMs take sizes in multiples of 16, and joined features rarely have one: zeros
-    cost less than a GEMM in high precision.
-    """
+    """Returns `[first; second; zeros]`, p as of `padded`."""
     start = 0 if first is None else first.shape[1]
     end = start + second.shape[1]
-    rest = -end % multiple
+    rest = padded(end, multiple) - end
     joined = jnp.pad(second, ((0, 0), (start, rest)))
     if first is None:
         return joined
@@ -85,30 +95,21 @@ def join_features(
     return jnp.where(is_leading[None, :], leading, joined)
 
 
-def _why_not_triton(bottom, embeddings) -> str | None:
-    batch, fields, dim = embeddings.shape
-    n = fields + (bottom is not None)
-    return _triton.why_not(batch, n, dim, embeddings.dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot_features(bottom, embeddings, multiple, implementation):
+def _dot_features(bottom, embeddings, width, implementation):
     if implementation == "xla":
-        return _by_xla(bottom, embeddings, multiple)
-    lead = 0 if bottom is None else bottom.shape[1]
-    n = embeddings.shape[1] + (bottom is not None)
-    width = lead + n * (n - 1) // 2
-    run = functools.partial(_triton.dot_features, width=width + -width % multiple)
+        return _by_xla(bottom, embeddings, width)
+    run = functools.partial(_triton.dot_features, width=width)
     return _by_triton(run, bottom, embeddings)
 
 
-def _dot_features_fwd(bottom, embeddings, multiple, implementation):
-    out = _dot_features(bottom, embeddings, multiple, implementation)
+def _dot_features_fwd(bottom, embeddings, width, implementation):
+    out = _dot_features(bottom, embeddings, width, implementation)
     return out, (bottom, embeddings)
 
 
-def _dot_features_bwd(multiple, implementation, operands, g):
-    del multiple
+def _dot_features_bwd(width, implementation, operands, g):
+    del width
     bottom, embeddings = operands
     if implementation == "triton":
         return _by_triton(_triton.dot_features_backward, bottom, embeddings, g)
@@ -125,13 +126,13 @@ def _by_triton(run, *operands):
     return jax.tree.map(lambda x: equally_varying(x, like)[0], found)
 
 
-def _by_xla(bottom, embeddings, multiple):
+def _by_xla(bottom, embeddings, width):
     z = _vectors(bottom, embeddings)
     batch, n, _ = z.shape
     gram = jnp.einsum("bnd,bmd->bnm", z, z, preferred_element_type=z.dtype)
     rows, cols = np.tril_indices(n, -1)
     pairs = gram.reshape(batch, n * n)[:, rows * n + cols]
-    features = join_features(bottom, pairs, multiple)
+    features = join_features(bottom, pairs, multiple=max(width, 1))
     # Else XLA may let the features of an example lie B apart, as the gather of columns
     # suggests: 166 us instead of 40 of 65,536 x 368 on an H200.
     return with_layout_constraint(features, Layout(major_to_minor=(0, 1)))

@@ -8,8 +8,13 @@ from loka_jax import nn
 from tests import support
 
 
-@pytest.mark.parametrize("a, b, padded", [(3, 13, 16), (1, 16, 32), (0, 31, 32)])
-def test_features_are_joined_and_padded_with_zeros_to_a_multiple_of_16(a, b, padded):
+@pytest.mark.parametrize(
+    "a, b, padded",
+    # Up to a multiple of 64 where at most an eighth is zeros, else of 16.
+    [(3, 13, 16), (1, 16, 32), (0, 31, 32), (13, 43, 64), (13, 42, 64), (13, 34, 48)]
+    + [(16, 351, 384), (13, 416, 448), (0, 64, 64), (0, 160, 160)],
+)
+def test_features_are_joined_and_padded_with_zeros(a, b, padded):
     first, second = support.normal(3, a), support.normal(3, b, seed=1)
     y = nn.join_features(first if a else None, second)
     zeros = jnp.zeros((3, padded - a - b))

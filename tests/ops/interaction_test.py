@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import interaction
 from loka_jax.ops.interaction import dot_features
+from loka_jax.triton import launch
 from tests import support
 
 # (B, F, D); of one field without a bottom vector there are no pairs.
@@ -149,14 +150,14 @@ def test_dtypes_must_agree():
 @pytest.fixture
 def chosen(monkeypatch):
     """Returns a function that returns what runs where nothing was asked for."""
-    monkeypatch.setattr(interaction, "why_not_here", lambda: None)
+    monkeypatch.setattr(launch, "why_not_here", lambda: None)
 
     def chosen(*args):
         found = []
 
-        def keep(bottom, embeddings, multiple, implementation):
+        def keep(bottom, embeddings, width, implementation):
             found.append(implementation)
-            return jnp.zeros((len(embeddings), multiple))
+            return jnp.zeros((len(embeddings), width))
 
         monkeypatch.setattr(interaction, "_dot_features", keep)
         dot_features(*args)
@@ -178,7 +179,7 @@ def test_triton_runs_what_it_serves(chosen, sizes, dtype, expected):
 
 
 def test_xla_runs_where_triton_does_not(chosen, monkeypatch):
-    monkeypatch.setattr(interaction, "why_not_here", lambda: "no Hopper GPU")
+    monkeypatch.setattr(launch, "why_not_here", lambda: "no Hopper GPU")
     assert chosen(*operands(4, 26, 16, True, jnp.bfloat16)) == "xla"
 
 
@@ -186,6 +187,6 @@ def test_triton_says_why_it_cannot_run(monkeypatch):
     run = functools.partial(dot_features, implementation="triton")
     with pytest.raises(ValueError, match="float32 is not bfloat16"):
         run(*operands(4, 3, 8, True))
-    monkeypatch.setattr(interaction, "why_not_installed", lambda: "it is missing")
+    monkeypatch.setattr(launch, "why_not_installed", lambda: "it is missing")
     with pytest.raises(ValueError, match="cannot run: it is missing"):
         run(*operands(4, 3, 8, True, jnp.bfloat16))

@@ -30,10 +30,9 @@ def _shapes(batch, fields, dim, has_bottom):
     return shape((batch, dim)) if has_bottom else None, shape((batch, fields, dim))
 
 
-def _width(fields, dim, has_bottom, multiple=16):
+def _width(fields, dim, has_bottom, multiple=None):
     n = fields + has_bottom
-    features = dim * has_bottom + n * (n - 1) // 2
-    return features + -features % multiple
+    return interaction.padded(dim * has_bottom + n * (n - 1) // 2, multiple)
 
 
 def _assert_same(ours, theirs):
@@ -50,7 +49,7 @@ def _assert_same(ours, theirs):
     assert np.mean(error == 0) > 0.97
 
 
-def _check(batch, fields, dim, has_bottom, multiple=16):
+def _check(batch, fields, dim, has_bottom, multiple=None):
     parts = _shapes(batch, fields, dim, has_bottom)
     args = [
         x and support.normal(*x.shape, seed=i, dtype=x.dtype)
