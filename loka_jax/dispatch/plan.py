@@ -192,15 +192,21 @@ def _decide_row(
         accurate(entry, limits, **one)
         for entry, one in zip(known, arguments, strict=True)
     ]
+
+    def time(choices: Sequence[Choice]) -> float:
+        return sum(row_times(known, choices, what))
+
+    own = [found.choice for found in alone]
     together = fastest(known, allowed, what)
     without = [[one for one in choices if not one.is_fp8] for choices in allowed]
-    times = row_times(known, together, what)
-    # FP8 must be worth it, here for the row as a whole.
-    base = row_times(known, fastest(known, without, what), what)
-    by_xla = [entry.times[what][BF16.name] for entry in known]
-    speedup, over_xla = sum(base) / sum(times), sum(by_xla) / sum(times)
-    if speedup < limits.speedup or over_xla < limits.leave_xla:
+    wide_row = fastest(known, without, what)
+    # FP8 must be worth it, here for the row as a whole; so must leaving XLA.
+    if time(wide_row) / time(together) < limits.speedup:
+        together = min(own, wide_row, key=time)
+    by_xla = sum(entry.times[what][BF16.name] for entry in known)
+    if together == own or by_xla / time(together) < limits.leave_xla:
         return {site.path: found for site, found in zip(row, alone, strict=True)}
+    times = row_times(known, together, what)
     found = {}
     for i, site in enumerate(row):
         source = f"{config} {site.path}"

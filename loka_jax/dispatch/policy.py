@@ -51,7 +51,7 @@ class Limits:
     mere: float | None = None
     loss: float = 0.0002
     speedup: float = 1.05
-    leave_xla: float = 1.1
+    leave_xla: float = 1.08
 
     def __post_init__(self):  # noqa: D105
         for field in dataclasses.fields(self):

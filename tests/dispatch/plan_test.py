@@ -190,6 +190,25 @@ def test_a_row_takes_the_fastest_way_if_fp8_is_worth_it_there():
     assert [choice.name for _, choice in plan.choices][1] == "pallas bf16"
 
 
+def test_a_row_leaves_xla_if_that_is_worth_it_there():
+    sites = [
+        _site("mlp/dense_0", k=256, n=256, norm="layer"),
+        _site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
+    ]
+    kernel = "pallas bf16"
+    # By itself the second gains too little.
+    first = {"training": {"xla bf16": 12.0, kernel: 10.0}}
+    second = {"training": {"xla bf16": 5.3, kernel: 5.0}}
+    table = Table(HEADER)
+    for site, times in zip(sites, (first, second), strict=True):
+        table.sites[key_of(site)] = Entry(times, {})
+    plan = make_plan(sites, table)
+    assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
+    first["training"]["xla bf16"] = 10.5
+    plan = make_plan(sites, table)
+    assert [choice for _, choice in plan.choices] == [BF16, BF16]
+
+
 def test_a_pass_that_was_not_measured_leaves_a_row_in_bfloat16():
     sites = [
         _site("mlp/dense_0", k=256, n=256, norm="layer"),
