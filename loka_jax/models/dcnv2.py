@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 from flax import linen
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import nn
@@ -43,6 +44,11 @@ class Dcnv2(linen.Module):
     dropout_rate: float = 0.0
     implementation: Literal["xla"] | None = None
 
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        """What the inputs are cast to, before all else."""
+        return get_recipe(self.recipe).compute_dtype
+
     @linen.compact
     def __call__(
         self,
@@ -52,10 +58,10 @@ class Dcnv2(linen.Module):
         train: bool = False,
     ) -> Float[Array, "B"]:
         """Returns float32 logits."""
-        dtype = get_recipe(self.recipe).compute_dtype
+        dtype = self.compute_dtype
         flat = embeddings.reshape(embeddings.shape[0], -1)
         x0 = nn.join_features(dense_features.astype(dtype), flat.astype(dtype))
-        # [B, n + F D, rounded up to 16]
+        # [B, n + F D, padded]
 
         crossed = nn.CrossNet(
             self.num_cross_layers,

@@ -12,6 +12,7 @@ from typing import Literal
 
 import jax
 from flax import linen
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import nn
@@ -43,6 +44,11 @@ class Dlrm(linen.Module):
     dropout_rate: float = 0.0
     implementation: Literal["xla"] | None = None
 
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        """What the inputs are cast to, before all else."""
+        return get_recipe(self.recipe).compute_dtype
+
     @linen.compact
     def __call__(
         self,
@@ -53,7 +59,7 @@ class Dlrm(linen.Module):
     ) -> Float[Array, "B"]:
         """Returns float32 logits."""
         batch, _, dim = embeddings.shape
-        embeddings = embeddings.astype(get_recipe(self.recipe).compute_dtype)
+        embeddings = embeddings.astype(self.compute_dtype)
         bottom = None
         if dense_features.shape[1]:
             bottom = self._mlp("bottom_mlp", (*self.bottom_mlp, dim), 0.0)(
@@ -67,7 +73,7 @@ class Dlrm(linen.Module):
                 )
         else:
             features = nn.join_features(bottom, embeddings.reshape(batch, -1))
-        # [B, D + F (F + 1) / 2 or (F + 1) D, rounded up to 16]
+        # [B, D + F (F + 1) / 2 or (F + 1) D, padded]
 
         top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
             features, train=train

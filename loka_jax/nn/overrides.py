@@ -12,7 +12,9 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+import jax.numpy as jnp
 from flax import linen
+from jax.typing import DTypeLike
 
 from loka_jax.choice import Choice
 from loka_jax.ops.plan import Implementation
@@ -121,6 +123,11 @@ class Planned:
         if own is not None:
             recipes.append(as_recipe(own))
         return any(recipe.is_delayed for recipe in recipes)
+
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        """What the model casts its inputs to, if it says so; else float32."""
+        return getattr(self.model, "compute_dtype", jnp.float32)
 
     def calibrated(self) -> "Planned":
         """Returns the same for states whose delayed scales are known to be set."""

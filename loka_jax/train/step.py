@@ -75,7 +75,8 @@ def make_train_step(
     """Returns the training step; jit it with the state donated.
 
     Args:
-        model: from (dense features, embeddings) to logits.
+        model: from (dense features, embeddings) to logits. One that says its
+            `compute_dtype` is given embeddings of that.
         tables: the embedding tables.
         optimizer: of the dense parameters.
         row_update: of the tables.
@@ -95,6 +96,9 @@ def make_train_step(
         with jax.named_scope("lookup"):
             ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
             rows = embedding.lookup(state.table, ids)
+            # As the model does first. Here, so that the rows' gradients have that
+            # dtype too: half the bytes to write and to gather.
+            rows = rows.astype(getattr(model, "compute_dtype", jnp.float32))
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
@@ -287,7 +291,8 @@ def _accumulated(
 def _all_finite(loss, grads: _Gradients, features):
     # Features too: an infinite one saturates in a cast with a delayed scale, and where
     # all roles of the first layer are FP8 no gradient would show it.
-    seen = (loss, optax.tree.norm((grads.params, grads.rows)), features)
+    norms = optax.tree.norm(grads.params), optax.tree.norm(grads.rows)
+    seen = (loss, *norms, features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen))
 
 
