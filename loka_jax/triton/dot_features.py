@@ -25,7 +25,7 @@ _LEAST_TILE = 16  # the tensor core's
 # Settings. A program's warps share an example, and its examples follow each other: many
 # small programs hide each other's latencies, several examples each pay for the launch.
 _EXAMPLES = 4
-_VALUES = 128  # that a thread holds: with fewer, an example takes more warps
+_VALUES = 160  # that a thread holds: with fewer, an example takes more warps
 _NUM_STAGES = 1
 
 
@@ -78,7 +78,7 @@ def dot_features(
         dot_features_kernel.dot_features_kernel,
         *(embeddings if bottom is None else bottom, embeddings),
         outputs=[jax.ShapeDtypeStruct((sizes["batch"], width), embeddings.dtype)],
-        **_settings(sizes),
+        **_settings(sizes, copies=1),
         constants=sizes | dict(tile_rest=power_of_two(max(width - end, 1))),
     )
     return out
@@ -113,7 +113,7 @@ def dot_features_backward(
             jax.ShapeDtypeStruct((1, 1) if bottom is None else bottom.shape, g.dtype),
             jax.ShapeDtypeStruct(embeddings.shape, g.dtype),
         ],
-        **_settings(sizes),
+        **_settings(sizes, copies=2),
         constants=sizes,
     )
     return (None if bottom is None else dbottom), dembeddings
@@ -142,9 +142,12 @@ def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
     )
 
 
-def _settings(sizes) -> dict[str, Any]:
-    """Returns how the kernels are launched: one warp an example where it is small."""
-    values = sizes["tile_n"] * (sizes["tile_n"] + sizes["tile_dim"])
+def _settings(sizes, *, copies: int) -> dict[str, Any]:
+    """Returns how a kernel is launched that holds vectors and products so often.
+
+    One warp where they are few: several wait for each other at every step.
+    """
+    values = copies * sizes["tile_n"] * (sizes["tile_n"] + sizes["tile_dim"])
     return dict(
         grid=-(-sizes["batch"] // _EXAMPLES),
         num_warps=power_of_two(-(-values // (32 * _VALUES))),

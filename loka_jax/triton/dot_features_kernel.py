@@ -42,14 +42,18 @@ def dot_features_kernel(
     lead: tl.constexpr = dim if has_bottom else 0
     end: tl.constexpr = lead + n * (n - 1) // 2
     first = tl.program_id(0) * examples
-    for example in range(first, tl.minimum(first + examples, batch)):
+    last = tl.minimum(first + examples, batch) - 1
+    v = _load(bottom, embeddings, first, n, dim, has_bottom, tile_n, tile_dim)
+    for example in range(first, last + 1):
+        # Asked for while this example is worked on, or a warp would wait for memory
+        # at each.
+        following = tl.minimum(example + 1, last)
+        ahead = _load(
+            bottom, embeddings, following, n, dim, has_bottom, tile_n, tile_dim
+        )
         # Beyond 2^31 elements the offsets of examples need 64 bits.
         b = tl.cast(example, tl.int64)
         row = out + b * width
-        at, inside = _vectors(
-            bottom, embeddings, b, n, dim, has_bottom, tile_n, tile_dim
-        )
-        v = tl.load(at, mask=inside, other=0.0)
         pair, is_pair = _pairs(n, tile_n)
         gram = tl.dot(v, v.T).to(out.dtype.element_ty)
         tl.store(row + lead + pair, gram, mask=is_pair)
@@ -60,6 +64,7 @@ def dot_features_kernel(
             rest = end + tl.arange(0, tile_rest)
             zeros = tl.zeros((tile_rest,), out.dtype.element_ty)
             tl.store(row + rest, zeros, mask=rest < width)
+        v = ahead
 
 
 @triton.jit
@@ -106,6 +111,24 @@ def dot_features_backward_kernel(
             d = tl.arange(0, tile_dim)[None, :]
             dv += tl.load(row + d + tl.zeros_like(i), mask=own, other=0.0)
         tl.store(at, dv, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _load(
+    bottom,
+    embeddings,
+    example,
+    n: tl.constexpr,
+    dim: tl.constexpr,
+    has_bottom: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_dim: tl.constexpr,
+):
+    """Returns the vectors of an example, zeros past the end."""
+    b = tl.cast(example, tl.int64)
+    at, inside = _vectors(bottom, embeddings, b, n, dim, has_bottom, tile_n, tile_dim)
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
