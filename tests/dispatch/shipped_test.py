@@ -38,7 +38,7 @@ def test_it_was_measured_with_these_kernels(path):
 @pytest.mark.parametrize("name", ["fp8_dlrm", "fp8_dcnv2"])
 def test_it_has_the_sites_of_the_shipped_configurations(path, name):
     table = tables.read(path)
-    for rows in (get_config(name).loop.batch_size, 65536):
+    for rows in (get_config(name).loop.batch_size, 8192, 65536):
         sites = _sites(name, rows)
         for site in sites:
             assert f"{name} {site.path}" in table.sites[key_of(site)].errors
