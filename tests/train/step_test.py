@@ -12,7 +12,7 @@ import pytest
 
 from loka_jax.data import Batch
 from loka_jax.models import Dlrm
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Planned
 from loka_jax.ops import embedding
 from loka_jax.optim import Sgd
 from loka_jax.train import metrics
@@ -96,6 +96,29 @@ def test_optax_sees_parameters_only():
     structure = jax.tree.structure(state.params)
     assert [jax.tree.structure(tree) for tree in seen] == [structure, structure]
     assert OVERWRITE_WITH_GRADIENT not in state.params
+
+
+@pytest.mark.parametrize(
+    "model, dtype", [(FP8, jnp.bfloat16), (F32, jnp.float32)], ids=["fp8", "f32"]
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_of_rows_have_the_models_dtype(
+    monkeypatch, model, dtype, microbatches
+):
+    seen = []
+
+    def update(table, row_state, ids, grads, *args, **options):
+        seen.append((grads.dtype, options["implementation"]))
+        return table, row_state
+
+    monkeypatch.setattr(embedding, "update_rows", update)
+    rows = RowUpdate(Sgd(), optax.constant_schedule(0.1), 0.0, implementation="xla")
+    planned = Planned(model)
+    step = make_train_step(
+        planned, TABLES, optax.sgd(0.1), rows, microbatches=microbatches
+    )
+    jax.eval_shape(step, make_state(model), make_batch())
+    assert seen == [(dtype, "xla")]
 
 
 def test_every_scale_and_history_moves_in_every_step(warm):
