@@ -117,7 +117,7 @@ def test_gradients_of_rows_have_the_models_dtype(
     step = make_train_step(
         planned, TABLES, optax.sgd(0.1), rows, microbatches=microbatches
     )
-    jax.eval_shape(step, make_state(model), make_batch())
+    jax.jit(step).trace(make_state(model), make_batch())
     assert seen == [(dtype, "xla")]
 
 
