@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from loka_jax.ops.kernels import one_by_one
-from loka_jax.ops.products import equally_varying
+from loka_jax.ops.triton_kernels import by_triton
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
 
@@ -279,7 +278,7 @@ def sum_by_row(
     grads = row_grads.reshape(-1, row_grads.shape[-1])
     n, dim = grads.shape
     if chosen(implementation, _triton.why_not(n, dim, grads.dtype)) == "triton":
-        sums = _by_triton(_triton.sum_runs, ids, order, grads)
+        sums = by_triton(_triton.sum_runs, ids, order, grads)
     else:
         sums = _running_sums(ids, grads[order].astype(jnp.float32))
     is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
@@ -295,13 +294,6 @@ def _sort(
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = jax.lax.sort((ids, positions), num_keys=1, is_stable=True)
     return ids, order
-
-
-def _by_triton(run, *operands):
-    """Returns `run(*operands)`; under `vmap` one call follows another."""
-    found = one_by_one(run, *operands)
-    like = jax.tree.leaves(operands)[0]  # which varies over a mesh as the results do
-    return jax.tree.map(lambda x: equally_varying(x, like)[0], found)
 
 
 def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -378,7 +370,7 @@ def update_rows(
     implementation = chosen(implementation, why_not)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
         operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
-        return _by_triton(optimizer.update_in_place, *operands)
+        return by_triton(optimizer.update_in_place, *operands)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Else XLA computes the sums again inside each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)

@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from loka_jax.ops.kernels import one_by_one
 from loka_jax.ops.products import equally_varying
+from loka_jax.ops.triton_kernels import by_triton
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
 
@@ -100,7 +100,7 @@ def _dot_features(bottom, embeddings, width, implementation):
     if implementation == "xla":
         return _by_xla(bottom, embeddings, width)
     run = functools.partial(_triton.dot_features, width=width)
-    return _by_triton(run, bottom, embeddings)
+    return by_triton(run, bottom, embeddings)
 
 
 def _dot_features_fwd(bottom, embeddings, width, implementation):
@@ -112,18 +112,11 @@ def _dot_features_bwd(width, implementation, operands, g):
     del width
     bottom, embeddings = operands
     if implementation == "triton":
-        return _by_triton(_triton.dot_features_backward, bottom, embeddings, g)
+        return by_triton(_triton.dot_features_backward, bottom, embeddings, g)
     return _backward_by_xla(bottom, embeddings, g)
 
 
 _dot_features.defvjp(_dot_features_fwd, _dot_features_bwd)
-
-
-def _by_triton(run, *operands):
-    """Returns `run(*operands)`; under `vmap` one call follows another."""
-    like = operands[1]  # which varies over a mesh as the results do
-    found = one_by_one(run, *operands)
-    return jax.tree.map(lambda x: equally_varying(x, like)[0], found)
 
 
 def _by_xla(bottom, embeddings, width):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from loka_jax.ops import embedding
+from loka_jax.ops import embedding, triton_kernels
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.triton import row_update
 from loka_jax.triton.row_update import why_not
@@ -41,7 +41,7 @@ def anywhere(request, monkeypatch):
     request.getfixturevalue(request.param)
     if request.param == "interpreted":  # which takes no traced arrays
         call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
-        monkeypatch.setattr(embedding, "one_by_one", call)
+        monkeypatch.setattr(triton_kernels, "one_by_one", call)
 
 
 @pytest.fixture
