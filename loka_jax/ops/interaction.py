@@ -58,8 +58,7 @@ def dot_features(
     batch, fields, dim = embeddings.shape
     n = fields + (bottom is not None)
     why_not = _triton.why_not(batch, n, dim, embeddings.dtype)
-    width = padded(n * (n - 1) // 2 + (dim if n > fields else 0), multiple)
-    return _dot_features(bottom, embeddings, width, chosen(implementation, why_not))
+    return _dot_features(bottom, embeddings, multiple, chosen(implementation, why_not))
 
 
 def padded(count: int, multiple: int | None = None) -> int:
@@ -96,20 +95,23 @@ def join_features(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot_features(bottom, embeddings, width, implementation):
+def _dot_features(bottom, embeddings, multiple, implementation):
     if implementation == "xla":
-        return _by_xla(bottom, embeddings, width)
+        return _by_xla(bottom, embeddings, multiple)
+    lead = 0 if bottom is None else bottom.shape[1]
+    n = embeddings.shape[1] + (bottom is not None)
+    width = padded(lead + n * (n - 1) // 2, multiple)
     run = functools.partial(_triton.dot_features, width=width)
     return by_triton(run, bottom, embeddings)
 
 
-def _dot_features_fwd(bottom, embeddings, width, implementation):
-    out = _dot_features(bottom, embeddings, width, implementation)
+def _dot_features_fwd(bottom, embeddings, multiple, implementation):
+    out = _dot_features(bottom, embeddings, multiple, implementation)
     return out, (bottom, embeddings)
 
 
-def _dot_features_bwd(width, implementation, operands, g):
-    del width
+def _dot_features_bwd(multiple, implementation, operands, g):
+    del multiple
     bottom, embeddings = operands
     if implementation == "triton":
         return by_triton(_triton.dot_features_backward, bottom, embeddings, g)
@@ -119,13 +121,13 @@ def _dot_features_bwd(width, implementation, operands, g):
 _dot_features.defvjp(_dot_features_fwd, _dot_features_bwd)
 
 
-def _by_xla(bottom, embeddings, width):
+def _by_xla(bottom, embeddings, multiple):
     z = _vectors(bottom, embeddings)
     batch, n, _ = z.shape
     gram = jnp.einsum("bnd,bmd->bnm", z, z, preferred_element_type=z.dtype)
     rows, cols = np.tril_indices(n, -1)
     pairs = gram.reshape(batch, n * n)[:, rows * n + cols]
-    features = join_features(bottom, pairs, multiple=max(width, 1))
+    features = join_features(bottom, pairs, multiple)
     # Else XLA may let the features of an example lie B apart, as the gather of columns
     # suggests: 166 us instead of 40 of 65,536 x 368 on an H200.
     return with_layout_constraint(features, Layout(major_to_minor=(0, 1)))

@@ -155,9 +155,9 @@ def chosen(monkeypatch):
     def chosen(*args):
         found = []
 
-        def keep(bottom, embeddings, width, implementation):
+        def keep(bottom, embeddings, multiple, implementation):
             found.append(implementation)
-            return jnp.zeros((len(embeddings), width))
+            return jnp.zeros((len(embeddings), 1))
 
         monkeypatch.setattr(interaction, "_dot_features", keep)
         dot_features(*args)
