@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from loka_jax import scaling
 from loka_jax.data import Batch
@@ -94,11 +94,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> TrainState:
         with jax.named_scope("lookup"):
-            ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
-            rows = embedding.lookup(state.table, ids)
-            # As the model does first. Here, so that the rows' gradients have that
-            # dtype too: half the bytes to write and to gather.
-            rows = rows.astype(getattr(model, "compute_dtype", jnp.float32))
+            ids, rows = _look_up(model, tables, state, batch)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
@@ -159,7 +155,7 @@ def logits_of(
     model: Model, tables: embedding.TableSpec, state: TrainState, batch: Batch
 ) -> Float[Array, "B"]:
     """Returns the logits of a batch in evaluation."""
-    rows = _rows(tables, state, batch)
+    _, rows = _look_up(model, tables, state, batch)
     return jnp.asarray(model.apply(_variables(state), batch.dense, rows))
 
 
@@ -169,7 +165,7 @@ def make_observe_step(
     """Returns a step that trains nothing: what an observer sees of every site."""
 
     def step(state: TrainState, batch: Batch):
-        rows = _rows(tables, state, batch)
+        _, rows = _look_up(model, tables, state, batch)
         with probing(observer):
             init = functools.partial(model.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
@@ -205,9 +201,15 @@ def _is_site(x) -> bool:
     return isinstance(x, scaling.DelayedScaling)
 
 
-def _rows(tables, state: TrainState, batch: Batch) -> Float[Array, "B F D"]:
+def _look_up(
+    model: Model, tables, state: TrainState, batch: Batch
+) -> tuple[Int[Array, "B F"], Float[Array, "B F D"]]:
+    """Returns the ids of a batch in all tables together, and their rows."""
     ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
-    return embedding.lookup(state.table, ids)
+    # Cast as the model does first. Here, so that the rows' gradients have that dtype
+    # too: half the bytes to write and to gather.
+    dtype = getattr(model, "compute_dtype", jnp.float32)
+    return ids, embedding.lookup(state.table, ids).astype(dtype)
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
