@@ -12,7 +12,13 @@ from loka_jax.ops import interaction
 from loka_jax.triton import dot_features as triton
 from loka_jax.triton.dot_features import why_not
 from tests import support
-from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
+from tests.triton.support import (
+    compiled,
+    interpreted,
+    num_kernels,
+    on_gpu,
+    spilled_bytes,
+)
 
 __all__ = ["interpreted", "on_gpu"]
 
@@ -146,19 +152,11 @@ def _operation(bottom, embeddings, g):
     return out, vjp(g)
 
 
-def _lowered(f, *args):
-    pytest.importorskip(
-        "jax_triton", reason="needs loka-jax[triton]", exc_type=ImportError
-    )
-    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("triton_kernel_call")
-
-
 @has_bottom
 def test_the_operation_and_its_gradient_are_a_kernel_each(has_bottom):
     args = _shapes(8, 3, 16, has_bottom)
     g = jax.ShapeDtypeStruct((8, _width(3, 16, has_bottom)), jnp.bfloat16)
-    assert _lowered(_operation, *args, g) == 2
+    assert num_kernels(_operation, *args, g) == 2
 
 
 @has_bottom
@@ -170,11 +168,11 @@ def test_the_operation_lowers_under_vmap_and_shard_map(has_bottom):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
     rows = dict(in_specs=P("data"), out_specs=P("data"))
-    assert _lowered(jax.shard_map(_operation, mesh=mesh, **rows), *args, g) == 2
+    assert num_kernels(jax.shard_map(_operation, mesh=mesh, **rows), *args, g) == 2
     batched = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), (*args, g)
     )
-    assert _lowered(jax.vmap(_operation), *batched) == 2
+    assert num_kernels(jax.vmap(_operation), *batched) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.triton import row_update
 from loka_jax.triton.row_update import why_not
 from tests import hopper, support
-from tests.triton.support import compiled_programs, interpreted, on_gpu, spilled_bytes
+from tests.triton.support import (
+    compiled_programs,
+    interpreted,
+    num_kernels,
+    on_gpu,
+    spilled_bytes,
+)
 
 __all__ = ["interpreted", "on_gpu"]
 
@@ -264,7 +270,6 @@ def test_programs_for_hopper_do_not_spill_and_add_once(optimizer, dim):
 
 @optimizers
 def test_the_update_lowers_under_vmap_and_shard_map(optimizer):
-    pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     step = functools.partial(_step, optimizer)
@@ -272,16 +277,11 @@ def test_the_update_lowers_under_vmap_and_shard_map(optimizer):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
     parts = dict(in_specs=P("data"), out_specs=P("data"))
-    assert _num_kernels(jax.shard_map(step, mesh=mesh, **parts), *shapes) > 0
+    assert num_kernels(jax.shard_map(step, mesh=mesh, **parts), *shapes) > 0
     batched = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), shapes
     )
-    assert _num_kernels(jax.vmap(step), *batched) > 0
-
-
-def _num_kernels(f, *shapes):
-    lowered = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("triton_kernel_call")
+    assert num_kernels(jax.vmap(step), *batched) > 0
 
 
 @optimizers

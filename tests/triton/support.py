@@ -92,6 +92,13 @@ def compiled_programs(f, *args) -> list[Program]:
     return [Program(x.binary, x.shared_mem_bytes) for x in programs]
 
 
+def num_kernels(f, *args) -> int:
+    """Returns how many of Triton's kernels f calls, lowered for CUDA."""
+    pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
+    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("triton_kernel_call")
+
+
 def launcher(function):
     """Returns a fixture that runs `function`, interpreted and on a GPU."""
     params = ["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)]
