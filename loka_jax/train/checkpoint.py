@@ -227,7 +227,7 @@ class Checkpoints:
                 self._write(step, arrays, content)
                 self._remove_old()
                 return
-            except Exception as error:
+            except Exception as error:  # whatever it is, `wait` raises it in the end
                 self._manager = None  # the next attempt starts in a clean directory
                 reason = _first_line(error)
                 if retries_left:

@@ -86,7 +86,7 @@ class RunRecord:
         try:
             _check_owner(self.workdir, config, resume, may_change)
             self.write(CONFIG, config)
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave the folder locked
             self._lock.close()
             raise
 
