@@ -32,9 +32,9 @@ class Choice:
         """Provider and recipe: what `parse` reads."""
         return f"{self.provider} {self.recipe.name}"
 
-    def calibrated(self) -> "Choice":
+    def with_initialized_scales(self) -> "Choice":
         """Returns the choice for delayed scales that are known to be set."""
-        recipe = dataclasses.replace(self.recipe, is_calibrated=True)
+        recipe = dataclasses.replace(self.recipe, scales_initialized=True)
         return dataclasses.replace(self, recipe=recipe)
 
     @classmethod

@@ -70,8 +70,8 @@ class Outputs:
 
     Attributes:
         y: the activations in bfloat16.
-        y_fp8: the activations in E4M3, one scale a row ("row") or one given in advance
-            for all ("tensor").
+        y_fp8: the activations in E4M3, with one scale a row ("rowwise"), or one for all
+            rows that is given in advance ("tensorwise").
         xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
             (times 1 / `XHAT_SCALE_INV`). Without a norm, what enters the activation.
         rstd: the reciprocal deviations kept for the backward pass.
@@ -79,7 +79,7 @@ class Outputs:
     """
 
     y: bool = True
-    y_fp8: Literal["row", "tensor"] | None = None
+    y_fp8: Literal["rowwise", "tensorwise"] | None = None
     xhat: DTypeLike | None = None
     rstd: bool = False
     y_amax: bool = False

@@ -98,8 +98,8 @@ class Recipe:
         fwd, dlhs, drhs: the FP8 casts of each role; None runs it in `compute_dtype`.
         amax_history_length: steps that a delayed scale looks back.
         margin: bits of headroom of a delayed scale above the largest amax seen.
-        is_calibrated: every delayed scale is known to be set, so the guard for first
-            steps is left out (see `scaling.delayed_scale_inv`).
+        scales_initialized: every delayed scale is known to be set, so the guard for
+            first steps is left out (see `scaling.delayed_scale_inv`).
     """
 
     name: str
@@ -109,7 +109,7 @@ class Recipe:
     drhs: GemmRecipe | None = None
     amax_history_length: int = 16
     margin: int = 1
-    is_calibrated: bool = False
+    scales_initialized: bool = False
 
     def __post_init__(self):  # noqa: D105
         if not self.amax_history_length >= 1:
@@ -146,23 +146,25 @@ class Recipe:
         )
 
 
-CALIBRATED = ":calibrated"  # suffix of a recipe's name, see `Recipe.is_calibrated`
+INITIALIZED = (
+    ":initialized"  # suffix of a recipe's name, see `Recipe.scales_initialized`
+)
 
 
 def get_recipe(name: str) -> Recipe:
-    """Returns the recipe of that name; with the suffix `:calibrated`, calibrated.
+    """Returns the recipe of that name; the suffix sets `scales_initialized`.
 
     Raises:
         ValueError: if there is none; the message names the nearest.
     """
-    base = name.removesuffix(CALIBRATED)
+    base = name.removesuffix(INITIALIZED)
     if base not in RECIPES:
         near = difflib.get_close_matches(base, RECIPES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"unknown recipe {base!r}: {hint}There are {', '.join(sorted(RECIPES))}."
         )
-    return dataclasses.replace(RECIPES[base], is_calibrated=base != name)
+    return dataclasses.replace(RECIPES[base], scales_initialized=base != name)
 
 
 def _tensorwise(

@@ -73,14 +73,14 @@ def delayed_scale_inv(
 
     The state's, if it has one. Before the first amax was seen it is the current one, so
     that a first step neither clips nor flushes. That guard makes the cast wait for this
-    step's amax; `recipe.is_calibrated` promises that it is not needed and drops it (an
-    operand that was all zero over the whole window then counts as zero once more).
+    step's amax; `recipe.scales_initialized` promises that it is not needed and drops it
+    (an operand that was all zero over the window then counts as zero once more).
 
     A stored scale knows nothing of this step: an infinite element saturates under it.
     """
     row = OPERANDS.index(operand)
     stored = state.scale_inv[row]
-    if recipe.is_calibrated:
+    if recipe.scales_initialized:
         return stored
     current = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
     return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
@@ -93,7 +93,7 @@ def set_scales(
 
     None where a cast takes the current one, or there is no cast.
     """
-    if state is None or not recipe.is_calibrated:
+    if state is None or not recipe.scales_initialized:
         return (None,) * len(OPERANDS)
     return tuple(
         state.scale_inv[row]
@@ -112,7 +112,7 @@ def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
     return jax.tree.map(jnp.maximum, a, b)
 
 
-def is_calibrated(state: DelayedScaling) -> Bool[Array, ""]:
+def scales_initialized(state: DelayedScaling) -> Bool[Array, ""]:
     """Returns True if every operand has a scale from an amax that was seen."""
     return jnp.all(jnp.any(state.amax_history > 0, axis=1))
 

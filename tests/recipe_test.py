@@ -14,7 +14,7 @@ E5M2_CAST = Cast(dtype=E5M2)
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_recipes_are_found_by_their_own_names(name):
     assert get_recipe(name).name == name
-    assert not get_recipe(name).is_calibrated
+    assert not get_recipe(name).scales_initialized
 
 
 def test_an_unknown_recipe_suggests_the_nearest():
@@ -27,10 +27,10 @@ def test_an_unlike_recipe_lists_what_there_is():
         get_recipe("qqq")
 
 
-def test_calibrated_is_a_suffix_of_the_name():
-    calibrated = get_recipe("fp8_tensorwise_delayed:calibrated")
+def test_initialized_is_a_suffix_of_the_name():
+    initialized = get_recipe("fp8_tensorwise_delayed:initialized")
     plain = get_recipe("fp8_tensorwise_delayed")
-    assert calibrated == dataclasses.replace(plain, is_calibrated=True)
+    assert initialized == dataclasses.replace(plain, scales_initialized=True)
 
 
 def test_only_recipes_with_a_history_are_delayed():

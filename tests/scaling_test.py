@@ -70,9 +70,9 @@ def test_margin_doubles_the_factor_for_every_bit():
     chex.assert_trees_all_equal(with_margin.scale_inv, 4 * after([3, 3, 3]).scale_inv)
 
 
-def test_an_operand_of_zeros_stays_uncalibrated():
-    assert not scaling.is_calibrated(after([1, 0, 1]))
-    assert scaling.is_calibrated(after([1, 0, 1], [1, 1, 1]))
+def test_an_operand_of_zeros_stays_uninitialized():
+    assert not scaling.scales_initialized(after([1, 0, 1]))
+    assert scaling.scales_initialized(after([1, 0, 1], [1, 1, 1]))
 
 
 def test_a_stored_scale_is_used_whatever_this_step_brings():
@@ -87,11 +87,11 @@ def test_before_the_first_amax_the_current_one_gives_the_scale():
     assert scale_inv == 2
 
 
-def test_calibrated_operands_of_zeros_count_as_zero_once_more():
-    calibrated = make_recipe(is_calibrated=True)
+def test_initialized_operands_of_zeros_count_as_zero_once_more():
+    initialized = make_recipe(scales_initialized=True)
     state = after([448, 0, 1])
     x = jnp.float32([0, 3, -896])
-    scale_inv = scaling.delayed_scale_inv(state, "rhs", fp8.amax(x), CAST, calibrated)
+    scale_inv = scaling.delayed_scale_inv(state, "rhs", fp8.amax(x), CAST, initialized)
     y = fp8.cast(x, scale_inv, CAST.dtype).dequantize()
     chex.assert_trees_all_close(y, jnp.zeros(3), atol=1e-30)
 

@@ -149,12 +149,12 @@ def _xla_forms(site: Site) -> list[Form]:
 
 def _our_forms(site: Site) -> list[Form]:
     m, k, n = site.m, site.k, site.n
-    to_bf16, to_fp8 = Outputs(), Outputs(y=False, y_fp8="row")
-    to_fp8_tensor = Outputs(y=False, y_fp8="tensor")
+    to_bf16, to_fp8 = Outputs(), Outputs(y=False, y_fp8="rowwise")
+    to_fp8_tensor = Outputs(y=False, y_fp8="tensorwise")
     features = min(n, NORM_BLOCK) if site.norm == "block" else n
     fits = site.norm != "none" and features <= XHAT_MAX_FEATURES
     xhat = _E4M3 if fits else _BF16
-    training = Outputs(y_fp8="tensor", xhat=xhat, rstd=site.norm != "none")
+    training = Outputs(y_fp8="tensorwise", xhat=xhat, rstd=site.norm != "none")
     kept = (1 if fits else 2) * m * n + 4 * m  # xhat and deviations
     rest = ("w_nk_fp8", "gamma", "beta")
     read = m * k + k * n
@@ -292,7 +292,7 @@ def _ours_quantized(site: Site, x, w_nk_fp8, gamma, beta):
         x,
         norm="none",
         activation="none",
-        want=Outputs(y=False, y_fp8="row"),
+        want=Outputs(y=False, y_fp8="rowwise"),
         interpret=_interpreter(site),
     ).y_fp8
     return _ours(site, Outputs(), x_fp8, w_nk_fp8, gamma, beta)

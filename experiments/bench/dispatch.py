@@ -145,8 +145,8 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     arms, plans = _arms(model, sites, table, name, arguments.recipes)
     programs = {}
     for arm, planned in arms.items():
-        variables = _calibrated(planned.by_xla(), inputs[0])
-        ready = planned.calibrated() if planned.is_delayed else planned
+        variables = _initialized(planned.by_xla(), inputs[0])
+        ready = planned.with_initialized_scales() if planned.is_delayed else planned
         if arm != "dispatch inference":
             run = functools.partial(_train, ready)
             programs[f"training {arm}"] = (run, variables)
@@ -226,7 +226,7 @@ def _inputs(shapes, seed: int) -> tuple:
     )
 
 
-def _calibrated(planned: nn.Planned, inputs) -> dict[str, Any]:
+def _initialized(planned: nn.Planned, inputs) -> dict[str, Any]:
     """Returns variables whose delayed scales are set."""
     options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
     init = jax.jit(planned.init, compiler_options=options)

@@ -103,9 +103,9 @@ def _chain(run: Run, batch_size: int, probe: ProbeConfig | None):
         jax.block_until_ready(train.batch(Position(0, i, 0), batch_size, shuffle=True))
         for i in range(8)
     ]
-    for batch in batches[:3]:  # calibrates delayed scales
+    for batch in batches[:3]:  # initializes delayed scales
         held["state"] = run.first_step(held["state"], batch)
-    step = run.train_step(is_calibrated=True, probe=probe)
+    step = run.train_step(scales_initialized=True, probe=probe)
 
     def steps(count: int):
         for i in range(count):

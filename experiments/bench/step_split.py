@@ -128,7 +128,7 @@ def _measured(run: Run, size: int):
     made = [train.batch(Position(0, i, 0), size, shuffle=True) for i in range(_BATCHES)]
     batches = jax.block_until_ready(made)
     state = run.init()
-    for batch in batches[:3]:  # calibrates delayed scales
+    for batch in batches[:3]:  # initializes delayed scales
         state = run.first_step(state, batch)
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     # The step takes no statistics of Probe where it does not observe.

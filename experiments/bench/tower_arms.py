@@ -11,7 +11,7 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.ops.dense_norm import Implementation
-from loka_jax.recipe import CALIBRATED, get_recipe
+from loka_jax.recipe import INITIALIZED, get_recipe
 
 FLAX, FLAX_BIAS, FLAX_FP8 = "flax bf16", "flax bf16 with bias", "flax fp8"
 # Ours are "IMPLEMENTATION RECIPE": "auto" takes kernels where they serve, "pallas"
@@ -75,12 +75,12 @@ class Tower(linen.Module):
     Attributes:
         features: widths of the layers.
         arm: one of Flax's, or an implementation and a recipe of ours.
-        is_calibrated: whether delayed scales are known to be set.
+        scales_initialized: whether delayed scales are known to be set.
     """
 
     features: tuple[int, ...]
     arm: str
-    is_calibrated: bool = False
+    scales_initialized: bool = False
 
     @linen.compact
     def __call__(self, x):
@@ -93,8 +93,8 @@ class Tower(linen.Module):
         if is_flax(self.arm):
             return FlaxLayers(self.features, self.arm, name="layers")
         implementation, recipe = self.arm.split()
-        if get_recipe(recipe).is_delayed and self.is_calibrated:
-            recipe += CALIBRATED
+        if get_recipe(recipe).is_delayed and self.scales_initialized:
+            recipe += INITIALIZED
         return nn.Mlp(
             self.features,
             recipe=recipe,
@@ -140,7 +140,7 @@ def check_arm(arm: str) -> None:
 def make_arm(name: str, inputs: int, features: tuple[int, ...]) -> Arm:
     """Returns the functions of an arm; every arm begins with the same kernels."""
     module = Tower(features, name)
-    calibrated = module.clone(is_calibrated=True)
+    initialized = module.clone(scales_initialized=True)
     optimizer = optax.adam(1e-3)
 
     def init(key):
@@ -170,8 +170,8 @@ def make_arm(name: str, inputs: int, features: tuple[int, ...]) -> Arm:
     return Arm(
         init=jax.jit(init),
         first_step=first_step,
-        step=jitted_step(calibrated) if uses_history else first_step,
-        infer=jax.jit(calibrated.apply),
+        step=jitted_step(initialized) if uses_history else first_step,
+        infer=jax.jit(initialized.apply),
     )
 
 

@@ -26,7 +26,7 @@ from loka_jax.data import DataConfig, Position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.models import Dlrm
 from loka_jax.probe.timing import profile_kernels, time_chains
-from loka_jax.recipe import CALIBRATED, RECIPES
+from loka_jax.recipe import INITIALIZED, RECIPES
 from loka_jax.train.build import Run, build
 from loka_jax.train.config import (
     DlrmConfig,
@@ -99,7 +99,7 @@ def step_chains(run: Run, batch_size: int):
     """Returns the training step as chains: on made batches, and on prefetched ones."""
     train = run.splits.train
     state = run.init()
-    for i in range(3):  # calibrates delayed scales
+    for i in range(3):  # initializes delayed scales
         batch = train.batch(Position(0, i, 0), batch_size, shuffle=True)
         state = run.first_step(state, batch)
     batches = [
@@ -190,7 +190,7 @@ def measure_added_kernels(arms, rows: int = 8192) -> list[dict]:
     counts, times = {}, {}
     for arm in arms:
         is_delayed = arm in RECIPES and RECIPES[arm].is_delayed
-        tower = Tower(arm + CALIBRATED if is_delayed else arm)
+        tower = Tower(arm + INITIALIZED if is_delayed else arm)
         variables = tower.init(jax.random.key(1), x)
 
         @jax.jit

@@ -35,10 +35,10 @@ from loka_jax.train.record import versions
 
 BF16 = jnp.bfloat16
 FORMS = {
-    "fp8 to fp8": (E4M3, Outputs(y=False, y_fp8="tensor")),
-    "fp8 to fp8 rows": (E4M3, Outputs(y=False, y_fp8="row")),
+    "fp8 to fp8": (E4M3, Outputs(y=False, y_fp8="tensorwise")),
+    "fp8 to fp8 rows": (E4M3, Outputs(y=False, y_fp8="rowwise")),
     "fp8 to bf16": (E4M3, Outputs()),
-    "training": (E4M3, Outputs(y_fp8="tensor", xhat=E4M3, rstd=True)),
+    "training": (E4M3, Outputs(y_fp8="tensorwise", xhat=E4M3, rstd=True)),
     "bf16": (BF16, Outputs()),
 }
 ROTATED_BYTES = 120e6  # twice the L2
@@ -121,7 +121,7 @@ def time_settings(problem: Problem) -> dict[Settings, float]:
                 norm=p.norm,
                 activation=p.activation,
                 want=p.want,
-                y_scale_inv=scale if p.want.y_fp8 == "tensor" else None,
+                y_scale_inv=scale if p.want.y_fp8 == "tensorwise" else None,
                 settings=settings,
             )
 

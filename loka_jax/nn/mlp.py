@@ -57,7 +57,7 @@ class Mlp(linen.Module):
                 assert not isinstance(out, Activations)
                 out = self._batch_norm_layer(i, out, train)
             else:
-                out = self._site(i, self.norm, "wide" if drops else outs[i])(out)
+                out = self._site(i, self.norm, "compute" if drops else outs[i])(out)
             if drops:
                 out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
         assert not isinstance(out, Activations)
@@ -118,5 +118,5 @@ class Mlp(linen.Module):
             if is_served and chosen.is_served and reads:
                 outs[-1] = "fp8"
             is_served, k = chosen.is_served, n
-            outs.append("wide")
+            outs.append("compute")
         return outs

@@ -68,8 +68,8 @@ class NormDense(linen.Module):
         activation: applied last.
         use_bias: add a bias before the norm; a norm with a shift makes it superfluous.
         epsilon: added to the variance or mean square.
-        out: "wide" for an array in the compute dtype; "fp8" to hand rows of FP8 to the
-            next site; "both" for that and an exact array beside it.
+        out: "compute" for an array in the compute dtype; "fp8" to hand rows of FP8 to
+            the next site; "both" for that and an exact array beside it.
         implementation: "xla"; "pallas" for kernels, or an error; None for kernels where
             there is a Hopper GPU and they serve the site.
         kernel_init: initializer of the kernel.
@@ -87,7 +87,7 @@ class NormDense(linen.Module):
     activation: ActivationName = "none"
     use_bias: bool = False
     epsilon: float = 1e-6
-    out: Out = "wide"
+    out: Out = "compute"
     implementation: Implementation | None = None
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from loka_jax.choice import Choice
 from loka_jax.ops.plan import Implementation
-from loka_jax.recipe import CALIBRATED, Recipe, get_recipe
+from loka_jax.recipe import INITIALIZED, Recipe, get_recipe
 
 
 class _Overrides:
@@ -108,12 +108,12 @@ class Planned:
     Attributes:
         model: with the name of a recipe, for sites that no choice is about.
         choices: by path; hashable, as pairs.
-        is_calibrated: all delayed scales are known to be set.
+        scales_initialized: all delayed scales are known to be set.
     """
 
     model: linen.Module
     choices: tuple[tuple[str, Choice], ...] = ()
-    is_calibrated: bool = False
+    scales_initialized: bool = False
 
     @property
     def is_delayed(self) -> bool:
@@ -129,9 +129,9 @@ class Planned:
         """What the model casts its inputs to, if it says so; else float32."""
         return getattr(self.model, "compute_dtype", jnp.float32)
 
-    def calibrated(self) -> "Planned":
+    def with_initialized_scales(self) -> "Planned":
         """Returns the same for states whose delayed scales are known to be set."""
-        return dataclasses.replace(self, is_calibrated=True)
+        return dataclasses.replace(self, scales_initialized=True)
 
     def by_xla(self) -> "Planned":
         """Returns the same recipes without kernels: its variables are the same."""
@@ -155,16 +155,16 @@ class Planned:
 
     @property
     def _choices(self) -> dict[str, Choice]:
-        if not self.is_calibrated:
+        if not self.scales_initialized:
             return dict(self.choices)
-        return {path: choice.calibrated() for path, choice in self.choices}
+        return {path: choice.with_initialized_scales() for path, choice in self.choices}
 
     @property
     def _model(self) -> linen.Module:
         own = getattr(self.model, "recipe", None)
-        if not self.is_calibrated or own is None:
+        if not self.scales_initialized or own is None:
             return self.model
-        return self.model.clone(recipe=own + CALIBRATED)
+        return self.model.clone(recipe=own + INITIALIZED)
 
 
 # What a training step takes.

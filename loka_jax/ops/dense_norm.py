@@ -48,7 +48,7 @@ def dense_norm(
     epsilon: float = 1e-6,
     recipe: Recipe,
     state: DelayedScaling | None = None,
-    out: Out = "wide",
+    out: Out = "compute",
     implementation: Implementation | None = None,
     axis_names: tuple[str, ...] = (),
     interpret: Any = None,
@@ -70,8 +70,8 @@ def dense_norm(
         epsilon: added to the variance or mean square.
         recipe: the casts of each role.
         state: delayed-scaling state if `recipe.is_delayed`, else None.
-        out: "wide" for an array in the compute dtype; "fp8" for the FP8 form, whose `y`
-            is exact only where it is differentiated; "both" for the FP8 form and an
+        out: "compute" for an array in the compute dtype; "fp8" for the FP8 form, whose
+            `y` is exact only where it is differentiated; "both" for the FP8 form and an
             exact `y`.
         implementation: "xla"; "triton" for its FP8 products within what XLA does;
             "pallas", or an error; None for Pallas's kernels where they serve the site
@@ -180,10 +180,10 @@ def _first_cast(
     """Returns how a kernel scales the first operand of an FP8 product, if one does."""
     rows = Cast(dtype=E4M3, granularity="rowwise")
     if role == "fwd" and handed is not None:
-        return rows if handed == "row" else Cast(dtype=E4M3)
+        return rows if handed == "rowwise" else Cast(dtype=E4M3)
     if role != "dlhs" or runs == "xla" or recipe.dlhs is None:
         return None
-    is_known = recipe.is_calibrated and recipe.dlhs.first.scaling == "delayed"
+    is_known = recipe.scales_initialized and recipe.dlhs.first.scaling == "delayed"
     return None if is_known else rows
 
 
@@ -215,10 +215,10 @@ def _by_xla(site: KernelSite, lhs, rhs, vectors, state, engine: Engine, observe)
         epsilon=site.epsilon,
     )
     y = exact.astype(recipe.compute_dtype)
-    if site.out == "wide":
+    if site.out == "compute":
         return y
     exact = jax.lax.stop_gradient(exact)
-    if hand_over(site.norm) == "row":
+    if hand_over(site.norm) == "rowwise":
         return Activations(y, fp8.quantize(exact, E4M3, axes=(1,)))
     scale_inv = bounded_scale_inv(site.norm, rhs.shape[1], gamma, beta)
     return Activations(y, fp8.cast(exact, jax.lax.stop_gradient(scale_inv), E4M3))

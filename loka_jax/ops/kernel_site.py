@@ -89,7 +89,7 @@ class KernelSite:
         if cast.granularity == "rowwise":
             rows, _ = kernels.quantize(x, interpret=self.interpret)
             return products.read("lhs", x, state, handed=rows)
-        if cast.scaling != "delayed" or not self.recipe.is_calibrated:
+        if cast.scaling != "delayed" or not self.recipe.scales_initialized:
             return products.read("lhs", x, state)
         scale_inv = products.stored_scale_inv("lhs", cast, state)
         copy, amaxes = kernels.quantize(x, scale_inv, interpret=self.interpret)
@@ -101,7 +101,7 @@ class KernelSite:
     ) -> Normed:
         """Returns what the kernels of the forward pass write."""
         vectors = {name: given[name] for name in _VECTORS if name in given}
-        if want.y_fp8 == "tensor":
+        if want.y_fp8 == "tensorwise":
             vectors["y_scale_inv"] = bounded_scale_inv(
                 self.norm, products.sizes[2], given.get("gamma"), given.get("beta")
             )
@@ -141,7 +141,7 @@ class KernelSite:
 
     def _known_cast(self, products: Products) -> Cast | None:
         """Returns the cast of g whose scale is known before g is, if there is one."""
-        if not self.recipe.is_calibrated:
+        if not self.recipe.scales_initialized:
             return None
         casts = (products.cast(role, "g") for role in ("dlhs", "drhs"))
         return next((c for c in casts if c and c.scaling == "delayed"), None)
@@ -183,7 +183,7 @@ class KernelSite:
         Before delayed scales are set it is measured even if no product here reads its
         scale: another plan may go on from there.
         """
-        if not self.recipe.is_calibrated:
+        if not self.recipe.scales_initialized:
             products = self.products_of(products.sizes)
             return products.read("g", dz, state)
         return products.read("g", dz, state, roles=("drhs",))
@@ -239,7 +239,7 @@ def run(
     """
     products = site.products_of(_sizes(given["lhs"], given["rhs"]))
     lhs, rhs = site.read(products, given, handed, state)
-    scaling = None if site.out == "wide" else hand_over(site.norm)
+    scaling = None if site.out == "compute" else hand_over(site.norm)
     want = Outputs(y=site.out != "fp8", y_fp8=scaling)
     return _out(site.forward(products, lhs, rhs, given, want))
 

@@ -56,7 +56,7 @@ def quantize(
         scale_inv: scale of all rows, beyond which they saturate; None for one a row.
         interpret: as in `pallas.norm_quantize`.
     """
-    scaling = "row" if scale_inv is None else "tensor"
+    scaling = "rowwise" if scale_inv is None else "tensorwise"
     want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
     given = {} if scale_inv is None else {"y_scale_inv": scale_inv}
     static = dict(norm="none", activation="none", want=want, interpret=interpret)

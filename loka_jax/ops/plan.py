@@ -27,7 +27,7 @@ from loka_jax.pallas import norm_quantize as _norm
 from loka_jax.recipe import OPERANDS, Cast, GemmRecipe, Recipe
 
 Implementation = Literal["xla", "pallas", "triton"]
-Out = Literal["wide", "fp8", "both"]
+Out = Literal["compute", "fp8", "both"]
 
 _ROWS = 64  # a kernel takes rows in multiples of it; callers pad
 # Features from which dlhs gains by FP8 after the norm's kernel: XLA applies its scales
@@ -74,7 +74,7 @@ def plan(
     *,
     norm: NormName,
     activation: ActivationName,
-    out: Out = "wide",
+    out: Out = "compute",
     has_bias: bool = False,
     handed: HandOver | None = None,
     implementation: Implementation | None = None,
@@ -125,7 +125,7 @@ def hand_over(norm: NormName) -> HandOver:
 
     After a norm they are bounded, and one scale is known before any of them is.
     """
-    return "row" if norm == "none" else "tensor"
+    return "rowwise" if norm == "none" else "tensorwise"
 
 
 def training_outputs(
@@ -141,7 +141,7 @@ def training_outputs(
     is_fp8 = decide(recipe, "dlhs", m, k, n).gemm is not None
     return Outputs(
         y=True,
-        y_fp8=None if out == "wide" else hand_over(norm),
+        y_fp8=None if out == "compute" else hand_over(norm),
         xhat=E4M3 if is_fp8 and fits else jnp.bfloat16,
         rstd=norm != "none",
     )
@@ -169,7 +169,7 @@ def _why_not_fused(
 ) -> str | None:
     by_row = by_column = False
     if fwd is not None:
-        by_row = _is_by_row(fwd.first) if handed is None else handed == "row"
+        by_row = _is_by_row(fwd.first) if handed is None else handed == "rowwise"
         by_column = _is_by_row(fwd.second)
     problem = _forward.Problem(
         m=m,

@@ -38,7 +38,7 @@ from loka_jax.scaling import DelayedScaling, delayed_scale_inv, update_delayed
 # Who multiplies in FP8.
 Engine = Literal["xla", "triton"]
 # How activations in FP8 are scaled: with one scale, or with one a row.
-HandOver = Literal["tensor", "row"]
+HandOver = Literal["tensorwise", "rowwise"]
 
 
 @struct.dataclass
@@ -66,7 +66,7 @@ class Activations:
     @property
     def scaling(self) -> HandOver:
         """How the FP8 form is scaled."""
-        return "row" if self.fp8.scale_inv.ndim else "tensor"
+        return "rowwise" if self.fp8.scale_inv.ndim else "tensorwise"
 
     def reshape(self, *shape: int) -> "Activations":
         """Returns the same rows under other leading dims; the last dim must stay."""
@@ -286,7 +286,7 @@ class Products(NamedTuple):
 
     def stored_scale_inv(self, operand: Operand, cast: Cast, state) -> Array:
         """Returns the scale from earlier steps that an operand is cast with."""
-        assert self.recipe.is_calibrated
+        assert self.recipe.scales_initialized
         unseen = jnp.zeros(())
         return delayed_scale_inv(state, operand, unseen, cast, self.recipe)
 

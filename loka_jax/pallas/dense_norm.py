@@ -55,7 +55,7 @@ def dense_norm(
         activation: applied last.
         epsilon: added to the variance or mean square.
         want: the outputs.
-        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensor".
+        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise".
         settings: the layout of the launch; the best one known if None.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 

@@ -224,7 +224,7 @@ class Kernel:
         store = tile.store
         # Piece by piece fewer values are alive at a time; a row scale needs all.
         size = self.plan.settings.piece_bytes // (1 if self.plan.writes_narrow else 2)
-        size = self.plan.columns if want.y_fp8 == "row" else size
+        size = self.plan.columns if want.y_fp8 == "rowwise" else size
         amax = None
         for start in range(0, self.plan.columns, size):
             part = z[:, start : start + size]
@@ -234,10 +234,10 @@ class Kernel:
             y = self._activate(part, factor, tile, start)
             if want.y:
                 store(y, results.y, rows, start)
-            if want.y_fp8 == "row" or want.y_amax:
+            if want.y_fp8 == "rowwise" or want.y_amax:
                 largest = jnp.max(jnp.abs(y), axis=1).astype(jnp.float32)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-            if want.y_fp8 == "row":
+            if want.y_fp8 == "rowwise":
                 to_fp8 = per_row(self._row_scale(amax, tile, results, rows), size)
             if want.y_fp8:
                 store(y * to_fp8.astype(y.dtype), results.y_fp8, rows, start)

@@ -149,7 +149,7 @@ class Plan:
         self.table = [name for name, is_given in by_column.items() if is_given]
         self.has_affine = problem.has_affine
         # What a row tile needs of the other slabs: sums, and the amax of its rows.
-        needs = (norm in ("layer", "rms"), want.y_fp8 == "row")
+        needs = (norm in ("layer", "rms"), want.y_fp8 == "rowwise")
         self.exchanges = sum(needs) if settings.slabs > 1 else 0
         # What leaves in FP8 was normalized: half precision is enough after the norm,
         # with fewer instructions and registers.
@@ -176,7 +176,7 @@ class Plan:
         return Results(
             y=shape((m, n), jnp.bfloat16) if want.y else None,
             y_fp8=shape((m, n), E4M3) if want.y_fp8 else None,
-            y_scale=shape((m,), f32) if want.y_fp8 == "row" else None,
+            y_scale=shape((m,), f32) if want.y_fp8 == "rowwise" else None,
             y_amax=shape((self.settings.slabs, m), f32) if want.y_amax else None,
             xhat=shape((m, n), want.xhat) if want.xhat is not None else None,
             rstd=rstd if want.rstd else None,
@@ -192,7 +192,7 @@ class Plan:
             piece = s.piece_bytes // jnp.dtype(dtype).itemsize
             return tiles.swizzled((s.teams, s.slots, ROWS, piece), dtype)
 
-        rows = want.y_fp8 == "row" or want.rstd or want.y_amax
+        rows = want.y_fp8 == "rowwise" or want.rstd or want.y_amax
         sums = None
         if self.exchanges:
             sums = tiles.swizzled((s.teams, 2, s.slabs - 1, ROWS, 8), f32)

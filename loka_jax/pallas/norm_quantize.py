@@ -126,8 +126,8 @@ def norm_quantize(
         epsilon: added to the variance or mean square.
         want: the outputs. A row of zeros has a positive scale; a row with a NaN or an
             infinity is NaN throughout.
-        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensor"; what it does
-            not reach saturates.
+        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise"; larger
+            values saturate.
         settings: the layout of the launch; chosen by shape if None.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
@@ -142,7 +142,7 @@ def norm_quantize(
     if reason is not None:
         raise ValueError(f"norm_quantize: {reason}.")
     assert norm in ("layer", "rms") or (gamma is None and beta is None)
-    assert (want.y_fp8 == "tensor") == (y_scale_inv is not None)
+    assert (want.y_fp8 == "tensorwise") == (y_scale_inv is not None)
     layout = RowLayout(m, n, settings)
     inputs = _Inputs(
         z=layout.fold_matrix(z),
@@ -216,7 +216,7 @@ class _Kernel:
         return _Results(
             y=layout.matrix_type(jnp.bfloat16) if want.y else None,
             y_fp8=layout.matrix_type(E4M3) if want.y_fp8 else None,
-            y_scale_inv=row if want.y_fp8 == "row" else None,
+            y_scale_inv=row if want.y_fp8 == "rowwise" else None,
             y_amax=row if want.y_amax else None,
             xhat=layout.matrix_type(want.xhat) if want.xhat is not None else None,
             rstd=rstd if want.rstd else None,

@@ -5,7 +5,7 @@ import dataclasses
 from loka_jax.dispatch.policy import Limits
 from loka_jax.options import require
 from loka_jax.probe.measure import PAIRS
-from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
+from loka_jax.recipe import INITIALIZED, RECIPES, get_recipe
 
 FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 
@@ -50,7 +50,7 @@ class SurveyConfig:
         for name in (*self.recipes, self.loss_recipe):
             get_recipe(name)
             require(
-                not name.endswith(CALIBRATED), "recipe", name, f"without {CALIBRATED}"
+                not name.endswith(INITIALIZED), "recipe", name, f"without {INITIALIZED}"
             )
         require(
             not get_recipe(self.loss_recipe).is_delayed,

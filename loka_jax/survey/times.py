@@ -31,7 +31,7 @@ from loka_jax.ops.dense_norm import (
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.compiling import compile_all
 from loka_jax.probe.timing import Case, time_kernels
-from loka_jax.recipe import CALIBRATED, Recipe, Role, get_recipe
+from loka_jax.recipe import INITIALIZED, Recipe, Role, get_recipe
 from loka_jax.scaling import DelayedScaling
 from loka_jax.survey.candidates import BF16, scaling_state
 
@@ -105,7 +105,7 @@ def _programs(site: Site, recipes: tuple[str, ...], operands: tuple) -> dict[str
         recipe = get_recipe(name)
         state = scaling_state(recipe, amaxes)
         if recipe.is_delayed:
-            recipe = get_recipe(name + CALIBRATED)
+            recipe = get_recipe(name + INITIALIZED)
         implementations: list[Implementation] = ["xla"]
         if _is_served(site, recipe):
             implementations.append("pallas")
@@ -130,7 +130,7 @@ def run_site(
     lhs: Array | Activations,
     rhs: Array,
     *,
-    out: Out = "wide",
+    out: Out = "compute",
 ) -> Array | Activations:
     """Returns what a site makes of its operands, with parameters as at the start."""
     n = site.n

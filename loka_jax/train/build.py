@@ -115,26 +115,30 @@ class Run:
     @property
     def first_step(self) -> TrainStep:
         """The training step for states whose delayed scales may not be set yet."""
-        return self.train_step(is_calibrated=False)
+        return self.train_step(scales_initialized=False)
 
     @property
     def step(self) -> TrainStep:
-        """The training step for calibrated states."""
-        return self.train_step(is_calibrated=True)
+        """The training step for states with initialized scales."""
+        return self.train_step(scales_initialized=True)
 
     def train_step(
-        self, *, is_calibrated: bool, probe: nn.ProbeConfig | None = None
+        self, *, scales_initialized: bool, probe: nn.ProbeConfig | None = None
     ) -> TrainStep:
         """Returns the training step; the same for the same arguments.
 
         Args:
-            is_calibrated: all delayed scales are known to be set.
+            scales_initialized: all delayed scales are known to be set.
             probe: how Probe observes the sites; None if it does not.
         """
-        is_calibrated = is_calibrated and self.planned.is_delayed
-        key = is_calibrated, probe
+        scales_initialized = scales_initialized and self.planned.is_delayed
+        key = scales_initialized, probe
         if key not in self._steps:
-            model = self.planned.calibrated() if is_calibrated else self.planned
+            model = (
+                self.planned.with_initialized_scales()
+                if scales_initialized
+                else self.planned
+            )
             self._steps[key] = self._train_step(model, probe)
         return self._steps[key]
 

@@ -19,7 +19,7 @@ from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import require
 from loka_jax.probe.matrix_normal import MEAN_MOMENTUM, MOMENTUM
-from loka_jax.recipe import CALIBRATED, get_recipe
+from loka_jax.recipe import INITIALIZED, get_recipe
 
 _MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
 
@@ -250,10 +250,10 @@ class Config:
     def __post_init__(self):  # noqa: D105
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         get_recipe(self.model.recipe)
-        if self.model.recipe.endswith(CALIBRATED):
+        if self.model.recipe.endswith(INITIALIZED):
             raise ValueError(
-                f"--recipe {self.model.recipe} is for calibrated states only: leave "
-                f"out {CALIBRATED!r}; training goes over to it by itself."
+                f"--recipe {self.model.recipe} is for states with initialized "
+                f"scales: leave out {INITIALIZED!r}; training switches to it by itself."
             )
         _check_model(self.model)
 

@@ -26,10 +26,10 @@ from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
 from loka_jax.train.signals import StopRequest
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import is_calibrated, named_sites
+from loka_jax.train.step import named_sites, scales_initialized
 
-# A site with an operand that is always zero never calibrates: after this many steps
-# the guard for first steps is dropped all the same (scaling.delayed_scale_inv).
+# An operand that is always zero never initializes its scale: after this many steps the
+# guard for first steps is dropped all the same (scaling.delayed_scale_inv).
 _MAX_FIRST_STEPS = 16
 
 
@@ -108,7 +108,7 @@ class Loop:
         self._best = best
         self._display = display
         self._profiler = profiler
-        self._is_calibrated = False
+        self._scales_initialized = False
         self._watch = Watch()
         self._drifted: dict[str, str] = {}
         self._since = time.perf_counter()
@@ -170,7 +170,7 @@ class Loop:
         step = self.progress.step
         self._profiler.before(step)
         take_step = self.run.train_step(
-            is_calibrated=self._calibrated(),
+            scales_initialized=self._ready_for_initialized_step(),
             probe=self.run.config.probe.config_at(step),
         )
         try:
@@ -230,12 +230,12 @@ class Loop:
         self.state = dataclasses.replace(self.state, fp8=fp8)
         self._record.write_plan(plan, first_checkpoint)
 
-    def _calibrated(self) -> bool:
+    def _ready_for_initialized_step(self) -> bool:
         """Returns True once delayed scales are set; decided by the state alone."""
-        if not self._is_calibrated:
+        if not self._scales_initialized:
             is_late = self.progress.step >= _MAX_FIRST_STEPS
-            self._is_calibrated = is_late or is_calibrated(self.state)
-        return self._is_calibrated
+            self._scales_initialized = is_late or scales_initialized(self.state)
+        return self._scales_initialized
 
     def _remaining(self) -> int:
         """Returns the steps left to take: none once early stopping has ended it."""

@@ -187,14 +187,14 @@ def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
     }
 
 
-def is_calibrated(state: TrainState) -> bool:
+def scales_initialized(state: TrainState) -> bool:
     """Returns True if every site's delayed scales come from amaxes that were seen."""
-    return all(jax.device_get(_each_calibrated(list(named_sites(state).values()))))
+    return all(jax.device_get(_each_initialized(list(named_sites(state).values()))))
 
 
 @jax.jit
-def _each_calibrated(sites: list[scaling.DelayedScaling]):
-    return [scaling.is_calibrated(site) for site in sites]
+def _each_initialized(sites: list[scaling.DelayedScaling]):
+    return [scaling.scales_initialized(site) for site in sites]
 
 
 def _is_site(x) -> bool:

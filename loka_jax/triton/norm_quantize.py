@@ -52,8 +52,8 @@ def norm_quantize(
         epsilon: added to the variance or mean square.
         want: the outputs, `y` and `y_fp8`. With a scale a row, a power of two, a row of
             zeros has a positive scale and a row with a NaN or an infinity is NaN.
-        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensor"; what it does
-            not reach saturates.
+        y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise"; larger
+            values saturate.
 
     Raises:
         ValueError: if this shape or these outputs are not served.
@@ -65,7 +65,7 @@ def norm_quantize(
         raise ValueError(f"norm_quantize: {reason}.")
     if want.xhat is not None or want.rstd or want.y_amax:
         raise ValueError(f"norm_quantize writes y and y_fp8 only, not all of {want}.")
-    assert (want.y_fp8 == "tensor") == (y_scale_inv is not None)
+    assert (want.y_fp8 == "tensorwise") == (y_scale_inv is not None)
     require_triton()
     from loka_jax.triton import norm_quantize_kernel  # not above: it imports Triton
 
@@ -79,7 +79,7 @@ def norm_quantize(
         outputs=[
             jax.ShapeDtypeStruct((m, n) if want.y else (1, 1), jnp.bfloat16),
             jax.ShapeDtypeStruct((m, n) if want.y_fp8 else (1, 1), E4M3),
-            jax.ShapeDtypeStruct((m if want.y_fp8 == "row" else 1, 1), jnp.float32),
+            jax.ShapeDtypeStruct((m if want.y_fp8 == "rowwise" else 1, 1), jnp.float32),
         ],
         grid=-(-m // block_rows),
         num_warps=num_warps,

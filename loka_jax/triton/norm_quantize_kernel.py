@@ -49,7 +49,7 @@ def norm_quantize_kernel(
     fp8_max: tl.constexpr,
     least_amax: tl.constexpr,
 ):
-    """Writes `y`, and `y_fp8` with a scale a row ("row") or the given one ("tensor").
+    """Writes `y`, and `y_fp8` with a scale a row or the given one ("tensorwise").
 
     Of a parameter that it does not have, and of a result that it does not write, the
     kernel does not touch the pointer.
@@ -73,12 +73,12 @@ def norm_quantize_kernel(
 
     if writes_y:
         tl.store(y + at, v.to(y.dtype.element_ty), mask=stored)
-    if writes_fp8 == "row":
+    if writes_fp8 == "rowwise":
         scale_inv, scale = _row_scale(v, fp8_max, least_amax)
         tl.store(row_scale_inv + rows, scale_inv, mask=rows < m)
         v = _saturated(v * scale[:, None, None], fp8_max)
         tl.store(y_fp8 + at, v.to(y_fp8.dtype.element_ty), mask=stored)
-    elif writes_fp8 == "tensor":
+    elif writes_fp8 == "tensorwise":
         one = tl.full((1, 1, 1), 1.0, tl.float32)
         v = _saturated(v * tl.div_rn(one, tl.load(y_scale_inv)), fp8_max)
         tl.store(y_fp8 + at, v.to(y_fp8.dtype.element_ty), mask=stored)

@@ -33,7 +33,7 @@ _FLOAT32 = Choice("xla", get_recipe("f32"))
 
 
 def training(
-    choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "wide"
+    choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "compute"
 ) -> Case:
     """Returns the pass from (lhs, rhs, g) to y and the gradients of lhs and rhs."""
     run = _site(choice, site, sets[0], out)
@@ -41,7 +41,7 @@ def training(
 
 
 def inference(
-    choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "wide"
+    choice: Choice, site: SiteKey, sets: Sequence[Operands], out: Out = "compute"
 ) -> Case:
     """Returns the pass from lhs, with the first set's rhs, to y.
 
@@ -70,7 +70,7 @@ def in_rows(choice: Choice, site: SiteKey, sets: Sequence[Operands]) -> dict[str
     forms: list[tuple[str, Sequence[Operands], Out]] = [(" out", sets, "fp8")]
     if hands_on(choice, choice):
         handed = [(_hand_over(site, lhs), rhs, g) for lhs, rhs, g in sets]
-        forms.append((" in", handed, "wide"))
+        forms.append((" in", handed, "compute"))
         forms.append((" in out", handed, "fp8"))
     return {
         f"{what}{form}": make(choice, site, of_form, out)
@@ -84,14 +84,16 @@ def _site(choice: Choice, site: SiteKey, operands: Operands, out: Out) -> Callab
     lhs, rhs, g = operands
     if recipe.is_delayed:
         state = scaling_state(recipe, operand_amaxes((_wide(lhs), rhs, g)))
-        recipe = choice.calibrated().recipe  # as all steps but the first are
+        recipe = (
+            choice.with_initialized_scales().recipe
+        )  # as all steps but the first are
     return functools.partial(run_site, site, recipe, state, choice.provider, out=out)
 
 
 def _hand_over(site: SiteKey, lhs: Array | Activations) -> Activations:
     """Returns rows as a site before this one hands them on."""
     lhs = _wide(lhs)
-    if hand_over(site.norm) == "row":
+    if hand_over(site.norm) == "rowwise":
         return Activations(lhs, fp8.quantize(lhs, E4M3, axes=(1,)))
     scale_inv = fp8.compute_scale_inv(fp8.amax(lhs), E4M3)
     return Activations(lhs, fp8.cast(lhs, scale_inv, E4M3))

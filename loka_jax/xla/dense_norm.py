@@ -67,9 +67,9 @@ def dense_norm(
     xhat, rstd = _normalize(z, norm, epsilon)
     y = ACTIVATIONS[activation](_affine(xhat, gamma, beta))
     y_fp8 = None
-    if want.y_fp8 == "row":
+    if want.y_fp8 == "rowwise":
         y_fp8 = fp8.quantize(y, E4M3, axes=(1,))
-    elif want.y_fp8 == "tensor":
+    elif want.y_fp8 == "tensorwise":
         assert y_scale_inv is not None
         y_fp8 = fp8.cast(y, y_scale_inv, E4M3)
     if want.xhat == E4M3:

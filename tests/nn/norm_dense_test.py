@@ -121,11 +121,11 @@ def test_sites_in_a_row_hand_over_fp8(hopper, recipe):
         @linen.compact
         def __call__(self, x):
             x = NormDense(48, recipe=recipe, activation="swish", out=self.out)(x)
-            assert isinstance(x, nn.Activations) == (self.out != "wide")
+            assert isinstance(x, nn.Activations) == (self.out != "compute")
             return NormDense(32, recipe=recipe, norm="rms", name="last")(x)
 
     x = support.normal(64, 32)
-    variables = randomized(init(Chain("wide"), x))
+    variables = randomized(init(Chain("compute"), x))
 
     gradients = jax.jit(
         lambda v, out: jax.value_and_grad(
@@ -134,7 +134,7 @@ def test_sites_in_a_row_hand_over_fp8(hopper, recipe):
         static_argnums=1,
     )
     loss, found = gradients(variables, "fp8")
-    expected_loss, expected = gradients(variables, "wide")
+    expected_loss, expected = gradients(variables, "compute")
     np.testing.assert_allclose(loss, expected_loss, rtol=0.1)
     for e, f in zip(
         jax.tree.leaves(expected["params"]),

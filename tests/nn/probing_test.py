@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, ProbeConfig
-from loka_jax.recipe import CALIBRATED
+from loka_jax.recipe import INITIALIZED
 from tests import support
 
 CONFIG = ProbeConfig()
@@ -171,7 +171,7 @@ def test_delayed_scales_tell_how_far_they_are_off():
     first = grads[PROBE]["dense"]["stats"].lhs.tails.amax_ratio
     assert 0.5 <= first <= 1.0  # without a history the scale is this batch's
     state = {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-    model = Model("fp8_tensorwise_delayed" + CALIBRATED)
+    model = Model("fp8_tensorwise_delayed" + INITIALIZED)
     _, grads = _gradients(variables | state, 8 * x, model)
     tails = grads[PROBE]["dense"]["stats"].lhs.tails
     assert 2 < tails.amax_ratio <= 8 and tails.saturation_rate > 0

@@ -24,7 +24,7 @@ from loka_jax.ops.dense_norm import Activations, dense_norm, describe
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import plan
 from loka_jax.pallas import tiles
-from loka_jax.recipe import CALIBRATED, RECIPES, get_recipe
+from loka_jax.recipe import INITIALIZED, RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site
 
@@ -258,10 +258,10 @@ def interpret(monkeypatch):
 @pytest.mark.parametrize(
     "name, norm, activation, out",
     [
-        ("bf16", "none", "relu", "wide"),
+        ("bf16", "none", "relu", "compute"),
         ("fp8_rowwise_bf16_drhs", "layer", "swish", "fp8"),
         ("fp8_tensorwise", "rms", "gelu", "both"),
-        ("fp8_tensorwise_delayed_bf16_drhs", "block", "hard_swish", "wide"),
+        ("fp8_tensorwise_delayed_bf16_drhs", "block", "hard_swish", "compute"),
     ],
 )
 def test_kernels_do_what_xla_does(interpret, name, norm, activation, out):
@@ -275,7 +275,7 @@ def test_kernels_do_what_xla_does(interpret, name, norm, activation, out):
             lhs, rhs, **vectors, state=state, **static, **route
         )
         y, pull = jax.vjp(f, lhs, rhs, vectors, state)
-        if out == "wide":
+        if out == "compute":
             return y, pull(dy)
         zeros = jax.tree.map(jnp.zeros_like, y.fp8)
         return y.fp8.dequantize(), pull(Activations(dy, zeros))
@@ -408,7 +408,7 @@ def test_what_is_handed_over_is_the_activations_in_fp8(implementation, norm):
         activation="gelu",
         implementation=implementation,
     )
-    wide, handed, both = (site_of(out=out) for out in ("wide", "fp8", "both"))
+    wide, handed, both = (site_of(out=out) for out in ("compute", "fp8", "both"))
     chex.assert_trees_all_equal(handed.fp8, both.fp8)
     chex.assert_trees_all_equal(both.y, wide)
     chex.assert_shape(handed.fp8.scale_inv, () if norm == "rms" else (70, 1))
@@ -434,7 +434,7 @@ def test_a_site_after_a_frozen_one_has_its_weight_gradient(implementation):
 def test_recipes_that_take_no_rows_read_the_wide_form():
     args, dy = chain_operands()
     found = pulled(chain("fp8_blockwise", "xla", "fp8"), args, dy)
-    expected = pulled(chain("fp8_blockwise", "xla", "wide"), args, dy)
+    expected = pulled(chain("fp8_blockwise", "xla", "compute"), args, dy)
     chex.assert_trees_all_equal(found, expected)
 
 
@@ -535,7 +535,7 @@ def test_the_gradient_of_the_state_is_its_next_value(implementation, name):
     recipe = get_recipe(name)
     lhs, rhs, dy = operands(64, 32, 48)
     state = initial(recipe)
-    for suffix in ("", CALIBRATED):
+    for suffix in ("", INITIALIZED):
         amaxes = jnp.stack(
             [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (lhs, rhs, dy)]
         )
@@ -648,7 +648,7 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
         ("bf16", None, ("pallas bf16", "xla bf16, pallas norm", "xla bf16")),
         (
             "fp8_tensorwise",
-            "row",
+            "rowwise",
             (
                 "pallas fp8 e4m3 rowwise x tensorwise",
                 "xla bf16, pallas norm",
@@ -656,8 +656,8 @@ def test_recipes_and_sizes_without_kernels_tell_why(monkeypatch, name, sizes, re
             ),
         ),
         (
-            "fp8_tensorwise_delayed:calibrated",
-            "tensor",
+            "fp8_tensorwise_delayed:initialized",
+            "tensorwise",
             (
                 "pallas fp8 e4m3 tensorwise",
                 "xla bf16, pallas norm",
@@ -691,7 +691,7 @@ def test_what_runs_is_told_in_words(monkeypatch, name, handed, texts):
         ("fp8_rowwise", "xla fp8 e4m3 rowwise, pallas norm"),
         ("fp8_tensorwise_delayed", "xla fp8 e4m3 rowwise x tensorwise, pallas norm"),
         (
-            "fp8_tensorwise_delayed:calibrated",
+            "fp8_tensorwise_delayed:initialized",
             "xla fp8 e5m2 x e4m3 tensorwise, pallas norm",
         ),
     ],

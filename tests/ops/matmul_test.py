@@ -243,11 +243,11 @@ def test_a_first_step_neither_clips_nor_flushes(name):
 
 
 @pytest.mark.parametrize("name", DELAYED)
-def test_calibrated_steps_equal_guarded_ones(name):
+def test_initialized_steps_equal_guarded_ones(name):
     lhs, rhs, g = operands(32, 64, 16)
     _, state = run(name, lhs, rhs, g)
     guarded = three_products(lhs, rhs, g, state, recipe=get_recipe(name))
-    recipe = get_recipe(f"{name}:calibrated")
+    recipe = get_recipe(f"{name}:initialized")
     chex.assert_trees_all_equal(
         three_products(lhs, rhs, g, state, recipe=recipe), guarded
     )

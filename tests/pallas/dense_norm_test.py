@@ -78,14 +78,14 @@ def _reference(x, w, norm, activation, *, bias=0.0, gamma=1.0, beta=0.0):
     return z, rstd, _activate(activation, z * gamma + beta)
 
 
-def _operands(m, k, n, *, x_scale="row", w_scale="tensor"):
+def _operands(m, k, n, *, x_scale="rowwise", w_scale="tensorwise"):
     # Rows and columns of different sizes, so that a scale in the wrong place shows.
     x = normal(m, k, seed=1) * np.linspace(0.1, 3, m, dtype=np.float32)[:, None]
     w = normal(n, k, seed=2) * np.linspace(0.5, 2, n, dtype=np.float32)[:, None]
     w = w / np.float32(np.sqrt(k))
     if x_scale == "bf16":
         return x.astype(BF16), w.astype(BF16)
-    axes = {"row": (1,), "tensor": None}
+    axes = {"rowwise": (1,), "tensorwise": None}
     return (
         fp8.quantize(x, axes=axes[x_scale]),
         fp8.quantize(w, axes=axes[w_scale]),
@@ -110,7 +110,7 @@ def test_every_norm_and_activation(norm, activation):
     m, k, n = 192, 64, 128
     x, w = _operands(m, k, n)
     affine = {} if norm in ("none", "block") else _affine(n)
-    want = Outputs(y=True, y_fp8="row", xhat=BF16, rstd=norm != "none")
+    want = Outputs(y=True, y_fp8="rowwise", xhat=BF16, rstd=norm != "none")
     settings = Settings(teams=2, stages=2, piece_bytes=128, slots=1)
     out = _interpreted(
         x, w, norm=norm, activation=activation, want=want, settings=settings, **affine
@@ -129,16 +129,16 @@ def test_every_norm_and_activation(norm, activation):
 @pytest.mark.parametrize(
     "m, k, n, x_scale, w_scale, settings",
     [
-        (320, 256, 256, "row", "tensor", Settings(2, 2, 1, 128, 2)),
-        (64, 512, 128, "tensor", "row", Settings(4, 2, 1, 64, 1)),
-        (128, 192, 64, "row", "row", Settings(1, 2, 1, 64, 1)),
-        (448, 128, 192, "tensor", "tensor", Settings(2, 1, 1, 64, 1)),
+        (320, 256, 256, "rowwise", "tensorwise", Settings(2, 2, 1, 128, 2)),
+        (64, 512, 128, "tensorwise", "rowwise", Settings(4, 2, 1, 64, 1)),
+        (128, 192, 64, "rowwise", "rowwise", Settings(1, 2, 1, 64, 1)),
+        (448, 128, 192, "tensorwise", "tensorwise", Settings(2, 1, 1, 64, 1)),
     ],
 )
 def test_layouts_scales_and_settings(m, k, n, x_scale, w_scale, settings):
     x, w = _operands(m, k, n, x_scale=x_scale, w_scale=w_scale)
     given = {"bias": normal(n, seed=5), **_affine(n)}
-    want = Outputs(y=False, y_fp8="tensor", xhat=E4M3, rstd=True, y_amax=True)
+    want = Outputs(y=False, y_fp8="tensorwise", xhat=E4M3, rstd=True, y_amax=True)
     scale_inv = jnp.float32(2.0**-5)
     out = _interpreted(
         x,
@@ -173,7 +173,7 @@ def test_bfloat16_twin(norm):
 def test_row_scales_are_powers_of_two_and_zero_rows_stay_zero():
     x, w = _operands(64, 64, 64, x_scale="bf16")
     x = x.at[3].set(0.0)
-    want = Outputs(y=False, y_fp8="row")
+    want = Outputs(y=False, y_fp8="rowwise")
     out = _interpreted(x, w, norm="none", activation="relu", want=want).y_fp8
     assert np.all(np.log2(out.scale_inv) % 1 == 0)
     assert np.all(np.asarray(out.data[3], np.float32) == 0)
@@ -185,7 +185,7 @@ def test_row_scales_are_powers_of_two_and_zero_rows_stay_zero():
 def test_nan_stays_nan():
     x, w = _operands(64, 64, 64, x_scale="bf16")
     x = x.at[5, 7].set(jnp.nan)
-    want = Outputs(y=True, y_fp8="row")
+    want = Outputs(y=True, y_fp8="rowwise")
     out = _interpreted(x, w, norm="rms", activation="none", want=want)
     is_nan = np.isnan(np.asarray(out.y, np.float32))
     assert is_nan[5].all() and not is_nan[:5].any() and not is_nan[6:].any()
@@ -254,7 +254,7 @@ def test_unserved_problems_are_refused():
 
 
 SHAPES = [(128, 128), (256, 256), (512, 256), (512, 512)]
-TRAINING = Outputs(y=True, y_fp8="tensor", xhat=E4M3, rstd=True, y_amax=True)
+TRAINING = Outputs(y=True, y_fp8="tensorwise", xhat=E4M3, rstd=True, y_amax=True)
 
 
 def _lower(problem, settings):
@@ -275,7 +275,7 @@ def _lower(problem, settings):
             norm=p.norm,
             activation=p.activation,
             want=p.want,
-            y_scale_inv=scale if p.want.y_fp8 == "tensor" else None,
+            y_scale_inv=scale if p.want.y_fp8 == "tensorwise" else None,
             settings=settings,
         )
 
@@ -287,7 +287,7 @@ def _lower(problem, settings):
 @pytest.mark.parametrize("k, n", SHAPES)
 @pytest.mark.parametrize(
     "want",
-    [Outputs(y=False, y_fp8="row"), Outputs(), TRAINING],
+    [Outputs(y=False, y_fp8="rowwise"), Outputs(), TRAINING],
     ids=["fp8", "y", "train"],
 )
 def test_default_settings_lower_for_cuda(k, n, want, monkeypatch):
@@ -301,7 +301,7 @@ def test_default_settings_lower_for_cuda(k, n, want, monkeypatch):
 def test_the_search_space_lowers_for_cuda(k, n, monkeypatch):
     monkeypatch.setattr(tiles, "SMS", 132)
     problem = _problem(
-        8192, k, n, activation="swish", want=Outputs(y=False, y_fp8="row")
+        8192, k, n, activation="swish", want=Outputs(y=False, y_fp8="rowwise")
     )
     space = search_space(problem)
     assert len(space) > 3
@@ -324,7 +324,7 @@ def test_on_the_device(norm, k, n, monkeypatch):
     x, w = _operands(m, k, n)
     affine = {} if norm in ("none", "block") else _affine(n)
     kept = BF16 if norm == "none" else E4M3
-    want = Outputs(y=True, y_fp8="row", xhat=kept, rstd=norm != "none")
+    want = Outputs(y=True, y_fp8="rowwise", xhat=kept, rstd=norm != "none")
     # Block norms over several blocks are compared block by block.
     blocks = n // 256 if norm == "block" and n > 256 else 1
     for activation in ACTIVATIONS:
@@ -355,13 +355,13 @@ def test_on_the_device(norm, k, n, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "k, n, x_scale", [(256, 256, "row"), (512, 512, "row"), (256, 256, "bf16")]
+    "k, n, x_scale", [(256, 256, "rowwise"), (512, 512, "rowwise"), (256, 256, "bf16")]
 )
 def test_a_thousand_launches_agree_bit_by_bit(k, n, x_scale, monkeypatch):
     monkeypatch.setattr(tiles, "SMS", 132)
     x, w = _operands(8192, k, n, x_scale=x_scale)
     is_twin = x_scale == "bf16"
-    want = Outputs(y=True) if is_twin else Outputs(y=False, y_fp8="row")
+    want = Outputs(y=True) if is_twin else Outputs(y=False, y_fp8="rowwise")
     launch = jax.jit(
         lambda x, w: jax.tree.leaves(
             dense_norm(x, w, norm="layer", activation="swish", want=want, **_affine(n))

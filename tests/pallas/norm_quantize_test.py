@@ -21,8 +21,8 @@ from tests.pallas import support
 
 M = 64
 EPSILON = 1e-3
-ROW_SCALES = Outputs(y=True, y_fp8="row", xhat=jnp.bfloat16, rstd=True, y_amax=True)
-TENSOR_SCALE = Outputs(y=False, y_fp8="tensor", xhat=E4M3, rstd=False)
+ROW_SCALES = Outputs(y=True, y_fp8="rowwise", xhat=jnp.bfloat16, rstd=True, y_amax=True)
+TENSOR_SCALE = Outputs(y=False, y_fp8="tensorwise", xhat=E4M3, rstd=False)
 Y_SCALE_INV = 1 / 512  # saturates beyond 0.875
 # Four tiles, two for each of the two SMs: the ring comes round.
 SMALL = Settings(lanes=8, stages=1, warpgroups=1)
@@ -88,7 +88,7 @@ def _check(run, n, norm, activation, want, settings):
     if norm == "none":  # which has no deviation, and z in bfloat16 for its xhat
         want = dataclasses.replace(want, rstd=False, xhat=jnp.bfloat16)
     names = dict(norm=norm, activation=activation)
-    y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensor" else None
+    y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensorwise" else None
     rest = dict(want=want, y_scale_inv=y_scale_inv, settings=settings)
     out = run(z, **parameters, **names, epsilon=EPSILON, **rest)
     check = _check_rows if want.y else _check_tensor
@@ -166,7 +166,7 @@ def test_no_parameters(run):
 def test_rows_of_zeros_and_rows_with_nan(run):
     z = jnp.ones((M, 256), jnp.bfloat16)
     z = z.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
-    want = Outputs(y=True, y_fp8="row", y_amax=True)
+    want = Outputs(y=True, y_fp8="rowwise", y_amax=True)
     out = run(z, norm="rms", activation="relu", want=want, settings=SMALL)
     support.assert_faults_stay_in_their_rows(out.y_fp8, zeros=3, faulty=[5, 6])
     assert np.isnan(np.asarray(out.y_fp8.dequantize())[5]).all()
@@ -197,7 +197,7 @@ def _lowers(n, norm, settings):
     shape = jax.ShapeDtypeStruct
     z, columns = shape((32768, n), jnp.bfloat16), shape((n,), jnp.float32)
     parameters = dict(gamma=columns, beta=columns) if norm in ("layer", "rms") else {}
-    want = Outputs(y=True, y_fp8="row", xhat=jnp.bfloat16, rstd=norm != "none")
+    want = Outputs(y=True, y_fp8="rowwise", xhat=jnp.bfloat16, rstd=norm != "none")
     names = dict(norm=norm, activation="swish", want=want, settings=settings)
     return support.lowers(functools.partial(norm_quantize, **names), z, **parameters)
 

@@ -42,7 +42,7 @@ def surveyed():
     for i in range(3):
         batch = run.splits.train.batch(Position(0, i, 0), 32, shuffle=True)
         probe = run.config.probe.config_at(i)
-        state = run.train_step(is_calibrated=False, probe=probe)(state, batch)
+        state = run.train_step(scales_initialized=False, probe=probe)(state, batch)
     lines = []
     return run, state, survey(run, state, OPTIONS, lines.append), lines
 

@@ -63,9 +63,9 @@ def test_loop_options_must_be_positive(name):
             "--num-cross-layers 0 must be at least 1.",
         ),
         (
-            lambda: dlrm(recipe="fp8_tensorwise_delayed:calibrated"),
-            "--recipe fp8_tensorwise_delayed:calibrated is for calibrated states only: "
-            "leave out ':calibrated'; training goes over to it by itself.",
+            lambda: dlrm(recipe="fp8_tensorwise_delayed:initialized"),
+            "--recipe fp8_tensorwise_delayed:initialized is for states with initialized "
+            "scales: leave out ':initialized'; training switches to it by itself.",
         ),
     ],
 )

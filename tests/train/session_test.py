@@ -232,21 +232,21 @@ def taken(monkeypatch):
     """Lists the kinds of the steps that were taken."""
     found, plain = [], Run.train_step
 
-    def spy(self, *, is_calibrated, probe=None):
-        found.append("step" if is_calibrated else "first_step")
-        return plain(self, is_calibrated=is_calibrated, probe=probe)
+    def spy(self, *, scales_initialized, probe=None):
+        found.append("step" if scales_initialized else "first_step")
+        return plain(self, scales_initialized=scales_initialized, probe=probe)
 
     monkeypatch.setattr(Run, "train_step", spy)
     return found
 
 
-def test_the_guard_for_first_steps_is_dropped_once_calibrated(tmp_path, taken):
+def test_the_guard_for_first_steps_is_dropped_once_initialized(tmp_path, taken):
     train(config(tmp_path, max_steps=4))
     assert taken == ["first_step"] + ["step"] * 3
 
 
 def test_the_guard_for_first_steps_is_dropped_in_the_end(tmp_path, taken, monkeypatch):
-    monkeypatch.setattr(loop_lib, "is_calibrated", lambda _: False)
+    monkeypatch.setattr(loop_lib, "scales_initialized", lambda _: False)
     train(config(tmp_path, max_steps=18))
     assert taken == ["first_step"] * 16 + ["step"] * 2
 

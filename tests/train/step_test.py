@@ -19,17 +19,17 @@ from loka_jax.train import metrics
 from loka_jax.train.state import init_state
 from loka_jax.train.step import (
     RowUpdate,
-    is_calibrated,
     make_eval_step,
     make_train_step,
     named_sites,
+    scales_initialized,
 )
 from tests.train.support import digest
 
 TABLES = embedding.TableSpec(rows=(20, 10, 5), dim=16)
 FP8 = Dlrm(bottom_mlp=(16,), top_mlp=(16,), recipe="fp8_tensorwise_delayed")
 F32 = FP8.clone(recipe="f32")
-CALIBRATED = FP8.clone(recipe="fp8_tensorwise_delayed:calibrated")
+INITIALIZED = FP8.clone(recipe="fp8_tensorwise_delayed:initialized")
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
 
 
@@ -132,16 +132,16 @@ def test_every_scale_and_history_moves_in_every_step(warm):
         assert np.all(np.asarray(site.amax_history[:, 0] != before)), path
 
 
-def test_a_model_is_calibrated_once_every_operand_was_seen(warm):
-    assert not is_calibrated(make_state(FP8))
-    assert is_calibrated(warm)
+def test_a_model_scales_initialized_once_every_operand_was_seen(warm):
+    assert not scales_initialized(make_state(FP8))
+    assert scales_initialized(warm)
 
 
-def test_a_model_without_delayed_scales_is_always_calibrated():
-    assert is_calibrated(make_state(F32))
+def test_a_model_without_delayed_scales_is_always_initialized():
+    assert scales_initialized(make_state(F32))
 
 
-@pytest.mark.parametrize("model", [FP8, CALIBRATED], ids=["first", "calibrated"])
+@pytest.mark.parametrize("model", [FP8, INITIALIZED], ids=["first", "initialized"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_feature_changes_nothing_but_counters(warm, model, value):
     batch = make_batch(2)
@@ -159,7 +159,7 @@ def test_an_infinite_feature_is_seen_by_a_first_layer_all_in_fp8():
     # A copy: the first step may still read the array it was given.
     poisoned = batch._replace(dense=batch.dense.copy())
     poisoned.dense[3, 5] = np.inf
-    after = make_step(CALIBRATED)(state, poisoned)
+    after = make_step(INITIALIZED)(state, poisoned)
     assert digest(without(after, *COUNTERS)) == digest(without(state, *COUNTERS))
     assert [int(x.skipped) for x in (state, after)] == [0, 1]
 

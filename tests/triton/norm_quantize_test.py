@@ -25,8 +25,8 @@ __all__ = ["interpreted", "on_gpu"]
 run = launcher(norm_quantize)
 
 NORMS = ("none", "layer", "rms", "block")
-ROW_SCALES = Outputs(y=True, y_fp8="row")
-TENSOR_SCALE = Outputs(y=False, y_fp8="tensor")
+ROW_SCALES = Outputs(y=True, y_fp8="rowwise")
+TENSOR_SCALE = Outputs(y=False, y_fp8="tensorwise")
 Y_SCALE_INV = 1 / 512  # saturates beyond 0.875
 
 
@@ -60,18 +60,18 @@ def _assert_cast(x, exact):
 def _check(run, m, n, norm, activation, want, dtype=jnp.bfloat16):
     z, parameters = _operands(m, n, dtype)
     names = dict(norm=norm, activation=activation, epsilon=1e-3)
-    y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensor" else None
+    y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensorwise" else None
     out = run(z, **parameters, **names, want=want, y_scale_inv=y_scale_inv)
     exact = xla.norm_activation(z, **parameters, **names)
     assert (out.y is None) == (not want.y) and out.xhat is None and out.rstd is None
     if want.y:
         assert out.y.dtype == jnp.bfloat16
         _assert_rounded(out.y, exact, eps=2**-7)
-    if want.y_fp8 == "row":
+    if want.y_fp8 == "rowwise":
         expected = fp8.quantize(exact, E4M3, axes=(1,)).scale_inv
         assert np.mean(np.asarray(out.y_fp8.scale_inv == expected)) > 0.98
         _assert_cast(out.y_fp8, exact)
-    if want.y_fp8 == "tensor":
+    if want.y_fp8 == "tensorwise":
         assert out.y_fp8.scale_inv == Y_SCALE_INV
         _assert_cast(out.y_fp8, exact)
 
@@ -152,7 +152,7 @@ def test_programs_for_hopper_do_not_spill(want, norm, n):
     names = dict(norm=norm, activation="swish", want=want)
 
     def f(z, gamma, beta, scale_inv):
-        given = dict(y_scale_inv=scale_inv) if want.y_fp8 == "tensor" else {}
+        given = dict(y_scale_inv=scale_inv) if want.y_fp8 == "tensorwise" else {}
         return norm_quantize(z, gamma=gamma, beta=beta, **names, **given)
 
     shape = jax.ShapeDtypeStruct

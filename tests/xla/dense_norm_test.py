@@ -58,7 +58,7 @@ def decoded(x):
 def test_the_reference_writes_what_it_is_asked_for(norm, is_fp8):
     x, w = operands(64, 32, 512, is_fp8=is_fp8)
     vectors = site.vectors(512, norm)
-    want = Outputs(y=True, y_fp8="row", xhat=fp8.E4M3, rstd=True, y_amax=True)
+    want = Outputs(y=True, y_fp8="rowwise", xhat=fp8.E4M3, rstd=True, y_amax=True)
     out = xla.dense_norm(x, w, **vectors, norm=norm, activation="swish", want=want)
     z = decoded(x) @ decoded(w).T
     exact = site.after_product(z, vectors, norm, "swish")
@@ -85,7 +85,7 @@ def test_the_reference_writes_what_it_is_asked_for(norm, is_fp8):
 
 def test_the_reference_writes_nothing_else():
     x, w = operands(16, 32, 16, is_fp8=True)
-    want = Outputs(y=False, y_fp8="tensor")
+    want = Outputs(y=False, y_fp8="tensorwise")
     scale_inv = jnp.float32(0.25)
     out = xla.dense_norm(
         x, w, norm="layer", activation="relu", want=want, y_scale_inv=scale_inv

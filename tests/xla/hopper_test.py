@@ -16,7 +16,7 @@ from tests import hopper, support
 PRODUCTS = {
     "fp8_tensorwise": (3, 0),
     "fp8_tensorwise_delayed": (3, 0),
-    "fp8_tensorwise_delayed:calibrated": (3, 0),
+    "fp8_tensorwise_delayed:initialized": (3, 0),
     "fp8_tensorwise_delayed_bf16_drhs": (2, 1),
     "fp8_rowwise": (3, 0),
     "fp8_rowwise_bf16_drhs": (2, 1),
@@ -139,8 +139,8 @@ def kernels_in_bf16():
 @pytest.mark.parametrize(
     "recipe, most",
     [
-        ("fp8_tensorwise_delayed_bf16_drhs:calibrated", 3.25),
-        ("fp8_tensorwise_delayed:calibrated", 5.5),
+        ("fp8_tensorwise_delayed_bf16_drhs:initialized", 3.25),
+        ("fp8_tensorwise_delayed:initialized", 5.5),
     ],
 )
 def test_kernels_added_by_an_fp8_dense(kernels_in_bf16, recipe, most):
