@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from loka_jax import nn
-from loka_jax.choice import Choice
 from loka_jax.fp8 import E4M3
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.serving import fold, serve
+from loka_jax.site import Choice
 
 ROWS = 64
 # Without it, the two programs differ in roundings that fusions leave out.

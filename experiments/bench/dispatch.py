@@ -31,7 +31,6 @@ import tyro
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.choice import Choice
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.plan import key_of, make_plan
 from loka_jax.dispatch.table import Table, header_here
@@ -41,6 +40,7 @@ from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import RECIPES
 from loka_jax.serving import fold
+from loka_jax.site import Choice
 from loka_jax.train.record import versions
 from loka_jax.tuning import TuneConfig, tune
 

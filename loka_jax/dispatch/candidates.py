@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from loka_jax import triton
-from loka_jax.choice import PROVIDERS, Choice, Provider
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.plan import plan
 from loka_jax.ops.products import decide
 from loka_jax.recipe import ROLES
+from loka_jax.site import PROVIDERS, Choice, Provider
 
 BF16 = Choice.parse("xla bf16")
 # Each FP8 recipe for the forward product alone, for it and dlhs, and for all.

@@ -11,9 +11,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.table import Entry
 from loka_jax.fp8 import E4M3
+from loka_jax.site import Choice
 
 
 def hands_on(first: Choice, second: Choice) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loka_jax import jsonfile
-from loka_jax.choice import PROVIDERS, Choice
 from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, why_not
 from loka_jax.dispatch.chains import fastest, row_times
 from loka_jax.dispatch.policy import (
@@ -27,6 +26,7 @@ from loka_jax.dispatch.policy import (
 from loka_jax.dispatch.table import Table
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
+from loka_jax.site import PROVIDERS, Choice
 
 
 @dataclasses.dataclass(frozen=True)

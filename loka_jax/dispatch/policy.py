@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors
 from loka_jax.fp8 import E5M2
 from loka_jax.options import require
 from loka_jax.recipe import ROLES, GemmRecipe, Role, get_recipe
+from loka_jax.site import Choice
 
 # Relative L2 of products of Gaussian operands, by whether one of them is in E5M2.
 _HEALTHY = {False: 0.037, True: 0.059}

@@ -20,10 +20,10 @@ from typing import Any, get_args
 import jax
 
 from loka_jax import jsonfile
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
+from loka_jax.site import Choice
 
 SCHEMA = 1
 # A pass by itself, with its operands in the L2, and within a chain of sites that hand

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import linen
 from jax.typing import DTypeLike
 
-from loka_jax.choice import Choice
 from loka_jax.ops.plan import Implementation
 from loka_jax.recipe import INITIALIZED, Recipe, get_recipe
+from loka_jax.site import Choice
 
 
 class _Overrides:

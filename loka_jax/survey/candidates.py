@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import scaling
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
 from loka_jax.ops.dense_norm import dense_norm, plan
 from loka_jax.ops.products import decide
 from loka_jax.recipe import Recipe, Role, get_recipe
+from loka_jax.site import Choice
 
 BF16 = "xla bf16"
 

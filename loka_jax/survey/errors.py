@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.nn import Site
 from loka_jax.ops import roles
@@ -20,6 +19,7 @@ from loka_jax.probe.measure import Errors, errors, estimate, measure
 from loka_jax.probe.sampling import sample_rows, sample_weight
 from loka_jax.probe.site import SiteStats, weight_of
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role
+from loka_jax.site import Choice
 from loka_jax.survey.candidates import candidates, operand_amaxes, product, rates
 from loka_jax.survey.config import SurveyConfig
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from loka_jax import fp8
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.chains import hands_on
 from loka_jax.fp8 import E4M3
@@ -23,6 +22,7 @@ from loka_jax.ops.plan import Out, hand_over
 from loka_jax.probe.timing import Case
 from loka_jax.recipe import get_recipe
 from loka_jax.serving import fold
+from loka_jax.site import Choice
 from loka_jax.survey.candidates import scaling_state
 from loka_jax.survey.times import operand_amaxes, run_site, train_site
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import BF16, SiteKey
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, RoleErrors
 from loka_jax.probe.capture import Operands as Drawn
@@ -26,6 +25,7 @@ from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
 from loka_jax.probe.site import SiteStats
 from loka_jax.probe.timing import Case, KernelTime, time_kernels
 from loka_jax.quality import relative_l2
+from loka_jax.site import Choice
 from loka_jax.survey.config import FP8_RECIPES
 from loka_jax.survey.errors import draw_learned, draw_normal, site_errors
 from loka_jax.survey.times import rotated

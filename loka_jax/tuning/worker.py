@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.table import Header, Table
 from loka_jax.probe.site import ProbeConfig, SiteStats, no_stats
+from loka_jax.site import Choice
 from loka_jax.tuning.site import Job, measure_site
 
 BEGIN, RESULT = "begin", "result"

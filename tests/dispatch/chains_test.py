@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.chains import fastest, hands_on, row_times
 from loka_jax.dispatch.table import Entry
+from loka_jax.site import Choice
 
 NAMES = ("xla bf16", "pallas bf16", "pallas fp8_rowwise", "pallas fp8_tensorwise")
 CHOICES = [Choice.parse(name) for name in NAMES]

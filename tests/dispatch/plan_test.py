@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from loka_jax import nn
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, feasible, why_not
 from loka_jax.dispatch.plan import key_of, load, make_plan, save
 from loka_jax.dispatch.policy import Limits
 from loka_jax.dispatch.table import MEASURES, Entry, Header, Interval, Table
 from loka_jax.recipe import ROLES
+from loka_jax.site import Choice
 
 HEADER = Header("cpu", "1", "1", "x")
 ROW = "xla fp8_rowwise"

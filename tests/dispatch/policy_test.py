@@ -2,11 +2,11 @@
 
 import pytest
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.policy import Limits, decide
 from loka_jax.dispatch.table import MEASURES, Entry, Interval
 from loka_jax.recipe import ROLES
+from loka_jax.site import Choice
 
 GOOD, BAD = 0.037, 0.2
 ROW, TENSOR = "xla fp8_rowwise", "pallas fp8_tensorwise_delayed"

@@ -8,12 +8,12 @@ import pytest
 from experiments import train as train_script
 from experiments import tune as script
 from experiments.bench import dispatch as bench
-from loka_jax.choice import Choice
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.plan import key_of
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
+from loka_jax.site import Choice
 from loka_jax.tuning import tuner
 
 ROW = "xla fp8_rowwise"

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.choice import Choice
 from loka_jax.data import Position
 from loka_jax.dispatch.policy import healthy
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, get_recipe
+from loka_jax.site import Choice
 from loka_jax.survey import Limits, SurveyConfig, survey, write_page
 from loka_jax.survey.candidates import BF16, candidates, product
 from loka_jax.survey.sensitivity import ALL

@@ -6,7 +6,6 @@ import json
 import jax
 import pytest
 
-from loka_jax.choice import Choice
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import BF16
@@ -14,6 +13,7 @@ from loka_jax.dispatch.plan import Plan, key_of, save
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
+from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import loop as loop_lib
 from loka_jax.train import planning

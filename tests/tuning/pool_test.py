@@ -9,9 +9,9 @@ import time
 import jax
 import pytest
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats
+from loka_jax.site import Choice
 from loka_jax.tuning import pool
 from loka_jax.tuning.pool import Worker, measure_all
 from loka_jax.tuning.site import Job

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from loka_jax.choice import Choice
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats, observe
 from loka_jax.recipe import ROLES
+from loka_jax.site import Choice
 from loka_jax.tuning import passes
 from loka_jax.tuning import site as site_lib
 from loka_jax.tuning.site import Job, measure_site

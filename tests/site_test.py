@@ -2,8 +2,8 @@
 
 import pytest
 
-from loka_jax.choice import Choice, compose
 from loka_jax.recipe import RECIPES, get_recipe
+from loka_jax.site import Choice, compose
 
 
 @pytest.mark.parametrize(
