@@ -1,4 +1,4 @@
-"""Measures who runs each site of a model fastest, and writes the dispatch table.
+"""Measures the candidates of a model's sites, and writes the dispatch table.
 
     python experiments/tune.py --config fp8_dlrm --table table.json
 
@@ -19,14 +19,15 @@ from experiments.cli import parse_with, run_cli
 from experiments.probe import observed
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.table import BadTable, Interval, Table, header_here
+from loka_jax.dispatch.table import BadTable, Table, header_here
+from loka_jax.dispatch.tuning import TuneConfig
+from loka_jax.dispatch.tuning import tune as measure
+from loka_jax.measure.intervals import Interval
 from loka_jax.survey.sensitivity import ALL, sensitivity
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.state import TrainState
-from loka_jax.tuning import TuneConfig
-from loka_jax.tuning import tune as measure
 
 _LOSS_RECIPE = "fp8_tensorwise"  # whose effect on the loss is measured
 

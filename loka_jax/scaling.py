@@ -86,12 +86,12 @@ def delayed_scale_inv(
     return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
 
 
-def set_scales(
+def stored_scales(
     state: DelayedScaling | None, recipe: Recipe
 ) -> tuple[Float[Array, ""] | None, ...]:
-    """Returns the factors that lhs, rhs and g are cast with, where they are stored.
+    """Returns the stored factors that lhs, rhs and g are cast with.
 
-    None where a cast takes the current one, or there is no cast.
+    None for an operand without a cast, or with a cast by its current amax.
     """
     if state is None or not recipe.scales_initialized:
         return (None,) * len(OPERANDS)

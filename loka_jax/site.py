@@ -7,7 +7,8 @@ A site is one place in a model where a GEMM happens, with what surrounds it:
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import RECIPES, ROLES, Recipe, Role, get_recipe
@@ -20,7 +21,7 @@ Fp8Scaling = Literal["tensorwise", "rowwise"]
 Out = Literal["compute", "fp8", "both"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class SiteSpec:
     """What a kernel needs to know of a site.
 
@@ -136,4 +137,18 @@ def compose(names: str) -> Recipe:
     return recipe
 
 
-BF16 = Choice("xla", get_recipe("bf16"))
+class SiteKernel(NamedTuple):
+    """A kernel of a provider, as sites see it.
+
+    Attributes:
+        name: of its module.
+        why_not: why the kernel does not serve a site in a recipe, or None if it does.
+        run: launches the kernel on arrays.
+    """
+
+    name: str
+    why_not: Callable[[SiteSpec, Recipe], str | None]
+    run: Callable[..., Any]
+
+
+BF16 = Choice("xla", get_recipe("bf16"))  # what every other choice is compared with

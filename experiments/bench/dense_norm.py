@@ -34,9 +34,9 @@ from experiments.bench.dense_norm_site import (
 )
 from experiments.bench.roofline import Roofline, measure_roofline
 from loka_jax.fp8 import Fp8Array
+from loka_jax.measure.compiling import NO_CAPTURE, compile_all, leaves
+from loka_jax.measure.timing import Case, time_chains, time_kernels
 from loka_jax.normed import ActivationName, NormName
-from loka_jax.probe.compiling import NO_CAPTURE, compile_all, leaves
-from loka_jax.probe.timing import Case, time_chains, time_kernels
 from loka_jax.train.record import versions
 
 SHAPES = ("128x128", "256x256", "512x256", "512x512")

@@ -32,17 +32,18 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.plan import key_of, make_plan
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.table import Table, header_here
+from loka_jax.dispatch.tuning import TuneConfig, tune
+from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
+from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.probe.compiling import UNTUNED, compile_all, leaves
-from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.recipe import RECIPES
 from loka_jax.serving import fold
 from loka_jax.site import Choice
 from loka_jax.train.record import versions
-from loka_jax.tuning import TuneConfig, tune
 
 _FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
 _SETS = 2  # of inputs; one alone exceeds the L2
@@ -173,7 +174,9 @@ def _complete(name: str, sites, arguments: Arguments) -> Table:
     path = arguments.table
     table = tables.read(path) if path.exists() else Table(header_here())
     missing = [
-        site for site in sites if site.has_choice and key_of(site) not in table.sites
+        site
+        for site in sites
+        if site.has_choice and table_key(site.spec) not in table.sites
     ]
     config = TuneConfig(pairs=arguments.pairs)
     for found in tune(name, missing, {}, config):
@@ -191,7 +194,7 @@ def _arms(model, sites, table: Table, name: str, recipes):
         arms[f"xla {recipe}"] = _forced(model, free, f"xla {recipe}")
         arms[f"auto {recipe}"] = nn.Planned(model.clone(recipe=recipe))
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
-        through = [s for s in free if passes_torchao(recipe, s.k, s.n)]
+        through = [s for s in free if passes_torchao(recipe, s.spec.k, s.spec.n)]
         arms[f"torchao {recipe}"] = _forced(model, through, f"xla {recipe}")
     plans = {}
     for arm, roles in (("dispatch", None), ("dispatch inference", ("fwd",))):

@@ -19,8 +19,8 @@ import tyro
 
 from experiments.bench.train_step import MODELS, make_run
 from loka_jax.data import Position
+from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.nn import ProbeConfig
-from loka_jax.probe.timing import profile_kernels, time_chains
 from loka_jax.train.build import Run
 from loka_jax.train.config import ProbeOptions
 from loka_jax.train.record import versions

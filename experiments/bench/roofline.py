@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from loka_jax import fp8, xla
-from loka_jax.probe.timing import Case, time_kernels
+from loka_jax.measure.timing import Case, time_kernels
 
 GemmDtype = Literal["fp8", "bf16"]
 

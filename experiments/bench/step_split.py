@@ -29,8 +29,8 @@ from experiments.cli import run_cli
 from experiments.configs import get_config
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
-from loka_jax.probe.compiling import NO_CAPTURE
-from loka_jax.probe.timing import profile_ops, time_chains
+from loka_jax.measure.compiling import NO_CAPTURE
+from loka_jax.measure.timing import profile_ops, time_chains
 from loka_jax.train.build import Run, build
 from loka_jax.train.record import versions
 

@@ -35,7 +35,7 @@ from experiments.bench.tower_arms import (
     check_arm,
     make_arm,
 )
-from loka_jax.probe.timing import profile_kernels, time_chains
+from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.train.record import versions
 
 LEAST_INFERENCE, LEAST_STEP = 3.0, 1.8  # times faster than Flax's bfloat16

@@ -10,13 +10,13 @@ import optax
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.ops.dense_norm import Implementation
 from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.site import Provider
 
 FLAX, FLAX_BIAS, FLAX_FP8 = "flax bf16", "flax bf16 with bias", "flax fp8"
 # Ours are "IMPLEMENTATION RECIPE": "auto" takes kernels where they serve, "pallas"
 # refuses a site that they do not serve both ways.
-IMPLEMENTATIONS: dict[str, Implementation | None] = {
+IMPLEMENTATIONS: dict[str, Provider | None] = {
     "xla": "xla",
     "pallas": "pallas",
     "auto": None,

@@ -24,8 +24,8 @@ from flax import linen
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
 from loka_jax.data.prefetch import Prefetcher
+from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.models import Dlrm
-from loka_jax.probe.timing import profile_kernels, time_chains
 from loka_jax.recipe import INITIALIZED, RECIPES
 from loka_jax.train.build import Run, build
 from loka_jax.train.config import (

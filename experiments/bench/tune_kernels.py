@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import tyro
 
 from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.normed import Outputs
 from loka_jax.pallas.dense_norm import dense_norm
 from loka_jax.pallas.dense_norm_plan import (
@@ -30,7 +31,6 @@ from loka_jax.pallas.dense_norm_plan import (
     problem_key,
     search_space,
 )
-from loka_jax.probe.timing import Case, time_kernels
 from loka_jax.train.record import versions
 
 BF16 = jnp.bfloat16

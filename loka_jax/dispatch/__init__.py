@@ -1,7 +1,10 @@
 """The fastest kernels that are accurate enough, per site and per GEMM.
 
-candidates  what can run at a site, and why others cannot
-table       what was measured of them on a device: times, errors, failures
-policy      limits on errors, and who is fastest within them
-plan        what was decided for a model, site by site
+candidates  the choices that can run at a site
+table       their measurements on a device: times, errors, failures
+policy      limits on errors, and the fastest choice within them
+chains      the fastest choices of sites that hand FP8 on
+plan        the choices for a model, site by site
+drift       whether delayed scales still fit, while training
+tuning      measures the sites of a model; `measuring` one site, in worker processes
 """

@@ -1,4 +1,4 @@
-"""What was decided for a model, site by site: static under jit, and a file.
+"""The choices for the sites of a model: static under jit, and a file.
 
 A plan is made before anything is traced, from a table or by rules, and does not change
 while a step that was traced with it runs.
@@ -9,28 +9,28 @@ import fnmatch
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.candidates import BF16, SiteKey, bucket, why_not
-from loka_jax.dispatch.chains import fastest, row_times
+from loka_jax.dispatch.candidates import table_key, why_not
+from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
     Decision,
     Limits,
+    Terms,
     accurate,
     decide,
     largest_error,
-    pass_of,
 )
-from loka_jax.dispatch.table import Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
-from loka_jax.site import PROVIDERS, Choice
+from loka_jax.site import BF16, PROVIDERS, Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DispatchPlan:
     """Decisions by path.
 
     Attributes:
@@ -41,22 +41,15 @@ class Plan:
 
     @property
     def choices(self) -> tuple[tuple[str, Choice], ...]:
-        """What `nn.Planned` takes."""
+        """Pairs of path and choice, as `nn.Planned` takes them."""
         return tuple((path, decision.choice) for path, decision in self.decisions)
 
-    def demoted(self, path: str, choice: Choice, reason: str) -> "Plan":
+    def demoted(self, path: str, choice: Choice, reason: str) -> "DispatchPlan":
         """Returns the plan with another choice at a path."""
         decisions = dict(self.decisions)
         assert path in decisions
         decisions[path] = Decision(choice, reason)
-        return Plan(tuple(decisions.items()))
-
-
-def key_of(site: Site) -> SiteKey:
-    """Returns what the time of a model's site depends on."""
-    return SiteKey(
-        bucket(site.m), site.k, site.n, site.norm, site.activation, site.use_bias
-    )
+        return DispatchPlan(tuple(decisions.items()))
 
 
 def make_plan(
@@ -67,24 +60,24 @@ def make_plan(
     rules: Mapping[str, str] | None = None,
     config: str = "",
     roles: tuple[Role, ...] = ROLES,
-) -> Plan:
+) -> DispatchPlan:
     """Returns the plan of a model.
 
     Args:
         sites: of the model, as `list_sites` returns them.
-        table: what was measured here; without one only rules decide.
+        table: measurements on this device; without a table only rules decide.
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
-        config: whose operands the table's errors are of, where it has them.
-        roles: that run: all in training, "fwd" alone in inference.
+        config: the configuration whose operands' errors count, if the table has them.
+        roles: the roles that run: all in training, "fwd" alone in inference.
 
     Raises:
         ValueError: for a rule that matches no site, names nothing, or cannot run.
     """
     decisions: dict[str, Decision] = {}
     if table is not None:
-        decisions = _decide(sites, table, limits, config, roles)
+        decisions = _decide(sites, _Options(table, limits, config, roles))
     for pattern, name in (rules or {}).items():
         matched = [
             site
@@ -96,135 +89,157 @@ def make_plan(
             raise ValueError(f"rule {pattern!r} matches no site: there are {paths}.")
         for site in matched:
             decisions[site.path] = _ruled(site, pattern, name)
-    return Plan(tuple(decisions.items()))
+    return DispatchPlan(tuple(decisions.items()))
 
 
-def _decide(
-    sites: Sequence[Site], table: Table, limits: Limits, config: str, roles
-) -> dict[str, Decision]:
+class _Options(NamedTuple):
+    """Arguments of `make_plan` that hold for all sites."""
+
+    table: Table
+    limits: Limits
+    config: str
+    roles: tuple[Role, ...]
+
+    def entry(self, site: Site) -> Entry | None:
+        return self.table.sites.get(table_key(site.spec))
+
+    def source(self, site: Site) -> str:
+        return f"{self.config} {site.path}"
+
+    def effect(self, site: Site) -> float:
+        """Returns the relative rise of the loss that FP8 at a site surely causes."""
+        entry = self.entry(site)
+        effect = None if entry is None else entry.effects.get(self.source(site))
+        return 0.0 if effect is None else max(0.0, effect.low)
+
+
+def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
     """Returns the decisions on all sites, within the limit on the loss."""
-    rows = _rows(sites)
-    by_path = {site.path: site for row in rows for site in row}
-    wide = {
+    chains = _chains(sites)
+    by_path = {site.path: site for chain in chains for site in chain}
+    not_fp8 = {
         path: "FP8 was not asked for"
         for path, site in by_path.items()
         if site.recipe == "bf16"
     }
+    limit = options.limits.loss
     while True:
         decisions: dict[str, Decision] = {}
-        for row in rows:
-            decisions |= _decide_row(row, table, limits, config, roles, wide)
+        for chain in chains:
+            decisions |= _decide_chain(chain, options, not_fp8)
         effects = {
-            path: _effect(table, by_path[path], config)
+            path: options.effect(by_path[path])
             for path, decision in decisions.items()
             if decision.choice.recipe.fwd is not None
         }
         total = sum(effects.values())
-        if total <= limits.loss:
+        if total <= limit:
             return decisions
         worst = max(effects, key=lambda path: effects[path])
-        wide[worst] = (
+        not_fp8[worst] = (
             f"FP8 in the forward products raises the loss by {total:.2%} or more, "
-            f"above {limits.loss:.2%}, and here by {effects[worst]:.2%}"
+            f"above {limit:.2%}, and here by {effects[worst]:.2%}"
         )
 
 
-def _effect(table: Table, site: Site, config: str) -> float:
-    """Returns the relative rise of the loss that FP8 at a site surely causes."""
-    entry = table.sites.get(key_of(site))
-    found = None if entry is None else entry.effects.get(f"{config} {site.path}")
-    return 0.0 if found is None else max(0.0, found.low)
-
-
-def _rows(sites: Sequence[Site]) -> list[list[Site]]:
+def _chains(sites: Sequence[Site]) -> list[list[Site]]:
     """Returns the sites with a choice, those that follow each other together."""
-    rows: list[list[Site]] = []
+    chains: list[list[Site]] = []
     before: Site | None = None
     for site in sites:
         # A recipe in float32 was asked for by name.
         if site.has_choice and site.recipe != "f32":
-            if site.follows and rows and rows[-1][-1] is before:
-                rows[-1].append(site)
+            if site.follows and chains and chains[-1][-1] is before:
+                chains[-1].append(site)
             else:
-                rows.append([site])
+                chains.append([site])
         before = site
-    return rows
+    return chains
 
 
-def _decide_row(
-    row: list[Site],
-    table: Table,
-    limits: Limits,
-    config: str,
-    roles,
-    wide: Mapping[str, str],
+def _decide_chain(
+    chain: list[Site], options: _Options, not_fp8: Mapping[str, str]
 ) -> dict[str, Decision]:
-    """Returns the decisions on a row: site by site, or together if that is faster.
+    """Returns the decisions on a chain: site by site, or together if that is faster.
 
     Args:
-        row: the sites.
-        table, limits, config, roles: as in `make_plan`.
-        wide: by path, why a site may have no FP8.
+        chain: the sites.
+        options: of the plan.
+        not_fp8: by path, why a site may have no FP8.
     """
-    arguments = [
-        {
-            "source": f"{config} {site.path}",
-            "roles": roles,
-            "why_wide": wide.get(site.path),
-            "why_cannot": functools.partial(why_not, site=key_of(site)),
-        }
-        for site in row
+    terms = [
+        Terms(
+            source=options.source(site),
+            roles=options.roles,
+            why_not_fp8=not_fp8.get(site.path),
+            why_not=functools.partial(why_not, spec=table_key(site.spec)),
+        )
+        for site in chain
     ]
-    entries = [table.sites.get(key_of(site)) for site in row]
+    entries = [options.entry(site) for site in chain]
     alone = [
-        decide(entry, limits, **one)
-        for entry, one in zip(entries, arguments, strict=True)
+        decide(entry, options.limits, of_site)
+        for entry, of_site in zip(entries, terms, strict=True)
     ]
-    what = pass_of(roles)
-    known = [
+    together = _decide_together(entries, terms, alone, options.limits)
+    paths = [site.path for site in chain]
+    return dict(zip(paths, together or alone, strict=True))
+
+
+def _decide_together(
+    entries: list[Entry | None],
+    terms: list[Terms],
+    alone: list[Decision],
+    limits: Limits,
+) -> list[Decision] | None:
+    """Returns the decisions on a chain as a whole, if they are faster than `alone`."""
+    name = terms[0].pass_name
+    measured = [
         entry
         for entry in entries
-        if entry is not None and BF16.name in entry.times.get(what, {})
+        if entry is not None and BF16.name in entry.times.get(name, {})
     ]
-    if len(known) < len(row) or len(row) == 1:
-        return {site.path: found for site, found in zip(row, alone, strict=True)}
-    allowed = [
-        accurate(entry, limits, **one)
-        for entry, one in zip(known, arguments, strict=True)
-    ]
+    if len(measured) < len(entries) or len(entries) == 1:
+        return None
 
     def time(choices: Sequence[Choice]) -> float:
-        return sum(row_times(known, choices, what))
+        return sum(chain_times(measured, choices, name))
 
-    own = [found.choice for found in alone]
-    together = fastest(known, allowed, what)
-    without = [[one for one in choices if not one.is_fp8] for choices in allowed]
-    wide_row = fastest(known, without, what)
-    # FP8 must be worth it, here for the row as a whole; so must leaving XLA.
-    if time(wide_row) / time(together) < limits.speedup:
-        together = min(own, wide_row, key=time)
-    by_xla = sum(entry.times[what][BF16.name] for entry in known)
-    if together == own or by_xla / time(together) < limits.leave_xla:
-        return {site.path: found for site, found in zip(row, alone, strict=True)}
-    times = row_times(known, together, what)
-    found = {}
-    for i, site in enumerate(row):
-        source = f"{config} {site.path}"
-        error = largest_error(together[i], known[i], source, roles)
-        speedup = known[i].times[what][BF16.name] / times[i]
-        found[site.path] = _in_row(alone[i], together[i], speedup, error)
-    return found
+    allowed = [
+        accurate(entry, limits, of_site)
+        for entry, of_site in zip(measured, terms, strict=True)
+    ]
+    separate = [decision.choice for decision in alone]
+    together = fastest(measured, allowed, name)
+    in_bf16 = [[c for c in choices if not c.is_fp8] for choices in allowed]
+    bf16_chain = fastest(measured, in_bf16, name)
+    # FP8 must be worth it, here for the chain as a whole; so must leaving XLA.
+    if time(bf16_chain) / time(together) < limits.speedup:
+        together = min(separate, bf16_chain, key=time)
+    by_xla = sum(entry.times[name][BF16.name] for entry in measured)
+    if together == separate or by_xla / time(together) < limits.leave_xla:
+        return None
+    times = chain_times(measured, together, name)
+    return [
+        _in_chain(
+            alone[i],
+            together[i],
+            entry.times[name][BF16.name] / times[i],
+            largest_error(together[i], entry, terms[i]),
+        )
+        for i, entry in enumerate(measured)
+    ]
 
 
-def _in_row(
+def _in_chain(
     alone: Decision, choice: Choice, speedup: float, error: float | None
 ) -> Decision:
     runner_up = alone.runner_up
     if alone.choice != choice:
-        runner_up = f"{alone.choice.name}: faster by itself, not in this row"
+        runner_up = f"{alone.choice.name}: faster by itself, not in this chain"
     return Decision(
         choice,
-        "the fastest row of sites that are accurate enough",
+        "the fastest chain of sites that are accurate enough",
         speedup=speedup,
         error=error,
         runner_up=runner_up,
@@ -232,10 +247,10 @@ def _in_row(
 
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:
-    known = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
-    choice = Choice.parse(known)
-    reason = why_not(choice, key_of(site))
-    # XLA runs whatever a recipe cannot have in FP8 in its compute dtype, and says so.
+    full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
+    choice = Choice.parse(full_name)
+    reason = why_not(choice, table_key(site.spec))
+    # XLA runs what a recipe cannot have in FP8 in its compute dtype, and says so.
     if reason is not None and choice.provider != "xla":
         raise ValueError(
             f"rule {pattern!r}: {name} cannot run at {site.path}: {reason}."
@@ -243,7 +258,7 @@ def _ruled(site: Site, pattern: str, name: str) -> Decision:
     return Decision(choice, f"rule {pattern!r}")
 
 
-def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: DispatchPlan) -> list[dict[str, Any]]:
     """Returns the decisions as JSON-ready rows, in calling order."""
     return [
         {"path": path, **decision._asdict(), "choice": decision.choice.name}
@@ -251,7 +266,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def save(path: pathlib.Path, plan: Plan):
+def save(path: pathlib.Path, plan: DispatchPlan):
     """Writes a plan as JSON."""
     jsonfile.write(
         path,
@@ -262,27 +277,27 @@ def save(path: pathlib.Path, plan: Plan):
     )
 
 
-def load(path: pathlib.Path, sites: Sequence[Site]) -> Plan:
+def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
     """Returns a plan that `save` wrote, for the sites of a model.
 
     Raises:
-        ValueError: if it is no plan, or one for other sites.
+        ValueError: if the file is not a plan, or has a plan for other sites.
     """
     try:
         value: Any = jsonfile.read(path)
         decisions = {
-            where: Decision(**one | {"choice": Choice.parse(one["choice"])})
-            for where, one in value.items()
+            where: Decision(**fields | {"choice": Choice.parse(fields["choice"])})
+            for where, fields in value.items()
         }
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no plan ({error}): make it again.") from None
+        raise ValueError(f"{path} is not a plan ({error}): make it again.") from None
     paths = {site.path for site in sites}
     unknown = sorted(set(decisions) - paths)
     if unknown:
         raise ValueError(
-            f"{path} is about {', '.join(unknown)}, which this model has not: there "
-            f"are {', '.join(sorted(paths))}."
+            f"{path} has choices for {', '.join(unknown)}, which are not sites of this "
+            f"model: there are {', '.join(sorted(paths))}."
         )
-    return Plan(tuple(decisions.items()))
+    return DispatchPlan(tuple(decisions.items()))

@@ -1,11 +1,11 @@
-"""Who runs a site: the fastest candidate within the limits on errors.
+"""The choice for a site: the fastest candidate within the limits on errors.
 
     healthy(role)  relative L2 of the role's formats on Gaussian operands:
                    0.037 with E4M3 twice, 0.059 with E5M2 and E4M3
     accurate       every FP8 product within its limits, at its interval's upper end
     harmless       the effects of all FP8 sites on the loss, lower ends added up, small
     fast           the whole site at least `speedup` times as fast as bfloat16, and
-                   `leave_xla` times as XLA's if kernels run it
+                   `leave_xla` times as fast as XLA's bfloat16 if kernels run it
 
 References:
     LoKA, arXiv 2605.10886, section on Dispatch. The paper's MERE < 0.2 is met by hardly
@@ -13,17 +13,17 @@ References:
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors
 from loka_jax.fp8 import E5M2
+from loka_jax.measure.intervals import Interval
 from loka_jax.options import require
 from loka_jax.recipe import ROLES, GemmRecipe, Role, get_recipe
-from loka_jax.site import Choice
+from loka_jax.site import BF16, Choice
 
 # Relative L2 of products of Gaussian operands, by whether one of them is in E5M2.
 _HEALTHY = {False: 0.037, True: 0.059}
@@ -31,19 +31,19 @@ _HEALTHY = {False: 0.037, True: 0.059}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a candidate is safe, and when it is fast.
+    """The limits within which a candidate is safe, and fast.
 
     Attributes:
-        healthy: relative L2 error at most, in multiples of what its formats give on
+        healthy: largest relative L2 error, in multiples of the error of its formats on
             Gaussian operands: 0.037 with E4M3 twice, 0.059 with E5M2 and E4M3.
-        worst_row: relative L2 error at most of a row, likewise.
-        mere: mean element-wise relative error at most; None for no such limit. The
+        worst_row: largest relative L2 error of a row, likewise.
+        mere: largest mean element-wise relative error; None for no such limit. The
             paper names 0.2, which hardly any product of zero mean meets in FP8.
-        loss: relative rise of the loss at most that FP8 is known to cause: by what
-            Probe measured site by site, the lower ends of the intervals added up.
-        speedup: of FP8 over the fastest bfloat16 at least.
-        leave_xla: over XLA's bfloat16 at least, for other kernels than XLA's: what XLA
-            fuses with a site's neighbours does not show in the time of a site alone.
+        loss: largest relative rise of the loss that FP8 causes: the effects that Probe
+            measured site by site, the lower ends of their intervals added up.
+        speedup: least speedup of FP8 over the fastest bfloat16.
+        leave_xla: least speedup over XLA's bfloat16 of kernels that are not XLA's: a
+            site timed alone does not show what XLA fuses with its neighbours.
     """
 
     healthy: float = 1.5
@@ -64,14 +64,14 @@ DEFAULT_LIMITS = Limits()
 
 
 class Decision(NamedTuple):
-    """What a site runs, and why.
+    """The choice for a site, and its reason.
 
     Attributes:
-        choice: what runs.
-        reason: why that.
+        choice: of provider and recipe.
+        reason: for the choice.
         speedup: over XLA's bfloat16; None if not measured.
         error: the largest relative L2 of its FP8 products; None if none is in FP8.
-        runner_up: the fastest other candidate, and why it lost; None if alone.
+        runner_up: the fastest other candidate and why it lost; None without another.
     """
 
     choice: Choice
@@ -87,11 +87,14 @@ def healthy(gemm: GemmRecipe) -> float:
     return _HEALTHY[jnp.dtype(E5M2) in formats]
 
 
-def why_unsafe(errors: Errors, unit: float, limits: Limits) -> str | None:
+def why_unsafe(
+    errors: Mapping[str, Interval], unit: float, limits: Limits
+) -> str | None:
     """Returns which limit a product's errors break, or None.
 
     Args:
-        errors: with intervals, whose upper ends must hold; NaN is below no limit.
+        errors: by measure; the upper ends of the intervals must be within the limits,
+            and NaN is not.
         unit: the healthy relative L2 error of its formats.
         limits: to keep.
     """
@@ -107,158 +110,147 @@ def why_unsafe(errors: Errors, unit: float, limits: Limits) -> str | None:
     return None
 
 
-def decide(
-    entry: Entry | None,
-    limits: Limits,
-    *,
-    source: str | None = None,
-    roles: tuple[Role, ...] = ROLES,
-    why_wide: str | None = None,
-    why_cannot: Callable[[Choice], str | None] = lambda choice: None,
-) -> Decision:
-    """Returns what a site runs.
+class Terms(NamedTuple):
+    """The terms on which a site is decided.
+
+    Attributes:
+        source: the operands whose errors count; where the table has none of them, and
+            for None, a candidate's largest error counts.
+        roles: the roles that run: all in training, "fwd" alone in inference.
+        why_not_fp8: why nothing may be in FP8 here, or None.
+        why_not: why a choice cannot run here, or None.
+    """
+
+    source: str | None = None
+    roles: tuple[Role, ...] = ROLES
+    why_not_fp8: str | None = None
+    why_not: Callable[[Choice], str | None] = lambda choice: None
+
+    @property
+    def pass_name(self) -> str:
+        """The table's name for the time of these roles."""
+        return "training" if self.roles == ROLES else "inference"
+
+
+_ALL_ROLES = Terms()
+
+
+def decide(entry: Entry | None, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
+    """Returns the decision on a site.
 
     Args:
-        entry: what was measured of it; None if nothing was.
+        entry: measurements of the site; None without any.
         limits: on errors and speed.
-        source: whose operands the errors are of; else, and where they are not known,
-            each candidate's largest of all.
-        roles: that run: all in training, "fwd" alone in inference.
-        why_wide: why nothing may be in FP8 here, or None.
-        why_cannot: why a choice cannot run here, or None.
+        terms: of this site.
     """
-    times = {} if entry is None else entry.times.get(pass_of(roles), {})
+    times = {} if entry is None else entry.times.get(terms.pass_name, {})
     if entry is None or BF16.name not in times:
         return Decision(BF16, "it was not measured")
-    ranked = sorted(map(Choice.parse, times), key=lambda one: times[one.name])
-    base = times[BF16.name]
-    errors = _errors(entry, source)
-    # First who multiplies in bfloat16, at no cost in accuracy: FP8 must beat that.
-    wide = next(one for one in ranked if not one.is_fp8 and not why_cannot(one))
-    if base / times[wide.name] < limits.leave_xla:
-        wide = BF16
+    ranked = sorted(map(Choice.parse, times), key=lambda choice: times[choice.name])
+    # FP8 must beat the fastest bfloat16, which costs no accuracy.
+    bf16 = next(c for c in ranked if not c.is_fp8 and not terms.why_not(c))
+    if times[BF16.name] / times[bf16.name] < limits.leave_xla:
+        bf16 = BF16
     lost: list[tuple[Choice, str]] = []
-    chosen = wide
-    for one in ranked:
-        why_not = why_cannot(one)
-        if why_not is None:
-            why_not = _why_not(one, wide, times, errors, roles, limits, why_wide)
-        if why_not is None:
-            chosen = one
+    chosen = bf16
+    for choice in ranked:
+        reason = terms.why_not(choice) or _why_inaccurate(choice, entry, limits, terms)
+        reason = reason or _why_slow(choice, bf16, times, limits, terms)
+        if reason is None:
+            chosen = choice
             break
-        if one != wide:
-            lost.append((one, why_not))
-    others = [*lost, *((one, "slower") for one in ranked if one != chosen)]
-    runner_up = next((f"{one.name}: {why}" for one, why in others), None)
+        if choice != bf16:
+            lost.append((choice, reason))
+    others = [*lost, *((choice, "slower") for choice in ranked if choice != chosen)]
+    runner_up = next((f"{choice.name}: {why}" for choice, why in others), None)
     return Decision(
         chosen,
         _reason(chosen, lost),
-        speedup=base / times[chosen.name],
-        error=largest_error(chosen, entry, source, roles),
+        speedup=times[BF16.name] / times[chosen.name],
+        error=largest_error(chosen, entry, terms),
         runner_up=runner_up,
     )
 
 
-def accurate(
-    entry: Entry,
-    limits: Limits,
-    *,
-    source: str | None = None,
-    roles: tuple[Role, ...] = ROLES,
-    why_wide: str | None = None,
-    why_cannot: Callable[[Choice], str | None] = lambda choice: None,
-) -> list[Choice]:
-    """Returns the choices that were measured and keep the limits, whatever their speed.
+def accurate(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> list[Choice]:
+    """Returns the measured choices within the limits on errors, whatever their speed.
 
     Arguments are those of `decide`.
     """
-    errors = _errors(entry, source)
     return [
-        one
-        for one in map(Choice.parse, entry.times.get(pass_of(roles), {}))
-        if why_cannot(one) is None
-        and _why_inaccurate(one, errors, roles, limits, why_wide) is None
+        choice
+        for choice in map(Choice.parse, entry.times.get(terms.pass_name, {}))
+        if terms.why_not(choice) is None
+        and _why_inaccurate(choice, entry, limits, terms) is None
     ]
 
 
-def _why_not(one, wide, times, errors, roles, limits, why_wide) -> str | None:
-    """Returns why a candidate is not chosen, or None."""
-    if not _multiplies_in_fp8(one, roles):
-        return None if one == wide else "not faster than bfloat16 by XLA by enough"
-    why_not = _why_inaccurate(one, errors, roles, limits, why_wide)
-    if why_not is not None:
-        return why_not
-    speedup = times[wide.name] / times[one.name]
+def largest_error(choice: Choice, entry: Entry, terms: Terms) -> float | None:
+    """Returns the largest relative L2 of a choice's FP8 products; None without any."""
+    errors = [
+        measures["relative_l2"].mean
+        for role in terms.roles
+        if (gemm := choice.recipe.gemm(role)) is not None
+        for measures in _errors_of(entry, terms.source, role, gemm)
+    ]
+    return max(errors, default=None)
+
+
+def _why_slow(choice: Choice, bf16: Choice, times, limits: Limits, terms: Terms):
+    """Returns why a candidate is not fast enough, or None."""
+    if not _multiplies_in_fp8(choice, terms):
+        if choice == bf16:
+            return None
+        return "not faster than bfloat16 by XLA by enough"
+    speedup = times[bf16.name] / times[choice.name]
     if speedup < limits.speedup:
-        return f"{speedup:.2f} times {wide.name}"
-    speedup = times[BF16.name] / times[one.name]
-    if one.provider != "xla" and speedup < limits.leave_xla:
+        return f"{speedup:.2f} times {bf16.name}"
+    speedup = times[BF16.name] / times[choice.name]
+    if choice.provider != "xla" and speedup < limits.leave_xla:
         return f"{speedup:.2f} times {BF16.name}, too little for kernels of its own"
     return None
 
 
-def _multiplies_in_fp8(one: Choice, roles: tuple[Role, ...]) -> bool:
-    return any(one.recipe.gemm(role) for role in roles)
+def _multiplies_in_fp8(choice: Choice, terms: Terms) -> bool:
+    return any(choice.recipe.gemm(role) for role in terms.roles)
 
 
-def _why_inaccurate(one, errors, roles, limits, why_wide) -> str | None:
-    """Returns which limit a candidate breaks, or None."""
-    if _multiplies_in_fp8(one, roles) and why_wide is not None:
-        return why_wide
-    for role in roles:
-        gemm = one.recipe.gemm(role)
+def _why_inaccurate(choice: Choice, entry: Entry, limits: Limits, terms: Terms):
+    """Returns which limit on errors a candidate breaks, or None."""
+    if _multiplies_in_fp8(choice, terms) and terms.why_not_fp8 is not None:
+        return terms.why_not_fp8
+    for role in terms.roles:
+        gemm = choice.recipe.gemm(role)
         if gemm is None:
             continue
-        measured = errors_of(errors, role, gemm)
-        if not measured:
+        errors = _errors_of(entry, terms.source, role, gemm)
+        if not errors:
             return f"{role}: its error was not measured"
-        for error in measured:
-            why = why_unsafe(error, healthy(gemm), limits)
-            if why is not None:
-                return f"{role}: {why}"
+        for measures in errors:
+            reason = why_unsafe(measures, healthy(gemm), limits)
+            if reason is not None:
+                return f"{role}: {reason}"
     return None
 
 
-def errors_of(sources: list[RoleErrors], role: Role, gemm: GemmRecipe) -> list[Errors]:
+def _errors_of(
+    entry: Entry, source: str | None, role: Role, gemm: GemmRecipe
+) -> list[Errors]:
     """Returns the errors of a product cast so, from each source that has them."""
+    sources: list[RoleErrors] = list(entry.errors.values())
+    if source in entry.errors:
+        sources = [entry.errors[source]]
     return [
-        errors
-        for of_roles in sources
-        for name, errors in of_roles.get(role, {}).items()
+        measures
+        for errors in sources
+        for name, measures in errors.get(role, {}).items()
         if get_recipe(name).gemm(role) == gemm
     ]
-
-
-def _errors(entry: Entry, source: str | None) -> list[RoleErrors]:
-    if source in entry.errors:
-        return [entry.errors[source]]
-    return list(entry.errors.values())
-
-
-def largest_error(
-    one: Choice,
-    entry: Entry,
-    source: str | None = None,
-    roles: tuple[Role, ...] = ROLES,
-) -> float | None:
-    """Returns the largest relative L2 of a choice's FP8 products; None without any."""
-    found = [
-        error["relative_l2"].mean
-        for role in roles
-        if (gemm := one.recipe.gemm(role)) is not None
-        for error in errors_of(_errors(entry, source), role, gemm)
-    ]
-    return max(found, default=None)
 
 
 def _reason(chosen: Choice, lost: list[tuple[Choice, str]]) -> str:
     if chosen.is_fp8:
         return "the fastest that is accurate enough"
-    if chosen == BF16 and not any(not one.is_fp8 for one, _ in lost):
+    if chosen == BF16 and not any(not choice.is_fp8 for choice, _ in lost):
         return "nothing else is fast and accurate enough"
     return "no FP8 is fast and accurate enough"
-
-
-def pass_of(roles: tuple[Role, ...]) -> str:
-    """Returns what a table calls the time of these products."""
-    return "training" if roles == ROLES else "inference"

@@ -20,10 +20,10 @@ from typing import Any, get_args
 import jax
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.measure.intervals import Interval
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
-from loka_jax.site import Choice
+from loka_jax.site import Choice, SiteSpec
 
 SCHEMA = 1
 # A pass by itself, with its operands in the L2, and within a chain of sites that hand
@@ -33,6 +33,8 @@ PASSES = tuple(
     for what in ("training", "inference")
     for form in ("", " warm", " in", " out", " in out")
 )
+# A table's sites have no form of input or output: those are passes.
+_SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
@@ -76,15 +78,6 @@ class Header:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """The mean of a measure over draws, and the 95 % interval it lies in."""
-
-    mean: float
-    low: float
-    high: float
-
-
 # By measure, of one product of a candidate.
 type Errors = dict[str, Interval]
 # By product and the name of a recipe that casts it so.
@@ -114,7 +107,7 @@ class Table:
     """Entries by site, for what the header says."""
 
     header: Header
-    sites: dict[SiteKey, Entry] = dataclasses.field(default_factory=dict)
+    sites: dict[SiteSpec, Entry] = dataclasses.field(default_factory=dict)
 
     def merged(self, other: "Table") -> "Table":
         """Returns both tables in one; of what both measured, the other's.
@@ -212,12 +205,12 @@ def to_json(table: Table) -> dict[str, Any]:
         "header": dataclasses.asdict(table.header),
         "sites": [
             {
-                "site": dataclasses.asdict(key),
+                "site": {name: getattr(key, name) for name in _SITE_FIELDS},
                 "times": entry.times,
                 "errors": {
                     source: {
                         role: {
-                            name: {m: dataclasses.astuple(e) for m, e in one.items()}
+                            name: {m: list(e) for m, e in one.items()}
                             for name, one in of_role.items()
                         }
                         for role, of_role in errors.items()
@@ -226,8 +219,7 @@ def to_json(table: Table) -> dict[str, Any]:
                 },
                 "failures": entry.failures,
                 "effects": {
-                    source: dataclasses.astuple(effect)
-                    for source, effect in entry.effects.items()
+                    source: list(effect) for source, effect in entry.effects.items()
                 },
             }
             for key, entry in sorted(table.sites.items())
@@ -266,7 +258,7 @@ def from_json(value: Any) -> Table:
         raise ValueError(f"schema {value['schema']!r} is not {SCHEMA}.")
     names = [field.name for field in dataclasses.fields(Header)]
     header = {k: _text(v) for k, v in _fields(value["header"], *names).items()}
-    sites: dict[SiteKey, Entry] = {}
+    sites: dict[SiteSpec, Entry] = {}
     for item in _list(value["sites"]):
         item = _fields(item, "site", "times", "errors", "failures", "effects")
         key = _site(item["site"])
@@ -281,9 +273,8 @@ def from_json(value: Any) -> Table:
     return Table(Header(**header), sites)
 
 
-def _site(value: Any) -> SiteKey:
-    names = [field.name for field in dataclasses.fields(SiteKey)]
-    value = _fields(value, *names)
+def _site(value: Any) -> SiteSpec:
+    value = _fields(value, *_SITE_FIELDS)
     for name in ("m", "k", "n"):
         size = value[name]
         if type(size) is not int or not 0 < size < _MAX_SIZE:
@@ -294,7 +285,7 @@ def _site(value: Any) -> SiteKey:
         raise ValueError(f"activation {value['activation']!r} is unknown.")
     if type(value["use_bias"]) is not bool:
         raise ValueError(f"use_bias={value['use_bias']!r} is no truth value.")
-    return SiteKey(**value)
+    return SiteSpec(**value)
 
 
 def _times(value: Any) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.interaction import CrossNet
 from loka_jax.nn.mlp import Mlp
@@ -13,11 +14,11 @@ from loka_jax.nn.norms import (
     activation,
     normalize,
 )
-from loka_jax.nn.overrides import Model, Planned, overriding
-from loka_jax.nn.probing import PROBE, by_path, merge_stats, probing
+from loka_jax.nn.planned import Model, Planned
+from loka_jax.nn.probing import PROBE, by_path, merge_stats
 from loka_jax.nn.sites import Site, list_sites
-from loka_jax.ops.dense_norm import Activations
 from loka_jax.ops.interaction import dot_features, join_features
+from loka_jax.ops.products import Activations
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
 
@@ -38,6 +39,7 @@ __all__ = [
     "Planned",
     "ProbeConfig",
     "Site",
+    "SiteContext",
     "activation",
     "by_path",
     "dot_features",
@@ -47,4 +49,5 @@ __all__ = [
     "normalize",
     "overriding",
     "probing",
+    "site_context",
 ]

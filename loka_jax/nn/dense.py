@@ -17,13 +17,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
-from loka_jax.nn.overrides import site_choice
+from loka_jax.nn.context import current
 from loka_jax.nn.probing import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
-from loka_jax.ops.matmul import matmul
-from loka_jax.ops.plan import Implementation
-from loka_jax.ops.products import Engine
+from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.products import Activations
+from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import Recipe
+from loka_jax.site import SiteSpec
 
 default_kernel_init = linen.initializers.lecun_normal()
 
@@ -55,9 +56,8 @@ class Dense(linen.Module):
         """Returns `inputs @ kernel + bias` over the last dim."""
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
-        recipe, implementation = site_choice(self, self.recipe)
-        rows = inputs.reshape(-1, inputs.shape[-1]).astype(recipe.compute_dtype)
-        out = _site_matmul(self, rows, kernel, recipe, implementation)
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        out = _site_matmul(self, rows, kernel)
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
             out = out + bias.astype(out.dtype)[None, :]
@@ -91,95 +91,94 @@ class Fp8DotGeneral(linen.Module):
     ) -> Float[Array, "..."]:
         """Returns `jax.lax.dot_general` of the operands, of their common dtype.
 
-        `precision` concerns products that are not FP8.
+        `precision` concerns batched products.
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        recipe, implementation = site_choice(self, self.recipe)
         if batch_dims:
-            batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
-            why_not = f"a batched product ({batch} of them)"
-            path = "/".join(self.path)
-            announce(path, m, k, n, _wide(recipe), why_not, has_choice=False)
             out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
-            return _observed_by_sample(self, out, lhs, rhs, dimension_numbers, k, n)
+            return _batched_site(self, out, lhs, rhs, dimension_numbers)
         lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
-        rhs_cols, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
-        lhs_rows = lhs_rows.astype(recipe.compute_dtype)
-        out = _site_matmul(self, lhs_rows, rhs_cols, recipe, implementation)
+        rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
+        out = _site_matmul(self, lhs_rows, rhs_columns)
         return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
 
-def _observed_by_sample(module, out, lhs, rhs, dimension_numbers, k: int, n: int):
-    """Returns a batched product as it is, its operands seen by Probe."""
+def _batched_site(module: Fp8DotGeneral, out, lhs, rhs, dimension_numbers):
+    """Announces a batched product and returns it; Probe sees its operands."""
+    (lhs_dims, rhs_dims), _ = dimension_numbers
+    batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
+    plan = _plan(module, SiteSpec(m=m, k=k, n=n))
+    high_precision = _in_high_precision(plan.choice.recipe)
+    choice = dataclasses.replace(plan.choice, recipe=high_precision)
+    announce(module, resolve(plan.spec, choice, plan.device), batch=batch)
     observe = per_sample_tap(module, k, n, module.axis_names)
     if observe is None:
         return out
-    (lhs_dims, rhs_dims), _ = dimension_numbers
     lhs_rows, _ = _as_matrix(lhs, lhs_dims, contract_last=True)
     rhs_columns, _ = _as_matrix(rhs, rhs_dims, contract_last=False)
     return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
 
 
-def _wide(recipe: Recipe) -> Recipe:
+def _in_high_precision(recipe: Recipe) -> Recipe:
     """Returns the recipe without its FP8 casts."""
     return dataclasses.replace(recipe, fwd=None, dlhs=None, drhs=None)
 
 
-def _site_matmul(
-    module: "Dense | Fp8DotGeneral",
-    lhs: Array,
-    rhs: Array,
-    recipe: Recipe,
-    implementation: Implementation | None,
-) -> Array:
-    """Runs the product of a site: announces it and reads its scaling state."""
-    m, k, n = *lhs.shape, rhs.shape[1]
-    engine: Engine = "triton" if implementation == "triton" else "xla"
-    announce("/".join(module.path), m, k, n, recipe, None, engine=engine)
-    recipe, state = site_state(module, recipe, k, n)
+def _plan(module: Dense | Fp8DotGeneral, spec: SiteSpec) -> KernelPlan:
+    return current().plan("/".join(module.path), spec, module.recipe, "xla")
+
+
+def _site_matmul(module: Dense | Fp8DotGeneral, lhs: Array, rhs: Array) -> Array:
+    """Runs a site of a product alone."""
+    (m, k), n = lhs.shape, rhs.shape[1]
+    plan = _plan(module, SiteSpec(m=m, k=k, n=n))
+    announce(module, plan)
+    out = run_planned(module, plan, SiteArrays(lhs, rhs))
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def run_planned(
+    module: linen.Module, plan: KernelPlan, arrays: SiteArrays, **options
+) -> Array | Activations:
+    """Runs a site with the module's scaling state, seen by Probe.
+
+    Args:
+        module: with `axis_names`.
+        plan: of the site.
+        arrays: of the site.
+        options: others of `run_site`.
+    """
+    plan, state = _with_state(module, plan)
     axis_names = module.axis_names
-    out = matmul(lhs, rhs, state, recipe=recipe, axis_names=axis_names, engine=engine)
-    observe = site_tap(module, m, k, n, state, recipe, axis_names)
-    return out if observe is None else observe(out, lhs, rhs)
+    observe = site_tap(module, plan, state, axis_names)
+    options |= dict(axis_names=axis_names, observe=observe)
+    return run_site(plan, arrays, state, **options)
 
 
-def site_state(
-    module: linen.Module, recipe: Recipe, k: int, n: int
-) -> tuple[Recipe, scaling.DelayedScaling | None]:
-    """Returns the scaling state of a site, and the recipe that goes with it.
+def _with_state(
+    module: linen.Module, plan: KernelPlan
+) -> tuple[KernelPlan, scaling.DelayedScaling | None]:
+    """Returns the scaling state of a site, and the plan that goes with it.
 
     A weight (k, n) that can never be multiplied in FP8 gets no state. The batch size
     does not decide that: models are often initialized with one row.
     """
+    recipe, spec = plan.choice.recipe, plan.spec
     if not recipe.is_delayed:
-        return recipe, None
-    if xla.why_not(_ANY_BATCH, k, n):
-        return _wide(recipe), None
-    _refuse_second_call(module)
+        return plan, None
+    if xla.why_not(_ANY_BATCH, spec.k, spec.n):
+        choice = dataclasses.replace(plan.choice, recipe=_in_high_precision(recipe))
+        return dataclasses.replace(plan, choice=choice), None
+    current().refuse_second_call(module)
     state = module.variable(
         OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe
     )
-    return recipe, state.value
+    return plan, state.value
 
 
 _ANY_BATCH = 16
-
-
-def _refuse_second_call(module: linen.Module):
-    # JAX adds up the gradients of a value that is used twice. Added states are no
-    # state: scales would double every step, without a word. A module gets a fresh scope
-    # after every call, but the root's lasts for the pass. (Flax's transforms have roots
-    # of their own: two calls of a module under `linen.remat` go unseen.)
-    assert module.scope is not None
-    called = module.scope.root.__dict__.setdefault("_delayed_sites_called", set())
-    if module.path in called:
-        raise ValueError(
-            f"site {'/'.join(module.path)!r} is called twice in one pass; delayed "
-            "scaling needs one call a step: use a current-scaling recipe such as "
-            "'fp8_tensorwise' there."
-        )
-    called.add(module.path)
 
 
 def _as_matrix(x: Array, dims, *, contract_last: bool):

@@ -1,27 +1,27 @@
 """A chain of sites: dense, norm, activation, dropout."""
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 
 from flax import linen
 from jaxtyping import Array, Float
 
+from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
-from loka_jax.nn.overrides import choice_at
-from loka_jax.normed import NormName as SiteNormName
-from loka_jax.ops.dense_norm import Activations, Implementation, Out
-from loka_jax.ops.plan import hand_over, plan
-from loka_jax.ops.products import takes_handed
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe
+from loka_jax.site import Provider, SiteSpec
 
 
 class Mlp(linen.Module):
     """A multi-layer perceptron; every layer is `dropout(act(norm(x W + b)))`.
 
     A layer is one site, `NormDense`, unless its norm is over the batch. Where kernels
-    serve two layers in a row, the first hands its activations on in FP8.
+    serve a layer and the next, the first hands its activations on in FP8.
 
     Attributes:
         features: widths of the layers.
@@ -31,8 +31,7 @@ class Mlp(linen.Module):
         activation: after every layer, the last included.
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
-        implementation: "xla" or "pallas" for all layers, see `NormDense`.
-        interpret: how to interpret the kernels on a CPU.
+        implementation: the provider of all layers, see `NormDense`.
     """
 
     features: tuple[int, ...]
@@ -41,8 +40,7 @@ class Mlp(linen.Module):
     activation: ActivationName = "relu"
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
-    implementation: Implementation | None = None
-    interpret: Any = None
+    implementation: Provider | None = None
 
     @linen.compact
     def __call__(
@@ -50,32 +48,35 @@ class Mlp(linen.Module):
     ) -> Float[Array, "B n"]:
         """Returns the last layer's activations. Training with dropout needs its rng."""
         drops = train and self.dropout_rate > 0
-        outs = self._outs(*x.shape)
+        plans = (
+            None if self.norm == "batch" else self._plans(*x.shape, chained=not drops)
+        )
         out: Array | Activations = x
         for i in range(len(self.features)):
-            if self.norm == "batch":
+            if plans is None:
                 assert not isinstance(out, Activations)
                 out = self._batch_norm_layer(i, out, train)
             else:
-                out = self._site(i, self.norm, "compute" if drops else outs[i])(out)
+                out = self._site(i, plans[i])(out)
             if drops:
                 out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
         assert not isinstance(out, Activations)
         return out
 
-    def _site(self, i: int, norm: SiteNormName, out: Out) -> NormDense:
+    def _site(self, i: int, plan: KernelPlan) -> NormDense:
+        spec = plan.spec
         return NormDense(
-            self.features[i],
+            spec.n,
             recipe=self.recipe,
-            norm=norm,
-            activation=self.activation,
-            use_bias=norm == "none",
-            out=out,
+            norm=spec.norm,
+            activation=spec.activation,
+            use_bias=spec.use_bias,
+            out=spec.out,
             follows=i > 0 and self.dropout_rate == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
-            norm_parameters=NormParameters(norm, name=f"norm_{i}"),
-            interpret=self.interpret,
+            norm_parameters=NormParameters(spec.norm, name=f"norm_{i}"),
+            plan=plan,
             name=f"dense_{i}",
         )
 
@@ -90,33 +91,50 @@ class Mlp(linen.Module):
         act = activation(self.activation)
         return act(normalize(x, "batch", train=train, name=f"norm_{i}"))
 
-    def _outs(self, m: int, k: int) -> list[Out]:
-        """Returns in which form each layer hands its activations on.
+    def _plans(self, m: int, k: int, *, chained: bool) -> list[KernelPlan]:
+        """Returns the plan of each layer, FP8 handed on within a chain of layers.
 
-        In FP8 where kernels run that layer and the next, and the next reads FP8.
+        Where kernels run a layer and the next, and the next reads FP8.
         """
-        outs: list[Out] = []
-        if self.norm == "batch":
-            return outs
-        is_served = False
-        for i, n in enumerate(self.features):
-            path = "/".join((*self.path, f"dense_{i}"))
-            recipe, implementation = choice_at(path, self.recipe, self.implementation)
-            chosen = plan(
-                recipe,
-                m,
-                k,
-                n,
+        assert self.norm != "batch"
+        shapes = itertools.pairwise((k, *self.features))
+        specs = [
+            SiteSpec(
+                m=m,
+                k=k,
+                n=n,
                 norm=self.norm,
                 activation=self.activation,
-                out="fp8",
-                has_bias=self.norm == "none",
-                handed=hand_over(self.norm),
-                implementation=implementation,
+                use_bias=self.norm == "none",
             )
-            reads = takes_handed(recipe, chosen.padded_rows(m), k, n)
-            if is_served and chosen.is_served and reads:
-                outs[-1] = "fp8"
-            is_served, k = chosen.is_served, n
-            outs.append("compute")
-        return outs
+            for k, n in shapes
+        ]
+        within = [
+            dataclasses.replace(spec, fp8_in=spec.fp8_out, out="fp8") for spec in specs
+        ]
+        links = [
+            chained and a.runs_kernels and b.runs_kernels and b.reads_fp8
+            for a, b in itertools.pairwise(self._resolve(within))
+        ]
+        linked = [
+            dataclasses.replace(
+                spec,
+                fp8_in=spec.fp8_out if before else None,
+                out="fp8" if after else "compute",
+            )
+            for spec, before, after in zip(
+                specs, [False, *links], [*links, False], strict=True
+            )
+        ]
+        return self._resolve(linked)
+
+    def _resolve(self, specs: Sequence[SiteSpec]) -> list[KernelPlan]:
+        return [
+            current().plan(
+                "/".join((*self.path, f"dense_{i}")),
+                spec,
+                self.recipe,
+                self.implementation,
+            )
+            for i, spec in enumerate(specs)
+        ]

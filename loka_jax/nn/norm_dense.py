@@ -4,26 +4,22 @@ On a Hopper GPU one kernel runs what `NormDense` holds, where it serves the shap
 runs it elsewhere. `list_sites` tells which, and why.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.dense import default_kernel_init, site_state
-from loka_jax.nn.overrides import site_choice
-from loka_jax.nn.probing import site_tap
+from loka_jax.nn.context import current
+from loka_jax.nn.dense import default_kernel_init, run_planned
 from loka_jax.nn.sites import announce
 from loka_jax.normed import ActivationName, NormName
-from loka_jax.ops.dense_norm import (
-    Activations,
-    Implementation,
-    Out,
-    dense_norm,
-    plan,
-)
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.products import Activations
+from loka_jax.ops.run_site import SiteArrays
 from loka_jax.recipe import Recipe
+from loka_jax.site import Out, Provider, SiteSpec
 
 
 class NormParameters(linen.Module):
@@ -70,15 +66,15 @@ class NormDense(linen.Module):
         epsilon: added to the variance or mean square.
         out: "compute" for an array in the compute dtype; "fp8" to hand rows of FP8 to
             the next site; "both" for that and an exact array beside it.
-        implementation: "xla"; "pallas" for kernels, or an error; None for kernels where
-            there is a Hopper GPU and they serve the site.
+        implementation: the provider, or an error where it does not serve the site; None
+            for Pallas kernels where they serve it on a Hopper GPU, else XLA.
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
         follows: the site before hands its activations to this one alone, as they are,
             which makes both a chain for Dispatch.
-        norm_parameters: where scale and bias live, if not here.
-        interpret: how to interpret the kernels on a CPU, see `ops.dense_norm`.
+        norm_parameters: the module of scale and bias, if it is not this one's own.
+        plan: what runs, where a chain of sites was planned as a whole.
     """
 
     features: int
@@ -88,21 +84,20 @@ class NormDense(linen.Module):
     use_bias: bool = False
     epsilon: float = 1e-6
     out: Out = "compute"
-    implementation: Implementation | None = None
+    implementation: Provider | None = None
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()
     axis_names: tuple[str, ...] = ()
     follows: bool = False
     norm_parameters: NormParameters | None = None
-    interpret: Any = None
+    plan: KernelPlan | None = None
 
     @linen.compact
     def __call__(
         self, inputs: Float[Array, "... k"] | Activations
     ) -> Float[Array, "... n"] | Activations:
         """Returns `activation(norm(inputs @ kernel + bias))` over the last dim."""
-        *leading, k = inputs.shape
-        n = self.features
+        k, n = inputs.shape[-1], self.features
         kernel = self.param("kernel", self.kernel_init, (k, n), jnp.float32)
         bias = None
         if self.use_bias:
@@ -110,55 +105,21 @@ class NormDense(linen.Module):
         gamma, beta = (self.norm_parameters or NormParameters(self.norm, name="norm"))(
             n
         )
-        recipe, implementation = site_choice(self, self.recipe, self.implementation)
-        m = 1
-        for size in leading:
-            m *= size
-        handed = inputs.scaling if isinstance(inputs, Activations) else None
-        chosen = plan(
-            recipe,
-            m,
-            k,
-            n,
-            norm=self.norm,
-            activation=self.activation,
-            out=self.out,
-            has_bias=self.use_bias,
-            handed=handed,
-            implementation=implementation,
-        )
-        path = "/".join(self.path)
-        announce(
-            path,
-            m,
-            k,
-            n,
-            recipe,
-            None,
-            chosen=chosen,
-            handed=handed,
+        plan = self.plan or self._plan(inputs)
+        announce(self, plan, follows=self.follows)
+        arrays = SiteArrays(inputs, kernel, bias, gamma, beta)
+        return run_planned(self, plan, arrays, epsilon=self.epsilon)
+
+    def _plan(self, inputs: Array | Activations) -> KernelPlan:
+        spec = SiteSpec(
+            m=math.prod(inputs.shape[:-1]),
+            k=inputs.shape[-1],
+            n=self.features,
             norm=self.norm,
             activation=self.activation,
             use_bias=self.use_bias,
-            follows=self.follows,
-            engine="triton" if implementation == "triton" else "xla",
-        )
-        recipe, state = site_state(self, recipe, k, n)
-        observe = site_tap(self, m, k, n, state, recipe, self.axis_names)
-        return dense_norm(
-            inputs,
-            kernel,
-            bias=bias,
-            gamma=gamma,
-            beta=beta,
-            norm=self.norm,
-            activation=self.activation,
-            epsilon=self.epsilon,
-            recipe=recipe,
-            state=state,
+            fp8_in=inputs.scaling if isinstance(inputs, Activations) else None,
             out=self.out,
-            implementation=implementation,
-            axis_names=self.axis_names,
-            interpret=self.interpret,
-            observe=observe,
         )
+        path = "/".join(self.path)
+        return current().plan(path, spec, self.recipe, self.implementation)

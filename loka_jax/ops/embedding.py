@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from loka_jax.ops.triton_kernels import by_triton
+from loka_jax.ops.kernels import by_triton
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
 

@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from loka_jax.ops.products import equally_varying
-from loka_jax.ops.triton_kernels import by_triton
+from loka_jax.ops.kernels import by_triton, equally_varying
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
 

@@ -1,15 +1,14 @@
-"""A site run by kernels, forward and backward.
+"""A site run by Pallas kernels, forward and backward.
 
     forward     y, and for the backward pass xhat = norm(...) and rstd
     backward    dy, xhat, rstd -> dz, dgamma, dbeta
 
-Forward in one kernel, or in one beside XLA's product. The products of the backward
-pass, dlhs = dz rhs^T and drhs = lhs^T dz, are XLA's. Where they take dz in FP8 its
-kernel writes that too: under the scale that the recipe has from earlier steps, or for
-dlhs under one a row. One scale for the whole of this dz would need a pass of its own.
+Forward runs in one kernel, or in XLA's product and a kernel. The products of the
+backward pass, dlhs = dz rhs^T and drhs = lhs^T dz, are XLA's. Where they take dz in FP8
+its kernel writes that too: under the scale that the recipe has from earlier steps, or
+for dlhs under one a row. One scale for the whole of this dz would need another pass.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,186 +16,50 @@ import jax.numpy as jnp
 from jax import custom_vjp
 from jaxtyping import Array
 
-from loka_jax import xla
+from loka_jax import pallas, xla
 from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import (
-    ActivationName,
-    Normed,
-    NormName,
-    Outputs,
-    bounded_scale_inv,
-)
+from loka_jax.normed import Normed, NormGradients, Outputs, bounded_scale_inv
 from loka_jax.ops import kernels
-from loka_jax.ops.plan import Out, Plan, hand_over, training_outputs
-from loka_jax.ops.products import Products, SiteOperand, takes_handed
-from loka_jax.recipe import Cast, Recipe
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.products import Products, SiteOperand, with_copy
+from loka_jax.recipe import Cast
 from loka_jax.scaling import DelayedScaling
+from loka_jax.site import SiteSpec
 
 _VECTORS = ("bias", "gamma", "beta")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSite:
-    """What is static of a site that kernels run.
+class KernelRun(NamedTuple):
+    """The static side of a site that kernels run.
 
     Attributes:
-        recipe: the casts of each role.
-        norm, activation, epsilon: what follows the product.
-        out: in which form the activations leave.
         plan: which kernels run.
-        is_pallas_asked: refuse a backward pass that no kernel serves.
+        epsilon: added to the variance or mean square.
         axis_names: mesh axes over which rows are spread.
-        interpret: how to interpret the kernels on a CPU.
     """
 
-    recipe: Recipe
-    norm: NormName
-    activation: ActivationName
+    plan: KernelPlan
     epsilon: float
-    out: Out
-    plan: Plan
-    is_pallas_asked: bool
     axis_names: tuple[str, ...]
-    interpret: Any
-
-    def products_of(self, sizes: tuple[int, int, int]) -> Products:
-        """Returns the products of a site of sizes (m, k, n)."""
-        return Products(self.recipe, sizes, self.axis_names)
-
-    def backward_products(self, sizes: tuple[int, int, int]) -> Products:
-        """Returns them as the backward pass runs them."""
-        products = self.products_of(sizes)
-        if not self.plan.is_dlhs_wide:
-            return products
-        return products._replace(recipe=dataclasses.replace(self.recipe, dlhs=None))
-
-    def read(self, products: Products, given, handed, state):
-        """Returns lhs and rhs as the products read them."""
-        rhs = products.read("rhs", given["rhs"], state)
-        if handed is None or not takes_handed(self.recipe, *products.sizes):
-            return self._read_rows(products, given["lhs"], state), rhs
-        handed = Fp8Array(*handed)
-        return products.read("lhs", given["lhs"], state, handed=handed), rhs
-
-    def _read_rows(self, products: Products, x, state) -> SiteOperand:
-        """Returns an lhs that was not handed over, quantized by a kernel if one can.
-
-        It takes two thirds of the time of XLA's cast (measured on an H200).
-        """
-        cast = products.cast("fwd", "lhs")
-        if cast is None or not kernels.quantizes(*x.shape):
-            return products.read("lhs", x, state)
-        if cast.granularity == "rowwise":
-            rows, _ = kernels.quantize(x, interpret=self.interpret)
-            return products.read("lhs", x, state, handed=rows)
-        if cast.scaling != "delayed" or not self.recipe.scales_initialized:
-            return products.read("lhs", x, state)
-        scale_inv = products.stored_scale_inv("lhs", cast, state)
-        copy, amaxes = kernels.quantize(x, scale_inv, interpret=self.interpret)
-        assert amaxes is not None
-        return products.given(x, copy, amaxes)
-
-    def forward(
-        self, products: Products, lhs: SiteOperand, rhs: SiteOperand, given, want
-    ) -> Normed:
-        """Returns what the kernels of the forward pass write."""
-        vectors = {name: given[name] for name in _VECTORS if name in given}
-        if want.y_fp8 == "tensorwise":
-            vectors["y_scale_inv"] = bounded_scale_inv(
-                self.norm, products.sizes[2], given.get("gamma"), given.get("beta")
-            )
-        static = dict(self._static, epsilon=self.epsilon, want=want)
-        if self.plan.forward == "fused":
-            x, w = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
-            return kernels.dense_norm(x, w, vectors, **static)
-        dtype = self.recipe.compute_dtype
-        z, scales = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
-        return kernels.norm_quantize(z, scales, vectors, **static)
-
-    def backward(self, products: Products, dy, kept: "_Kept") -> "_Backward":
-        """Returns the gradients of all but rhs, and that of z as products read it."""
-        if self.plan.backward == "xla":
-            return self._backward_by_xla(products, dy, kept)
-        cast = self._known_cast(products)
-        if cast is not None:
-            return self._backward_under_known_scale(products, cast, dy, kept)
-        gemm = products.gemm("dlhs")
-        found = kernels.norm_backward(
-            dy,
-            kept.xhat,
-            kept.rstd,
-            kept.affine,
-            dz_fp8=None if gemm is None else E4M3,
-            **self._static,
-        )
-        g = self._read_g(products, found.dz, kept.state)
-        if gemm is None:
-            dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
-            return _Backward(dlhs, g, found.dgamma, found.dbeta)
-        weight = products.view("dlhs", "rhs", kept.rhs)
-        assert isinstance(weight, Fp8Array) and found.dz_fp8 is not None
-        accumulation = dict(fast_accumulation=gemm.fast_accumulation)
-        dlhs = xla.fp8_matmul(found.dz_fp8, weight, out_dtype=dy.dtype, **accumulation)
-        return _Backward(dlhs, g, found.dgamma, found.dbeta)
-
-    def _known_cast(self, products: Products) -> Cast | None:
-        """Returns the cast of g whose scale is known before g is, if there is one."""
-        if not self.recipe.scales_initialized:
-            return None
-        casts = (products.cast(role, "g") for role in ("dlhs", "drhs"))
-        return next((c for c in casts if c and c.scaling == "delayed"), None)
-
-    def _backward_under_known_scale(
-        self, products: Products, cast: Cast, dy, kept: "_Kept"
-    ):
-        scale_inv = products.stored_scale_inv("g", cast, kept.state)
-        found = kernels.norm_backward(
-            dy,
-            kept.xhat,
-            kept.rstd,
-            kept.affine | {"dz_scale_inv": scale_inv},
-            dz_fp8=cast.dtype,
-            **self._static,
-        )
-        assert found.dz_fp8 is not None and found.dz_amax is not None
-        g = products.given(found.dz, found.dz_fp8, found.dz_amax)
-        dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
-        return _Backward(dlhs, g, found.dgamma, found.dbeta)
-
-    def _backward_by_xla(self, products: Products, dy, kept: "_Kept"):
-        dz, dgamma, dbeta = xla.norm_backward(
-            dy,
-            kept.xhat,
-            kept.rstd,
-            gamma=kept.vectors.get("gamma"),
-            beta=kept.vectors.get("beta"),
-            norm=self.norm,
-            activation=self.activation,
-        )
-        g = products.read("g", dz.astype(dy.dtype), kept.state)
-        dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
-        return _Backward(dlhs, g, dgamma, dbeta)
-
-    def _read_g(self, products: Products, dz, state) -> SiteOperand:
-        """Returns g for drhs and for a wide dlhs.
-
-        Before delayed scales are set it is measured even if no product here reads its
-        scale: another plan may go on from there.
-        """
-        if not self.recipe.scales_initialized:
-            products = self.products_of(products.sizes)
-            return products.read("g", dz, state)
-        return products.read("g", dz, state, roles=("drhs",))
 
     @property
-    def _static(self) -> dict[str, Any]:
+    def products(self) -> Products:
+        """The products of the site."""
+        return Products.of(self.plan, self.axis_names)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """Arguments that all kernels of the site share."""
+        spec = self.plan.spec
         return dict(
-            norm=self.norm, activation=self.activation, interpret=self.interpret
+            norm=spec.norm,
+            activation=spec.activation,
+            interpret=self.plan.device.interpret,
         )
 
 
-class _Kept(NamedTuple):
-    """What the backward pass has of the forward pass."""
+class _Residuals(NamedTuple):
+    """What the backward pass reads of the forward pass."""
 
     lhs: SiteOperand
     rhs: SiteOperand
@@ -207,12 +70,12 @@ class _Kept(NamedTuple):
 
     @property
     def affine(self) -> dict[str, Array]:
-        """gamma and beta, as far as there are any."""
+        """gamma and beta, those that are present."""
         return {name: x for name, x in self.vectors.items() if name != "bias"}
 
 
-class _Backward(NamedTuple):
-    """Gradients of a site; None for what it has not."""
+class _Gradients(NamedTuple):
+    """Gradients of a site but for rhs; None for an absent parameter."""
 
     lhs: Array
     g: SiteOperand
@@ -220,80 +83,221 @@ class _Backward(NamedTuple):
     beta: Array | None
 
 
-# What is in FP8 goes in and out as data and scale_inv: on its way through an operation
-# with a gradient of its own, JAX puts other things than arrays into containers.
+# FP8 goes in and out as data and scale_inv: inside an operation with a gradient of its
+# own, JAX puts other things than arrays into containers.
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def run(
-    site: KernelSite,
-    given: dict[str, Array],
-    handed: tuple[Array, Array] | None,
+    site: KernelRun,
+    arrays: dict[str, Array],
+    fp8_lhs: tuple[Array, Array] | None,
     state: DelayedScaling | None,
 ) -> tuple[Array, ...]:
-    """Returns y, and if the site hands FP8 over, its data and `scale_inv`.
+    """Returns y, and if the site hands FP8 on, its data and `scale_inv`.
 
     Args:
         site: the static side.
-        given: lhs, rhs, and of bias, gamma and beta those there are.
-        handed: the FP8 form of lhs, if it came with one.
+        arrays: lhs, rhs, and those present of bias, gamma and beta.
+        fp8_lhs: data and `scale_inv` of an lhs in FP8 from another site.
         state: delayed-scaling state; its gradient is its next value.
     """
-    products = site.products_of(_sizes(given["lhs"], given["rhs"]))
-    lhs, rhs = site.read(products, given, handed, state)
-    scaling = None if site.out == "compute" else hand_over(site.norm)
-    want = Outputs(y=site.out != "fp8", y_fp8=scaling)
-    return _out(site.forward(products, lhs, rhs, given, want))
+    lhs, rhs = _read(site, arrays, fp8_lhs, state)
+    spec = site.plan.spec
+    scaling = None if spec.out == "compute" else spec.fp8_out
+    want = Outputs(y=spec.out != "fp8", y_fp8=scaling)
+    return _out(_run_forward(site, lhs, rhs, arrays, want))
 
 
-def _sizes(lhs, rhs) -> tuple[int, int, int]:
-    return lhs.shape[0], lhs.shape[1], rhs.shape[1]
-
-
-def _out(normed: Normed) -> tuple[Array, ...]:
-    """Returns y, and what was written in FP8."""
-    if normed.y_fp8 is None:
-        assert normed.y is not None
-        return (normed.y,)
-    # In place of y, which only a drhs would read: the next site's, where this one is
-    # not differentiated.
-    y = normed.y_fp8.dequantize(jnp.bfloat16) if normed.y is None else normed.y
-    return y, normed.y_fp8.data, normed.y_fp8.scale_inv
-
-
-def _forward(site: KernelSite, given, handed, state):
-    if site.is_pallas_asked and site.plan.backward == "xla":
+def _forward(site: KernelRun, arrays, fp8_lhs, state):
+    plan, products = site.plan, site.products
+    if plan.is_strict and plan.dlhs.kernel is None:
         raise ValueError(
-            "implementation='pallas' does not serve the backward pass: "
-            f"{site.plan.why_not_backward}."
+            f"{plan.choice.name!r} does not serve the backward pass: "
+            f"{plan.dlhs.why_not_kernel}."
         )
-    products = site.products_of(_sizes(given["lhs"], given["rhs"]))
-    lhs, rhs = site.read(products, given, handed, state)
-    want = training_outputs(site.recipe, *products.sizes, site.norm, site.out)
-    normed = site.forward(products, lhs, rhs, given, want)
-    products = site.backward_products(products.sizes)
-    kept = _Kept(
+    lhs, rhs = _read(site, arrays, fp8_lhs, state)
+    want = pallas.training_outputs(plan.spec, plan.recipe)
+    normed = _run_forward(site, lhs, rhs, arrays, want)
+    products = products.backward()
+    residuals = _Residuals(
         lhs=products.keep("lhs", lhs),
         rhs=products.keep("rhs", rhs),
-        vectors={name: given[name] for name in _VECTORS if name in given},
+        vectors={name: arrays[name] for name in _VECTORS if name in arrays},
         xhat=normed.xhat,
         rstd=normed.rstd,
         state=state,
     )
-    return _out(normed), kept
+    return _out(normed), residuals
 
 
-def _backward(site: KernelSite, kept: _Kept, gradients):
-    products = site.backward_products(_sizes(kept.lhs, kept.rhs))
-    dy, *_ = gradients
-    found = site.backward(products, dy, kept)
-    lhs, g = products.reread(kept.lhs, kept.state), found.g
-    drhs = products.multiply("drhs", lhs, g, out_dtype=kept.rhs.dtype)
-    given = {"lhs": found.lhs, "rhs": drhs, "gamma": found.gamma, "beta": found.beta}
-    if "bias" in kept.vectors:
+def _backward(site: KernelRun, residuals: _Residuals, out_gradients):
+    products = site.products.backward()
+    dy, *_ = out_gradients
+    gradients = _run_backward(site, dy, residuals)
+    lhs, g = products.reread(residuals.lhs, residuals.state), gradients.g
+    drhs = products.multiply("drhs", lhs, g, out_dtype=residuals.rhs.dtype)
+    by_name = {
+        "lhs": gradients.lhs,
+        "rhs": drhs,
+        "gamma": gradients.gamma,
+        "beta": gradients.beta,
+    }
+    if "bias" in residuals.vectors:
         assert g.value is not None
-        given["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
-    given = {name: x for name, x in given.items() if x is not None}
-    products = site.products_of(products.sizes)
-    return given, None, products.next_state(kept.state, lhs, kept.rhs, g)
+        by_name["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
+    by_name = {name: x for name, x in by_name.items() if x is not None}
+    state = products.next_state(residuals.state, lhs, residuals.rhs, g)
+    return by_name, None, state
 
 
 run.defvjp(_forward, _backward)
+
+
+def _out(normed: Normed) -> tuple[Array, ...]:
+    """Returns y, and data and `scale_inv` of the FP8 output if there is one."""
+    if normed.y_fp8 is None:
+        assert normed.y is not None
+        return (normed.y,)
+    # Where this site is not differentiated, y is read by a drhs of the next site only.
+    y = normed.y_fp8.dequantize(jnp.bfloat16) if normed.y is None else normed.y
+    return y, normed.y_fp8.data, normed.y_fp8.scale_inv
+
+
+def _read(site: KernelRun, arrays, fp8_lhs, state) -> tuple[SiteOperand, SiteOperand]:
+    """Returns lhs and rhs as the products read them."""
+    products = site.products
+    rhs = products.read("rhs", arrays["rhs"], state)
+    if fp8_lhs is None or not site.plan.reads_fp8:
+        return _read_rows(site, arrays["lhs"], state), rhs
+    return products.read("lhs", arrays["lhs"], state, handed=Fp8Array(*fp8_lhs)), rhs
+
+
+def _read_rows(site: KernelRun, x, state) -> SiteOperand:
+    """Returns an lhs in the compute dtype, quantized by a kernel if one can.
+
+    The kernel takes two thirds of the time of XLA's cast (measured on an H200).
+    """
+    products = site.products
+    cast = products.cast("fwd", "lhs")
+    if cast is None or not _has_quantize(site.plan, x):
+        return products.read("lhs", x, state)
+    device = site.plan.device
+    kernel, interpret = device.kernels.norm_quantize, device.interpret
+    if cast.granularity == "rowwise":
+        rows, _ = kernels.quantize(kernel, x, interpret=interpret)
+        return products.read("lhs", x, state, handed=rows)
+    if cast.scaling != "delayed" or not products.recipe.scales_initialized:
+        return products.read("lhs", x, state)
+    scale_inv = products.stored_scale_inv("lhs", cast, state)
+    copy, amaxes = kernels.quantize(kernel, x, scale_inv, interpret=interpret)
+    assert amaxes is not None
+    return with_copy(x, copy, amaxes)
+
+
+def _has_quantize(plan: KernelPlan, x: Array) -> bool:
+    """Returns True if the kernel of the norm serves these rows without a norm."""
+    rows = SiteSpec(m=x.shape[0], k=0, n=x.shape[1])
+    return plan.device.kernels.norm_quantize.why_not(rows, plan.recipe) is None
+
+
+def _run_forward(
+    site: KernelRun, lhs: SiteOperand, rhs: SiteOperand, arrays, want: Outputs
+) -> Normed:
+    """Returns the outputs of the forward pass."""
+    plan, products = site.plan, site.products
+    vectors: kernels.Vectors = {v: arrays[v] for v in _VECTORS if v in arrays}
+    if want.y_fp8 == "tensorwise":
+        vectors["y_scale_inv"] = bounded_scale_inv(
+            plan.spec.norm, plan.spec.n, arrays.get("gamma"), arrays.get("beta")
+        )
+    static = dict(site.static, epsilon=site.epsilon, want=want)
+    assert plan.fwd.kernel is not None
+    if plan.is_fused:
+        x, w = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
+        vectors = kernels.with_affine(vectors)
+        return kernels.launch(plan.fwd.kernel, x, w, vectors=vectors, **static)
+    dtype = plan.recipe.compute_dtype
+    z, scales = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
+    vectors["scales"] = scales
+    return kernels.launch(plan.fwd.kernel, z, vectors=vectors, **static)
+
+
+def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
+    """Returns the gradients of all but rhs, and that of z as the products read it."""
+    if site.plan.dlhs.kernel is None:
+        return _backward_by_xla(site, dy, residuals)
+    cast = _stored_cast(site)
+    if cast is not None:
+        return _backward_under_stored_scale(site, cast, dy, residuals)
+    products = site.products.backward()
+    gemm = products.recipe.dlhs
+    norm = _norm_backward(site, dy, residuals, dz_fp8=None if gemm is None else E4M3)
+    g = _read_g(site, norm.dz, residuals.state)
+    if gemm is None:
+        dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)
+        return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+    weight = products.view("dlhs", "rhs", residuals.rhs)
+    assert isinstance(weight, Fp8Array) and norm.dz_fp8 is not None
+    accumulation = dict(fast_accumulation=gemm.fast_accumulation)
+    dlhs = xla.fp8_matmul(norm.dz_fp8, weight, out_dtype=dy.dtype, **accumulation)
+    return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+
+
+def _stored_cast(site: KernelRun) -> Cast | None:
+    """Returns the cast of g whose scale is stored from earlier steps, if any."""
+    products = site.products.backward()
+    if not products.recipe.scales_initialized:
+        return None
+    casts = (products.cast(role, "g") for role in ("dlhs", "drhs"))
+    return next((c for c in casts if c and c.scaling == "delayed"), None)
+
+
+def _backward_under_stored_scale(
+    site: KernelRun, cast: Cast, dy, residuals: _Residuals
+) -> _Gradients:
+    products = site.products.backward()
+    scale_inv = products.stored_scale_inv("g", cast, residuals.state)
+    norm = _norm_backward(site, dy, residuals, scale_inv, dz_fp8=cast.dtype)
+    assert norm.dz_fp8 is not None and norm.dz_amax is not None
+    g = with_copy(norm.dz, norm.dz_fp8, norm.dz_amax)
+    dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)
+    return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+
+
+def _norm_backward(
+    site: KernelRun, dy, residuals: _Residuals, dz_scale_inv=None, *, dz_fp8
+) -> NormGradients:
+    """Returns the outputs of the kernel of norm and activation."""
+    kernel, vectors = site.plan.dlhs.kernel, residuals.affine
+    assert kernel is not None
+    if dz_scale_inv is not None:
+        vectors = vectors | {"dz_scale_inv": dz_scale_inv}
+    operands = (dy, residuals.xhat, residuals.rstd)
+    static = dict(site.static, dz_fp8=dz_fp8)
+    return kernels.launch(kernel, *operands, vectors=vectors, **static)
+
+
+def _backward_by_xla(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
+    spec, products = site.plan.spec, site.products.backward()
+    dz, dgamma, dbeta = xla.norm_backward(
+        dy,
+        residuals.xhat,
+        residuals.rstd,
+        gamma=residuals.vectors.get("gamma"),
+        beta=residuals.vectors.get("beta"),
+        norm=spec.norm,
+        activation=spec.activation,
+    )
+    g = products.read("g", dz.astype(dy.dtype), residuals.state)
+    dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)
+    return _Gradients(dlhs, g, dgamma, dbeta)
+
+
+def _read_g(site: KernelRun, dz, state) -> SiteOperand:
+    """Returns g for drhs and for a dlhs in high precision.
+
+    Before delayed scales are initialized it is measured even if no product here reads
+    its scale: another plan may continue from this state.
+    """
+    if not site.plan.recipe.scales_initialized:
+        return site.products.read("g", dz, state)
+    return site.products.backward().read("g", dz, state, roles=("drhs",))

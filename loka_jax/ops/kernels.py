@@ -1,7 +1,8 @@
-"""Calls of the Pallas kernels that work under `vmap` and with parameters missing."""
+"""Calls of kernels under `vmap` and `shard_map`, and with parameters missing."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,81 +11,85 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Normed, NormGradients, Outputs
-from loka_jax.pallas import dense_norm as _forward
-from loka_jax.pallas import norm_backward as _norm_backward
-from loka_jax.pallas import norm_quantize as _norm
+from loka_jax.normed import Normed, Outputs
+from loka_jax.site import SiteKernel
 
-# Optional operands by the names the kernels have for them.
-Vectors = dict[str, Array]
+# Optional operands by their names in the kernels.
+Vectors = dict[str, Any]
 
 
-def dense_norm(
-    x: Float[Array, "m k"] | Fp8Array,
-    w: Float[Array, "n k"] | Fp8Array,
-    vectors: Vectors,
-    **static,
-) -> Normed:
-    """Returns what `pallas.dense_norm` writes."""
-    kernel = functools.partial(_forward.dense_norm, **static)
-    return one_by_one(kernel, x, w, **_with_both(vectors))
-
-
-def norm_quantize(
-    z: Float[Array, "m n"],
-    scales: tuple[Float[Array, "..."], ...],
-    vectors: Vectors,
-    **static,
-) -> Normed:
-    """Returns what `pallas.norm_quantize` writes."""
-    kernel = functools.partial(_norm.norm_quantize, **static)
-    return one_by_one(kernel, z, scales=scales, **vectors)
-
-
-def quantizes(m: int, k: int) -> bool:
-    """Returns whether `quantize` serves rows of this shape."""
-    return _norm.why_not(m, k, norm="none") is None
-
-
-def quantize(
-    x: Float[Array, "m k"], scale_inv: Float[Array, ""] | None = None, *, interpret
-) -> tuple[Fp8Array, Float[Array, "p"] | None]:
-    """Returns rows in E4M3, and under a given scale the amaxes of p parts of them.
+def launch(kernel: SiteKernel, *operands, vectors: Vectors, **static):
+    """Returns the outputs of a Pallas kernel.
 
     Args:
-        x: bfloat16.
-        scale_inv: scale of all rows, beyond which they saturate; None for one a row.
-        interpret: as in `pallas.norm_quantize`.
+        kernel: to launch.
+        operands: arrays, or pytrees of them.
+        vectors: the optional operands that are present.
+        static: what is fixed at compile time.
     """
-    scaling = "rowwise" if scale_inv is None else "tensorwise"
-    want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
-    given = {} if scale_inv is None else {"y_scale_inv": scale_inv}
-    static = dict(norm="none", activation="none", want=want, interpret=interpret)
-    found = norm_quantize(x, (), given, **static)
-    assert found.y_fp8 is not None
-    amaxes = None if found.y_amax is None else fp8.amax_of_parts(found.y_amax)
-    return found.y_fp8, amaxes
+    run = functools.partial(kernel.run, **static)
+    return one_by_one(run, *operands, **vectors)
 
 
-def norm_backward(
-    dy: Float[Array, "m n"],
-    xhat: Float[Array, "m n"],
-    rstd: Float[Array, "..."] | None,
-    vectors: Vectors,
-    **static,
-) -> NormGradients:
-    """Returns what `pallas.norm_backward` writes."""
-    kernel = functools.partial(_norm_backward.norm_backward, **static)
-    return one_by_one(kernel, dy, xhat, rstd, **vectors)
-
-
-def _with_both(vectors: Vectors) -> Vectors:
+def with_affine(vectors: Vectors) -> Vectors:
     """Returns gamma and beta, ones or zeros for a missing one: kernels want both."""
     if "gamma" in vectors and "beta" not in vectors:
         return vectors | {"beta": jnp.zeros_like(vectors["gamma"])}
     if "beta" in vectors and "gamma" not in vectors:
         return vectors | {"gamma": jnp.ones_like(vectors["beta"])}
     return vectors
+
+
+def quantize(
+    kernel: SiteKernel,
+    x: Float[Array, "m k"],
+    scale_inv: Float[Array, ""] | None = None,
+    *,
+    interpret,
+) -> tuple[Fp8Array, Float[Array, "p"] | None]:
+    """Returns rows in E4M3, and under a given scale the amaxes of p parts of them.
+
+    Args:
+        kernel: `pallas.KERNELS.norm_quantize`.
+        x: bfloat16.
+        scale_inv: scale of all rows, beyond which they saturate; None for one a row.
+        interpret: as in `Device`.
+    """
+    scaling = "rowwise" if scale_inv is None else "tensorwise"
+    want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
+    vectors = {} if scale_inv is None else {"y_scale_inv": scale_inv}
+    static = dict(norm="none", activation="none", want=want, interpret=interpret)
+    outputs: Normed = launch(kernel, x, vectors=vectors, **static)
+    assert outputs.y_fp8 is not None
+    amaxes = None if outputs.y_amax is None else fp8.amax_of_parts(outputs.y_amax)
+    return outputs.y_fp8, amaxes
+
+
+def equally_varying(*operands: Array) -> tuple[Array, ...]:
+    """Returns the operands marked as varying over the same mesh axes.
+
+    `shard_map` wants gradients that vary as their operands do. The mark's transpose is
+    a sum: the gradient of an operand that devices share is added up.
+    """
+    varying = [jax.typeof(x).mat.varying for x in operands]
+    union = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying")
+        for x, own in zip(operands, varying, strict=True)
+    )
+
+
+def by_triton(run: Callable, *operands):
+    """Returns `run(*operands)`; under `vmap` one call follows another.
+
+    Args:
+        run: of pytrees of arrays; returns one, whose leaves do not say that they vary
+            over a mesh as the operands do.
+        operands: None for what is absent.
+    """
+    leaves = jax.tree.leaves(operands)
+    outputs = one_by_one(run, *operands)
+    return jax.tree.map(lambda x: equally_varying(x, *leaves)[0], outputs)
 
 
 def one_by_one(kernel: Callable, *args, **kwargs):

@@ -6,8 +6,6 @@ For lhs (M, K), rhs (K, N), and the gradient g (M, N) of `out`:
     dlhs   dlhs = g     @ rhs^T
     drhs   drhs = lhs^T @ g
 
-`products.py` says how each of them runs.
-
 Delayed scaling is state that only the backward pass can complete, since it needs the
 amax of g. So the state is an input whose "gradient" is its new value, as in Flax's FP8
 operations: differentiate with respect to it, then replace it.
@@ -19,20 +17,10 @@ import jax
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.ops.products import (
-    Activations,
-    Decision,
-    Engine,
-    Products,
-    check_state,
-    decide,
-    equally_varying,
-    takes_handed,
-)
-from loka_jax.recipe import Recipe
+from loka_jax.ops.kernels import equally_varying
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.products import Activations, Products, check_state
 from loka_jax.scaling import DelayedScaling
-
-__all__ = ["Decision", "decide", "matmul"]
 
 
 def matmul(
@@ -40,50 +28,46 @@ def matmul(
     rhs: Float[Array, "k n"],
     state: DelayedScaling | None = None,
     *,
-    recipe: Recipe,
+    plan: KernelPlan,
     axis_names: tuple[str, ...] = (),
-    engine: Engine = "xla",
 ) -> Float[Array, "m n"]:
     """Returns `lhs @ rhs` in the recipe's precision and compute dtype.
 
     Differentiable in lhs and rhs; gradients have their operands' dtypes. The gradient
     with respect to `state` is its value for the next step. `state` must belong to one
-    call a step: JAX adds up the gradients of several, which is no state.
+    call a step: JAX adds up the gradients of several calls, and a sum is no state.
 
     Args:
-        lhs: rows, usually activations; with the FP8 form of an earlier site, fwd reads
-            that if the recipe allows.
+        lhs: usually activations; of those in FP8 from another site, fwd reads the FP8
+            form if the recipe allows.
         rhs: usually a weight in float32.
-        state: delayed-scaling state if `recipe.is_delayed`, else None.
-        recipe: the casts of each role.
+        state: delayed-scaling state if the recipe is delayed, else None.
+        plan: of the site; its Pallas kernels are not run here.
         axis_names: mesh axes (under `shard_map`) over which rows are spread: scales of
             whole tensors and the state then agree on all devices. The gradient of an
             rhs that the devices share is their sum if `shard_map` tracks what varies
             (`check_vma`, the default), and each device's own share if not.
-        engine: who multiplies in FP8.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
     """
-    check_state(recipe, state)
-    handed = None
+    check_state(plan.choice.recipe, state)
+    fp8_lhs = None
     if isinstance(lhs, Activations):
-        lhs, handed = lhs.y, (lhs.fp8.data, lhs.fp8.scale_inv)
+        lhs, fp8_lhs = lhs.y, (lhs.fp8.data, lhs.fp8.scale_inv)
     lhs, rhs = equally_varying(lhs, rhs)
-    (m, k), n = lhs.shape, rhs.shape[1]
-    static = Products(recipe, (m, k, n), axis_names, engine)
-    return _matmul(lhs, rhs, state, handed, static)
+    return _matmul(lhs, rhs, state, fp8_lhs, Products.of(plan, axis_names))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _matmul(lhs, rhs, state, handed, products: Products):
-    return _forward(lhs, rhs, state, handed, products)[0]
+def _matmul(lhs, rhs, state, fp8_lhs, products: Products):
+    return _forward(lhs, rhs, state, fp8_lhs, products)[0]
 
 
-def _forward(lhs, rhs, state, handed, products: Products):
+def _forward(lhs, rhs, state, fp8_lhs, products: Products):
     rows = None
-    if handed is not None and takes_handed(products.recipe, *products.sizes):
-        rows = Fp8Array(*handed)
+    if fp8_lhs is not None and products.plan.reads_fp8:
+        rows = Fp8Array(*fp8_lhs)
     lhs = products.read("lhs", lhs, state, handed=rows)
     rhs = products.read("rhs", rhs, state)
     out = products.multiply("fwd", lhs, rhs, out_dtype=products.recipe.compute_dtype)

@@ -1,224 +1,262 @@
-"""What runs for a site `activation(norm(lhs @ rhs))`: fused kernels, or XLA.
+"""From a site and a choice to the kernels that run: `resolve`.
 
-Forward runs in one kernel ("fused"), with a kernel for norm, activation and
-quantization after XLA's product ("norm"), or by XLA alone ("xla"); backward with a
-kernel before XLA's products ("norm"), or by XLA alone. `plan` chooses, and says why
-not the kernels.
+    spec, choice, device -> KernelPlan: kernel, cast and reason for each role
+
+Forward runs in one Pallas kernel, in a Pallas kernel after XLA's product, or by XLA
+alone; backward with a Pallas kernel before XLA's products, or by XLA alone. Products in
+FP8 are XLA's or Triton's.
 """
 
+import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from loka_jax import pallas, triton, xla
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import (
-    XHAT_MAX_FEATURES,
-    ActivationName,
-    NormName,
-    Outputs,
-    norm_features,
-)
-from loka_jax.ops.products import HandOver, decide
-from loka_jax.pallas import dense_norm as _forward
-from loka_jax.pallas import norm_backward as _norm_backward
-from loka_jax.pallas import norm_quantize as _norm
-from loka_jax.recipe import OPERANDS, Cast, GemmRecipe, Recipe
+from loka_jax.ops.device import Device
+from loka_jax.recipe import ROLES, Cast, GemmRecipe, Recipe, Role
+from loka_jax.site import Choice, SiteKernel, SiteSpec
 
-Implementation = Literal["xla", "pallas", "triton"]
-Out = Literal["compute", "fp8", "both"]
-
-_ROWS = 64  # a kernel takes rows in multiples of it; callers pad
 # Features from which dlhs gains by FP8 after the norm's kernel: XLA applies its scales
 # in a pass of its own over dlhs (measured on an H200).
 _LEAST_FP8_DLHS = 2048
 
 
-class Plan(NamedTuple):
-    """What runs for a site.
+class RolePlan(NamedTuple):
+    """What runs for one role of a site.
 
     Attributes:
-        forward: one kernel ("fused"), a kernel after XLA's product ("norm"), or "xla".
-        backward: a kernel before XLA's products ("norm"), or "xla".
-        why_not: why forward is not fused, or None if it is.
-        why_not_backward: why backward has no kernel, or None if it has.
-        is_dlhs_wide: dlhs runs in the compute dtype whatever the recipe says, which is
-            faster here.
+        gemm: the casts of the FP8 product; None for a product in the compute dtype.
+        kernel: the Pallas kernel of the role; None if XLA runs all but the product.
+        why_not_fp8: why the product is not in FP8 though the recipe asks for it.
+        why_not_kernel: why no Pallas kernel runs; for fwd, why none has the product in
+            it. None where one runs, and where the choice asks for none.
     """
 
-    forward: Literal["fused", "norm", "xla"]
-    backward: Literal["norm", "xla"]
-    why_not: str | None
-    why_not_backward: str | None
-    is_dlhs_wide: bool = False
+    gemm: GemmRecipe | None
+    kernel: SiteKernel | None = None
+    why_not_fp8: str | None = None
+    why_not_kernel: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelPlan:
+    """What runs at a site: pure, hashable, static under jit.
+
+    Attributes:
+        spec: the site.
+        choice: what was asked for.
+        device: where it runs.
+        recipe: the choice's recipe, without the products that sizes keep out of FP8.
+        fwd, dlhs, drhs: what runs for each role.
+        why_not: why the choice cannot run here at all, or None if it can.
+        is_strict: a backward pass without a kernel of the provider is an error.
+    """
+
+    spec: SiteSpec
+    choice: Choice
+    device: Device
+    recipe: Recipe
+    fwd: RolePlan
+    dlhs: RolePlan
+    drhs: RolePlan
+    why_not: str | None = None
+    is_strict: bool = True
+
+    def role(self, role: Role) -> RolePlan:
+        """Returns what runs for a role."""
+        return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}[role]
 
     @property
-    def is_served(self) -> bool:
-        """True if a kernel runs the norm of the forward pass."""
-        return self.forward != "xla"
+    def is_fused(self) -> bool:
+        """True if one kernel runs the whole forward pass."""
+        return self.fwd.kernel is not None and self.fwd.why_not_kernel is None
 
-    def padded_rows(self, m: int) -> int:
-        """Returns the rows that are computed for m of them."""
-        return m + -m % _ROWS if self.is_served else m
+    @property
+    def runs_kernels(self) -> bool:
+        """True if a Pallas kernel runs the norm of the forward pass."""
+        return self.fwd.kernel is not None
 
+    @property
+    def padding(self) -> int:
+        """Rows that are added for the kernels."""
+        return -self.spec.m % pallas.ROWS if self.runs_kernels else 0
 
-BY_XLA = Plan("xla", "xla", None, None)  # a site without a norm
+    @property
+    def reads_fp8(self) -> bool:
+        """True if fwd can read an lhs in FP8 from another site: E4M3, not in tiles."""
+        gemm = self.recipe.fwd
+        if gemm is None or gemm.first.granularity == "blockwise":
+            return False
+        return jnp.dtype(gemm.first.dtype) == jnp.dtype(E4M3)
 
+    @property
+    def backward_recipe(self) -> Recipe:
+        """The recipe of the backward pass, whose dlhs may stay in the compute dtype."""
+        return dataclasses.replace(self.recipe, dlhs=self.dlhs.gemm)
 
-def plan(
-    recipe: Recipe,
-    m: int,
-    k: int,
-    n: int,
-    *,
-    norm: NormName,
-    activation: ActivationName,
-    out: Out = "compute",
-    has_bias: bool = False,
-    handed: HandOver | None = None,
-    implementation: Implementation | None = None,
-) -> Plan:
-    """Returns what runs for a site with lhs (m, k) and rhs (k, n).
+    @property
+    def refusal(self) -> str | None:
+        """Why the choice cannot train here exactly as it says, or None if it can."""
+        for role in ROLES:
+            reason = self.role(role).why_not_fp8
+            if reason is not None:
+                return f"{role}: {reason}"
+        if self.why_not is None and self.choice.provider == "pallas":
+            return self.dlhs.why_not_kernel
+        return self.why_not
 
-    Args:
-        recipe: the casts of each role.
-        m, k, n: sizes; kernels pad m to a multiple of 64.
-        norm: norm of the site.
-        activation: activation of the site.
-        out: in which form the activations leave.
-        has_bias: a bias is added before the norm.
-        handed: how lhs is scaled, if it comes in FP8 from another site.
-        implementation: "xla" for XLA alone, "triton" for XLA around Triton's products;
-            "pallas" for kernels, or an error; None for kernels where there is a Hopper
-            GPU and they serve the site.
-
-    Raises:
-        ValueError: if kernels were asked for and none serves the forward pass.
-    """
-    why_not = _why_no_kernel(recipe, m, k, n, implementation)
-    if why_not is not None:
-        if implementation == "pallas":
-            raise _not_served(recipe, m, k, n, norm, why_not)
-        return Plan("xla", "xla", why_not, why_not)
-    rows = m + -m % _ROWS
-    want = training_outputs(recipe, rows, k, n, norm, out)
-    fwd = decide(recipe, "fwd", rows, k, n).gemm
-    why_not = _why_not_fused(
-        fwd, rows, k, n, norm, activation, want, has_bias=has_bias, handed=handed
-    )
-    why_not_norm = _norm.why_not(rows, n, norm=norm)
-    if why_not is not None and why_not_norm is not None:
-        if implementation == "pallas":
-            raise _not_served(recipe, m, k, n, norm, why_not)
-        return Plan("xla", "xla", why_not, why_not)
-    forward = "fused" if why_not is None else "norm"
-    assert want.xhat is not None
-    why_not_backward = _norm_backward.why_not(rows, n, norm=norm, xhat_dtype=want.xhat)
-    if why_not_backward is not None:
-        return Plan(forward, "xla", why_not, why_not_backward)
-    return Plan(forward, "norm", why_not, None, n < _LEAST_FP8_DLHS)
-
-
-def hand_over(norm: NormName) -> HandOver:
-    """Returns how a site scales the activations that it hands over.
-
-    After a norm they are bounded, and one scale is known before any of them is.
-    """
-    return "rowwise" if norm == "none" else "tensorwise"
-
-
-def training_outputs(
-    recipe: Recipe, m: int, k: int, n: int, norm: NormName, out: Out
-) -> Outputs:
-    """Returns what a differentiated forward pass writes.
-
-    The activations as `out` says, and in bfloat16 always: the gradient of the next
-    weight reads them. Normalized rows are kept in E4M3 where dlhs is in FP8 too, for an
-    error of the same size, and where all values that a norm can give fit it.
-    """
-    fits = norm != "none" and norm_features(norm, n) <= XHAT_MAX_FEATURES
-    is_fp8 = decide(recipe, "dlhs", m, k, n).gemm is not None
-    return Outputs(
-        y=True,
-        y_fp8=None if out == "compute" else hand_over(norm),
-        xhat=E4M3 if is_fp8 and fits else jnp.bfloat16,
-        rstd=norm != "none",
-    )
+    @property
+    def why_no_fp8(self) -> str | None:
+        """Why no role runs in FP8, or None if one does."""
+        roles = [self.role(role) for role in ROLES]
+        if any(self.recipe.gemm(role) is not None for role in ROLES):
+            return None
+        reasons = (role.why_not_fp8 for role in roles if role.why_not_fp8)
+        return next(reasons, f"recipe {self.choice.recipe.name}")
 
 
 @functools.cache
-def has_hopper() -> bool:
-    """Returns True if JAX's default device is a Hopper GPU, which kernels need."""
-    if jax.default_backend() != "gpu":
-        return False
-    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+def resolve(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
+    """Returns what runs for a choice at a site.
+
+    Never raises for a site that is not served: `KernelPlan.why_not` has the reason.
+    """
+    if choice.provider == "pallas":
+        return _with_kernels(spec, choice, device)
+    why_not = None
+    if choice.provider == "triton":
+        why_not = _why_not_triton(spec, choice.recipe, device)
+    why_no_kernel = f"provider {choice.provider!r}"
+    return _without_kernels(spec, choice, device, why_no_kernel, why_not)
 
 
-def _why_not_fused(
-    fwd: GemmRecipe | None,
-    m: int,
-    k: int,
-    n: int,
-    norm: NormName,
-    activation: ActivationName,
-    want: Outputs,
-    *,
-    has_bias: bool,
-    handed: HandOver | None,
-) -> str | None:
-    by_row = by_column = False
-    if fwd is not None:
-        by_row = _is_by_row(fwd.first) if handed is None else handed == "rowwise"
-        by_column = _is_by_row(fwd.second)
-    problem = _forward.Problem(
-        m=m,
-        k=k,
-        n=n,
-        dtype=jnp.bfloat16 if fwd is None else E4M3,
-        norm=norm,
-        activation=activation,
-        want=want,
-        has_bias=has_bias,
-        has_affine=norm in ("layer", "rms"),
-        x_scale_by_row=by_row,
-        w_scale_by_column=by_column,
+@functools.cache
+def resolve_served(spec: SiteSpec, recipe: Recipe, device: Device) -> KernelPlan:
+    """Returns the plan of Pallas kernels where they serve a site, else XLA's."""
+    plan = resolve(spec, Choice("pallas", recipe), device)
+    if plan.why_not is None:
+        return dataclasses.replace(plan, is_strict=False)
+    xla_choice = Choice("xla", recipe)
+    return _without_kernels(spec, xla_choice, device, plan.why_not, None)
+
+
+def describe(plan: KernelPlan) -> dict[Role, str]:
+    """Returns in a few words what runs for each role."""
+    return {role: _describe_role(plan, role) for role in ROLES}
+
+
+def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
+    """Returns the plan of Pallas kernels; without any, `why_not` is set."""
+    padded = dataclasses.replace(spec, m=spec.m + -spec.m % pallas.ROWS)
+    recipe, reasons = _feasible(padded, choice.recipe)
+    why_not = pallas.why_not(spec, choice.recipe) or reasons.get("fwd")
+    why_not = why_not or device.why_not_pallas
+    if why_not is not None:
+        return _without_kernels(spec, choice, device, why_not, why_not)
+    fused, norm, backward = device.kernels
+    why_not_fused = fused.why_not(padded, recipe)
+    if why_not_fused is not None and norm.why_not(padded, recipe) is not None:
+        return _without_kernels(spec, choice, device, why_not_fused, why_not_fused)
+    why_not_backward = backward.why_not(padded, recipe)
+    has_backward = why_not_backward is None
+    is_fp8_dlhs = not has_backward or spec.n >= _LEAST_FP8_DLHS
+    return KernelPlan(
+        spec=spec,
+        choice=choice,
+        device=device,
+        recipe=recipe,
+        fwd=RolePlan(
+            recipe.fwd,
+            fused if why_not_fused is None else norm,
+            reasons.get("fwd"),
+            why_not_fused,
+        ),
+        dlhs=RolePlan(
+            recipe.dlhs if is_fp8_dlhs else None,
+            backward if has_backward else None,
+            reasons.get("dlhs"),
+            why_not_backward,
+        ),
+        drhs=RolePlan(recipe.drhs, None, reasons.get("drhs")),
     )
-    return _forward.why_not(problem)
 
 
-def _is_by_row(cast: Cast) -> bool:
-    return cast.granularity == "rowwise"
-
-
-def _not_served(recipe, m, k, n, norm, why_not) -> ValueError:
-    return ValueError(
-        f"implementation='pallas' does not serve lhs ({m}, {k}), rhs ({k}, {n}) "
-        f"with recipe {recipe.name!r}, norm {norm!r}: {why_not}."
+def _without_kernels(
+    spec: SiteSpec,
+    choice: Choice,
+    device: Device,
+    why_no_kernel: str,
+    why_not: str | None,
+) -> KernelPlan:
+    recipe, reasons = _feasible(spec, choice.recipe)
+    fwd, dlhs, drhs = (
+        RolePlan(recipe.gemm(role), None, reasons.get(role), why_no_kernel)
+        for role in ROLES
+    )
+    return KernelPlan(
+        spec=spec,
+        choice=choice,
+        device=device,
+        recipe=recipe,
+        fwd=fwd,
+        dlhs=dlhs,
+        drhs=drhs,
+        why_not=why_not,
     )
 
 
-def _why_no_kernel(
-    recipe: Recipe, m: int, k: int, n: int, implementation: Implementation | None
-) -> str | None:
-    """Returns why no kernel at all can or shall run, or None."""
-    if implementation in ("xla", "triton"):
-        return f"implementation {implementation!r}"
-    for name, size in (("m", m), ("k", k), ("n", n)):
-        if size == 0:
-            return f"{name}=0"
-    if jnp.dtype(recipe.compute_dtype) != jnp.bfloat16:
-        return f"recipe {recipe.name!r} computes in {jnp.dtype(recipe.compute_dtype)}"
-    casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
-    if any(cast.granularity == "blockwise" for cast in casts):
-        return f"recipe {recipe.name!r} scales in blocks"
-    if recipe.fwd is not None:
-        formats = {jnp.dtype(c.dtype) for c in (recipe.fwd.first, recipe.fwd.second)}
-        if formats != {jnp.dtype(E4M3)}:
-            return f"recipe {recipe.name!r} has a forward product that is not E4M3"
-        why_not = decide(recipe, "fwd", m + -m % _ROWS, k, n).why_not
-        if why_not is not None:
-            return why_not
-    if implementation is None and not has_hopper():
-        return "no Hopper GPU"
-    return None
+def _feasible(spec: SiteSpec, recipe: Recipe) -> tuple[Recipe, dict[Role, str]]:
+    """Returns the recipe with FP8 where the sizes allow it, and why not elsewhere."""
+    reasons: dict[Role, str] = {}
+    for role in ROLES:
+        if recipe.gemm(role) is not None:
+            reason = xla.why_not(*spec.gemm_sizes(role))
+            if reason is not None:
+                reasons[role] = reason
+    without = {role: None for role in reasons}
+    return dataclasses.replace(recipe, **without), reasons
+
+
+def _why_not_triton(spec: SiteSpec, recipe: Recipe, device: Device) -> str | None:
+    missing = triton.why_not_installed() or device.why_not_triton
+    if missing is not None:
+        return missing
+    roles: list[Role] = [role for role in ROLES if recipe.gemm(role) is not None]
+    if not roles:
+        return "it multiplies in FP8 only"
+    reasons = (triton.why_not(*spec.gemm_sizes(role)) for role in roles)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _describe_role(plan: KernelPlan, role: Role) -> str:
+    gemm, kernel = plan.role(role).gemm, plan.role(role).kernel
+    first = _first_cast(plan, role)
+    if gemm is not None and first and gemm.first.granularity != "blockwise":
+        gemm = dataclasses.replace(gemm, first=first)
+    text = xla.describe(gemm, plan.recipe.compute_dtype)
+    if role == "fwd" and plan.is_fused:
+        return f"pallas{text.removeprefix('xla')}"
+    if gemm is not None and plan.choice.provider == "triton":
+        text = _by_triton(text)
+    return text if kernel is None else f"{text}, pallas norm"
+
+
+def _by_triton(text: str) -> str:
+    # Unlike XLA it multiplies blockwise operands in FP8, too.
+    text = text.removesuffix(" operands").replace("xla bf16 on", "triton fp8")
+    return text.replace("xla", "triton")
+
+
+def _first_cast(plan: KernelPlan, role: Role) -> Cast | None:
+    """Returns how a kernel scales the first operand of an FP8 product, if one does."""
+    rows = Cast(dtype=E4M3, granularity="rowwise")
+    if role == "fwd" and plan.spec.fp8_in is not None:
+        return rows if plan.spec.fp8_in == "rowwise" else Cast(dtype=E4M3)
+    recipe = plan.recipe
+    if role != "dlhs" or plan.dlhs.kernel is None or recipe.dlhs is None:
+        return None
+    is_stored = recipe.scales_initialized and recipe.dlhs.first.scaling == "delayed"
+    return None if is_stored else rows

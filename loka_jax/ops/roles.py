@@ -1,4 +1,4 @@
-"""One role of a site by itself, from wide operands: what a candidate is measured on.
+"""One role of a site by itself, as candidates are measured: from float32 operands.
 
 fwd    lhs (m, k), rhs (k, n)    ->  lhs @ rhs
 dlhs   g (m, n),   rhs (k, n)    ->  g @ rhs^T
@@ -12,18 +12,21 @@ from jaxtyping import Array, Float
 
 from loka_jax import quality
 from loka_jax.fp8 import Fp8Array
+from loka_jax.ops.device import local_device
+from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.recipe import ROLE_OPERANDS, Recipe, Role
 from loka_jax.scaling import DelayedScaling
+from loka_jax.site import Choice, SiteSpec
 from loka_jax.xla import high_precision_matmul
 
 
 class CastRates(NamedTuple):
-    """What the casts of a role did to the worse of its operands, shares of elements.
+    """The damage of a role's casts to the worse operand, as shares of elements.
 
     Attributes:
-        underflow: of the elements that are not zero, those flushed to it.
-        saturation: those at the largest magnitude of their format.
+        underflow: nonzero elements that became zero.
+        saturation: elements at the largest magnitude of their format.
     """
 
     underflow: Float[Array, ""]
@@ -78,7 +81,7 @@ def cast_rates(
     recipe: Recipe,
     state: DelayedScaling | None = None,
 ) -> CastRates:
-    """Returns what a role's casts do to its operands; zeros if it has none."""
+    """Returns the damage of a role's casts; zeros if it has none."""
     products, operands = _read(role, first, second, recipe, state)
     underflow = saturation = jnp.zeros((), jnp.float32)
     for name, operand in zip(ROLE_OPERANDS[role], operands, strict=True):
@@ -100,7 +103,9 @@ def _count_nonzero(x: Array) -> Float[Array, ""]:
 def _read(
     role: Role, first: Array, second: Array, recipe: Recipe, state
 ) -> tuple[Products, tuple[SiteOperand, SiteOperand]]:
-    products = Products(recipe, sizes(role, first, second), ())
+    m, k, n = sizes(role, first, second)
+    spec = SiteSpec(m=m, k=k, n=n)
+    products = Products.of(resolve(spec, Choice("xla", recipe), local_device()))
     names = ROLE_OPERANDS[role]
     a, b = (
         products.read(name, x, state, roles=(role,))

@@ -3,8 +3,8 @@
 import dataclasses
 
 from loka_jax.dispatch.policy import Limits
+from loka_jax.measure.errors import PAIRS
 from loka_jax.options import require
-from loka_jax.probe.measure import PAIRS
 from loka_jax.recipe import INITIALIZED, RECIPES, get_recipe
 
 FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))

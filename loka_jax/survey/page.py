@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_jax import jsonfile
-from loka_jax.survey.candidates import BF16
+from loka_jax.site import BF16
 from loka_jax.survey.page_tables import (
     candidates_section,
     distributions_section,
@@ -85,7 +85,7 @@ def _tiles(found: dict[str, Any]) -> Html:
         any(one.get("is_safe") and one.get("is_fast") for one in role.values())
         for role in roles
     )
-    is_timed = any(role[BF16]["us"] is not None for role in roles)
+    is_timed = any(role[BF16.name]["us"] is not None for role in roles)
     tiles = [
         tile(
             "Sites", number(len(sites)), f"{len(found['not_surveyed'])} others not FP8"
@@ -152,7 +152,7 @@ def _points(found: dict[str, Any], source: str) -> list[tuple[float, float]]:
     for site in found["sites"]:
         for role in site["roles"].values():
             for name, one in role.items():
-                if name != BF16:
+                if name != BF16.name:
                     errors = one["errors"]
                     real = errors["real"]["relative_l2"]["mean"]
                     points.append((real, errors[source]["relative_l2"]["mean"]))

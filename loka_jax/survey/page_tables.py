@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from loka_jax.recipe import OPERANDS, ROLES
-from loka_jax.survey.candidates import BF16
+from loka_jax.site import BF16
 from loka_jax.survey.sensitivity import ALL
 from loka_jax.train.report_html import (
     Html,
@@ -49,7 +49,7 @@ def overview_section(found: dict[str, Any]) -> Html:
 
 
 def _best(candidates: dict[str, dict[str, Any]]) -> Html:
-    fp8 = {name: one for name, one in candidates.items() if name != BF16}
+    fp8 = {name: one for name, one in candidates.items() if name != BF16.name}
     safe = {name: one for name, one in fp8.items() if one["is_safe"]}
     if not fp8:
         return tag("span", "–", class_="muted")
@@ -163,7 +163,7 @@ def _candidate_row(role: str, name: str, one: dict[str, Any]) -> tuple:
         _percent(learned["saturation"]["mean"]),
         number(one["us"], 1),
         number(one["speedup"], 2),
-        "" if name == BF16 else _verdict(one),
+        "" if name == BF16.name else _verdict(one),
     )
 
 
@@ -188,7 +188,7 @@ def _training(site: dict[str, Any]) -> Html:
     times = site["training_us"]
     if not times:
         return Html("")
-    base = times.get(BF16)
+    base = times.get(BF16.name)
     rows = [
         (name, number(us, 1), "" if base is None else number(base / us, 2))
         for name, us in sorted(times.items(), key=lambda item: item[1])

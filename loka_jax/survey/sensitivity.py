@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import nn, xla
 from loka_jax.data import Batch, Position
-from loka_jax.probe.measure import estimate
+from loka_jax.measure.intervals import interval
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of
@@ -26,7 +26,8 @@ ALL = "all sites"
 
 def can_be_fp8(site: nn.Site) -> bool:
     """Returns True for a site whose sizes FP8 takes, and that is not float32."""
-    return site.recipe != "f32" and xla.why_not(site.m, site.k, site.n) is None
+    sizes = site.spec.gemm_sizes("fwd")
+    return site.recipe != "f32" and xla.why_not(*sizes) is None
 
 
 def sensitivity(
@@ -94,7 +95,7 @@ def _loss_step(
 
 def _compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, Any]:
     difference = changed.astype(np.float64) - plain.astype(np.float64)
-    change = estimate(difference)
+    change = interval(difference)
     loss = float(np.mean(plain, dtype=np.float64))
     return {
         "change": change.mean,

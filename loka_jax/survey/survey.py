@@ -1,13 +1,13 @@
 """Surveys every site of a trained model, and says where FP8 is safe and fast.
 
 statistics  --draw-->  operands  --candidates-->  errors, times  -->  verdicts
-real operands of some batches   ----------------> errors that were to be predicted
+real operands of some batches   ----------------> errors to compare with the draws'
 held-out batches, one site in FP8  -------------> effect on the loss
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,19 @@ from jax.scipy.stats import rankdata
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.dispatch.policy import healthy
+from loka_jax.measure.intervals import Interval
+from loka_jax.measure.site_errors import (
+    SiteErrors,
+    draw_learned,
+    draw_normal,
+    site_errors,
+)
+from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.probe.capture import Capture, Operands
 from loka_jax.probe.site import SiteStats
-from loka_jax.recipe import ROLES, Role, get_recipe
-from loka_jax.survey import times as times_lib
-from loka_jax.survey.candidates import BF16
+from loka_jax.recipe import Role, get_recipe
+from loka_jax.site import BF16, SiteSpec
 from loka_jax.survey.config import SurveyConfig
-from loka_jax.survey.errors import draw_learned, survey_errors
 from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
 from loka_jax.survey.summary import summarize, warnings_of
 from loka_jax.survey.verdict import judge
@@ -39,31 +45,31 @@ def survey(
     config: SurveyConfig,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Returns what is known and was measured of every site, JSON-ready.
+    """Returns the statistics and measurements of every site, JSON-ready.
 
     Args:
         run: the model and its data.
         state: the trained model, with Probe's statistics.
-        config: what is measured.
-        say: takes a line on what is being done.
+        config: what to measure.
+        say: takes a line of progress.
 
     Raises:
         ValueError: if there are no statistics.
     """
-    known = nn.by_path(state.probe)
-    if not known:
+    stats_by_path = nn.by_path(state.probe)
+    if not stats_by_path:
         raise ValueError(
             "this run has no statistics: train it with --probe.every 100 or so."
         )
     sites = [site for site in run.sites if can_be_fp8(site)]
     captured = _capture(run, state, config)
-    found, warnings = [], []
+    records, warnings = [], []
     for i, site in enumerate(sites):
         say(f"site {i + 1} of {len(sites)}: {site.path}")
-        stats = known[site.path]
+        stats = stats_by_path[site.path]
         warnings += warnings_of(site.path, stats)
         operands = [batch[site.path] for batch in captured]
-        found.append(_survey_site(site, stats, operands, config, say))
+        records.append(_survey_site(site, stats, operands, config, say))
     say("effect on the loss")
     effect = sensitivity(
         run, state, recipe=config.loss_recipe, max_batches=config.held_out_batches
@@ -75,15 +81,16 @@ def survey(
         "versions": versions(),
         "steps": int(state.step),
         "warnings": warnings,
-        "sites": found,
+        "sites": records,
         "not_surveyed": [
-            {"path": site.path, "m": site.m, "k": site.k, "n": site.n}
+            {"path": site.path}
+            | _sizes(site.spec)
             | {"why": site.why_not or f"recipe {site.recipe}"}
             for site in run.sites
             if site not in sites
         ],
         "sensitivity": effect,
-        "prediction": prediction(found),
+        "prediction": prediction(records),
     }
 
 
@@ -98,27 +105,27 @@ def prediction(sites: list[dict[str, Any]]) -> dict[str, Any]:
     wrong: dict[str, list[str]] = {"learned": [], "normal": []}
     for site in sites:
         for role, candidates in site["roles"].items():
-            for name, one in candidates.items():
-                if name == BF16 or "real" not in one["errors"]:
+            for name, record in candidates.items():
+                if name == BF16.name or "real" not in record["errors"]:
                     continue
-                real = one["errors"]["real"]["relative_l2"]["mean"]
+                real = record["errors"]["real"]["relative_l2"]["mean"]
                 for source in pairs:
-                    value = one["errors"][source]["relative_l2"]["mean"]
+                    value = record["errors"][source]["relative_l2"]["mean"]
                     pairs[source].append((value, real))
-                    if one["is_safe_by"][source] != one["is_safe_by"]["real"]:
+                    if record["is_safe_by"][source] != record["is_safe_by"]["real"]:
                         wrong[source].append(f"{site['path']} {role} {name}")
     if not pairs["learned"]:
         return {}
     return {
         source: {
-            "rank_correlation": rank_correlation(*np.asarray(found).T),
+            "rank_correlation": rank_correlation(*np.asarray(errors).T),
             "mean_deviation": float(
-                np.mean([abs(value / real - 1) for value, real in found if real > 0])
+                np.mean([abs(value / real - 1) for value, real in errors if real > 0])
             ),
             "wrong_verdicts": wrong[source],
-            "count": len(found),
+            "count": len(errors),
         }
-        for source, found in pairs.items()
+        for source, errors in pairs.items()
     }
 
 
@@ -137,49 +144,76 @@ def _survey_site(
     config: SurveyConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    errors = survey_errors(site, stats, captured, config)
-    draw = functools.partial(draw_learned, stats=stats, rows=site.m)
+    spec = site.spec
+    errors = _site_errors(spec, stats, captured, config)
+    draw = functools.partial(draw_learned, stats=stats, rows=spec.m)
     times = {}
     if config.times:
-        times = times_lib.site_times(site, draw, config.recipes, config.seed, say)
+        times = site_times(spec, draw, config.recipes, config.seed, say)
     return {
         "path": site.path,
-        "m": site.m,
-        "k": site.k,
-        "n": site.n,
-        "norm": site.norm,
-        "activation": site.activation,
-        "runs": {role: getattr(site, role) for role in ROLES},
+        **_sizes(spec),
+        "norm": spec.norm,
+        "activation": spec.activation,
+        "runs": site.runs,
         "why_not_fused": site.why_not_fused,
         "statistics": summarize(stats),
         "roles": {
             role: {
                 name: _judged(role, name, by_source, times, config)
-                for name, by_source in of_role.items()
+                for name, by_source in candidates.items()
             }
-            for role, of_role in errors.items()
+            for role, candidates in errors.items()
         },
         "training_us": times.get("training", {}),
     }
 
 
+def _sizes(spec: SiteSpec) -> dict[str, int]:
+    return {"m": spec.m, "k": spec.k, "n": spec.n}
+
+
+def _site_errors(
+    spec: SiteSpec,
+    stats: SiteStats,
+    captured: Sequence[Operands],
+    config: SurveyConfig,
+) -> SiteErrors:
+    """Returns the errors on "learned", "normal" and, if captured, "real" operands."""
+    rows = min(spec.m, config.rows)
+    keys = jax.random.split(jax.random.key(config.seed), config.pairs)
+    learned = functools.partial(draw_learned, stats=stats, rows=rows)
+    normal = functools.partial(draw_normal, sizes=(rows, spec.k, spec.n))
+    sources: dict[str, Any] = {"learned": (learned, keys), "normal": (normal, keys)}
+    if captured:
+        sources["real"] = (lambda operands: operands, captured)
+    return site_errors(spec, sources, config.recipes)
+
+
 def _judged(
-    role: Role, name: str, by_source: dict[str, Any], times, config: SurveyConfig
+    role: Role,
+    name: str,
+    by_source: dict[str, dict[str, Interval]],
+    times,
+    config: SurveyConfig,
 ) -> dict[str, Any]:
     """Returns a candidate's errors, time and verdict at a role."""
     record: dict[str, Any] = {
-        "errors": by_source,
+        "errors": {
+            source: {measure: value._asdict() for measure, value in errors.items()}
+            for source, errors in by_source.items()
+        },
         "us": times.get(role, {}).get(name),
-        "speedup": times_lib.speedup(times, role, name),
+        "speedup": speedup(times, role, name),
     }
-    if name == BF16:
+    if name == BF16.name:
         return record
     gemm = get_recipe(name.partition(" ")[2]).gemm(role)
     assert gemm is not None
     unit = healthy(gemm)
     verdicts = {
-        source: judge(measured, record["speedup"], unit, config.limits)
-        for source, measured in by_source.items()
+        source: judge(errors, record["speedup"], unit, config.limits)
+        for source, errors in by_source.items()
     }
     return (
         record
@@ -197,8 +231,7 @@ def _capture(
     step = jax.jit(
         make_observe_step(run.planned, run.tables, Capture(max_rows=config.rows))
     )
-    found = []
-    for i in range(count):
-        batch = valid.batch(Position(0, i, 0), size, shuffle=False)
-        found.append(nn.by_path(step(state, batch)))
-    return found
+    batches = (
+        valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)
+    )
+    return [nn.by_path(step(state, batch)) for batch in batches]

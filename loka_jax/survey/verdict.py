@@ -1,18 +1,19 @@
 """Whether a candidate is safe and fast enough at a role of a site, and why not."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from loka_jax.dispatch.policy import Limits, why_unsafe
-from loka_jax.dispatch.table import MEASURES, Interval
+from loka_jax.measure.intervals import Interval
 
 
 class Verdict(NamedTuple):
-    """What a candidate is worth at a role of a site.
+    """The verdict on a candidate at a role of a site.
 
     Attributes:
         is_safe: its error keeps the limits.
         is_fast: it is faster than bfloat16 by the limit; None if not measured.
-        reason: why it is not safe, or not fast; what it reaches if it is both.
+        reason: why it is not safe, or not fast; its speed and error if it is both.
     """
 
     is_safe: bool
@@ -21,7 +22,7 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    measured: dict[str, dict[str, float]],
+    errors: Mapping[str, Interval],
     speedup: float | None,
     unit: float,
     limits: Limits,
@@ -29,19 +30,18 @@ def judge(
     """Returns the verdict on a candidate.
 
     Args:
-        measured: its errors from one source of operands.
+        errors: from one source of operands, by measure.
         speedup: over bfloat16; None if not measured.
         unit: the healthy relative L2 error of its formats.
         limits: to keep.
     """
-    errors = {name: Interval(**measured[name]) for name in MEASURES}
     why_not = why_unsafe(errors, unit, limits)
     is_fast = None if speedup is None else speedup >= limits.speedup
     if why_not is not None:
         return Verdict(False, is_fast, why_not)
-    reached = f"relative L2 {measured['relative_l2']['mean']:.3f}"
+    error = f"relative L2 {errors['relative_l2'].mean:.3f}"
     if speedup is None:
-        return Verdict(True, None, reached)
+        return Verdict(True, None, error)
     if not is_fast:
         return Verdict(True, False, f"{speedup:.2f} times bfloat16")
-    return Verdict(True, True, f"{speedup:.2f} times bfloat16, {reached}")
+    return Verdict(True, True, f"{speedup:.2f} times bfloat16, {error}")

@@ -13,7 +13,7 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.data import Batch, Dataset, Position, Splits, open_data
-from loka_jax.dispatch.plan import Plan
+from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
@@ -75,8 +75,8 @@ class Run:
     splits: Splits
     model: linen.Module
     tables: embedding.TableSpec
-    list_sites: Callable[[Plan], tuple[nn.Site, ...]]
-    plan: Plan
+    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+    plan: DispatchPlan
     plan_notes: tuple[str, ...]
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
@@ -89,7 +89,7 @@ class Run:
         """Every GEMM of the model, and what runs it."""
         return self.list_sites(self.plan)
 
-    def replanned(self, plan: Plan) -> "Run":
+    def replanned(self, plan: DispatchPlan) -> "Run":
         """Returns the run under another plan; its steps are compiled anew."""
         return dataclasses.replace(self, plan=plan)
 
@@ -204,7 +204,7 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
         jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
     )
     list_sites = functools.partial(_list_sites, config.model, inputs)
-    sites = list_sites(Plan())
+    sites = list_sites(DispatchPlan())
     if frozen_plan is None:
         planned = choose_plan(config, sites)
     else:
@@ -231,5 +231,5 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
     )
 
 
-def _list_sites(model: linen.Module, inputs, plan: Plan) -> tuple[nn.Site, ...]:
+def _list_sites(model: linen.Module, inputs, plan: DispatchPlan) -> tuple[nn.Site, ...]:
     return nn.list_sites(nn.Planned(model, plan.choices), *inputs)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from loka_jax.data.batch import Dataset, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
-from loka_jax.dispatch.candidates import BF16
 from loka_jax.dispatch.drift import Watch, amax_ratio
 from loka_jax.nn import by_path
 from loka_jax.optim import Plateau
 from loka_jax.recipe import OPERANDS
+from loka_jax.site import BF16
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints

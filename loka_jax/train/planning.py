@@ -10,10 +10,11 @@ import jax
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.plan import Plan
+from loka_jax.dispatch.candidates import table_key, why_not
+from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.table import BadTable, Table
 from loka_jax.nn import Site
-from loka_jax.ops.plan import has_hopper
+from loka_jax.ops.device import local_device
 from loka_jax.train.config import Config
 from loka_jax.train.step_folders import CHECKPOINTS, latest_step
 
@@ -29,7 +30,7 @@ class Planned(NamedTuple):
         notes: sentences.
     """
 
-    plan: Plan
+    plan: DispatchPlan
     notes: tuple[str, ...] = ()
 
 
@@ -128,18 +129,20 @@ def _is_plan(path: pathlib.Path) -> bool:
     return isinstance(value, dict) and "schema" not in value
 
 
-def _runnable(plan: Plan, path: pathlib.Path, sites: Sequence[Site]) -> Plan:
-    wanting = [where for where, choice in plan.choices if choice.provider != "xla"]
-    if wanting and not has_hopper():
+def _runnable(
+    plan: DispatchPlan, path: pathlib.Path, sites: Sequence[Site]
+) -> DispatchPlan:
+    choices = dict(plan.choices)
+    kernels = [where for where, choice in plan.choices if choice.provider != "xla"]
+    if kernels and local_device().why_not_pallas is not None:
         raise ValueError(
-            f"{path} wants kernels for a Hopper GPU at {', '.join(wanting)}, and there "
+            f"{path} wants kernels for a Hopper GPU at {', '.join(kernels)}, and there "
             "is none here: leave --plan out, or give --plan off."
         )
-    choices = dict(plan.choices)
     for site in sites:
-        if site.path in wanting:
+        if site.path in kernels:
             choice = choices[site.path]
-            reason = plans.why_not(choice, plans.key_of(site))
+            reason = why_not(choice, table_key(site.spec))
             if reason is not None:
                 raise ValueError(
                     f"{path}: {choice.name} cannot run at {site.path}: {reason}."

@@ -13,7 +13,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from loka_jax.dispatch.plan import Plan
+from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES
 
@@ -106,7 +106,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     for column in ("site", "m x k x n", "role", "what runs", "why not FP8"):
         table.add_column(column, no_wrap=column != "why not FP8")
     for site in sites:
-        sizes = f"{site.m} x {site.k} x {site.n}"
+        sizes = f"{site.spec.m} x {site.spec.k} x {site.spec.n}"
         roles, runs = _by_role(site)
         style = None if site.is_fp8 else "dim"
         table.add_row(site.path, sizes, roles, runs, site.why_not or "", style=style)
@@ -118,7 +118,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
         console.print(f"No fused kernel at {where}: {reason}.", highlight=False)
 
 
-def print_plan(console: Console, plan: Plan, notes: tuple[str, ...]):
+def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
     """Prints what was chosen for each site, and why; nothing where nothing was."""
     for note in notes:
         console.print(note, highlight=False)
@@ -162,7 +162,7 @@ def _by_role(site: Site) -> tuple[str, str]:
     for role in ROLES:
         roles_of.setdefault(getattr(site, role), []).append(role)
     if len(roles_of) == 1:
-        return "all", site.fwd
+        return "all", site.runs["fwd"]
     return "\n".join(map(", ".join, roles_of.values())), "\n".join(roles_of)
 
 

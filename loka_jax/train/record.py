@@ -27,7 +27,7 @@ import jax
 
 import loka_jax
 from loka_jax import jsonfile
-from loka_jax.dispatch.plan import Plan
+from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
@@ -131,7 +131,7 @@ class RunRecord:
         """Writes sites.json: path, shape, what runs per role, and why not FP8."""
         self.write(SITES, sites)
 
-    def write_plan(self, plan: Plan, step: int) -> None:
+    def write_plan(self, plan: DispatchPlan, step: int) -> None:
         """Writes plan-STEP.json: what runs in checkpoints from that step on."""
         save_plan(self.workdir / f"plan-{step}.json", plan)
 

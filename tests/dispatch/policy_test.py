@@ -1,12 +1,12 @@
-"""Who runs a site: the edges of the policy."""
+"""The choice for a site: the edges of the policy."""
 
 import pytest
 
-from loka_jax.dispatch.candidates import BF16
-from loka_jax.dispatch.policy import Limits, decide
-from loka_jax.dispatch.table import MEASURES, Entry, Interval
+from loka_jax.dispatch.policy import Limits, Terms, decide
+from loka_jax.dispatch.table import MEASURES, Entry
+from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
-from loka_jax.site import Choice
+from loka_jax.site import BF16, Choice
 
 GOOD, BAD = 0.037, 0.2
 ROW, TENSOR = "xla fp8_rowwise", "pallas fp8_tensorwise_delayed"
@@ -33,10 +33,10 @@ def test_the_fastest_that_is_accurate_enough_runs():
         fp8_rowwise=GOOD,
         fp8_tensorwise_delayed=GOOD,
     )
-    found = decide(entry, Limits())
-    assert found.choice.name == TENSOR
-    assert found.speedup == 2.0 and found.error == GOOD
-    assert found.runner_up == f"{ROW}: slower"
+    decision = decide(entry, Limits())
+    assert decision.choice.name == TENSOR
+    assert decision.speedup == 2.0 and decision.error == GOOD
+    assert decision.runner_up == f"{ROW}: slower"
 
 
 def test_what_is_wrong_loses_and_it_is_said_why():
@@ -45,15 +45,15 @@ def test_what_is_wrong_loses_and_it_is_said_why():
         fp8_rowwise=GOOD,
         fp8_tensorwise_delayed=BAD,
     )
-    found = decide(entry, Limits())
-    assert found.choice.name == ROW
-    assert found.runner_up is not None and "relative l2 0.2" in found.runner_up
+    decision = decide(entry, Limits())
+    assert decision.choice.name == ROW
+    assert decision.runner_up is not None and "relative l2 0.2" in decision.runner_up
 
 
 def test_nothing_qualifies():
     entry = _entry({"xla bf16": 10.0, ROW: 8.0}, fp8_rowwise=BAD)
-    found = decide(entry, Limits())
-    assert found.choice == BF16 and "nothing else" in found.reason
+    decision = decide(entry, Limits())
+    assert decision.choice == BF16 and "nothing else" in decision.reason
 
 
 def test_everything_qualifies_under_loose_limits():
@@ -74,9 +74,9 @@ def test_little_gain_is_no_gain(time, name):
 
 def test_fp8_must_beat_the_best_bfloat16():
     entry = _entry({"xla bf16": 10.0, "pallas bf16": 6.0, ROW: 5.9}, fp8_rowwise=GOOD)
-    found = decide(entry, Limits())
-    assert found.choice.name == "pallas bf16" and found.error is None
-    assert found.runner_up is not None and found.runner_up.startswith(ROW)
+    decision = decide(entry, Limits())
+    assert decision.choice.name == "pallas bf16" and decision.error is None
+    assert decision.runner_up is not None and decision.runner_up.startswith(ROW)
 
 
 def test_ties_go_to_the_first():
@@ -90,8 +90,8 @@ def test_ties_go_to_the_first():
 
 @pytest.mark.parametrize("entry", [None, Entry(), _entry({ROW: 1.0})])
 def test_what_was_not_measured_runs_in_bfloat16(entry):
-    found = decide(entry, Limits())
-    assert found.choice == BF16 and "not measured" in found.reason
+    decision = decide(entry, Limits())
+    assert decision.choice == BF16 and "not measured" in decision.reason
 
 
 def test_an_error_that_was_not_measured_is_no_small_one():
@@ -102,16 +102,16 @@ def test_an_error_that_was_not_measured_is_no_small_one():
 def test_errors_are_those_of_the_source_or_the_worst_of_all():
     entry = _entry({"xla bf16": 10.0, ROW: 5.0}, fp8_rowwise=BAD)
     entry.errors["there"] = _errors(fp8_rowwise=GOOD)
-    assert decide(entry, Limits(), source="there").choice.name == ROW
-    assert decide(entry, Limits(), source="here").choice == BF16
-    assert decide(entry, Limits(), source="nowhere").choice == BF16
+    assert decide(entry, Limits(), Terms(source="there")).choice.name == ROW
+    assert decide(entry, Limits(), Terms(source="here")).choice == BF16
+    assert decide(entry, Limits(), Terms(source="nowhere")).choice == BF16
 
 
 def test_inference_looks_at_the_forward_product_alone():
     entry = _entry({"xla bf16": 10.0}, fp8_rowwise=GOOD)
     entry.times["inference"] = {"xla bf16": 3.0, ROW: 1.0}
     entry.errors["here"]["drhs"]["fp8_rowwise"] = _errors(x=BAD)["drhs"]["x"]
-    assert decide(entry, Limits(), roles=("fwd",)).choice.name == ROW
+    assert decide(entry, Limits(), Terms(roles=("fwd",))).choice.name == ROW
     assert decide(entry, Limits()).choice == BF16
 
 
@@ -123,14 +123,14 @@ def test_products_are_found_by_their_casts():
 
 def test_a_model_in_bfloat16_stays_in_it():
     entry = _entry({"xla bf16": 10.0, "pallas bf16": 5.0, ROW: 1.0}, fp8_rowwise=GOOD)
-    assert decide(entry, Limits(), why_wide="no").choice.name == "pallas bf16"
+    assert decide(entry, Limits(), Terms(why_not_fp8="no")).choice.name == "pallas bf16"
 
 
 def test_kernels_must_be_worth_leaving_xla_for():
     # XLA may fuse with a site's neighbours, which a site alone does not show.
     kernel, fp8 = "pallas bf16", "pallas fp8_rowwise"
     entry = _entry({BF16.name: 10.6, kernel: 10.0, fp8: 9.9}, fp8_rowwise=GOOD)
-    found = decide(entry, Limits())
-    assert found.choice == BF16
-    assert found.runner_up is not None and "too little for kernels" in found.runner_up
+    decision = decide(entry, Limits())
+    assert decision.choice == BF16
+    assert decision.runner_up is not None and "too little for kernels" in decision.runner_up
     assert decide(entry, Limits(leave_xla=1.05)).choice.name == kernel

@@ -14,7 +14,7 @@ from loka_jax.dispatch.plan import key_of
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice
-from loka_jax.tuning import tuner
+from loka_jax.dispatch import tuning
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]

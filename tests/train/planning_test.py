@@ -9,7 +9,7 @@ import pytest
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import BF16
-from loka_jax.dispatch.plan import Plan, key_of, save
+from loka_jax.dispatch.plan import DispatchPlan, key_of, save
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES

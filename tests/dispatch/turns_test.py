@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loka_jax.tuning.turns import Turns
+from loka_jax.dispatch.turns import Turns
 
 _SOON_S = 0.1  # in which a thread that need not wait has its turn
 

@@ -1,9 +1,9 @@
-"""The process in which candidates run, so that a faulty one ends no other.
+"""The process in which candidates run, so that a crash costs one candidate only.
 
-Reads a job a line from its input, as JSON, and answers in lines on its output: which
-candidate begins, then what was measured. To take times it says that it must be alone,
-and after them that others may work too; each time it reads a line before it goes on.
-What else is printed goes to the error output.
+Reads jobs as lines of JSON from its input, and answers in lines on its output: which
+candidate begins, then the measurements. Before taking times it asks to be alone, and
+afterwards to work together again; each time it waits for a line of input. All other
+output goes to the error output.
 """
 
 import contextlib
@@ -19,11 +19,10 @@ import jax
 import numpy as np
 
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.measuring import Job, measure_site
 from loka_jax.dispatch.table import Header, Table
 from loka_jax.probe.site import ProbeConfig, SiteStats, no_stats
-from loka_jax.site import Choice
-from loka_jax.tuning.site import Job, measure_site
+from loka_jax.site import Choice, SiteSpec
 
 BEGIN, RESULT = "begin", "result"
 ALONE, TOGETHER = "alone", "together"
@@ -34,11 +33,11 @@ def to_line(job: Job, stats: pathlib.Path | None) -> str:
     """Returns a job as a line.
 
     Args:
-        job: what is to be measured.
+        job: to measure.
         stats: the file of `save_stats` with its statistics.
     """
     value = job._asdict() | {
-        "site": dataclasses.asdict(job.site),
+        "spec": dataclasses.asdict(job.spec),
         "choices": [choice.name for choice in job.choices],
         "stats": None if stats is None else str(stats),
     }
@@ -48,27 +47,27 @@ def to_line(job: Job, stats: pathlib.Path | None) -> str:
 def from_line(line: str) -> Job:
     """Returns the job that `to_line` wrote."""
     value: dict[str, Any] = json.loads(line)
-    site = SiteKey(**value["site"])
+    spec = SiteSpec(**value["spec"])
     stats = value["stats"]
     return Job(
         **value
         | {
-            "site": site,
+            "spec": spec,
             "choices": tuple(map(Choice.parse, value["choices"])),
-            "stats": None if stats is None else load_stats(pathlib.Path(stats), site),
+            "stats": None if stats is None else load_stats(pathlib.Path(stats), spec),
         }
     )
 
 
 def save_stats(path: pathlib.Path, stats: SiteStats):
-    """Writes what is known of a site."""
+    """Writes the statistics of a site."""
     leaves = jax.tree.leaves(jax.device_get(stats))
     np.savez(path, *leaves)
 
 
-def load_stats(path: pathlib.Path, site: SiteKey) -> SiteStats:
-    """Returns what `save_stats` wrote of a site of these sizes."""
-    like = jax.eval_shape(lambda: no_stats(site.k, site.n, ProbeConfig()))
+def load_stats(path: pathlib.Path, spec: SiteSpec) -> SiteStats:
+    """Returns the statistics that `save_stats` wrote, of a site of these sizes."""
+    like = jax.eval_shape(lambda: no_stats(spec.k, spec.n, ProbeConfig()))
     with np.load(path) as file:
         leaves = [file[name] for name in file.files]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -77,7 +76,7 @@ def load_stats(path: pathlib.Path, site: SiteKey) -> SiteStats:
 def main():
     """Works until its input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints, prints among the errors
+    os.dup2(2, 1)  # other output goes to the error output
 
     def say(kind: str, value: Any):
         answers.write(json.dumps({kind: value}) + "\n")
@@ -85,7 +84,7 @@ def main():
     def wait_for(turn: str):
         say(turn, True)
         if not sys.stdin.readline():
-            sys.exit("nobody is left to grant a turn")
+            sys.exit("the parent process ended")
 
     @contextlib.contextmanager
     def alone() -> Iterator[None]:
@@ -98,5 +97,5 @@ def main():
     while line := sys.stdin.readline():
         job = from_line(line)
         entry = measure_site(job, lambda name: say(BEGIN, name), alone)
-        table = Table(Header("", "", "", ""), {job.site: entry})
+        table = Table(Header("", "", "", ""), {job.spec: entry})
         say(RESULT, tables.to_json(table))

@@ -12,11 +12,11 @@ import pytest
 from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats
 from loka_jax.site import Choice
-from loka_jax.tuning import pool
-from loka_jax.tuning.pool import Worker, measure_all
-from loka_jax.tuning.site import Job
-from loka_jax.tuning.turns import Turns
-from loka_jax.tuning.worker import from_line, save_stats, to_line
+from loka_jax.dispatch import pool
+from loka_jax.dispatch.pool import Worker, measure_all
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.turns import Turns
+from loka_jax.dispatch.worker import from_line, save_stats, to_line
 
 SITE = SiteKey(64, 32, 16)
 NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")

@@ -1,10 +1,9 @@
 """How wrong a kernel is on operands that are drawn again and again.
 
-One draw says little: `mere` is a heavy-tailed mean. So every measure comes with the
-confidence interval of its mean over the draws.
+One draw says little: `mere` is a heavy-tailed mean. `intervals.interval` gives the mean
+over draws with its interval.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from jaxtyping import Array, Float
 from loka_jax import quality
 
 PAIRS = 64  # draws; the paper takes 50 to 100
-_Z95 = 1.96  # standard errors of a 95 % interval
 _MEDIAN_ELEMENTS = 1 << 15
 
 
@@ -36,19 +34,6 @@ class Errors(NamedTuple):
     worst_row: Any
 
 
-class Estimate(NamedTuple):
-    """A mean over draws, and the 95 % interval it lies in.
-
-    Attributes:
-        mean: over the draws.
-        low, high: mean -+ 1.96 standard errors.
-    """
-
-    mean: float
-    low: float
-    high: float
-
-
 def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
     """Returns the errors of a product."""
     ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
@@ -58,13 +43,13 @@ def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
     return Errors(
         mere=quality.mere(ref, x),
         relative_l2=quality.relative_l2(ref, x),
-        median=jnp.nanmedian(_some(jnp.where(counted, relative, jnp.nan))),
+        median=jnp.nanmedian(_sampled(jnp.where(counted, relative, jnp.nan))),
         worst_row=10 ** (-worst_db / 20),
     )
 
 
-def _some(x: Float[Array, "m n"]) -> Float[Array, "e"]:
-    # To sort all elements would take longer than all else.
+def _sampled(x: Float[Array, "m n"]) -> Float[Array, "e"]:
+    # Sorting all elements would take longer than everything else.
     return x.ravel()[:: max(1, x.size // _MEDIAN_ELEMENTS)]
 
 
@@ -78,17 +63,5 @@ def measure(
         draw: operands from a seed.
         seeds: one for each draw, usually keys.
     """
-    found = jax.device_get([score(*draw(seed)) for seed in seeds])
-    return jax.tree.map(lambda *values: np.stack(values), *found)
-
-
-def estimate(values: np.ndarray) -> Estimate:
-    """Returns the mean of some draws and its 95 % interval; NaN if one is NaN.
-
-    Of a single draw all three are its value.
-    """
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return Estimate(mean, mean, mean)
-    half = _Z95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
+    draws = jax.device_get([score(*draw(seed)) for seed in seeds])
+    return jax.tree.map(lambda *values: np.stack(values), *draws)

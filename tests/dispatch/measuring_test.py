@@ -10,9 +10,9 @@ from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.probe.site import ProbeConfig, no_stats, observe
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice
-from loka_jax.tuning import passes
-from loka_jax.tuning import site as site_lib
-from loka_jax.tuning.site import Job, measure_site
+from loka_jax.measure import passes
+from loka_jax.dispatch import measuring
+from loka_jax.dispatch.measuring import Job, measure_site
 from tests import support
 
 SITE = SiteKey(64, 32, 16, "layer", "swish")

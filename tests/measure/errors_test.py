@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax import fp8
 from loka_jax.probe.matrix_normal import no_weights, update
-from loka_jax.probe.measure import PAIRS, errors, estimate, measure
+from loka_jax.measure.errors import PAIRS, errors, estimate, measure
 from loka_jax.probe.moments import moments_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
 

@@ -1,7 +1,7 @@
-"""Hands jobs to worker processes, and tells whose fault it is if one ends.
+"""Hands jobs to worker processes, and finds the candidate that ended a process.
 
-Several compile at a time, which is most of the work; times are taken by one after
-another, while nobody compiles.
+Several workers compile at a time, which is most of the work; they take times one after
+another, while no worker compiles.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from concurrent import futures
 from typing import Any
 
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.table import Entry
-from loka_jax.tuning.site import Job
-from loka_jax.tuning.turns import Turns
-from loka_jax.tuning.worker import (
+from loka_jax.dispatch.turns import Turns
+from loka_jax.dispatch.worker import (
     ALONE,
     BEGIN,
     GO,
@@ -31,22 +31,22 @@ from loka_jax.tuning.worker import (
     to_line,
 )
 
-_TIMEOUT_S = 600.0  # of silence, turns that are waited for apart
+_TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _COMMAND = (
     sys.executable,
     "-c",
-    "from loka_jax.tuning.worker import main; main()",
+    "from loka_jax.dispatch.worker import main; main()",
 )
 
 
 def measure_all(
     jobs: Sequence[Job], workers: int, say: Callable[[str], None]
 ) -> Iterator[tuple[Job, Entry]]:
-    """Yields each job and what was measured, in the order in which they are done.
+    """Yields each job and its measurements, in the order in which they finish.
 
     Args:
-        jobs: what is to be measured.
-        workers: processes.
+        jobs: to measure.
+        workers: number of processes.
         say: takes a line on each job, and on each failure.
     """
     turns = Turns()
@@ -60,7 +60,7 @@ def measure_all(
         def measure(job: Job) -> tuple[Job, Entry]:
             worker = idle.get()
             try:
-                say(f"{job.site} ({job.source})")
+                say(f"{job.spec} ({job.source})")
                 return job, worker.measure(job)
             finally:
                 idle.put(worker)
@@ -70,8 +70,8 @@ def measure_all(
             for done in futures.as_completed(running):
                 yield done.result()
         finally:
-            for one in running:
-                one.cancel()
+            for future in running:
+                future.cancel()
 
 
 class Worker:
@@ -88,7 +88,7 @@ class Worker:
         command: tuple[str, ...] = _COMMAND,
         timeout_s: float = _TIMEOUT_S,
     ):
-        """Takes who is told of failures, and the turns that all workers share."""
+        """Makes a worker that reports failures to `say` and shares `turns`."""
         self._say = say
         self._turns = turns
         self._command = command
@@ -103,42 +103,44 @@ class Worker:
         return self
 
     def __exit__(self, *error):
-        """Ends the worker, and with an exception what it measures."""
+        """Ends the worker; what it measures then raises."""
         self._is_closed = True
         self._stop()
 
     def measure(self, job: Job) -> Entry:
-        """Returns what was measured, the candidates that ended the worker left out."""
+        """Returns the measurements; a candidate that ended the worker is a failure."""
         failures: dict[str, str] = {}
         while True:
             entry, last = self._try(job)
             if entry is not None:
                 entry.failures.update(failures)
                 return entry
-            if any(one.name == last for one in job.choices):
+            if any(choice.name == last for choice in job.choices):
                 failures[last] = "ended the process that ran it"
-                self._say(f"{job.site}: {last} ended the process that ran it")
-                left = tuple(one for one in job.choices if one.name != last)
+                self._say(f"{job.spec}: {last} ended the process that ran it")
+                left = tuple(c for c in job.choices if c.name != last)
                 job = job._replace(choices=left)
-            elif not job.is_serial:  # while several were compiled: find out which
+            elif not job.is_serial:
+                # Several were compiled at once: find the faulty one.
                 job = job._replace(is_serial=True)
             else:
                 why = "could not be measured: the process ended before any candidate"
-                self._say(f"{job.site}: {why}")
+                self._say(f"{job.spec}: {why}")
                 return Entry(failures=failures | {c.name: why for c in job.choices})
 
     def _try(self, job: Job) -> tuple[Entry | None, str]:
-        """Returns the entry, or None and who was last if the worker ended."""
+        """Returns the entry, or None and the last candidate if the worker ended."""
         with contextlib.ExitStack() as turn:
             turn.enter_context(self._turns.together())
             entry, last = self._ask(job, turn)
             if entry is None:
-                self._stop()  # before anybody takes times
-                self._require_open()  # else it was ended, and is not to blame
+                self._stop()  # before another worker takes times
+                # A worker that was ended on purpose has no faulty candidate.
+                self._require_open()
             return entry, last
 
     def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
-        """Returns as `_try` does; in `turn` is the turn that the worker has."""
+        """Returns what `_try` does; `turn` holds the worker's turn."""
         grants = {ALONE: self._turns.alone, TOGETHER: self._turns.together}
         process = self._started()
         last = ""

@@ -1,28 +1,29 @@
-"""Measures all sites of a model and returns the table."""
+"""Tuning: measures all sites of a model, for a dispatch table."""
 
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from loka_jax.dispatch.candidates import SiteKey, feasible
-from loka_jax.dispatch.plan import key_of
-from loka_jax.dispatch.table import Interval, Table, header_here
+from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.table import Table, header_here
+from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.tuning.pool import measure_all
-from loka_jax.tuning.site import Job
+from loka_jax.site import SiteSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """What is measured.
+    """Options of tuning.
 
     Attributes:
-        batch_sizes: at which times are measured; none for that of training.
+        batch_sizes: at which times are measured; that of training if empty.
         pairs: operands drawn for the errors.
-        rows: of these, at most.
-        held_out_batches: of the validation data, at most, for the effect on the loss.
+        rows: most rows of these operands.
+        held_out_batches: most batches of validation data for the effect on the loss.
         seed: of all draws.
         workers: processes that compile at a time; they take times one after another.
     """
@@ -47,53 +48,53 @@ class TuneConfig:
 def tune(
     name: str,
     sites: Sequence[Site],
-    known: Mapping[str, SiteStats],
+    stats: Mapping[str, SiteStats],
     config: TuneConfig,
     *,
     effects: Mapping[str, Interval] | None = None,
-    timed: Collection[SiteKey] = (),
+    timed: Collection[SiteSpec] = (),
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
-    """Yields what was measured of every candidate at a site, for all sites of a model.
+    """Yields the measurements of all candidates, a table for each site of a model.
 
     Args:
         name: of the model, under which the table keeps errors.
         sites: of the model.
-        known: Probe's statistics by path; N(0, 1) stands in for those that are missing.
-        config: what is measured.
+        stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
+        config: options.
         effects: of FP8 at a path on the loss, see `Entry`.
-        timed: sites whose times are known, and errors alone are measured.
-        say: takes a line on what is being done.
+        timed: keys of sites that have times: only their errors are measured.
+        say: takes a line of progress.
     """
     header = header_here()
-    jobs = list(_jobs(name, sites, known, config, timed))
+    jobs = list(_jobs(name, sites, stats, config, timed))
     by_source = {
-        _source(name, path, known): effect for path, effect in (effects or {}).items()
+        _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
     for job, entry in measure_all(jobs, config.workers, say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
-        yield Table(header, {job.site: entry})
+        yield Table(header, {job.spec: entry})
 
 
 def _jobs(
     name: str,
     sites: Sequence[Site],
-    known: Mapping[str, SiteStats],
+    stats: Mapping[str, SiteStats],
     config: TuneConfig,
-    timed: Collection[SiteKey],
+    timed: Collection[SiteSpec],
 ) -> Iterator[Job]:
     timed = set(timed)
     for site in sites:
         if not site.has_choice or site.recipe == "f32":
             continue
-        for m in config.batch_sizes or (site.m,):
-            key = key_of(dataclasses.replace(site, m=m))
+        for m in config.batch_sizes or (site.spec.m,):
+            key = table_key(dataclasses.replace(site.spec, m=m))
             yield Job(
-                site=key,
-                choices=() if key in timed else tuple(feasible(key)),
-                stats=known.get(site.path),
-                source=_source(name, site.path, known),
+                spec=key,
+                choices=() if key in timed else tuple(candidates(key)),
+                stats=stats.get(site.path),
+                source=_source(name, site.path, stats),
                 pairs=config.pairs,
                 rows=config.rows,
                 seed=config.seed,
@@ -101,6 +102,6 @@ def _jobs(
             timed.add(key)
 
 
-def _source(name: str, path: str, known: Mapping[str, SiteStats]) -> str:
+def _source(name: str, path: str, stats: Mapping[str, SiteStats]) -> str:
     source = f"{name} {path}"
-    return source if path in known else f"N(0, 1) for {source}"
+    return source if path in stats else f"N(0, 1) for {source}"

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from loka_jax.probe.timing import (
+from loka_jax.measure.timing import (
     Case,
     Event,
     kernel_time,

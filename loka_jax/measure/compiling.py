@@ -1,4 +1,4 @@
-"""Many small programs compiled at a time, those that do not compile set apart."""
+"""Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
 from collections.abc import Callable, Mapping
@@ -8,8 +8,8 @@ import jax
 
 # Kernels of a command buffer are not profiled one by one.
 NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
-# Numbers alone are wanted, not times: leaves out the search for the fastest kernels,
-# which is most of a compilation.
+# For programs that are not timed: leaves out the search for the fastest kernels, which
+# is most of a compilation.
 UNTUNED = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
 
@@ -20,7 +20,7 @@ def compile_all(
 ) -> dict[str, Any]:
     """Returns the compiled functions by name, or the exception in place of one.
 
-    They take what `leaves` returns of the arguments.
+    They take the leaves of their arguments, see `leaves`.
 
     Args:
         programs: functions with the arguments they are compiled for.
@@ -33,7 +33,7 @@ def compile_all(
             try:
                 lowered = _of_leaves(function, arguments).lower(*leaves(arguments))
                 compiled[name] = pool.submit(lowered.compile, dict(options))
-            except Exception as error:  # a candidate that cannot run here
+            except Exception as error:  # a candidate may not run here
                 compiled[name] = error
     return {name: _outcome(x) for name, x in compiled.items()}
 
@@ -44,8 +44,8 @@ def leaves(arguments: tuple) -> tuple:
 
 
 def _of_leaves(function, arguments):
-    # What is compiled ahead of time describes its arguments in trees like theirs, whose
-    # leaves no `Fp8Array` takes where types are checked.
+    # Ahead-of-time compilation builds trees of argument descriptions, which `Fp8Array`
+    # refuses as leaves where types are checked at run time.
     structure = jax.tree.structure(arguments)
     return jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
 

@@ -1,0 +1,332 @@
+"""Measures every candidate at one site, in this process.
+
+correct  the whole site, forward and backward, against XLA in float32: a kernel may add
+         little to the error that its recipe has by XLA
+errors   of each product in each recipe, on operands drawn from Probe's statistics
+times    kernel time of the whole site, operands out of the L2 ("training", "inference")
+         and in it (" warm")
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
+from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
+from loka_jax.measure.intervals import Interval
+from loka_jax.measure.passes import (
+    Operands,
+    as_read,
+    exact,
+    in_chains,
+    inference,
+    num_rotated,
+    training,
+)
+from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
+from loka_jax.measure.timing import Case, KernelTime, time_kernels
+from loka_jax.probe.capture import Operands as Drawn
+from loka_jax.probe.site import SiteStats
+from loka_jax.quality import relative_l2
+from loka_jax.recipe import RECIPES
+from loka_jax.site import BF16, Choice, SiteSpec
+
+_FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
+# A kernel's error may exceed its recipe's by this factor and relative L2.
+_SLACK, _ROUNDING = 1.25, 0.01
+_MAX_ERROR = 0.5  # relative L2 beyond which no candidate is correct, XLA's included
+_MAX_CHAINED = 3
+
+# By pass: a function and its sets of arguments.
+type _Programs = dict[str, Case]
+type _Times = dict[str, dict[str, float]]
+type _Begin = Callable[[str], None]
+
+
+class Job(NamedTuple):
+    """A site to measure.
+
+    Attributes:
+        spec: the site.
+        choices: candidates to time; empty to measure errors only.
+        stats: Probe's statistics of the operands; None for N(0, 1).
+        source: name of the operands in the table.
+        pairs: draws for the errors.
+        rows: most rows of these draws.
+        seed: of all draws.
+        is_serial: compile one program after another, to find the one that crashes.
+    """
+
+    spec: SiteSpec
+    choices: tuple[Choice, ...]
+    stats: SiteStats | None
+    source: str
+    pairs: int
+    rows: int
+    seed: int
+    is_serial: bool = False
+
+
+def measure_site(
+    job: Job,
+    begin: _Begin,
+    alone: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    errors_of: Callable[[Job], RoleErrors] | None = None,
+) -> Entry:
+    """Returns the measurements of a site.
+
+    Args:
+        job: the site and its candidates.
+        begin: called with the name of the candidate that runs next, "" for several at a
+            time: the last name is known if a candidate ends the process.
+        alone: a context in which no other process uses the GPU, for times.
+        errors_of: returns the errors of all products; `measure_errors` if None.
+    """
+    begin("")
+    errors = {job.source: (errors_of or measure_errors)(job)}
+    if not job.choices:
+        return Entry(errors=errors)
+    draw = _draw(job, job.spec.m)
+    sets = [as_read(draw(key)) for key in _keys(job, num_rotated(job.spec))]
+    compiled, failures = _compile_candidates(job, sets, begin)
+    correct = _check_all(job, compiled, failures, sets, begin)
+    begin("")
+    with alone():
+        times = _time(correct)
+    cases = _chain_cases(job, _fastest_kernels(times), sets, begin)
+    if cases:
+        with alone():
+            times |= _by_pass(time_kernels(cases))
+    return Entry(times, errors, failures)
+
+
+def measure_errors(job: Job) -> RoleErrors:
+    """Returns the errors of all products in all recipes."""
+    draw = _draw(job, min(job.spec.m, job.rows))
+    sources = {"drawn": (draw, _keys(job, job.pairs))}
+    errors = site_errors(job.spec, sources, _FP8_RECIPES)
+    return {role: _finite(candidates) for role, candidates in errors.items()}
+
+
+def _finite(
+    candidates: Mapping[str, Mapping[str, Mapping[str, Interval]]],
+) -> dict[str, dict[str, Interval]]:
+    """Returns the errors that a table keeps, by recipe: XLA's, where all are finite."""
+    by_recipe = {}
+    for name, by_source in candidates.items():
+        provider, _, recipe = name.partition(" ")
+        measures = {measure: by_source["drawn"][measure] for measure in MEASURES}
+        is_finite = all(math.isfinite(error.high) for error in measures.values())
+        if provider == "xla" and is_finite:
+            by_recipe[recipe] = {m: _rounded(error) for m, error in measures.items()}
+    return by_recipe
+
+
+def _rounded(interval: Interval) -> Interval:
+    """Returns an interval with four digits, so that the table can be read."""
+    return Interval(*(float(f"{value:.4g}") for value in interval))
+
+
+def _keys(job: Job, count: int) -> Array:
+    return jax.random.split(jax.random.key(job.seed), count)
+
+
+def _draw(job: Job, rows: int) -> Callable[[Array], Drawn]:
+    if job.stats is None:
+        sizes = (rows, job.spec.k, job.spec.n)
+        return functools.partial(draw_normal, sizes=sizes)
+    return functools.partial(draw_learned, stats=job.stats, rows=rows)
+
+
+def _compile_candidates(
+    job: Job, sets: Sequence[Operands], begin: _Begin
+) -> tuple[dict[str, _Programs], dict[str, str]]:
+    """Returns each candidate's compiled passes, and why others have none."""
+    cases, owners = {}, {}
+    for choice in job.choices:
+        for pass_name, make in (("training", training), ("inference", inference)):
+            name = _program_name(pass_name, choice)
+            if name not in cases:
+                cases[name], owners[name] = make(choice, job.spec, sets), choice.name
+    programs = _compile(job, cases, owners, begin)
+    compiled: dict[str, _Programs] = {}
+    failures = {}
+    for choice in job.choices:
+        for pass_name in ("training", "inference"):
+            program = programs[_program_name(pass_name, choice)]
+            if isinstance(program, Exception):
+                failures[choice.name] = f"does not compile: {_one_line(program)}"
+            else:
+                compiled.setdefault(choice.name, {})[pass_name] = program
+    return compiled, failures
+
+
+def _program_name(pass_name: str, choice: Choice) -> str:
+    """Returns a name that choices with the same program share.
+
+    Inference has no backward pass.
+    """
+    if pass_name == "inference":
+        return f"{pass_name}:{choice.provider} {choice.recipe.fwd}"
+    return f"{pass_name}:{choice.name}"
+
+
+def _compile(
+    job: Job, cases: dict[str, Case], owners: dict[str, str], begin: _Begin
+) -> dict[str, Case | Exception]:
+    """Returns passes as they are timed, or why one does not compile."""
+    programs = {
+        name: (case.function, case.arguments[0]) for name, case in cases.items()
+    }
+    compiled: dict[str, Any] = {}
+    if job.is_serial:
+        for name, program in programs.items():
+            begin(owners[name])
+            compiled |= compile_all({name: program})
+    else:
+        # Tuning bfloat16 first finds kernels that the others have in common with it.
+        first = {k: v for k, v in programs.items() if owners[k] == BF16.name}
+        compiled = compile_all(first) if first else {}
+        compiled |= compile_all({k: v for k, v in programs.items() if k not in first})
+    return {
+        name: program
+        if isinstance(program, Exception)
+        else Case(program, [leaves(arguments) for arguments in cases[name].arguments])
+        for name, program in compiled.items()
+    }
+
+
+def _check_all(
+    job: Job,
+    compiled: dict[str, _Programs],
+    failures: dict[str, str],
+    sets: Sequence[Operands],
+    begin: _Begin,
+) -> dict[str, _Programs]:
+    """Returns the candidates that are correct; adds the others to `failures`."""
+    reference = _reference(job.spec, sets[0])
+    correct: dict[str, _Programs] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for choice in job.choices:
+        if choice.name in failures:
+            continue
+        begin(choice.name)
+        by_xla = errors.get(Choice("xla", choice.recipe).name, {})
+        try:
+            errors[choice.name] = _errors_of_run(compiled[choice.name], reference)
+        except Exception as error:  # a candidate that does not run is a failure
+            failures[choice.name] = f"does not run: {_one_line(error)}"
+            continue
+        why_not = _why_incorrect(errors[choice.name], by_xla)
+        if why_not is None:
+            correct[choice.name] = compiled[choice.name]
+        else:
+            failures[choice.name] = why_not
+    return correct
+
+
+def _reference(spec: SiteSpec, operands: Operands) -> tuple[Array, Array, Array]:
+    """Returns y, dlhs and drhs in float32."""
+    function, arguments = exact(spec, operands)
+    options = UNTUNED if jax.default_backend() == "gpu" else {}
+    y, (dlhs, drhs) = jax.jit(function, compiler_options=dict(options))(*arguments)
+    return y, dlhs, drhs
+
+
+def _errors_of_run(programs: _Programs, reference) -> dict[str, float]:
+    """Returns the relative L2 errors of a candidate's results."""
+    y, (dlhs, drhs) = _run_once(programs["training"])
+    inferred = _run_once(programs["inference"])
+    results = {"y": y, "dlhs": dlhs, "drhs": drhs, "inferred y": inferred}
+    references = (*reference, reference[0])
+    return {
+        name: float(relative_l2(ref, x.astype(jnp.float32)))
+        for (name, x), ref in zip(results.items(), references, strict=True)
+    }
+
+
+def _why_incorrect(errors: dict[str, float], by_xla: dict[str, float]) -> str | None:
+    """Returns which result is too far off, or None."""
+    for name, error in errors.items():
+        bound = min(_MAX_ERROR, _SLACK * by_xla.get(name, _MAX_ERROR) + _ROUNDING)
+        if not error <= bound:
+            return f"{name} is off by {error:.3g} (relative L2), above {bound:.3g}"
+    return None
+
+
+def _run_once(case: Case):
+    return jax.block_until_ready(case.function(*case.arguments[0]))
+
+
+def _time(candidates: dict[str, _Programs]) -> _Times:
+    """Returns microseconds by pass and candidate, out of the L2 and in it."""
+    # Some candidates share the program of a pass, which is timed once.
+    cases: dict[int, Case] = {
+        id(case): case for programs in candidates.values() for case in programs.values()
+    }
+    warm = {
+        -key: Case(case.function, case.arguments[:1]) for key, case in cases.items()
+    }
+    times = time_kernels({str(key): case for key, case in (cases | warm).items()})
+    by_name = {}
+    for name, programs in candidates.items():
+        for pass_name, case in programs.items():
+            by_name[f"{pass_name}:{name}"] = times[str(id(case))]
+            by_name[f"{pass_name} warm:{name}"] = times[str(-id(case))]
+    return _by_pass(by_name)
+
+
+def _fastest_kernels(times: _Times) -> list[Choice]:
+    """Returns the candidates to time in chains: kernels that differ in forward cast."""
+    training_times = times.get("training", {})
+    chained: list[Choice] = []
+    for name in sorted(training_times, key=lambda name: training_times[name]):
+        choice = Choice.parse(name)
+        is_new = all(other.recipe.fwd != choice.recipe.fwd for other in chained)
+        if choice.provider == "pallas" and is_new:
+            chained.append(choice)
+    return chained[:_MAX_CHAINED]
+
+
+def _chain_cases(
+    job: Job, choices: Sequence[Choice], sets: Sequence[Operands], begin: _Begin
+) -> dict[str, Case]:
+    """Returns the passes of choices in chains, by pass and name.
+
+    Each runs once, so that a crash is attributed to its candidate.
+    """
+    passes, owners = {}, {}
+    for choice in choices:
+        for pass_name, case in in_chains(choice, job.spec, sets).items():
+            name = f"{pass_name}:{choice.name}"
+            passes[name], owners[name] = case, choice.name
+    cases = {}
+    for name, program in _compile(job, passes, owners, begin).items():
+        if isinstance(program, Exception):
+            continue
+        cases[name] = program
+        begin(owners[name])
+        _run_once(program)
+    if cases:
+        begin("")
+    return cases
+
+
+def _by_pass(times: Mapping[str, KernelTime]) -> _Times:
+    """Returns microseconds by pass, and by candidate, from keys "PASS:CANDIDATE"."""
+    by_pass: _Times = {}
+    for key, time in times.items():
+        pass_name, _, name = key.partition(":")
+        by_pass.setdefault(pass_name, {})[name] = round(time.median_us, 2)
+    return by_pass
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,10 @@
+"""Errors and times of functions, and of the sites of a model.
+
+intervals    means over draws with their 95 % intervals
+errors       how far a product is from its reference
+compiling    many programs at a time
+timing       kernel times by the profiler, wall clock of queues
+site_errors  errors of each role of a site, in every recipe
+passes       training and inference of a site, as functions that are timed
+site_times   times of a site, in every recipe
+"""

@@ -1,0 +1,151 @@
+"""What modules are told from outside of a model, while they are traced.
+
+    with overriding({"top_mlp/dense_1": "bf16", "top_mlp/dense_0": choice}):
+        logits = model.apply(variables, x)
+
+The context is static under jit: enter it inside of the function that is jitted, or give
+jit a `Planned` model.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flax import linen
+
+from loka_jax.ops.device import Device, local_device
+from loka_jax.ops.plan import KernelPlan, resolve, resolve_served
+from loka_jax.ops.tap import Observer
+from loka_jax.recipe import Recipe, get_recipe
+from loka_jax.site import Choice, Provider, SiteSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteContext:
+    """What the sites of a model are told from outside.
+
+    Attributes:
+        choices: by path: a choice, or a recipe that leaves the provider to the module.
+        observer: sees the operands of each site.
+        listener: is called with each `Site` that is traced.
+        device: that kernels are planned for; JAX's default device if None.
+        called: paths in `choices` whose sites were called.
+        delayed_calls: by pass over a model, the sites with delayed scaling.
+    """
+
+    choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
+        default_factory=dict
+    )
+    observer: Observer | None = None
+    listener: Callable[[Any], None] | None = None
+    device: Device | None = None
+    called: set[str] = dataclasses.field(default_factory=set)
+    delayed_calls: weakref.WeakKeyDictionary = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def plan(
+        self,
+        path: str,
+        spec: SiteSpec,
+        recipe: str | Recipe,
+        implementation: Provider | None,
+    ) -> KernelPlan:
+        """Returns what runs at a site.
+
+        Args:
+            path: of the site.
+            spec: the site.
+            recipe: of the module, for a path without a choice.
+            implementation: provider of the module; None for Pallas kernels where they
+                serve the site on this device, and else XLA.
+        """
+        self.called.add(path)
+        choice = self.choices.get(path, recipe)
+        device = self.device or local_device()
+        if isinstance(choice, Choice):
+            return resolve(spec, choice, device)
+        recipe = as_recipe(choice)
+        if implementation is None:
+            return resolve_served(spec, recipe, device)
+        return resolve(spec, Choice(implementation, recipe), device)
+
+    def refuse_second_call(self, module: linen.Module):
+        """Raises ValueError if a site with delayed scaling is called again in a pass.
+
+        JAX adds up the gradients of a value that is used twice, and a sum of states is
+        no state: scales would double every step. (Flax's transforms have roots of their
+        own: two calls of a module under `linen.remat` go unseen.)
+        """
+        assert module.scope is not None
+        paths = self.delayed_calls.setdefault(module.scope.root, set())
+        if module.path in paths:
+            raise ValueError(
+                f"site {'/'.join(module.path)!r} is called twice in one pass; delayed "
+                "scaling needs one call a step: use a current-scaling recipe such as "
+                "'fp8_tensorwise' there."
+            )
+        paths.add(module.path)
+
+
+_PLAIN = SiteContext()
+_context: contextvars.ContextVar[SiteContext | None] = contextvars.ContextVar(
+    "site_context", default=None
+)
+
+
+def current() -> SiteContext:
+    """Returns the context that modules are traced in."""
+    return _context.get() or _PLAIN
+
+
+@contextlib.contextmanager
+def site_context(**changes) -> Iterator[SiteContext]:
+    """Changes some attributes of the `SiteContext` for the sites called inside."""
+    context = dataclasses.replace(current(), **changes)
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+@contextlib.contextmanager
+def overriding(choices: Mapping[str, str | Recipe | Choice]) -> Iterator[None]:
+    """Replaces the recipes, or choices, of the sites at some paths.
+
+    Variables stay as they are: a recipe with delayed scaling has a state only where the
+    model was initialized with one.
+
+    Args:
+        choices: by path, as `list_sites` names it; a recipe leaves the provider to the
+            module.
+
+    Raises:
+        ValueError: on leaving, if no site was called at one of the paths.
+    """
+    with site_context(choices=choices, called=set()) as context:
+        yield
+    unused = sorted(set(choices) - context.called)
+    if unused:
+        raise ValueError(
+            f"no site was called at {', '.join(unused)}: `list_sites` names the paths."
+        )
+
+
+def probing(observer: Observer | None) -> contextlib.AbstractContextManager:
+    """Makes the sites of modules that are called inside observable, unless None.
+
+    Args:
+        observer: a `ProbeConfig` for statistics, or a `Capture` for the operands
+            themselves. `Capture` wants variables made for the same number of rows.
+    """
+    return site_context(observer=observer)
+
+
+def as_recipe(recipe: str | Recipe) -> Recipe:
+    """Returns the recipe of that name, or the recipe itself."""
+    return get_recipe(recipe) if isinstance(recipe, str) else recipe

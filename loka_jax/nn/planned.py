@@ -1,0 +1,81 @@
+"""A model with a choice for each of its sites."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import linen
+from jax.typing import DTypeLike
+
+from loka_jax.nn.context import as_recipe, overriding
+from loka_jax.recipe import INITIALIZED
+from loka_jax.site import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A model with choices for its sites; used as the model itself is.
+
+    Attributes:
+        model: its recipe holds for sites without a choice.
+        choices: pairs of path and choice, so that the model is hashable.
+        scales_initialized: all delayed scales are known to be initialized.
+    """
+
+    model: linen.Module
+    choices: tuple[tuple[str, Choice], ...] = ()
+    scales_initialized: bool = False
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if the scales of any site come from earlier steps."""
+        recipes = [choice.recipe for _, choice in self.choices]
+        own = getattr(self.model, "recipe", None)
+        if own is not None:
+            recipes.append(as_recipe(own))
+        return any(recipe.is_delayed for recipe in recipes)
+
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        """The model's own compute dtype; float32 for a model without one."""
+        return getattr(self.model, "compute_dtype", jnp.float32)
+
+    def with_initialized_scales(self) -> "Planned":
+        """Returns the model for states whose delayed scales are initialized."""
+        return dataclasses.replace(self, scales_initialized=True)
+
+    def by_xla(self) -> "Planned":
+        """Returns the model with the same recipes and variables, run by XLA alone."""
+        choices = tuple(
+            (path, Choice("xla", choice.recipe)) for path, choice in self.choices
+        )
+        model = self.model
+        if hasattr(model, "implementation"):
+            model = model.clone(implementation="xla")
+        return dataclasses.replace(self, model=model, choices=choices)
+
+    def init(self, *args, **kwargs):
+        """Returns the model's variables."""
+        with overriding(self._choices):
+            return self._model.init(*args, **kwargs)
+
+    def apply(self, *args, **kwargs):
+        """Returns the output of the model's `apply`."""
+        with overriding(self._choices):
+            return self._model.apply(*args, **kwargs)
+
+    @property
+    def _choices(self) -> dict[str, Choice]:
+        if not self.scales_initialized:
+            return dict(self.choices)
+        return {path: choice.with_initialized_scales() for path, choice in self.choices}
+
+    @property
+    def _model(self) -> linen.Module:
+        own = getattr(self.model, "recipe", None)
+        if not self.scales_initialized or own is None:
+            return self.model
+        return self.model.clone(recipe=own + INITIALIZED)
+
+
+# What a training step takes.
+type Model = linen.Module | Planned

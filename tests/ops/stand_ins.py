@@ -1,0 +1,49 @@
+"""XLA's references in the place of the Pallas kernels, and devices that have them."""
+
+import jax.numpy as jnp
+
+from loka_jax import fp8, pallas, xla
+from loka_jax.normed import NormGradients
+from loka_jax.ops.device import Device
+from loka_jax.site import SiteKernel
+
+
+def _dense_norm(*args, interpret, **kwargs):
+    return xla.dense_norm(*args, **kwargs)
+
+
+def _norm_quantize(z, *, interpret, scales=(), **kwargs):
+    for scale in scales:
+        z = z.astype(jnp.float32) * scale
+    z = z.astype(jnp.bfloat16)
+    return xla.dense_norm(z, jnp.eye(z.shape[1], dtype=z.dtype), **kwargs)
+
+
+def _norm_backward(*args, interpret, dz_fp8, dz_scale_inv=None, **kwargs):
+    dz, *sums = xla.norm_backward(*args, **kwargs)
+    copy = amax = None
+    if dz_scale_inv is not None:
+        copy, amax = fp8.cast(dz, dz_scale_inv, dz_fp8), fp8.amax_of_parts(dz)
+    elif dz_fp8 is not None:
+        copy = fp8.quantize(dz, dz_fp8, axes=(1,))
+    return NormGradients(dz.astype(jnp.bfloat16), copy, amax, *sums)
+
+
+_RUNS = {
+    "dense_norm": _dense_norm,
+    "norm_quantize": _norm_quantize,
+    "norm_backward": _norm_backward,
+}
+
+
+def hopper(**refusals: str) -> Device:
+    """Returns a Hopper GPU whose kernels are XLA's references, with these refusals."""
+    kernels = [
+        SiteKernel(name, lambda spec, recipe, name=name: refusals.get(name), run)
+        for name, run in _RUNS.items()
+    ]
+    return Device(compute_capability="9.0", kernels=pallas.SiteKernels(*kernels))
+
+
+HOPPER = hopper()
+CPU = Device(platform="cpu")
