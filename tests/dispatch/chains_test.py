@@ -1,4 +1,4 @@
-"""Rows of sites: the cheapest way through all choices."""
+"""Chains of sites: the cheapest path through all choices."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from loka_jax.dispatch.chains import fastest, hands_on, row_times
+from loka_jax.dispatch.chains import chain_times, fastest, hands_on
 from loka_jax.dispatch.table import Entry
 from loka_jax.site import Choice
 
@@ -44,10 +44,10 @@ def test_no_other_row_is_faster(length, seed):
     entries = [_entry(10 * seed + i) for i in range(length)]
     found = fastest(entries, [CHOICES] * length, "training")
     times = [
-        sum(row_times(entries, row, "training"))
+        sum(chain_times(entries, row, "training"))
         for row in itertools.product(CHOICES, repeat=length)
     ]
-    best = sum(row_times(entries, found, "training"))
+    best = sum(chain_times(entries, found, "training"))
     np.testing.assert_allclose(best, min(times))
 
 
@@ -55,6 +55,6 @@ def test_what_was_not_measured_in_a_row_is_in_none():
     times = dict.fromkeys(NAMES, 5.0) | {"pallas fp8_rowwise": 1.0}
     entry = Entry({"training": times})
     rows = [Choice.parse("pallas fp8_rowwise")] * 2
-    assert row_times([entry, entry], rows, "training") == [math.inf, math.inf]
+    assert chain_times([entry, entry], rows, "training") == [math.inf, math.inf]
     found = fastest([entry, entry], [CHOICES] * 2, "training")
-    assert sum(row_times([entry, entry], found, "training")) == 6.0
+    assert sum(chain_times([entry, entry], found, "training")) == 6.0

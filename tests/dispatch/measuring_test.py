@@ -1,21 +1,17 @@
 """What is measured of candidates at a site, on a CPU."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
 
-from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.measuring import Job, measure_errors, measure_site
+from loka_jax.measure import passes
 from loka_jax.probe.site import ProbeConfig, no_stats, observe
 from loka_jax.recipe import ROLES
-from loka_jax.site import Choice
-from loka_jax.measure import passes
-from loka_jax.dispatch import measuring
-from loka_jax.dispatch.measuring import Job, measure_site
+from loka_jax.site import Choice, SiteSpec
 from tests import support
 
-SITE = SiteKey(64, 32, 16, "layer", "swish")
+SITE = SiteSpec(64, 32, 16, "layer", "swish")
 NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise_delayed/bf16/bf16")
 
 
@@ -50,27 +46,26 @@ def test_errors_are_those_of_what_probe_learned():
     )
     stats = no_stats(32, 16, ProbeConfig())
     seen = observe(stats, lhs, rhs, g, (None,) * 3, ProbeConfig())
-    errors = site_lib._errors(_job("xla bf16", stats=seen))
+    errors = measure_errors(_job("xla bf16", stats=seen))
     assert errors["fwd"]["fp8_rowwise"]["relative_l2"].mean < 0.01
 
 
-@pytest.fixture
-def no_errors(monkeypatch):
-    """Leaves out the errors, whose compilation takes most of the time."""
-    monkeypatch.setattr(site_lib, "_errors", lambda job: {role: {} for role in ROLES})
+def measured(job, begin=lambda name: None, **options):
+    """Returns the entry without errors, whose compilation takes most of the time."""
+    no_errors = {role: {} for role in ROLES}
+    return measure_site(job, begin, errors_of=lambda job: no_errors, **options)
 
 
 def _wrong(run_site, wrong):
     """Returns `run_site` with one recipe's result changed."""
 
-    def changed(site, recipe, *args, **kwargs):
-        out = run_site(site, recipe, *args, **kwargs)
-        return wrong(out) if recipe.name == "fp8_rowwise" else out
+    def changed(plan, *args, **kwargs):
+        out = run_site(plan, *args, **kwargs)
+        return wrong(out) if plan.choice.recipe.name == "fp8_rowwise" else out
 
     return changed
 
 
-@pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(
     "wrong, why",
     [
@@ -83,68 +78,27 @@ def _wrong(run_site, wrong):
 )
 def test_who_is_wrong_has_no_time(monkeypatch, wrong, why):
     monkeypatch.setattr(passes, "run_site", _wrong(passes.run_site, wrong))
-    found = measure_site(_job("xla bf16", "xla fp8_rowwise"), lambda name: None)
+    found = measured(_job("xla bf16", "xla fp8_rowwise"))
     assert set(found.times["training"]) == {"xla bf16"}
     assert why in found.failures["xla fp8_rowwise"]
 
 
-@pytest.mark.usefixtures("no_errors")
 def test_kernels_that_do_not_run_here_fail_with_a_reason():
-    site = SiteKey(64, 64, 64, "layer", "swish")
-    job = _job("xla bf16", "pallas bf16")._replace(site=site)
-    found = measure_site(job, lambda name: None)
+    spec = SiteSpec(64, 64, 64, "layer", "swish")
+    job = _job("xla bf16", "pallas bf16")._replace(spec=spec)
+    found = measured(job)
     assert "does not compile" in found.failures["pallas bf16"]
     assert set(found.times["training"]) == {"xla bf16"}
 
 
-@pytest.mark.usefixtures("no_errors")
 def test_times_that_are_known_are_not_taken_again():
-    found = measure_site(_job()._replace(choices=()), lambda name: None)
+    found = measured(_job()._replace(choices=()))
     assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
 
 
-@pytest.mark.usefixtures("no_errors")
 def test_it_is_told_who_is_next():
     said = []
-    measure_site(
-        _job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), said.append
-    )
+    measured(_job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), said.append)
     assert said[0] == "" and said[-1] == ""
     assert set(said) == {"", "xla bf16", "xla fp8_rowwise"}
     assert said.index("xla bf16") < said.index("xla fp8_rowwise")
-
-
-@pytest.mark.usefixtures("no_errors")
-@pytest.mark.parametrize("is_serial", [False, True])
-def test_forms_in_a_row_are_compiled_together_and_timed_at_once(monkeypatch, is_serial):
-    # XLA stands in for kernels, of which none runs here.
-    monkeypatch.setattr(site_lib, "_chained", lambda times: list(job.choices[1:]))
-    monkeypatch.setattr(passes, "hands_on", lambda *choices: True)
-    compile_all, said = site_lib.compile_all, []
-
-    def compiling(programs):
-        said.append(f"compiles {len(programs)}")
-        return compile_all(programs)
-
-    @contextlib.contextmanager
-    def alone():
-        said.append("alone")
-        yield
-        said.append("together")
-
-    monkeypatch.setattr(site_lib, "compile_all", compiling)
-    job = _job()._replace(is_serial=is_serial)
-    found = measure_site(job, said.append, alone)
-    for what in ("training", "inference"):
-        for form in (" in", " out", " in out"):
-            assert set(found.times[f"{what}{form}"]) == set(NAMES[1:])
-    assert found.failures == {}
-    first, second = (i for i, one in enumerate(said) if one == "alone")
-    assert said[first + 1] == "together" and said[second:] == ["alone", "together"]
-    ran = [name for name in NAMES[1:] for _ in range(6)]
-    between = said[first + 2 : second]
-    if is_serial:
-        compiled = [one for name in ran for one in (name, "compiles 1")]
-        assert between == [*compiled, *ran, ""]
-    else:
-        assert between == ["compiles 12", *ran, ""]

@@ -132,5 +132,8 @@ def test_kernels_must_be_worth_leaving_xla_for():
     entry = _entry({BF16.name: 10.6, kernel: 10.0, fp8: 9.9}, fp8_rowwise=GOOD)
     decision = decide(entry, Limits())
     assert decision.choice == BF16
-    assert decision.runner_up is not None and "too little for kernels" in decision.runner_up
+    assert (
+        decision.runner_up is not None
+        and "too little for kernels" in decision.runner_up
+    )
     assert decide(entry, Limits(leave_xla=1.05)).choice.name == kernel

@@ -9,16 +9,15 @@ import time
 import jax
 import pytest
 
-from loka_jax.dispatch.candidates import SiteKey
-from loka_jax.probe.site import ProbeConfig, no_stats
-from loka_jax.site import Choice
 from loka_jax.dispatch import pool
-from loka_jax.dispatch.pool import Worker, measure_all
 from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.pool import Worker, measure_all
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import from_line, save_stats, to_line
+from loka_jax.probe.site import ProbeConfig, no_stats
+from loka_jax.site import Choice, SiteSpec
 
-SITE = SiteKey(64, 32, 16)
+SITE = SiteSpec(64, 32, 16)
 NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
 JOB = Job(
     SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16, seed=0
@@ -51,7 +50,8 @@ while line := sys.stdin.readline():
         turn("together")
         note("begins to compile")
     note("ends to compile")
-    site = dict(job["site"])
+    del job["spec"]["fp8_in"], job["spec"]["out"]
+    site = job["spec"]
     entry = dict.fromkeys(("errors", "failures", "effects"), {})
     entry |= {"site": site, "times": {"training": times}}
     header = dict.fromkeys(("device_kind", "jax", "jaxlib", "kernels"), "")

@@ -8,7 +8,8 @@ import pytest
 from experiments.configs import get_config
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.plan import key_of, make_plan
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.plan import make_plan
 
 SHIPPED = sorted((pathlib.Path(tables.__file__).parent / "tables").glob("*.json"))
 # Dense features, and categorical ones, of the generated stream.
@@ -41,7 +42,7 @@ def test_it_has_the_sites_of_the_shipped_configurations(path, name):
     for rows in (get_config(name).loop.batch_size, 8192, 65536):
         sites = _sites(name, rows)
         for site in sites:
-            assert f"{name} {site.path}" in table.sites[key_of(site)].errors
+            assert f"{name} {site.path}" in table.sites[table_key(site.spec)].errors
         plan = make_plan(sites, table, config=name)
         assert {path for path, _ in plan.decisions} == {site.path for site in sites}
         assert all(decision.speedup for _, decision in plan.decisions)

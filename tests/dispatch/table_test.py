@@ -10,7 +10,6 @@ import pytest
 from hypothesis import strategies as st
 
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.table import (
     BadTable,
     Entry,
@@ -27,7 +26,7 @@ from loka_jax.dispatch.table import (
 
 HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "abc")
 ERRORS = {name: Interval(0.03, 0.02, 0.04) for name in tables.MEASURES}
-KEY = SiteKey(4096, 256, 128, "layer", "swish", True)
+KEY = SiteSpec(4096, 256, 128, "layer", "swish", True)
 
 
 def _table(key=KEY, name="xla bf16", time=10.0) -> Table:
@@ -65,7 +64,7 @@ def test_the_header_says_where_it_is():
 
 
 def test_a_later_measurement_replaces_and_adds():
-    other = SiteKey(64, 64, 64)
+    other = SiteSpec(64, 64, 64)
     later = _table(time=12.0, name="pallas fp8_rowwise")
     both = _table().merged(later).merged(_table(key=other))
     assert set(both.sites) == {KEY, other}

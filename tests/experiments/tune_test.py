@@ -9,12 +9,10 @@ from experiments import train as train_script
 from experiments import tune as script
 from experiments.bench import dispatch as bench
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import BF16
-from loka_jax.dispatch.plan import key_of
+from loka_jax.dispatch.candidates import BF16, table_key
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice
-from loka_jax.dispatch import tuning
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
@@ -22,7 +20,7 @@ TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alon
 
 
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuner, "feasible", lambda site: [BF16, Choice.parse(ROW)])
+    monkeypatch.setattr(tuning, "candidates", lambda spec: [BF16, Choice.parse(ROW)])
     path = tmp_path / "table.json"
     options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
     options += ["--tune.held-out-batches", "1"]
@@ -98,7 +96,7 @@ def test_whole_models_are_compared(tmp_path, capsys):
     sites = bench.nn.list_sites(
         model.clone(recipe="fp8_rowwise"), *bench._inputs(shapes(64), 0)
     )
-    known = {key_of(site): entry for site in sites if site.n > 1}
+    known = {table_key(site.spec): entry for site in sites if site.spec.n > 1}
     tables.write(path, Table(header_here(), known))
     found = bench.main(
         bench.Arguments(

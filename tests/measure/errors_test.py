@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from loka_jax import fp8
+from loka_jax.measure.errors import PAIRS, errors, measure
+from loka_jax.measure.intervals import interval
 from loka_jax.probe.matrix_normal import no_weights, update
-from loka_jax.measure.errors import PAIRS, errors, estimate, measure
 from loka_jax.probe.moments import moments_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
 
@@ -83,13 +84,13 @@ def test_a_faulty_kernel_is_caught_on_learned_operands_only(learned, fault):
 
 def test_intervals_hold_the_mean_and_shrink():
     values = np.random.default_rng(0).normal(5.0, 1.0, 4000)
-    wide, narrow = estimate(values[:40]), estimate(values)
+    wide, narrow = interval(values[:40]), interval(values)
     for one in (wide, narrow):
         assert one.low < one.mean < one.high
     assert narrow.low < 5 < narrow.high
     assert narrow.high - narrow.low < (wide.high - wide.low) / 5
-    assert np.isnan(estimate(np.asarray([1.0, np.nan])).mean)
-    assert estimate(np.asarray([2.0])) == (2.0, 2.0, 2.0)
+    assert np.isnan(interval(np.asarray([1.0, np.nan])).mean)
+    assert interval(np.asarray([2.0])) == (2.0, 2.0, 2.0)
 
 
 def test_errors_are_those_of_the_definitions():

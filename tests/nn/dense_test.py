@@ -11,9 +11,9 @@ from flax.training import train_state
 
 from loka_jax import nn, scaling
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Dense, Fp8DotGeneral
-from loka_jax.ops.matmul import matmul
 from loka_jax.recipe import RECIPES, get_recipe
 from tests import support
+from tests.ops.stand_ins import xla_matmul
 
 DELAYED = "fp8_tensorwise_delayed"
 
@@ -40,7 +40,7 @@ def test_a_dense_layer_is_its_product_plus_its_bias(recipe):
     recipe = get_recipe(recipe)
     dtype = recipe.compute_dtype
     state = scaling.init_delayed(recipe) if recipe.is_delayed else None
-    product = matmul(x.astype(dtype), params["kernel"], state, recipe=recipe)
+    product = xla_matmul(recipe)(x.astype(dtype), params["kernel"], state)
     expected = product + params["bias"].astype(dtype)[None, :]
     chex.assert_trees_all_equal(layer.apply(variables, x), expected)
 

@@ -9,9 +9,8 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, NormDense
-from loka_jax.ops import plan as plans
 from tests import support
-from tests.ops.dense_norm_test import stand_in
+from tests.ops import stand_ins
 
 DELAYED = "fp8_tensorwise_delayed_bf16_drhs"
 
@@ -27,13 +26,11 @@ def randomized(variables):
     return variables | {"params": jax.tree.unflatten(tree, moved)}
 
 
-@pytest.fixture(params=["xla", "stand-ins"])
-def hopper(request, monkeypatch):
+@pytest.fixture(params=[stand_ins.CPU, stand_ins.HOPPER], ids=["xla", "stand-ins"])
+def device(request):
     """Runs a test without a Hopper GPU, and as if there were one."""
-    if request.param == "stand-ins":
-        stand_in(monkeypatch)
-        monkeypatch.setattr(plans, "has_hopper", lambda: True)
-    return request.param == "stand-ins"
+    with nn.site_context(device=request.param):
+        yield request.param
 
 
 class Flax(linen.Module):
@@ -106,7 +103,7 @@ def test_bias_and_shift_are_different_parameters():
     assert set(params["norm"]) == {"scale", "bias"}
 
 
-def test_leading_dims_are_kept(hopper):
+def test_leading_dims_are_kept(device):
     layer, x = NormDense(16, recipe="bf16"), support.normal(2, 3, 32)
     y, variables = layer.init_with_output(jax.random.key(0), x)
     flat = layer.apply(variables, x.reshape(6, 32))
@@ -114,7 +111,7 @@ def test_leading_dims_are_kept(hopper):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_rowwise_bf16_drhs", DELAYED])
-def test_sites_in_a_row_hand_over_fp8(hopper, recipe):
+def test_a_chain_of_sites_hands_fp8_on(device, recipe):
     class Chain(linen.Module):
         out: str
 
@@ -144,38 +141,36 @@ def test_sites_in_a_row_hand_over_fp8(hopper, recipe):
         assert support.sqnr_db(e, f) > 15
 
 
-def test_an_mlp_on_a_hopper_gpu_hands_fp8_from_layer_to_layer(monkeypatch):
+def test_an_mlp_on_a_hopper_gpu_hands_fp8_from_layer_to_layer():
     x = support.normal(65, 32)
     mlp = nn.Mlp((48, 64, 20, 16), recipe="fp8_rowwise_bf16_drhs", norm="layer")
     variables = randomized(init(mlp, x))
     expected = mlp.apply(variables, x)
-    stand_in(monkeypatch)
-    monkeypatch.setattr(plans, "has_hopper", lambda: True)
-    first, second, third, fourth = nn.list_sites(mlp, x)
+    with nn.site_context(device=stand_ins.HOPPER):
+        first, second, third, fourth = nn.list_sites(mlp, x)
+        y = mlp.apply(variables, x)
     # The first is given an array; 20 columns are not for FP8, nor what follows them.
-    assert first.fwd == "pallas fp8 e4m3 rowwise"
-    assert second.fwd == "pallas fp8 e4m3 tensorwise x rowwise"
+    assert first.runs["fwd"] == "pallas fp8 e4m3 rowwise"
+    assert second.runs["fwd"] == "pallas fp8 e4m3 tensorwise x rowwise"
     assert third.why_not_fused.startswith("n=20")
     assert fourth.why_not_fused.startswith("k=20")
     assert first.why_not is first.why_not_fused is None
-    found = mlp.apply(variables, x)
-    assert support.sqnr_db(expected, np.asarray(found, np.float64)) > 18
+    assert support.sqnr_db(expected, np.asarray(y, np.float64)) > 18
 
 
 def test_sites_tell_what_runs_and_why_not_a_kernel():
     mlp = nn.Mlp((48, 32), recipe="fp8_tensorwise", norm="layer")
     first, second = nn.list_sites(mlp, jnp.ones((64, 32)))
-    assert first.fwd == second.fwd == "xla fp8 e4m3 tensorwise"
+    assert first.runs["fwd"] == second.runs["fwd"] == "xla fp8 e4m3 tensorwise"
     assert first.path == "dense_0" and first.why_not_fused == "no Hopper GPU"
 
 
-def test_a_handed_over_lhs_is_told(monkeypatch):
-    stand_in(monkeypatch)
-    monkeypatch.setattr(plans, "has_hopper", lambda: True)
+def test_an_lhs_in_fp8_is_described():
     mlp = nn.Mlp((48, 32), recipe="fp8_tensorwise", norm="layer")
-    first, second = nn.list_sites(mlp, jnp.ones((64, 32)))
-    assert first.fwd == "pallas fp8 e4m3 tensorwise"
-    assert second.fwd == "pallas fp8 e4m3 tensorwise"
+    with nn.site_context(device=stand_ins.HOPPER):
+        first, second = nn.list_sites(mlp, jnp.ones((64, 32)))
+    assert first.runs["fwd"] == "pallas fp8 e4m3 tensorwise"
+    assert second.runs["fwd"] == "pallas fp8 e4m3 tensorwise"
 
 
 def test_dropout_drops_in_training_only():
@@ -202,7 +197,7 @@ def test_batch_norm_keeps_its_running_moments(dropout_rate):
     assert np.all(np.asarray(updated["batch_stats"]["norm_0"]["mean"]) != before)
 
 
-def test_remat_of_a_site_changes_nothing(hopper):
+def test_remat_of_a_site_changes_nothing(device):
     x = support.normal(64, 32)
 
     def gradients(cls):

@@ -42,7 +42,7 @@ def test_sites_are_named_by_module_path_in_calling_order(sites):
 
 def test_a_site_knows_its_sizes_and_recipe(sites):
     site = sites["flax/Fp8DotGeneral_0"]
-    assert (site.m, site.k, site.n) == (64, 16, 48)
+    assert (site.spec.m, site.spec.k, site.spec.n) == (64, 16, 48)
     assert site.recipe == "fp8_rowwise_bf16_drhs"
 
 
@@ -72,7 +72,7 @@ def test_a_site_knows_its_sizes_and_recipe(sites):
 )
 def test_a_site_tells_what_runs_for_each_role(sites, path, texts):
     site = sites[path]
-    assert (site.fwd, site.dlhs, site.drhs) == texts
+    assert tuple(site.runs.values()) == texts
 
 
 @pytest.mark.parametrize(

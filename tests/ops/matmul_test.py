@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from loka_jax import scaling
-from loka_jax.ops.matmul import decide, matmul
 from loka_jax.recipe import RECIPES, Recipe, get_recipe
 from tests import support
 from tests.ops import oracle
+from tests.ops.stand_ins import xla_matmul
 
 FP8 = [name for name in RECIPES if name.startswith("fp8")]
 DELAYED = [name for name in RECIPES if get_recipe(name).is_delayed]
@@ -41,7 +41,7 @@ def initial(recipe):
 @functools.partial(jax.jit, static_argnames="recipe")
 def three_products(lhs, rhs, g, state, *, recipe: Recipe):
     """Returns (out, dlhs, drhs) and the next state."""
-    out, vjp = jax.vjp(functools.partial(matmul, recipe=recipe), lhs, rhs, state)
+    out, vjp = jax.vjp(xla_matmul(recipe), lhs, rhs, state)
     *gradients, state = vjp(g.astype(out.dtype))
     return (out, *gradients), state
 
@@ -146,14 +146,6 @@ def test_an_empty_batch_has_a_zero_weight_gradient(name):
     chex.assert_trees_all_equal(drhs, jnp.zeros((32, 16)))
 
 
-def test_decide_tells_the_reason_in_the_terms_of_the_role():
-    recipe = get_recipe("fp8_rowwise")
-    assert decide(recipe, "fwd", 15, 16, 16).why_not.startswith("m=15")
-    assert decide(recipe, "drhs", 15, 16, 16).why_not.startswith("k=15")
-    assert decide(recipe, "fwd", 16, 16, 16).gemm is recipe.fwd
-    assert decide(get_recipe("bf16"), "fwd", 15, 16, 16) == (None, None)
-
-
 # Transformations.
 
 
@@ -179,7 +171,7 @@ def test_vmap_equals_a_loop(name):
 def test_remat_changes_nothing(name):
     recipe = get_recipe(name)
     lhs, rhs, g = operands(32, 64, 16)
-    product = functools.partial(matmul, recipe=recipe)
+    product = xla_matmul(recipe)
 
     def gradients(f):
         # Relu, for it rounds nothing: XLA may leave bfloat16 roundings out of fusions.
@@ -305,11 +297,11 @@ def test_a_donated_state_is_overwritten():
 def test_a_delayed_recipe_without_a_state_is_refused():
     lhs, rhs, _ = operands(16, 16, 16)
     with pytest.raises(ValueError, match="needs a delayed-scaling state"):
-        matmul(lhs, rhs, recipe=get_recipe("fp8_tensorwise_delayed"))
+        xla_matmul(get_recipe("fp8_tensorwise_delayed"))(lhs, rhs)
 
 
 def test_a_state_without_a_delayed_recipe_is_refused():
     lhs, rhs, _ = operands(16, 16, 16)
     state = scaling.init_delayed(get_recipe("fp8_tensorwise_delayed"))
     with pytest.raises(ValueError, match="takes no delayed-scaling state"):
-        matmul(lhs, rhs, state, recipe=get_recipe("fp8_tensorwise"))
+        xla_matmul(get_recipe("fp8_tensorwise"))(lhs, rhs, state)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from loka_jax import fp8, pallas, xla
 from loka_jax.normed import NormGradients
 from loka_jax.ops.device import Device
-from loka_jax.site import SiteKernel
+from loka_jax.ops.matmul import matmul
+from loka_jax.ops.plan import resolve
+from loka_jax.site import Choice, SiteKernel, SiteSpec
 
 
 def _dense_norm(*args, interpret, **kwargs):
@@ -47,3 +49,14 @@ def hopper(**refusals: str) -> Device:
 
 HOPPER = hopper()
 CPU = Device(platform="cpu")
+
+
+def xla_matmul(recipe, axis_names=()):
+    """Returns a function of lhs, rhs and state: their product by XLA in a recipe."""
+
+    def product(lhs, rhs, state=None):
+        spec = SiteSpec(*lhs.shape, rhs.shape[1])
+        plan = resolve(spec, Choice("xla", recipe), CPU)
+        return matmul(lhs, rhs, state, plan=plan, axis_names=axis_names)
+
+    return product

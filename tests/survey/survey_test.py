@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loka_jax.survey.candidates import BF16, candidates, product
 
 from loka_jax import jsonfile
 from loka_jax.data import Position
@@ -13,7 +14,6 @@ from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice
 from loka_jax.survey import Limits, SurveyConfig, survey, write_page
-from loka_jax.survey.candidates import BF16, candidates, product
 from loka_jax.survey.sensitivity import ALL
 from loka_jax.survey.survey import prediction, rank_correlation
 from loka_jax.survey.verdict import judge

@@ -9,9 +9,10 @@ import pytest
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import BF16
-from loka_jax.dispatch.plan import DispatchPlan, key_of, save
+from loka_jax.dispatch.plan import save
 from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
+from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
@@ -39,7 +40,9 @@ def _table(path, header=None):
     measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
     errors = {role: {"fp8_rowwise": measures} for role in ROLES}
     sites = {
-        key_of(site): Entry({"training": {BF16.name: 2.0, ROW: 1.0}}, {"x": errors})
+        table_key(site.spec): Entry(
+            {"training": {BF16.name: 2.0, ROW: 1.0}}, {"x": errors}
+        )
         for site in build_lib.build(support.config()).sites
     }
     tables.write(path, Table(header or header_here(), sites))
@@ -52,7 +55,7 @@ def _choices(config):
 
 def test_without_a_table_modules_decide():
     run = build_lib.build(_config())
-    assert run.plan == Plan() and run.plan_notes == ()
+    assert run.plan == DispatchPlan() and run.plan_notes == ()
     assert any(site.recipe == "fp8_tensorwise_delayed" for site in run.sites)
 
 
@@ -62,7 +65,7 @@ def test_a_gpu_without_a_table_is_told(monkeypatch):
 
     monkeypatch.setattr(planning.jax, "devices", lambda: [Gpu()])
     planned = planning.choose_plan(_config(), ())
-    assert planned.plan == Plan() and "NVIDIA Z9" in planned.notes[0]
+    assert planned.plan == DispatchPlan() and "NVIDIA Z9" in planned.notes[0]
 
 
 def test_a_table_decides(tmp_path):
@@ -106,7 +109,7 @@ def test_a_table_that_does_not_hold_changes_nothing(tmp_path, spoil, why):
     path = _table(tmp_path / "table.json")
     spoil(path)
     run = build_lib.build(_config(plan=str(path)))
-    assert run.plan == Plan()
+    assert run.plan == DispatchPlan()
     assert len(run.plan_notes) == 1 and why in run.plan_notes[0]
     plain = build_lib.build(_config(plan="off"))
     assert support.digest(run.init()) == support.digest(plain.init())
@@ -118,7 +121,7 @@ def _foreign(path, **header):
 
 def test_a_plan_file_decides(tmp_path):
     path = tmp_path / "plan.json"
-    save(path, Plan((("top_mlp/dense_0", Decision(Choice.parse(ROW), "why")),)))
+    save(path, DispatchPlan((("top_mlp/dense_0", Decision(Choice.parse(ROW), "why")),)))
     assert _choices(_config(plan=str(path))) == {"top_mlp/dense_0": ROW}
 
 
@@ -143,7 +146,7 @@ def test_a_rule_without_a_choice_is_refused():
 def test_kernels_for_a_gpu_are_refused_without_one(tmp_path):
     path = tmp_path / "plan.json"
     choice = Choice.parse("pallas bf16")
-    save(path, Plan((("top_mlp/dense_0", Decision(choice, "why")),)))
+    save(path, DispatchPlan((("top_mlp/dense_0", Decision(choice, "why")),)))
     with pytest.raises(ValueError, match="Hopper"):
         build_lib.build(_config(plan=str(path)))
 
@@ -151,8 +154,8 @@ def test_kernels_for_a_gpu_are_refused_without_one(tmp_path):
 def test_kernels_that_do_not_serve_a_plans_site_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     choice = Choice.parse("pallas bf16")
-    save(path, Plan((("top_mlp/dense_0", Decision(choice, "why")),)))
-    monkeypatch.setattr(planning, "has_hopper", lambda: True)
+    save(path, DispatchPlan((("top_mlp/dense_0", Decision(choice, "why")),)))
+    monkeypatch.setattr(planning, "local_device", lambda: HOPPER)
     with pytest.raises(ValueError, match="cannot run at top_mlp/dense_0: k=32"):
         build_lib.build(_config(plan=str(path)))
 
@@ -225,8 +228,8 @@ def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
         model=support.MODEL.clone(bottom_mlp=(64,)),
         embedding=EmbeddingConfig(dim=128),
     )
-    save(path, Plan((("bottom_mlp/dense_1", Decision(choice, "why")),)))
-    monkeypatch.setattr(planning, "has_hopper", lambda: True)  # but there is none
+    save(path, DispatchPlan((("bottom_mlp/dense_1", Decision(choice, "why")),)))
+    monkeypatch.setattr(planning, "local_device", lambda: HOPPER)  # but there is none
     code, said = support.train(config)
     assert code == 0 and said.count("runs in bfloat16 now") == 1
     assert "did not compile" in support.summary(tmp_path / "run")["demotions"][0]
