@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from loka_jax.ops import embedding
-from loka_jax.triton import Implementation, row_update
+from loka_jax.triton import row_update
 
 
 class RowwiseAdagradState(NamedTuple):
@@ -185,28 +185,23 @@ class Adam:
 def whole_table_update(
     table: Float[Array, "R D"],
     opt_state: PyTree,
-    flat_ids: Int[Array, "*N"],
-    row_grads: Float[Array, "*N D"],
+    summed: embedding.UniqueRows,
     optimizer: embedding.RowOptimizer,
     lr: Float[Array, ""] | float,
     l2: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
-    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and state after an update of *every* row, with L2 regularization.
 
-    The gradient is that of `loss + l2 / 2 sum(table^2)`:
-    `g[r] = sum_{i: ids[i] = r} row_grads[i] + l2 table[r]`. This is FuxiCTR's
+    `summed` are the row gradients from `embedding.sum_by_row`. The gradient is that of
+    `loss + l2 / 2 sum(table^2)`, `g[r] = summed[r] + l2 table[r]`. This is FuxiCTR's
     `embedding_regularizer`, used for the published BARS numbers: it also shrinks rows
     that are not in the batch. With `Adam` it equals `optax.adam` on that gradient.
     Time and memory are O(R), with a few temporary `[R, D]` arrays, so it suits tables
-    of up to about 10^6 rows. Nothing changes if `enabled` is False. `implementation`
-    is that of `embedding.sum_by_row`.
+    of up to about 10^6 rows. Nothing changes if `enabled` is False.
     """
-    ids, grads = embedding.sum_by_row(
-        flat_ids, row_grads, table.shape[0], implementation=implementation
-    )
+    ids, grads = summed
     old = table.astype(jnp.float32)
     dense = (
         (l2 * old)

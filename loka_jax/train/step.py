@@ -306,16 +306,26 @@ def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradien
 
 
 def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):
-    learning_rate = row_update.learning_rate(state.step - state.skipped)
-    arguments = (
-        state.table,
-        state.row_state,
-        ids.ravel(),
-        row_grads.reshape(-1, row_grads.shape[-1]),
-        row_update.optimizer,
-        jnp.asarray(learning_rate) * state.lr_scale,
-    )
-    options: Any = dict(enabled=is_finite, implementation=row_update.implementation)
+    """Returns the tables and the row optimizer's state after a step."""
+    table, row_state, optimizer = state.table, state.row_state, row_update.optimizer
+    implementation = row_update.implementation
+    ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])
+    lr = row_update.learning_rate(state.step - state.skipped)
+    lr = jnp.asarray(lr) * state.lr_scale
     if row_update.l2 > 0:
-        return whole_table_update(*arguments, row_update.l2, **options)
-    return embedding.update_rows(*arguments, **options)
+        summed = embedding.sum_by_row(
+            ids, row_grads, table.shape[0], implementation=implementation
+        )
+        return whole_table_update(
+            table, row_state, summed, optimizer, lr, row_update.l2, enabled=is_finite
+        )
+    return embedding.update_rows(
+        table,
+        row_state,
+        ids,
+        row_grads,
+        optimizer,
+        lr,
+        enabled=is_finite,
+        implementation=implementation,
+    )
