@@ -32,28 +32,28 @@ def parse(arguments: list[str]) -> Config:
 def parse_with(
     arguments: list[str], script: str, **options: Any
 ) -> tuple[Config, dict[str, Any]]:
-    """Returns the configuration as `parse` does, and further options by name.
+    """Returns the configuration like `parse`, and further options by name.
 
     Args:
-        arguments: of the command line.
-        script: of the experiments.
-        **options: their defaults: dataclasses, or values of their own.
+        arguments: the command line.
+        script: name of the script in experiments/.
+        **options: the defaults of the further options: dataclasses or plain values.
     """
     default, rest = _default(arguments, script)
-    both = dataclasses.make_dataclass(
+    combined = dataclasses.make_dataclass(
         "Options",
         [
             ("run", Annotated[type(default), tyro.conf.arg(name="")]),
             *((name, _type(value)) for name, value in options.items()),
         ],
     )
-    found = tyro.cli(
-        both,
-        default=both(default, **options),
+    parsed = tyro.cli(
+        combined,
+        default=combined(default, **options),
         args=rest,
         prog=f"{script} --config {default.name}",
     )
-    return found.run, {name: getattr(found, name) for name in options}
+    return parsed.run, {name: getattr(parsed, name) for name in options}
 
 
 def _type(value: Any) -> type:
@@ -61,7 +61,7 @@ def _type(value: Any) -> type:
 
 
 def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
-    """Returns the configuration that is named, and the other arguments."""
+    """Returns the configuration named by `--config`, and the other arguments."""
     name, rest = _take_config_name(arguments)
     if name is None:
         if "--help" in rest or "-h" in rest:
@@ -75,9 +75,9 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
 def run_cli(command: Callable[[], int]) -> int:
     """Runs a command and returns the exit code; a failure becomes one sentence.
 
-    What the user can mend by another command line or file is a ValueError and gives 2;
-    a failed save, a lost file, a full device or a training that fails gives 1; Ctrl-C
-    gives 130.
+    An error that another command line or file mends is a ValueError and gives 2; a
+    failed save, a lost file, a full device or a failed training gives 1; Ctrl-C gives
+    130.
     """
     try:
         return command()

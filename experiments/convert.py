@@ -5,7 +5,7 @@
         --categorical user item --dense price --out shards/
     python experiments/convert.py --verify shards/
 
-Train on the result with `--data.path shards/`. What is wrong with the input ends the
+Train on the result with `--data.path shards/`. An error in the input ends the
 conversion with one sentence and exit code 2, and leaves nothing behind.
 """
 
@@ -29,9 +29,9 @@ class Arguments:
     """Converts click logs to shards.
 
     Attributes:
-        data: where the data is and what is done to it.
-        out: the folder to make.
-        verify: instead: a folder of shards whose sizes and digests are compared.
+        data: the data and its preprocessing.
+        out: the folder to create.
+        verify: a folder of shards to check by sizes and digests; nothing is converted.
     """
 
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig(kind="table")
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error.strerror or error}{name}", file=sys.stderr)
         return 2
     except ValueError as error:
-        # Here the options go without the training script's prefix.
+        # This script's options lack the prefix of the training script's.
         print(f"error: {str(error).replace('--data.', '--')}", file=sys.stderr)
         return 2
     return 0
@@ -61,10 +61,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Arguments) -> None:
     if arguments.verify is not None:
         open_shards(existing(arguments.verify), verify=True)
-        print(f"{arguments.verify} is whole")
+        print(f"{arguments.verify} is intact")
         return
     if arguments.out is None:
-        raise ValueError("Name the folder to make with --out.")
+        raise ValueError("The target is missing: name a new folder with --out.")
     if arguments.data.kind == "generated":
         raise ValueError(
             "Generated data needs no conversion: use --kind criteo or --kind table."

@@ -1,12 +1,13 @@
-"""Where in a model is FP8 safe, and where is it fast? Learned from its own training.
+"""Surveys where in a model FP8 is safe and fast, on operands of its own training.
 
     python experiments/probe.py --config fp8_dlrm --workdir runs/probed
 
-Trains, or goes on with what the workdir holds, while Probe observes every site; then
-measures every candidate on operands drawn from what was learned, and writes probe.json
-and probe.html into the workdir. Options are those of train.py, and `--survey.*`.
+Trains, or continues the run in the workdir, while Probe observes every site; then
+measures every candidate on operands drawn from the learned statistics, and writes
+probe.json and probe.html into the workdir. Options are those of train.py, and
+`--survey.*`.
 
-Exit codes: as of train.py.
+Exit codes: those of train.py.
 """
 
 import dataclasses
@@ -21,58 +22,58 @@ from loka_jax.train.config import Config
 from loka_jax.train.report_tables import as_dict
 from loka_jax.train.session import choose_workdir, standard_output, train
 
-_EVERY = 10  # steps between observed ones, if the command line does not say
+_EVERY = 10  # default interval of observed steps
 
 
 def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
-    """Trains, surveys, writes both files; returns the exit code."""
+    """Trains, surveys and writes both files; returns the exit code."""
     console = standard_output()
     config = observed(config)
     done = train(config, arguments, console, script="probe.py")
     if done.exit_code or done.run is None:
         return done.exit_code
     assert done.workdir is not None and done.state is not None
-    found = survey(done.run, done.state, options, console.print)
-    found["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
-    jsonfile.write(done.workdir / "probe.json", found)
-    page = write_page(done.workdir, found)
-    for warning in found["warnings"]:
+    result = survey(done.run, done.state, options, console.print)
+    result["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
+    jsonfile.write(done.workdir / "probe.json", result)
+    page = write_page(done.workdir, result)
+    for warning in result["warnings"]:
         console.print(f"Too few statistics: {warning}")
     console.print(f"Survey: {page}")
     return 0
 
 
 def observed(config: Config) -> Config:
-    """Returns the run with Probe on, in a workdir that is gone on with if it exists."""
+    """Returns the config with Probe on, resuming the run in the workdir if any."""
     workdir = choose_workdir(config)
-    begun = workdir / "config.json"
+    saved_config = workdir / "config.json"
     run = dataclasses.replace(
-        config.run, workdir=workdir, resume=config.run.resume or begun.exists()
+        config.run, workdir=workdir, resume=config.run.resume or saved_config.exists()
     )
     probe = config.probe
     if probe.every is None:
-        every = _every_of(begun) if begun.exists() else _EVERY
+        every = _saved_every(saved_config) if saved_config.exists() else _EVERY
         probe = dataclasses.replace(probe, every=every)
     return dataclasses.replace(config, run=run, probe=probe)
 
 
-def _every_of(begun: pathlib.Path) -> int:
-    """Returns the steps between observed ones of a run that was begun.
+def _saved_every(saved_config: pathlib.Path) -> int:
+    """Returns the interval of observed steps of the run being resumed.
 
     Raises:
-        ValueError: if it was begun without Probe.
+        ValueError: if it began without Probe.
     """
-    every = as_dict(as_dict(jsonfile.read(begun)).get("probe")).get("every")
+    every = as_dict(as_dict(jsonfile.read(saved_config)).get("probe")).get("every")
     if every is None:
         raise ValueError(
-            f"{begun.parent} holds a run that Probe did not observe: choose another "
-            "--workdir, or train with --probe.every 100."
+            f"{saved_config.parent} holds a run that Probe did not observe: choose "
+            "another --workdir, or train with --probe.every 100."
         )
     return every
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Does as the command line says and returns the exit code."""
+    """Runs one command line and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:

@@ -1,11 +1,11 @@
 """Trains a ranking model: `python experiments/train.py --config fp8_dlrm`.
 
 Options override the configuration: `--optim.lr 3e-4`, `--recipe fp8_rowwise`,
-`--seed 3`, `--data.path DIR`. `--config NAME --help` shows them all, with the defaults
-of that configuration.
+`--seed 3`, `--data.path DIR`. `--config NAME --help` lists all of them with the
+defaults of that configuration.
 
-Exit codes: 0 done; 2 something the user can mend, said in one sentence; 1 the training
-itself failed; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
+Exit codes: 0 done; 2 an error that the user can mend, explained in one sentence; 1 the
+training itself failed; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
 """
 
 import sys
@@ -15,7 +15,7 @@ from loka_jax.train.session import train
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as the command line says and returns the exit code."""
+    """Trains as the command line asks and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_cli(lambda: train(parse(arguments), arguments).exit_code)
 

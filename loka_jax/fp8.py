@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 E4M3 = jnp.float8_e4m3fn  # forward operands: max 448, 3 mantissa bits
 E5M2 = jnp.float8_e5m2  # gradients: max 57344, 2 mantissa bits
 
-# Clears sign and mantissa of a float32: what is left is its power of two, rounded down.
+# Keeps only the exponent of a float32, which rounds it down to a power of two.
 _EXPONENT_BITS = 0x7F800000
 _MAX_PARTS = 2048
 
@@ -34,7 +34,7 @@ class Fp8Array:
     Attributes:
         data: the FP8 values, of any shape; two-dimensional if `tile` is given.
         scale_inv: float32 dequantization factors, broadcastable to `data`; with
-            `tile = (r, c)` one factor for every tile of r rows and c columns.
+            `tile = (r, c)`, one factor for each tile of r rows and c columns.
         tile: rows and columns that share a scale (blockwise), or None.
     """
 
@@ -43,11 +43,11 @@ class Fp8Array:
     tile: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """Returns the array this one stands for, `data * scale_inv`.
+        """Returns the dequantized array, `data * scale_inv`.
 
-        The barrier keeps the rounding: XLA for GPUs may drop a narrowing cast that is
-        followed by a widening one (`xla_allow_excess_precision`). With power-of-two
-        scales the product is exact in bfloat16 too, FP8 having fewer mantissa bits.
+        The barrier keeps the rounding: XLA for GPUs may drop a cast to FP8 that is
+        followed by a cast back (`xla_allow_excess_precision`). With power-of-two scales
+        the product is exact in bfloat16 too, since FP8 has fewer mantissa bits.
         """
         data = jax.lax.optimization_barrier(self.data)
         scale_inv = self.scale_inv
@@ -67,7 +67,7 @@ def fp8_max(dtype: DTypeLike) -> float:
 
 
 def saturate(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Returns `x` cast to FP8, values out of range at the largest finite one."""
+    """Returns `x` cast to FP8, clipped to the largest finite magnitude."""
     limit = fp8_max(dtype)
     return jnp.clip(x.astype(jnp.float32), -limit, limit).astype(dtype)
 
@@ -75,10 +75,10 @@ def saturate(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shap
 def amax(
     x: Float[Array, "..."], axes: Sequence[int] | None = None
 ) -> Float[Array, "..."]:
-    """Returns the float32 `max |x|` over `axes` (all if None), dims kept at size 1.
+    """Returns the float32 `max |x|` over `axes`, with these dims kept at size 1.
 
-    An empty slice has amax 0, one with a NaN has amax NaN. Over all axes the result is
-    a scalar.
+    If `axes` is None the result is a scalar over all of them. The amax of an empty
+    slice is 0, and that of a slice with a NaN is NaN.
     """
     largest = jnp.max(
         _magnitude_bits(x), axis=axes, keepdims=axes is not None, initial=0
@@ -89,8 +89,8 @@ def amax(
 def amax_of_parts(x: Float[Array, "..."]) -> Float[Array, "p"]:
     """Returns float32 amaxes of p equal parts of `x`; their maximum is its amax.
 
-    XLA reduces a large array in two kernels, of which only the first fuses with what
-    made the array. Stopping after it lets several arrays share the second.
+    XLA reduces a large array in two kernels, and fuses only the first with the array's
+    producer. Stopping after it lets several arrays share the second.
     """
     if x.size == 0:
         return jnp.zeros((1,), jnp.float32)
@@ -118,7 +118,7 @@ def compute_scale_inv(
     """Returns `scale_inv = 1 / scale` with `scale = fp8_max / (amax * 2**margin)`.
 
     Args:
-        amax: the largest magnitude the scale must represent.
+        amax: the largest magnitude that the scale must represent.
         dtype: `E4M3` or `E5M2`.
         pow2_scale: round `scale` down to a power of two, which makes scaling exact
             both ways in float32 and bfloat16, for at most one bit of range.
@@ -126,7 +126,7 @@ def compute_scale_inv(
 
     A non-finite amax gives NaN, so that the fault reaches the output and is seen.
     """
-    # The margin lowers the limit: raising amax by it could leave float32's range.
+    # The margin lowers the limit, because raising amax could leave float32's range.
     limit = fp8_max(dtype) * 2.0**-margin
     # Below the floor `scale` would overflow float32 and turn zeros into NaN. One more
     # factor of two keeps `scale_inv` a normal number, which GPUs do not flush to zero.
@@ -141,7 +141,7 @@ def compute_scale_inv(
 def cast(
     x: Float[Array, "*shape"], scale_inv: Float[Array, "..."], dtype: DTypeLike
 ) -> Fp8Array:
-    """Returns `saturate(x / scale_inv)` with its scale: the one place that divides."""
+    """Returns `saturate(x / scale_inv)` with its `scale_inv`."""
     scaled = x.astype(jnp.float32) * jnp.broadcast_to(1.0 / scale_inv, x.shape)
     return Fp8Array(saturate(scaled, dtype), scale_inv)
 
@@ -156,14 +156,14 @@ def quantize(
     """Casts `x` to FP8 with current scaling, one scale per slice along `axes`.
 
     The FP8 data of finite values are finite: out-of-range values saturate. (Values
-    within a factor 1.1 of float32's maximum may round up to more than it, which
-    `dequantize` then returns as infinity.)
+    within a factor 1.1 of float32's maximum may round up beyond it, which `dequantize`
+    then returns as infinity.)
 
     Args:
         x: the array to cast.
         dtype: `E4M3` or `E5M2`.
-        axes: the axes that share a scale. All of them (tensorwise) if None; a matmul
-            operand's contracting dims give rowwise scaling.
+        axes: the axes that share a scale: all of them (tensorwise) if None; the
+            contracting dims of a matmul operand for rowwise scaling.
         pow2_scale: round scales down to powers of two.
 
     Raises:
@@ -182,7 +182,7 @@ def quantize_tiles(
 ) -> Fp8Array:
     """Casts `x` to FP8 with one scale per `tile` (blockwise, current scaling).
 
-    Sizes that are no multiple of the tile end in partial tiles with own scales.
+    Where a size is not a multiple of the tile, the last tile is partial.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = tile
@@ -198,8 +198,8 @@ def quantize_tiles(
 def _magnitude_bits(x: Array) -> Array:
     """Returns integers ordered as `|x|`, with NaN above infinity.
 
-    Maxima are taken over these, for a maximum of floats may lose a NaN: XLA's does in
-    wide reductions on CPUs, and so does NCCL's.
+    Maxima are taken of these because a maximum of floats may lose a NaN: XLA's does in
+    large reductions on CPUs, and so does NCCL's.
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer)

@@ -1,6 +1,6 @@
-"""The JSON files of a run: strict, written whole or not at all, comparable.
+"""Reads, writes and compares the JSON files of a run.
 
-Strict means that any JSON reader takes them: a NaN or infinite number becomes null.
+They are written in one step, and in strict JSON: NaN and infinity become null.
 """
 
 import json
@@ -12,15 +12,14 @@ import numpy as np
 
 
 def jsonable(value: object, *, nan_as_null: bool = True) -> object:
-    """Returns `value` in JSON's own types: tuples as lists, NumPy scalars as numbers.
+    """Returns `value` in JSON's types: tuples as lists, NumPy scalars as numbers.
 
     Args:
-        value: numbers, text, paths, arrays of one element, and dicts and lists of
-            these.
-        nan_as_null: whether NaN and infinity become None; else they are refused.
+        value: numbers, text, paths, scalar arrays, and dicts and lists of these.
+        nan_as_null: whether NaN and infinity become None; otherwise they are refused.
 
     Raises:
-        ValueError: for what JSON has no form for.
+        ValueError: if JSON cannot represent the value.
     """
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = np.asarray(value).item()
@@ -31,7 +30,7 @@ def jsonable(value: object, *, nan_as_null: bool = True) -> object:
             return value
         if nan_as_null:
             return None
-        raise ValueError(f"{value} has no form in JSON: give a finite number or None.")
+        raise ValueError(f"{value} has no form in JSON: use a finite number or None.")
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, dict):
@@ -42,7 +41,7 @@ def jsonable(value: object, *, nan_as_null: bool = True) -> object:
     if isinstance(value, list | tuple):
         return [jsonable(item, nan_as_null=nan_as_null) for item in value]
     raise ValueError(
-        f"a {type(value).__name__} has no form in JSON: give numbers, text, lists and "
+        f"a {type(value).__name__} has no form in JSON: use numbers, text, lists and "
         "dicts."
     )
 
@@ -53,7 +52,7 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def write(path: Path, value: object) -> None:
-    """Writes `value` as JSON to `path`: after a crash the file is old or new, whole."""
+    """Writes `value` as JSON to `path`; a crash leaves the old file or the new one."""
     write_text(path, dumps(value, indent=2) + "\n")
 
 
@@ -88,7 +87,7 @@ def read(path: Path) -> object:
 def read_lines(path: Path) -> list[dict]:
     """Returns the objects of a JSON-lines file, up to the first broken line.
 
-    The last line of a killed run may be half written; what follows it is no record.
+    A killed run may leave its last line incomplete.
     """
     if not path.is_file():
         return []
@@ -133,7 +132,7 @@ def _flatten(value: object, prefix: str = "") -> dict[str, object]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` survive a power cut, where the system allows."""
+    """Makes a rename in `directory` survive a power cut, if the system allows it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

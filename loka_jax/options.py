@@ -1,7 +1,7 @@
-"""Checks of options, with messages that name the option and the remedy."""
+"""A check of an option's value, with a message that names option and remedy."""
 
 
-def require(holds: bool, option: str, value, what: str):
-    """Raises ValueError, that an option's value must be something, unless it holds."""
+def require(holds: bool, option: str, value, requirement: str):
+    """Raises ValueError "option value must be requirement." unless `holds`."""
     if not holds:
-        raise ValueError(f"{option} {value} must be {what}.")
+        raise ValueError(f"{option} {value} must be {requirement}.")

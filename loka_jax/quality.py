@@ -1,7 +1,7 @@
-"""How far a low-precision array is from its reference: the measures Probe reports.
+"""Error measures of a low-precision array against its reference, as Probe reports them.
 
 All functions take the reference first, compute in float32 and return float32 scalars.
-One global norm hides flushed rows (an array whose small rows all became zero can show
+A global norm hides flushed rows (an array whose small rows all became zero can have
 31 dB), so look at `worst_slice_sqnr` and `underflow_rate` beside `sqnr`.
 """
 
@@ -20,11 +20,11 @@ def sqnr(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
 def worst_slice_sqnr(
     ref: Float[Array, "*s"], x: Float[Array, "*s"], *, axis: int = -1
 ) -> Float[Array, ""]:
-    """Returns the least SQNR in dB of all slices along `axis` that are not all zero."""
+    """Returns the lowest SQNR in dB of the non-zero slices along `axis`."""
     per_slice = _decibels(*_signal_and_noise(ref, x, axis=axis))
     has_signal = jnp.any(ref != 0, axis=axis)
     worst = jnp.min(jnp.where(has_signal, per_slice, jnp.inf))
-    # Not left to the minimum: wide reductions of XLA on CPUs lose a NaN.
+    # XLA's minimum would lose a NaN in large reductions on CPUs.
     return jnp.where(jnp.any(jnp.isnan(per_slice)), jnp.nan, worst)
 
 
@@ -37,8 +37,8 @@ def relative_l2(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, 
 def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     """Returns the mean element-wise relative error, `mean |x - ref| / |ref|`.
 
-    Elements with `ref = 0` are left out. A heavy-tailed mean: near-zero outputs
-    dominate it, so it ranges over 0.3-0.7 where `relative_l2` says 0.037.
+    Elements with `ref = 0` are left out. The mean is heavy-tailed: near-zero elements
+    dominate it, so it is 0.3 to 0.7 where `relative_l2` is 0.037.
 
     References:
         LoKA, arXiv 2605.10886, section on Probe.
@@ -53,14 +53,14 @@ def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
 def underflow_rate(
     ref: Float[Array, "*s"], data: Float[Array, "*s"]
 ) -> Float[Array, ""]:
-    """Returns the share of the non-zero elements of `ref` that are zero in `data`."""
+    """Returns the share of non-zero elements of `ref` that are zero in `data`."""
     nonzero = ref != 0
     flushed = nonzero & (data.astype(jnp.float32) == 0)
     return (jnp.sum(flushed) / jnp.maximum(jnp.sum(nonzero), 1)).astype(jnp.float32)
 
 
 def saturation_rate(data: Float[Array, "*s"]) -> Float[Array, ""]:
-    """Returns the share of FP8 elements that sit at the largest finite magnitude."""
+    """Returns the share of FP8 elements at the largest finite magnitude."""
     limit = float(jnp.finfo(data.dtype).max)
     at_limit = jnp.abs(data.astype(jnp.float32)) == limit
     return jnp.mean(at_limit.astype(jnp.float32))
@@ -69,7 +69,7 @@ def saturation_rate(data: Float[Array, "*s"]) -> Float[Array, ""]:
 def _signal_and_noise(ref, x, *, axis):
     """Returns `sum ref^2` and `sum (ref - x)^2`, in units of the largest `ref^2`."""
     ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
-    # Without the unit, squares of small gradients would vanish in float32.
+    # Without the unit, squares of small gradients would underflow in float32.
     unit = jnp.max(jnp.abs(ref), axis=axis, keepdims=True, initial=0)
     unit = jnp.where(unit == 0, 1.0, unit)
     signal = jnp.sum((ref / unit) ** 2, axis=axis)

@@ -1,14 +1,14 @@
-"""Inference with the weights made ready once: cast, transposed, norms' constants.
+"""Inference with weights that are prepared once: cast, transposed, folded into norms.
 
-What a model computes from its weights alone is the same for every batch. So its program
-is cut in two:
+Everything that a model computes from its weights alone is the same for every batch, so
+its program is split in two:
 
-    ready  = once(weights)                FP8 weights and their scales, and the like
+    ready  = once(weights)                FP8 weights, their scales, and so on
     output = function(ready, *inputs)     all that depends on the inputs
 
-Both do the operations of the model, in the same order. (XLA leaves out roundings to
-bfloat16 between operations of one kernel, and so may round elsewhere than in a program
-of the whole.)
+Both run the operations of the model in the same order. (XLA omits roundings to bfloat16
+between the operations of a kernel, and so may round at other places than in the whole
+program.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from loka_jax.nn import Model
 
-# What an inner program is called by those primitives that only run it.
+# The parameter that holds the inner program of primitives that do nothing but run it.
 _INNER = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -31,11 +31,11 @@ _INNER = {
 
 
 class Folded(NamedTuple):
-    """A function whose work on the weights alone is done.
+    """A function with its computations on the weights alone already done.
 
     Attributes:
-        ready: what it made of them.
-        function: from `ready` and the inputs to the output.
+        ready: the results of these computations.
+        function: computes the output from `ready` and the inputs.
     """
 
     ready: list[Array]
@@ -43,32 +43,32 @@ class Folded(NamedTuple):
 
 
 class Served:
-    """A model to be called with inputs of the shapes that it was made for."""
+    """A model for inference on inputs of fixed shapes."""
 
     def __init__(self, folded: Folded):
-        """Takes the model with its weights made ready."""
+        """Takes the model with its weights prepared."""
         self.ready = folded.ready
         self._function = jax.jit(folded.function)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights as they are kept."""
+        """Bytes of the prepared weights."""
         return sum(x.nbytes for x in self.ready)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Returns what the model does.
+        """Returns the model's output.
 
         Raises:
-            ValueError: if the inputs have other shapes or dtypes than those given to
-                `serve`, for which another plan may hold.
+            ValueError: if the inputs' shapes or dtypes differ from those given to
+                `serve`; they may need another plan.
         """
         return self._function(self.ready, *inputs)
 
 
 def serve(model: Model, variables: Mapping[str, Any], *inputs: Any) -> Served:
-    """Returns a model for inference, its weights in the form that its sites read.
+    """Returns a model for inference, with the weights in the form that its sites read.
 
-    In FP8, a weight is quantized once, and takes a quarter of its bytes. A plan for
+    An FP8 weight is quantized once and takes a quarter of its bytes. A plan for
     inference comes from `dispatch.plan.make_plan(..., roles=("fwd",))`:
 
         planned = nn.Planned(model, plan.choices)
@@ -76,42 +76,42 @@ def serve(model: Model, variables: Mapping[str, Any], *inputs: Any) -> Served:
         logits = served(dense, embeddings)
 
     Args:
-        model: a model, or a planned one.
-        variables: of the model.
-        inputs: of the shapes that will come; arrays or `jax.ShapeDtypeStruct`.
+        model: the model, planned or not.
+        variables: the model's variables.
+        inputs: arrays or `jax.ShapeDtypeStruct` of the shapes to be served.
     """
     return Served(fold(model.apply, variables, *inputs))
 
 
 def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
-    """Returns a function of (weights, *inputs) with its work on the weights done.
+    """Returns a function of (weights, *inputs) with its computations on weights done.
 
-    What is larger than what it is made from, such as a bias repeated for every row, is
-    made again at each call.
+    A result larger than its operands, such as a bias repeated for every row, is
+    recomputed at each call.
 
     Args:
-        function: as `jax.jit` takes it; without side effects.
-        weights: of which work is done now.
+        function: a function that `jax.jit` accepts, without side effects.
+        weights: the arguments that are known now.
         inputs: arrays or `jax.ShapeDtypeStruct`.
     """
     program, out_tree = _trace(function, weights, inputs)
-    leaves, wanted = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
-    parts = _cut(program.jaxpr, len(leaves))
+    leaves, expected = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
+    parts = _split(program.jaxpr, len(leaves))
 
     def once(*leaves):
         env = dict(zip(parts.weights, leaves, strict=True))
         _run(program, parts.once, env)
         return [env[var] for var in parts.ready]
 
-    def later(ready, *given):
-        given = jax.tree.leaves(given)
-        if _shapes(given) != wanted:
+    def later(ready, *inputs):
+        inputs = jax.tree.leaves(inputs)
+        if _shapes(inputs) != expected:
             raise ValueError(
-                f"inputs are {_shapes(given)}, and the weights were made ready for "
-                f"{wanted}: make them ready for these shapes."
+                f"inputs are {_shapes(inputs)}, but the weights were prepared for "
+                f"{expected}: prepare them for these shapes."
             )
         env = dict(zip(parts.ready, ready, strict=True))
-        env |= dict(zip(parts.inputs, given, strict=True))
+        env |= dict(zip(parts.inputs, inputs, strict=True))
         _run(program, parts.later, env)
         outs = [_read(env, var) for var in program.jaxpr.outvars]
         return jax.tree.unflatten(out_tree, outs)
@@ -120,30 +120,30 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
 
 
 def _trace(function, weights, inputs):
-    """Returns the program of a function without inner ones, and its output's tree."""
+    """Returns a function's program, inner ones inlined, and its output's tree."""
     leaves, structure = jax.tree.flatten((weights, inputs))
     out_tree: Any = None
 
     def flat(*leaves):
         nonlocal out_tree
-        own, rest = jax.tree.unflatten(structure, leaves)
-        found, out_tree = jax.tree.flatten(function(own, *rest))
-        return found
+        weights, inputs = jax.tree.unflatten(structure, leaves)
+        outputs, out_tree = jax.tree.flatten(function(weights, *inputs))
+        return outputs
 
     shapes = _shapes(leaves)
     traced = jax.make_jaxpr(flat)(*shapes)
-    # Traced again, for a weight's cast is often deep in an inner program.
+    # Traced again, because a weight's cast is often deep in an inner program.
     program = jax.make_jaxpr(lambda *x: _run_inlined(traced, *x))(*shapes)
     return program, out_tree
 
 
 class _Parts(NamedTuple):
-    """A program cut in two.
+    """A program split in two.
 
     Attributes:
-        weights, inputs: its variables.
-        once, later: equations in order; what depends on nothing is in both.
-        ready: what goes from one to the other.
+        weights, inputs: its input variables.
+        once, later: equations in order; those that depend on no input are in both.
+        ready: the variables passed from `once` to `later`.
     """
 
     weights: Sequence[jex.Var]
@@ -153,8 +153,8 @@ class _Parts(NamedTuple):
     ready: list[jex.Var]
 
 
-def _cut(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
-    """Returns the parts of a program whose first variables are weights."""
+def _split(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
+    """Returns the parts of a program whose first `num_weights` inputs are weights."""
     weights, inputs = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
     of_weights, of_inputs = set(weights), set(inputs)
     once, later = [], set()
@@ -196,14 +196,14 @@ def _num_bytes(variables: Iterable[jex.Var]) -> int:
 
 
 def _run_inlined(program: jex.ClosedJaxpr, *arguments):
-    """Returns what a program does, those that it calls run as parts of it."""
+    """Returns a program's outputs, with the programs that it calls inlined."""
     env = dict(zip(program.jaxpr.invars, arguments, strict=True))
     _run(program, program.jaxpr.eqns, env, inline=True)
     return [_read(env, var) for var in program.jaxpr.outvars]
 
 
 def _run(program: jex.ClosedJaxpr, eqns, env: dict, *, inline: bool = False):
-    """Evaluates equations of a program into `env`."""
+    """Evaluates equations of a program, adding their results to `env`."""
     env |= dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     for eqn in eqns:
         values = [_read(env, atom) for atom in eqn.invars]

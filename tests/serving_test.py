@@ -91,5 +91,5 @@ def test_a_weight_may_be_output_or_unused():
 def test_other_shapes_are_refused():
     model, inputs = MODELS["dlrm bf16"], _inputs()
     served = serve(model, model.init(jax.random.key(0), *inputs), *inputs)
-    with pytest.raises(ValueError, match="make them ready for these shapes"):
+    with pytest.raises(ValueError, match="prepare them for these shapes"):
         served(*_inputs(ROWS // 2))

@@ -1,4 +1,4 @@
-"""Runs on generated click logs: nothing to download, the best reachable NE is known."""
+"""Runs on generated click logs: nothing to download, the best possible NE is known."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from loka_jax.train.config import (
     LoopConfig,
 )
 
-# Of the recipes that XLA alone runs, the one that adds the fewest kernels.
+# The recipe that adds the fewest kernels where XLA runs all sites.
 FP8 = "fp8_tensorwise_delayed_bf16_drhs"
 
 _DATA = DataConfig(examples=6_291_456)
@@ -37,7 +37,7 @@ def fp8_dlrm() -> DlrmConfig:
 
 @register
 def bf16_dlrm() -> DlrmConfig:
-    """The same DLRM in bfloat16: what `fp8_dlrm` is compared with."""
+    """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
     return dataclasses.replace(
         fp8_dlrm(), name="bf16_dlrm", model=fp8_dlrm().model.clone(recipe="bf16")
     )

@@ -25,12 +25,12 @@ def get_config(name: str) -> Config:
     """Returns the configuration of that name.
 
     Raises:
-        ValueError: if there is none; the message names the nearest.
+        ValueError: if there is none; the message suggests the nearest name.
     """
     if name not in _CONFIGS:
         near = difflib.get_close_matches(name, _CONFIGS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown configuration {name!r}: {hint}There are {', '.join(names())}."
+            f"unknown configuration {name!r}: {hint}Use one of {', '.join(names())}."
         )
     return _CONFIGS[name]()

@@ -1,4 +1,4 @@
-"""Runs on real click logs that the user brings: `--data.path FILE_OR_FOLDER`."""
+"""Runs on the user's own click logs: `--data.path FILE_OR_FOLDER`."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from loka_jax.train.config import (
     LoopConfig,
 )
 
-# Frappe_x1 as the BARS benchmark trains it: Adam 1e-3 on everything, L2 on the whole
-# tables, rates x 0.1 when the validation AUC stalls, two stalls at most, best kept.
+# Frappe_x1 as in the BARS benchmark: Adam 1e-3 on everything, L2 on the whole tables,
+# rates x 0.1 when the validation AUC stalls, at most two stalls, best state evaluated.
 _FRAPPE_DATA = DataConfig(
     kind="table",
     label="label",
@@ -42,7 +42,7 @@ def _frappe_optim(rows_l2: float) -> OptimConfig:
 
 @register
 def frappe_dlrm() -> DlrmConfig:
-    """DLRM on Frappe_x1: BARS has AUC 0.9840, log loss 0.1444 (one run)."""
+    """DLRM on Frappe_x1: BARS reports AUC 0.9840, log loss 0.1444 (one run)."""
     return DlrmConfig(
         name="frappe_dlrm",
         model=Dlrm(
@@ -61,7 +61,7 @@ def frappe_dlrm() -> DlrmConfig:
 
 @register
 def frappe_dcnv2() -> Dcnv2Config:
-    """DCN V2 on Frappe_x1: BARS has AUC 0.98382 +- 0.00043 over five runs."""
+    """DCN V2 on Frappe_x1: BARS reports AUC 0.98382 +- 0.00043 over five runs."""
     return Dcnv2Config(
         name="frappe_dcnv2",
         model=Dcnv2(
@@ -78,9 +78,9 @@ def frappe_dcnv2() -> Dcnv2Config:
     )
 
 
-# For samples of some 10^4 rows of the Kaggle file, where the tables overfit at once:
-# chosen on a validation fifth of a training sample, then trained on nearly all of it.
-# The whole file wants BARS' settings: --optim.rows-l2 0 --optim.rows rowwise_adagrad
+# For samples of some 10^4 rows of the Kaggle file, whose tables overfit quickly: chosen
+# on a validation fifth of a training sample, then trained on nearly all of it.
+# The whole file needs BARS' settings: --optim.rows-l2 0 --optim.rows rowwise_adagrad
 # --loop.batch-size 4096 --loop.epochs 1 --top-mlp 400 400 400 --interaction dot.
 _CRITEO_DATA = DataConfig(kind="criteo", min_count=2, valid_fraction=0.02)
 _CRITEO_LOOP = LoopConfig(batch_size=128, epochs=9, log_every=10)

@@ -1,6 +1,7 @@
-"""What every data source hands on: fixed-shape batches, their schema, a position.
+"""Types shared by all data sources: fixed-shape batches, schema, reader position.
 
-B is the batch size, n the number of dense columns, F of categorical columns (fields).
+B is the batch size, n the number of dense columns, F the number of categorical columns
+(fields).
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-Array = jax.Array | np.ndarray  # the host's from files, the device's when generated
+Array = jax.Array | np.ndarray  # NumPy if read from files, on the device if generated
 
 
 class Batch(NamedTuple):
@@ -18,9 +19,9 @@ class Batch(NamedTuple):
 
     Attributes:
         dense: float32, already transformed (finite); n may be 0.
-        ids: int32 rows of each field's own table, `0 <= id < vocab_sizes[f]`.
+        ids: int32, the row in each field's table, `0 <= id < vocab_sizes[f]`.
         labels: float32, 0 or 1.
-        weights: float32; 1 for an example, 0 for a row that only pads.
+        weights: float32; 1 for an example, 0 for a padding row.
     """
 
     dense: Float[Array, "B n"]
@@ -37,8 +38,8 @@ class Schema:
         label: name of the label column.
         dense: names of the dense columns, in the order of `Batch.dense`.
         categorical: names of the fields, in the order of `Batch.ids`.
-        vocab_sizes: rows of each field's table. Row 0 is included: it stands for
-            values that are missing or were not seen often enough in training.
+        vocab_sizes: number of rows of each field's table, including row 0, which
+            stands for values that are missing or too rare in training.
     """
 
     label: str
@@ -47,18 +48,18 @@ class Schema:
     vocab_sizes: tuple[int, ...]
 
     def __post_init__(self):
-        """Checks that there are features, each with one role and one table size."""
+        """Checks that each feature has exactly one role and each field a table size."""
         if not self.dense and not self.categorical:
             raise ValueError(
                 "The data has no features: name at least one column with "
                 "--data.dense or --data.categorical."
             )
         names = (self.label, *self.dense, *self.categorical)
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise ValueError(
-                f"Column {twice[0]!r} is named more than once among label, dense and "
-                "categorical columns: give each column one role."
+                f"Column {repeated[0]!r} is named more than once among label, dense "
+                "and categorical columns: give each column one role."
             )
         if len(self.vocab_sizes) != len(self.categorical):
             raise ValueError(
@@ -70,7 +71,7 @@ class Schema:
 
 
 class Position(NamedTuple):
-    """The whole state of a reader: the batch that comes next."""
+    """The next batch to read; a reader has no other state."""
 
     epoch: int
     step: int
@@ -88,11 +89,11 @@ class Dataset(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """The examples of one epoch."""
+        """The number of examples in one epoch."""
         ...
 
     def num_batches(self, batch_size: int) -> int:
-        """Returns the batches of one epoch, a padded last one included."""
+        """Returns the number of batches in one epoch, counting a padded last one."""
         ...
 
     def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
@@ -108,7 +109,7 @@ def num_batches(num_examples: int, batch_size: int) -> int:
 
 
 def next_position(position: Position, batches_per_epoch: int) -> Position:
-    """Returns the position after `position`; an epoch's end starts the next."""
+    """Returns the position after `position`, in the next epoch after the last batch."""
     epoch, step, seed = position
     if step + 1 < batches_per_epoch:
         return Position(epoch, step + 1, seed)

@@ -1,4 +1,4 @@
-"""Raw rows as they come out of a file, before any policy: blocks of Arrow columns."""
+"""Blocks of raw rows: Arrow columns as read from a file, before any policy."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -8,12 +8,12 @@ import pyarrow as pa
 
 
 class Block(NamedTuple):
-    """Some rows of one file.
+    """A block of rows of one file.
 
     Attributes:
-        table: the wanted columns, in any Arrow type.
-        rows: int64, the 1-based number of each row in its file; a header line, and
-            empty lines, are not counted.
+        table: the requested columns, of any Arrow type.
+        rows: int64, the 1-based number of each row in its file; header and empty
+            lines are not counted.
         file: the file's path, for messages.
     """
 
@@ -23,34 +23,35 @@ class Block(NamedTuple):
 
 
 class BadRows:
-    """Counts the rows that have too few or too many columns, and keeps some.
+    """Counts rows with too few or too many columns and records the first few.
 
     Attributes:
-        count: the rows left out so far.
-        samples: what is known of the first few.
+        limit: number of bad rows allowed in all files together.
+        count: number of bad rows so far.
+        samples: file, row and column counts of the first few.
     """
 
     NUM_SAMPLES = 5
 
-    def __init__(self, most: int):
-        """Allows `most` bad rows in all files together."""
-        self.most = most
+    def __init__(self, limit: int):
+        """Allows `limit` bad rows in all files together."""
+        self.limit = limit
         self.count = 0
         self.samples: list[dict] = []
 
-    def add(self, file: str, row: int, found: int, expected: int) -> bool:
-        """Notes a row; returns whether it may be left out."""
+    def add(self, file: str, row: int, columns: int, expected: int) -> bool:
+        """Records a bad row; returns whether it may be skipped."""
         self.count += 1
         if len(self.samples) < self.NUM_SAMPLES:
             self.samples.append(
-                {"file": file, "row": row, "columns": found, "expected": expected}
+                {"file": file, "row": row, "columns": columns, "expected": expected}
             )
-        return self.count <= self.most
+        return self.count <= self.limit
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads the wanted columns of one file, block by block."""
+    """Reads the requested columns of one file, block by block."""
 
     def __call__(
         self, path: str, columns: tuple[str, ...], bad_rows: BadRows
@@ -59,23 +60,21 @@ class Reader(Protocol):
         ...
 
 
-def check_columns(
-    file: str, wanted: tuple[str, ...], found: tuple[str, ...] | list[str]
-) -> None:
-    """Raises ValueError if the file lacks a column, or has a wanted one twice."""
-    for name in wanted:
-        if name not in found:
+def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> None:
+    """Raises ValueError if the file lacks a requested column or has it twice."""
+    for name in requested:
+        if name not in header:
             raise ValueError(
-                f"{file} has no column {name!r}, only {_shortened(found)}: correct "
+                f"{file} has no column {name!r}, only {_shortened(header)}: correct "
                 "--data.label, --data.dense or --data.categorical."
             )
-        if list(found).count(name) > 1:
+        if (count := header.count(name)) > 1:
             raise ValueError(
-                f"{file} has column {name!r} {list(found).count(name)} times: give "
-                "its columns different names."
+                f"{file} has column {name!r} {count} times: give its columns different "
+                "names."
             )
 
 
-def _shortened(names: tuple[str, ...] | list[str], most: int = 12) -> str:
-    shown = ", ".join(str(name)[:40] for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+def _shortened(names: list[str], limit: int = 12) -> str:
+    shown = ", ".join(name[:40] for name in names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

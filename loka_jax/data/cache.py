@@ -1,4 +1,4 @@
-"""Where shards go when nobody names a folder: a private cache of this user."""
+"""A cache of converted shards, in the user's private cache folder by default."""
 
 import atexit
 import hashlib
@@ -15,23 +15,23 @@ from loka_jax.data.files import Sources
 
 
 def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
-    """Returns a folder with the sources' shards, converting them if there is none.
+    """Returns the cached folder of the sources' shards, converting them if needed.
 
-    Its name is a digest of the files' paths, sizes and times, and of the options, so
-    that a changed file or option makes another folder. Two runs at once each convert;
-    the first to finish wins.
+    The folder's name is a digest of the files' paths, sizes and modification times and
+    of the options, so a changed file or option gets a new folder. If two runs convert
+    at the same time, the first to finish wins.
     """
     target = _root(config) / _digest(config, sources)
     if shards.is_shard_folder(target):
         try:
             shards.open_shards(target)
             return target
-        except ValueError:  # damaged: it is ours, and can be made again
+        except ValueError:  # damaged; a cached folder can be rebuilt
             shutil.rmtree(target)
     try:
         convert.convert(config, sources, target)
     except ValueError:
-        if not shards.is_shard_folder(target):  # not the other run's
+        if not shards.is_shard_folder(target):  # no other run finished it meanwhile
             raise
     return target
 
@@ -48,7 +48,7 @@ def _digest(config: DataConfig, sources: Sources) -> str:
 
 
 def _root(config: DataConfig) -> pathlib.Path:
-    """Returns the cache folder; a temporary one if the user's cannot be used."""
+    """Returns the cache folder, or a temporary one if the user's cannot be used."""
     if config.cache is not None:
         return pathlib.Path(config.cache).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -56,8 +56,8 @@ def _root(config: DataConfig) -> pathlib.Path:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(root)
-        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if is_ours and os.access(root, os.W_OK):
+        belongs_to_user = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if belongs_to_user and os.access(root, os.W_OK):
             root.chmod(0o700)
             return root
     except OSError:

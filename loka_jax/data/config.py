@@ -1,12 +1,12 @@
-"""The options of every data source in one flat dataclass.
+"""The options of all data sources in one dataclass.
 
-Flat, so that a command line reads well: `--data.path clicks.csv --data.label click`.
+It is flat so that command lines read well: `--data.path clicks.csv --data.label click`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Rows of the generated tables: a few huge fields, most small, as in Criteo's logs.
+# Rows of the generated tables: a few are huge, most are small, as in Criteo's logs.
 GENERATED_ROWS = (
     *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
     *(2_000, 2_000, 1_000, 1_000, 600, 500, 300, 200, 150, 100, 100),
@@ -16,46 +16,48 @@ GENERATED_ROWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where examples come from and what is done to them.
+    """Where examples come from and how they are preprocessed.
 
     Attributes:
         kind: `generated` click logs (nothing else to set up), `criteo` (40 tab
             separated columns, no header) or `table` (CSV or TSV with a header, or
             Parquet; `.gz` too).
-        path: training file, or a folder with files whose names contain train, valid
-            or val, and test; or a folder of shards made by experiments/convert.py.
-        valid: validation file; if None, the folder's, else split off the training file.
-        test: test file; if None, the folder's, if there is one.
+        path: training file; or a folder of files with train, valid (or val) and test in
+            their names; or a folder of shards made by experiments/convert.py.
+        valid: validation file; if None, the one in the folder, or else rows split off
+            the training file.
+        test: test file; if None, the one in the folder, if any.
         label: the label column (`table`).
         dense: the dense columns (`table`).
         categorical: the categorical columns (`table`).
-        encoding: how values become ids. `vocabulary` counts the training values;
+        encoding: how values become ids. `vocabulary` numbers the training values;
             `hash` is a 64-bit hash of column name and value, modulo buckets.
-        min_count: values seen less often in training share id 0 (`vocabulary`).
-        hash_buckets: rows of each table, id 0 for missing values included (`hash`).
+        min_count: values seen fewer times in training share id 0 (`vocabulary`).
+        hash_buckets: rows of each table, including id 0 for missing values (`hash`).
         unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
-        missing: empty dense values: `zero` (of the input, before the transform) or
-            `error`. Empty categorical values get id 0.
+        missing: empty dense values: `zero` (before the transform) or `error`. Empty
+            categorical values get id 0.
         nan: dense NaN: `zero` or `error`.
         negative: dense values below zero: `keep`, `clip` (to 0) or `error`.
-        huge: dense values beyond +-`huge_limit`, infinities too: `clip` or `error`.
+        huge: dense values beyond +-`huge_limit`, also infinite: `clip` or `error`.
         huge_limit: the largest absolute dense value.
-        transform: of dense values after the policies. `log1p` is odd,
-            `sign(x) log(1 + |x|)`, so it stays finite for negative values;
-            `standardize` is `(x - mean) / std` of the training rows; or `none`.
-        valid_fraction: share of training rows split off when no validation file is
-            given: those whose hashed row number falls below it.
-        max_bad_rows: rows with too few or too many columns that are left out before
-            the conversion fails.
-        cache: folder for converted shards; if None, a private one of this user.
+        transform: applied to dense values after the policies. `log1p` is
+            `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
+            `(x - mean) / std` with the statistics of the training rows; or `none`.
+        valid_fraction: share of the training rows used for validation when there is no
+            validation file: rows whose hashed row number, in [0, 1), falls below it.
+        max_bad_rows: number of rows with too few or too many columns that are skipped;
+            one more fails the conversion.
+        cache: folder for converted shards; if None, the user's private cache.
         examples: training examples in an epoch (`generated`).
         eval_examples: examples in each of the valid and test splits (`generated`).
-        rows: rows of each table, id 0 included (`generated`).
+        rows: rows of each table, including id 0 (`generated`).
         zipf: exponent of the ids' power law (`generated`).
         latent_dim: rank of the planted interactions (`generated`).
         signal: standard deviation of the true logit (`generated`).
         click_rate: mean of the true probabilities (`generated`).
-        world: seed of the planted model, apart from the seed of the stream.
+        world: seed of the planted model; the run's seed draws the examples
+            (`generated`).
     """
 
     kind: Literal["generated", "criteo", "table"] = "generated"
@@ -91,12 +93,12 @@ class DataConfig:
 
     def __post_init__(self):
         """Checks ranges, written so that NaN fails."""
-        for name, least, most in _RANGES:
+        for name, low, high in _RANGES:
             value = getattr(self, name)
-            if not least <= value <= most:
+            if not low <= value <= high:
                 raise ValueError(
                     f"--data.{name.replace('_', '-')} {value} must lie between "
-                    f"{least} and {most}."
+                    f"{low} and {high}."
                 )
         if not self.rows or not all(2 <= r <= MAX_ROWS for r in self.rows):
             raise ValueError(
@@ -123,7 +125,7 @@ MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
     ("min_count", 1, 2**62),
     ("hash_buckets", 2, MAX_ROWS),
-    ("huge_limit", 1.0, 1e30),  # its square still fits float64, itself float32
+    ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),

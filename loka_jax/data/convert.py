@@ -1,7 +1,7 @@
-"""From text or Parquet to shards, in two passes.
+"""Converts text or Parquet files to shards in two passes.
 
-The first pass reads the training rows and learns the vocabularies and, if asked for,
-means and deviations; the second encodes every split. Nothing is learned from
+The first pass reads the training rows and learns the vocabularies and, if requested,
+means and standard deviations; the second encodes every split. Nothing is learned from
 validation or test rows.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pyarrow as pa
 
-from loka_jax.data import criteo, table
+from loka_jax.data import table
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import MAX_ROWS, DataConfig
@@ -36,7 +36,7 @@ from loka_jax.data.values import (
 )
 
 SHARD_ROWS = 1 << 19
-# What of a config decides the bytes of the shards.
+# The options that determine the contents of the shards.
 SETTINGS = (
     "label",
     "dense",
@@ -62,13 +62,13 @@ def convert(
     target: pathlib.Path,
     progress: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Makes the folder `target` from the files of `sources`, or leaves nothing.
+    """Converts `sources` to a folder of shards; a failure leaves no folder behind.
 
     Args:
         config: columns and policies.
         sources: the files of each split.
-        target: a folder that does not exist yet.
-        progress: called with the pass and the rows it has read so far.
+        target: the new folder, which must not exist yet.
+        progress: called with the stage's name and the number of rows read so far.
 
     Raises:
         ValueError: one sentence with file, row or option, and the remedy.
@@ -79,7 +79,7 @@ def convert(
 
 
 def settings_of(config: DataConfig) -> dict:
-    """Returns the options that decide what shards hold, ready for JSON."""
+    """Returns the options that determine the shards' contents, as JSON values."""
     label, dense, categorical = _columns(config)
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"label": label, "dense": dense, "categorical": categorical}
@@ -87,12 +87,12 @@ def settings_of(config: DataConfig) -> dict:
 
 
 def split_rule(sources: Sources, config: DataConfig) -> str:
-    """Returns in words where the validation rows come from."""
+    """Returns a phrase that says which rows are the validation rows."""
     if sources.valid:
         return f"validation rows are those of {_names(sources.valid)}"
     return (
-        f"validation rows are the {config.valid_fraction:g} of the training file's "
-        "rows whose hashed row number (SplitMix64) is lowest"
+        f"validation rows are the fraction {config.valid_fraction:g} of the training "
+        "file's rows with the lowest hashed row number (SplitMix64)"
     )
 
 
@@ -102,17 +102,17 @@ def _names(paths: tuple[pathlib.Path, ...]) -> str:
 
 def _columns(config: DataConfig) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if config.kind == "criteo":
-        return criteo.LABEL, criteo.DENSE, criteo.CATEGORICAL
+        return table.CRITEO_LABEL, table.CRITEO_DENSE, table.CRITEO_CATEGORICAL
     return config.label, config.dense, config.categorical
 
 
 class _Conversion:
-    """One conversion's columns, counts and encoders."""
+    """A conversion in progress: its columns, counts and standardizer."""
 
     def __init__(self, config: DataConfig, sources: Sources, progress):
         self.config, self.sources, self.progress = config, sources, progress
         self.label, self.dense, self.categorical = _columns(config)
-        # Checks the columns before anything is read.
+        # Check the columns before anything is read.
         Schema(
             label=self.label,
             dense=self.dense,
@@ -159,11 +159,11 @@ class _Conversion:
     def _blocks(
         self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
     ) -> Iterator[tuple[str, Block]]:
-        """Yields every block with its split; the training file may be split by row."""
+        """Yields each block with its split, splitting off validation rows if needed."""
         columns = (self.label, *self.dense, *self.categorical)
         read = 0
         for split in splits:
-            done = 0  # rows of this split's files
+            done = 0  # rows read of this split's files
             for path in getattr(self.sources, split):
                 for block in self._reader(path)(str(path), columns, bad_rows):
                     rows = block.table.num_rows
@@ -176,7 +176,8 @@ class _Conversion:
                     done += rows
 
     def _reader(self, path: pathlib.Path):
-        return criteo.reader() if self.config.kind == "criteo" else table.reader(path)
+        is_criteo = self.config.kind == "criteo"
+        return table.read_criteo if is_criteo else table.reader(path)
 
     def _split_off(
         self, block: Block, done: int, splits: tuple[str, ...]
@@ -190,7 +191,7 @@ class _Conversion:
                 yield split, Block(part, block.rows[chosen], block.file)
 
     def _learn(self) -> list[Encoder]:
-        """Reads the training rows, if there is anything to learn from them."""
+        """Learns encoders and standardizer; reads the training rows only if needed."""
         use_hash = self.config.encoding == "hash"
         if use_hash and self.config.transform != "standardize":
             return self._hashes()
@@ -237,7 +238,7 @@ class _Conversion:
         records["label"] = np.concatenate([labels for labels, _ in parts])
         records["dense"] = np.concatenate([dense for _, dense in parts])
         for field, encoder in enumerate(encoders):
-            # All blocks at once: an encoder may have to set up a large table.
+            # All blocks in one call, as each call may build a large lookup table.
             records["ids"][:, field] = self._ids(split, blocks, field, encoder)
         writer.add_shard(split, records)
         self.examples[split] += len(records)
@@ -266,8 +267,8 @@ class _Conversion:
             file = np.repeat([b.file for b in blocks], [len(b.rows) for b in blocks])
             raise ValueError(
                 f"{file[at]} row {rows[at]} column {column!r} holds "
-                f"{values[at].as_py()[:40]!r}, which training rows do not: correct it "
-                "or set --data.unknown oov."
+                f"{values[at].as_py()[:40]!r}, which is not in the training rows: "
+                "correct it or set --data.unknown oov."
             )
         return ids
 
@@ -276,7 +277,8 @@ class _Conversion:
             paths = getattr(self.sources, split)
             if paths and not self.examples[split]:
                 raise ValueError(
-                    f"{_names(paths)} has no rows for the {split} split: give it some."
+                    f"{_names(paths)} has no rows for the {split} split: name a file "
+                    "that has some."
                 )
         if not self.examples["valid"]:
             raise ValueError(
@@ -312,7 +314,7 @@ class _Conversion:
 
 
 def is_validation_row(row: np.ndarray, fraction: float) -> np.ndarray:
-    """Returns which rows (numbered from 0 over all training files) are split off."""
+    """Returns a mask of the rows, numbered from 0 over all files, to validate on."""
     hashed = mix(row.astype(np.uint64) ^ key_of(0))
     # 53 bits, so that the comparison is exact in float64.
     return (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction

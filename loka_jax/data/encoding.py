@@ -1,12 +1,12 @@
-"""From values to ids: by a vocabulary of the training rows, or by a stable hash.
+"""Maps values to ids, by a vocabulary of the training rows or by a stable hash.
 
-A value is what it looks like as text, so that a field read from CSV and from Parquet
-gets the same ids. Id 0 stands for missing values and, with a vocabulary, for values
-that training did not see `min_count` times.
+Values are compared as text, so that a field gets the same ids from CSV and from
+Parquet. Id 0 stands for missing values and, with a vocabulary, for values seen fewer
+than `min_count` times in training.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# (pyarrow makes the functions of its compute module when it is imported)
+# (pyarrow creates the functions of its compute module at import)
 
 import hashlib
 from typing import Protocol, runtime_checkable
@@ -24,7 +24,7 @@ class Encoder(Protocol):
 
     @property
     def rows(self) -> int:
-        """The rows of the field's table, id 0 included."""
+        """The number of rows of the field's table, including id 0."""
         ...
 
     def encode(self, values: pa.Array) -> np.ndarray:
@@ -33,10 +33,10 @@ class Encoder(Protocol):
 
 
 def as_text(block: Block, column: str) -> pa.Array:
-    """Returns a column's values as strings; missing ones (empty, NaN) as null.
+    """Returns a column's values as strings, and missing ones (empty, NaN) as null.
 
     Raises:
-        ValueError: if the column holds lists or the like.
+        ValueError: if the column's type has no text form, such as lists.
     """
     array = block.table.column(column).combine_chunks()
     if pa.types.is_dictionary(array.type):
@@ -46,17 +46,20 @@ def as_text(block: Block, column: str) -> pa.Array:
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
     try:
-        array = array.cast(pa.large_string())  # 2 GiB of text may not hold a column
+        array = array.cast(pa.large_string())  # a column can exceed 2 GiB of text
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         raise ValueError(
-            f"{block.file} column {column!r} holds {array.type}, which has no text to "
-            "make ids of: leave it out, or convert it first."
+            f"{block.file} column {column!r} holds {array.type}, which cannot be "
+            "written as text: leave it out, or convert it first."
         ) from None
     return pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array)
 
 
 def _floats_as_text(array: pa.Array) -> pa.Array:
-    """Writes 3.0 as 3: integers with gaps are floating in pandas. NaN is missing."""
+    """Returns floats as text: whole numbers without a point, NaN as null.
+
+    pandas stores integer columns that have missing values as floats.
+    """
     array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     whole = pc.and_(pc.equal(array, pc.round(array)), pc.less(pc.abs(array), 2**53))
     integers = pc.if_else(whole, array, pa.scalar(0.0)).cast(pa.int64())
@@ -66,7 +69,7 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
 class ValueCounter:
     """Counts the values of one field, block by block."""
 
-    MERGE_AT = 1 << 20  # counted values that are held before equal ones are merged
+    MERGE_AT = 1 << 20  # counts held before those of equal values are merged
 
     def __init__(self):
         """Starts with no values."""
@@ -74,7 +77,7 @@ class ValueCounter:
         self._held = 0
 
     def add(self, values: pa.Array) -> None:
-        """Adds values; nulls do not count."""
+        """Adds values; nulls are ignored."""
         counted = pc.value_counts(values.drop_null())
         table = pa.table({"value": counted.field(0), "count": counted.field(1)})
         self._parts.append(table)
@@ -82,7 +85,7 @@ class ValueCounter:
         if self._held > self.MERGE_AT:
             merged = self._merged()
             self._parts = [merged]
-            # A vocabulary beyond the limit is merged each time it has doubled.
+            # At most half, so that a large vocabulary is not merged at every block.
             self._held = min(merged.num_rows, self.MERGE_AT // 2)
 
     def _merged(self) -> pa.Table:
@@ -90,7 +93,7 @@ class ValueCounter:
         return table.aggregate([("count", "sum")]).rename_columns(["value", "count"])
 
     def vocabulary(self, min_count: int) -> pa.Array:
-        """Returns the values seen often enough, most frequent first, ties by value."""
+        """Returns the values seen `min_count` times or more, most frequent first."""
         if not self._parts:
             return pa.array([], pa.large_string())
         table = self._merged()
@@ -100,19 +103,19 @@ class ValueCounter:
 
 
 class VocabularyEncoder:
-    """Ids by frequency: 1 is the most frequent value of the training rows.
+    """Encodes by frequency rank: id 1 is the most frequent training value.
 
     Attributes:
-        values: the values, `values[i]` with id i + 1.
+        values: the vocabulary; `values[i]` has id i + 1.
     """
 
     def __init__(self, values: pa.Array):
-        """Takes the vocabulary, without the row for unknown values."""
+        """Takes the vocabulary, without an entry for unknown values."""
         self.values = values
 
     @property
     def rows(self) -> int:
-        """The rows of the field's table, id 0 included."""
+        """The number of rows of the field's table, including id 0."""
         return len(self.values) + 1
 
     def encode(self, values: pa.Array) -> np.ndarray:
@@ -122,26 +125,26 @@ class VocabularyEncoder:
 
 
 class HashEncoder:
-    """Ids by hash: `1 + blake2b64(field, value) mod (buckets - 1)`.
+    """Encodes by hash: `1 + blake2b64(field, value) mod (buckets - 1)`.
 
-    The same on every machine and in every run, and different for fields that share
-    values.
+    The ids are the same on every machine and in every run, and differ between fields
+    that share values.
     """
 
     def __init__(self, field: str, buckets: int):
-        """Takes the field's name, which is hashed too, and its table's rows."""
+        """Takes the field's name, part of the hash, and the rows of its table."""
         self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
         self._buckets = buckets
 
     @property
     def rows(self) -> int:
-        """The rows of the field's table, id 0 included."""
+        """The number of rows of the field's table, including id 0."""
         return self._buckets
 
     def encode(self, values: pa.Array) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null values."""
         coded = pc.dictionary_encode(values)
-        ids = np.zeros(len(coded.dictionary) + 1, np.int32)  # the last is null's
+        ids = np.zeros(len(coded.dictionary) + 1, np.int32)  # the last is for null
         for i, value in enumerate(coded.dictionary.to_pylist()):
             ids[i] = self._id(value)
         return ids[np.asarray(pc.fill_null(coded.indices, len(ids) - 1))]

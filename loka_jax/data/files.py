@@ -1,4 +1,4 @@
-"""Finding the files of each split, and saying well what is wrong with them."""
+"""Finds the files of each split, and explains what is wrong when it cannot."""
 
 import difflib
 import os
@@ -16,7 +16,7 @@ _FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-# Whole words only: `latest.csv` is no test file.
+# Whole words only: `latest.csv` is not a test file.
 _WORDS = {
     "train": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
     "valid": re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])"),
@@ -25,7 +25,7 @@ _WORDS = {
 
 
 class Sources(NamedTuple):
-    """The files of each split; `valid` empty means: split it off `train`."""
+    """The files of each split; without `valid`, rows of `train` are split off."""
 
     train: tuple[pathlib.Path, ...]
     valid: tuple[pathlib.Path, ...]
@@ -33,16 +33,16 @@ class Sources(NamedTuple):
 
 
 def data_format(path: pathlib.Path) -> Format | None:
-    """Returns the format that the file's name tells, or None."""
+    """Returns the format that the file's name implies, or None."""
     name = path.name.lower().removesuffix(".gz")
     return _FORMATS.get(os.path.splitext(name)[1])
 
 
 def existing(path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path.
+    """Returns the path with `~` expanded.
 
     Raises:
-        ValueError: if there is nothing there; names what is near.
+        ValueError: if it does not exist; the message suggests similar names.
     """
     path = pathlib.Path(path).expanduser()
     if path.exists():
@@ -60,34 +60,34 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def find_sources(config: DataConfig) -> Sources:
-    """Returns the files that `config` names, or those found in its folder.
+    """Returns the files that `config` names, or those in the folder that it names.
 
     Raises:
-        ValueError: if a file is missing, or no file can be told to be the training
-            file.
+        ValueError: if a file is missing, or no file in the folder is named as the
+            training file.
     """
     if config.path is None:
         raise ValueError(
             f"Data of kind {config.kind} needs --data.path, a file or a folder."
         )
     path = existing(config.path)
-    found = _in_folder(path) if path.is_dir() else Sources((path,), (), ())
-    valid, test = (
-        (_file(named),) if named is not None else files
-        for named, files in ((config.valid, found.valid), (config.test, found.test))
-    )
-    return Sources(found.train, valid, test)
+    sources = _in_folder(path) if path.is_dir() else Sources((path,), (), ())
+    if config.valid is not None:
+        sources = sources._replace(valid=(_file(config.valid),))
+    if config.test is not None:
+        sources = sources._replace(test=(_file(config.test),))
+    return sources
 
 
-def _file(path: str) -> pathlib.Path:
-    found = existing(path)
-    if found.is_dir():
-        raise ValueError(f"{found} is a folder: name one file.")
-    return found
+def _file(name: str) -> pathlib.Path:
+    path = existing(name)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name one file.")
+    return path
 
 
 def _in_folder(folder: pathlib.Path) -> Sources:
-    """Returns the folder's files by the words in their names."""
+    """Assigns the folder's files to splits by the words in their names."""
     splits: dict[str, list[pathlib.Path]] = {split: [] for split in _WORDS}
     names = []
     for path in sorted(folder.iterdir()):

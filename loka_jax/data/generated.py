@@ -1,8 +1,9 @@
-"""Generated click logs whose best reachable normalized entropy is known.
+"""Generated click logs whose best possible normalized entropy is known.
 
 Example i of epoch e is a pure function of (seed, split, e, i), so the data does not
-depend on the batch size (but for float32 rounding), and any position can be read at
-once, on the device. The planted model has the three things that ranking models learn,
+depend on the batch size (except for float32 rounding), and any position can be read
+directly, on the device. The planted model has the three things that ranking models
+learn,
 
     logit = bias + sum_j f_j(z_j) + c z_0 z_1      dense columns, z_j ~ N(0, 1)
                  + sum_f effect_f[id_f]            every id has an effect
@@ -12,8 +13,8 @@ once, on the device. The planted model has the three things that ranking models 
 and ids follow a power law, `P(k) ~ k^-zipf`. Rare ids have smaller effects, as no
 model could learn them from a few clicks.
 
-B is the batch size, n the number of dense columns, F of fields, R the latent rank,
-V the rows of all tables together.
+B is the batch size, n the number of dense columns, F the number of fields, R the latent
+rank, V the total rows of all tables, W those of the interacting fields.
 """
 
 import functools
@@ -30,20 +31,20 @@ from loka_jax.data.batch import Batch, Position, Schema
 from loka_jax.data.config import DataConfig
 
 NUM_DENSE = 13
-NUM_INTERACTING = 8  # fields, of the smaller tables, paired in a ring
+NUM_INTERACTING = 8  # fields with smaller tables, paired in a ring
 SHARES = (0.4, 0.4, 0.2)  # of the logit's variance: dense, ids, pairs
-_SPLITS = {"train": 0, "valid": 1, "test": 2, "calibrate": 3, "measure": 4}
+_SPLITS = {"train": 0, "valid": 1, "test": 2, "scaling": 3, "measure": 4}
 
 
 class World(NamedTuple):
-    """The planted model's numbers, made from `DataConfig.world`.
+    """The planted model's parameters, drawn from the seed `DataConfig.world`.
 
     Attributes:
         dense_waves: amplitude, frequency, phase and slope of each `f_j`.
-        effects: what each id adds.
-        latents: the vectors of the interacting fields' ids.
-        weights: what each of the three parts is multiplied with.
-        bias: what brings the mean probability to `click_rate`.
+        effects: the effect of each id.
+        latents: the latent vectors of the interacting fields' ids.
+        weights: the factors of the logit's three parts.
+        bias: sets the mean probability to `click_rate`.
     """
 
     dense_waves: Float[Array, "4 n"]
@@ -54,7 +55,7 @@ class World(NamedTuple):
 
 
 def interacting_fields(num_fields: int) -> range:
-    """Returns the fields whose pairs the planted model looks at."""
+    """Returns the fields that interact in pairs in the planted model."""
     first = max(0, num_fields * 3 // 4 - NUM_INTERACTING // 2)
     return range(first, min(first + NUM_INTERACTING, num_fields))
 
@@ -64,8 +65,8 @@ def zipf_ids(
 ) -> Int[Array, "B F"]:
     """Returns ids in 1..rows-1 with `P(k) ~ k^-exponent`, by the inverse CDF.
 
-    The power law is continuous on [1, rows) and rounded down; id 0 is left to values
-    that a vocabulary does not hold, which generated logs have none of.
+    The power law is continuous on [1, rows) and rounded down. Id 0 stands for values
+    outside a vocabulary, which generated logs do not have.
     """
     log_rows = jnp.log(jnp.asarray(rows, jnp.float32))
     q = 1.0 - exponent
@@ -74,8 +75,8 @@ def zipf_ids(
     else:
         log_x = jnp.log1p(uniform * jnp.expm1(q * log_rows)[None, :]) / q
     # float32 rounding may reach `rows` itself.
-    most = jnp.asarray(rows, jnp.int32)[None, :] - 1
-    return jnp.clip(jnp.exp(log_x).astype(jnp.int32), 1, most)
+    last = jnp.asarray(rows, jnp.int32)[None, :] - 1
+    return jnp.clip(jnp.exp(log_x).astype(jnp.int32), 1, last)
 
 
 def _draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
@@ -83,12 +84,12 @@ def _draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
     num_fields = len(config.rows)
     width = NUM_DENSE + num_fields + 1
 
-    def one(i):
+    def draw_example(i):
         # Half a step above the grid of 2^-23, so that 0 and 1 never occur.
         bits = jax.random.bits(jax.random.fold_in(key, i), (width,)) >> 9
         return (bits.astype(jnp.float32) + 0.5) * 2.0**-23
 
-    uniform = jax.vmap(one)(index)
+    uniform = jax.vmap(draw_example)(index)
     z = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * uniform[:, :NUM_DENSE] - 1.0)
     ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows, config.zipf)
     return z, ids, uniform[:, -1]
@@ -104,15 +105,15 @@ def _parts(
     z: Float[Array, "B n"],
     ids: Int[Array, "B F"],
 ) -> Float[Array, "B 3"]:
-    """Returns the logit's dense, id and pair parts before they are weighted."""
+    """Returns the logit's dense, id and pair parts, not yet weighted."""
     amplitude, frequency, phase, slope = (w[None, :] for w in world.dense_waves)
     waves = amplitude * jnp.sin(frequency * z + phase) + slope * z
     dense = jnp.sum(waves, axis=-1) + jnp.tanh(z[:, 0]) * jnp.tanh(z[:, 1])
     effects = jnp.sum(world.effects[ids + _offsets(config.rows)], axis=-1)
     fields = interacting_fields(len(config.rows))
     rows = tuple(config.rows[f] for f in fields)
-    chosen = ids[:, fields.start : fields.stop] + _offsets(rows)
-    latents = world.latents[chosen]  # [B, fields, R]
+    latent_rows = ids[:, fields.start : fields.stop] + _offsets(rows)
+    latents = world.latents[latent_rows]  # [B, fields, R]
     pairs = jnp.sum(latents * jnp.roll(latents, 1, axis=1), axis=(1, 2))
     return jnp.stack([dense, effects, pairs], axis=-1)
 
@@ -125,8 +126,8 @@ def _logit(config: DataConfig, world: World, z, ids) -> Float[Array, "B"]:
 def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
     """Returns log(1 + count) of log-normal counts, standardized.
 
-    The counts are skewed as Criteo's are, and what files hold is standardized with
-    `--data.transform standardize`.
+    The counts are as skewed as Criteo's. For data from files,
+    `--data.transform standardize` has the same effect.
     """
     column = jnp.arange(NUM_DENSE, dtype=jnp.float32)[None, :] / (NUM_DENSE - 1)
     center, spread = 0.5 + 4.0 * column, 0.8 + 0.6 * column
@@ -135,10 +136,10 @@ def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
 
 @functools.partial(jax.jit, static_argnames=("config", "batch_size"))
 def _make(config, world, batch_size, place: UInt[Array, "5"]):
-    """Returns the batch that starts at example `start`, and its true logits.
+    """Returns the batch at `place` and its true logits.
 
-    The place comes as one array: each argument is a transfer of its own, and on a GPU
-    five of them took longer than the batch.
+    `place` is split, seed, epoch, first example and number of examples, in one array
+    because five separate transfers to a GPU took longer than making the batch.
     """
     split, seed, epoch, start, num_examples = place
     key = jax.random.fold_in(jax.random.key(seed), split)
@@ -153,7 +154,7 @@ def _make(config, world, batch_size, place: UInt[Array, "5"]):
 
 def make_world(config: DataConfig) -> World:
     """Returns the planted model, scaled to `signal` and `click_rate`."""
-    return _calibrate(config, _draw_world(config))
+    return _scale_world(config, _draw_world(config))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -179,9 +180,11 @@ def _draw_world(config: DataConfig) -> World:
     )
 
 
-def _calibrate(config: DataConfig, world: World, num_examples: int = 1 << 16) -> World:
+def _scale_world(
+    config: DataConfig, world: World, num_examples: int = 1 << 16
+) -> World:
     """Gives each part its share of the variance, then finds the bias by bisection."""
-    key = jax.random.fold_in(jax.random.key(config.world), _SPLITS["calibrate"])
+    key = jax.random.fold_in(jax.random.key(config.world), _SPLITS["scaling"])
 
     @jax.jit
     def sample():
@@ -207,13 +210,13 @@ def _calibrate(config: DataConfig, world: World, num_examples: int = 1 << 16) ->
 class GeneratedDataset:
     """A split of generated click logs.
 
-    Training reads the stream of the position's seed, and another part of it every
-    epoch. The held-out splits are fixed sets: they ignore the position's epoch and
-    seed, so every evaluation sees the same examples.
+    The training split is a stream keyed by the position's seed; every epoch reads new
+    examples. The held-out splits are fixed: they ignore the position's epoch and seed,
+    so every evaluation sees the same examples.
 
     Attributes:
         schema: the columns and table sizes.
-        num_examples: examples in an epoch.
+        num_examples: the number of examples in one epoch.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class GeneratedDataset:
         num_examples: int,
         seed: int,
     ):
-        """Opens a split; `seed` is that of a held-out split's examples."""
+        """Opens a split; `seed` selects the examples of a held-out split."""
         if split not in _SPLITS:
             raise ValueError(f"{split=} must be one of {sorted(_SPLITS)}.")
         self.schema = Schema(
@@ -239,14 +242,14 @@ class GeneratedDataset:
         self._seed = seed
 
     def num_batches(self, batch_size: int) -> int:
-        """Returns the batches of one epoch, a padded last one included."""
+        """Returns the number of batches in one epoch, counting a padded last one."""
         return batch_lib.num_batches(self.num_examples, batch_size)
 
     def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
         """Returns the batch at `position`, made on JAX's default device.
 
         Args:
-            position: see the class for what the held-out splits make of it.
+            position: the batch to make; held-out splits read only its step.
             batch_size: rows of the batch.
             shuffle: ignored: the examples of a stream are independent.
         """
@@ -275,18 +278,18 @@ class GeneratedDataset:
 def best_possible_ne(
     config: DataConfig, world: World, num_examples: int = 1 << 20
 ) -> tuple[float, float]:
-    """Returns the normalized entropy of the true probabilities, and its error.
+    """Returns the normalized entropy of the true probabilities and its standard error.
 
-    `NE = mean_i H(p_i) / H(mean_i p_i)` with `H(p) = -p log p - (1-p) log(1-p)`:
-    what a model that knows the planted one would reach on endless data. The error is
-    one standard deviation, by the delta method; the examples are of no split.
+    `NE = mean_i H(p_i) / H(mean_i p_i)` with `H(p) = -p log p - (1-p) log(1-p)` is the
+    result of the planted model itself on unlimited data. The standard error comes from
+    the delta method; the examples belong to none of the data's splits.
     """
     stream = GeneratedDataset(
         config, world, "measure", num_examples=num_examples, seed=config.world
     )
     logit, _ = _logits_and_labels(stream)
     p = 1 / (1 + np.exp(-logit))
-    # H in terms of the logit, which keeps its digits where p is close to 0 or 1.
+    # H in terms of the logit, which stays precise where p is close to 0 or 1.
     entropy = np.logaddexp(0.0, logit) - p * logit
     mean = p.mean()
     base = _binary_entropy(mean)
@@ -299,8 +302,8 @@ def best_possible_ne(
 def true_model_ne(dataset: GeneratedDataset) -> float:
     """Returns the normalized entropy of the true probabilities on a split's labels.
 
-    It differs from `best_possible_ne` by the luck of that split's labels, which a
-    model evaluated on it shares. NaN if the labels are all the same.
+    It differs from `best_possible_ne` by the sampling noise of the split's labels,
+    which affects every model evaluated on them. NaN if all labels are equal.
     """
     logit, label = _logits_and_labels(dataset)
     log_loss = np.mean(np.logaddexp(0.0, logit) - label * logit)

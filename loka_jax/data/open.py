@@ -1,4 +1,4 @@
-"""Opens the data a `DataConfig` describes as train, valid and test splits."""
+"""Opens the data that a `DataConfig` describes as train, valid and test splits."""
 
 import dataclasses
 import pathlib
@@ -19,10 +19,10 @@ class Splits:
     """The splits of a data set.
 
     Attributes:
-        train: the examples to learn from.
-        valid: the examples that decide when to stop.
-        test: the examples to judge by, if there are any apart from `valid`.
-        report: what was found and done while reading, ready for JSON.
+        train: the training examples.
+        valid: the examples that decide when training stops.
+        test: the examples of the final evaluation; None if only `valid` can serve.
+        report: counts, policies and origin of the data, as JSON values.
     """
 
     train: Dataset
@@ -35,8 +35,8 @@ def open_data(config: DataConfig, *, seed: int) -> Splits:
     """Returns the splits of the data that `config` describes.
 
     Args:
-        config: where the data is and what is done to it.
-        seed: of the held-out splits of generated data; files do not use it.
+        config: the data and its preprocessing.
+        seed: selects the held-out examples of generated data; unused for files.
 
     Raises:
         ValueError: one sentence with the file, row or option, and the remedy.
@@ -67,7 +67,7 @@ def _splits(folder: ShardFolder) -> Splits:
 
 
 def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
-    """Refuses options that were given, but that the shards were not made with.
+    """Checks that options differing from the defaults agree with the shards.
 
     Raises:
         ValueError: with the option and both values.
@@ -78,14 +78,14 @@ def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
                 f"{folder.path} holds shards of all splits: leave out --data.{name}."
             )
     defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
-    asked = settings_of(config)
+    requested = settings_of(config)
     for name in SETTINGS:
-        made_with = folder.settings.get(name)
-        if getattr(config, name) != defaults[name] and asked[name] != made_with:
+        stored = folder.settings.get(name)
+        if getattr(config, name) != defaults[name] and requested[name] != stored:
             raise ValueError(
-                f"{folder.path} was converted with {name} {made_with}, not "
-                f"{asked[name]}: leave out --data.{name.replace('_', '-')} or convert "
-                "the data again."
+                f"{folder.path} was converted with {name} {stored}, not "
+                f"{requested[name]}: leave out --data.{name.replace('_', '-')} or "
+                "convert the data again."
             )
 
 

@@ -1,8 +1,8 @@
-"""A shuffle of any number of examples without a table: the i-th index, computed.
+"""A shuffle of any number of examples, computed index by index without a table.
 
-A Feistel network permutes the numbers of `bits` bits, keyed by (seed, epoch); those
-at or beyond `size` walk on along their cycle until they fall inside. It needs no
-memory, no start-up time and no state but the position, at a billion rows as at ten.
+A Feistel network permutes the numbers of `bits` bits, keyed by (seed, epoch); results
+at or beyond `size` are permuted again until they fall below it (cycle walking). It
+needs no memory, start-up time or state, whether there are ten rows or a billion.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Returns a well mixed 64-bit hash of each uint64; a bijection.
+    """Returns a well mixed 64-bit hash of each uint64, bijectively.
 
     References:
         Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014
@@ -24,7 +24,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key_of(*numbers: int) -> np.uint64:
-    """Returns one 64-bit key from several numbers; their order matters."""
+    """Returns a 64-bit key made from several numbers; their order matters."""
     state = np.zeros(1, np.uint64)
     for number in numbers:
         word = np.array([number % 2**64], np.uint64)
@@ -33,12 +33,12 @@ def key_of(*numbers: int) -> np.uint64:
 
 
 def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
-    """Returns where a permutation of `range(size)` sends each index, int64.
+    """Returns the image of each index under a permutation of `range(size)`, int64.
 
     Args:
         index: int64, each in [0, size).
-        size: how many there are, at least 1.
-        key: which permutation.
+        size: the number of permuted indices, at least 1.
+        key: selects the permutation.
     """
     bits = max(2, (size - 1).bit_length())
     keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _MULTIPLIER ^ key)
@@ -51,7 +51,7 @@ def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permutes the numbers of `bits` bits: halves of unequal width change places."""
+    """Permutes the numbers of `bits` bits; the halves may be of unequal width."""
     left_bits, right_bits = bits // 2, bits - bits // 2
     for key in keys:
         left = x >> np.uint64(right_bits)

@@ -1,7 +1,7 @@
-"""Batches made and moved to the device ahead of the step that needs them.
+"""Makes batches and moves them to the device ahead of the step that needs them.
 
-One background thread makes the batches in order, so what comes out does not depend on
-timing: it is what a plain loop over positions would give.
+One background thread makes the batches in order, so the result does not depend on
+timing: it equals that of a plain loop over positions.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from loka_jax.data.batch import Batch, Dataset, Position, next_position
 class Prefetcher:
     """Iterates over (position, batch) pairs, a few batches ahead.
 
-    Use it as a context manager, or call `close`: either ends the thread. An exception
-    while making a batch is raised by the `next` that would have returned it.
+    Use it as a context manager or call `close`: both end the thread. An exception
+    while making a batch is raised by the `next` that would have returned the batch.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Prefetcher:
         """Starts the thread.
 
         Args:
-            dataset: where batches come from.
-            start: the first batch; epochs follow each other from there.
+            dataset: the source of the batches.
+            start: the position of the first batch; epochs follow one another.
             batch_size: rows of a batch.
-            shuffle: as `Dataset.batch` has it.
-            num_batches: how many; endless if None.
-            depth: batches that wait on the device at most.
-            sharding: where to put them; JAX's default device if None.
+            shuffle: as in `Dataset.batch`.
+            num_batches: the number of batches; endless if None.
+            depth: the largest number of batches that wait on the device.
+            sharding: the batches' placement; JAX's default device if None.
         """
         if not depth >= 1:
             raise ValueError(f"{depth=} must be at least 1.")
@@ -60,14 +60,14 @@ class Prefetcher:
                         return
                     position = next_position(position, per_epoch)
                 self._put(StopIteration())
-            except BaseException as error:  # handed to the consumer, whatever it is
+            except BaseException as error:  # raised again in the consumer's thread
                 self._put(error)
 
         self._thread = threading.Thread(target=produce, name="prefetch", daemon=True)
         self._thread.start()
 
     def _put(self, item) -> bool:
-        """Waits for room; returns False if the consumer has gone meanwhile."""
+        """Queues an item when there is room; returns False if closed before that."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -91,7 +91,7 @@ class Prefetcher:
         return item
 
     def close(self) -> None:
-        """Ends the thread and forgets the batches that wait; may be called twice."""
+        """Ends the thread and drops the waiting batches; may be called twice."""
         self._closed.set()
         self._thread.join()
         while not self._queue.empty():
@@ -107,5 +107,5 @@ class Prefetcher:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes."""
+        """Closes the prefetcher."""
         self.close()

@@ -1,7 +1,4 @@
-"""Batches from memory-mapped shards, from any position, in any order at once.
-
-B is the batch size, n the number of dense columns, F of fields.
-"""
+"""Reads batches from memory-mapped shards, from any position, shuffled or in order."""
 
 import numpy as np
 
@@ -18,7 +15,7 @@ class ShardDataset:
 
     Attributes:
         schema: the columns and table sizes.
-        num_examples: rows in all shards together.
+        num_examples: the number of rows in all shards together.
     """
 
     def __init__(self, schema: Schema, shards: list[np.ndarray], name: str):
@@ -29,30 +26,30 @@ class ShardDataset:
         """
         self.schema = schema
         self._name = name
-        # As int32 words a row is gathered by one copy, whatever its columns.
+        # Viewed as int32 words, a row is gathered by one copy, whatever its columns.
         self._words = [shard.view(np.int32).reshape(len(shard), -1) for shard in shards]
         self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
         self.num_examples = int(self._ends[-1]) if shards else 0
         if not self.num_examples:
-            raise ValueError(f"{name} has no rows: give it a file that has some.")
+            raise ValueError(f"{name} has no rows: name a file that has some.")
         self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
 
     def num_batches(self, batch_size: int) -> int:
-        """Returns the batches of one epoch, a padded last one included."""
+        """Returns the number of batches in one epoch, counting a padded last one."""
         return batch_lib.num_batches(self.num_examples, batch_size)
 
     def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
         """Returns the batch at `position`, in host memory.
 
         Args:
-            position: a seed and an epoch make an order, a step a place in it.
-            batch_size: rows of the batch; the last one is filled up with the epoch's
-                first rows at zero weight, real rows so that batch norm is not misled.
-            shuffle: without it the rows come in the order of the files, and neither
-                seed nor epoch matter.
+            position: seed and epoch determine the order, the step a place in it.
+            batch_size: rows of the batch. The last one is padded with the epoch's first
+                rows at zero weight: real rows, so that batch norm is not misled.
+            shuffle: if false, rows come in the order of the files, whatever the seed
+                and the epoch.
 
         Raises:
-            ValueError: if the step lies past the end, or a stored id outside its table.
+            ValueError: if the step or a stored id is out of range.
         """
         batches = self.num_batches(batch_size)
         if not 0 <= position.step < batches:
@@ -88,8 +85,8 @@ class ShardDataset:
         return Batch(dense, ids, floats[:, 0].copy(), weights)
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        """The device would wrap, clamp or poison an id outside its table, silently."""
-        # A negative id is a huge unsigned one: one comparison finds both.
+        """Raises ValueError for an id outside its table, which JAX would not notice."""
+        # A negative id is a huge unsigned number: one comparison catches both.
         outside = ids.view(np.uint32) >= self._vocab_sizes.view(np.uint32)
         if outside.any():
             row, field = np.argwhere(outside)[0]

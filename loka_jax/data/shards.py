@@ -1,10 +1,10 @@
 """Converted data on disk: memory-mapped `.npy` shards and a manifest.
 
-A folder holds `manifest.json` and flat files beside it: `train-00000.npy` and so on,
-one structured record a row (label, dense, ids), and `vocabulary-00.parquet` and so
-on. It is made under another name and renamed when it is whole. What is opened is
-treated as coming from a stranger: plain files only, no pickles, sizes, shapes and
-digests checked, ids checked again batch by batch by the reader.
+A folder holds `manifest.json` and, beside it, `train-00000.npy` and so on, with one
+structured record a row (label, dense, ids), and `vocabulary-00.parquet` and so on. It
+is written under a temporary name and renamed when complete. A folder that is opened is
+untrusted input: regular files only, no pickles; sizes, shapes and digests are checked
+here, ids batch by batch by the reader.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ FORMAT = "loka_jax shards"
 VERSION = 1
 SPLITS = ("train", "valid", "test")
 MAX_MANIFEST_BYTES = 16 << 20
-# Folders up to this size are digested whenever they are opened, in about a second;
-# larger ones only by `experiments/convert.py --verify`.
+# Digests of folders up to this size are verified at every opening, in about a second;
+# those of larger ones only by `experiments/convert.py --verify`.
 MAX_DIGEST_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[a-z]+-[0-9]{2,6}\.(npy|parquet)")
 
@@ -46,8 +46,8 @@ class ShardFolder:
         path: the folder.
         schema: the columns and table sizes.
         shards: the memory-mapped records of each split; a split may have none.
-        report: what the conversion counted.
-        settings: the options that it was made with.
+        report: the conversion's counts, policies and sources.
+        settings: the options of the conversion.
     """
 
     path: pathlib.Path
@@ -64,7 +64,7 @@ def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Writes the files of a folder that is not there yet."""
+    """Writes the files of a new folder of shards."""
 
     def __init__(self, folder: pathlib.Path):
         """Writes into `folder`, which exists and is empty."""
@@ -78,16 +78,16 @@ class ShardWriter:
         with open(self._folder / name, "wb") as file:
             np.save(file, records, allow_pickle=False)
         self._splits[split].append(name)
-        self._note(name, rows=len(records))
+        self._register(name, rows=len(records))
 
     def add_vocabulary(self, field: int, values: pa.Array) -> None:
-        """Writes the values of a field's ids, from id 1 on."""
+        """Writes a field's vocabulary: the values of its ids, from id 1 on."""
         name = f"vocabulary-{field:02d}.parquet"
         table = pa.table({"value": values})
         parquet.write_table(table, self._folder / name, write_page_checksum=True)
-        self._note(name, rows=len(values))
+        self._register(name, rows=len(values))
 
-    def _note(self, name: str, *, rows: int) -> None:
+    def _register(self, name: str, *, rows: int) -> None:
         with open(self._folder / name, "r+b") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,7 +97,7 @@ class ShardWriter:
     def finish(
         self, schema: Schema, *, sources: list[dict], settings: dict, report: dict
     ) -> None:
-        """Writes the manifest, which makes the folder whole."""
+        """Writes the manifest, which completes the folder."""
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -116,10 +116,10 @@ class ShardWriter:
 
 @contextmanager
 def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a private folder that becomes `target` at the end, whole, or vanishes.
+    """Yields a temporary folder, renamed to `target` on success or else removed.
 
     Raises:
-        ValueError: if the target exists already, or its place cannot be written.
+        ValueError: if the target exists already or cannot be written.
     """
     if target.is_symlink() or (target.exists() and not _is_empty_folder(target)):
         raise ValueError(f"{target} exists already: remove it, or choose another name.")
@@ -133,16 +133,16 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         os.rename(partial, target)
     except OSError as error:
         raise ValueError(
-            f"{target} cannot be written ({error.strerror or error}): free the place, "
-            "or choose another with --out or --data.cache."
+            f"{target} cannot be written ({error.strerror or error}): mend that, or "
+            "choose another folder with --out or --data.cache."
         ) from None
-    finally:  # also after Ctrl-C; nothing is left to remove after the rename
+    finally:  # also after Ctrl-C; after the rename there is nothing to remove
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_abandoned(folder: pathlib.Path, prefix: str) -> None:
-    """Removes what a killed conversion to the same target left, a day later."""
+    """Removes day-old folders that killed conversions to the same target left."""
     for path in folder.iterdir():
         if path.name.startswith(prefix) and path.lstat().st_mtime < time.time() - 86400:
             shutil.rmtree(path, ignore_errors=True)
@@ -162,10 +162,10 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
 
     Args:
         folder: the folder.
-        verify: compare all digests; if None, when the folder is small.
+        verify: whether to compare all digests; if None, only in a small folder.
 
     Raises:
-        ValueError: with the file, if anything is missing, damaged, or not allowed.
+        ValueError: with the file, if anything is missing, damaged or not allowed.
     """
     manifest = _read_manifest(folder)
     files, splits = manifest["files"], manifest["splits"]
@@ -177,23 +177,25 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
         for name, entry in files.items():
             _check_file(folder, name, entry, digests)
         shards = {
-            split: [_map(folder, name, files[name]["rows"], dtype) for name in names]
+            split: [
+                _records(folder, name, files[name]["rows"], dtype) for name in names
+            ]
             for split, names in splits.items()
         }
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(_remake(folder, "its manifest lacks an entry")) from None
+        raise ValueError(_unusable(folder, "its manifest lacks an entry")) from None
     report, settings = manifest.get("report", {}), manifest.get("settings", {})
     return ShardFolder(
         path=folder, schema=schema, shards=shards, report=report, settings=settings
     )
 
 
-def _remake(path: pathlib.Path, reason: str) -> str:
+def _unusable(path: pathlib.Path, reason: str) -> str:
     return f"{path} cannot be used ({reason}): convert the data again."
 
 
 def _schema(entry: dict) -> Schema:
-    """Returns the schema, of text and whole numbers whatever the manifest holds."""
+    """Returns the schema, forcing the manifest's entries to text and whole numbers."""
     return Schema(
         label=str(entry["label"]),
         dense=tuple(str(name) for name in entry["dense"]),
@@ -204,56 +206,58 @@ def _schema(entry: dict) -> Schema:
 
 def _read_manifest(folder: pathlib.Path) -> dict:
     path = folder / MANIFEST
-    _check_plain(path)
+    _check_regular(path)
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(_remake(path, f"it is larger than {MAX_MANIFEST_BYTES} bytes"))
+        raise ValueError(
+            _unusable(path, f"it is larger than {MAX_MANIFEST_BYTES} bytes")
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError(_remake(path, "it is not JSON")) from None
+        raise ValueError(_unusable(path, "it is not JSON")) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(_remake(path, f"its format is not {FORMAT!r}"))
+        raise ValueError(_unusable(path, f"its format is not {FORMAT!r}"))
     if manifest.get("version") != VERSION:
-        raise ValueError(_remake(path, f"its version is not {VERSION}"))
+        raise ValueError(_unusable(path, f"its version is not {VERSION}"))
     parts = [manifest.get(key) for key in ("schema", "files", "splits")]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(_remake(path, "it lacks schema, files or splits"))
+        raise ValueError(_unusable(path, "it lacks schema, files or splits"))
     if set(manifest["splits"]) != set(SPLITS):
-        raise ValueError(_remake(path, f"its splits are not {', '.join(SPLITS)}"))
+        raise ValueError(_unusable(path, f"its splits are not {', '.join(SPLITS)}"))
     return manifest
 
 
-def _check_plain(path: pathlib.Path) -> None:
+def _check_regular(path: pathlib.Path) -> None:
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        raise ValueError(_remake(path, "it is missing")) from None
+        raise ValueError(_unusable(path, "it is missing")) from None
     if not stat.S_ISREG(mode):
-        raise ValueError(_remake(path, "it is a link or no plain file"))
+        raise ValueError(_unusable(path, "it is a link or not a regular file"))
 
 
 def _check_file(folder: pathlib.Path, name: str, entry: dict, digests: bool) -> None:
     # A name without separators cannot lead out of the folder.
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(_remake(folder / MANIFEST, f"it names a file {name[:80]!r}"))
+        raise ValueError(_unusable(folder / MANIFEST, f"it names a file {name[:80]!r}"))
     path = folder / name
-    _check_plain(path)
+    _check_regular(path)
     size = path.stat().st_size
     if size != entry["bytes"]:
-        raise ValueError(_remake(path, f"{size} bytes, not {entry['bytes']}"))
+        raise ValueError(_unusable(path, f"{size} bytes, not {entry['bytes']}"))
     if digests:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry["sha256"]:
-            raise ValueError(_remake(path, "its digest differs from the manifest's"))
+            raise ValueError(_unusable(path, "its digest differs from the manifest's"))
 
 
-def _map(folder: pathlib.Path, name: str, rows: int, dtype: np.dtype) -> np.ndarray:
+def _records(folder: pathlib.Path, name: str, rows: int, dtype: np.dtype) -> np.ndarray:
     path = folder / name
     try:
         records = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError):
-        raise ValueError(_remake(path, "it is not a .npy file")) from None
+        raise ValueError(_unusable(path, "it is not a .npy file")) from None
     if records.dtype != dtype or records.shape != (rows,):
-        raise ValueError(_remake(path, f"{records.dtype} x {records.shape}"))
+        raise ValueError(_unusable(path, f"{records.dtype} x {records.shape}"))
     return records

@@ -1,4 +1,4 @@
-"""Any table with named columns: CSV or TSV with a header (`.gz` too), or Parquet."""
+"""Readers of the source formats: CSV or TSV (`.gz` too), Parquet, Criteo's logs."""
 
 import functools
 import os
@@ -14,13 +14,19 @@ from loka_jax.data.files import data_format
 from loka_jax.data.text import damage, read_text
 
 PARQUET_BLOCK_ROWS = 1 << 17
+# Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
+# header: the label, 13 integers, which may be empty or negative, and 26 categories of 8
+# hexadecimal digits, which may be empty.
+CRITEO_LABEL = "label"
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 
 
 def reader(path: pathlib.Path) -> Reader:
-    """Returns the reader for the file's format, which its name tells.
+    """Returns the reader of a table with named columns, in the format its name implies.
 
     Raises:
-        ValueError: if the name tells none.
+        ValueError: if the name implies no format.
     """
     kind = data_format(path)
     if kind is None:
@@ -33,10 +39,18 @@ def reader(path: pathlib.Path) -> Reader:
     return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
 
 
+def read_criteo(
+    path: str, columns: tuple[str, ...], bad_rows: BadRows
+) -> Iterator[Block]:
+    """Yields the rows of one of Criteo's tab separated files, plain or `.gz`."""
+    names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+    return read_text(path, columns, bad_rows, delimiter="\t", names=names)
+
+
 def read_parquet(
     path: str, columns: tuple[str, ...], bad_rows: BadRows
 ) -> Iterator[Block]:
-    """Yields the file's rows in its own types, page checksums verified.
+    """Yields the file's rows in the file's types, after verifying page checksums.
 
     Raises:
         ValueError: with the file, if it is empty, damaged or lacks a column.
@@ -59,7 +73,7 @@ def read_parquet(
 
 def _parquet_damage(error: Exception) -> str:
     if "magic bytes" in str(error):
-        return "it is no whole Parquet file (its footer is missing); get it again."
+        return "it is not a complete Parquet file (no footer); get it again."
     if "CRC" in str(error):
         return "a page does not match its checksum; get the file again."
     return damage(error)

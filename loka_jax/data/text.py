@@ -1,8 +1,7 @@
 """CSV and TSV files, `.gz` too, as blocks of string columns.
 
-Every value is read as a string: what a number is, and what to do when there is none,
-is decided in one place for all formats, and a column never changes its type with the
-values it happens to hold.
+Every value is read as a string: `values.py` parses numbers and handles missing ones for
+all formats, and a column's type never depends on the values that it happens to hold.
 """
 
 import contextlib
@@ -39,9 +38,9 @@ def read_text(
     Args:
         path: the file.
         columns: the columns to keep.
-        bad_rows: counts the rows with a wrong number of columns, which are left out.
+        bad_rows: counts the rows with a wrong number of columns, which are skipped.
         delimiter: one character.
-        names: the names of all columns of a file without a header line.
+        names: the names of all columns, if the file has no header line.
 
     Raises:
         ValueError: with file and row, if the file is empty, damaged, not text, lacks
@@ -49,18 +48,19 @@ def read_text(
     """
     head = _head(path)
     if names is None:
-        found = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
-        check_columns(path, columns, found)
+        header = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
+        check_columns(path, columns, header)
     elif (width := len(head.splitlines()[0].split(delimiter))) != len(names):
         raise ValueError(
             f"{path} has {width} columns in row 1, expected {len(names)} "
-            f"separated by {_spoken(delimiter)}: check --data.kind and the file."
+            f"separated by {_delimiter_name(delimiter)}: check --data.kind and the "
+            "file."
         )
     yield from _blocks(path, columns, bad_rows, delimiter, names)
 
 
 def _head(path: str) -> str:
-    """Returns the file's first lines, as far as they are text."""
+    """Returns the file's first lines, checked to be text."""
     opener = gzip.open if path.endswith(".gz") else open
     try:
         with opener(path, "rb") as file:
@@ -71,7 +71,7 @@ def _head(path: str) -> str:
     if not head.strip():
         raise ValueError(f"{path} is empty: it needs a row for every example.")
     try:
-        # A character may be cut in two at the end.
+        # Whole lines only, as the last character read may be cut in two.
         text = head[: head.rfind(b"\n") + 1 or None].decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
@@ -84,7 +84,7 @@ def _head(path: str) -> str:
 
 def _blocks(path, columns, bad_rows, delimiter, names) -> Iterator[Block]:
     header_lines = 0 if names else 1
-    skipped: list[int] = []  # rows left out of this file, ascending
+    skipped: list[int] = []  # numbers of the bad rows in this file, ascending
 
     def on_bad_row(row: pa_csv.InvalidRow) -> str:
         number = row.number - header_lines
@@ -101,13 +101,13 @@ def _blocks(path, columns, bad_rows, delimiter, names) -> Iterator[Block]:
                 done += batch.num_rows
                 yield Block(pa.Table.from_batches([batch]), rows, path)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(_sentence(path, error, header_lines, bad_rows)) from None
+            raise ValueError(_explain(path, error, header_lines, bad_rows)) from None
 
 
 def _open(path, columns, delimiter, names, on_bad_row) -> pa_csv.CSVStreamingReader:
     return pa_csv.open_csv(
         path,
-        # One thread, or rows are not numbered.
+        # Arrow numbers rows only when it reads with one thread.
         read_options=pa_csv.ReadOptions(
             use_threads=False, block_size=BLOCK_BYTES, column_names=names
         ),
@@ -128,40 +128,40 @@ def _open(path, columns, delimiter, names, on_bad_row) -> pa_csv.CSVStreamingRea
 
 @contextlib.contextmanager
 def _undecodable_rows_are_errors() -> Iterator[None]:
-    """Keeps Arrow from printing a traceback when a bad row is no UTF-8.
+    """Keeps Arrow from printing a traceback when a bad row is not UTF-8.
 
     Arrow decodes the row before it calls the handler, reports a failure there as
-    "unraisable", and then treats the row as an error, which is what we want.
+    "unraisable", and then treats the row as an error, which is right.
     """
-    usual = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
     def hook(unraisable, /):
         if not isinstance(unraisable.exc_value, UnicodeDecodeError):
-            usual(unraisable)
+            default_hook(unraisable)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = usual
+        sys.unraisablehook = default_hook
 
 
 def _row_numbers(done: int, count: int, skipped: list[int]) -> np.ndarray:
-    """Returns the numbers of the good rows `done` to `done + count` of a file."""
+    """Returns the row numbers in the file of its good rows `done` to `done + count`."""
     # The j-th skipped row (from 0) lies before good row i if skipped[j] - j <= i.
     nth_good = np.arange(done + 1, done + count + 1, dtype=np.int64)
     shifted = np.asarray(skipped, np.int64) - np.arange(len(skipped), dtype=np.int64)
     return nth_good + np.searchsorted(shifted, nth_good, side="right")
 
 
-def _sentence(path: str, error: Exception, header_lines: int, bad_rows: BadRows) -> str:
+def _explain(path: str, error: Exception, header_lines: int, bad_rows: BadRows) -> str:
     text = str(error)
     if match := _BAD_ROW.search(text):
-        number, expected, found = (int(group) for group in match.groups())
+        number, expected, actual = (int(group) for group in match.groups())
         return (
-            f"{path} row {number - header_lines} has {found} columns, expected "
+            f"{path} row {number - header_lines} has {actual} columns, expected "
             f"{expected}: {bad_rows.count} bad rows are more than --data.max-bad-rows "
-            f"{bad_rows.most}; correct the file or raise it."
+            f"{bad_rows.limit}; correct the file or raise the limit."
         )
     if match := _BAD_TEXT.search(text):
         row = int(match.group(1)) - header_lines
@@ -170,7 +170,7 @@ def _sentence(path: str, error: Exception, header_lines: int, bad_rows: BadRows)
 
 
 def damage(error: Exception) -> str:
-    """Returns what a failed read means, and what to do."""
+    """Returns the meaning of a failed read and, if there is one, the remedy."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "Empty CSV" in text:
         return "it has a header and no rows."
@@ -183,5 +183,5 @@ def damage(error: Exception) -> str:
     return f"it is damaged ({text[:120]}); get the file again."
 
 
-def _spoken(delimiter: str) -> str:
+def _delimiter_name(delimiter: str) -> str:
     return {"\t": "tabs", ",": "commas"}.get(delimiter, repr(delimiter))

@@ -1,11 +1,11 @@
-"""From raw columns to numbers: parsing, the declared policies, the transform.
+"""Turns raw columns into numbers: parsing, the chosen policies, the transform.
 
-Each value that a policy touches is counted under its column. What cannot be a number,
-and what a policy calls an error, ends the conversion with file, row and column.
+The values affected by a policy are counted by column. Text that is not a number, and
+values that a policy calls errors, end the conversion with file, row and column.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# (pyarrow makes the functions of its compute module when it is imported)
+# (pyarrow creates the functions of its compute module at import)
 
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -17,25 +17,25 @@ import pyarrow.compute as pc
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
 
-# Spellings of "no value" in a column of numbers. Text fields keep theirs: NA may be
-# Namibia. `nan` is not among them: it is a number's failure, and counted as such.
+# Spellings of a missing value in a dense column. Categorical columns keep them: NA may
+# be Namibia. `nan` is not among them: it is parsed, and counted as NaN.
 MISSING_WORDS = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
 
 
 class Counts:
-    """How many values each policy met, by column."""
+    """Counts the values that each policy applies to, by column."""
 
     def __init__(self):
         """Starts at zero."""
         self._columns: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, column: str, kind: str, count: int) -> None:
-        """Adds `count` values of a kind (missing, nan, inf, huge, negative, oov)."""
+        """Adds to a kind's count (missing, nan, inf, huge, negative, oov)."""
         if count:
             self._columns[column][kind] += int(count)
 
     def report(self) -> dict:
-        """Returns the counts in total and by column, ready for JSON."""
+        """Returns the counts in total and by column, as JSON values."""
         total: Counter[str] = Counter()
         for counter in self._columns.values():
             total.update(counter)
@@ -51,9 +51,9 @@ class Standardizer(NamedTuple):
 
 
 def parse_numbers(block: Block, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the column's values as float64, and where there are none (bool).
+    """Returns the column's values as float64, and a mask of the missing ones.
 
-    Missing values are 0; NaN and infinities stay what they are.
+    Missing values are 0; NaN and infinities are kept.
     """
     array = block.table.column(column).combine_chunks()
     if pa.types.is_dictionary(array.type):
@@ -110,7 +110,7 @@ def parse_labels(block: Block, column: str) -> np.ndarray:
         shown = "no value" if missing[at] else f"{values[at]:g}"
         raise ValueError(
             f"{block.file} row {block.rows[at]} has {shown} in label column "
-            f"{column!r}, where only 0 and 1 may stand: correct it or --data.label."
+            f"{column!r}, where only 0 and 1 are allowed: correct it or --data.label."
         )
     return values.astype(np.float32)
 
@@ -118,7 +118,7 @@ def parse_labels(block: Block, column: str) -> np.ndarray:
 def clean_dense(
     block: Block, config: DataConfig, columns: tuple[str, ...], counts: Counts
 ) -> np.ndarray:
-    """Returns the dense columns [rows, n] in float64 after the declared policies."""
+    """Returns the dense columns [rows, n] in float64 after the policies."""
     out = np.empty((block.table.num_rows, len(columns)))
     for j, column in enumerate(columns):
         out[:, j] = _clean_column(block, config, column, counts)
@@ -132,20 +132,20 @@ def _clean_column(
     is_nan, is_inf = np.isnan(values), np.isinf(values)
     huge = (np.abs(values) > config.huge_limit) & ~is_inf
     negative = values < 0
-    found = {
+    cases = {
         "missing": (missing, config.missing),
         "nan": (is_nan, config.nan),
         "inf": (is_inf, config.huge),
         "huge": (huge, config.huge),
         "negative": (negative, config.negative),
     }
-    for kind, (where, policy) in found.items():
+    for kind, (where, policy) in cases.items():
         if policy == "error" and where.any():
             _refuse(block, column, kind, values, int(np.argmax(where)))
         counts.add(column, kind, int(np.count_nonzero(where)))
     values = np.where(is_nan, 0.0, values)
-    least = 0.0 if config.negative == "clip" else -config.huge_limit
-    return np.clip(values, least, config.huge_limit)
+    low = 0.0 if config.negative == "clip" else -config.huge_limit
+    return np.clip(values, low, config.huge_limit)
 
 
 def _refuse(block: Block, column: str, kind: str, values: np.ndarray, at: int) -> None:
@@ -162,7 +162,7 @@ def _refuse(block: Block, column: str, kind: str, values: np.ndarray, at: int) -
 def transform_dense(
     values: np.ndarray, config: DataConfig, standardizer: Standardizer
 ) -> np.ndarray:
-    """Returns the model's input, float32: finite whatever the finite values are."""
+    """Returns the model's float32 input; finite values stay finite."""
     if config.transform == "log1p":
         values = np.copysign(np.log1p(np.abs(values)), values)
     elif config.transform == "standardize":
@@ -171,7 +171,7 @@ def transform_dense(
 
 
 class Moments:
-    """Adds up what `Standardizer` needs, block by block, in float64."""
+    """Accumulates means and standard deviations block by block, in float64."""
 
     def __init__(self, num_columns: int):
         """Starts with no rows."""
@@ -180,7 +180,7 @@ class Moments:
         self._squares = np.zeros(num_columns)  # sum of squared deviations
 
     def add(self, values: np.ndarray) -> None:
-        """Adds rows, by the pairwise update, which does not cancel digits."""
+        """Adds rows by the pairwise update, which avoids cancellation."""
         count = len(values)
         if not count:
             return
@@ -193,8 +193,8 @@ class Moments:
         self._count = total
 
     def result(self) -> Standardizer:
-        """Returns mean and standard deviation; a constant column's is 1."""
+        """Returns means and standard deviations, 1 for constant columns."""
         std = np.sqrt(self._squares / max(self._count, 1))
-        # Rounding leaves a constant column a deviation of about one part in 1e16.
+        # Rounding gives a constant column a deviation of about 1e-16 of its mean.
         constant = std <= 1e-12 * np.abs(self._mean)
         return Standardizer(self._mean, np.where(constant, 1.0, std))

@@ -1,4 +1,4 @@
-"""Ranking models: short files that read like the papers' equations."""
+"""Ranking models, in short files that read like the equations of the papers."""
 
 from loka_jax.models.dcnv2 import Dcnv2
 from loka_jax.models.dlrm import Dlrm

@@ -1,4 +1,4 @@
-"""DCN V2 (Wang et al., arXiv 2008.13535), cross and deep networks side by side.
+"""DCN V2 (Wang et al., arXiv 2008.13535): a cross and a deep network.
 
     x_0     = [dense; e_1; ...; e_F]                        [B, n + F D]
     x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                   cross network, eq. 1
@@ -30,8 +30,8 @@ class Dcnv2(linen.Module):
         recipe: precision of every site but the head, which is float32.
         norm: norm of every layer of the deep network.
         activation: activation of the deep network.
-        dropout_rate: of the deep network.
-        implementation: "xla" for XLA alone; None for kernels where they serve.
+        dropout_rate: dropout rate of the deep network.
+        implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     num_cross_layers: int = 3
@@ -46,7 +46,7 @@ class Dcnv2(linen.Module):
 
     @property
     def compute_dtype(self) -> DTypeLike:
-        """What the inputs are cast to, before all else."""
+        """The dtype to which the inputs are cast first."""
         return get_recipe(self.recipe).compute_dtype
 
     @linen.compact
@@ -78,15 +78,15 @@ class Dcnv2(linen.Module):
             dropout_rate=self.dropout_rate,
             implementation=self.implementation,
             name="deep_mlp",
-        )(_apart(x0) if is_parallel else crossed, train=train)
+        )(_separated(x0) if is_parallel else crossed, train=train)
         out = nn.join_features(crossed, deep, multiple=1) if is_parallel else deep
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 
 
-def _apart(x: Array) -> Array:
-    """Returns `x` so that XLA does not see what else reads it.
+def _separated(x: Array) -> Array:
+    """Returns `x` behind a barrier, which keeps XLA from merging products that read it.
 
-    It would run the products of two readers as one, and for the gradient of their
-    weights write both gradients side by side first: two passes over wide arrays.
+    For the gradient of the merged weights XLA would first concatenate the gradients of
+    both products: two passes over large arrays.
     """
     return jax.lax.optimization_barrier(x)

@@ -31,8 +31,8 @@ class Dlrm(linen.Module):
             bfloat16 would cost more NE than FP8 does.
         norm: norm of every layer.
         activation: activation of every layer.
-        dropout_rate: of the top MLP.
-        implementation: "xla" for XLA alone; None for kernels where they serve.
+        dropout_rate: dropout rate of the top MLP.
+        implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     bottom_mlp: tuple[int, ...] = (512, 256)
@@ -46,7 +46,7 @@ class Dlrm(linen.Module):
 
     @property
     def compute_dtype(self) -> DTypeLike:
-        """What the inputs are cast to, before all else."""
+        """The dtype to which the inputs are cast first."""
         return get_recipe(self.recipe).compute_dtype
 
     @linen.compact

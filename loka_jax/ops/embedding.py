@@ -1,15 +1,15 @@
 """Embedding tables: stacked storage, lookups, and updates of the touched rows only.
 
-The tables of a model are stacked into one array `[R, D]` and are no part of the
+The tables of a model are stacked into one array `[R, D]`, which is not among the
 differentiated parameters. A step looks rows up, differentiates with respect to the
 *rows*, sums the row gradients by id, and rewrites each touched row once. Its cost
 depends on the number of looked-up ids, not on R.
 
-A bad id (below 0, or not below its field's rows) becomes `BAD_ID`, which reads as a
-row of zeros and is never written. JAX's own indexing would wrap -1 to the last row
-and clamp or NaN the others.
+A bad id (negative, or not below its field's number of rows) becomes `BAD_ID`, which
+reads as a row of zeros and is never written. JAX's own indexing would wrap -1 to the
+last row, and clamp other bad ids or return NaN for them.
 
-Letters: B examples, F fields, H ids a field in a pooled lookup, D embedding dim,
+Letters: B examples, F fields, H ids per field in a pooled lookup, D embedding dim,
 R rows of all tables together, N row gradients of one step (B F, or B F H).
 """
 
@@ -30,8 +30,8 @@ Pooling = Literal["sum", "mean"]
 # Larger than every row id, so that it sorts last and every write to it is dropped.
 BAD_ID = 2**31 - 1
 
-# Ids a block of the segmented sum: with 4 a GPU needs half as many kernels again, with
-# 16 a CPU takes three times as long.
+# Ids in a block of the segmented sum: 4 needs 1.5 times as many kernels on a GPU, and
+# 16 takes three times as long on a CPU.
 _FANOUT = 8
 
 
@@ -40,8 +40,8 @@ class TableSpec:
     """The tables of all fields, stacked in field order into one array.
 
     Attributes:
-        rows: rows of each field's table.
-        dim: D, the embedding dim that they share.
+        rows: the number of rows of each field's table.
+        dim: D, the embedding dim of all tables.
     """
 
     rows: tuple[int, ...]
@@ -73,44 +73,33 @@ class TableSpec:
 
     @property
     def total_rows(self) -> int:
-        """R, the rows of all tables together."""
+        """R, the number of rows of all tables together."""
         return sum(self.rows)
-
-    def num_bytes(self, *, itemsize: int = 4, state_per_row: int = 1) -> int:
-        """Returns the bytes of the tables and their float32 optimizer state.
-
-        Args:
-            itemsize: bytes of one table entry.
-            state_per_row: 4-byte numbers that the optimizer keeps for a row: 1 for
-                row-wise AdaGrad, 0 for SGD, `2 * dim + 1` for Adam.
-        """
-        return self.total_rows * (self.dim * itemsize + 4 * state_per_row)
 
 
 class UniqueRows(NamedTuple):
-    """Row gradients with at most one entry a row.
+    """Row gradients with at most one entry per row.
 
     Attributes:
-        ids: the touched rows in ascending order, `BAD_ID` in the unused entries
-            that lie between them.
-        grads: the summed gradient of each touched row; what stands in an unused
-            entry means nothing.
+        ids: the touched rows in ascending order, with `BAD_ID` in the unused entries
+            between them.
+        grads: the summed gradient of each touched row; arbitrary in unused entries.
     """
 
     ids: Int[Array, "N"]
     grads: Float[Array, "N D"]
 
 
-@runtime_checkable  # the tests' type checker asks isinstance
+@runtime_checkable  # the tests' type checker calls isinstance
 class RowOptimizer(Protocol):
-    """What `update_rows` asks of an optimizer: an update that treats rows alone.
+    """An optimizer that updates each row of a table independently of the others.
 
     Every leaf of the state has R as its leading dim, so that the state of the
     touched rows can be gathered and written like the rows themselves.
     """
 
     def init(self, table: Float[Array, "R D"]) -> PyTree:
-        """Returns the state of a fresh table."""
+        """Returns the initial state of a table."""
         ...
 
     def update(
@@ -140,8 +129,8 @@ class InPlaceRowOptimizer(RowOptimizer, Protocol):
         """Returns table and state with every touched row updated once.
 
         Args:
-            ids: sorted, `BAD_ID` for none.
-            order: the position in `row_grads` of each of them.
+            ids: sorted; `BAD_ID` marks unused entries.
+            order: the position in `row_grads` of each id's gradient.
         """
         ...
 
@@ -157,10 +146,11 @@ def flat_ids(spec: TableSpec, ids: Int[Array, "B F *H"]) -> Int[Array, "B F *H"]
     """Returns the row in the stacked tables of each per-field id, or `BAD_ID`.
 
     `flat[b, f] = ids[b, f] + offsets[f]` where `0 <= ids[b, f] < rows[f]`. An id out
-    of range never reaches another row; `count_bad_ids` tells how many there were.
+    of range never reaches another row; `count_bad_ids` counts those ids.
 
     Raises:
-        ValueError: if the ids are not int32, or their fields are not the spec's.
+        ValueError: if the ids are not int32 or have another number of fields than
+            `spec`.
     """
     if ids.dtype != jnp.int32:
         raise ValueError(
@@ -176,17 +166,17 @@ def flat_ids(spec: TableSpec, ids: Int[Array, "B F *H"]) -> Int[Array, "B F *H"]
 
 
 def count_bad_ids(flat_ids: Int[Array, "*N"]) -> Int[Array, ""]:
-    """Returns how many of the ids of `flat_ids` are `BAD_ID`."""
+    """Returns the number of `flat_ids` that are `BAD_ID`."""
     return jnp.sum(flat_ids == BAD_ID, dtype=jnp.int32)
 
 
 def lookup(
     table: Float[Array, "R D"], flat_ids: Int[Array, "*N"]
 ) -> Float[Array, "*N D"]:
-    """Returns the row of each id; zeros for a bad one.
+    """Returns the row of each id, zeros for `BAD_ID`.
 
     Call it outside the differentiated function and differentiate with respect to
-    its result: the cotangent is what `update_rows` takes, and no gradient as large
+    its result: the cotangent is the input of `update_rows`, and no gradient as large
     as the table exists.
     """
     return table.at[flat_ids].get(
@@ -202,12 +192,12 @@ def lookup_pooled(
 ) -> Float[Array, "B F D"]:
     """Returns the weighted sum or mean of the rows of each field.
 
-    sum: `out[b, f] = sum_h w[b, f, h] table[ids[b, f, h]]`, mean: the same over
-    `sum_h w[b, f, h]`. A bad id has weight 0 in both; a field without weight gives
-    zeros. Summed in float32. `pooled_row_grads` is its backward pass.
+    The sum is `out[b, f] = sum_h w[b, f, h] table[ids[b, f, h]]`, the mean that over
+    `sum_h w[b, f, h]`. A bad id has weight 0 in both; a field whose weights are all 0
+    gives zeros. Sums are float32. `pooled_row_grads` is the backward pass.
 
     Args:
-        weights: 1 for an id, 0 for padding, or any weight not below 0.
+        weights: 1 for an id, 0 for padding, or any other non-negative weight.
     """
     scale = _pooling_weights(flat_ids, weights, pooling)
     rows = lookup(table, flat_ids).astype(jnp.float32)
@@ -223,7 +213,7 @@ def pooled_row_grads(
     """Returns the ids and row gradients of a `lookup_pooled`, for `update_rows`.
 
     `grad[b, f, h] = w[b, f, h] pooled_grads[b, f]`, over `sum_h w` for the mean. An
-    id without weight comes back as `BAD_ID`: padding touches no row.
+    id of weight 0 becomes `BAD_ID`, so that padding touches no row.
     """
     scale = _pooling_weights(flat_ids, weights, pooling)
     grads = pooled_grads.astype(jnp.float32)[:, :, None] * scale[..., None]
@@ -248,31 +238,31 @@ def sum_by_row(
     *,
     implementation: Implementation | None = None,
 ) -> UniqueRows:
-    """Returns the gradients summed over equal ids, at most one entry a row.
+    """Returns the gradients summed over equal ids, with at most one entry per row.
 
     Ids are sorted (one radix sort of id and position), the gradients gathered in
     that order and added by a segmented sum in float32. The last entry of each run of
-    equal ids carries the run's total; the others get `BAD_ID`, in place, because
-    moving the totals together would cost one more pass over `[N, D]` and save none.
+    equal ids holds the run's total. The others get `BAD_ID` and stay in place, because
+    compacting the totals would cost another pass over `[N, D]` and save none.
 
-    Deterministic: the additions form a fixed tree that depends on N and on the runs
-    alone, and no atomics are used. XLA lowers `segment_sum` and `.at[].add` to float
+    Deterministic: the additions form a fixed tree that depends only on N and on the
+    runs, and no atomics are used. XLA lowers `segment_sum` and `.at[].add` to float
     atomics on a GPU, whose order, and so whose last bits, change from run to run;
-    differences of a plain cumulative sum would lose the small rows. Cost beside the
-    sort: `[N, D]` is read twice and written once, a seventh of that for all higher
+    differences of a plain cumulative sum would lose small gradients. Besides the sort,
+    `[N, D]` is read twice and written once, plus a seventh of that for all higher
     levels, in about 2 kernels for each of the log8(N) levels. Triton's kernels read it
-    once and write the totals alone, in a few launches; theirs is another tree.
+    once and write only the totals, in a few launches, and sum along another tree.
 
     Args:
-        flat_ids: ids in `[0, num_rows)`; all others are left out.
-        row_grads: float32, or bfloat16 (summed in float32 all the same).
+        flat_ids: ids in `[0, num_rows)`; all others are ignored.
+        row_grads: float32 or bfloat16; both are summed in float32.
         num_rows: R.
-        implementation: "triton" for its kernels, or an error; "xla"; None for Triton
-            where it is installed, there is a Hopper GPU and it serves the operands,
-            else XLA.
+        implementation: "triton" requires its kernels; "xla"; None is Triton if it is
+            installed, the GPU is a Hopper and its kernels support the operands, else
+            XLA.
 
     Raises:
-        ValueError: if Triton was asked for and cannot run.
+        ValueError: if Triton is required and cannot run.
     """
     ids, order = _sort(flat_ids, num_rows)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
@@ -288,7 +278,7 @@ def sum_by_row(
 def _sort(
     flat_ids: Int[Array, "*N"], num_rows: int
 ) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
-    """Returns the ids sorted, `BAD_ID` for those out of range, and where each was."""
+    """Returns the sorted ids, `BAD_ID` if out of range, and their former positions."""
     ids = flat_ids.reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_rows), ids, BAD_ID)
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
@@ -299,16 +289,16 @@ def _sort(
 def _running_sums(ids: Int[Array, "N"], x: Float[Array, "N D"]) -> Float[Array, "N D"]:
     """Returns the inclusive sums of `x` along each run of equal, sorted ids.
 
-    `out[i] = sum_{j <= i, ids[j] = ids[i]} x[j]`. Entries are cut into blocks of
-    `_FANOUT`; the last running sums of the blocks are the same problem, 8 times
-    smaller, and its answer is what flows from each block into the next.
+    `out[i] = sum_{j <= i, ids[j] = ids[i]} x[j]`. Entries are split into blocks of
+    `_FANOUT`. The last running sums of the blocks form the same problem, 8 times
+    smaller, and its solution is carried from each block into the next.
     """
     n, dim = x.shape
     if n <= 1:
         return x
     blocks = -(-n // _FANOUT)
     padding = blocks * _FANOUT - n
-    # The padding lies behind every entry, so nothing flows out of it.
+    # The padding follows all entries, so nothing is carried out of it.
     s = jnp.pad(ids, (0, padding), mode="edge").reshape(blocks, _FANOUT)
     v = jnp.pad(x, ((0, padding), (0, 0))).reshape(blocks, _FANOUT, dim)
 
@@ -343,24 +333,22 @@ def update_rows(
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and optimizer state with every touched row updated once.
 
-    Rows that no id names keep their bytes, and so do all rows where `enabled` is
-    False, whatever the gradients hold: then every id counts as bad, which costs
-    O(N). In place if the caller donates table and state to `jax.jit`; else each step
-    copies the table.
+    All other rows keep their bytes, and so do all rows if `enabled` is False, whatever
+    the gradients are: every id then counts as bad, which costs O(N). The update is in
+    place if the caller donates table and state to `jax.jit`; else each step copies the
+    table.
 
-    An id with a zero gradient is touched too: lazy Adam moves its row. Give the ids
-    of padding examples as `BAD_ID` (`jnp.where(weights[:, None] > 0, ids, BAD_ID)`).
+    An id with a zero gradient is touched too: lazy Adam moves its row. Set the ids of
+    padding examples to `BAD_ID` (`jnp.where(weights[:, None] > 0, ids, BAD_ID)`).
 
     Args:
         row_grads: the cotangent of `lookup`'s result, float32 or bfloat16.
         enabled: False on a step whose loss or gradients are not finite.
-        implementation: "triton" for its kernels, or an error: sums and update in one
-            for an `InPlaceRowOptimizer`, the sums alone for others; "xla"; None for
-            Triton where it is installed, there is a Hopper GPU and it serves the
-            operands, else XLA.
+        implementation: as in `sum_by_row`. Triton sums and updates in one kernel for
+            an `InPlaceRowOptimizer`, and only sums for others.
 
     Raises:
-        ValueError: if Triton was asked for and cannot run.
+        ValueError: if Triton is required and cannot run.
     """
     num_rows = table.shape[0]
     ids = jnp.where(enabled, flat_ids, BAD_ID)
@@ -372,7 +360,7 @@ def update_rows(
         operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
         return by_triton(optimizer.update_in_place, *operands)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
-    # Else XLA computes the sums again inside each reader: +30 % time on a CPU.
+    # Without it XLA recomputes the sums in each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)
 
     def gather(leaf):
@@ -382,7 +370,7 @@ def update_rows(
         return leaf.at[ids].set(
             new.astype(leaf.dtype),
             mode="drop",
-            unique_indices=True,  # of the entries that are written
+            unique_indices=True,  # among the ids in range
             wrap_negative_indices=False,
         )
 

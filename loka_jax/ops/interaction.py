@@ -1,7 +1,7 @@
-"""Features of the next layer: dot products of all pairs of vectors, and joined ones.
+"""Features for the next layer: pairwise dot products of vectors, and concatenation.
 
-Letters: B examples, F embeddings of an example, D their dimension, n vectors: the
-embeddings and, if there is one, the bottom vector before them. p features.
+Letters: B examples, F embeddings of an example, D their dimension, n vectors (the
+embeddings, preceded by the bottom vector if there is one), p features.
 """
 
 import functools
@@ -16,9 +16,9 @@ from loka_jax.ops.kernels import by_triton, equally_varying
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
 
-# Of numbers of features. FP8 GEMMs take multiples of 16, the fused kernels of 64: zeros
-# cost less than a GEMM that neither serves, as long as they are few.
-_LEAST_MULTIPLE, _MULTIPLE, _MOST_ZEROS = 16, 64, 1 / 8
+# Features are padded to a multiple of 64 for the fused kernels, or of 16 for FP8 GEMMs
+# if more than this share of them would be zeros.
+_MIN_MULTIPLE, _MULTIPLE, _MAX_ZEROS = 16, 64, 1 / 8
 
 
 def dot_features(
@@ -30,22 +30,22 @@ def dot_features(
 ) -> Float[Array, "B p"]:
     """Returns `[bottom; <z_i, z_j> for i > j, row by row; zeros]`, z = [bottom; e].
 
-    Differentiable. The gradient is `dz = S z` with `S_ij = S_ji = g_ij`, `S_ii = 0`,
-    and of the bottom vector its own features' gradient too. Sums are float32; products,
-    `dz` and the gradient of the bottom vector are each rounded to the operands' dtype.
+    Differentiable. The gradient is `dz = S z` with `S_ij = S_ji = g_ij`, `S_ii = 0`;
+    the bottom vector also gets that of the leading features. Sums are float32;
+    products, `dz` and the bottom vector's gradient are each rounded to the operands'
+    dtype.
 
     Args:
-        bottom: output of the bottom MLP, in the dtype of the embeddings. Without it z
-            is e alone and there are no leading features.
+        bottom: output of the bottom MLP, in the dtype of the embeddings. If None, z is
+            e alone and there are no leading features.
         embeddings: bfloat16 or float32.
-        multiple: the number of features is padded up to a multiple of it, as of
-            `padded` if None.
-        implementation: "triton" for one kernel each way, or an error; "xla"; None for
-            Triton where it is installed, there is a Hopper GPU and it serves the
+        multiple: the number of features is padded to a multiple of it, see `padded`.
+        implementation: "triton" requires its kernels, one each way; "xla"; None is
+            Triton if it is installed, the GPU is a Hopper and its kernels support the
             operands, else XLA.
 
     Raises:
-        ValueError: if the dtypes differ, or Triton was asked for and cannot run.
+        ValueError: if the dtypes differ, or Triton is required and cannot run.
 
     References:
         DLRM, arXiv 1906.00091, section 2.1.3.
@@ -64,13 +64,13 @@ def padded(count: int, multiple: int | None = None) -> int:
     """Returns `count` rounded up to a multiple.
 
     Args:
-        count: of features.
-        multiple: None for 64 where at most an eighth of the result is zeros, else 16.
+        count: the number of features.
+        multiple: if None, 64 if at most an eighth of the result is zeros, else 16.
     """
     if multiple is None:
-        wide = padded(count, _MULTIPLE)
-        few = wide - count <= _MOST_ZEROS * wide
-        multiple = _MULTIPLE if few else _LEAST_MULTIPLE
+        size = padded(count, _MULTIPLE)
+        is_full = size - count <= _MAX_ZEROS * size
+        multiple = _MULTIPLE if is_full else _MIN_MULTIPLE
     return count + -count % multiple
 
 
@@ -79,15 +79,15 @@ def join_features(
     second: Float[Array, "B b"],
     multiple: int | None = None,
 ) -> Float[Array, "B p"]:
-    """Returns `[first; second; zeros]`, p as of `padded`."""
+    """Returns `[first; second; zeros]`, of the size that `padded` returns."""
     start = 0 if first is None else first.shape[1]
     end = start + second.shape[1]
     rest = padded(end, multiple) - end
     joined = jnp.pad(second, ((0, 0), (start, rest)))
     if first is None:
         return joined
-    # A selection, which XLA fuses with what made its operands; for a concatenation it
-    # has slower code of its own.
+    # XLA fuses a select with its operands' producers; a concatenation would be a slower
+    # kernel of its own.
     leading = jnp.pad(first, ((0, 0), (0, joined.shape[1] - start)))
     is_leading = np.arange(joined.shape[1]) < start
     return jnp.where(is_leading[None, :], leading, joined)
@@ -127,8 +127,8 @@ def _by_xla(bottom, embeddings, multiple):
     rows, cols = np.tril_indices(n, -1)
     pairs = gram.reshape(batch, n * n)[:, rows * n + cols]
     features = join_features(bottom, pairs, multiple)
-    # Else XLA may let the features of an example lie B apart, as the gather of columns
-    # suggests: 166 us instead of 40 of 65,536 x 368 on an H200.
+    # Without it XLA may choose a column-major layout, to suit the gather of columns:
+    # 166 us instead of 40 us for 65,536 x 368 on an H200.
     return with_layout_constraint(features, Layout(major_to_minor=(0, 1)))
 
 
@@ -138,8 +138,8 @@ def _backward_by_xla(bottom, embeddings, g):
     lead = 0 if bottom is None else bottom.shape[1]
     if n < 2:  # no pairs: nothing to gather
         return (None if bottom is None else g[:, :lead]), jnp.zeros_like(embeddings)
-    # A gather: the derivative of the forward pass's gather would be a scatter, which is
-    # slow on GPUs in 16 bit.
+    # A gather, because the derivative of the forward pass's gather is a scatter, which
+    # is slow in 16 bit on GPUs.
     pair_of, has_pair = _pair_index(n)
     zero = jnp.zeros((), g.dtype)
     symmetric = jnp.where(has_pair[None, :], g[:, lead + pair_of], zero)
@@ -153,8 +153,8 @@ def _backward_by_xla(bottom, embeddings, g):
 def _vectors(bottom, embeddings) -> Float[Array, "B n D"]:
     """Returns the bottom vector and the embeddings in one array.
 
-    A selection, which XLA fuses with what made its operands. For a concatenation it has
-    code of its own: 130 us instead of 40 of 65,536 x 27 x 16 on an H200.
+    XLA fuses a select with its operands' producers; a concatenation would be a kernel
+    of its own: 130 us instead of 40 us for 65,536 x 27 x 16 on an H200.
     """
     if bottom is None:
         return embeddings
@@ -165,7 +165,7 @@ def _vectors(bottom, embeddings) -> Float[Array, "B n D"]:
 
 @functools.cache
 def _pair_index(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each element's pair in a flat (n, n) matrix, and whether it has one."""
+    """Returns each element's pair in a flat (n, n) matrix, and a mask of the pairs."""
     index = np.zeros((n, n), np.int32)
     rows, cols = np.tril_indices(n, -1)
     index[rows, cols] = index[cols, rows] = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""The options of all optimizers and schedules, flat: `--optim.lr 3e-4`."""
+"""The options of all optimizers and schedules in one dataclass: `--optim.lr 3e-4`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ class OptimConfig:
     Attributes:
         dense: optimizer of the dense parameters.
         lr: its learning rate.
-        weight_decay: decoupled, of the dense parameters (`adamw` only).
+        weight_decay: decoupled weight decay of the dense parameters (`adamw` only).
         clip_norm: largest global norm of the dense gradients; None for no limit.
         rows: optimizer of the embedding rows.
         rows_lr: its learning rate.
@@ -19,10 +19,10 @@ class OptimConfig:
             updated every step, at a cost that grows with the tables.
         eps: added to denominators by `rowwise_adagrad` and the Adams.
         warmup_steps: steps over which both rates grow linearly from 0.
-        decay: what both rates do after that: stay, or fall to 0 at the last step.
-        plateau_factor: factor on both rates when the validation AUC stalls.
-        plateau_patience: stalls after which training stops; None for no schedule on
-            plateaus and no early stopping.
+        decay: both rates after the warm-up: constant, or falling to 0 at the last step.
+        plateau_factor: factor on both rates whenever the validation AUC stalls.
+        plateau_patience: stalls in a row after which training stops; None turns off
+            both the factor and early stopping.
     """
 
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
@@ -40,12 +40,12 @@ class OptimConfig:
 
     def __post_init__(self):
         """Checks ranges, written so that NaN fails."""
-        for name, least, most in _RANGES:
+        for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
+            if value is not None and not low <= value <= high:
                 raise ValueError(
                     f"--optim.{name.replace('_', '-')} {value} must lie between "
-                    f"{least} and {most}."
+                    f"{low} and {high}."
                 )
         if self.weight_decay and self.dense != "adamw":
             raise ValueError(

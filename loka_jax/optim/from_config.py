@@ -1,4 +1,4 @@
-"""Optimizers and schedules as the options say: optax's parts, our row optimizers."""
+"""Builds optimizers and schedules from the options."""
 
 import optax
 
@@ -8,13 +8,13 @@ from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 
 
 def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Returns the learning rate of a step number: warm-up, then stay or decay.
+    """Returns the learning rate schedule: a warm-up, then a constant or a decay.
 
     Args:
         lr: the rate after the warm-up.
         config: warm-up and decay.
-        total_steps: where a decay reaches 0. A run shorter than its warm-up ends
-            while the rate still rises.
+        total_steps: the step at which a decay reaches 0. A run shorter than its
+            warm-up ends while the rate still rises.
     """
     warmup = config.warmup_steps
     remaining = max(total_steps - warmup, 1)
@@ -25,7 +25,7 @@ def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Sch
     }[config.decay]
     if not warmup:
         return after
-    # The first step has a rate already: lr / warmup, not 0.
+    # The rate of the first step is lr / warmup, not 0.
     rise = optax.linear_schedule(lr / warmup, lr, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup])
 
@@ -33,7 +33,7 @@ def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Sch
 def make_dense_optimizer(
     config: OptimConfig, total_steps: int
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of the dense parameters, its schedule included.
+    """Returns the optimizer of the dense parameters, including its schedule.
 
     Updates are proportional to the learning rate, so that the training step can apply
     a plateau's factor to them without a new compilation.

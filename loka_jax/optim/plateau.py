@@ -1,8 +1,8 @@
-"""Reduce on plateau and early stopping, on the host, as a small pure state machine.
+"""Learning rate reduction on plateaus and early stopping, as a pure state machine.
 
-After each evaluation: a better AUC is remembered; any other is a stall, which lowers
-the learning rates by `plateau_factor` and, the `plateau_patience`-th in a row, ends the
-run. This is the schedule of the BARS benchmark (FuxiCTR).
+An evaluation whose AUC is not better than the best so far is a stall: it multiplies the
+learning rates by `plateau_factor`, and the `plateau_patience`-th in a row ends the run.
+This is the schedule of the BARS benchmark (FuxiCTR).
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ _MIN_GAIN = 1e-6  # a smaller gain in AUC is a stall, as in FuxiCTR
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """What the evaluations so far have led to; JSON-ready by `dataclasses.asdict`.
+    """The state after the evaluations so far; `dataclasses.asdict` gives JSON values.
 
     Attributes:
         best_auc: the best AUC so far, or None.
-        stalls: evaluations since then that were no better.
+        stalls: evaluations since then.
         lr_scale: factor on the learning rates.
         stop: True once the patience is spent.
     """

@@ -1,9 +1,9 @@
 """Row optimizers for embedding tables.
 
-A row optimizer sees the touched rows of a table and their summed gradients
-(`ops.embedding.update_rows`) or all rows at once (`whole_table_update`), and treats
-every row alone. Each leaf of its state has the table's rows R as leading dim. Rows,
-state and gradients are float32 inside the update.
+A row optimizer updates the touched rows of a table from their summed gradients
+(`ops.embedding.update_rows`), or all rows at once (`whole_table_update`), each row
+independently of the others. Every leaf of its state has R, the number of rows, as
+leading dim. Rows, state and gradients are float32 inside the update.
 """
 
 import dataclasses
@@ -15,26 +15,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from loka_jax.ops import embedding
-from loka_jax.triton import Implementation, row_update
+from loka_jax.triton import row_update
 
 
 class RowwiseAdagradState(NamedTuple):
-    """One number a row: the sum of its mean squared gradients."""
+    """One number per row: the sum of its mean squared gradients."""
 
     sum_of_squares: Float[Array, "R"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad:
-    """AdaGrad with one accumulator a row instead of one an entry.
+    """AdaGrad with one accumulator per row instead of one per entry.
 
     `acc += mean_D(g^2);  row -= lr g / (sqrt(acc) + eps)` with g the row's *summed*
-    gradient. Duplicates are summed before they are squared: FBGEMM's
-    `EXACT_ROWWISE_ADAGRAD`, torchrec's `RowWiseAdagrad`.
+    gradient. Duplicates are summed before they are squared, as in FBGEMM's
+    `EXACT_ROWWISE_ADAGRAD` and torchrec's `RowWiseAdagrad`.
 
     Attributes:
-        eps: added to the root.
-        initial_accumulator: where the accumulator starts.
+        eps: added to the square root.
+        initial_accumulator: initial value of the accumulators.
     """
 
     eps: float = 1e-8
@@ -50,7 +50,7 @@ class RowwiseAdagrad:
             )
 
     def init(self, table: Float[Array, "R D"]) -> RowwiseAdagradState:
-        """Returns the state of a fresh table."""
+        """Returns the initial state of a table."""
         start = jnp.full(table.shape[:1], self.initial_accumulator, jnp.float32)
         return RowwiseAdagradState(start)
 
@@ -61,7 +61,7 @@ class RowwiseAdagrad:
         grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
-        """Returns the rows after one step and their new state."""
+        """Returns the updated rows and their new state."""
         acc = row_state.sum_of_squares + jnp.mean(jnp.square(grads), axis=-1)
         step = lr * grads / (jnp.sqrt(acc) + self.eps)[:, None]
         return rows - step, RowwiseAdagradState(acc)
@@ -75,11 +75,11 @@ class RowwiseAdagrad:
         row_grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "R D"], RowwiseAdagradState]:
-        """Returns table and state, the rows of `ids` updated, by Triton's kernels.
+        """Returns table and state with the rows of `ids` updated by Triton's kernels.
 
         Args:
-            ids: sorted, `embedding.BAD_ID` for none.
-            order: the position in `row_grads` of each of them.
+            ids: sorted; `embedding.BAD_ID` marks unused entries.
+            order: the position in `row_grads` of each id's gradient.
         """
         acc = opt_state.sum_of_squares
         table, acc = row_update.rowwise_adagrad(
@@ -103,7 +103,7 @@ class Sgd:
         grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "N D"], tuple[()]]:
-        """Returns the rows after one step and the empty state."""
+        """Returns the updated rows and the empty state."""
         return rows - lr * grads, ()
 
     def update_in_place(
@@ -115,17 +115,17 @@ class Sgd:
         row_grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "R D"], tuple[()]]:
-        """Returns the table, the rows of `ids` updated, by Triton's kernels.
+        """Returns the table with the rows of `ids` updated by Triton's kernels.
 
         Args:
-            ids: sorted, `embedding.BAD_ID` for none.
-            order: the position in `row_grads` of each of them.
+            ids: sorted; `embedding.BAD_ID` marks unused entries.
+            order: the position in `row_grads` of each id's gradient.
         """
         return row_update.sgd(table, ids, order, row_grads, lr=lr), ()
 
 
 class AdamState(NamedTuple):
-    """Moments of each entry, and how often each row was updated."""
+    """Moments of each entry, and the number of updates of each row."""
 
     m: Float[Array, "R D"]
     v: Float[Array, "R D"]
@@ -134,14 +134,14 @@ class AdamState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam whose moments move only when their row is touched ("lazy").
+    """Lazy Adam: a row's moments change only when the row is touched.
 
     `m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;`
     `row -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`,
-    t the updates of *this row*. With one global t, as torch's `SparseAdam` and
-    FBGEMM have it, a row first seen late would get no bias correction at all: its
+    with t the number of updates of *this row*. With a global t, as in torch's
+    `SparseAdam` and FBGEMM, a row first seen late would get no bias correction: its
     first step would be `(1 - b1) / sqrt(1 - b2)` = 3.2 times too large. If every row
-    is updated every step (`whole_table_update`) both are plain Adam (Kingma and Ba,
+    is updated every step (`whole_table_update`), both are plain Adam (Kingma and Ba,
     arXiv:1412.6980, algorithm 1).
     """
 
@@ -157,7 +157,7 @@ class Adam:
                 raise ValueError(f"{name}={value} must be in [0, 1).")
 
     def init(self, table: Float[Array, "R D"]) -> AdamState:
-        """Returns the state of a fresh table."""
+        """Returns the initial state of a table."""
         return AdamState(
             m=jnp.zeros(table.shape, jnp.float32),
             v=jnp.zeros(table.shape, jnp.float32),
@@ -171,7 +171,7 @@ class Adam:
         grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "N D"], AdamState]:
-        """Returns the rows after one step and their new state."""
+        """Returns the updated rows and their new state."""
         m = self.b1 * row_state.m + (1 - self.b1) * grads
         v = self.b2 * row_state.v + (1 - self.b2) * jnp.square(grads)
         count = row_state.count + 1
@@ -185,28 +185,23 @@ class Adam:
 def whole_table_update(
     table: Float[Array, "R D"],
     opt_state: PyTree,
-    flat_ids: Int[Array, "*N"],
-    row_grads: Float[Array, "*N D"],
+    summed: embedding.UniqueRows,
     optimizer: embedding.RowOptimizer,
     lr: Float[Array, ""] | float,
     l2: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
-    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
-    """Returns table and state after one update of *every* row, L2 included.
+    """Returns table and state after an update of *every* row, with L2 regularization.
 
-    The gradient is that of `loss + l2 / 2 sum(table^2)`:
-    `g[r] = sum_{i: ids[i] = r} row_grads[i] + l2 table[r]`. This is FuxiCTR's
-    `embedding_regularizer`, on which the published BARS numbers rest: it also pulls
-    rows that the batch does not name. With `Adam` it equals `optax.adam` on
-    that gradient. Time and memory are O(R), a few `[R, D]` arrays of it passing: for
-    tables of up to some 10^6 rows. Nothing changes where `enabled` is False.
-    `implementation` says who sums, as of `embedding.sum_by_row`.
+    `summed` are the row gradients from `embedding.sum_by_row`. The gradient is that of
+    `loss + l2 / 2 sum(table^2)`, `g[r] = summed[r] + l2 table[r]`. This is FuxiCTR's
+    `embedding_regularizer`, used for the published BARS numbers: it also shrinks rows
+    that are not in the batch. With `Adam` it equals `optax.adam` on that gradient.
+    Time and memory are O(R), with a few temporary `[R, D]` arrays, so it suits tables
+    of up to about 10^6 rows. Nothing changes if `enabled` is False.
     """
-    ids, grads = embedding.sum_by_row(
-        flat_ids, row_grads, table.shape[0], implementation=implementation
-    )
+    ids, grads = summed
     old = table.astype(jnp.float32)
     dense = (
         (l2 * old)

@@ -1,1 +1,1 @@
-"""What LoKA Probe learns and measures, as pure functions of arrays."""
+"""LoKA Probe: statistics of sites' operands and draws from them, as pure functions."""

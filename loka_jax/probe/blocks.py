@@ -1,8 +1,8 @@
-"""Covariances as blocks on the diagonal, so that wide ones stay small.
+"""Block-diagonal covariances, which limit the memory that large ones take.
 
-A covariance of k features is kept as b square blocks of s features each. One block is
-the whole of it; more leave out what lies between blocks. The last one is padded with
-features that are zero.
+A covariance of k features is stored as b diagonal blocks of s features each. With one
+block it is complete; with several, covariances between blocks are left out. The last
+block is padded with features that are zero.
 """
 
 import math
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# A covariance of up to 2,048 features is whole.
+# The covariance of up to 2,048 features is one block.
 MAX_BYTES = 16 << 20
-# Of the mean variance: added to every variance, so that factors exist.
+# Share of the mean variance that is added to every variance, so that factors exist.
 _JITTER = 1e-6
-_LEAST_JITTER = 1e-30  # where nothing varies
+_MIN_JITTER = 1e-30  # if all variances are zero
 
 
 def block_size(k: int, max_bytes: int = MAX_BYTES) -> int:
-    """Returns s: k if k * k float32 fit, else a power of two that k * s still fit.
+    """Returns s: k if k x k float32 fit, else the largest power of two for k x s.
 
     Raises:
         ValueError: if not even the variances fit.
@@ -32,7 +32,7 @@ def block_size(k: int, max_bytes: int = MAX_BYTES) -> int:
 
 
 def split(x: Float[Array, "... k"], size: int) -> Float[Array, "... b s"]:
-    """Returns the last dim in blocks of `size`, the last one padded with zeros."""
+    """Splits the last dim into blocks of `size`; the last one is padded with zeros."""
     *leading, k = x.shape
     blocks = -(-k // size)
     padding = [(0, 0)] * len(leading) + [(0, blocks * size - k)]
@@ -40,19 +40,19 @@ def split(x: Float[Array, "... k"], size: int) -> Float[Array, "... b s"]:
 
 
 def join(x: Float[Array, "... b s"], k: int) -> Float[Array, "... k"]:
-    """Returns blocks of the last dim put together again: the reverse of `split`."""
+    """Joins the blocks of the last dim: the inverse of `split`."""
     return x.reshape(*x.shape[:-2], -1)[..., :k]
 
 
 def factor(covariance: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
     """Returns lower triangular L with `L L^T = covariance + eps I`.
 
-    eps is a millionth of the mean variance of all blocks: positive definite whatever
-    the rank.
+    eps, a millionth of the mean variance of all blocks, makes the sum positive definite
+    whatever the rank.
     """
     b, s, _ = covariance.shape
     variance = jnp.trace(covariance, axis1=1, axis2=2).sum() / (b * s)
-    eps = jnp.maximum(_JITTER * variance, _LEAST_JITTER)
+    eps = jnp.maximum(_JITTER * variance, _MIN_JITTER)
     return jnp.linalg.cholesky(covariance + eps * jnp.eye(s, dtype=jnp.float32)[None])
 
 
@@ -68,7 +68,7 @@ def solve(
 ) -> Float[Array, "m b s"]:
     """Returns `x L^-T`, block by block, by triangular solves."""
     columns = jnp.moveaxis(x, 0, -1)  # [b, s, m]
-    found = jax.lax.linalg.triangular_solve(
+    solution = jax.lax.linalg.triangular_solve(
         factors, columns, left_side=True, lower=True
     )
-    return jnp.moveaxis(found, -1, 0)
+    return jnp.moveaxis(solution, -1, 0)

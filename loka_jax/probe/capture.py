@@ -1,4 +1,4 @@
-"""The operands of a site themselves, to tell how well draws stand for them."""
+"""Captures the operands of a site, to check how well draws represent them."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,16 +19,16 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """An observer that keeps what it sees, in float32.
+    """An observer that returns the operands themselves, in float32.
 
     Attributes:
-        max_rows: rows of a batch that are kept, spread evenly over it.
+        max_rows: number of rows of a batch to keep, spread evenly over it.
     """
 
     max_rows: int = 1024
 
     def nothing(self, m: int, k: int, n: int) -> Operands:
-        """Returns zeros in the shapes of what is kept."""
+        """Returns zeros in the shapes of the captured operands."""
         rows = min(m, self.max_rows)
         shapes = ((rows, k), (k, n), (rows, n))
         return Operands(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
@@ -42,7 +42,7 @@ class Capture:
         scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> Operands:
-        """Returns the operands of one batch; over devices each keeps its own."""
+        """Returns the operands of one batch; each device returns those it holds."""
         del known, scales, axis_names
         lhs, g = (some_rows(x, self.max_rows) for x in (lhs, g))
         return Operands(*(x.astype(jnp.float32) for x in (lhs, rhs, g)))

@@ -1,13 +1,13 @@
 """Mean and covariance of rows, learned batch by batch: LoKA's model of activations.
 
-With n rows seen, of mean m and scatter S, and a batch of B rows (Welford's merge):
+After n rows with mean m and scatter S, a batch of B rows is merged by (Welford)
 
     n' = n + B        d = m_batch - m
     m' = m + B / n' d        S' = S + S_batch + n B / n' d d^T
 
-and the covariance S / (n - 1). Rows are independent samples; only features covary.
-Merging is associative: over batches, microbatches and devices the result is that of one
-pass, up to rounding. Everything is float32.
+and the covariance is S / (n - 1). Rows are independent samples; only features covary.
+Merging is associative: over batches, microbatches and devices the result equals that of
+one pass, up to rounding. Everything is float32.
 
 References:
     LoKA, arXiv 2605.10886, section on Probe.
@@ -23,12 +23,12 @@ from loka_jax.probe import blocks
 
 
 class Moments(NamedTuple):
-    """What is known of the rows seen so far.
+    """Moments of the rows seen so far.
 
     Attributes:
-        count: rows; a weight once some have been decayed.
-        mean: of each feature.
-        scatter: sum of outer products about the mean, in blocks on the diagonal.
+        count: the number of rows; their total weight after a `decay`.
+        mean: the mean of each feature.
+        scatter: the sum of outer products about the mean, in diagonal blocks.
     """
 
     count: Float[Array, ""]
@@ -50,12 +50,12 @@ def no_moments(k: int, *, max_bytes: int = blocks.MAX_BYTES) -> Moments:
 
 
 def moments_of(rows: Float[Array, "m k"], size: int) -> Moments:
-    """Returns the moments of some rows, the scatter in blocks of `size` features."""
+    """Returns the moments of `rows`, with the scatter in blocks of `size` features."""
     rows = rows.astype(jnp.float32)
     mean = jnp.mean(rows, axis=0)
     centred = blocks.split(rows - mean[None], size)
-    # In TF32 on GPUs, ten times as fast: rows are rounded to 11 bits, but what is found
-    # still is the scatter of some rows, and positive semidefinite.
+    # In TF32 on GPUs, ten times as fast: rows are rounded to 11 bits, but the result is
+    # still a scatter, and positive semidefinite.
     scatter = jnp.einsum("mbs,mbt->bst", centred, centred, precision="default")
     return Moments(jnp.float32(rows.shape[0]), mean, scatter)
 
@@ -73,8 +73,8 @@ def merge(a: Moments, b: Moments) -> Moments:
 def merge_over_devices(moments: Moments, axis_names: tuple[str, ...]) -> Moments:
     """Returns the moments of the rows of all devices along some mesh axes.
 
-    The mean first, then what each scatters about it: raw sums of squares would cancel
-    where means are large.
+    The mean is reduced first, then each device's scatter about it, because raw sums of
+    squares would cancel where means are large.
     """
     if not axis_names:
         return moments
@@ -87,7 +87,7 @@ def merge_over_devices(moments: Moments, axis_names: tuple[str, ...]) -> Moments
 
 
 def decay(moments: Moments, factor: float | Float[Array, ""]) -> Moments:
-    """Returns the moments as if every row seen weighed `factor` of what it did."""
+    """Returns the moments with the weight of every row multiplied by `factor`."""
     return moments._replace(
         count=factor * moments.count, scatter=factor * moments.scatter
     )

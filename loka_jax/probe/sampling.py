@@ -1,9 +1,9 @@
-"""Operands drawn from what was learned.
+"""Draws operands from the learned statistics.
 
     rows:     T = mean + s Z L^T               L L^T = covariance + eps I
     weights:  W = Mean + L_U Z L_V^T           of U and V
 
-Z is standard normal, s a factor of each row from the sizes that rows had, E[s^2] = 1.
+Z is standard normal; s is a factor per row, drawn from the row norms, with E[s^2] = 1.
 The same key gives the same operands.
 """
 
@@ -22,10 +22,10 @@ def sample_rows(
     """Returns m rows with the learned mean and covariance, float32.
 
     Args:
-        key: of the draw.
+        key: the random key.
         moments: mean and covariance.
-        m: rows.
-        norms: the sizes that rows had; all rows of one size if None, as in the paper.
+        m: the number of rows.
+        norms: the norms to draw; if None rows are Gaussian, as in the paper.
     """
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
     z_key, scale_key = jax.random.split(key)
@@ -36,12 +36,12 @@ def sample_rows(
     return moments.mean[None] + drawn
 
 
-def sample_weight(key: Key[Array, ""], known: MatrixNormal) -> Float[Array, "k n"]:
+def sample_weight(key: Key[Array, ""], normal: MatrixNormal) -> Float[Array, "k n"]:
     """Returns a weight with the learned mean and covariances, float32."""
-    k, n = known.mean.shape
+    k, n = normal.mean.shape
     z = jax.random.normal(key, (k, n))
-    z = _times(z, known.columns)
-    return known.mean + _times(z.T, known.rows).T
+    z = _times(z, normal.columns)
+    return normal.mean + _times(z.T, normal.rows).T
 
 
 def _times(z: Float[Array, "p q"], covariance: Float[Array, "b s s"]):

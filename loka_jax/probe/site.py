@@ -1,12 +1,12 @@
-"""What is learned of one site: its rows, its weight, and the gradient of its product.
+"""Statistics of one site: of its input rows, its weight, and its output's gradient.
 
-A batch is seen by itself (`observe`), then merged with what is known (`merge`), so that
-microbatches and devices may see parts of it. The weight is the same for all of them,
-and what is known of it is replaced.
+`observe` returns the statistics of a batch alone, and `merge` adds them to those so
+far, so that microbatches and devices may see parts of a batch. The weight is the same
+for all parts, so its statistics are replaced.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,12 @@ class ProbeConfig:
     """How sites are observed.
 
     Attributes:
-        max_rows: rows of a batch that are looked at, spread evenly over it.
-        max_bytes: of each covariance; wider ones are kept in blocks.
-        momentum: of a weight's covariances.
-        mean_momentum: of its mean.
-        weight_mean: "average", or "zero" for a weight whose covariances carry all.
-        decay: weight that older rows keep whenever new ones come.
-        moves_weight_covariances: False moves the means of weights alone, at a fraction
+        max_rows: the number of rows of a batch to observe, spread evenly over it.
+        max_bytes: the size limit of a covariance; larger ones are kept in blocks.
+        momentum: momentum of a weight's covariances.
+        mean_momentum: momentum of a weight's mean.
+        decay: factor on the weight of earlier rows at every new batch.
+        moves_weight_covariances: False updates only the means of weights, at a fraction
             of the cost.
     """
 
@@ -40,7 +39,6 @@ class ProbeConfig:
     max_bytes: int = blocks.MAX_BYTES
     momentum: float = matrix_normal.MOMENTUM
     mean_momentum: float = matrix_normal.MEAN_MOMENTUM
-    weight_mean: Literal["average", "zero"] = "average"
     decay: float = 1.0
     moves_weight_covariances: bool = True
 
@@ -55,7 +53,7 @@ class ProbeConfig:
             raise ValueError(f"{self.decay=} must be above 0 and at most 1.")
 
     def nothing(self, m: int, k: int, n: int) -> "SiteStats":
-        """Returns what is known of a site before it ran; m does not matter."""
+        """Returns the empty statistics of a site, whatever its m."""
         del m
         return no_stats(k, n, self)
 
@@ -68,12 +66,12 @@ class ProbeConfig:
         scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> "SiteStats":
-        """Returns the statistics of one batch, see `observe`."""
+        """Returns the statistics of one batch; see the function `observe`."""
         return observe(known, lhs, rhs, g, scales, self, axis_names)
 
 
 class Rows(NamedTuple):
-    """What is known of an operand whose rows are samples."""
+    """Statistics of an operand whose rows are samples."""
 
     moments: Moments
     norms: RowNorms
@@ -81,11 +79,11 @@ class Rows(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What is known of a weight.
+    """Statistics of a weight.
 
     Attributes:
         normal: its distribution over the steps.
-        tails: of the last one seen.
+        tails: the tails of the last weight seen.
     """
 
     normal: MatrixNormal
@@ -93,12 +91,12 @@ class Weight(NamedTuple):
 
 
 class SiteStats(NamedTuple):
-    """What is known of a site with lhs (m, k), rhs (k, n), product (m, n).
+    """Statistics of a site with lhs (m, k), rhs (k, n) and product (m, n).
 
     Attributes:
-        lhs: of its rows.
-        rhs: of its weight; of its columns where it differs from sample to sample.
-        g: of the rows of its product's gradient.
+        lhs: those of the input's rows.
+        rhs: those of the weight, or of its columns if every sample has its own.
+        g: those of the rows of the product's gradient.
     """
 
     lhs: Rows
@@ -107,7 +105,7 @@ class SiteStats(NamedTuple):
 
 
 def weight_of(stats: SiteStats) -> Weight:
-    """Returns what is known of the weight of a site that has one for all samples."""
+    """Returns the statistics of a weight that all samples share."""
     assert isinstance(stats.rhs, Weight)
     return stats.rhs
 
@@ -115,18 +113,18 @@ def weight_of(stats: SiteStats) -> Weight:
 def no_stats(
     k: int, n: int, config: ProbeConfig, *, is_per_sample: bool = False
 ) -> SiteStats:
-    """Returns what is known of a site before it ran.
+    """Returns the empty statistics of a site.
 
     Args:
         k, n: sizes of its weight.
         config: how it is observed.
-        is_per_sample: its weight differs from sample to sample.
+        is_per_sample: whether every sample has a weight of its own.
     """
     max_bytes = config.max_bytes
 
     def rows(width):
-        known = moments.no_moments(width, max_bytes=max_bytes)
-        return Rows(known, row_norms.no_norms(), tails.no_tails())
+        empty = moments.no_moments(width, max_bytes=max_bytes)
+        return Rows(empty, row_norms.no_norms(), tails.no_tails())
 
     if is_per_sample:
         return SiteStats(rows(k), rows(k), rows(n))
@@ -135,7 +133,7 @@ def no_stats(
 
 
 def observe(
-    known: SiteStats,
+    stats: SiteStats,
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "k p"],
     g: Float[Array, "m n"],
@@ -143,47 +141,47 @@ def observe(
     config: ProbeConfig,
     axis_names: tuple[str, ...] = (),
 ) -> SiteStats:
-    """Returns the statistics of one batch, and what is known of the weight after it.
+    """Returns the statistics of one batch, and the updated ones of the weight.
 
     Args:
-        known: of the weight; else only its shapes count.
-        lhs, rhs, g: the operands of a step, those of all samples below each other
-            (beside each other for rhs) where the weight differs between them.
-        scales: `scale_inv` that lhs, rhs and g were cast with; None for what their
-            amaxes give.
+        stats: the statistics so far. Of lhs and g only their means are used, as
+            centres.
+        lhs, rhs, g: the operands of a step. If every sample has a weight of its own,
+            the samples' lhs and g are stacked, and their rhs stand side by side.
+        scales: `scale_inv` with which lhs, rhs and g are cast; None to compute it from
+            the operand's amax.
         config: how sites are observed.
-        axis_names: mesh axes over which the rows of the batch are spread; of all of
-            them together it tells.
+        axis_names: mesh axes over which the rows of the batch are spread; the result
+            covers all of them.
     """
-    # Stored once: else every reduction makes them again from what they come from.
+    # Materialized once; otherwise every reduction would compute them again.
     lhs, g = jax.lax.optimization_barrier(
         tuple(some_rows(x, config.max_rows) for x in (lhs, g))
     )
     batch = SiteStats(
-        lhs=_rows(known.lhs, lhs, scales[0], E4M3, axis_names),
-        rhs=_rhs(known.rhs, rhs, scales[1], config, axis_names),
-        g=_rows(known.g, g, scales[2], E5M2, axis_names),
+        lhs=_rows(stats.lhs, lhs, scales[0], E4M3, axis_names),
+        rhs=_rhs(stats.rhs, rhs, scales[1], config, axis_names),
+        g=_rows(stats.g, g, scales[2], E5M2, axis_names),
     )
     return _merge_over_devices(batch, axis_names)
 
 
-def _rhs(known: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | Rows:
-    if isinstance(known, Rows):
+def _rhs(stats: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | Rows:
+    if isinstance(stats, Rows):
         columns = some_rows(rhs.T, config.max_rows)
-        return _rows(known, columns, scale_inv, E4M3, axis_names)
+        return _rows(stats, columns, scale_inv, E4M3, axis_names)
     normal = matrix_normal.update(
-        known.normal,
+        stats.normal,
         rhs,
         momentum=config.momentum,
         mean_momentum=config.mean_momentum,
-        mean=config.weight_mean,
         moves_covariances=config.moves_weight_covariances,
     )
-    return Weight(normal, _tails(known.tails, rhs, scale_inv, E4M3, ()))
+    return Weight(normal, _tails(stats.tails, rhs, scale_inv, E4M3, ()))
 
 
-def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
-    """Returns what is known after a batch, or part of one, was observed."""
+def merge(stats: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
+    """Returns the statistics after a batch, or part of one, was observed."""
 
     def rows(a: Rows, b: Rows) -> Rows:
         factor = jnp.where(b.moments.count > 0, config.decay, 1.0)
@@ -205,7 +203,7 @@ def merge(known: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
         return Weight(b.normal, Tails(last))
 
     return SiteStats(
-        rows(known.lhs, batch.lhs), rhs(known.rhs, batch.rhs), rows(known.g, batch.g)
+        rows(stats.lhs, batch.lhs), rhs(stats.rhs, batch.rhs), rows(stats.g, batch.g)
     )
 
 
@@ -221,39 +219,39 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
     return SiteStats(rows(batch.lhs), rhs, rows(batch.g))
 
 
-def some_rows(x: Float[Array, "m k"], most: int) -> Float[Array, "r k"]:
-    """Returns up to `most` rows, spread evenly."""
-    stride = max(1, x.shape[0] // most)
-    return x[::stride][:most]
+def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
+    """Returns up to `limit` rows, spread evenly."""
+    stride = max(1, x.shape[0] // limit)
+    return x[::stride][:limit]
 
 
-def _rows(known: Rows, x: Float[Array, "m k"], scale_inv, dtype, axis_names) -> Rows:
-    """Returns what some rows say, nothing if they are not finite."""
-    size = known.moments.scatter.shape[-1]
+def _rows(stats: Rows, x: Float[Array, "m k"], scale_inv, dtype, axis_names) -> Rows:
+    """Returns the statistics of the rows of `x`, empty if they are not finite."""
+    size = stats.moments.scatter.shape[-1]
     if x.shape[0] == 0:
-        return jax.tree.map(jnp.zeros_like, known)
-    found = Rows(
+        return jax.tree.map(jnp.zeros_like, stats)
+    batch = Rows(
         moments.moments_of(x, size),
-        row_norms.norms_of(x, known.moments.mean),
-        _tails(known.tails, x, scale_inv, dtype, axis_names),
+        row_norms.norms_of(x, stats.moments.mean),
+        _tails(stats.tails, x, scale_inv, dtype, axis_names),
     )
-    # Zeros are what `_tails` returns of rows that are not finite.
-    is_known = found.tails.count > 0
-    return jax.tree.map(lambda value: jnp.where(is_known, value, 0.0), found)
+    # `_tails` returns a count of zero for rows that are not finite.
+    is_finite = batch.tails.count > 0
+    return jax.tree.map(lambda value: jnp.where(is_finite, value, 0.0), batch)
 
 
 def _tails(
-    known: Tails,
+    earlier: Tails,
     x: Array,
     scale_inv: Float[Array, ""] | None,
     dtype,
     axis_names: tuple[str, ...],
 ) -> Tails:
-    """Returns the tails of an operand, none if it is not finite."""
+    """Returns the tails of an operand, empty if it is not finite."""
     if x.size == 0:
         return tails.no_tails()
     if scale_inv is None:
         amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
         scale_inv = fp8.compute_scale_inv(amax, dtype)
-    found = tails.tails_of(x, fp8.cast(x, scale_inv, dtype), centre=known.mean)
-    return Tails(jnp.where(tails.is_finite(found), found.values, 0.0))
+    batch = tails.tails_of(x, fp8.cast(x, scale_inv, dtype), centre=earlier.mean)
+    return Tails(jnp.where(tails.is_finite(batch), batch.values, 0.0))

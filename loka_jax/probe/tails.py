@@ -1,13 +1,13 @@
-"""How heavy the tails of an operand are, and what an FP8 cast does to its ends.
+"""Tail statistics of an operand, and the effect of an FP8 cast on its extremes.
 
-Of all elements together, with central moments that merge (Pebay 2008):
+Over all elements, by central moments that can be merged (Pebay 2008):
 
     kurtosis = n M4 / M2^2            3 for a Gaussian
     underflow, saturation rate        shares flushed to zero, and clipped
     amax ratio                        amax now / amax that the scale was made for
 
-All are kept in one vector: inside a training step every array of its own costs a kernel
-or two, and every step that carries it costs its handing over.
+All are stored in one vector: each separate array would cost a kernel or two inside a
+training step, and time to pass it in and out of every step.
 """
 
 import functools
@@ -24,37 +24,37 @@ _FIELDS = (
     *("count", "mean", "m2", "m3", "m4"),
     *("amax", "last_amax", "flushed", "clipped", "amax_ratio"),
 )
-# Of the sum of squares: less than that is what rounding leaves of no variance.
+# A variance below this share of the mean square is rounding error.
 _NO_VARIANCE = 1e-6
 
 
 class Tails(NamedTuple):
-    """What is known of all elements seen so far.
+    """Statistics of all elements seen so far.
 
     Attributes:
-        values: float32, what the properties below name.
+        values: float32, in the order of `_FIELDS`; read them by the properties.
     """
 
     values: Float[Array, "10"]
 
     @property
     def count(self) -> Float[Array, ""]:
-        """Elements."""
+        """The number of elements."""
         return self._value("count")
 
     @property
     def mean(self) -> Float[Array, ""]:
-        """Of all elements."""
+        """The mean of all elements."""
         return self._value("mean")
 
     @property
     def variance(self) -> Float[Array, ""]:
-        """Of all elements."""
+        """The variance of all elements."""
         return self._value("m2") / jnp.maximum(self.count, 1)
 
     @property
     def kurtosis(self) -> Float[Array, ""]:
-        """`n M4 / M2^2`; 0 where nothing varies."""
+        """`n M4 / M2^2`; 0 if the variance is 0."""
         m2, m4 = self._value("m2"), self._value("m4")
         safe = jnp.where(m2 > 0, m2, 1.0)
         return jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0)
@@ -66,17 +66,17 @@ class Tails(NamedTuple):
 
     @property
     def last_amax(self) -> Float[Array, ""]:
-        """That of the last batch, or microbatch."""
+        """The largest magnitude of the last batch or microbatch."""
         return self._value("last_amax")
 
     @property
     def underflow_rate(self) -> Float[Array, ""]:
-        """The share of elements that are not zero, but are in FP8."""
+        """The share of elements that become zero only in FP8."""
         return self._value("flushed") / jnp.maximum(self.count, 1)
 
     @property
     def saturation_rate(self) -> Float[Array, ""]:
-        """The share of elements beyond the largest magnitude of their scale."""
+        """The share of elements beyond the largest magnitude that the scale allows."""
         return self._value("clipped") / jnp.maximum(self.count, 1)
 
     @property
@@ -102,17 +102,17 @@ def tails_of(
     *,
     centre: Float[Array, ""] | float = 0.0,
 ) -> Tails:
-    """Returns the tails of an array, and if it was cast, what that did to it.
+    """Returns the tails of an array, and the effects of its cast if one is given.
 
     Args:
         x: the array; not empty.
         cast: its FP8 form, with scales that broadcast against it.
-        centre: about which powers are summed: near the mean, where that is far from
-            zero by the standard deviation.
+        centre: the point about which powers are summed: near the mean, if the mean is
+            many standard deviations from zero.
     """
     count = float(x.size)
-    off = x.astype(jnp.float32) - centre
-    terms = [off, off**2, off**3, off**4]
+    deviation = x.astype(jnp.float32) - centre
+    terms = [deviation, deviation**2, deviation**3, deviation**4]
     if cast is not None:
         reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
         terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
@@ -127,12 +127,12 @@ def tails_of(
     flushed, clipped, ratio = zero, zero, zero
     if cast is not None:
         (flushed, clipped), ratio = rates, amax / jnp.max(reach)
-    found = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
-    return Tails(jnp.stack([jnp.float32(count), *found]))
+    values = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
+    return Tails(jnp.stack([jnp.float32(count), *values]))
 
 
 def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
-    """Returns the largest magnitude, of rows first as all sums are."""
+    """Returns the largest magnitude, reducing rows first as `_sums` does."""
     return fp8.amax(fp8.amax(x, axes=(1,)))
 
 
@@ -163,7 +163,7 @@ def merge(a: Tails, b: Tails) -> Tails:
 
 
 def is_finite(tails: Tails) -> Bool[Array, ""]:
-    """Returns True if no element was infinite or NaN."""
+    """Returns whether no element was infinite or NaN."""
     return jnp.all(jnp.isfinite(tails.values))
 
 
@@ -175,16 +175,16 @@ def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
     gathered = gathered.reshape(-1, len(_FIELDS))
     merged = functools.reduce(merge, map(Tails, gathered)).values
     for name in ("last_amax", "amax_ratio"):
-        place = _FIELDS.index(name)
-        merged = merged.at[place].set(jnp.max(gathered[:, place]))
+        index = _FIELDS.index(name)
+        merged = merged.at[index].set(jnp.max(gathered[:, index]))
     return Tails(merged)
 
 
 def _sums(*terms: Array) -> Float[Array, "t"]:
-    """Returns the sum of each of some arrays of one shape.
+    """Returns the sum of each of several arrays of one shape.
 
-    Of rows first, in a kernel that all terms share, with other sums over rows too; then
-    of the rows' sums, in another.
+    Rows are summed first, in a kernel that all terms and other sums over rows share;
+    another kernel adds up the rows' sums.
     """
     partial = [jnp.sum(term, axis=1, dtype=jnp.float32) for term in terms]
     return jnp.sum(jnp.stack(partial), axis=1)

@@ -1,18 +1,18 @@
-"""Checkpoints that are checked before they are believed.
+"""Checkpoints that are verified before they are restored.
 
 Orbax writes the arrays into `.unfinished`; the manifest follows; then one rename makes
-the directory a checkpoint, whatever kills the process. What differs from its manifest
-later is put aside under a name that says so, and the step before is used.
+the directory a checkpoint, whatever kills the process. A step that later differs from
+its manifest is renamed, and the step before it is used.
 
     <directory>/<step>/default/...          Orbax's arrays (OCDBT)
     <directory>/<step>/manifest.json        digests, leaves, the caller's `meta`
-    <directory>/<step>.damaged-<n>          put aside, never read again
-    <directory>/.unfinished                 the save under way; its leftovers vanish
+    <directory>/<step>.damaged-<n>          renamed, never read again
+    <directory>/.unfinished                 the save in progress; leftovers are removed
 
-Arrays and JSON only, no pickle; nothing is read through a symlink. A stranger's
-checkpoint is still untrusted input: digests show damage, not intent.
+Arrays and JSON only, no pickle; nothing is read through a symlink. A foreign checkpoint
+is still untrusted input: digests reveal damage, not intent.
 Single process: every leaf must be addressable from it. One writer: the run's lock
-(`record.RunRecord`) keeps a second one away; readers may come at any time.
+(`record.RunRecord`) excludes a second one; others may read at any time.
 """
 
 import logging
@@ -28,9 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
-from loka_jax.jsonfile import explain_mismatch as explain_mismatch
 from loka_jax.train import manifest
-from loka_jax.train.step_folders import steps_in
+from loka_jax.train.record import steps_in
 
 _log = logging.getLogger(__name__)
 
@@ -39,16 +38,16 @@ class Checkpoints:
     """The checkpoints of one run: saved in the background, verified when restored.
 
     A save that fails is tried once more; if that fails too, the next call of `save`,
-    `wait` or `close` raises. So a run has saved once `close` has returned. Usable in a
-    `with` statement, which closes.
+    `wait` or `close` raises. So once `close` has returned, everything is saved. Usable
+    in a `with` statement, which closes.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 3):
-        """Opens `directory`, creating it if need be.
+        """Opens `directory`, creating it if necessary.
 
         Args:
-            directory: where the steps lie. Itself it may be a symlink.
-            keep: how many of the newest checkpoints stay.
+            directory: the folder of the steps; it may be a symlink itself.
+            keep: the number of newest checkpoints to keep.
 
         Raises:
             ValueError: if `keep` is not positive or the directory cannot be made.
@@ -75,26 +74,27 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
+        """Closes the checkpoints."""
         self.close()
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts saving `state` as `step`, after any earlier save has ended.
 
-        The arrays are copied to the host before this returns: their device buffers
-        may be donated at once. The newest `keep` checkpoints stay.
+        The arrays are copied to the host before this returns, so their device buffers
+        may be donated immediately. The newest `keep` checkpoints are kept.
 
         Args:
             step: the number of steps `state` has seen.
-            state: a pytree of arrays; FP8 arrays and typed PRNG keys too.
-            meta: what `restore` returns with the state, JSON-ready and finite;
-                `meta["config"]` explains a mismatch later.
+            state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
+            meta: finite JSON values, which `restore` returns with the state;
+                `meta["config"]` helps to explain a mismatch.
 
         Returns:
-            False if `step` is saved already, and nothing was done.
+            False if `step` was saved already and nothing was done.
 
         Raises:
-            ValueError: if a leaf is no array, `meta` no JSON, or the disk too full.
+            ValueError: if a leaf is not an array, `meta` is not JSON, or the disk is
+                too full.
             OSError: if the previous save failed twice.
         """
         self.wait()
@@ -111,7 +111,7 @@ class Checkpoints:
         }
         arrays = {name: array for name, (array, _) in leaves.items()}
         self._require_space(sum(array.nbytes for array in arrays.values()))
-        # Not daemonic: leaving the interpreter waits for it and tears nothing.
+        # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
             target=self._save_twice, args=(step, arrays, content), name="checkpoint"
         )
@@ -119,10 +119,10 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Returns when no save is under way.
+        """Waits until no save is in progress.
 
         Raises:
-            OSError: if the last one failed twice.
+            OSError: if the last save failed twice.
         """
         if self._thread is not None:
             self._thread.join()
@@ -132,7 +132,7 @@ class Checkpoints:
             raise error
 
     def close(self) -> None:
-        """Waits for the save under way and frees Orbax's parts; raises as `wait`."""
+        """Waits like `wait`, with the same errors, and frees Orbax's resources."""
         try:
             self.wait()
         finally:
@@ -142,17 +142,8 @@ class Checkpoints:
                 _remove(self._unfinished)
 
     def latest_step(self) -> int | None:
-        """Returns the newest step, digests not verified, or None."""
+        """Returns the newest step, without verifying it, or None."""
         return max(self._steps(), default=None)
-
-    def latest_meta(self) -> dict[str, Any] | None:
-        """Returns the `meta` of the newest step with a whole manifest, or None."""
-        for step in sorted(self._steps(), reverse=True):
-            try:
-                return manifest.read(self._path(step))["meta"]
-            except manifest.Damaged:
-                continue
-        return None
 
     def drop_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, for a run that resumes at `step`."""
@@ -164,19 +155,19 @@ class Checkpoints:
     def restore(
         self, template: Any, *, config: dict[str, Any] | None = None
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Returns the newest whole checkpoint: its step, its state and its meta.
+        """Returns step, state and meta of the newest undamaged checkpoint.
 
         Every digest is verified before an array is read. A damaged step is renamed to
         `<step>.damaged-<n>`, with one line of warning, and the step before it is
-        taken. Leaves are bit for bit as saved, each where its template lies.
+        taken. Leaves are bit for bit as saved, on the devices of the template's leaves.
 
         Args:
-            template: a pytree of arrays or `jax.ShapeDtypeStruct`, as `state` was.
-            config: the current config; explains a template that does not fit.
+            template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
+            config: the current config, to explain a template that does not fit.
 
         Raises:
-            ValueError: if there is no whole checkpoint, or the newest one's tree, a
-                shape or a dtype differs from `template`. Nothing is cast.
+            ValueError: if there is no undamaged checkpoint, or the tree, a shape or a
+                dtype of the newest differs from `template`. Nothing is cast.
         """
         self.wait()
         first_damage = None
@@ -214,24 +205,25 @@ class Checkpoints:
         if free_bytes < 2 * state_bytes:
             raise ValueError(
                 f"a checkpoint needs {2 * state_bytes / 1e9:.3f} GB free in "
-                f"{self._directory} (twice the state), and {free_bytes / 1e9:.3f} GB "
-                "are: free some space or choose another --workdir."
+                f"{self._directory} (twice the state), but only "
+                f"{free_bytes / 1e9:.3f} GB are: free some space or choose another "
+                "--workdir."
             )
 
     def _save_twice(
         self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
     ) -> None:
-        """Saves, in the background thread; a second failure is kept for `wait`."""
+        """Saves in the background thread, trying twice; `wait` raises a failure."""
         for retries_left in (1, 0):
             try:
                 self._write(step, arrays, content)
                 self._remove_old()
                 return
-            except Exception as error:  # whatever it is, `wait` raises it in the end
+            except Exception as error:  # of any kind: `wait` raises it
                 self._manager = None  # the next attempt starts in a clean directory
                 reason = _first_line(error)
                 if retries_left:
-                    _log.warning("saving step %d failed (%s); again.", step, reason)
+                    _log.warning("saving step %d failed (%s): retrying.", step, reason)
                     continue
                 self._error = OSError(
                     f"step {step} could not be saved in {self._directory} ({reason}): "
@@ -243,7 +235,7 @@ class Checkpoints:
         self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
     ) -> None:
         if self._manager is None:
-            _remove(self._unfinished)  # of a killed run, or of a failed attempt
+            _remove(self._unfinished)  # left by a killed run or a failed attempt
             self._unfinished.mkdir()
             self._manager = _manager(self._unfinished)
         # Orbax refuses arrays without elements, and a tree without arrays.
@@ -256,7 +248,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _remove_old(self) -> None:
-        """Keeps the newest checkpoints."""
+        """Removes all but the newest `keep` checkpoints."""
         for step in sorted(self._steps())[: -self._keep]:
             try:
                 self._remove_step(step)
@@ -264,7 +256,7 @@ class Checkpoints:
                 _log.warning("could not remove old checkpoint %d (%s).", step, error)
 
     def _remove_step(self, step: int) -> None:
-        """Removes a checkpoint; a kill leaves it whole or gone."""
+        """Removes a checkpoint atomically: a kill leaves it complete or removed."""
         removed = self._unfinished / f"removed-{step}"
         self._unfinished.mkdir(exist_ok=True)
         os.replace(self._path(step), removed)
@@ -275,10 +267,10 @@ class Checkpoints:
         while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
         os.replace(path, aside)
-        _log.warning("checkpoint damaged, put aside as %s: %s.", aside.name, damage)
+        _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, damage)
 
     def _read(self, step: int, template: Any) -> Any:
-        """Returns the arrays of a verified step in the form of `template`."""
+        """Returns the arrays of a verified step as a tree like `template`."""
         named = dict(_named_leaves(template))
         names = [name for name, leaf in named.items() if leaf.size]
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -294,13 +286,13 @@ class Checkpoints:
 
 
 def _manager(directory: Path) -> ocp.CheckpointManager:
-    # Synchronous: our thread is the background, and must see the save end.
+    # Synchronous, because our own thread is in the background and awaits the save.
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     return ocp.CheckpointManager(directory, options=options)
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, as "params/dense_0/kernel"."""
+    """Returns the leaves with their paths, such as "params/dense_0/kernel"."""
     named = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -308,10 +300,10 @@ def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     for name, leaf in named:
         if not hasattr(leaf, "dtype"):
             raise ValueError(
-                f"state leaf {name!r} is a {type(leaf).__name__} and no array: wrap it "
-                "in jnp.asarray, or put it into meta."
+                f"state leaf {name!r} is a {type(leaf).__name__}, not an array: wrap "
+                "it in jnp.asarray, or put it into meta."
             )
-    # {"a": {"b": x}, "a/b": y} would share a name: only our own state can do that.
+    # {"a": {"b": x}, "a/b": y} would share a name; only a programming error does that.
     assert len({name for name, _ in named}) == len(named), "two leaves share a path"
     return named
 
@@ -323,17 +315,17 @@ def _is_key(leaf: Any) -> bool:
 def _to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
     """Returns a copy of a leaf in host memory, and the name of its dtype.
 
-    A typed PRNG key becomes its words; the name of its dtype keeps the generator.
+    A typed PRNG key becomes its words; the dtype's name records the generator.
     """
     dtype = str(leaf.dtype)
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    # A copy: the array may be donated, and its memory reused, while Orbax writes.
+    # A copy, as the array may be donated and its memory reused while Orbax writes.
     return np.array(data, copy=True), dtype
 
 
 def _from_host(array: np.ndarray | None, template: Any) -> Any:
-    """Returns a restored leaf: of the template's kind, on its devices."""
-    if array is None:  # without elements, so nothing was written
+    """Returns a restored leaf of the template's type, on the template's devices."""
+    if array is None:  # arrays without elements are not written
         array = np.zeros(template.shape, template.dtype)
     if isinstance(template, np.ndarray | np.generic):
         return array
@@ -342,13 +334,15 @@ def _from_host(array: np.ndarray | None, template: Any) -> Any:
         impls = []
         jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
         leaf = jax.random.wrap_key_data(leaf, impl=impls[0])
-    # What was free to move stays free: a committed copy would compile anew.
-    is_free = template.sharding is None or not getattr(template, "committed", True)
-    return leaf if is_free else jax.device_put(leaf, template.sharding)
+    # An uncommitted array stays so: a committed copy would cause a recompilation.
+    is_uncommitted = template.sharding is None or not getattr(
+        template, "committed", True
+    )
+    return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
 
 
 def _describe(leaf: Any) -> dict[str, Any]:
-    """Returns shape and dtype as the manifest has them; a key's shape is its words'."""
+    """Returns shape and dtype as in the manifest; for a key, the shape of its words."""
     words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return {"shape": list(words.shape), "dtype": str(leaf.dtype)}
 
@@ -358,8 +352,8 @@ def _require_fit(
 ) -> None:
     """Raises ValueError at the first leaf in which checkpoint and template differ."""
     saved = content["leaves"]
-    wanted = {name: _describe(leaf) for name, leaf in _named_leaves(template)}
-    names = [n for n in {**wanted, **saved} if saved.get(n) != wanted.get(n)]
+    expected = {name: _describe(leaf) for name, leaf in _named_leaves(template)}
+    names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
     if not names:
         return
 
@@ -370,12 +364,13 @@ def _require_fit(
     more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
     changed = []
     if config is not None:
-        changed = explain_mismatch(content["meta"].get("config", {}), config)
+        saved_config = content["meta"].get("config", {})
+        changed = jsonfile.explain_mismatch(saved_config, config)
     reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
     raise ValueError(
         f"{path} does not fit this model: {name!r} is {text(saved.get(name))} there "
-        f"and {text(wanted.get(name))} here{more}: resume with the config it was saved "
-        f"with, or use another --workdir{reason}."
+        f"and {text(expected.get(name))} here{more}: resume with the config it was "
+        f"saved with, or use another --workdir{reason}."
     )
 
 
@@ -385,7 +380,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory with what is in it, or a symlink to one."""
+    """Removes a directory and its contents, or a symlink to one."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -393,7 +388,7 @@ def _remove(path: Path) -> None:
 
 
 def _quiet_orbax() -> None:
-    """Keeps Orbax's progress notes off the console; its warnings and errors pass."""
+    """Keeps Orbax's progress messages off the console, but not warnings and errors."""
     for name in ("absl", "orbax"):
         logger = logging.getLogger(name)
         if logger.getEffectiveLevel() < logging.WARNING:

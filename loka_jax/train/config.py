@@ -1,8 +1,8 @@
-"""The configuration of a training run: frozen dataclasses, checked when they are made.
+"""The configuration of a training run: frozen dataclasses, checked when created.
 
-A run is described by data alone, so that it can be printed, compared and repeated. What
-concerns only this execution (where to write, whether to resume) is in `RunOptions` and
-is no part of a run's identity.
+A run is described by data alone, so that it can be printed, compared and repeated.
+Options of a single execution (where to write, whether to resume) are in `RunOptions`
+and are not part of a run's identity.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from loka_jax.options import require
 from loka_jax.probe.matrix_normal import MEAN_MOMENTUM, MOMENTUM
 from loka_jax.recipe import INITIALIZED, get_recipe
 
-_MAX_BATCH_SIZE = 2**22  # times the number of fields, it must fit int32
+_MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class EmbeddingConfig:
     Attributes:
         dim: dimension of every embedding vector.
         init_stddev: standard deviation of their initial values.
-        implementation: "xla" for XLA alone; None for kernels that update the rows
-            where they serve.
+        implementation: "xla" to use XLA only; None to update the rows by kernels where
+            they apply.
     """
 
     dim: int = 16
@@ -54,14 +54,14 @@ class LoopConfig:
     """The training loop.
 
     Attributes:
-        batch_size: examples a step.
+        batch_size: examples in a step.
         microbatches: parts of a batch whose gradients are accumulated.
-        epochs: passes over the training data, at most.
-        max_steps: steps, at most; None for as many as the epochs have.
-        eval_every: steps between evaluations; None for the ends of epochs.
+        epochs: maximum number of passes over the training data.
+        max_steps: maximum number of steps; None for all steps of the epochs.
+        eval_every: steps between evaluations; None to evaluate after each epoch.
         log_every: steps between lines in metrics.jsonl.
-        save_every: steps between checkpoints; None for one with each evaluation.
-        keep_checkpoints: checkpoints that are kept.
+        save_every: steps between checkpoints; None to save after each evaluation.
+        keep_checkpoints: number of newest checkpoints to keep.
         max_skipped_steps: skipped steps in a row after which the run stops.
     """
 
@@ -98,16 +98,15 @@ class ProbeOptions:
     """Statistics of every site, learned while training.
 
     Attributes:
-        every: steps between those that are observed, the first included; None for no
-            statistics.
-        covariances_every: observed steps between those in which the covariances of
-            weights move, which costs more than all else together.
-        max_rows: rows of a batch that are looked at.
-        max_mib: of each covariance; wider ones are kept in blocks on the diagonal.
-        momentum: of the covariances of weights.
-        mean_momentum: of the means of weights.
-        decay: weight that older rows keep whenever new ones come; 1 counts the first
-            steps of training as much as the last.
+        every: observe every so many steps, from the first on; None for no statistics.
+        covariances_every: update the covariances of weights at every so many observed
+            steps; they cost more than all other statistics together.
+        max_rows: number of rows of a batch to observe.
+        max_mib: size limit of each covariance; larger ones are kept in diagonal blocks.
+        momentum: momentum of the covariances of weights.
+        mean_momentum: momentum of the means of weights.
+        decay: factor on the weight of earlier rows at every observed step; with 1 the
+            first steps of training count as much as the last.
     """
 
     every: int | None = None
@@ -130,7 +129,7 @@ class ProbeOptions:
         require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
 
     def config_at(self, step: int) -> ProbeConfig | None:
-        """Returns how sites are observed in that step; None if they are not."""
+        """Returns how sites are observed in a step; None if they are not."""
         if self.every is None or step % self.every:
             return None
         return ProbeConfig(
@@ -145,13 +144,13 @@ class ProbeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """Who may run a site.
+    """How Dispatch chooses what runs at a site.
 
     Attributes:
-        rules: "PATTERN=CHOICE": what runs at all sites whose path fits, whatever the
-            table says, as in "head=f32" or "top_mlp/*=pallas fp8_rowwise"; of several
-            that fit, the last.
-        limits: on errors and speed.
+        rules: "PATTERN=CHOICE" sets the choice of all sites whose path matches,
+            whatever the table says, as in "head=f32" or "top_mlp/*=pallas fp8_rowwise";
+            the last rule that matches counts.
+        limits: limits on errors and speed.
     """
 
     rules: tuple[str, ...] = ()
@@ -175,17 +174,17 @@ class DispatchOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What concerns this execution only.
+    """Options of this execution, which are not part of the run's identity.
 
     Attributes:
-        workdir: folder for everything the run leaves; None for one under runs/ named
+        workdir: folder for everything the run writes; None for one under runs/ named
             after configuration, recipe and seed.
-        resume: go on from the newest checkpoint in the workdir.
-        print_config: print the configuration as JSON and end.
-        dry_run: build, list the sites, compile one step, and end.
+        resume: continue from the newest checkpoint in the workdir.
+        print_config: print the configuration as JSON and exit.
+        dry_run: build, list the sites, compile one step, and exit.
         profile: START:STEPS writes a profiler trace of those steps into the workdir.
         tensorboard: write TensorBoard events too (needs the extra `report`).
-        require_gpu: end with an error where there is no GPU.
+        require_gpu: exit with an error if there is no GPU.
     """
 
     workdir: pathlib.Path | None = None
@@ -201,7 +200,7 @@ class RunOptions:
             self.profile_steps()
 
     def profile_steps(self) -> range:
-        """Returns the steps to trace; none if no profile was asked for.
+        """Returns the steps to trace; none without `profile`.
 
         Raises:
             ValueError: if `profile` is not START:STEPS.
@@ -218,21 +217,22 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A training run; the families below add the model.
+    """A training run; a subclass for each model family sets the model.
 
     Attributes:
-        name: of the registered configuration it came from.
-        seed: of initial weights, dropout, the order of examples and generated data.
-        data: where examples come from.
+        name: name of the registered configuration.
+        seed: seed of initial weights, dropout, the order of examples and generated
+            data.
+        data: the source of the examples.
         embedding: the tables.
         optim: optimizers and schedules.
         loop: the training loop.
-        probe: what Probe observes.
-        plan: what runs at each site: "auto" takes the table of this GPU, where one is
-            shipped, and chooses per site; a file is a table (from tune.py) or a plan;
-            "off" runs every site as the model's recipe says.
+        probe: Probe's observation of sites.
+        plan: "auto" chooses what runs at each site by the table shipped for this GPU,
+            if there is one; a file is a table (from tune.py) or a plan; "off" runs
+            every site in the model's recipe.
         dispatch: rules and limits of that choice.
-        run: what concerns this execution only.
+        run: options of this execution only.
     """
 
     name: Annotated[str, tyro.conf.Suppress]
@@ -252,13 +252,13 @@ class Config:
         get_recipe(self.model.recipe)
         if self.model.recipe.endswith(INITIALIZED):
             raise ValueError(
-                f"--recipe {self.model.recipe} is for states with initialized "
-                f"scales: leave out {INITIALIZED!r}; training switches to it by itself."
+                f"--recipe {self.model.recipe} needs initialized scales: leave out "
+                f"{INITIALIZED!r}; training switches to it by itself."
             )
         _check_model(self.model)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the configuration as JSON-ready data, without `run`."""
+        """Returns the configuration without `run`, as JSON values."""
         names = {field.name for field in dataclasses.fields(self)} - {"run"}
         return _fields_as_json(self, names)
 

@@ -1,7 +1,7 @@
-"""The training loop: steps, evaluations, checkpoints, and what a run leaves behind.
+"""The training loop: steps, evaluations, log lines, checkpoints.
 
-The loop looks at the device every few steps only, so that steps are queued ahead. What
-decides numerics is in `step.py`; what is kept is in `TrainState` and in `Progress`.
+The loop waits for the device only every few steps, so that steps are queued ahead. The
+numerics are in `step.py`; a checkpoint holds `TrainState` and `Progress`.
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ from loka_jax.train.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites, scales_initialized
 
-# An operand that is always zero never initializes its scale: after this many steps the
-# guard for first steps is dropped all the same (scaling.delayed_scale_inv).
+# An operand that is always zero never initializes its scale, so after this many steps
+# the guard for first steps is dropped in any case (scaling.delayed_scale_inv).
 _MAX_FIRST_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What the host knows about a run; saved with the device's state.
+    """The host's state of a run; saved with the device's state.
 
     Attributes:
-        step: steps taken, skipped ones included.
-        position: where the next batch is.
+        step: steps taken, including skipped ones.
+        position: position of the next batch.
         examples: training examples seen.
-        seconds: spent training, evaluations and checkpoints left out.
-        plateau: the state of the schedule on plateaus and of early stopping.
+        seconds: time spent training, without evaluations and checkpoints.
+        plateau: the state of the plateau schedule and of early stopping.
         best: the evaluation with the best AUC so far, as in metrics.jsonl.
-        demotions: sentences on sites that the plan was changed for.
+        demotions: a sentence for each site that fell back to bfloat16.
     """
 
     step: int = 0
@@ -56,12 +56,12 @@ class Progress:
     demotions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON-ready data."""
+        """Returns the progress as JSON values."""
         return dataclasses.asdict(self) | {"position": list(self.position)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns what `to_json` was called on."""
+        """Returns the progress from the values of `to_json`."""
         position = Position(*data["position"])
         plateau = Plateau(**data["plateau"])
         demotions = tuple(data.get("demotions", ()))
@@ -70,11 +70,11 @@ class Progress:
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on, and no option is wrong: says what happened."""
+    """Training cannot continue, for a reason other than a wrong option."""
 
 
 class Loop:
-    """A run in progress: its state, and where its lines and checkpoints go."""
+    """A run in progress: its state, its record and its checkpoints."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class Loop:
         display: TrainingProgress,
         profiler: Profiler,
     ):
-        """Takes up a run at `state` and `progress`.
+        """Starts or continues a run at `state` and `progress`.
 
         Args:
-            run: what is trained.
-            state: of the device; given up to the loop.
-            progress: of the host.
-            record: where lines go.
-            checkpoints: of the newest steps.
-            best: of the best evaluation, kept apart.
-            display: what a person sees.
-            profiler: of some steps.
+            run: the built run.
+            state: the device's state, which the loop may donate.
+            progress: the host's state.
+            record: receives the log lines.
+            checkpoints: the checkpoints of the newest steps.
+            best: the checkpoint of the best evaluation.
+            display: shows the progress to the user.
+            profiler: traces some steps.
         """
         self.run = run
         self.state = state
@@ -116,7 +116,7 @@ class Loop:
         self._warm: tuple[int, float] | None = None
 
     def train(self, stop: StopRequest):
-        """Trains to the end, or until `stop` is set; has saved when it returns.
+        """Trains to the end or until `stop` is set, and saves before it returns.
 
         Raises:
             TrainingFailed: if too many steps in a row were not finite.
@@ -146,12 +146,12 @@ class Loop:
         self._checkpoints.wait()
 
     def best_state(self) -> tuple[int, TrainState]:
-        """Returns the state with the best validation AUC if it was kept, or the last.
+        """Returns the state with the best validation AUC if it was saved, or the last.
 
-        It is kept where `plateau_patience` is set, as in the BARS benchmark.
+        It is saved if `plateau_patience` is set, as in the BARS benchmark.
 
         Returns:
-            the steps that the state has seen, and the state.
+            the number of steps that the state has seen, and the state.
         """
         if self._best.latest_step() is None:
             return self.progress.step, self.state
@@ -159,7 +159,7 @@ class Loop:
         return step, state
 
     def examples_per_second(self) -> float | None:
-        """Returns the rate of this session after its first lines, compilation apart."""
+        """Returns this session's rate after its first log line, without compilation."""
         examples, seconds = self._warm or (0, 0.0)
         elapsed = self.progress.seconds - seconds
         if self._warm is None or elapsed <= 0:
@@ -176,7 +176,7 @@ class Loop:
         try:
             self.state = take_step(self.state, batch)
         except Exception as error:
-            # Only a step that never ran fails before it takes the state.
+            # Only a step that has never run leaves the donated state intact.
             if take_step.has_run or not self._fall_back(error):
                 raise
             return self._step(position, batch)
@@ -192,19 +192,19 @@ class Loop:
         self._display.step(step + 1)
 
     def _fall_back(self, error: Exception) -> bool:
-        """Leaves the plan's kernels for XLA's bfloat16; False if it has none."""
-        choices = dict(self.run.plan.choices)
-        kernels = [path for path, one in choices.items() if one.provider != "xla"]
+        """Replaces the plan's kernels by XLA in bfloat16; returns False without any."""
+        choices = self.run.plan.choices
+        kernels = [path for path, choice in choices if choice.provider != "xla"]
         if not kernels or "RESOURCE_EXHAUSTED" in str(error):
             return False
         text = " ".join(str(error).split())[:200]
         reason = f"its step did not compile ({type(error).__name__}: {text})"
-        # A checkpoint of this very step is one of the plan before.
+        # A checkpoint of the current step still belongs to the previous plan.
         self._demote(dict.fromkeys(kernels, reason), self.progress.step + 1)
         return True
 
     def _watch_drift(self):
-        """Notes which sites of the plan have left what they were measured on."""
+        """Records the sites whose operands have drifted from the measured ones."""
         choices = dict(self.run.plan.choices)
         sites = {
             path: amax_ratio(site, choices[path].recipe.margin)
@@ -215,30 +215,30 @@ class Loop:
         self._drifted |= self._watch.look(ratios)
 
     def _demote(self, reasons: dict[str, str], first_checkpoint: int):
-        """Lets sites run in XLA's bfloat16 from here on."""
-        plan = self.run.plan
+        """Runs sites in XLA's bfloat16 from now on."""
+        plan, step = self.run.plan, f"step {self.progress.step:,}"
         for path, reason in reasons.items():
             plan = plan.demoted(path, BF16, reason)
-            said = f"step {self.progress.step:,}: {path} runs in bfloat16 now: {reason}"
-            self._display.say(said)
-            demotions = (*self.progress.demotions, said)
+            sentence = f"{step}: {path} runs in bfloat16 now: {reason}"
+            self._display.say(sentence)
+            demotions = (*self.progress.demotions, sentence)
             self.progress = dataclasses.replace(self.progress, demotions=demotions)
         self.run = self.run.replanned(plan)
-        # What is left of the scales is what the new plan would have made.
+        # Keep only the scales that the new plan needs.
         template = jax.eval_shape(lambda: self.run.init().fp8)
-        fp8 = _only(template, self.state.fp8)
+        fp8 = _restricted(self.state.fp8, template)
         self.state = dataclasses.replace(self.state, fp8=fp8)
         self._record.write_plan(plan, first_checkpoint)
 
     def _ready_for_initialized_step(self) -> bool:
-        """Returns True once delayed scales are set; decided by the state alone."""
+        """Returns whether delayed scales are initialized, judged by the state alone."""
         if not self._scales_initialized:
             is_late = self.progress.step >= _MAX_FIRST_STEPS
             self._scales_initialized = is_late or scales_initialized(self.state)
         return self._scales_initialized
 
     def _remaining(self) -> int:
-        """Returns the steps left to take: none once early stopping has ended it."""
+        """Returns the number of steps left, 0 after early stopping."""
         if self.progress.plateau.stop:
             return 0
         return max(self.run.total_steps - self.progress.step, 0)
@@ -258,7 +258,7 @@ class Loop:
         return self._is_due(every) if every else self._evaluation_is_due()
 
     def _tick(self):
-        """Waits for the device, and adds the time since the last look to the clock."""
+        """Waits for the device and adds the time since the last call to the clock."""
         jax.block_until_ready(self.state.step)
         now = time.perf_counter()
         seconds = self.progress.seconds + now - self._since
@@ -267,15 +267,15 @@ class Loop:
 
     def _log(self):
         self._tick()
-        found = metrics.compute(self.state.metrics)
+        values = metrics.compute(self.state.metrics)
         examples, seconds = self._logged
         progress = self.progress
         elapsed = max(progress.seconds - seconds, 1e-9)
         skipped = int(self.state.skipped)
         lr = float(jnp.asarray(self.run.schedule(progress.step - skipped)))
         line = self._line("train") | {
-            "loss": found["logloss"],
-            "ne": found["ne"],
+            "loss": values["logloss"],
+            "ne": values["ne"],
             "examples_per_second": (progress.examples - examples) / elapsed,
             "lr": lr * progress.plateau.lr_scale,
             "skipped_steps": skipped,
@@ -298,8 +298,8 @@ class Loop:
         if skipped < self.run.config.loop.max_skipped_steps:
             return
         raise TrainingFailed(
-            f"the last {skipped} steps had a loss or gradients that are not finite and "
-            f"were skipped, up to step {self.progress.step}: lower --optim.lr or "
+            f"the last {skipped} steps up to step {self.progress.step} were skipped, "
+            "because their loss or gradients were not finite: lower --optim.lr or "
             "--optim.rows-lr, or set --optim.clip-norm 10."
         )
 
@@ -323,14 +323,14 @@ class Loop:
         self._since = time.perf_counter()
 
     def _demote_drifted(self):
-        """Demotes what has drifted, between an evaluation and a checkpoint."""
+        """Demotes the sites that have drifted, before the next checkpoint."""
         if self._drifted and not self._ends():
             self._demote(self._drifted, self.progress.step)
         self._drifted = {}
 
     def _save(self):
         self._tick()
-        self._best.wait()  # a checkpoint must not name a best that a kill can undo
+        self._best.wait()  # so that a kill cannot lose the best state of a checkpoint
         self._checkpoints.save(self.progress.step, self.state, self._meta())
         self._since = time.perf_counter()
 
@@ -351,8 +351,8 @@ class Loop:
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    found = run.evaluate(state, dataset)
-    return {name: found[name] for name in ("auc", "logloss", "ne", "calibration")}
+    values = run.evaluate(state, dataset)
+    return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
 
 
 def _scales(state: TrainState) -> dict[str, float]:
@@ -362,7 +362,7 @@ def _scales(state: TrainState) -> dict[str, float]:
 
 
 def _amaxes(state: TrainState) -> dict[str, float]:
-    """Returns the amaxes of the batch that Probe saw last, by site and operand."""
+    """Returns the amaxes of the batch observed last, by site and operand."""
     return _by_operand(
         {
             path: [getattr(stats, operand).tails.last_amax for operand in OPERANDS]
@@ -371,15 +371,15 @@ def _amaxes(state: TrainState) -> dict[str, float]:
     )
 
 
-def _only(template: Any, tree: Any) -> Any:
-    """Returns what of nested dicts a template has, too."""
+def _restricted(tree: Any, template: Any) -> Any:
+    """Returns the entries of nested dicts that a template has too."""
     if not isinstance(template, dict):
         return tree
-    return {name: _only(inner, tree[name]) for name, inner in template.items()}
+    return {name: _restricted(tree[name], inner) for name, inner in template.items()}
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:
-    """Returns a number of each operand of some sites, by site and operand."""
+    """Returns the entries of tables with one per operand, by "site/operand"."""
     tables = jax.device_get(tables)
     return {
         f"{path}/{operand}": float(table[i])

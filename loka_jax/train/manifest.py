@@ -1,9 +1,9 @@
-"""A manifest: what a directory held when it was written, so that damage is seen.
+"""Manifests of directories, which reveal damage.
 
-`manifest.json` holds the SHA-256 of every file of the directory, the writer's own
-content, and a digest of itself. It is checked before any other file is opened; it
-shows damage, not intent: whoever can write the files can write a manifest too.
-SHA-256 runs at 1.7 GB/s a core, above what most disks read.
+`manifest.json` holds the SHA-256 of every file in the directory, the caller's content,
+and a digest of itself. It is checked before any other file is opened. It reveals
+damage, not intent: anyone who can write the files can write a manifest too. SHA-256
+runs at 1.7 GB/s a core, faster than most disks.
 """
 
 import hashlib
@@ -18,24 +18,14 @@ FORMAT = 1
 
 
 class Damaged(Exception):
-    """A directory is not what was written; the text names the file and says how."""
+    """A directory differs from its manifest; the text names the file and the reason."""
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest of the files now in `path`, in one step, with `content`."""
+    """Writes a manifest of the files in `path`, with `content`, in one step."""
     files = {name: _sha256(path / name) for name in sorted(_files(path))}
     manifest = {"format": FORMAT, "files": files, "content": content}
     jsonfile.write(path / NAME, {"manifest": manifest, "sha256": _digest(manifest)})
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Returns the content of the manifest in `path`; other files are not looked at.
-
-    Raises:
-        Damaged: if the manifest is missing or not as written.
-        ValueError: if a later version wrote it.
-    """
-    return _read(path)["content"]
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -46,13 +36,13 @@ def verify(path: Path) -> dict[str, Any]:
         ValueError: if a later version wrote the manifest, or a file cannot be read.
     """
     try:
-        found = _files(path)
+        present = _files(path)
         manifest = _read(path)
         listed = manifest["files"]
-        # Equal sets also keep a listed path from pointing outside the directory.
-        if missing := sorted(set(listed) - found):
+        # If the sets are equal, no listed path points outside the directory.
+        if missing := sorted(set(listed) - present):
             raise Damaged(f"{path / missing[0]}: missing")
-        if added := sorted(found - set(listed)):
+        if added := sorted(present - set(listed)):
             raise Damaged(f"{path / added[0]}: was not there when it was written")
         for name, digest in listed.items():
             if _sha256(path / name) != digest:
@@ -65,7 +55,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> set[str]:
-    """Returns the files under `path` by relative name, but for the manifest."""
+    """Returns the relative names of the files under `path`, except the manifest."""
     if path.is_symlink():
         raise Damaged(f"{path}: is a symlink")
     names = set()
@@ -76,7 +66,7 @@ def _files(path: Path) -> set[str]:
             if child.is_file():
                 names.add(child.relative_to(path).as_posix())
             elif not child.is_dir():  # opening a pipe would wait forever
-                raise Damaged(f"{child}: is no plain file")
+                raise Damaged(f"{child}: is not a regular file")
     return names - {NAME}
 
 
@@ -96,8 +86,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise Damaged(f"{file}: differs from what was written")
     if manifest["format"] != FORMAT:
         raise ValueError(
-            f"{file} has format {manifest['format']} and this version reads {FORMAT}: "
-            "use the loka_jax that wrote it."
+            f"{file} has format {manifest['format']}, but this version reads {FORMAT}: "
+            "use the version of loka_jax that wrote it."
         )
     return manifest
 

@@ -1,17 +1,17 @@
-"""AUC, log loss, NE and calibration, streamed on the device.
+"""AUC, log loss, NE and calibration, accumulated on the device.
 
-`MetricState` holds sums and counts only, so two states merge by addition and a
-step adds to one inside jit. `compute` turns it into numbers on the host, in
-float64. B is the batch size; `logits` are before the sigmoid, p = sigmoid(logit).
+`MetricState` holds only sums and counts, so two states merge by addition, and a
+step adds to a state inside jit. `compute` turns it into numbers on the host, in
+float64. B is the batch size; p = sigmoid(logit).
 
     log loss     = -mean(y log p + (1 - y) log(1 - p))
     NE           = log loss / H(mean y),  H(q) = -q log q - (1 - q) log(1 - q)
     calibration  = mean p / mean y
     AUC          = P(logit of a click > logit of a non-click) + P(equal) / 2
 
-A weight says whether a row exists: 0 is padding and never counts, 1 is an example.
-A label is 0 or 1. Any other weight or label makes `compute` raise; a NaN or infinite
-logit of an existing row makes its results NaN. Neither is dropped in silence.
+A weight is 1 for an example and 0 for padding, which never counts; a label is 0 or 1.
+Any other weight or label makes `compute` raise; a NaN or infinite logit of an example
+makes the results NaN. Neither is dropped silently.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,11 @@ HALF_RANGE = 8.0
 
 
 class MetricState(NamedTuple):
-    """Additive sums over the examples seen.
+    """Sums over the examples seen.
 
     Attributes:
-        counts: examples per (label, bucket of the logit). Exact up to 2^31 - 1 in
-            one bucket.
-        loss: sum of the log losses as two floats; their exact sum is meant.
+        counts: examples per (label, bucket of the logit), exact up to 2^31 - 1.
+        loss: sum of the log losses, as the unevaluated sum of two floats.
         prediction: sum of the predictions, likewise.
         non_finite: examples whose logit was NaN or infinite.
         unusable: rows whose weight or label was neither 0 nor 1.
@@ -62,9 +61,9 @@ def update(
     labels: Float[Array, "B"],
     weights: Float[Array, "B"],
 ) -> MetricState:
-    """Returns `state` with one batch added. Pure, for use under jit.
+    """Returns `state` with one batch added; pure, for use under jit.
 
-    Sums are compensated (two float32), so 1e8 examples keep a relative 1e-6.
+    Sums are compensated (two float32), so 1e8 examples keep a relative error of 1e-6.
     """
     logits = logits.astype(jnp.float32)
     present = weights != 0
@@ -73,7 +72,7 @@ def update(
     counted = usable & finite
     x = jnp.where(counted, logits, 0.0)  # NaN in a padded row must not reach a sum
     clicked = labels == 1
-    # -log sigmoid(+-x), whole for large |x|, where p itself rounds to 0 or 1.
+    # -log sigmoid(+-x), accurate for large |x|, where p itself rounds to 0 or 1.
     losses = jax.nn.softplus(jnp.where(clicked, -x, x))
     return MetricState(
         counts=state.counts.at[clicked.astype(jnp.int32), _bucket(x)].add(
@@ -102,14 +101,14 @@ def merge(a: MetricState, b: MetricState) -> MetricState:
 def compute(state: MetricState) -> dict[str, float | int | None]:
     """Returns the metrics of the examples in `state`, on the host.
 
-    AUC takes logits of one bucket as tied. It differs from the exact value by less
-    than 1e-6 on 2 M rows of a spread as models have; logits that differ by less
-    than 0.0002 cannot be told apart.
+    AUC treats logits in the same bucket as ties, so logits that differ by less than
+    0.0002 may be tied. On 2 M rows with logits spread as a model's it differs from the
+    exact value by less than 1e-6.
 
     Returns:
-        auc, logloss, ne, calibration, mean_label, mean_prediction: None where the
-            examples do not define it (AUC and NE of a single class), NaN after a
-            non-finite logit; count, non_finite: numbers of examples.
+        auc, logloss, ne, calibration, mean_label, mean_prediction: None if undefined
+            (AUC and NE of a single class), NaN after a non-finite logit; count,
+            non_finite: numbers of examples.
 
     Raises:
         ValueError: if a weight or label was neither 0 nor 1.
@@ -117,8 +116,8 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
     host: MetricState = jax.device_get(state)
     if unusable := int(host.unusable):
         raise ValueError(
-            f"{unusable} rows have a weight or label other than 0 and 1: "
-            "give click labels 0 or 1, and weight 0 to padding rows only."
+            f"{unusable} rows have a weight or label other than 0 and 1: use labels 0 "
+            "and 1, and weight 0 only for padding rows."
         )
     negatives, positives = np.asarray(host.counts, np.float64)
     num_clicks, finite = positives.sum(), negatives.sum() + positives.sum()
@@ -146,7 +145,7 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
 
 
 def _auc(positives: np.ndarray, negatives: np.ndarray) -> float | None:
-    """Returns the area under the ROC curve of two histograms, ties as one half."""
+    """Returns the area under the ROC curve of two histograms; ties count one half."""
     pairs = positives.sum() * negatives.sum()
     if not pairs:
         return None
@@ -162,10 +161,10 @@ def _entropy(rate: float) -> float:
 
 
 def _bucket(x: Float[Array, "B"]) -> Int[Array, "B"]:
-    """Returns the bucket of each logit: x / (c + |x|), cut into equal parts.
+    """Returns the bucket of each logit: x / (c + |x|), divided into equal parts.
 
-    Monotone, without a clipped tail: the confident logits of a good model keep
-    buckets of their own, where equal parts of p = sigmoid(x) would tie them.
+    It is monotone and has no clipped tail: the confident logits of a good model keep
+    separate buckets, where equal parts of p = sigmoid(x) would tie them.
     """
     unit = x / (HALF_RANGE + jnp.abs(x))
     index = jnp.floor((unit + 1.0) * (NUM_BUCKETS // 2)).astype(jnp.int32)
@@ -190,9 +189,9 @@ def _sum(x: Float[Array, "B"]) -> Float[Array, "2"]:
 
 
 def _two_sum(a, b):
-    """Returns (high, low) of `a + b`, both pairs (Knuth's two-sum, then renormalized).
+    """Returns `a + b` as (high, low), like its operands (Knuth's two-sum, normalized).
 
-    XLA does not reassociate float additions, or this would compile to nothing.
+    It relies on XLA not reassociating float additions.
     """
     high = a[0] + b[0]
     shadow = high - a[0]

@@ -16,7 +16,7 @@ from loka_jax.dispatch.table import BadTable, Table
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.train.config import Config
-from loka_jax.train.step_folders import CHECKPOINTS, latest_step
+from loka_jax.train.record import CHECKPOINTS, latest_step
 
 AUTO, OFF = "auto", "off"
 _SHIPPED = pathlib.Path(tables.__file__).parent / "tables"

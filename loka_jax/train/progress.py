@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: a bar on a terminal, lines elsewhere."""
+"""Console output of a training run: tables, and a progress bar or lines."""
 
 import time
 
@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 class TrainingProgress:
     """A progress bar with loss, NE, examples/s and time left.
 
-    Where the output is no terminal (a log file), a line every ten seconds instead.
+    If the output is not a terminal (a log file), a line every ten seconds instead.
     """
 
     def __init__(self, console: Console, total_steps: int, first_step: int):
@@ -58,7 +58,7 @@ class TrainingProgress:
         self._bar.update(self._task, completed=step)
 
     def numbers(self, step: int, line: dict):
-        """Shows the numbers of a line of metrics.jsonl."""
+        """Shows the values of a line of metrics.jsonl."""
         text = (
             f"loss {_show(line['loss'])}  NE {_show(line['ne'])}  "
             f"{line['examples_per_second']:,.0f} examples/s"
@@ -77,7 +77,7 @@ class TrainingProgress:
         self._console.print(text, highlight=False)
 
     def evaluation(self, step: int, line: dict):
-        """Prints the numbers of an evaluation."""
+        """Prints the results of an evaluation."""
         self._console.print(
             f"step {step:,}  {line['split']}: AUC {_show(line['auc'], 5)}  "
             f"log loss {_show(line['logloss'], 5)}  NE {_show(line['ne'], 5)}  "
@@ -86,18 +86,18 @@ class TrainingProgress:
 
 
 def print_data(console: Console, report: dict):
-    """Prints how many examples the splits have, how they were made, what was mended."""
+    """Prints the sizes and origin of the splits, and the values that were corrected."""
     sizes = (f"{count:,} {split}" for split, count in report["examples"].items())
     console.print(f"Examples: {', '.join(sizes)}; {report['split_rule']}.")
-    found = dict(report.get("totals", {}))
-    found["bad rows"] = report.get("bad_rows", {}).get("count", 0)
-    counts = [f"{count:,} {kind}" for kind, count in found.items() if count]
+    totals = dict(report.get("totals", {}))
+    totals["bad rows"] = report.get("bad_rows", {}).get("count", 0)
+    counts = [f"{count:,} {kind}" for kind, count in totals.items() if count]
     if counts:
-        console.print(f"Values outside the rules, dealt with: {', '.join(counts)}.")
+        console.print(f"Irregular values, handled as configured: {', '.join(counts)}.")
 
 
 def print_sites(console: Console, sites: tuple[Site, ...]):
-    """Prints the table of sites: shape, what runs for each role, and why not FP8."""
+    """Prints a table of the sites: shape, kernel of each role, reason against FP8."""
     recipes = dict.fromkeys(site.recipe for site in sites if site.is_fp8)
     title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
     table = Table(
@@ -119,7 +119,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
 
 
 def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
-    """Prints what was chosen for each site, and why; nothing where nothing was."""
+    """Prints the choice for each site with its reason; nothing without decisions."""
     for note in notes:
         console.print(note, highlight=False)
     if not plan.decisions:
@@ -142,22 +142,22 @@ def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
         )
     console.print(table)
     console.print(
-        "Speed: of the whole site over XLA's bfloat16, as measured; error: "
+        "Speed: measured for the whole site, relative to XLA's bfloat16; error: "
         "relative L2 of the worst FP8 product."
     )
 
 
 def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:
-    """Returns the sites without a fused kernel, by the reason."""
-    found: dict[str, list[str]] = {}
+    """Returns the paths of the sites without a fused kernel, by reason."""
+    paths: dict[str, list[str]] = {}
     for site in sites:
         if site.why_not_fused is not None:
-            found.setdefault(site.why_not_fused, []).append(site.path)
-    return found
+            paths.setdefault(site.why_not_fused, []).append(site.path)
+    return paths
 
 
 def _by_role(site: Site) -> tuple[str, str]:
-    """Returns the roles and what runs for them, a line for each different thing."""
+    """Returns roles and kernels as two texts, with one line for each kernel."""
     roles_of: dict[str, list[str]] = {}
     for role in ROLES:
         roles_of.setdefault(getattr(site, role), []).append(role)

@@ -1,4 +1,4 @@
-"""What a run leaves in its workdir, and the lock that keeps it one run's.
+"""The files of a run in its workdir, and the lock that excludes other runs.
 
     config.json     the resolved config, written first
     metrics.jsonl   one line per logged step or evaluation
@@ -6,11 +6,12 @@
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     summary.json    the run in numbers, written last
-    tensorboard/    events, if asked for
+    checkpoints/    a folder for each saved step, named by its number
+    tensorboard/    events, if requested
 
-Lines are flushed one by one, and a resumed run drops those after its checkpoint: but
-for timings, its files equal those of a run that was never stopped. For that, log
-everything of a step before saving its checkpoint.
+Lines are flushed one by one, and a resumed run drops those after its checkpoint, so
+that except for timings its files equal those of a run that was never stopped. For that,
+log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
 """
 
@@ -19,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +34,7 @@ from loka_jax.dispatch.plan import save as save_plan
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
+CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _PACKAGES = (
     "jax",
@@ -46,9 +49,9 @@ _PACKAGES = (
 
 
 class RunRecord:
-    """The record of one run, which owns its workdir until `close`.
+    """The record of one run, which locks its workdir until `close`.
 
-    Usable in a `with` statement, which closes. A killed run's lock is gone with it.
+    Usable in a `with` statement, which closes. The lock of a killed run ends with it.
     """
 
     def __init__(
@@ -60,19 +63,19 @@ class RunRecord:
         may_change: Collection[str] = (),
         tensorboard: bool = False,
     ):
-        """Takes `workdir`, creating it if need be, and writes `config.json`.
+        """Locks `workdir`, creating it if necessary, and writes `config.json`.
 
         Args:
             workdir: the run's folder.
-            config: the resolved config, JSON-ready.
-            resume: whether a run lies there that goes on; call `truncate` next.
-            may_change: fields, by dotted name, in which a resumed run's config may
-                differ (the number of steps, say). A name covers what is below it.
-            tensorboard: whether `log` writes events too.
+            config: the resolved config, as JSON values.
+            resume: whether to resume the run in the folder; call `truncate` next.
+            may_change: dotted names of fields in which a resumed run's config may
+                differ, such as the number of steps. A name covers those below it.
+            tensorboard: whether `log` also writes TensorBoard events.
 
         Raises:
-            ValueError: if the folder cannot be written to, another run holds it, it
-                holds a run that is not to be resumed, or one of another config.
+            ValueError: if the folder cannot be written to, another run has locked it,
+                it holds a run and `resume` is False, or a run with another config.
         """
         if tensorboard and importlib.util.find_spec("tensorboardX") is None:
             raise ValueError(
@@ -86,7 +89,7 @@ class RunRecord:
         try:
             _check_owner(self.workdir, config, resume, may_change)
             self.write(CONFIG, config)
-        except BaseException:  # Ctrl-C too must not leave the folder locked
+        except BaseException:  # even Ctrl-C must not leave the folder locked
             self._lock.close()
             raise
 
@@ -95,14 +98,14 @@ class RunRecord:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
+        """Closes the record."""
         self.close()
 
     def truncate(self, step: int) -> None:
-        """Drops the lines after `step`, and a half-written last one.
+        """Drops the lines after `step`, and an incomplete last line.
 
-        Call it once after restoring, with the restored step (0: start over), and
-        before the first `log`.
+        Call it once after restoring, with the restored step (0 to start over), before
+        the first `log`.
         """
         assert not self._files, "truncate comes before the first line"
         for name in (METRICS, SCALES, AMAXES):
@@ -114,7 +117,7 @@ class RunRecord:
                 jsonfile.write_text(path, text)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl; `kind` in it is "train" or "eval"."""
+        """Appends a line to metrics.jsonl; its `kind` is "train" or "eval"."""
         self._append(METRICS, line)
         if self._tensorboard:
             self._log_events(line)
@@ -124,7 +127,7 @@ class RunRecord:
         self._append(SCALES, {"step": step, **scales})
 
     def log_amaxes(self, step: int, amaxes: Mapping[str, Any]) -> None:
-        """Appends the amaxes that were last observed, keyed likewise."""
+        """Appends the amaxes that Probe observed last, with keys as in `log_scales`."""
         self._append(AMAXES, {"step": step, **amaxes})
 
     def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
@@ -132,7 +135,7 @@ class RunRecord:
         self.write(SITES, sites)
 
     def write_plan(self, plan: DispatchPlan, step: int) -> None:
-        """Writes plan-STEP.json: what runs in checkpoints from that step on."""
+        """Writes plan-STEP.json, the plan of checkpoints from that step on."""
         save_plan(self.workdir / f"plan-{step}.json", plan)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -140,11 +143,11 @@ class RunRecord:
         self.write(SUMMARY, summary)
 
     def write(self, name: str, value: object) -> None:
-        """Writes a JSON file of the workdir, whole or not at all."""
+        """Writes a JSON file of the workdir in one step."""
         jsonfile.write(self.workdir / name, value)
 
     def close(self) -> None:
-        """Closes the files and gives the workdir free."""
+        """Closes the files and unlocks the workdir."""
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -181,33 +184,44 @@ def check_workdir(
     resume: bool = False,
     may_change: Collection[str] = (),
 ) -> None:
-    """Refuses a workdir before any work is done, and makes nothing.
+    """Checks a workdir as `RunRecord` does, without creating or locking anything.
 
     Raises:
-        ValueError: if `RunRecord` would: the folder cannot be written to, or holds a
-            run that is not to be resumed, or one of another config.
+        ValueError: if the folder cannot be written to, or it holds a run and `resume`
+            is False, or a run with another config.
     """
     workdir = Path(workdir)
     folders = (workdir, *workdir.absolute().parents)
     nearest = next(path for path in folders if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(
-            f"cannot write to {workdir}, as {nearest} is no folder that can be written "
-            "to: choose another --workdir."
+            f"cannot write to {workdir}, because {nearest} is not a writable folder: "
+            "choose another --workdir."
         )
     _check_owner(workdir, config, resume, may_change)
 
 
+def latest_step(directory: Path) -> int | None:
+    """Returns the newest step in a folder of checkpoints, not verified, or None."""
+    return max(steps_in(directory), default=None) if directory.is_dir() else None
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Returns the steps in a folder of checkpoints, ignoring other files."""
+    names = (path.name for path in directory.iterdir())
+    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+
+
 def versions() -> dict[str, Any]:
-    """Returns the versions of what a run depends on, and what it runs on."""
-    found = {"loka_jax": loka_jax.__version__, "python": platform.python_version()}
+    """Returns the versions of the packages that a run uses, and of its platform."""
+    packages = {"loka_jax": loka_jax.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # an extra that is not installed
     device = jax.devices()[0]
-    return found | {
+    return packages | {
         "platform": device.platform,
         "platform_version": " ".join(device.client.platform_version.split()),
         "device_kind": device.device_kind,
@@ -238,8 +252,8 @@ def _lock(workdir: Path) -> IO[str]:
     except OSError as error:
         file.close()
         raise ValueError(
-            f"cannot lock {workdir} ({error.strerror}): choose a --workdir on a disk "
-            "that has file locks."
+            f"cannot lock {workdir} ({error.strerror}): choose a --workdir on a file "
+            "system with file locks."
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -250,18 +264,18 @@ def _lock(workdir: Path) -> IO[str]:
 def _check_owner(
     workdir: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]
 ) -> None:
-    """Raises ValueError unless `workdir` is empty of runs, or holds this one."""
+    """Raises ValueError if `workdir` holds a run other than the one to resume."""
     path = workdir / CONFIG
     if not path.exists():
         if (workdir / METRICS).exists():
             raise ValueError(
-                f"{workdir} holds {METRICS} without {CONFIG}, so it cannot be told "
-                "whose run it is: choose another --workdir."
+                f"{workdir} holds {METRICS} without {CONFIG}, so its run is unknown: "
+                "choose another --workdir."
             )
         return
     if not resume:
         raise ValueError(
-            f"{workdir} holds a run already: go on with it by --resume, or choose "
+            f"{workdir} holds a run already: continue it with --resume, or choose "
             "another --workdir."
         )
     changed = [
@@ -271,7 +285,7 @@ def _check_owner(
     ]
     if changed:
         raise ValueError(
-            f"{workdir} holds a run of another config ({'; '.join(changed[:5])}): "
+            f"{workdir} holds a run with another config ({'; '.join(changed[:5])}): "
             "resume with the config it began with, or choose another --workdir."
         )
 

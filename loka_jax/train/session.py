@@ -1,6 +1,6 @@
 """A whole training session: from a configuration to a workdir with a report.
 
-config -> workdir checked -> build -> data and sites shown -> restore or init -> loop
+config -> check workdir -> build -> print data and sites -> restore or init -> loop
        -> final evaluation -> summary.json, report.html
 """
 
@@ -27,13 +27,12 @@ from loka_jax.train.progress import (
     print_plan,
     print_sites,
 )
-from loka_jax.train.record import RunRecord, check_workdir, versions
+from loka_jax.train.record import CHECKPOINTS, RunRecord, check_workdir, versions
 from loka_jax.train.report import write_report
 from loka_jax.train.signals import StopRequest, stop_on_signals
 from loka_jax.train.state import TrainState
-from loka_jax.train.step_folders import CHECKPOINTS
 
-# A resumed run may be longer than the one that was stopped, and may look more often.
+# Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
     "loop.epochs",
     "loop.max_steps",
@@ -45,14 +44,14 @@ _MAY_CHANGE = (
 
 
 class Trained(NamedTuple):
-    """How a session ended.
+    """The result of a session; all but the exit code are None if nothing was trained.
 
     Attributes:
         exit_code: 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
             saving.
-        workdir: where everything lies; None if nothing was trained, as here also:
-        run: what was trained.
-        state: after its last step.
+        workdir: the folder of the run's files.
+        run: the trained run.
+        state: the state after the last step.
     """
 
     exit_code: int
@@ -68,19 +67,19 @@ def train(
     *,
     script: str = "train.py",
 ) -> Trained:
-    """Trains as `config` says.
+    """Trains the run that `config` describes.
 
     Args:
         config: the run.
-        arguments: of the command line, for the record.
+        arguments: the command line, for the record.
         console: where to print; the standard output if None.
-        script: of the experiments, for the record.
+        script: name of the script in experiments/, for the record.
 
     Raises:
-        ValueError: something the user can mend, in one sentence.
-        TrainingFailed: training cannot go on.
-        OSError: a checkpoint or another file could not be written.
-        SystemExit: with 130 or 143, stopped before or after training.
+        ValueError: for an error that the user can mend, in one sentence.
+        TrainingFailed: if training cannot continue.
+        OSError: if a checkpoint or another file could not be written.
+        SystemExit: with 130 or 143, if stopped before or after training.
     """
     console = console or standard_output()
     if config.run.print_config:
@@ -96,7 +95,7 @@ def train(
             "resume": config.run.resume,
             "may_change": _MAY_CHANGE,
         }
-        check_workdir(workdir, **owner)  # reading the data can take long
+        check_workdir(workdir, **owner)  # before reading the data, which can take long
         frozen = find_plan(workdir) if config.run.resume else None
         run = _build(config, console, frozen)
         with (
@@ -118,7 +117,7 @@ def train(
 
 
 def standard_output() -> Console:
-    """Returns a console that writes whole lines where nobody watches."""
+    """Returns a console on the standard output, with wide lines off a terminal."""
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.width = 120
@@ -126,7 +125,7 @@ def standard_output() -> Console:
 
 
 def _build(config: Config, console: Console, frozen_plan: pathlib.Path | None) -> Run:
-    """Builds the run and shows what it will read and multiply."""
+    """Builds the run and prints its data, sites and plan."""
     run = build(config, frozen_plan)
     print_data(console, run.splits.report)
     print_sites(console, run.sites)
@@ -140,11 +139,11 @@ def _build(config: Config, console: Console, frozen_plan: pathlib.Path | None) -
 
 
 def device_notice(require_gpu: bool) -> str:
-    """Returns one line on where the run computes.
+    """Returns a sentence that names the device.
 
     Raises:
         ValueError: if a GPU is required and there is none, or it has no FP8 units, or
-            JAX is told to use a platform that is not there.
+            JAX_PLATFORMS names a platform that is not available.
     """
     try:
         device = jax.devices()[0]
@@ -171,10 +170,10 @@ def device_notice(require_gpu: bool) -> str:
 
 
 def choose_workdir(config: Config) -> pathlib.Path:
-    """Returns the workdir: the one asked for, or one under runs/.
+    """Returns the workdir: that of `--workdir`, or one under runs/.
 
-    Without `--workdir` a run gets a folder of its own, so that the same command can be
-    given twice; `--resume` then takes the newest of them.
+    Without `--workdir` every run gets a new folder, so that a command can be repeated;
+    `--resume` then takes the newest of them.
 
     Raises:
         ValueError: if there is no run to resume.
@@ -190,14 +189,14 @@ def choose_workdir(config: Config) -> pathlib.Path:
     if number == 1:
         raise ValueError(
             f"there is no run runs/{name}-1 to resume: leave out --resume, or name the "
-            "run's folder by --workdir."
+            "run's folder with --workdir."
         )
     return pathlib.Path("runs") / f"{name}-{number - 1}"
 
 
 @contextlib.contextmanager
 def _open_loop(run: Run, record: RunRecord, console: Console, workdir: pathlib.Path):
-    """Yields the loop, at the newest checkpoint or at the start; closes its parts."""
+    """Yields the loop, at the newest checkpoint or at step 0, and closes its parts."""
     config = run.config
     state = run.init()
     progress = Progress(position=Position(0, 0, config.seed))
@@ -283,7 +282,7 @@ def _print_end(console: Console, summary: dict[str, Any], report: pathlib.Path):
     final = summary["final_eval"]
     if final is None:
         console.print(
-            f"Stopped and saved at step {summary['steps']:,}: go on with --resume "
+            f"Stopped and saved at step {summary['steps']:,}: continue with --resume "
             f"--workdir {report.parent}"
         )
         return

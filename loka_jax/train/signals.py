@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: between two steps while training, at once at other times."""
+"""Handles Ctrl-C and SIGTERM: between two steps while training, else immediately."""
 
 import os
 import signal
@@ -8,31 +8,31 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Whether the run was asked to stop, and the exit code that says by what.
+    """A signal handler that records whether the run should stop, and its exit code.
 
-    A first signal raises `SystemExit`, which cleans up on its way out; inside
-    `deferred` it is only remembered, so that the step can end and be saved. A second
-    one ends the process at once.
+    A first signal raises `SystemExit`, so that context managers clean up; inside
+    `deferred` it is only recorded, so that the step can end and be saved. A second
+    signal ends the process immediately.
     """
 
     def __init__(self):
-        """Nothing was asked yet."""
+        """Starts without a signal."""
         self._signal: int | None = None
         self._is_deferred = False
 
     @property
     def is_set(self) -> bool:
-        """True once a signal came."""
+        """True after a signal."""
         return self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C, 143 after SIGTERM, 0 if nothing came."""
+        """130 after Ctrl-C, 143 after SIGTERM, else 0."""
         return 0 if self._signal is None else 128 + self._signal
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block a first signal only sets `is_set`, which must be polled."""
+        """Makes a first signal within the block only set `is_set`, to be polled."""
         self._is_deferred = True
         try:
             yield
@@ -50,7 +50,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns Ctrl-C and SIGTERM into a `StopRequest` for as long as the block runs."""
+    """Yields a `StopRequest` that handles Ctrl-C and SIGTERM within the block."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals

@@ -24,19 +24,19 @@ class TrainState:
     """Everything that a step reads and writes.
 
     Attributes:
-        step: steps taken, skipped ones included.
+        step: steps taken, including skipped ones.
         params: dense parameters, which optax updates.
-        fp8: the scaling state of the sites; replaced every step, never optimized.
+        fp8: scaling state of the sites; replaced every step, never optimized.
         batch_stats: running moments of batch norms.
-        probe: what Probe knows of the sites; empty where it does not look.
-        opt_state: of optax.
+        probe: Probe's statistics of the sites; empty without Probe.
+        opt_state: state of the optax optimizer.
         table: all embedding tables, stacked; not differentiated.
-        row_state: the row optimizer's.
+        row_state: state of the row optimizer.
         lr_scale: factor on the learning rates, lowered on plateaus.
-        skipped: steps that were skipped, in all.
-        skipped_in_a_row: steps that were skipped since the last that was not.
-        bad_ids: ids out of range that were met; their rows are zero, and not updated.
-        metrics: of the training examples since they were last read.
+        skipped: number of skipped steps.
+        skipped_in_a_row: number of skipped steps since the last that was not.
+        bad_ids: number of ids out of range; they read zeros and update nothing.
+        metrics: metrics of the training examples since the last log line.
     """
 
     step: Int[Array, ""]
@@ -68,13 +68,13 @@ def init_state(
     """Returns the state before the first step.
 
     Args:
-        key: of the initial values.
-        model: from (dense features, embeddings) to logits.
+        key: random key of the initial values.
+        model: maps dense features and embeddings to logits.
         tables: the embedding tables.
         num_dense: number of dense features.
-        optimizer: of the dense parameters.
-        row_optimizer: of the tables' rows.
-        init_stddev: of the tables' initial values.
+        optimizer: optimizer of the dense parameters.
+        row_optimizer: optimizer of the tables' rows.
+        init_stddev: standard deviation of the tables' initial values.
         probe: how Probe observes sites; None for no Probe.
     """
     model_key, table_key = jax.random.split(key)

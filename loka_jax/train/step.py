@@ -5,10 +5,9 @@
     params           <- optax, which sees nothing but them
     tables           <- one update for each touched row
     FP8 state        <- its "gradient", which is its next value
-    Probe            <- merged with its "gradient", which is what this batch says
+    Probe            <- merged with its "gradient", the statistics of this batch
 
-A step whose loss, gradients or dense features are not finite changes nothing but
-counters.
+A step whose loss, gradients or dense features are not finite changes only counters.
 """
 
 import dataclasses
@@ -43,10 +42,10 @@ class RowUpdate(NamedTuple):
 
     Attributes:
         optimizer: a row optimizer of `loka_jax.optim`.
-        learning_rate: of the step number, before `TrainState.lr_scale`.
+        learning_rate: schedule of the learning rate, before `TrainState.lr_scale`.
         l2: weight of the squared norm of the whole table in the loss; if positive,
             every row is updated every step.
-        implementation: "xla" for XLA alone; None for kernels where they serve.
+        implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     optimizer: Any
@@ -75,15 +74,15 @@ def make_train_step(
     """Returns the training step; jit it with the state donated.
 
     Args:
-        model: from (dense features, embeddings) to logits. One that says its
-            `compute_dtype` is given embeddings of that.
+        model: maps dense features and embeddings to logits. A model with a
+            `compute_dtype` gets embeddings of that dtype.
         tables: the embedding tables.
-        optimizer: of the dense parameters.
-        row_update: of the tables.
-        microbatches: parts of the batch whose gradients are accumulated. The result is
-            that of the whole batch up to rounding, batch norm apart; FP8 state is
-            merged by the maximum.
-        dropout_seed: of the dropout masks, which also depend on the step.
+        optimizer: optimizer of the dense parameters.
+        row_update: how the tables' rows are updated.
+        microbatches: parts of the batch whose gradients are accumulated. Except for
+            batch norm, the result equals that of the whole batch up to rounding; FP8
+            state is merged by the maximum.
+        dropout_seed: seed of the dropout masks, which also depend on the step.
         probe: how Probe observes the sites in this step; None if it does not.
     """
     gradients = functools.partial(_gradients, model, probe)
@@ -141,7 +140,7 @@ def make_train_step(
 def make_eval_step(
     model: Model, tables: embedding.TableSpec
 ) -> Callable[[TrainState, metrics.MetricState, Batch], metrics.MetricState]:
-    """Returns the evaluation step: the metrics with one batch added."""
+    """Returns the evaluation step, which adds one batch to the metrics."""
 
     def step(state: TrainState, seen: metrics.MetricState, batch: Batch):
         logits = logits_of(model, tables, state, batch)
@@ -154,7 +153,7 @@ def make_eval_step(
 def logits_of(
     model: Model, tables: embedding.TableSpec, state: TrainState, batch: Batch
 ) -> Float[Array, "B"]:
-    """Returns the logits of a batch in evaluation."""
+    """Returns the logits of a batch in evaluation mode."""
     _, rows = _look_up(model, tables, state, batch)
     return jnp.asarray(model.apply(_variables(state), batch.dense, rows))
 
@@ -162,15 +161,15 @@ def logits_of(
 def make_observe_step(
     model: Model, tables: embedding.TableSpec, observer: Observer
 ) -> Callable[[TrainState, Batch], Any]:
-    """Returns a step that trains nothing: what an observer sees of every site."""
+    """Returns a step that returns an observer's result of every site, not training."""
 
     def step(state: TrainState, batch: Batch):
         _, rows = _look_up(model, tables, state, batch)
         with probing(observer):
             init = functools.partial(model.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state = dataclasses.replace(state, probe=nothing)
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state = dataclasses.replace(state, probe=empty)
         key = jax.random.key(0)
         return _gradients(model, observer, state, batch, rows, key)[-1].probe
 
@@ -188,7 +187,7 @@ def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
 
 
 def scales_initialized(state: TrainState) -> bool:
-    """Returns True if every site's delayed scales come from amaxes that were seen."""
+    """Returns whether the delayed scales of all sites are initialized."""
     return all(jax.device_get(_each_initialized(list(named_sites(state).values()))))
 
 
@@ -204,10 +203,10 @@ def _is_site(x) -> bool:
 def _look_up(
     model: Model, tables, state: TrainState, batch: Batch
 ) -> tuple[Int[Array, "B F"], Float[Array, "B F D"]]:
-    """Returns the ids of a batch in all tables together, and their rows."""
+    """Returns the ids of a batch in the stacked tables, and their rows."""
     ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
-    # Cast as the model does first. Here, so that the rows' gradients have that dtype
-    # too: half the bytes to write and to gather.
+    # The model would cast them first of all. Cast here, the rows' gradients have that
+    # dtype too, and half the bytes to write and to gather.
     dtype = getattr(model, "compute_dtype", jnp.float32)
     return ids, embedding.lookup(state.table, ids).astype(dtype)
 
@@ -243,22 +242,22 @@ def _gradients(
         loss = jnp.sum(losses) / jnp.maximum(total_weight, 1.0)
         return loss, (logits, updated.get("batch_stats", {}))
 
-    known = {} if probe is None else state.probe
+    stats = {} if probe is None else state.probe
     grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
-    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, known)
+    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
     return loss, logits, batch_stats, _Gradients(*grads)
 
 
 def _accumulated(
     gradients, count, is_probed, state: TrainState, batch: Batch, rows, key
 ):
-    """Returns what `gradients` returns, from `count` parts of the batch in turn."""
+    """Returns the result of `gradients`, accumulated over parts of the batch."""
     total_weight = jnp.sum(batch.weights)
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
 
     def add(carry, part):
         (part_batch, part_rows), key = part
-        loss, params, fp8, seen, batch_stats = carry
+        loss, params, fp8, stats, batch_stats = carry
         part_loss, logits, batch_stats, grads = gradients(
             dataclasses.replace(state, batch_stats=batch_stats),
             part_batch,
@@ -270,7 +269,7 @@ def _accumulated(
             loss + part_loss,
             jax.tree.map(jnp.add, params, grads.params),
             jax.tree.map(jnp.maximum, fp8, grads.fp8),  # see scaling.merge_delayed
-            merge_stats(seen, grads.probe, ProbeConfig()),
+            merge_stats(stats, grads.probe, ProbeConfig()),
             batch_stats,
         )
         return carry, (logits, grads.rows)
@@ -285,17 +284,17 @@ def _accumulated(
     carry, (logits, row_grads) = jax.lax.scan(
         add, start, (parts, jax.random.split(key, count))
     )
-    loss, params, fp8, seen, batch_stats = carry
+    loss, params, fp8, stats, batch_stats = carry
     row_grads = row_grads.reshape(rows.shape)
-    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8, seen)
+    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8, stats)
 
 
 def _all_finite(loss, grads: _Gradients, features):
-    # Features too: an infinite one saturates in a cast with a delayed scale, and where
-    # all roles of the first layer are FP8 no gradient would show it.
+    # Features too: an infinite feature saturates in a cast with a delayed scale, and if
+    # all roles of the first layer are FP8, no gradient reveals it.
     norms = optax.tree.norm(grads.params), optax.tree.norm(grads.rows)
-    seen = (loss, *norms, features)
-    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in seen))
+    values = (loss, *norms, features)
+    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
 
 
 def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradients):
@@ -307,16 +306,26 @@ def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradien
 
 
 def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):
-    learning_rate = row_update.learning_rate(state.step - state.skipped)
-    arguments = (
-        state.table,
-        state.row_state,
-        ids.ravel(),
-        row_grads.reshape(-1, row_grads.shape[-1]),
-        row_update.optimizer,
-        jnp.asarray(learning_rate) * state.lr_scale,
-    )
-    options: Any = dict(enabled=is_finite, implementation=row_update.implementation)
+    """Returns the tables and the row optimizer's state after a step."""
+    table, row_state, optimizer = state.table, state.row_state, row_update.optimizer
+    implementation = row_update.implementation
+    ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])
+    lr = row_update.learning_rate(state.step - state.skipped)
+    lr = jnp.asarray(lr) * state.lr_scale
     if row_update.l2 > 0:
-        return whole_table_update(*arguments, row_update.l2, **options)
-    return embedding.update_rows(*arguments, **options)
+        summed = embedding.sum_by_row(
+            ids, row_grads, table.shape[0], implementation=implementation
+        )
+        return whole_table_update(
+            table, row_state, summed, optimizer, lr, row_update.l2, enabled=is_finite
+        )
+    return embedding.update_rows(
+        table,
+        row_state,
+        ids,
+        row_grads,
+        optimizer,
+        lr,
+        enabled=is_finite,
+        implementation=implementation,
+    )

@@ -33,7 +33,7 @@ def test_criteo_file_is_converted_and_verified(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--path", "PATH/clicks.csv"], "Name the folder to make with --out."),
+        (["--path", "PATH/clicks.csv"], "name a new folder with --out."),
         (["--path", "PATH/clikcs.csv", "--out", "OUT"], "did you mean clicks.csv?"),
         (["--path", "PATH/clicks.csv", "--out", "OUT"], "no features"),
         (

@@ -136,6 +136,6 @@ def test_split_off_rows_do_not_reach_the_vocabulary(tmp_path):
 def test_unknown_values_can_be_an_error(tmp_path):
     train = write(tmp_path / "train.csv", HEADER + "1,1,1,a,b\n0,1,1,a,b\n")
     valid = write(tmp_path / "valid.csv", HEADER + "1,1,1,a,b\n0,1,1,new,b\n")
-    message = "valid.csv row 2 column 'user' holds 'new', which training rows do not"
+    message = "valid.csv row 2 column 'user' holds 'new', which is not in the training"
     with pytest.raises(ValueError, match=message):
         open_table(train, valid=valid, unknown="error")

@@ -67,7 +67,7 @@ def test_quoted_values_keep_their_delimiters(tmp_path):
         (
             "a.parquet",
             b"PAR1 no more of it",
-            "a.parquet cannot be read: it is no whole",
+            "a.parquet cannot be read: it is not a compl",
         ),
         (
             "a.csv.gz",
@@ -106,7 +106,7 @@ def test_cut_off_parquet_is_named(tmp_path):
     parquet.write_table(arrow_table(), tmp_path / "a.parquet")
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="a.parquet cannot be read: it is no whole"):
+    with pytest.raises(ValueError, match="a.parquet cannot be read: it is not a compl"):
         open_table(tmp_path / "a.parquet")
 
 

@@ -155,7 +155,7 @@ def test_a_workdir_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch
 @pytest.mark.usefixtures("no_data")
 def test_a_workdir_that_holds_a_run_is_refused(run, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert_refused(run(*GENERATED, "--workdir", tmp_path), "go on with it by --resume")
+    assert_refused(run(*GENERATED, "--workdir", tmp_path), "continue it with --resume")
 
 
 @pytest.mark.usefixtures("no_data")

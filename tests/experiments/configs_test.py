@@ -93,5 +93,5 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_all():
 
 
 def test_a_name_like_no_other_is_only_listed():
-    with pytest.raises(ValueError, match="^unknown configuration 'zzz': There are "):
+    with pytest.raises(ValueError, match="^unknown configuration 'zzz': Use one of "):
         configs.get_config("zzz")

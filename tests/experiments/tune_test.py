@@ -46,7 +46,7 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "text, why",
-    [("{", "no dispatch table"), (None, "does not hold here")],
+    [("{", "no dispatch table"), (None, "is not valid here")],
     ids=["broken", "foreign"],
 )
 def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why):

@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,14 @@ from loka_jax.ops import embedding
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd, whole_table_update
 
 update_rows = jax.jit(embedding.update_rows, static_argnums=4)
-update_whole = jax.jit(whole_table_update, static_argnums=4)
 TRUE, FALSE = jnp.asarray(True), jnp.asarray(False)
 ROWS, DIM = 12, 4
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def update_whole(table, state, ids, grads, optimizer, lr, l2, *, enabled):
+    summed = embedding.sum_by_row(ids, grads, table.shape[0])
+    return whole_table_update(table, state, summed, optimizer, lr, l2, enabled=enabled)
 
 
 def normal(seed, *shape):

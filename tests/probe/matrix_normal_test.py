@@ -47,15 +47,6 @@ def test_three_thousand_weights_give_both_covariances():
     assert _error(known, exact) > 0.2
 
 
-def test_without_a_mean_the_covariances_carry_it():
-    weights, _ = _weights(6, 8, 500, np.ones((6, 8)))
-    known = _learn(weights, no_weights(6, 8), mean="zero")
-    chex.assert_trees_all_equal(known.mean, jnp.zeros((6, 8)))
-    size = jnp.trace(known.rows[0]) * jnp.trace(known.columns[0])
-    # About the squared norm, which no product of covariances is exactly.
-    np.testing.assert_allclose(size, jnp.mean(weights**2) * 48, rtol=0.25)
-
-
 def test_the_first_weight_is_the_mean():
     w = jnp.arange(6.0).reshape(2, 3)
     known = update(no_weights(2, 3), w)

@@ -64,9 +64,8 @@ def test_loop_options_must_be_positive(name):
         ),
         (
             lambda: dlrm(recipe="fp8_tensorwise_delayed:initialized"),
-            "--recipe fp8_tensorwise_delayed:initialized is for states with "
-            "initialized scales: leave out ':initialized'; "
-            "training switches to it by itself.",
+            "--recipe fp8_tensorwise_delayed:initialized needs initialized "
+            "scales: leave out ':initialized'; training switches to it by itself.",
         ),
     ],
 )

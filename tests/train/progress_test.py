@@ -73,7 +73,7 @@ def test_data_is_described_by_sizes_rule_and_what_was_mended():
     }
     assert printed(print_data, report).splitlines() == [
         "Examples: 1,234 train, 10 valid; rows by hash.",
-        "Values outside the rules, dealt with: 5 missing, 2 bad rows.",
+        "Irregular values, handled as configured: 5 missing, 2 bad rows.",
     ]
 
 

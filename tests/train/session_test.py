@@ -260,8 +260,8 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, monkeypatch, log_
     at_step(monkeypatch, 0, poison)
     options = {"log_every": log_every, "eval_every": 4, "max_skipped_steps": 4}
     sentence = (
-        r"the last 4 steps had a loss or gradients that are not finite and were "
-        r"skipped, up to step 4: lower --optim.lr or --optim.rows-lr, or set "
+        r"the last 4 steps up to step 4 were skipped, because their loss or gradients "
+        r"were not finite: lower --optim.lr or --optim.rows-lr, or set "
     )
     with pytest.raises(TrainingFailed, match=sentence):
         train(config(tmp_path, **options))
