@@ -1,7 +1,7 @@
 """The page of a training run: how well it went, what ran where, how to repeat it.
 
-The files of a run can be incomplete, broken or edited, so nothing about their values
-is taken for granted: a value of an unexpected type is shown as absent.
+The files of a run can be incomplete, broken or edited: a value of an unexpected type is
+shown as absent.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from loka_jax.report.render import Tile, flat, number, write_page
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
 _MAX_COLUMNS = 100  # of a data set, shown by name
-_MAX_LINES = 20  # of the training log, shown as numbers, or a few more
+_MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
 
 
 class RunFiles(NamedTuple):
@@ -158,7 +158,7 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
         *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),
         *charts.curves("AUC", series("auc", "auc")),
-        *charts.curves("Examples a second", speed, from_zero=True),
+        *charts.curves("Examples per second", speed, from_zero=True),
     ]
 
 
@@ -236,7 +236,7 @@ def _scale(lines: list[dict], name: str) -> dict[str, Any] | None:
 
 
 def _data(data: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns examples, split rule, values that met a policy, and bad rows."""
+    """Returns the examples, split rule, values by policy, and bad rows."""
     if not data:
         return None
     splits = {k: as_dict(v) for k, v in as_dict(data.get("splits")).items()}
