@@ -17,9 +17,11 @@ import sys
 
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
-from loka_jax.survey import SurveyConfig, survey, write_page
+from loka_jax.jsonfile import as_dict
+from loka_jax.report import write_survey_page
+from loka_jax.survey import SurveyConfig, survey
+from loka_jax.train import record
 from loka_jax.train.config import Config
-from loka_jax.train.report_tables import as_dict
 from loka_jax.train.session import choose_workdir, standard_output, train
 
 _EVERY = 10  # default interval of observed steps
@@ -36,7 +38,8 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     result = survey(done.run, done.state, options, console.print)
     result["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
     jsonfile.write(done.workdir / "probe.json", result)
-    page = write_page(done.workdir, result)
+    amaxes = jsonfile.read_lines(done.workdir / record.AMAXES)
+    page = write_survey_page(done.workdir / "probe.html", result, amaxes)
     for warning in result["warnings"]:
         console.print(f"Too few statistics: {warning}")
     console.print(f"Survey: {page}")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,11 @@ def read(path: Path) -> object:
         raise ValueError(
             f"{path} is not JSON ({error}): restore or delete it."
         ) from None
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """Returns a dict as it is, an empty one for any other value read from a file."""
+    return value if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -8,7 +8,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 LAYERS = (
     ("fp8", "quality", "jsonfile", "options"),
     ("recipe", "normed"),
-    ("scaling", "site"),
+    ("scaling", "site", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),
     ("ops",),

@@ -1,7 +1,6 @@
 """What the sites of a trained model can bear: errors, times, effect on the loss."""
 
 from loka_jax.survey.config import Limits, SurveyConfig
-from loka_jax.survey.page import write_page
 from loka_jax.survey.survey import survey
 
-__all__ = ["Limits", "SurveyConfig", "survey", "write_page"]
+__all__ = ["Limits", "SurveyConfig", "survey"]

@@ -31,6 +31,8 @@ import loka_jax
 from loka_jax import jsonfile
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
+from loka_jax.jsonfile import as_dict
+from loka_jax.report import RunFiles
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
@@ -210,6 +212,45 @@ def steps_in(directory: Path) -> list[int]:
     """Returns the steps in a folder of checkpoints, ignoring other files."""
     names = (path.name for path in directory.iterdir())
     return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+
+
+def read_run(workdir: Path) -> RunFiles:
+    """Returns the contents of a run's files, as far as they can be read.
+
+    Raises:
+        ValueError: if there is no run in `workdir`.
+    """
+    notes: list[str] = []
+
+    def read[T: (dict, list)](name: str, kind: type[T]) -> T:
+        try:
+            value = jsonfile.read(workdir / name)
+        except FileNotFoundError:
+            return kind()
+        except ValueError:
+            value = None
+        if not isinstance(value, kind):
+            notes.append(f"{name} is broken and was left out.")
+            return kind()
+        return value
+
+    summary = read(SUMMARY, dict)
+    lines = jsonfile.read_lines(workdir / METRICS)
+    run = RunFiles(
+        summary=summary,
+        config=as_dict(summary.get("config")) or read(CONFIG, dict),
+        train=[line for line in lines if line.get("kind") == "train"],
+        evals=[line for line in lines if line.get("kind") == "eval"],
+        sites=[as_dict(site) for site in read(SITES, list)],
+        scales=jsonfile.read_lines(workdir / SCALES),
+        notes=notes,
+    )
+    if not (run.summary or run.config or run.train or run.evals):
+        raise ValueError(
+            f"{workdir} holds no run ({METRICS} and {SUMMARY} are missing): give the "
+            "--workdir of one."
+        )
+    return run
 
 
 def versions() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
+from loka_jax.report import write_run_page
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
@@ -27,8 +28,13 @@ from loka_jax.train.progress import (
     print_plan,
     print_sites,
 )
-from loka_jax.train.record import CHECKPOINTS, RunRecord, check_workdir, versions
-from loka_jax.train.report import write_report
+from loka_jax.train.record import (
+    CHECKPOINTS,
+    RunRecord,
+    check_workdir,
+    read_run,
+    versions,
+)
 from loka_jax.train.signals import StopRequest, stop_on_signals
 from loka_jax.train.state import TrainState
 
@@ -112,7 +118,8 @@ def train(
             summary = _finish(run, loop, stop)
             command = shlex.join(["python", f"experiments/{script}", *arguments])
             record.write_summary(summary | {"command": command})
-            _print_end(console, summary, write_report(workdir))
+            page = write_run_page(workdir / "report.html", read_run(workdir))
+            _print_end(console, summary, page)
         return Trained(stop.exit_code, workdir, run, loop.state)
 
 

@@ -144,3 +144,23 @@ def test_versions_name_packages_and_device():
     found = record.versions()
     assert {"loka_jax", "python", "jax", "flax", "device_kind"} <= found.keys()
     json.dumps(found)
+
+
+def test_a_run_is_read_back_but_for_its_broken_files(tmp_path):
+    run(tmp_path, 3)
+    (tmp_path / "sites.json").write_text('[{"path"')
+    (tmp_path / "summary.json").write_text("[]")
+    files = record.read_run(tmp_path)
+    assert files.config == CONFIG and len(files.train) == 3
+    assert files.summary == {} and files.sites == []
+    assert files.notes == [
+        "summary.json is broken and was left out.",
+        "sites.json is broken and was left out.",
+    ]
+
+
+def test_a_folder_without_a_run_is_one_sentence(tmp_path):
+    for workdir in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match="holds no run .*--workdir"):
+            record.read_run(workdir)
+    assert list(tmp_path.iterdir()) == []

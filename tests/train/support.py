@@ -84,10 +84,10 @@ def share_data(monkeypatch):
 
 
 def share_steps(monkeypatch):
-    """Shares compiled steps and opened data, and draws no report."""
+    """Shares compiled steps and opened data, and writes no page."""
     share_data(monkeypatch)
     monkeypatch.setattr(session, "build", build)
-    monkeypatch.setattr(session, "write_report", lambda workdir: workdir / "report")
+    monkeypatch.setattr(session, "write_run_page", lambda path, run: path)
 
 
 def lines(workdir, name="metrics.jsonl"):

@@ -1,0 +1,10 @@
+"""HTML pages, each a single file that asks nothing of any server.
+
+The page of a training run (`run_page`) and that of a survey (`survey_page`) turn plain
+data into what their templates show; `render` escapes every value, `charts` draws.
+"""
+
+from loka_jax.report.run_page import RunFiles, write_run_page
+from loka_jax.report.survey_page import write_survey_page
+
+__all__ = ["RunFiles", "write_run_page", "write_survey_page"]

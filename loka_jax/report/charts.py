@@ -1,0 +1,229 @@
+"""Charts: matplotlib draws them, the page's style sheet colors them.
+
+matplotlib writes each color into its SVG. It is given stand-ins, which then become the
+style sheet's variables, so that one drawing serves light and dark pages. Text stays
+text, in the page's font. matplotlib is an optional extra, imported on the first use.
+"""
+
+import importlib.util
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+# Stand-ins that appear nowhere else in an SVG.
+_COLORS = {
+    name: f"#0102{i:02x}"
+    for i, name in enumerate(
+        ("ink", "muted", "line", "accent", "second", "good", "bad", "card"), start=3
+    )
+}
+_SIZE_INCHES = (5.6, 3.1)  # 403 x 223 CSS pixels: text stays legible on a phone
+
+
+class Series(NamedTuple):
+    """Points of a chart that belong together.
+
+    Attributes:
+        label: their name in the legend.
+        points: (x, y); those whose y is None or not finite are left out.
+        color: "accent" (thin, many points) or "second" (thick, few, with dots).
+    """
+
+    label: str
+    points: Sequence[tuple[float, float | None]]
+    color: str
+
+    def finite(self) -> list[tuple[float, float]]:
+        """Returns the points that can be drawn."""
+        return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+
+
+class Figure(NamedTuple):
+    """A chart for a page: its title, its legend as (label, color), its drawing."""
+
+    title: str
+    legend: list[tuple[str, str]]
+    svg: Markup
+
+
+class Spark(NamedTuple):
+    """A small curve as SVG: its size, its unbroken lines as points, its last point."""
+
+    size: tuple[int, int]
+    lines: list[str]
+    end: tuple[str, str]
+
+
+def can_draw() -> bool:
+    """Returns whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def curves(
+    title: str,
+    series: Sequence[Series],
+    *,
+    floor: float | None = None,
+    marks: Sequence[float] = (),
+    from_zero: bool = False,
+) -> list[Figure]:
+    """Returns a figure of curves over the number of examples seen, or none if empty.
+
+    Args:
+        title: what y is.
+        series: those with points are drawn.
+        floor: the best possible y, drawn dashed.
+        marks: places on x, drawn as dotted lines: the skipped steps.
+        from_zero: whether y begins at 0.
+    """
+    series = [line for line in series if line.finite()]
+    if not series:
+        return []
+    legend = [(line.label, line.color) for line in series]
+    legend += [("best possible", "good")] if floor is not None else []
+    legend += [("skipped step", "bad")] if marks else []
+    low, high = limits(series, floor)
+
+    def draw(axes) -> None:
+        from matplotlib.ticker import EngFormatter
+
+        for line in series:
+            _plot(axes, line)
+        if floor is not None:
+            axes.axhline(floor, color=_COLORS["good"], lw=1.4, ls=(0, (4, 3)))
+        for x in marks:
+            axes.axvline(x, color=_COLORS["bad"], lw=1, ls=":")
+        axes.set_ylim(0 if from_zero else low, high)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("examples")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if max(y for line in series for _, y in line.finite()) >= 10_000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+    return [Figure(title, legend, _draw(title, f"{title} over examples", draw))]
+
+
+def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure]:
+    """Returns a figure of points and the line where x = y, or none if empty."""
+    series = [cloud for cloud in series if cloud.finite()]
+    if not series:
+        return []
+    largest = max(max(point) for cloud in series for point in cloud.finite())
+    ends = (0.0, 1.08 * largest)
+
+    def draw(axes) -> None:
+        axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
+        for cloud in series:
+            xs, ys = zip(*cloud.finite(), strict=True)
+            axes.plot(xs, ys, "o", ms=4, alpha=0.7, color=_COLORS[cloud.color])
+        axes.set(xlim=ends, ylim=ends, xlabel=x, ylabel=y)
+
+    legend = [(cloud.label, cloud.color) for cloud in series]
+    return [Figure(title, legend, _draw(title, f"{title}, {x} and {y}", draw))]
+
+
+def sparkline(values: Sequence[float | None]) -> Spark | None:
+    """Returns the curve of log2 of the values; those that are not positive are gaps.
+
+    It spans at least four octaves, so that a steady scale looks steady. None if no
+    value is positive.
+    """
+    width, height, margin = 132, 30, 3
+    logs = [math.log2(v) if v and 0 < v < math.inf else None for v in values]
+    levels = [log for log in logs if log is not None]
+    if not levels:
+        return None
+    middle, span = (max(levels) + min(levels)) / 2, max(max(levels) - min(levels), 4)
+    step = (width - 2 * margin) / max(len(logs) - 1, 1)
+    runs: list[list[tuple[str, str]]] = [[]]
+    for i, log in enumerate(logs):
+        if log is None:
+            runs.append([])
+            continue
+        y = height / 2 - (log - middle) / span * (height - 2 * margin)
+        runs[-1].append((f"{margin + i * step:.1f}", f"{y:.1f}"))
+    lines = [" ".join(map(",".join, run)) for run in runs if len(run) > 1]
+    end = next(run[-1] for run in reversed(runs) if run)
+    return Spark((width, height), lines, end)
+
+
+def limits(series: Sequence[Series], floor: float | None) -> tuple[float, float]:
+    """Returns the limits of y: those of all but the first tenth of each long curve.
+
+    A run begins at several times the loss at which it spends its life.
+    """
+    levels = [] if floor is None else [floor]
+    for line in series:
+        ys = [y for _, y in line.finite()]
+        levels += ys[len(ys) // 10 if len(ys) >= 30 else 0 :]
+    low, high = min(levels), max(levels)
+    margin = 0.08 * (high - low) or 0.02 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
+    """Returns the SVG of the axes that `draw` fills."""
+    # Figure alone: pyplot would start a GUI backend and keep every figure alive.
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}
+    with matplotlib.rc_context(style):
+        canvas = Canvas(figsize=_SIZE_INCHES, layout="constrained")
+        axes = canvas.add_subplot()
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(_COLORS["line"])
+        axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
+        draw(axes)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(5))
+            axis.label.set_color(_COLORS["muted"])
+        axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
+    return _inline(file.getvalue(), title, label)
+
+
+def _plot(axes, series: Series) -> None:
+    xs, ys = zip(*series.finite(), strict=True)
+    is_dotted = series.color == "second" and len(xs) <= 60
+    axes.plot(
+        xs,
+        ys,
+        color=_COLORS[series.color],
+        lw=2 if series.color == "second" else 1.3,
+        marker="o" if is_dotted or len(xs) == 1 else None,
+        ms=4,
+        solid_joinstyle="round",
+    )
+
+
+def _inline(svg: str, title: str, label: str) -> Markup:
+    """Returns matplotlib's SVG file as an element of an HTML page.
+
+    Without XML head, metadata and name spaces; colors as variables; the font left to
+    the page; and ids of its own, for a page has several drawings.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", svg)
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    prefix = re.sub(r"\W+", "-", title.lower())
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    for name, color in _COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
+    # No text in a drawing comes from a run, only the fixed titles of charts.
+    head = Markup("<title>{}</title>").format(label)
+    return Markup(re.sub(r"(<svg[^>]*>)", rf"\1{head}", svg, count=1).strip())

@@ -1,0 +1,72 @@
+"""Fills the templates: every value is escaped, None reads as a dash."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from loka_jax import jsonfile
+from loka_jax.report import charts
+
+
+class Tile(NamedTuple):
+    """A headline number.
+
+    Attributes:
+        label: what the number is.
+        value: the number as text.
+        note: a remark below it.
+        share: 0 to 1, drawn as a bar; None for no bar.
+    """
+
+    label: str
+    value: str
+    note: object = ""
+    share: float | None = None
+
+
+def write_page(path: Path, template: str, **view: object) -> Path:
+    """Writes a template, filled with the view, to `path` and returns the path."""
+    folder = path.parent.resolve().name
+    page = _environment.get_template(template).render(folder=folder, **view)
+    jsonfile.write_text(path, page + "\n")
+    return path
+
+
+def number(value: object, spec: str = ",.0f") -> str:
+    """Returns a number in a Python format; "n/a" for NaN and what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "n/a"
+    return f"{value:{spec}}".replace("%", " %") if math.isfinite(value) else "n/a"
+
+
+def exponent(value: float) -> str:
+    """Returns the base-2 logarithm of a positive number, to be set as an exponent."""
+    log = math.log2(value)
+    return f"{log:.{0 if log == round(log) else 1}f}".replace("-", "−")
+
+
+def flat(value: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Returns nested values by dotted name, lists in one line."""
+    pairs: dict[str, object] = {}
+    for name, item in value.items():
+        if isinstance(item, dict) and item:
+            pairs |= flat(item, f"{prefix}{name}.")
+        elif isinstance(item, list):
+            pairs[f"{prefix}{name}"] = " ".join(map(str, item)) or None
+        else:
+            pairs[f"{prefix}{name}"] = item
+    return pairs
+
+
+_environment = jinja2.Environment(
+    loader=jinja2.PackageLoader("loka_jax.report"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: "–" if value is None else value,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_environment.filters |= {"number": number, "exponent": exponent}
+_environment.globals["sparkline"] = charts.sparkline

@@ -1,0 +1,310 @@
+"""The page of a training run: how well it went, what ran where, how to repeat it.
+
+The files of a run can be incomplete, broken or edited: a value of an unexpected type is
+shown as absent.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loka_jax.jsonfile import as_dict
+from loka_jax.recipe import OPERANDS, ROLES
+from loka_jax.report import charts
+from loka_jax.report.charts import Figure, Series
+from loka_jax.report.render import Tile, flat, number, write_page
+
+_FP8_WORDS = ("fp8", "e4m3", "e5m2")
+_KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
+_MAX_COLUMNS = 100  # of a data set, shown by name
+_MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
+
+
+class RunFiles(NamedTuple):
+    """The contents of a run's files; empty where a file is missing or broken.
+
+    Attributes:
+        summary: the run in numbers; empty for a run that has not ended.
+        config: the resolved config.
+        train: a line per logged step.
+        evals: a line per evaluation.
+        sites: what runs at each site.
+        scales: a line of delayed scales per logged step.
+        notes: what is wrong with the files, in sentences.
+    """
+
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    sites: list[dict[str, Any]]
+    scales: list[dict[str, Any]]
+    notes: list[str]
+
+
+def write_run_page(path: Path, run: RunFiles) -> Path:
+    """Writes the page of a run to `path` and returns the path."""
+    summary = run.summary
+    command, is_guessed = summary.get("command"), False
+    if not command and (name := run.config.get("name")):
+        command = f"uv run python experiments/train.py --config {name}"
+        is_guessed = True
+    plan, demotions = summary.get("plan"), summary.get("demotions")
+    return write_page(
+        path,
+        "run.html",
+        title=str(run.config.get("name") or path.parent.resolve().name),
+        is_finished=bool(summary),
+        facts=_facts(run),
+        notes=run.notes,
+        tiles=_tiles(run),
+        curves=_curves(run),
+        sites=_sites(run.sites),
+        plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
+        demotions=demotions if isinstance(demotions, list) else [],
+        scales=_scales(run.scales),
+        data=_data(as_dict(summary.get("data"))),
+        command=command,
+        is_guessed=is_guessed,
+        settings={
+            "Config": flat(run.config),
+            "Versions": flat(as_dict(summary.get("versions"))),
+        },
+    )
+
+
+def _facts(run: RunFiles) -> list[str]:
+    summary = run.summary
+    last = (run.train or run.evals or [{}])[-1]
+    device = as_dict(summary.get("versions")).get("device_kind")
+    facts = [
+        ("recipe", _recipe(run)),
+        ("on", device or summary.get("device")),
+        ("seed", summary.get("seed", run.config.get("seed"))),
+        ("steps", number(summary.get("steps", last.get("step")))),
+        ("examples", number(summary.get("examples", last.get("examples")))),
+        ("", _duration(summary.get("seconds", last.get("seconds")))),
+    ]
+    return [
+        f"{name} {value}".strip()
+        for name, value in facts
+        if value not in (None, "", "n/a")
+    ]
+
+
+def _tiles(run: RunFiles) -> list[Tile]:
+    final = as_dict(run.summary.get("final_eval"))
+    where = "final evaluation"
+    if not final and run.evals:
+        final = run.evals[-1]
+        where = f"step {number(final.get('step'))}"
+    if split := final.get("split"):
+        where = f"{split}, {where}"
+    ne, best = _real(final.get("ne")), _real(run.summary.get("best_possible_ne"))
+    bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
+    tiles = [
+        Tile("AUC", number(final.get("auc"), ".5f"), where),
+        Tile("Log loss", number(final.get("logloss"), ".5f"), where),
+        Tile("NE", number(ne, ".5f"), f"normalized entropy; {bound}"),
+    ]
+    if best is not None:
+        share = None if ne is None or best >= 1 else (1 - ne) / (1 - best)
+        note = "(1 − NE) / (1 − best)"
+        tiles.append(Tile("NE gap closed", number(share, ".1%"), note, share))
+    calibration = number(final.get("calibration"), ".4f")
+    tiles.append(Tile("Calibration", calibration, "mean p / mean label"))
+    speed = run.summary.get("examples_per_second")
+    if speed is None and run.train:
+        speed = run.train[-1].get("examples_per_second")
+    tiles.append(Tile("Examples/s", _compact(speed), "training"))
+    total, fp8 = _site_counts(run)
+    if total:
+        recipe = _recipe(run) or ""
+        tiles.append(Tile("FP8 sites", f"{fp8} of {total}", recipe, fp8 / total))
+    return tiles
+
+
+def _site_counts(run: RunFiles) -> tuple[int, int]:
+    counts = as_dict(run.summary.get("sites"))
+    total, fp8 = _real(counts.get("total")), _real(counts.get("fp8"))
+    if total is not None and fp8 is not None:
+        return int(total), int(fp8)
+    return len(run.sites), sum(not site.get("why_not") for site in run.sites)
+
+
+def _curves(run: RunFiles) -> dict[str, Any]:
+    skipped, marks = _skipped(run)
+    stride = max(1, len(run.train) // _MAX_LINES)
+    return {
+        "skipped": skipped,
+        "can_draw": charts.can_draw(),
+        "figures": _figures(run, marks) if charts.can_draw() else [],
+        "evals": run.evals,
+        "train": run.train[::-1][::stride][::-1],
+    }
+
+
+def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
+    floor = _real(run.summary.get("best_possible_ne"))
+    split, evals = _most_frequent_split(run.evals)
+
+    def series(train: str, evaluated: str) -> list[Series]:
+        return [
+            Series("training", _points(run.train, train), "accent"),
+            Series(split, _points(evals, evaluated), "second"),
+        ]
+
+    speed = [Series("training", _points(run.train, "examples_per_second"), "accent")]
+    return [
+        *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
+        *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),
+        *charts.curves("AUC", series("auc", "auc")),
+        *charts.curves("Examples per second", speed, from_zero=True),
+    ]
+
+
+def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:
+    """Returns the split that was evaluated most often, and its lines."""
+    splits = [str(line.get("split") or "evaluation") for line in evals]
+    name = max(dict.fromkeys(splits), key=splits.count, default="evaluation")
+    pairs = zip(evals, splits, strict=True)
+    return name, [line for line, split in pairs if split == name]
+
+
+def _points(lines: list[dict], name: str) -> list[tuple[float, float | None]]:
+    points = [(_real(line.get("examples")), _real(line.get(name))) for line in lines]
+    return [(x, y) for x, y in points if x is not None]
+
+
+def _skipped(run: RunFiles) -> tuple[float, list[float]]:
+    """Returns the number of skipped steps, and the examples seen at each."""
+    places, before = [], 0.0
+    for line in run.train:
+        count = _real(line.get("skipped_steps")) or 0.0
+        if count > before and (x := _real(line.get("examples"))) is not None:
+            places.append(x)
+        before = max(before, count)
+    total = _real(run.summary.get("skipped_steps"))
+    return (before if total is None else total), places
+
+
+def _sites(sites: list[dict]) -> dict[str, Any]:
+    return {
+        "rows": [
+            site | {"roles": [_role(site.get(role)) for role in ROLES]}
+            for site in sites
+        ],
+        "fp8": sum(not site.get("why_not") for site in sites),
+        "recipes": dict.fromkeys(str(site.get("recipe")) for site in sites),
+    }
+
+
+def _role(text: object) -> tuple[object, bool]:
+    """Returns what runs in a role, and whether in FP8."""
+    return text, any(word in str(text).lower() for word in _FP8_WORDS)
+
+
+def _scales(lines: list[dict]) -> dict[str, Any] | None:
+    """Returns the scales of each site and operand over time; None without any."""
+    if not lines:
+        return None
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    parts = [name.rpartition("/") for name in names]
+    others = dict.fromkeys(operand for *_, operand in parts)
+    operands = [o for o in OPERANDS if o in others]
+    operands += [o for o in others if o not in OPERANDS]
+    return {
+        "operands": operands,
+        "rows": {
+            site: [
+                _scale(lines, f"{site}/{operand}" if site else operand)
+                for operand in operands
+            ]
+            for site in dict.fromkeys(site for site, *_ in parts)
+        },
+        "first_step": lines[0].get("step"),
+        "last_step": lines[-1].get("step"),
+    }
+
+
+def _scale(lines: list[dict], name: str) -> dict[str, Any] | None:
+    values = [_real(line.get(name)) for line in lines]
+    positive = [value for value in values if value is not None and value > 0]
+    if not positive:
+        return None
+    ends = {"first": positive[0], "last": positive[-1]}
+    return {"name": name, "values": values} | ends
+
+
+def _data(data: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the examples, split rule, values by policy, and bad rows."""
+    if not data:
+        return None
+    splits = {k: as_dict(v) for k, v in as_dict(data.get("splits")).items()}
+    counts = [
+        _column_counts(name, as_dict(split.get("columns")))
+        for name, split in (splits or {"": data}).items()
+    ]
+    shown = {"examples", "splits", "totals", "columns", "bad_rows", "split_rule"}
+    return {
+        "split_rule": data.get("split_rule"),
+        "examples": as_dict(data.get("examples")),
+        "counts": [part for part in counts if part["totals"]],
+        "bad_rows": _bad_rows(data.get("bad_rows")),
+        "others": flat({k: v for k, v in data.items() if k not in shown}),
+    }
+
+
+def _column_counts(split: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """Returns how many values of each kind a policy met, in all and by column."""
+    counts = {
+        name: {kind: _real(as_dict(column).get(kind)) or 0 for kind in _KINDS}
+        for name, column in columns.items()
+    }
+    totals = {kind: sum(column[kind] for column in counts.values()) for kind in _KINDS}
+    return {
+        "split": split,
+        "totals": {kind: total for kind, total in totals.items() if total},
+        "columns": dict(list(counts.items())[:_MAX_COLUMNS]),
+        "hidden": max(len(counts) - _MAX_COLUMNS, 0),
+    }
+
+
+def _bad_rows(bad_rows: object) -> dict[str, Any] | None:
+    if bad_rows is None:
+        return None
+    report = as_dict(bad_rows) or {"count": bad_rows}
+    samples = report.get("samples")
+    rows = [as_dict(row) for row in samples] if isinstance(samples, list) else []
+    heads = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[row.get(head) for head in heads] for row in rows]
+    return {"count": _real(report.get("count")) or 0, "heads": heads, "rows": cells}
+
+
+def _recipe(run: RunFiles) -> object:
+    model = as_dict(run.config.get("model"))
+    return run.summary.get("recipe") or model.get("recipe") or run.config.get("recipe")
+
+
+def _compact(value: Any) -> str:
+    """Returns a large number in few characters, 12.4 M for 12,398,321."""
+    if number(value) == "n/a" or abs(value) < 1e6:
+        return number(value)
+    return number(value / 1e6, ".2f" if abs(value) < 1e7 else ".1f") + " M"
+
+
+def _duration(seconds: object) -> str:
+    total = _real(seconds)
+    if total is None:
+        return ""
+    if total < 60:
+        return f"{total:.1f} s"
+    minutes, rest = divmod(round(total), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _real(value: object) -> float | None:
+    """Returns a number as float, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)

@@ -1,0 +1,152 @@
+"""The page of a survey: where in a model FP8 is safe, and where it is fast."""
+
+from pathlib import Path
+from typing import Any
+
+from loka_jax.recipe import OPERANDS, ROLES
+from loka_jax.report import charts
+from loka_jax.report.charts import Figure, Series
+from loka_jax.report.render import Tile, flat, number, write_page
+
+_DRAWS = {"learned": "Learned draws", "normal": "N(0, 1) draws"}
+
+
+def write_survey_page(
+    path: Path, survey: dict[str, Any], amaxes: list[dict[str, Any]]
+) -> Path:
+    """Writes the page of a survey to `path` and returns the path.
+
+    Args:
+        path: of the page.
+        survey: the survey's result, JSON-ready.
+        amaxes: a line of amaxes, keyed "<site>/<operand>", per logged step.
+    """
+    settings = {name: flat(survey[name.lower()]) for name in ("Survey", "Config")}
+    return write_page(
+        path,
+        "survey.html",
+        title=f"{survey['model']}: where FP8 is safe and fast",
+        tiles=_tiles(survey),
+        survey=survey,
+        sites=[_site(site, survey["sensitivity"], amaxes) for site in survey["sites"]],
+        effects=_effects(survey),
+        draws=_DRAWS,
+        figures=_figures(survey["sites"]) if charts.can_draw() else [],
+        command=survey.get("command"),
+        settings=settings | {"Versions": flat(survey["versions"])},
+    )
+
+
+def _tiles(survey: dict[str, Any]) -> list[Tile]:
+    sites = survey["sites"]
+    roles = [list(role.values()) for site in sites for role in site["roles"].values()]
+    safe = sum(any(c.get("is_safe") for c in role) for role in roles)
+    fast = sum(any(c.get("is_safe") and c["is_fast"] for c in role) for role in roles)
+    is_timed = any(c["us"] is not None for role in roles for c in role)
+    count = len(survey["not_surveyed"])
+    others = f"{count} other{'s' if count != 1 else ''} not FP8"
+    tiles = [
+        Tile("Sites", number(len(sites)), others),
+        Tile("Roles safe in FP8", f"{safe} of {len(roles)}", "by some candidate"),
+        Tile("Safe and fast", f"{fast} of {len(roles)}", "by some candidate")
+        if is_timed
+        else Tile("Safe and fast", "n/a", "no GPU to time them on"),
+    ]
+    note = "rank correlation with errors on real operands"
+    for source, label in _DRAWS.items():
+        if result := survey["prediction"].get(source):
+            tiles.append(Tile(label, number(result["rank_correlation"], ".3f"), note))
+    if survey["sensitivity"]:
+        path, effect = next(iter(survey["sensitivity"].items()))
+        moved = number(effect["moved"] / effect["loss"], ".2%")
+        note = f"of an example's loss, by {path}"
+        tiles.append(Tile("Most moved by", moved, note))
+    return tiles
+
+
+def _site(
+    site: dict[str, Any], sensitivity: dict[str, Any], amaxes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns a site with its best candidates, times, effect and amaxes over time."""
+    path, effect = site["path"], sensitivity.get(site["path"])
+    return site | {
+        "best": [_best(site["roles"][role]) for role in ROLES],
+        "moved": None if effect is None else effect["moved"] / effect["loss"],
+        "training": _training(site),
+        "amaxes": {o: [line.get(f"{path}/{o}") for line in amaxes] for o in OPERANDS},
+    }
+
+
+def _best(candidates: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the fastest safe candidate; without times, that of least error.
+
+    If none is safe, that of least error; None if there is none in FP8.
+    """
+    fp8 = [
+        candidate | {"name": name}
+        for name, candidate in candidates.items()
+        if _is_fp8(candidate)
+    ]
+    safe = [candidate for candidate in fp8 if candidate["is_safe"]]
+    timed = [candidate for candidate in safe if candidate["us"] is not None]
+    if timed:
+        return min(timed, key=lambda candidate: candidate["us"])
+    return min(safe or fp8, key=lambda c: _error(c, "learned"), default=None)
+
+
+def _is_fp8(candidate: dict[str, Any]) -> bool:
+    """Returns whether it was judged: bfloat16, the reference, is not."""
+    return "is_safe" in candidate
+
+
+def _error(candidate: dict[str, Any], source: str) -> float:
+    return candidate["errors"][source]["relative_l2"]["mean"]
+
+
+def _training(site: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the times of the whole site by candidate, the fastest first."""
+    times = site["training_us"]
+    names = [name for name, c in site["roles"]["fwd"].items() if not _is_fp8(c)]
+    base = next((times[name] for name in names if name in times), None)
+    return [
+        {"name": name, "us": us, "speedup": None if base is None else base / us}
+        for name, us in sorted(times.items(), key=lambda item: item[1])
+    ]
+
+
+def _effects(survey: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns how far FP8 in each site moves the loss, in shares of the loss."""
+    effects = survey["sensitivity"]
+    most = max((effect["moved"] for effect in effects.values()), default=0)
+    paths = {site["path"] for site in survey["sites"]}
+    return [
+        {
+            "path": path,
+            "is_site": path in paths,  # else all sites together
+            "moved": effect["moved"] / effect["loss"],
+            "share": effect["moved"] / most,
+            "change": effect["relative"],
+            "low": effect["low"] / effect["loss"],
+            "high": effect["high"] / effect["loss"],
+        }
+        for path, effect in effects.items()
+    ]
+
+
+def _figures(sites: list[dict[str, Any]]) -> list[Figure]:
+    """Returns a chart of predicted over real errors, if real operands were captured."""
+    candidates = [
+        candidate
+        for site in sites
+        for role in site["roles"].values()
+        for candidate in role.values()
+        if _is_fp8(candidate) and "real" in candidate["errors"]
+    ]
+    real = [_error(candidate, "real") for candidate in candidates]
+    series = []
+    for (source, label), color in zip(
+        _DRAWS.items(), ("accent", "second"), strict=True
+    ):
+        drawn = [_error(candidate, source) for candidate in candidates]
+        series.append(Series(label, list(zip(real, drawn, strict=True)), color))
+    return charts.scatter("Relative L2 error", series, "on real operands", "predicted")

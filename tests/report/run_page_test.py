@@ -1,0 +1,250 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from loka_jax.report import RunFiles, write_run_page
+from tests.report.support import (
+    HOSTILE,
+    Page,
+    assert_escaped,
+    assert_self_contained,
+    hostile,
+)
+
+
+def train_line(step, **more):
+    return {
+        "step": step,
+        "kind": "train",
+        "examples": step * 100,
+        "seconds": step / 10,
+        "loss": 0.5 + 1 / step,
+        "ne": 0.8 + 1 / step,
+        "examples_per_second": 1000.0,
+        "lr": 1e-3,
+        "skipped_steps": int(step >= 7),
+    } | more
+
+
+def eval_line(step, **more):
+    return {
+        "step": step,
+        "kind": "eval",
+        "split": "valid",
+        "examples": step * 100,
+        "auc": 0.75,
+        "logloss": 0.45,
+        "ne": 0.85,
+        "calibration": 1.01,
+    } | more
+
+
+SITES = [
+    {"path": "bottom_mlp/dense_0", "m": 64, "k": 13, "n": 32, "recipe": "fp8_rowwise"}
+    | dict.fromkeys(("fwd", "dlhs", "drhs"), "bf16 (xla)")
+    | {"why_not": "k = 13 is no multiple of 16"},
+    {"path": "top_mlp/dense_0", "m": 64, "k": 32, "n": 32, "recipe": "fp8_rowwise"}
+    | {"fwd": "e4m3 x e4m3 (xla)", "dlhs": "e5m2 x e4m3 (xla)", "drhs": "bf16 (xla)"}
+    | {"why_not": None, "why_not_fused": "no Hopper GPU"},
+]
+
+SUMMARY = {
+    "config": {"name": "fp8_dlrm", "model": {"hidden": [32, 32]}},
+    "seed": 3,
+    "recipe": "fp8_rowwise",
+    "versions": {"jax": "0.11.2", "device_kind": "cpu"},
+    "steps": 20,
+    "examples": 2000,
+    "seconds": 125.0,
+    "examples_per_second": 12_345_678.9,
+    "skipped_steps": 1,
+    "final_eval": {"auc": 0.75123, "logloss": 0.45, "ne": 0.85, "calibration": 1.01},
+    "best_possible_ne": 0.8,
+    "sites": {"total": 2, "fp8": 1},
+    "plan": [
+        {"path": "top_mlp/dense_0", "choice": "pallas fp8_rowwise", "speedup": 1.25}
+        | {"error": 0.0371, "reason": "the fastest", "runner_up": "xla bf16"}
+    ],
+    "demotions": ["top_mlp/dense_1 did not compile"],
+    "command": "uv run python experiments/train.py --config fp8_dlrm --seed 3",
+    "data": {
+        "split_rule": "by hash",
+        "examples": {"train": 2000},
+        "splits": {"train": {"columns": {"I1": {"missing": 7}, "C1": {"oov": 4321}}}},
+        "bad_rows": {
+            "count": 1,
+            "samples": [{"file": "a.tsv", "row": 9, "reason": "short"}],
+        },
+        "format": "tsv",
+    },
+}
+
+RUN = RunFiles(
+    summary=SUMMARY,
+    config=SUMMARY["config"],
+    train=[train_line(step) for step in range(1, 21)],
+    evals=[eval_line(10), eval_line(20)],
+    sites=SITES,
+    scales=[{"step": s, "top_mlp/dense_0/lhs": 2.0 ** (s - 9)} for s in range(1, 9)],
+    notes=[],
+)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of `RUN`."""
+    return Page(write_run_page(tmp_path_factory.mktemp("run") / "report.html", RUN))
+
+
+@pytest.fixture
+def page_of(tmp_path):
+    """Returns a function from a run's files to its page."""
+    return lambda run: Page(write_run_page(tmp_path / "report.html", run))
+
+
+def test_the_page_tells_the_headline_numbers(page):
+    assert page.tiles["AUC"] == ("0.75123", "final evaluation")
+    bound = "normalized entropy; best possible 0.80000"
+    assert page.tiles["NE"] == ("0.85000", bound)
+    assert page.tiles["NE gap closed"][0] == "75.0 %"  # (1 - 0.85) / (1 - 0.8)
+    assert page.tiles["Examples/s"][0] == "12.3 M"
+    assert page.tiles["FP8 sites"][0] == "1 of 2"
+    assert "finished recipe fp8_rowwise on cpu seed 3 steps 20" in page.text
+    assert "2 min 05 s" in page.text and "1 step was skipped" in page.text
+
+
+def test_the_page_tells_sites_plan_data_and_command(page):
+    assert page.rows("What ran at each site")[1:] == [
+        ["bottom_mlp/dense_0", "64 × 13 × 32", *["bf16 (xla)"] * 3]
+        + ["k = 13 is no multiple of 16"],
+        ["top_mlp/dense_0", "64 × 32 × 32", "e4m3 x e4m3 (xla)", "e5m2 x e4m3 (xla)"]
+        + ["bf16 (xla)", "FP8 not fused: no Hopper GPU"],
+    ]
+    row = ["top_mlp/dense_0", "pallas fp8_rowwise", "1.25", "0.037"]
+    assert page.rows("Dispatch")[1:] == [[*row, "the fastest", "xla bf16"]]
+    assert "top_mlp/dense_1 did not compile" in page.text
+    (_, scales) = page.rows("Scales over time")
+    assert scales[1].endswith("2 −8 → 2 −1")
+    assert "7 missing, 4,321 oov" in page.text
+    counts, bad = page.rows("Data")[:3], page.rows("Data")[3:]
+    assert counts == [["column", "missing", "oov"], ["I1", "7", "0"]] + [
+        ["C1", "0", "4,321"]
+    ]
+    assert "1 bad row was left out" in page.text
+    assert bad == [["file", "row", "reason"], ["a.tsv", "9", "short"]]
+    assert SUMMARY["command"] in page.text
+    assert "model.hidden 32 32" in page.text and "format tsv" in page.text
+
+
+def test_the_page_asks_nothing_from_anywhere(page):
+    assert_self_contained(page)
+
+
+def test_ids_are_unique_over_all_drawings(page):
+    assert page.tags().count("figure") == 4
+    ids = [e.get("id") for e in page.root.iter() if e.get("id")]
+    assert len(set(ids)) == len(ids)
+    for name in re.findall(r'(?:url\(#|href="#)([^)"]+)', page.html):
+        assert name in ids
+
+
+def test_drawings_take_their_colors_and_fonts_from_the_page(page):
+    body = page.html.partition("<body>")[2]
+    assert "var(--accent)" in body and "var(--good)" in body
+    assert "#0102" not in body and "font-family" not in body
+
+
+def test_names_of_a_run_are_no_html(page_of):
+    summary = hostile(SUMMARY)
+    summary["config"][HOSTILE] = summary["versions"][HOSTILE] = "x"
+    summary["data"] |= {HOSTILE: "x", "examples": {HOSTILE: 1}}
+    summary["data"]["splits"] = {HOSTILE: {"columns": {HOSTILE: {"missing": 1}}}}
+    summary["data"]["bad_rows"]["samples"] = [{HOSTILE: "x"}]
+    run = RunFiles(
+        summary=summary,
+        config=summary["config"],
+        train=[train_line(1, examples=100)],
+        evals=[eval_line(20, split=HOSTILE)],
+        sites=hostile(SITES),
+        scales=[{"step": 1, f"{HOSTILE}/lhs": 1.0, HOSTILE: 2.0}],
+        notes=[HOSTILE],
+    )
+    assert_escaped(page_of(run))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ("summary",),
+        ("train", "evals"),
+        ("sites", "scales"),
+        ("summary", "sites", "scales", "config"),
+        ("summary", "sites", "scales", "train", "evals"),
+    ],
+)
+def test_any_file_may_be_missing(missing, page_of):
+    empty = {name: type(getattr(RUN, name))() for name in missing}
+    assert page_of(RUN._replace(**empty)).tags().count("h1") == 1
+
+
+def test_an_interrupted_run_says_so_and_shows_its_last_evaluation(page_of):
+    page = page_of(RUN._replace(summary={}))
+    assert "not finished" in page.text and "The run has not ended" in page.text
+    assert page.tiles["AUC"] == ("0.75000", "valid, step 20")
+    assert page.tiles["FP8 sites"][0] == "1 of 2"
+    assert "--config fp8_dlrm with the overrides" in page.text
+
+
+def test_broken_files_are_named(page_of):
+    notes = ["sites.json is broken and was left out."]
+    assert notes[0] in page_of(RUN._replace(notes=notes)).text
+
+
+def test_values_that_do_not_exist_read_na(page_of):
+    final = {"auc": None, "ne": None, "logloss": 0.4, "calibration": float("nan")}
+    tiles = page_of(RUN._replace(summary=SUMMARY | {"final_eval": final})).tiles
+    for label in ("AUC", "NE", "NE gap closed", "Calibration"):
+        assert tiles[label][0] == "n/a"
+
+
+def test_values_of_a_wrong_kind_do_no_harm(page_of):
+    line = {"step": "x", "loss": "y", "examples": None, "ne": True}
+    run = RunFiles(
+        summary=dict.fromkeys(SUMMARY, "text") | {"sites": 3, "data": {"splits": [1]}},
+        config={"model": 1},
+        train=[line],
+        evals=[line],
+        sites=[{}, {"m": "x"}],
+        scales=[{"step": 1, "a/lhs": "x", "b/g": -1}],
+        notes=[],
+    )
+    page = page_of(run)
+    assert page.rows("What ran at each site")[1][1] == "n/a × n/a × n/a"
+
+
+def test_a_run_worse_than_the_mean_has_an_empty_bar(page_of):
+    summary = SUMMARY | {"final_eval": {"ne": 1.1}}
+    page = page_of(RUN._replace(summary=summary))
+    assert page.tiles["NE gap closed"][0] == "-50.0 %"
+    assert "width:0.0%" in page.html
+
+
+def test_without_matplotlib_the_page_says_so_and_shows_tables(page_of, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = page_of(RUN)
+    assert "install loka-jax[report]" in page.text and "figure" not in page.tags()
+    row = ["20", "2,000", "valid", "0.75000", "0.45000", "0.85000", "1.0100"]
+    assert row in page.rows("Learning curves")
+
+
+def test_the_same_run_gives_the_same_page(page, page_of):
+    strip = "loka_jax run report of"  # the folder's name follows
+    assert page_of(RUN).html.partition(strip)[0] == page.html.partition(strip)[0]
+
+
+def test_importing_the_report_imports_no_matplotlib():
+    code = "import sys, loka_jax.report; print('matplotlib' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "False", out.stderr
