@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.train import checkpoint, session
 from loka_jax.train import loop as loop_lib
+from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
 from loka_jax.train.loop import Loop, TrainingFailed
 from tests.train import support
@@ -42,14 +42,14 @@ def last_state(monkeypatch):
 
 def at_step(monkeypatch, step, action):
     """Runs `action` once, before a step."""
-    plain = Loop._step
+    plain = Loop.step
 
     def spy(self, position, batch):
         if self.progress.step == step:
             action(self)
         plain(self, position, batch)
 
-    monkeypatch.setattr(Loop, "_step", spy)
+    monkeypatch.setattr(Loop, "step", spy)
 
 
 def files(workdir):
@@ -109,12 +109,12 @@ KILLED = """
 import os, pathlib, sys
 from loka_jax.train.loop import Loop
 from tests.train import support
-plain = Loop._step
+plain = Loop.step
 def step(self, position, batch):
     if self.progress.step == 13:
         os.kill(os.getpid(), 9)
     plain(self, position, batch)
-Loop._step = step
+Loop.step = step
 support.train(support.config(pathlib.Path(sys.argv[1])))
 """
 
@@ -149,7 +149,7 @@ def test_a_resumed_run_may_be_longer(tmp_path, last_state):
 
 def test_resuming_where_nothing_was_saved_starts_over(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(session, "_open_loop", lambda *_: 1 / 0)
+        at_step(patch, 0, lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config(tmp_path, max_steps=3))
     code, out = train(config(tmp_path, max_steps=3, resume=True))
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_write", full)
+    monkeypatch.setattr(manifest, "write", full)
     at_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(OSError, match="step 3 could not be saved in"):
         train(config(tmp_path))
