@@ -6,6 +6,7 @@ The references are numpy and ml_dtypes in float64, independent of the library.
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 E4M3 = ml_dtypes.float8_e4m3fn
 E5M2 = ml_dtypes.float8_e5m2
@@ -18,6 +19,12 @@ FLOOR_DB = {
     "e4m3_x_e4m3": 26.5,
     "e5m2_x_e4m3": 22.5,
 }
+
+
+def slow_except(values, *quick):
+    """Returns parameters of a test: all but the quick ones are slow."""
+    slow = pytest.mark.slow
+    return [x if x in quick else pytest.param(x, marks=slow) for x in values]
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

@@ -382,6 +382,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_step_before_and_no_litter(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     assert subprocess.run(command).returncode == -signal.SIGKILL

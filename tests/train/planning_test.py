@@ -172,6 +172,7 @@ def test_rules_hold_without_a_table():
         assert _choices(config) == {"top_mlp/dense_0": ROW}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_plan(tmp_path):
     path = _table(tmp_path / "table.json")
     workdir = tmp_path / "run"
@@ -210,6 +211,7 @@ def _delayed(workdir, **options):
     return _config(workdir, rules=rules, **options)
 
 
+@pytest.mark.slow
 def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch):
     _drift(monkeypatch, ratio=9.0)
     workdir = tmp_path / "run"
@@ -226,6 +228,7 @@ def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch
     assert len(support.summary(workdir)["demotions"]) == 1
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     choice = Choice.parse("pallas bf16")

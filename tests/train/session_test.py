@@ -73,6 +73,7 @@ def test_the_same_configuration_leaves_the_same_lines(tmp_path, last_state):
     assert last_state[0] == last_state[1]
 
 
+@pytest.mark.slow
 def test_another_seed_leaves_other_lines(tmp_path, last_state):
     for seed in (0, 1):
         train(config(tmp_path / str(seed), seed=seed, max_steps=3))
@@ -119,6 +120,7 @@ support.train(support.config(pathlib.Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, last_state):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
@@ -171,6 +173,7 @@ def test_a_signal_while_data_is_read_ends_at_once(tmp_path, monkeypatch, number)
     assert signal.getsignal(number) is handler
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path):
     data = dataclasses.replace(support.DATA, examples=6400, eval_examples=2048)
     train(config(tmp_path, data=data, epochs=1, eval_every=50))
