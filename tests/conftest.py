@@ -1,19 +1,37 @@
-"""Test settings: eight CPU devices, no silent promotion, GPU tests only on a GPU."""
+"""Test settings: eight CPU devices, no silent promotion, what runs where.
+
+Most of the time goes into compiling small programs, so XLA does without LLVM's
+optimizations here, and programs are kept for other workers and later runs. `.ci/run`
+sets XLA_FLAGS itself and tests what users run.
+"""
 
 import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+from importlib.util import find_spec
 
 import jax
 import pytest
+
+FLAGS = "--xla_force_host_platform_device_count=8"
+if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    FLAGS += " --xla_backend_optimization_level=0"  # it is the level of GPUs, too
+os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked for
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "gpu":
         return
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr == "not slow":
+        terminalreporter.write_line("Slow tests were left out; run all: pytest -m ''")

@@ -39,7 +39,7 @@ def _inputs(rows=ROWS):
 @pytest.mark.parametrize("name", MODELS)
 def test_does_what_the_model_does(name):
     planned, inputs = nn.Planned(MODELS[name]), _inputs()
-    variables = planned.init(jax.random.key(0), *inputs)
+    variables = jax.jit(planned.init)(jax.random.key(0), *inputs)
     folded = fold(planned.apply, variables, *inputs)
     expected = jax.jit(planned.apply, compiler_options=EXACT)(variables, *inputs)
     got = jax.jit(folded.function, compiler_options=EXACT)(folded.ready, *inputs)
@@ -48,7 +48,7 @@ def test_does_what_the_model_does(name):
 
 def test_fp8_weights_are_kept_in_fp8_alone():
     model, inputs = MODELS["dlrm"], _inputs()
-    variables = model.init(jax.random.key(0), *inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), *inputs)
     served = serve(model, variables, *inputs)
     kernels = {x.shape: x.dtype for x in served.ready if x.ndim == 2 and x.size > 512}
     assert kernels == {(64, 32): E4M3, (32, 64): E4M3}  # top_mlp, K last
@@ -60,7 +60,7 @@ def test_a_plan_decides_the_form_of_each_weight():
     inputs = _inputs()
     choices = (("top_mlp/dense_1", Choice.parse("xla fp8_rowwise")),)
     planned = nn.Planned(MODELS["dlrm bf16"], choices)
-    variables = planned.init(jax.random.key(0), *inputs)
+    variables = jax.jit(planned.init)(jax.random.key(0), *inputs)
     served = serve(planned, variables, *inputs)
     assert sum(x.dtype == E4M3 for x in served.ready) == 1
     assert any(x.dtype == jnp.bfloat16 and x.size > 512 for x in served.ready)
@@ -90,6 +90,6 @@ def test_a_weight_may_be_output_or_unused():
 
 def test_other_shapes_are_refused():
     model, inputs = MODELS["dlrm bf16"], _inputs()
-    served = serve(model, model.init(jax.random.key(0), *inputs), *inputs)
+    served = serve(model, jax.jit(model.init)(jax.random.key(0), *inputs), *inputs)
     with pytest.raises(ValueError, match="prepare them for these shapes"):
         served(*_inputs(ROWS // 2))

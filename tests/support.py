@@ -1,4 +1,4 @@
-"""What the numerical tests share: SQNR floors, operands, exact references.
+"""What the numerical tests share: SQNR floors, operands, references, error bounds.
 
 The references are numpy and ml_dtypes in float64, independent of the library.
 """
@@ -6,6 +6,7 @@ The references are numpy and ml_dtypes in float64, independent of the library.
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 E4M3 = ml_dtypes.float8_e4m3fn
 E5M2 = ml_dtypes.float8_e5m2
@@ -20,6 +21,12 @@ FLOOR_DB = {
 }
 
 
+def slow_except(values, *quick):
+    """Returns parameters of a test: all but the quick ones are slow."""
+    slow = pytest.mark.slow
+    return [x if x in quick else pytest.param(x, marks=slow) for x in values]
+
+
 def normal(*shape, seed=0, dtype=jnp.float32):
     """Returns standard normal values."""
     # By numpy, for jax.random would compile once for every shape.
@@ -31,6 +38,31 @@ def uneven_rows(rows, cols, *, decades=6, seed=0):
     """Returns normal rows whose sizes fall from 1 to 10**-decades."""
     sizes = np.logspace(0, -decades, rows, dtype=np.float32)[:, None]
     return normal(rows, cols, seed=seed) * sizes
+
+
+def sum_error(terms, magnitude):
+    """Returns how far a float32 sum of products can be off, whatever its order.
+
+    Args:
+        terms: the number of products.
+        magnitude: the sum of their absolute values.
+    """
+    # Each product meets at most `terms` roundings, each of half an ulp.
+    roundings = terms * 2.0**-24
+    return roundings / (1 - roundings) * magnitude
+
+
+def assert_is_product(out, lhs, rhs, rounding=0.0):
+    """Asserts that `out` is `lhs @ rhs.T`, summed in float32 in any order.
+
+    `rounding` is the relative error that casting the sum to `out`'s dtype may add.
+    """
+    out, lhs, rhs = (np.asarray(x, np.float64) for x in (out, lhs, rhs))
+    exact, magnitude = lhs @ rhs.T, np.abs(lhs) @ np.abs(rhs).T
+    bound = (1 + rounding) * sum_error(lhs.shape[1], magnitude)
+    np.testing.assert_array_less(
+        np.abs(out - exact), rounding * np.abs(exact) + bound + 1e-30
+    )
 
 
 def sqnr_db(ref, x, axis=None):

@@ -133,19 +133,20 @@ class Run:
         """
         scales_initialized = scales_initialized and self.planned.is_delayed
         key = scales_initialized, probe
-        if key not in self._steps:
+        if key not in self.compiled_steps:
             model = (
                 self.planned.with_initialized_scales()
                 if scales_initialized
                 else self.planned
             )
-            self._steps[key] = self._train_step(model, probe)
-        return self._steps[key]
+            self.compiled_steps[key] = self._train_step(model, probe)
+        return self.compiled_steps[key]
 
     @functools.cached_property
-    def _steps(
+    def compiled_steps(
         self,
     ) -> dict[tuple[bool, nn.ProbeConfig | None], TrainStep]:
+        """The training steps used so far, by the arguments of `train_step`."""
         return {}
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loka_jax.data.batch import Dataset, Position, next_position
+from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.drift import Watch, amax_ratio
 from loka_jax.nn import by_path
@@ -132,7 +132,7 @@ class Loop:
             num_batches=self._remaining(),
         ) as batches:
             for position, batch in batches:
-                self._step(position, batch)
+                self.step(position, batch)
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
@@ -166,7 +166,8 @@ class Loop:
             return None
         return (self.progress.examples - examples) / elapsed
 
-    def _step(self, position: Position, batch):
+    def step(self, position: Position, batch: Batch):
+        """Trains on a batch, and moves `state` and `progress` on."""
         step = self.progress.step
         self._profiler.before(step)
         take_step = self.run.train_step(
@@ -179,7 +180,7 @@ class Loop:
             # Only a step that has never run leaves the donated state intact.
             if take_step.has_run or not self._fall_back(error):
                 raise
-            return self._step(position, batch)
+            return self.step(position, batch)
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size

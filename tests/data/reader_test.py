@@ -9,8 +9,11 @@ from loka_jax.data.reader import ShardDataset
 from loka_jax.data.shards import record_dtype
 
 
-def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000):
-    """Shards whose row i (over all) has dense i + 0.5, ids i and label i % 2."""
+def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000, row_5=None):
+    """Shards whose row i (over all) has dense i + 0.5, ids i and label i % 2.
+
+    `row_5` replaces an id of row 5.
+    """
     schema = Schema(
         label="click",
         dense=tuple(f"x{j}" for j in range(num_dense)),
@@ -26,6 +29,8 @@ def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000):
         records["ids"] = index[:, None]
         shards.append(records)
         first += size
+    if row_5 is not None:
+        shards[0]["ids"][5, 1] = row_5
     return ShardDataset(schema, shards, "logs")
 
 
@@ -128,8 +133,7 @@ def test_batch_size_below_one_is_refused(batch_size):
 
 @pytest.mark.parametrize("bad", [-1, 1000, -(2**31), 2**31 - 1])
 def test_id_outside_its_table_is_refused_before_the_device_sees_it(bad):
-    data = dataset()
-    data._words[0][5, 4] = bad
+    data = dataset(row_5=bad)
     with pytest.raises(ValueError, match=f"'c1' holds id {bad}, outside its table"):
         data.batch(Position(0, 0, 0), 100, shuffle=False)
 

@@ -15,6 +15,7 @@ from experiments.bench.roofline import Roofline
 ROOFLINE = Roofline(bytes_per_us=4e6, fp8_flops_per_us=1e9, bf16_flops_per_us=5e8)
 
 
+@pytest.mark.slow
 def test_dense_norm_measures_xla_anywhere(tmp_path, capsys):
     out = tmp_path / "out.json"
     dense_norm.main(dense_norm.Arguments(out=out, smoke=True))
@@ -36,6 +37,7 @@ def test_dense_norm_begins_no_shape_over_its_budget(tmp_path):
 
 
 # LayerNorm in Flax mixes dtypes, which the tests' settings forbid.
+@pytest.mark.slow
 def test_tower_measures_and_trains_anywhere(tmp_path, capsys):
     out = tmp_path / "out.json"
     with jax.numpy_dtype_promotion("standard"):

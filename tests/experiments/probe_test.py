@@ -23,6 +23,7 @@ def probed(tmp_path_factory):
     return workdir, arguments, run(*PROBE, *arguments)
 
 
+@pytest.mark.slow
 def test_it_trains_surveys_and_writes_both_files(probed):
     workdir, _, done = probed
     assert done.returncode == 0, done.stderr
@@ -36,6 +37,7 @@ def test_it_trains_surveys_and_writes_both_files(probed):
     assert (workdir / "amaxes.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_again_it_goes_on_with_what_is_there(probed, monkeypatch):
     workdir, arguments, _ = probed
     before = (workdir / "metrics.jsonl").read_text()

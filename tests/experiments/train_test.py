@@ -93,6 +93,7 @@ def test_the_summary_has_every_key(finished):
     assert summary["command"].startswith("python experiments/train.py --config csv_dl")
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_overwritten(finished):
     workdir, _ = finished
     before = (workdir / "metrics.jsonl").read_bytes()
@@ -102,6 +103,7 @@ def test_a_finished_run_is_not_overwritten(finished):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_compiles_a_step_and_writes_nothing(tmp_path):
     workdir = tmp_path / "run"
     done = run(*TRAIN, "--config", "fp8_dlrm_tiny", "--dry-run", "--workdir", workdir)
@@ -111,6 +113,7 @@ def test_a_dry_run_compiles_a_step_and_writes_nothing(tmp_path):
     assert not workdir.exists()
 
 
+@pytest.mark.slow
 def test_sigterm_before_training_ends_at_once_and_leaves_nothing(tmp_path):
     arguments = ["--config", "fp8_dlrm_tiny", "--workdir", str(tmp_path / "run")]
     with subprocess.Popen(
@@ -127,6 +130,7 @@ def test_sigterm_before_training_ends_at_once_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_platform_is_one_sentence():
     done = run(*TRAIN, "--config", "fp8_dlrm_tiny", JAX_PLATFORMS="nonesuch")
     assert done.returncode == 2

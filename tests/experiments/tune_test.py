@@ -19,6 +19,7 @@ TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
 TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "candidates", lambda spec: [BF16, Choice.parse(ROW)])
     path = tmp_path / "table.json"
@@ -86,6 +87,7 @@ def test_torchaos_filter(recipe, k, n, passes):
     assert bench.passes_torchao(recipe, k, n) is passes
 
 
+@pytest.mark.slow
 def test_whole_models_are_compared(tmp_path, capsys):
     path = tmp_path / "table.json"
     measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}

@@ -13,7 +13,11 @@ from loka_jax.recipe import get_recipe
 from tests import support
 from tests.ops.stand_ins import xla_matmul
 
-RECIPES = ["bf16", "fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise"]
+# Delayed scales need most of all: amaxes of all devices, and a state.
+RECIPES = support.slow_except(
+    ["bf16", "fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise"],
+    "fp8_tensorwise_delayed",
+)
 ROWS = P("data")
 
 
@@ -45,12 +49,15 @@ def gradients(recipe, axis_names=()):
     return step
 
 
-def assert_equal(sharded, single):
-    """Asserts equality, bar the order in which the weight gradient is summed."""
+def assert_equal(sharded, single, args):
+    """Asserts equality, but for the order in which the weight gradient is summed."""
     out, dlhs, drhs, state = sharded
     chex.assert_trees_all_equal((out, dlhs, state), (single[0], single[1], single[3]))
-    scale = float(jnp.max(jnp.abs(single[2])))
-    chex.assert_trees_all_close(drhs, single[2], rtol=0, atol=1e-6 * scale)
+    # Casts to FP8 round by at most 1/8.
+    lhs, g = (np.abs(np.asarray(args[i], np.float64)) for i in (0, 3))
+    magnitude = lhs.T @ g * (9 / 8) ** 2
+    bound = 2 * support.sum_error(len(lhs), magnitude)
+    assert np.all(np.abs(np.asarray(drhs) - np.asarray(single[2])) <= bound)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -64,7 +71,7 @@ def test_under_shard_map_all_devices_do_what_one_would(mesh, name):
         out_specs=(ROWS, ROWS, P(), P()),
     )
     single = jax.jit(gradients(recipe))(*args)
-    assert_equal(jax.jit(step)(*args), single)
+    assert_equal(jax.jit(step)(*args), single, args)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -84,7 +91,7 @@ def test_without_vma_checks_the_caller_sums_the_weight_gradient(mesh, name):
         check_vma=False,
     )
     single = jax.jit(gradients(recipe))(*args)
-    assert_equal(jax.jit(step)(*args), single)
+    assert_equal(jax.jit(step)(*args), single, args)
 
 
 def test_every_device_holds_the_same_state(mesh):
@@ -108,11 +115,11 @@ def test_every_device_holds_the_same_state(mesh):
 @pytest.mark.parametrize("name", RECIPES)
 def test_under_jit_with_sharded_rows_scales_are_global(mesh, name):
     recipe = get_recipe(name)
-    lhs, rhs, state, g = arguments(recipe)
-    single = jax.jit(gradients(recipe))(lhs, rhs, state, g)
+    args = lhs, rhs, state, g = arguments(recipe)
+    single = jax.jit(gradients(recipe))(*args)
     rows = NamedSharding(mesh, ROWS)
     lhs, g = jax.device_put((lhs, g), rows)
     rhs, state = jax.device_put((rhs, state), NamedSharding(mesh, P()))
     sharded = jax.jit(gradients(recipe))(lhs, rhs, state, g)
     assert sharded[0].sharding.is_equivalent_to(rows, 2)
-    assert_equal(sharded, single)
+    assert_equal(sharded, single, args)

@@ -49,6 +49,7 @@ def surveyed():
     return run, state, survey(run, state, OPTIONS, lines.append), lines
 
 
+@pytest.mark.slow
 def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
     run, _, found, lines = surveyed
     paths = [site["path"] for site in found["sites"]]
@@ -71,6 +72,7 @@ def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
                     assert one["us"] is None and one["is_fast"] is None
 
 
+@pytest.mark.slow
 def test_real_operands_are_those_of_the_model(surveyed):
     _, _, found, _ = surveyed
     known = found["prediction"]
@@ -80,6 +82,7 @@ def test_real_operands_are_those_of_the_model(surveyed):
     assert -1 <= known["learned"]["rank_correlation"] <= 1
 
 
+@pytest.mark.slow
 def test_one_site_at_a_time_moves_the_loss(surveyed):
     run, _, found, _ = surveyed
     effects = found["sensitivity"]
@@ -93,12 +96,14 @@ def test_one_site_at_a_time_moves_the_loss(surveyed):
         assert abs(effect["change"]) <= effect["moved"]
 
 
+@pytest.mark.slow
 def test_few_statistics_are_warned_of(surveyed):
     _, _, found, _ = surveyed
     assert any("rows count, of" in warning for warning in found["warnings"])
     assert any("the weight was seen 3 times" in line for line in found["warnings"])
 
 
+@pytest.mark.slow
 def test_the_survey_is_json_and_has_a_page(surveyed, tmp_path):
     _, _, found, _ = surveyed
     jsonfile.write(tmp_path / "probe.json", found)

@@ -45,7 +45,10 @@ def _step(model, probe=CONFIG, microbatches=1):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("model", [F32, FP8], ids=["f32", "fp8"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(F32, id="f32"), pytest.param(FP8, marks=pytest.mark.slow, id="fp8")],
+)
 def test_a_step_that_is_observed_trains_as_any_other(model):
     state, plain = _state(model), _state(model, None)
     for seed in range(3):
@@ -74,6 +77,7 @@ def test_the_first_layer_sees_the_dense_features():
     )
 
 
+@pytest.mark.slow
 def test_microbatches_are_one_batch():
     whole = _step(F32)(_state(F32), make_batch())
     parts = _step(F32, microbatches=4)(_state(F32), make_batch())
@@ -98,6 +102,7 @@ def test_a_skipped_step_adds_nothing():
     chex.assert_trees_all_equal(after.probe, state.probe)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_and_goes_on_learns_the_same(
     tmp_path, last_state, monkeypatch
 ):

@@ -79,6 +79,7 @@ def test_two_runs_cannot_share_a_workdir(tmp_path):
     RunRecord(tmp_path, config=CONFIG, resume=True).close()
 
 
+@pytest.mark.slow
 def test_a_killed_run_gives_its_workdir_free(tmp_path):
     code = """
         import os, signal, sys

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.train import checkpoint, session
 from loka_jax.train import loop as loop_lib
+from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
 from loka_jax.train.loop import Loop, TrainingFailed
 from tests.train import support
@@ -42,14 +42,14 @@ def last_state(monkeypatch):
 
 def at_step(monkeypatch, step, action):
     """Runs `action` once, before a step."""
-    plain = Loop._step
+    plain = Loop.step
 
     def spy(self, position, batch):
         if self.progress.step == step:
             action(self)
         plain(self, position, batch)
 
-    monkeypatch.setattr(Loop, "_step", spy)
+    monkeypatch.setattr(Loop, "step", spy)
 
 
 def files(workdir):
@@ -73,6 +73,7 @@ def test_the_same_configuration_leaves_the_same_lines(tmp_path, last_state):
     assert last_state[0] == last_state[1]
 
 
+@pytest.mark.slow
 def test_another_seed_leaves_other_lines(tmp_path, last_state):
     for seed in (0, 1):
         train(config(tmp_path / str(seed), seed=seed, max_steps=3))
@@ -109,16 +110,17 @@ KILLED = """
 import os, pathlib, sys
 from loka_jax.train.loop import Loop
 from tests.train import support
-plain = Loop._step
+plain = Loop.step
 def step(self, position, batch):
     if self.progress.step == 13:
         os.kill(os.getpid(), 9)
     plain(self, position, batch)
-Loop._step = step
+Loop.step = step
 support.train(support.config(pathlib.Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, last_state):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
@@ -149,7 +151,7 @@ def test_a_resumed_run_may_be_longer(tmp_path, last_state):
 
 def test_resuming_where_nothing_was_saved_starts_over(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(session, "_open_loop", lambda *_: 1 / 0)
+        at_step(patch, 0, lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config(tmp_path, max_steps=3))
     code, out = train(config(tmp_path, max_steps=3, resume=True))
@@ -171,6 +173,7 @@ def test_a_signal_while_data_is_read_ends_at_once(tmp_path, monkeypatch, number)
     assert signal.getsignal(number) is handler
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path):
     data = dataclasses.replace(support.DATA, examples=6400, eval_examples=2048)
     train(config(tmp_path, data=data, epochs=1, eval_every=50))
@@ -272,7 +275,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_write", full)
+    monkeypatch.setattr(manifest, "write", full)
     at_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(OSError, match="step 3 could not be saved in"):
         train(config(tmp_path))

@@ -191,7 +191,7 @@ def test_a_skipped_step_does_not_advance_the_rows_schedule():
         make_state(), step=jnp.asarray(5, jnp.int32), skipped=jnp.asarray(4, jnp.int32)
     )
     after, want = step(state, make_batch()), make_step()(state, make_batch())
-    chex.assert_trees_all_close(after.table, want.table, rtol=1e-6)
+    chex.assert_trees_all_close(after.table, want.table, rtol=1e-6, atol=1e-7)
 
 
 def test_microbatches_give_the_update_of_the_whole_batch():
@@ -276,7 +276,8 @@ def test_lr_scale_scales_both_updates():
         return [jax.tree.map(jnp.subtract, *pair) for pair in pairs]
 
     want = jax.tree.map(lambda x: 0.5 * x, steps(full))
-    chex.assert_trees_all_close(steps(half), want, rtol=1e-3, atol=1e-7)
+    # What was updated is below 4 and was rounded to a multiple of 2^-22.
+    chex.assert_trees_all_close(steps(half), want, rtol=1e-3, atol=2.0**-22)
 
 
 def test_dropout_depends_on_seed_and_step_and_nothing_else():

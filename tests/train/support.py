@@ -69,7 +69,7 @@ def build(config, frozen_plan=None):
         start = run.init()
         _made[key] = {
             "init": lambda: jax.tree.map(jnp.copy, start),
-            "_steps": run._steps,
+            "compiled_steps": run.compiled_steps,
             "eval_step": run.eval_step,
         }
     vars(run).update(_made[key])
