@@ -25,40 +25,31 @@ def site_programs(
         site: where.
         passes: by choice, those with times, as a table calls them.
     """
-    of_pass = _DigestsOfSite(site)
-    return {name: of_pass.combined(name, passes[name]) for name in passes}
+    operands = (
+        jax.ShapeDtypeStruct((site.m, site.k), jnp.bfloat16),
+        jax.ShapeDtypeStruct((site.k, site.n), jnp.float32),
+        jax.ShapeDtypeStruct((site.m, site.n), jnp.bfloat16),
+    )
 
-
-class _DigestsOfSite:
-    """Digests of passes at a site, each computed once: inferences are often shared."""
-
-    def __init__(self, site: SiteKey):
-        self._site = site
-        self._operands = (
-            jax.ShapeDtypeStruct((site.m, site.k), jnp.bfloat16),
-            jax.ShapeDtypeStruct((site.k, site.n), jnp.float32),
-            jax.ShapeDtypeStruct((site.m, site.n), jnp.bfloat16),
-        )
-        self._digests: dict[tuple, str] = {}
-
-    def combined(self, name: str, passes: Collection[str]) -> str:
-        choice = Choice.parse(name)
-        # A warm pass is the program of the pass.
-        names = {what.removesuffix(" warm") for what in passes}
-        in_chains = tuple(sorted(names - {"training", "inference"}))
-        groups = [(what,) for what in sorted(names - {*in_chains})]
-        groups += [in_chains] if in_chains else []
-        digests = [f"{group} {self._digest(choice, group)}" for group in groups]
+    def digest(choice: Choice, names: Collection[str]) -> str:
+        digests = []
+        for group in _groups(names):
+            run = functools.partial(_run, choice, site, group)
+            digests.append(f"{' + '.join(group)}: {program_digest(run, operands)}")
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
-    def _digest(self, choice: Choice, group: tuple[str, ...]) -> str:
-        is_inference = group == ("inference",)
-        recipe = choice.recipe.fwd if is_inference else choice.recipe
-        key = choice.provider, recipe, choice.recipe.is_delayed, group
-        if key not in self._digests:
-            run = functools.partial(_run, choice, self._site, group)
-            self._digests[key] = program_digest(run, self._operands)
-        return self._digests[key]
+    return {name: digest(Choice.parse(name), passes[name]) for name in passes}
+
+
+def _groups(names: Collection[str]) -> list[tuple[str, ...]]:
+    """Returns the passes that are traced together: alone, and all of those in chains.
+
+    A warm pass is the program of the pass.
+    """
+    names = {name.removesuffix(" warm") for name in names}
+    in_chains = tuple(sorted(names - {"training", "inference"}))
+    alone = [(name,) for name in sorted(names.difference(in_chains))]
+    return [*alone, in_chains] if in_chains else alone
 
 
 def _run(choice: Choice, site: SiteKey, group: tuple[str, ...], *operands):

@@ -98,5 +98,5 @@ def main():
     while line := sys.stdin.readline():
         job = from_line(line)
         entry = measure_site(job, lambda name: say(BEGIN, name), alone)
-        table = Table(Header("", "", "", ""), {job.site: entry})
+        table = Table(Header("", "", "", "", ""), {job.site: entry})
         say(RESULT, tables.to_json(table))

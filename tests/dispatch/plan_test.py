@@ -12,7 +12,7 @@ from loka_jax.dispatch.table import MEASURES, Entry, Header, Interval, Table
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice
 
-HEADER = Header("cpu", "1", "1", "x")
+HEADER = Header("cpu", "1", "1", "", "x")
 ROW = "xla fp8_rowwise"
 
 
