@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
 from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
 from loka_jax.measure.intervals import Interval
@@ -104,7 +105,9 @@ def measure_site(
     if cases:
         with alone():
             times |= _by_pass(time_kernels(cases))
-    return Entry(times, errors, failures)
+    entry = Entry(times, errors, failures)
+    entry.programs = site_programs(job.spec, entry.passes())
+    return entry
 
 
 def measure_errors(job: Job) -> RoleErrors:

@@ -2,30 +2,31 @@
 
 Speed and error of every candidate are kept, so that limits can change without measuring
 again. A file is believed only if it fits: its schema to the letter, its device, its
-versions of JAX, and the kernels' own sources. What does not is ignored as a whole, and
-never written over.
+versions of the libraries, and the sources that decide speed. What does not is ignored
+as a whole, and never written over.
+
+A change of these sources may leave all programs as they are. So a table keeps the
+digests of its candidates' programs, and `experiments/restamp.py` compares them.
 """
 
-import ast
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import jax
 
 from loka_jax import jsonfile
+from loka_jax.dispatch import sources
 from loka_jax.measure.intervals import Interval
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
-SCHEMA = 1
+SCHEMA = 2
 # A pass by itself, with its operands in the L2, and within a chain of sites that hand
 # their activations on in FP8: such an lhs comes in, such activations go out, or both.
 PASSES = tuple(
@@ -38,13 +39,7 @@ _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
-# What decides how a site runs, and how fast.
-_SOURCES = (
-    *("fp8.py", "recipe.py", "scaling.py", "normed.py", "xla", "pallas"),
-    *("triton/launch.py", "triton/matmul.py", "triton/matmul_kernel.py"),
-    *("ops/products.py", "ops/plan.py", "ops/kernels.py", "ops/kernel_site.py"),
-    *("ops/matmul.py", "ops/dense_norm.py"),
-)
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class BadTable(ValueError):
@@ -53,28 +48,36 @@ class BadTable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """For what a table holds.
+    """The device, versions and sources that a table was measured with.
 
     Attributes:
         device_kind: as JAX names it.
         jax, jaxlib: versions.
-        kernels: digest of the kernels' sources.
+        triton: versions of jax-triton and Triton; empty if they are not installed.
+        kernels: digest of the sources, see `sources.digest`.
     """
 
     device_kind: str
     jax: str
     jaxlib: str
+    triton: str
     kernels: str
 
     def why_not(self, here: "Header") -> str | None:
-        """Returns what of it differs here, or None."""
+        """Returns which part differs here, or None.
+
+        A machine without Triton runs none of its candidates, and the times of others
+        hold there.
+        """
         for field in dataclasses.fields(self):
-            own, found = getattr(self, field.name), getattr(here, field.name)
-            if own != found and field.name == "kernels":
+            measured, current = getattr(self, field.name), getattr(here, field.name)
+            is_missing = field.name == "triton" and not (measured and current)
+            if measured == current or is_missing:
+                continue
+            if field.name == "kernels":
                 return "the kernels have changed since"
-            if own != found:
-                name = field.name.replace("_", " ")
-                return f"it was measured with {name} {own}, and here is {found}"
+            name = field.name.replace("_", " ")
+            return f"it was measured with {name} {measured}, and here is {current}"
         return None
 
 
@@ -94,12 +97,22 @@ class Entry:
         failures: of candidates that could not run, or were wrong; one sentence each.
         effects: by the same names as errors, the relative change of the model's loss
             on held-out data when the forward product of this site alone is in FP8.
+        programs: by candidate, the digest of the programs of all its passes.
     """
 
     times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
+    programs: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def passes(self) -> dict[str, Collection[str]]:
+        """Returns the passes with times by candidate."""
+        candidates = {name for times in self.times.values() for name in times}
+        return {
+            name: [pass_ for pass_, times in self.times.items() if name in times]
+            for name in sorted(candidates)
+        }
 
 
 @dataclasses.dataclass
@@ -136,8 +149,10 @@ class Table:
                 old.errors | entry.errors,
                 failures,
                 old.effects | entry.effects,
+                old.programs | entry.programs,
             )
-        return Table(self.header, sites)
+        triton = self.header.triton or other.header.triton
+        return Table(dataclasses.replace(self.header, triton=triton), sites)
 
 
 def _is_measured(name: str, entry: Entry) -> bool:
@@ -149,48 +164,10 @@ def header_here() -> Header:
     return Header(
         device_kind=jax.devices()[0].device_kind,
         jax=jax.__version__,
-        jaxlib=importlib.metadata.version("jaxlib"),
-        kernels=kernels_digest(),
+        jaxlib=sources.version("jaxlib"),
+        triton=sources.triton_versions(),
+        kernels=sources.digest(),
     )
-
-
-@functools.cache
-def kernels_digest() -> str:
-    """Returns a digest of the code that runs at sites, comments left out."""
-    package = pathlib.Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for source in _SOURCES:
-        path = package / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.relative_to(package).as_posix().encode())
-            digest.update(repr(_parts(_without_docstrings(file))).encode())
-    return digest.hexdigest()[:16]
-
-
-def _without_docstrings(file: pathlib.Path) -> ast.Module:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list) or not body:
-            continue
-        first = body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            body[:1] = [ast.Pass()]
-    return tree
-
-
-def _parts(node: Any) -> Any:
-    """Returns what a syntax tree holds, alike in all versions of Python.
-
-    What is empty is left out: such fields come with new versions.
-    """
-    if isinstance(node, list):
-        return [_parts(one) for one in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = ((name, _parts(value)) for name, value in ast.iter_fields(node))
-    filled = [(name, part) for name, part in fields if part not in (None, [])]
-    return [type(node).__name__, *filled]
 
 
 def write(path: pathlib.Path, table: Table):
@@ -221,6 +198,7 @@ def to_json(table: Table) -> dict[str, Any]:
                 "effects": {
                     source: list(effect) for source, effect in entry.effects.items()
                 },
+                "programs": entry.programs,
             }
             for key, entry in sorted(table.sites.items())
         ],
@@ -260,7 +238,9 @@ def from_json(value: Any) -> Table:
     header = {k: _text(v) for k, v in _fields(value["header"], *names).items()}
     sites: dict[SiteSpec, Entry] = {}
     for item in _list(value["sites"]):
-        item = _fields(item, "site", "times", "errors", "failures", "effects")
+        item = _fields(
+            item, "site", "times", "errors", "failures", "effects", "programs"
+        )
         key = _site(item["site"])
         if key in sites:
             raise ValueError(f"site {key} is there twice.")
@@ -269,6 +249,7 @@ def from_json(value: Any) -> Table:
             errors={_text(k): _errors(v) for k, v in _dict(item["errors"]).items()},
             failures={_choice(k): _text(v) for k, v in _dict(item["failures"]).items()},
             effects={_text(k): _interval(v) for k, v in _dict(item["effects"]).items()},
+            programs={_choice(k): _hex(v) for k, v in _dict(item["programs"]).items()},
         )
     return Table(Header(**header), sites)
 
@@ -347,6 +328,12 @@ def _list(value: Any) -> list[Any]:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 1000:
         raise ValueError(f"{str(value)[:40]!r} is no text.")
+    return value
+
+
+def _hex(value: Any) -> str:
+    if not _DIGEST.fullmatch(_text(value)):
+        raise ValueError(f"{value[:40]!r} is no digest.")
     return value
 
 

@@ -97,5 +97,5 @@ def main():
     while line := sys.stdin.readline():
         job = from_line(line)
         entry = measure_site(job, lambda name: say(BEGIN, name), alone)
-        table = Table(Header("", "", "", ""), {job.spec: entry})
+        table = Table(Header("", "", "", "", ""), {job.spec: entry})
         say(RESULT, tables.to_json(table))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from loka_jax import fp8, scaling
 from loka_jax.fp8 import E4M3
 from loka_jax.measure.timing import Case
-from loka_jax.ops.device import local_device
+from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
@@ -38,11 +38,12 @@ _MAX_SETS = 16
 
 
 class SiteRun(NamedTuple):
-    """A site, a choice for it, and the scaling state it runs with."""
+    """A site, a choice for it, the scaling state it runs with, and the device."""
 
     spec: SiteSpec
     choice: Choice
     state: DelayedScaling | None
+    device: Device
 
     def __call__(self, lhs: Array | Activations, rhs: Array) -> Array | Activations:
         """Returns the activations, with parameters as they are initialized."""
@@ -56,30 +57,54 @@ class SiteRun(NamedTuple):
             gamma=ones if spec.has_affine else None,
             beta=zeros if spec.norm == "layer" else None,
         )
-        return run_site(resolve(spec, self.choice, local_device()), arrays, self.state)
+        return run_site(resolve(spec, self.choice, self.device), arrays, self.state)
 
 
-def site_run(choice: Choice, spec: SiteSpec, operands: Operands) -> SiteRun:
-    """Returns a site as it runs once the delayed scales are initialized, if any."""
+def site_run(
+    choice: Choice,
+    spec: SiteSpec,
+    operands: Operands,
+    device: Device | None = None,
+) -> SiteRun:
+    """Returns a site as it runs once the delayed scales are initialized, if any.
+
+    Args:
+        choice: of provider and recipe.
+        spec: the site.
+        operands: whose amaxes initialize the scales.
+        device: that kernels are planned for; JAX's default device if None.
+    """
+    device = device or local_device()
     if not choice.recipe.is_delayed:
-        return SiteRun(spec, choice, None)
+        return SiteRun(spec, choice, None, device)
     lhs, rhs, g = operands
     amaxes = operand_amaxes((_high_precision(lhs), rhs, g))
     state = scaling_state(choice.recipe, amaxes)
-    return SiteRun(spec, choice.with_initialized_scales(), state)
+    return SiteRun(spec, choice.with_initialized_scales(), state, device)
 
 
-def training(choice: Choice, spec: SiteSpec, sets: Sequence[Operands]) -> Case:
+def training(
+    choice: Choice,
+    spec: SiteSpec,
+    sets: Sequence[Operands],
+    device: Device | None = None,
+) -> Case:
     """Returns the pass from (lhs, rhs, g) to y and the gradients of lhs and rhs."""
-    return Case(functools.partial(train_site, site_run(choice, spec, sets[0])), sets)
+    run = site_run(choice, spec, sets[0], device)
+    return Case(functools.partial(train_site, run), sets)
 
 
-def inference(choice: Choice, spec: SiteSpec, sets: Sequence[Operands]) -> Case:
+def inference(
+    choice: Choice,
+    spec: SiteSpec,
+    sets: Sequence[Operands],
+    device: Device | None = None,
+) -> Case:
     """Returns the pass from lhs, with the first set's rhs, to y.
 
     In a chain of inferences y in the compute dtype is not read, and not computed.
     """
-    run = site_run(choice, spec, sets[0])
+    run = site_run(choice, spec, sets[0], device)
 
     def infer(rhs, lhs):
         y = run(lhs, rhs)
@@ -98,16 +123,19 @@ def exact(spec: SiteSpec, operands: Operands) -> tuple[Callable, tuple]:
 
 
 def in_chains(
-    choice: Choice, spec: SiteSpec, sets: Sequence[Operands]
+    choice: Choice,
+    spec: SiteSpec,
+    sets: Sequence[Operands],
+    device: Device | None = None,
 ) -> dict[str, Case]:
     """Returns the passes as parts of a chain, by their names in a table."""
     to_fp8 = dataclasses.replace(spec, out="fp8")
     forms = [(" out", to_fp8, sets)]
-    if resolve(spec, choice, local_device()).reads_fp8:
+    if resolve(spec, choice, device or local_device()).reads_fp8:
         in_fp8 = [(_in_fp8(spec, lhs), rhs, g) for lhs, rhs, g in sets]
         forms += [(" in", spec, in_fp8), (" in out", to_fp8, in_fp8)]
     return {
-        f"{name}{form}": make(choice, spec_of_form, operands)
+        f"{name}{form}": make(choice, spec_of_form, operands, device)
         for name, make in (("training", training), ("inference", inference))
         for form, spec_of_form, operands in forms
     }

@@ -15,7 +15,7 @@ from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.ops import stand_ins
 
-HEADER = Header("cpu", "1", "1", "x")
+HEADER = Header("cpu", "1", "1", "", "x")
 ROW = "xla fp8_rowwise"
 
 

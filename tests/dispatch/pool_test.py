@@ -52,10 +52,11 @@ while line := sys.stdin.readline():
     note("ends to compile")
     del job["spec"]["fp8_in"], job["spec"]["out"]
     site = job["spec"]
-    entry = dict.fromkeys(("errors", "failures", "effects"), {})
+    entry = dict.fromkeys(("errors", "failures", "effects", "programs"), {})
     entry |= {"site": site, "times": {"training": times}}
-    header = dict.fromkeys(("device_kind", "jax", "jaxlib", "kernels"), "")
-    table = {"schema": 1, "header": header, "sites": [entry]}
+    names = ("device_kind", "jax", "jaxlib", "triton", "kernels")
+    header = dict.fromkeys(names, "")
+    table = {"schema": 2, "header": header, "sites": [entry]}
     print(json.dumps({"result": table}), flush=True)
 """
 

@@ -18,13 +18,12 @@ from loka_jax.dispatch.table import (
     Table,
     from_json,
     header_here,
-    kernels_digest,
     read,
     to_json,
     write,
 )
 
-HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "abc")
+HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "0.3.1 3.9.0", "abc")
 ERRORS = {name: Interval(0.03, 0.02, 0.04) for name in tables.MEASURES}
 KEY = SiteSpec(4096, 256, 128, "layer", "swish", True)
 
@@ -36,6 +35,7 @@ def _table(key=KEY, name="xla bf16", time=10.0) -> Table:
         {"fp8_dlrm top": errors},
         {"pallas fp8_rowwise": "does not run"},
         {"fp8_dlrm top": Interval(1e-4, -1e-5, 2e-4)},
+        {"xla bf16": "0123456789abcdef"},
     )
     return Table(HEADER, {key: entry})
 
@@ -46,17 +46,24 @@ def test_what_is_written_is_read(tmp_path):
     assert read(path) == _table()
 
 
-def test_the_digest_does_not_change_by_itself():
-    assert kernels_digest() == kernels_digest() and len(kernels_digest()) == 16
-
-
-@pytest.mark.parametrize("field", ["device_kind", "jax", "jaxlib", "kernels"])
+@pytest.mark.parametrize("field", ["device_kind", "jax", "jaxlib", "triton", "kernels"])
 def test_a_table_of_elsewhere_says_so(field):
     other = dataclasses.replace(HEADER, **{field: "other"})
     assert HEADER.why_not(HEADER) is None
     assert HEADER.why_not(other)
     with pytest.raises(ValueError, match="do not go together"):
         _table().merged(Table(other))
+
+
+def test_times_hold_where_triton_is_missing():
+    missing = dataclasses.replace(HEADER, triton="")
+    assert HEADER.why_not(missing) is missing.why_not(HEADER) is None
+    assert Table(missing).merged(_table()).header == HEADER
+
+
+def test_an_entry_knows_the_passes_of_its_candidates():
+    entry = Entry({"training": {"xla bf16": 2.0}, "inference": {"xla bf16": 1.0}})
+    assert entry.passes() == {"xla bf16": ["training", "inference"]}
 
 
 def test_the_header_says_where_it_is():
@@ -97,7 +104,7 @@ def _set(*path_and_value):
 @pytest.mark.parametrize(
     "change",
     [
-        _set("schema", 2),
+        _set("schema", 1),
         _set("header", "jax", 3),
         _set("sites", {}),
         _set("sites", 0, "site", "m", -1),
@@ -111,6 +118,9 @@ def _set(*path_and_value):
         _set("sites", 0, "times", "someday", {}),
         _set("sites", 0, "errors", "fp8_dlrm top", {"fwd": {}}),
         _set("sites", 0, "failures", []),
+        _set("sites", 0, "programs", "xla bf16", "0123456789abcdeg"),
+        _set("sites", 0, "programs", "xla fp9", "0123456789abcdef"),
+        lambda value: value["sites"][0].pop("programs"),
         _set("more", 1),
         lambda value: value["sites"].append(copy.deepcopy(value["sites"][0])),
         lambda value: value.pop("header"),
@@ -128,7 +138,7 @@ def test_what_is_no_table_is_refused(change):
         "{",
         "[" * 100_000,
         '{"schema": NaN}',
-        '{"schema": 1, "schema": 1}',
+        '{"schema": 2, "schema": 2}',
         "\x00",
         json.dumps(to_json(_table()))[:-20],
     ],

@@ -1,0 +1,80 @@
+"""The stamp of a table: renewed if all programs are as they were, else left alone."""
+
+import dataclasses
+
+import pytest
+
+from experiments import restamp
+from loka_jax.dispatch import sources
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import SiteKey
+from loka_jax.dispatch.table import Entry, Table, header_here
+
+SITE = SiteKey(64, 32, 32, "none", "relu", True)
+TIMES = {"training": {"xla bf16": 2.0, "xla fp8_rowwise": 3.0}}
+STALE = "0123456789abcdef"
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Returns the file of a table whose programs are recorded."""
+    # In this process, which has compiled nothing that a new one would have to load.
+    monkeypatch.setattr(restamp, "programs_of", _programs_of)
+    path = tmp_path / "table.json"
+    tables.write(path, Table(header_here(), {SITE: Entry(TIMES)}))
+    assert restamp.main([str(path), "--record"]) == 0
+    return path
+
+
+def _programs_of(table, workers):
+    assert workers >= 1
+    return {
+        site: restamp.site_programs(site, entry.passes())
+        for site, entry in table.sites.items()
+    }
+
+
+def _change(path, programs=None, **header):
+    table = tables.read(path)
+    table.sites[SITE].programs.update(programs or {})
+    header = dataclasses.replace(table.header, **header)
+    tables.write(path, Table(header, table.sites))
+
+
+def test_digests_of_all_candidates_are_recorded(path):
+    assert set(tables.read(path).sites[SITE].programs) == set(TIMES["training"])
+
+
+def test_equal_programs_renew_the_stamp(path):
+    before = tables.read(path)
+    _change(path, kernels=STALE)
+    assert restamp.main([str(path)]) == 0
+    assert tables.read(path) == before
+    assert before.header.kernels == sources.digest()
+
+
+def test_other_programs_are_listed_and_the_table_is_left(path, capsys):
+    _change(path, {"xla fp8_rowwise": STALE}, kernels=STALE)
+    before = path.read_bytes()
+    assert restamp.main([str(path)]) == 1
+    assert path.read_bytes() == before
+    out = capsys.readouterr().out
+    assert f"{SITE}: xla fp8_rowwise" in out and "xla bf16" not in out
+
+
+def test_programs_of_other_sources_are_not_recorded(path, capsys):
+    _change(path, kernels=STALE)
+    assert restamp.main([str(path), "--record"]) == 2
+    assert "check out the commit" in capsys.readouterr().err
+
+
+def test_programs_of_other_versions_are_not_compared(path, capsys):
+    _change(path, jax="0.0.1")
+    assert restamp.main([str(path)]) == 2
+    assert "measured with jax 0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_agree_with_this_one():
+    table = Table(header_here(), {SITE: Entry(TIMES)})
+    assert restamp.programs_of(table, 1) == _programs_of(table, 1)
