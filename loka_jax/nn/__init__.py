@@ -14,8 +14,8 @@ from loka_jax.nn.norms import (
     activation,
     normalize,
 )
+from loka_jax.nn.observed import PROBE, by_path, merge_stats
 from loka_jax.nn.planned import Model, Planned
-from loka_jax.nn.probing import PROBE, by_path, merge_stats
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
 from loka_jax.nn.context import current
-from loka_jax.nn.probing import per_sample_tap, site_tap
+from loka_jax.nn.observed import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations

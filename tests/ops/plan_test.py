@@ -2,6 +2,7 @@
 
 import pytest
 
+from loka_jax import triton
 from loka_jax.ops.plan import describe, resolve, resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
@@ -89,7 +90,8 @@ def test_sizes_keep_a_role_out_of_fp8():
     ],
 )
 def test_triton_multiplies_in_fp8_on_a_gpu(name, sizes, reason):
-    pytest.importorskip("jax_triton")
+    if triton.why_not_installed() is not None:
+        pytest.skip("needs the extra triton")
     choice, spec = Choice.parse(f"triton {name}"), SiteSpec(*sizes)
     refusal = resolve(spec, choice, stand_ins.HOPPER).refusal
     assert reason in refusal if reason else refusal is None
