@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import ActivationName, NormName, bounded_scale_inv
+from loka_jax.normed import (
+    ActivationName,
+    Epilogue,
+    NormName,
+    NormVectors,
+    bounded_scale_inv,
+)
 from loka_jax.ops.kernel_site import KernelSite, run
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import Implementation, Out, Plan, hand_over, plan
@@ -205,15 +211,8 @@ def _by_xla(site: KernelSite, lhs, rhs, vectors, state, engine: Engine, observe)
     )
     if observe is not None:
         z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
-    exact = xla.norm_activation(
-        z,
-        bias=bias,
-        gamma=gamma,
-        beta=beta,
-        norm=site.norm,
-        activation=site.activation,
-        epsilon=site.epsilon,
-    )
+    epilogue = Epilogue(site.norm, site.activation, site.epsilon)
+    exact = xla.norm_activation(z, NormVectors(bias, gamma, beta), epilogue=epilogue)
     y = exact.astype(recipe.compute_dtype)
     if site.out == "compute":
         return y

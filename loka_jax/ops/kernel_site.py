@@ -21,8 +21,11 @@ from loka_jax import xla
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
     ActivationName,
+    Epilogue,
     Normed,
     NormName,
+    NormResiduals,
+    NormVectors,
     Outputs,
     bounded_scale_inv,
 )
@@ -31,8 +34,6 @@ from loka_jax.ops.plan import Out, Plan, hand_over, training_outputs
 from loka_jax.ops.products import Products, SiteOperand, takes_handed
 from loka_jax.recipe import Cast, Recipe
 from loka_jax.scaling import DelayedScaling
-
-_VECTORS = ("bias", "gamma", "beta")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +101,17 @@ class KernelSite:
         self, products: Products, lhs: SiteOperand, rhs: SiteOperand, given, want
     ) -> Normed:
         """Returns what the kernels of the forward pass write."""
-        vectors = {name: given[name] for name in _VECTORS if name in given}
+        vectors, y_scale_inv = _vectors(given), None
         if want.y_fp8 == "tensorwise":
-            vectors["y_scale_inv"] = bounded_scale_inv(
-                self.norm, products.sizes[2], given.get("gamma"), given.get("beta")
-            )
-        static = dict(self._static, epsilon=self.epsilon, want=want)
+            n, (_, gamma, beta) = products.sizes[2], vectors
+            y_scale_inv = bounded_scale_inv(self.norm, n, gamma, beta)
+        static = dict(self._static, want=want)
         if self.plan.forward == "fused":
             x, w = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
-            return kernels.dense_norm(x, w, vectors, **static)
+            return kernels.dense_norm(x, w, vectors, y_scale_inv, **static)
         dtype = self.recipe.compute_dtype
         z, scales = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
-        return kernels.norm_quantize(z, scales, vectors, **static)
+        return kernels.norm_quantize(z, scales, vectors, y_scale_inv, **static)
 
     def backward(self, products: Products, dy, kept: "_Kept") -> "_Backward":
         """Returns the gradients of all but rhs, and that of z as products read it."""
@@ -123,8 +123,7 @@ class KernelSite:
         gemm = products.gemm("dlhs")
         found = kernels.norm_backward(
             dy,
-            kept.xhat,
-            kept.rstd,
+            kept.residuals,
             kept.affine,
             dz_fp8=None if gemm is None else E4M3,
             **self._static,
@@ -152,9 +151,9 @@ class KernelSite:
         scale_inv = products.stored_scale_inv("g", cast, kept.state)
         found = kernels.norm_backward(
             dy,
-            kept.xhat,
-            kept.rstd,
-            kept.affine | {"dz_scale_inv": scale_inv},
+            kept.residuals,
+            kept.affine,
+            scale_inv,
             dz_fp8=cast.dtype,
             **self._static,
         )
@@ -164,14 +163,9 @@ class KernelSite:
         return _Backward(dlhs, g, found.dgamma, found.dbeta)
 
     def _backward_by_xla(self, products: Products, dy, kept: "_Kept"):
+        epilogue = self._static["epilogue"]
         dz, dgamma, dbeta = xla.norm_backward(
-            dy,
-            kept.xhat,
-            kept.rstd,
-            gamma=kept.vectors.get("gamma"),
-            beta=kept.vectors.get("beta"),
-            norm=self.norm,
-            activation=self.activation,
+            dy, kept.residuals, kept.affine, epilogue=epilogue
         )
         g = products.read("g", dz.astype(dy.dtype), kept.state)
         dlhs = products.multiply("dlhs", g, kept.rhs, out_dtype=dy.dtype)
@@ -190,9 +184,8 @@ class KernelSite:
 
     @property
     def _static(self) -> dict[str, Any]:
-        return dict(
-            norm=self.norm, activation=self.activation, interpret=self.interpret
-        )
+        epilogue = Epilogue(self.norm, self.activation, self.epsilon)
+        return dict(epilogue=epilogue, interpret=self.interpret)
 
 
 class _Kept(NamedTuple):
@@ -200,15 +193,14 @@ class _Kept(NamedTuple):
 
     lhs: SiteOperand
     rhs: SiteOperand
-    vectors: dict[str, Array]
-    xhat: Any
-    rstd: Any
+    vectors: NormVectors
+    residuals: NormResiduals
     state: DelayedScaling | None
 
     @property
-    def affine(self) -> dict[str, Array]:
-        """gamma and beta, as far as there are any."""
-        return {name: x for name, x in self.vectors.items() if name != "bias"}
+    def affine(self) -> NormVectors:
+        """gamma and beta."""
+        return self.vectors._replace(bias=None)
 
 
 class _Backward(NamedTuple):
@@ -244,6 +236,10 @@ def run(
     return _out(site.forward(products, lhs, rhs, given, want))
 
 
+def _vectors(given) -> NormVectors:
+    return NormVectors(*(given.get(name) for name in NormVectors._fields))
+
+
 def _sizes(lhs, rhs) -> tuple[int, int, int]:
     return lhs.shape[0], lhs.shape[1], rhs.shape[1]
 
@@ -269,13 +265,13 @@ def _forward(site: KernelSite, given, handed, state):
     lhs, rhs = site.read(products, given, handed, state)
     want = training_outputs(site.recipe, *products.sizes, site.norm, site.out)
     normed = site.forward(products, lhs, rhs, given, want)
+    assert normed.xhat is not None
     products = site.backward_products(products.sizes)
     kept = _Kept(
         lhs=products.keep("lhs", lhs),
         rhs=products.keep("rhs", rhs),
-        vectors={name: given[name] for name in _VECTORS if name in given},
-        xhat=normed.xhat,
-        rstd=normed.rstd,
+        vectors=_vectors(given),
+        residuals=NormResiduals(normed.xhat, normed.rstd),
         state=state,
     )
     return _out(normed), kept
@@ -288,7 +284,7 @@ def _backward(site: KernelSite, kept: _Kept, gradients):
     lhs, g = products.reread(kept.lhs, kept.state), found.g
     drhs = products.multiply("drhs", lhs, g, out_dtype=kept.rhs.dtype)
     given = {"lhs": found.lhs, "rhs": drhs, "gamma": found.gamma, "beta": found.beta}
-    if "bias" in kept.vectors:
+    if kept.vectors.bias is not None:
         assert g.value is not None
         given["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
     given = {name: x for name, x in given.items() if x is not None}

@@ -10,35 +10,42 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Normed, NormGradients, Outputs
+from loka_jax.normed import (
+    NO_VECTORS,
+    Epilogue,
+    Normed,
+    NormGradients,
+    NormResiduals,
+    NormVectors,
+    Outputs,
+)
 from loka_jax.pallas import dense_norm as _forward
 from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
-
-# Optional operands by the names the kernels have for them.
-Vectors = dict[str, Array]
 
 
 def dense_norm(
     x: Float[Array, "m k"] | Fp8Array,
     w: Float[Array, "n k"] | Fp8Array,
-    vectors: Vectors,
+    vectors: NormVectors,
+    y_scale_inv: Float[Array, ""] | None,
     **static,
 ) -> Normed:
-    """Returns what `pallas.dense_norm` writes."""
+    """Returns the outputs of `pallas.dense_norm`."""
     kernel = functools.partial(_forward.dense_norm, **static)
-    return one_by_one(kernel, x, w, **_with_both(vectors))
+    return one_by_one(kernel, x, w, _with_both(vectors), y_scale_inv=y_scale_inv)
 
 
 def norm_quantize(
     z: Float[Array, "m n"],
     scales: tuple[Float[Array, "..."], ...],
-    vectors: Vectors,
+    vectors: NormVectors,
+    y_scale_inv: Float[Array, ""] | None,
     **static,
 ) -> Normed:
-    """Returns what `pallas.norm_quantize` writes."""
+    """Returns the outputs of `pallas.norm_quantize`."""
     kernel = functools.partial(_norm.norm_quantize, **static)
-    return one_by_one(kernel, z, scales=scales, **vectors)
+    return one_by_one(kernel, z, scales, vectors, y_scale_inv=y_scale_inv)
 
 
 def quantizes(m: int, k: int) -> bool:
@@ -58,32 +65,32 @@ def quantize(
     """
     scaling = "rowwise" if scale_inv is None else "tensorwise"
     want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
-    given = {} if scale_inv is None else {"y_scale_inv": scale_inv}
-    static = dict(norm="none", activation="none", want=want, interpret=interpret)
-    found = norm_quantize(x, (), given, **static)
-    assert found.y_fp8 is not None
-    amaxes = None if found.y_amax is None else fp8.amax_of_parts(found.y_amax)
-    return found.y_fp8, amaxes
+    static = dict(epilogue=Epilogue("none"), want=want, interpret=interpret)
+    out = norm_quantize(x, (), NO_VECTORS, scale_inv, **static)
+    assert out.y_fp8 is not None
+    amaxes = None if out.y_amax is None else fp8.amax_of_parts(out.y_amax)
+    return out.y_fp8, amaxes
 
 
 def norm_backward(
     dy: Float[Array, "m n"],
-    xhat: Float[Array, "m n"],
-    rstd: Float[Array, "..."] | None,
-    vectors: Vectors,
+    residuals: NormResiduals,
+    vectors: NormVectors,
+    dz_scale_inv: Float[Array, ""] | None = None,
     **static,
 ) -> NormGradients:
-    """Returns what `pallas.norm_backward` writes."""
+    """Returns the outputs of `pallas.norm_backward`."""
     kernel = functools.partial(_norm_backward.norm_backward, **static)
-    return one_by_one(kernel, dy, xhat, rstd, **vectors)
+    return one_by_one(kernel, dy, residuals, vectors, dz_scale_inv=dz_scale_inv)
 
 
-def _with_both(vectors: Vectors) -> Vectors:
-    """Returns gamma and beta, ones or zeros for a missing one: kernels want both."""
-    if "gamma" in vectors and "beta" not in vectors:
-        return vectors | {"beta": jnp.zeros_like(vectors["gamma"])}
-    if "beta" in vectors and "gamma" not in vectors:
-        return vectors | {"gamma": jnp.ones_like(vectors["beta"])}
+def _with_both(vectors: NormVectors) -> NormVectors:
+    """Returns both gamma and beta, with ones or zeros for a missing one."""
+    _, gamma, beta = vectors
+    if gamma is not None and beta is None:
+        return vectors._replace(beta=jnp.zeros_like(gamma))
+    if beta is not None and gamma is None:
+        return vectors._replace(gamma=jnp.ones_like(beta))
     return vectors
 
 

@@ -25,6 +25,7 @@ from loka_jax.pallas import dense_norm as _forward
 from loka_jax.pallas import norm_backward as _norm_backward
 from loka_jax.pallas import norm_quantize as _norm
 from loka_jax.recipe import OPERANDS, Cast, GemmRecipe, Recipe
+from loka_jax.site import SiteSpec
 
 Implementation = Literal["xla", "pallas", "triton"]
 Out = Literal["compute", "fp8", "both"]
@@ -171,16 +172,12 @@ def _why_not_fused(
     if fwd is not None:
         by_row = _is_by_row(fwd.first) if handed is None else handed == "rowwise"
         by_column = _is_by_row(fwd.second)
+    spec = SiteSpec(m=m, k=k, n=n, norm=norm, activation=activation, use_bias=has_bias)
     problem = _forward.Problem(
-        m=m,
-        k=k,
-        n=n,
+        spec=spec,
         dtype=jnp.bfloat16 if fwd is None else E4M3,
-        norm=norm,
-        activation=activation,
         want=want,
-        has_bias=has_bias,
-        has_affine=norm in ("layer", "rms"),
+        has_affine=spec.has_affine,
         x_scale_by_row=by_row,
         w_scale_by_column=by_column,
     )

@@ -1,1 +1,9 @@
-"""Mosaic GPU kernels for Hopper: arrays in, arrays out."""
+"""Provider `pallas`: Mosaic GPU kernels for Hopper. Arrays in, arrays out.
+
+Each kernel is a module with `why_not`, which says in a sentence why a problem is not
+served (None if it is), and a function of the module's name, which launches it:
+
+    dense_norm      product, norm, activation and quantization in one kernel
+    norm_quantize   norm, activation and quantization after a product by XLA
+    norm_backward   backward pass of activation and norm
+"""

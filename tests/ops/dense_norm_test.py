@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import fp8, scaling, xla
-from loka_jax.normed import NormGradients
+from loka_jax.normed import Epilogue, NormGradients, NormVectors
 from loka_jax.ops import kernels
 from loka_jax.ops import plan as plans
 from loka_jax.ops.dense_norm import Activations, dense_norm, describe
@@ -62,11 +62,12 @@ def stand_in(monkeypatch, forward=None, norm=None, backward=None):
         setattr(module, name, call)
         return module
 
-    def norm_quantize(z, *, scales=(), **kwargs):
+    def norm_quantize(z, scales, vectors, **kwargs):
         for scale in scales:
             z = z.astype(jnp.float32) * scale
         z = z.astype(jnp.bfloat16)
-        return xla.dense_norm(z, jnp.eye(z.shape[1], dtype=z.dtype), **kwargs)
+        eye = jnp.eye(z.shape[1], dtype=z.dtype)
+        return xla.dense_norm(z, eye, vectors, **kwargs)
 
     def rows_backward(*args, dz_fp8, dz_scale_inv=None, **kwargs):
         dz, *sums = xla.norm_backward(*args, **kwargs)
@@ -197,7 +198,8 @@ def test_by_xla_it_is_the_norm_of_the_product(name):
 
     def composed(lhs, rhs, vectors, state):
         z = matmul(lhs, rhs, state, recipe=recipe)
-        y = xla.norm_activation(z, **vectors, norm="layer", activation="swish")
+        epilogue = Epilogue("layer", "swish")
+        y = xla.norm_activation(z, NormVectors(**vectors), epilogue=epilogue)
         return y.astype(recipe.compute_dtype)
 
     @jax.jit
