@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import fp8, scaling, xla
 from loka_jax.normed import Epilogue, NormGradients, NormVectors
@@ -23,10 +21,12 @@ from loka_jax.ops import plan as plans
 from loka_jax.ops.dense_norm import Activations, dense_norm, describe
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import plan
-from loka_jax.pallas import tiles
 from loka_jax.recipe import INITIALIZED, RECIPES, get_recipe
 from tests import support
 from tests.ops import oracle, site
+from tests.pallas.support import assert_no_races, interpret
+
+__all__ = ["interpret"]
 
 DELAYED = [name for name in RECIPES if get_recipe(name).is_delayed]
 # Those that kernels serve.
@@ -248,15 +248,6 @@ def test_gradients_have_the_dtypes_of_their_operands(implementation):
 # The kernels themselves, in the interpreter.
 
 
-@pytest.fixture
-def interpret(monkeypatch):
-    # Few CTAs, so that each walks over several row tiles.
-    monkeypatch.setattr(tiles, "SMS", 2)
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-
-
 @pytest.mark.parametrize(
     "name, norm, activation, out",
     [
@@ -297,9 +288,7 @@ def test_kernels_do_what_xla_does(interpret, name, norm, activation, out):
     if recipe.is_delayed:
         np.testing.assert_allclose(state.table[:2], exact_state.table[:2], rtol=1e-6)
         np.testing.assert_allclose(state.table[2], exact_state.table[2], rtol=5e-2)
-    assert interpret_pallas_call.get_races() is None or not (
-        interpret_pallas_call.get_races().races_found
-    )
+    assert_no_races()
 
 
 def test_kernels_under_vmap_run_one_by_one(interpret):
