@@ -157,10 +157,6 @@ class LaunchLayout:
         itemsizes = [2] * self.writes_bf16 + [1] * self.writes_fp8
         return [self.config.store_subtile_bytes // itemsize for itemsize in itemsizes]
 
-    def shared_memory_bytes(self) -> int:
-        """Returns the shared memory that a CTA needs."""
-        return tiles.shared_memory_bytes(self.scratch())
-
     def results(self) -> Results:
         """Returns the shapes of the kernel's outputs."""
         m, n, want = self.spec.m, self.spec.n, self.want
@@ -286,7 +282,7 @@ def misfit(problem: Problem, config: TuningConfig) -> str | None:
         return f"x comes in {layout.k_tiles} K tiles, which takes 2 pipeline stages"
     if any(layout.tile_n % columns for columns in layout.store_columns()):
         return f"an N tile has {layout.tile_n} columns, no multiple of a store's"
-    size = layout.shared_memory_bytes()
+    size = tiles.shared_memory_bytes(layout.scratch())
     if size > tiles.SMEM_BYTES:
         return f"it takes {size} bytes of shared memory of {tiles.SMEM_BYTES}"
     return None

@@ -13,7 +13,6 @@ Rows lie in registers as in `rows`, each in one warp or folded over all four, as
 """
 
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +60,8 @@ def why_not(
     config: TuningConfig | None = None,
 ) -> str | None:
     """Returns why rows of this shape are not served, or None if they are."""
-    widest = rows.MAX_COLUMNS if norm == "block" else _MAX_UNFOLDED
-    reason = rows.why_not(m, n, widest_unfolded=widest)
+    unfolded = rows.MAX_COLUMNS if norm == "block" else _MAX_UNFOLDED
+    reason = rows.why_not(m, n, max_unfolded=unfolded)
     if reason is not None:
         return reason
     if norm == "block" and (n % norm_features(norm, n) or n > _MAX_BLOCK_COLUMNS):
@@ -88,26 +87,6 @@ def default_config(n: int, *, norm: NormName) -> TuningConfig:
     if n > 512:
         return TuningConfig(pipeline_stages=2, warpgroups=2, keep_vectors=False)
     return TuningConfig(rows=max(1, 512 // n))
-
-
-def search_space(
-    m: int, n: int, *, norm: NormName, xhat_dtype: DTypeLike
-) -> list[TuningConfig]:
-    """Returns the configs worth measuring for a shape, the default one first."""
-    space = [default_config(n, norm=norm)]
-    vectors = 2 * (norm in ("layer", "rms"))
-    options = ((32, 128), (1, 2, 4), (3, 5), (2, 4, 6), (True, False))
-    for config in itertools.starmap(TuningConfig, itertools.product(*options)):
-        keep, warpgroups = config.keep_vectors, config.warpgroups
-        # A lane has 512 registers if there is one warpgroup. It holds g, xhat and sums.
-        values = 2 * config.rows + vectors * (1 + keep)  # for each column
-        registers = n // config.lanes * values + 32
-        fits = 512 // (warpgroups + 3) <= registers <= 512 // warpgroups
-        fits = fits and (keep or vectors > 0)
-        reason = why_not(m, n, norm=norm, xhat_dtype=xhat_dtype, config=config)
-        if fits and reason is None:
-            space.append(config)
-    return list(dict.fromkeys(space))
 
 
 def norm_backward(

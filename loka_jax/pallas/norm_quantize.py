@@ -9,7 +9,6 @@ limited by memory bandwidth alone. `rows` has the layout.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +49,7 @@ def why_not(
     m: int, n: int, *, norm: NormName, config: TuningConfig | None = None
 ) -> str | None:
     """Returns why rows of this shape are not served, or None if they are."""
-    reason = rows.why_not(m, n, widest_unfolded=_MAX_UNFOLDED)
+    reason = rows.why_not(m, n, max_unfolded=_MAX_UNFOLDED)
     if reason is not None:
         return reason
     if norm == "block" and n % norm_features(norm, n):
@@ -80,23 +79,6 @@ def default_config(n: int, *, norm: NormName, num_vectors: int = 2) -> TuningCon
         warpgroups=4 if n // lanes * lane_rows <= 32 else 2,
         keep_vectors=num_vectors * (n // lanes) <= 64,
     )
-
-
-def search_space(m: int, n: int, *, norm: NormName) -> list[TuningConfig]:
-    """Returns the configs worth measuring for a shape, the default one first."""
-    space = [default_config(n, norm=norm)]
-    options = ((8, 16, 32, 128), (1, 2), (0, 3), (2, 4, 6), (True, False))
-    for config in itertools.starmap(TuningConfig, itertools.product(*options)):
-        columns, warpgroups = n // config.lanes, config.warpgroups
-        # Each lane has 512 registers if there is one warpgroup. More warpgroups than
-        # fit spill, fewer do not hide the latencies.
-        values, vectors = columns * config.rows, 2 * config.keep_vectors * columns
-        registers = values + vectors + 32
-        fits = 512 // (warpgroups + 2) <= registers <= 512 // warpgroups
-        fits = fits and values <= 128 // warpgroups
-        if fits and why_not(m, n, norm=norm, config=config) is None:
-            space.append(config)
-    return list(dict.fromkeys(space))
 
 
 def norm_quantize(

@@ -53,20 +53,20 @@ class TuningConfig:
     keep_vectors: bool = True
 
 
-def why_not(m: int, n: int, *, widest_unfolded: int) -> str | None:
+def why_not(m: int, n: int, *, max_unfolded: int) -> str | None:
     """Returns why no config serves m rows of n columns, or None if one may.
 
     Args:
         m: rows.
         n: columns.
-        widest_unfolded: columns beyond which a row must be folded.
+        max_unfolded: columns beyond which a row must be folded.
     """
     if m == 0 or m % tiles.ROWS:
         return f"m={m} is not a positive multiple of {tiles.ROWS}"
     if not 0 < n <= MAX_COLUMNS or n % _MULTIPLE:
         return f"n={n} is not a positive multiple of {_MULTIPLE} up to {MAX_COLUMNS}"
-    if n > widest_unfolded and n % FOLD_MULTIPLE:
-        return f"n={n} is not a multiple of {FOLD_MULTIPLE}, as above {widest_unfolded}"
+    if n > max_unfolded and n % FOLD_MULTIPLE:
+        return f"n={n} is not a multiple of {FOLD_MULTIPLE}, as above {max_unfolded}"
     return None
 
 

@@ -13,7 +13,6 @@ from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormResiduals, NormVectors
 from loka_jax.pallas.norm_backward import (
     default_config,
     norm_backward,
-    search_space,
     why_not,
 )
 from loka_jax.pallas.rows import TuningConfig
@@ -256,10 +255,12 @@ def test_default_configs_lower_for_cuda(n, norm):
 
 
 @pytest.mark.slow
-def test_other_configs_lower_for_cuda():
-    space = search_space(32768, 512, norm="layer", xhat_dtype=BF16)
-    for config in space[1::12]:
-        assert _lowers(512, "layer", BF16, config)
+@pytest.mark.parametrize(
+    "config",
+    [TuningConfig(32, 1, 5, 4), TuningConfig(32, 2, 3, 2, False), TuningConfig(128)],
+)
+def test_other_configs_lower_for_cuda(config):
+    assert _lowers(512, "layer", BF16, config)
 
 
 @pytest.mark.parametrize(
