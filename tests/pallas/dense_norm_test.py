@@ -68,11 +68,11 @@ def _reference(x, w, vectors, epilogue):
     "norm, activation",
     [
         ("none", "relu"),
-        ("none", "gelu"),
+        support.slow("none", "gelu"),
         ("layer", "none"),
         ("layer", "swish"),
         ("rms", "gelu"),
-        ("block", "swish"),
+        support.slow("block", "swish"),
         ("block", "hard_swish"),
     ],
 )
@@ -99,7 +99,9 @@ def test_every_norm_and_activation(run, norm, activation):
         (320, 64, 128, "rowwise", "tensorwise", TuningConfig(2, 2, 1, 64, 2)),
         (64, 512, 128, "tensorwise", "rowwise", TuningConfig(4, 2, 1, 64, 1)),
         (128, 192, 64, "rowwise", "rowwise", TuningConfig(1, 2, 1, 64, 1)),
-        (448, 64, 192, "tensorwise", "tensorwise", TuningConfig(2, 1, 1, 64, 1)),
+        support.slow(
+            *(448, 64, 192, "tensorwise", "tensorwise"), TuningConfig(2, 1, 1, 64, 1)
+        ),
     ],
 )
 def test_shapes_scales_and_configs(run, m, k, n, x_scale, w_scale, config):
@@ -235,7 +237,7 @@ def _lowers(problem, config):
         (256, 256, TRAINING),
         (512, 256, ROWWISE),
         (512, 512, ROWWISE),
-        pytest.param(512, 512, TRAINING, marks=pytest.mark.slow),
+        support.slow(512, 512, TRAINING),
     ],
 )
 def test_default_configs_lower_for_cuda(k, n, want):

@@ -120,12 +120,12 @@ def _check(run, n, epilogue, xhat_dtype, config, *, dz_fp8=E4M3):
     [
         ("none", "relu", BF16, True),
         ("none", "gelu", BF16, False),
-        ("layer", "none", E4M3, False),
+        support.slow("layer", "none", E4M3, False),
         ("layer", "swish", BF16, True),
         ("layer", "gelu", E4M3, True),
-        ("rms", "relu", E4M3, False),
+        support.slow("rms", "relu", E4M3, False),
         ("rms", "hard_swish", BF16, True),
-        ("block", "none", BF16, True),
+        support.slow("block", "none", BF16, True),
         ("block", "swish", E4M3, False),
         ("block", "hard_swish", E4M3, True),
     ],
@@ -157,7 +157,7 @@ def test_widths_and_configs(run, n, norm, config):
     "n, norm, xhat_dtype, keep_vectors",
     [
         (512, "rms", BF16, False),
-        pytest.param(1024, "layer", E4M3, True, marks=pytest.mark.slow),
+        support.slow(1024, "layer", E4M3, True),
     ],
 )
 def test_rows_over_all_warps(run, n, norm, xhat_dtype, keep_vectors):
@@ -184,7 +184,7 @@ def test_missing_vectors(run, present):
             assert got is None
 
 
-@pytest.mark.parametrize("config", [SMALL, LANES])
+@pytest.mark.parametrize("config", [SMALL, support.slow(LANES)])
 def test_rows_of_zeros_and_rows_with_nan(run, config):
     dy, residuals, _ = _operands(512, "layer", BF16)
     dy = dy.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
@@ -192,7 +192,7 @@ def test_rows_of_zeros_and_rows_with_nan(run, config):
     support.assert_faults_stay_in_their_rows(out.dz_fp8, zeros=3, faulty=[5, 6])
 
 
-@pytest.mark.parametrize("n, config", [(256, SMALL), (512, LANES)])
+@pytest.mark.parametrize("n, config", [(256, SMALL), support.slow(512, LANES)])
 def test_a_scale_passed_in(run, n, config):
     operands = _operands(n, "layer", E4M3)
     dz, *_ = _reference(*operands, LAYER_SWISH)
@@ -248,7 +248,7 @@ SLOW_SHAPES = [(256, "rms"), (640, "rms"), (4096, "rms")]
 @pytest.mark.parametrize(
     "n, norm",
     [(512, "layer"), (512, "block"), (1024, "layer")]
-    + [pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES],
+    + [support.slow(*shape) for shape in SLOW_SHAPES],
 )
 def test_default_configs_lower_for_cuda(n, norm):
     assert _lowers(n, norm, E4M3, None)

@@ -87,11 +87,11 @@ def _check(run, n, norm, activation, want, config):
         ("none", "gelu", TENSOR_SCALE),
         ("layer", "swish", ROW_SCALES),
         ("layer", "hard_swish", TENSOR_SCALE),
-        ("layer", "none", TENSOR_SCALE),
+        support.slow("layer", "none", TENSOR_SCALE),
         ("rms", "gelu", ROW_SCALES),
-        ("rms", "relu", TENSOR_SCALE),
+        support.slow("rms", "relu", TENSOR_SCALE),
         ("block", "hard_swish", ROW_SCALES),
-        ("block", "none", ROW_SCALES),
+        support.slow("block", "none", ROW_SCALES),
         ("block", "swish", TENSOR_SCALE),
     ],
 )
@@ -116,7 +116,7 @@ def test_widths_and_configs(run, n, norm, config):
 @pytest.mark.parametrize(
     "n, norm, want, stages",
     [
-        pytest.param(1536, "layer", ROW_SCALES, 2, marks=pytest.mark.slow),
+        support.slow(1536, "layer", ROW_SCALES, 2),
         (512, "rms", ROW_SCALES, 0),
     ],
 )
@@ -191,7 +191,7 @@ SLOW_SHAPES = [(1152, "layer"), (2048, "none"), (4096, "rms")]
 @pytest.mark.parametrize(
     "n, norm",
     [(256, "rms"), (512, "block"), (1024, "layer")]
-    + [pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES],
+    + [support.slow(*shape) for shape in SLOW_SHAPES],
 )
 def test_default_configs_lower_for_cuda(n, norm):
     assert _lowers(n, norm, None)

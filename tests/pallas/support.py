@@ -5,6 +5,8 @@ has no public name. References are numpy in float64. Each element must be one ro
 away from the exact value, besides an error that the caller names.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from loka_jax.normed import NO_VECTORS, NormVectors
 from loka_jax.pallas import tiles
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 GELU_SCALE = np.sqrt(2 / np.pi)
 NORMS = ("none", "layer", "rms", "block")
 
