@@ -1,8 +1,9 @@
-"""The words of a site with a norm in it: what a provider can write, and what it wrote.
+"""The norm of a site: its equations, its arrays, and what a kernel writes.
 
     z = x W^T + bias        xhat = norm(z)        y = activation(gamma xhat + beta)
 
-A norm divides by a deviation of the row, `rstd` its reciprocal:
+A norm divides each row by its standard deviation or root mean square, whose reciprocal
+is `rstd`:
 
     layer   xhat = (z - mean(z)) rstd      1 / rstd^2 = mean((z - mean(z))^2) + epsilon
     rms     xhat = z rstd                  1 / rstd^2 = mean(z^2) + epsilon
@@ -30,7 +31,108 @@ NORM_BLOCK = 256  # columns that share a statistic of a block norm
 XHAT_SCALE_INV = 1 / 16
 XHAT_MAX_FEATURES = 784
 
-_LEAST_SCALE_INV = 1e-30  # of activations that are all zero
+_MIN_SCALE_INV = 1e-30  # of activations that are all zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What follows a product.
+
+    Attributes:
+        norm: over the columns of each row.
+        activation: applied last.
+        epsilon: added to the variance or mean square.
+    """
+
+    norm: NormName
+    activation: ActivationName = "none"
+    epsilon: float = 1e-6
+
+
+class NormVectors(NamedTuple):
+    """The float32 vectors of a norm's equations; None where absent.
+
+    Attributes:
+        bias: added before the norm.
+        gamma: factor after a "layer" or "rms" norm.
+        beta: added after a "layer" or "rms" norm.
+    """
+
+    bias: Float[Array, "n"] | None = None
+    gamma: Float[Array, "n"] | None = None
+    beta: Float[Array, "n"] | None = None
+
+
+NO_VECTORS = NormVectors()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The arrays that a forward kernel writes.
+
+    Attributes:
+        y: the activations in bfloat16.
+        y_fp8: the activations in E4M3, with one scale per row ("rowwise"), or under one
+            scale for all rows that the caller passes in ("tensorwise").
+        xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
+            (times 1 / `XHAT_SCALE_INV`). Without a norm, the activation's input.
+        rstd: keep `rstd` for the backward pass.
+        y_amax: the largest magnitude of each row of activations, for delayed scaling.
+    """
+
+    y: bool = True
+    y_fp8: Literal["rowwise", "tensorwise"] | None = None
+    xhat: DTypeLike | None = None
+    rstd: bool = False
+    y_amax: bool = False
+
+
+class Normed(NamedTuple):
+    """The outputs of a forward kernel; None where not requested.
+
+    Attributes:
+        y: bfloat16 activations.
+        y_fp8: E4M3 activations, `scale_inv` float32 `[M, 1]` or `[]`.
+        xhat: bfloat16, or E4M3 to be multiplied by `XHAT_SCALE_INV`.
+        rstd: float32, `[M]`, or `[N / 256, M]` for block norms over several blocks.
+        y_amax: float32 `[P, M]`, for P parts of each row.
+    """
+
+    y: Float[Array, "m n"] | None
+    y_fp8: Fp8Array | None
+    xhat: Float[Array, "m n"] | None
+    rstd: Float[Array, "..."] | None
+    y_amax: Float[Array, "p m"] | None = None
+
+
+class NormResiduals(NamedTuple):
+    """What the forward pass keeps for the backward pass, as in `Normed`.
+
+    Attributes:
+        xhat: the normalized rows; without a norm the activation's input.
+        rstd: None without a norm.
+    """
+
+    xhat: Float[Array, "m n"]
+    rstd: Float[Array, "..."] | None
+
+
+class NormGradients(NamedTuple):
+    """The outputs of a backward kernel of norm and activation.
+
+    Attributes:
+        dz: bfloat16 gradient of z.
+        dz_fp8: the same in FP8, `scale_inv` float32 `[M, 1]`, or the `[]` passed in;
+            None if not requested.
+        dz_amax: float32 `[P]`, amaxes of P parts of dz, if a scale was passed in.
+        dgamma, dbeta: float32, summed over the rows; None without gamma, beta.
+    """
+
+    dz: Float[Array, "m n"]
+    dz_fp8: Fp8Array | None
+    dz_amax: Float[Array, "p"] | None
+    dgamma: Float[Array, "n"] | None
+    dbeta: Float[Array, "n"] | None
 
 
 def norm_features(norm: NormName, n: int) -> int:
@@ -44,15 +146,15 @@ def bounded_scale_inv(
     gamma: Float[Array, "n"] | None,
     beta: Float[Array, "n"] | None,
 ) -> Float[Array, ""]:
-    """Returns a `scale_inv` for all activations after a norm, known without them.
+    """Returns a `scale_inv` that no activation after a norm exceeds.
 
     A normalized row of F features is at most `sqrt(F)` anywhere, and no activation
     exceeds its argument, so
 
         |y| <= max_j (sqrt(F) |gamma_j| + |beta_j|)
 
-    and nothing saturates E4M3. The bound is a few times what rows reach, which costs a
-    few of the 17 octaves of the format, no precision above its least ones.
+    and nothing saturates E4M3. The bound is a few times larger than actual rows, which
+    costs a few of the format's 17 octaves, but no precision above its smallest values.
     """
     # Scaled before the maximum is taken: XLA makes that one kernel, not two.
     limit = fp8_max(E4M3)
@@ -61,61 +163,4 @@ def bounded_scale_inv(
         bound = bound * jnp.abs(gamma)
     if beta is not None:
         bound = bound + jnp.abs(beta) / limit
-    return jnp.max(jnp.maximum(bound, _LEAST_SCALE_INV))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """What a forward kernel is asked to write.
-
-    Attributes:
-        y: the activations in bfloat16.
-        y_fp8: the activations in E4M3, with one scale a row ("rowwise"), or one for all
-            rows that is given in advance ("tensorwise").
-        xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
-            (times 1 / `XHAT_SCALE_INV`). Without a norm, what enters the activation.
-        rstd: the reciprocal deviations kept for the backward pass.
-        y_amax: the largest magnitude of each row of activations, for delayed scaling.
-    """
-
-    y: bool = True
-    y_fp8: Literal["rowwise", "tensorwise"] | None = None
-    xhat: DTypeLike | None = None
-    rstd: bool = False
-    y_amax: bool = False
-
-
-class Normed(NamedTuple):
-    """What a forward kernel wrote; None for what was not asked for.
-
-    Attributes:
-        y: bfloat16 activations.
-        y_fp8: E4M3 activations, `scale_inv` float32 `[M, 1]` or `[]`.
-        xhat: bfloat16, or E4M3 to be multiplied by `XHAT_SCALE_INV`.
-        rstd: float32, `[M]`, or `[N / 256, M]` for block norms wider than a block.
-        y_amax: float32 `[P, M]`, of P parts of each row.
-    """
-
-    y: Float[Array, "m n"] | None
-    y_fp8: Fp8Array | None
-    xhat: Float[Array, "m n"] | None
-    rstd: Float[Array, "..."] | None
-    y_amax: Float[Array, "p m"] | None = None
-
-
-class NormGradients(NamedTuple):
-    """What a backward kernel of norm and activation alone wrote.
-
-    Attributes:
-        dz: bfloat16, of the product's result.
-        dz_fp8: the same in FP8, `scale_inv` float32 `[M, 1]`, or the `[]` that was
-            given; None if not asked for.
-        dz_amax: float32 `[P]`, amaxes of P parts of dz, where a scale was given.
-        dgamma, dbeta: float32, summed over the rows; None for what was not given.
-    """
-
-    dz: Float[Array, "m n"]
-    dz_fp8: Fp8Array | None
-    dz_amax: Float[Array, "p"] | None
-    dgamma: Float[Array, "n"] | None
-    dbeta: Float[Array, "n"] | None
+    return jnp.max(jnp.maximum(bound, _MIN_SCALE_INV))

@@ -1,7 +1,7 @@
-"""Compiles programs for an H200, without one, and reads what XLA made of them.
+"""Compiles programs for an H200 without a GPU, and reads the optimized HLO.
 
 Needs the packages `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and
-`nvidia-nvvm`, but no GPU, driver or cuBLAS. Where they are absent tests skip.
+`nvidia-nvvm`, but no GPU, driver or cuBLAS. Without them tests skip.
 """
 
 import functools
@@ -17,8 +17,7 @@ import pytest
 from jax.experimental import topologies
 
 _TARGET = pathlib.Path(__file__).parent / "xla" / "h200_target.txtpb"
-# What stands in a program for an FP8 GEMM, and for every other way to multiply
-# (a Triton fusion holds its `dot`).
+# The HLO of an FP8 GEMM, and of every other product (a Triton fusion contains a `dot`).
 _FP8_GEMM = 'custom_call_target="__cublas$lt$matmul$f8"'
 _OTHER_GEMM = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)"| dot\(')
 # Instructions of the entry computation that launch nothing.
@@ -42,7 +41,7 @@ class Kernel(NamedTuple):
 
 
 def compiled(f: Callable, *args, donate_argnums: tuple[int, ...] = ()) -> str:
-    """Returns the optimized HLO of `f` for an H200; arguments give only shapes."""
+    """Returns the optimized HLO of `f` for an H200; arguments give their shapes."""
     sharding = jax.sharding.SingleDeviceSharding(_device())
     avals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
@@ -62,12 +61,12 @@ def other_gemms(hlo: str) -> int:
 
 
 def kernels(hlo: str) -> list[Kernel]:
-    """Returns what the entry computation launches, in order."""
+    """Returns the launches of the entry computation, in order."""
     entry = hlo[hlo.index("\nENTRY ") :]
     entry = entry[: entry.index("\n}")]
     lines = (re.sub(r"\{[^}]*\}", "", line) for line in entry.splitlines()[2:])
-    found = [Kernel(*m.groups()) for m in map(_INSTRUCTION.match, lines) if m]
-    return [kernel for kernel in found if kernel.opcode not in _FREE]
+    all_kernels = (Kernel(*m.groups()) for m in map(_INSTRUCTION.match, lines) if m)
+    return [kernel for kernel in all_kernels if kernel.opcode not in _FREE]
 
 
 @functools.cache
@@ -88,7 +87,7 @@ def _device():
 
 
 def _register_plugin():
-    """Registers the CUDA plugin, which JAX leaves out where it finds no cuDNN."""
+    """Registers the CUDA plugin, which JAX ignores if it finds no cuDNN."""
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:

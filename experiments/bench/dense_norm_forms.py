@@ -24,7 +24,15 @@ from experiments.bench.dense_norm_site import (
 )
 from experiments.bench.roofline import GemmDtype
 from loka_jax import fp8, xla
-from loka_jax.normed import NORM_BLOCK, XHAT_MAX_FEATURES, Outputs
+from loka_jax.normed import (
+    NORM_BLOCK,
+    XHAT_MAX_FEATURES,
+    Epilogue,
+    NormResiduals,
+    NormVectors,
+    Outputs,
+)
+from loka_jax.site import SiteSpec
 
 _F32, _BF16, _E4M3 = jnp.float32, jnp.bfloat16, fp8.E4M3
 
@@ -273,11 +281,8 @@ def _ours(site: Site, want: Outputs, x, w_nk, gamma, beta, y_scale_inv=None):
     normed = dense_norm(
         x,
         w_nk,
-        gamma=gamma,
-        beta=beta,
-        norm=site.norm,
-        activation=site.activation,
-        epsilon=EPSILON,
+        NormVectors(gamma=gamma, beta=beta),
+        epilogue=_epilogue(site),
         want=want,
         y_scale_inv=y_scale_inv,
         interpret=_interpreter(site),
@@ -290,8 +295,7 @@ def _ours_quantized(site: Site, x, w_nk_fp8, gamma, beta):
 
     x_fp8 = norm_quantize(
         x,
-        norm="none",
-        activation="none",
+        epilogue=Epilogue("none"),
         want=Outputs(y=False, y_fp8="rowwise"),
         interpret=_interpreter(site),
     ).y_fp8
@@ -305,12 +309,9 @@ def _library(
 
     normed = norm_quantize(
         xla.fp8_product(x_tensor.data, w_nk_fp8.data, out_dtype=_BF16),
-        scales=(x_tensor.scale_inv, w_nk_fp8.scale_inv),
-        gamma=gamma,
-        beta=beta,
-        norm=site.norm,
-        activation=site.activation,
-        epsilon=EPSILON,
+        (x_tensor.scale_inv, w_nk_fp8.scale_inv),
+        NormVectors(gamma=gamma, beta=beta),
+        epilogue=_epilogue(site),
         want=want,
         y_scale_inv=y_scale_inv,
         interpret=_interpreter(site),
@@ -324,12 +325,9 @@ def _norm_backward(site: Site, dz_fp8, dy, xhat, rstd, w_kn, *rest):
     *scale_inv, gamma, beta = rest
     found = norm_backward(
         dy,
-        xhat,
-        rstd,
-        gamma=gamma,
-        beta=beta,
-        norm=site.norm,
-        activation=site.activation,
+        NormResiduals(xhat, rstd),
+        NormVectors(gamma=gamma, beta=beta),
+        epilogue=_epilogue(site),
         dz_fp8=dz_fp8,
         dz_scale_inv=scale_inv[0] if scale_inv else None,
         interpret=_interpreter(site),
@@ -338,6 +336,10 @@ def _norm_backward(site: Site, dz_fp8, dy, xhat, rstd, w_kn, *rest):
         return _backward_results(found.dz, w_kn, found.dgamma, found.dbeta)
     dx = xla.fp8_matmul(found.dz_fp8, w_kn, out_dtype=_BF16)
     return {"dx": dx, "dz": found.dz, "dgamma": found.dgamma, "dbeta": found.dbeta}
+
+
+def _epilogue(site: Site) -> Epilogue:
+    return Epilogue(site.norm, site.activation, EPSILON)
 
 
 def _interpreter(site: Site):
@@ -356,15 +358,14 @@ def _by_name(results) -> dict[str, Any]:
 def _why_not(site: Site, dtype, want: Outputs, x_scale_by_row: bool) -> str | None:
     from loka_jax.pallas.dense_norm import Problem, why_not
 
+    spec = SiteSpec(
+        m=site.m, k=site.k, n=site.n, norm=site.norm, activation=site.activation
+    )
     problem = Problem(
-        m=site.m,
-        k=site.k,
-        n=site.n,
+        spec=spec,
         dtype=dtype,
-        norm=site.norm,
-        activation=site.activation,
         want=want,
-        has_affine=site.norm in ("layer", "rms"),
+        has_affine=spec.has_affine,
         x_scale_by_row=x_scale_by_row,
     )
     return why_not(problem)

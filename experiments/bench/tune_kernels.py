@@ -1,10 +1,10 @@
-"""Times the settings of the fused forward kernel and writes the table of the best.
+"""Times tuning configs of the fused forward kernel and writes the fastest ones.
 
     python experiments/bench/tune_kernels.py --out loka_jax/pallas/tuned_h200.json
 
-Every shape, number of rows and set of outputs is timed with every setting of its search
-space, kernel time by JAX's profiler over rotated inputs. All times are written beside
-the winners. What the table says of other problems stays.
+Every shape, number of rows and set of outputs is timed with every config of its search
+space: kernel time by JAX's profiler over rotated inputs. All times are written beside
+the fastest configs. Entries of other problems stay in the table.
 """
 
 import concurrent.futures
@@ -23,14 +23,15 @@ import tyro
 
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.measure.timing import Case, time_kernels
-from loka_jax.normed import Outputs
+from loka_jax.normed import Epilogue, NormVectors, Outputs
 from loka_jax.pallas.dense_norm import dense_norm
-from loka_jax.pallas.dense_norm_plan import (
+from loka_jax.pallas.dense_norm_layout import (
     Problem,
-    Settings,
+    TuningConfig,
     problem_key,
     search_space,
 )
+from loka_jax.site import SiteSpec
 from loka_jax.train.record import versions
 
 BF16 = jnp.bfloat16
@@ -69,60 +70,58 @@ def main(arguments: Arguments):
     times: dict[str, dict[str, dict[str, float]]] = {}
     if arguments.out.exists():
         table = json.loads(arguments.out.read_text())
-        best, times = table["settings"]["dense_norm"], table["times_us"]
+        best, times = table["configs"]["dense_norm"], table["times_us"]
     for shape, form, m in itertools.product(
         arguments.shapes, arguments.forms, arguments.m
     ):
         k, n = map(int, shape.split("x"))
         dtype, want = FORMS[form]
-        problem = Problem(
-            m=m, k=k, n=n, dtype=dtype, norm="layer", activation="swish", want=want
-        )
-        found = time_settings(problem)
-        if not found:
+        spec = SiteSpec(m=m, k=k, n=n, norm="layer", activation="swish")
+        problem = Problem(spec=spec, dtype=dtype, want=want)
+        time_by_config = time_configs(problem)
+        if not time_by_config:
             continue
         key = problem_key(problem)
-        winner = min(found, key=found.__getitem__)
-        best.setdefault(key, {})[str(m)] = dataclasses.asdict(winner)
+        fastest = min(time_by_config, key=time_by_config.__getitem__)
+        best.setdefault(key, {})[str(m)] = dataclasses.asdict(fastest)
         times.setdefault(key, {})[str(m)] = {
-            json.dumps(dataclasses.asdict(s)): t for s, t in found.items()
+            json.dumps(dataclasses.asdict(c)): t for c, t in time_by_config.items()
         }
-        print(f"{key} m={m}: {found[winner]:.2f} us, {winner}", flush=True)
+        print(f"{key} m={m}: {time_by_config[fastest]:.2f} us, {fastest}", flush=True)
         table = {
             "last_command": shlex.join(["python", *sys.argv]),
             "device": jax.devices()[0].device_kind,
             "versions": versions(),
-            "settings": {"dense_norm": best},
+            "configs": {"dense_norm": best},
             "times_us": times,
         }
         arguments.out.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def time_settings(problem: Problem) -> dict[Settings, float]:
-    """Returns microseconds a launch with each setting of the search space."""
-    p = problem
+def time_configs(problem: Problem) -> dict[TuningConfig, float]:
+    """Returns microseconds per launch with each config of the search space."""
+    p, spec = problem, problem.spec
+    epilogue = Epilogue(spec.norm, spec.activation)
     itemsize = jnp.dtype(p.dtype).itemsize
-    sets = max(2, min(MAX_SETS, int(ROTATED_BYTES / (p.m * p.k * itemsize))))
+    sets = max(2, min(MAX_SETS, int(ROTATED_BYTES / (spec.m * spec.k * itemsize))))
     keys = jax.random.split(jax.random.key(0), sets + 1)
-    make = jax.jit(lambda key: jax.random.normal(key, (p.m, p.k)).astype(p.dtype))
+    make = jax.jit(lambda key: jax.random.normal(key, (spec.m, spec.k)).astype(p.dtype))
     rows = [(make(key),) for key in keys[:-1]]
-    w = jax.random.normal(keys[-1], (p.n, p.k)).astype(p.dtype)
-    one, zero = jnp.ones((p.n,)), jnp.zeros((p.n,))
+    w = jax.random.normal(keys[-1], (spec.n, spec.k)).astype(p.dtype)
+    vectors = NormVectors(gamma=jnp.ones((spec.n,)), beta=jnp.zeros((spec.n,)))
 
-    def compiled(settings):
+    def compiled(config):
         def launch(x):
             is_fp8 = p.dtype == E4M3
             scale = jnp.float32(1.0)
             return dense_norm(
                 Fp8Array(x, scale) if is_fp8 else x,
                 Fp8Array(w, scale) if is_fp8 else w,
-                gamma=one,
-                beta=zero,
-                norm=p.norm,
-                activation=p.activation,
+                vectors,
+                epilogue=epilogue,
                 want=p.want,
                 y_scale_inv=scale if p.want.y_fp8 == "tensorwise" else None,
-                settings=settings,
+                config=config,
             )
 
         return jax.jit(launch).lower(*rows[0]).compile(_NO_CAPTURE)
@@ -132,8 +131,8 @@ def time_settings(problem: Problem) -> dict[Settings, float]:
         functions = list(pool.map(compiled, space))
     cases = {str(i): Case(f, rows) for i, f in enumerate(functions)}
     return {
-        settings: time.median_us
-        for settings, time in zip(space, time_kernels(cases).values(), strict=True)
+        config: time.median_us
+        for config, time in zip(space, time_kernels(cases).values(), strict=True)
     }
 
 

@@ -18,15 +18,21 @@ from jaxtyping import Array
 
 from loka_jax import pallas, xla
 from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import Normed, NormGradients, Outputs, bounded_scale_inv
+from loka_jax.normed import (
+    Epilogue,
+    Normed,
+    NormGradients,
+    NormResiduals,
+    NormVectors,
+    Outputs,
+    bounded_scale_inv,
+)
 from loka_jax.ops import kernels
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products, SiteOperand, with_copy
 from loka_jax.recipe import Cast
 from loka_jax.scaling import DelayedScaling
 from loka_jax.site import SiteSpec
-
-_VECTORS = ("bias", "gamma", "beta")
 
 
 class KernelRun(NamedTuple):
@@ -51,11 +57,8 @@ class KernelRun(NamedTuple):
     def static(self) -> dict[str, Any]:
         """Arguments that all kernels of the site share."""
         spec = self.plan.spec
-        return dict(
-            norm=spec.norm,
-            activation=spec.activation,
-            interpret=self.plan.device.interpret,
-        )
+        epilogue = Epilogue(spec.norm, spec.activation, self.epsilon)
+        return dict(epilogue=epilogue, interpret=self.plan.device.interpret)
 
 
 class _Residuals(NamedTuple):
@@ -63,15 +66,9 @@ class _Residuals(NamedTuple):
 
     lhs: SiteOperand
     rhs: SiteOperand
-    vectors: dict[str, Array]
-    xhat: Any
-    rstd: Any
+    vectors: NormVectors
+    norm: NormResiduals
     state: DelayedScaling | None
-
-    @property
-    def affine(self) -> dict[str, Array]:
-        """gamma and beta, those that are present."""
-        return {name: x for name, x in self.vectors.items() if name != "bias"}
 
 
 class _Gradients(NamedTuple):
@@ -117,13 +114,13 @@ def _forward(site: KernelRun, arrays, fp8_lhs, state):
     lhs, rhs = _read(site, arrays, fp8_lhs, state)
     want = pallas.training_outputs(plan.spec, plan.recipe)
     normed = _run_forward(site, lhs, rhs, arrays, want)
+    assert normed.xhat is not None
     products = products.backward()
     residuals = _Residuals(
         lhs=products.keep("lhs", lhs),
         rhs=products.keep("rhs", rhs),
-        vectors={name: arrays[name] for name in _VECTORS if name in arrays},
-        xhat=normed.xhat,
-        rstd=normed.rstd,
+        vectors=_vectors(arrays),
+        norm=NormResiduals(normed.xhat, normed.rstd),
         state=state,
     )
     return _out(normed), residuals
@@ -141,7 +138,7 @@ def _backward(site: KernelRun, residuals: _Residuals, out_gradients):
         "gamma": gradients.gamma,
         "beta": gradients.beta,
     }
-    if "bias" in residuals.vectors:
+    if residuals.vectors.bias is not None:
         assert g.value is not None
         by_name["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
     by_name = {name: x for name, x in by_name.items() if x is not None}
@@ -150,6 +147,11 @@ def _backward(site: KernelRun, residuals: _Residuals, out_gradients):
 
 
 run.defvjp(_forward, _backward)
+
+
+def _vectors(arrays: dict[str, Array]) -> NormVectors:
+    """Returns the parameters of the norm."""
+    return NormVectors(arrays.get("bias"), arrays.get("gamma"), arrays.get("beta"))
 
 
 def _out(normed: Normed) -> tuple[Array, ...]:
@@ -204,21 +206,21 @@ def _run_forward(
 ) -> Normed:
     """Returns the outputs of the forward pass."""
     plan, products = site.plan, site.products
-    vectors: kernels.Vectors = {v: arrays[v] for v in _VECTORS if v in arrays}
+    vectors = _vectors(arrays)
+    y_scale_inv = None
     if want.y_fp8 == "tensorwise":
-        vectors["y_scale_inv"] = bounded_scale_inv(
-            plan.spec.norm, plan.spec.n, arrays.get("gamma"), arrays.get("beta")
+        y_scale_inv = bounded_scale_inv(
+            plan.spec.norm, plan.spec.n, vectors.gamma, vectors.beta
         )
-    static = dict(site.static, epsilon=site.epsilon, want=want)
+    options = dict(site.static, want=want, scale_inv={"y_scale_inv": y_scale_inv})
     assert plan.fwd.kernel is not None
     if plan.is_fused:
         x, w = products.view("fwd", "lhs", lhs), products.view("fwd", "rhs", rhs)
         vectors = kernels.with_affine(vectors)
-        return kernels.launch(plan.fwd.kernel, x, w, vectors=vectors, **static)
+        return kernels.launch(plan.fwd.kernel, x, w, vectors, **options)
     dtype = plan.recipe.compute_dtype
     z, scales = products.multiply_unscaled("fwd", lhs, rhs, out_dtype=dtype)
-    vectors["scales"] = scales
-    return kernels.launch(plan.fwd.kernel, z, vectors=vectors, **static)
+    return kernels.launch(plan.fwd.kernel, z, scales, vectors, **options)
 
 
 def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
@@ -267,25 +269,18 @@ def _norm_backward(
     site: KernelRun, dy, residuals: _Residuals, dz_scale_inv=None, *, dz_fp8
 ) -> NormGradients:
     """Returns the outputs of the kernel of norm and activation."""
-    kernel, vectors = site.plan.dlhs.kernel, residuals.affine
+    kernel, vectors = site.plan.dlhs.kernel, residuals.vectors._replace(bias=None)
     assert kernel is not None
-    if dz_scale_inv is not None:
-        vectors = vectors | {"dz_scale_inv": dz_scale_inv}
-    operands = (dy, residuals.xhat, residuals.rstd)
-    static = dict(site.static, dz_fp8=dz_fp8)
-    return kernels.launch(kernel, *operands, vectors=vectors, **static)
+    scale_inv = {"dz_scale_inv": dz_scale_inv}
+    options = dict(site.static, dz_fp8=dz_fp8, scale_inv=scale_inv)
+    return kernels.launch(kernel, dy, residuals.norm, vectors, **options)
 
 
 def _backward_by_xla(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
-    spec, products = site.plan.spec, site.products.backward()
+    products, vectors = site.products.backward(), residuals.vectors
+    epilogue = site.static["epilogue"]
     dz, dgamma, dbeta = xla.norm_backward(
-        dy,
-        residuals.xhat,
-        residuals.rstd,
-        gamma=residuals.vectors.get("gamma"),
-        beta=residuals.vectors.get("beta"),
-        norm=spec.norm,
-        activation=spec.activation,
+        dy, residuals.norm, vectors._replace(bias=None), epilogue=epilogue
     )
     g = products.read("g", dz.astype(dy.dtype), residuals.state)
     dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)

@@ -11,32 +11,30 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Normed, Outputs
+from loka_jax.normed import NO_VECTORS, Epilogue, Normed, NormVectors, Outputs
 from loka_jax.site import SiteKernel
 
-# Optional operands by their names in the kernels.
-Vectors = dict[str, Any]
 
-
-def launch(kernel: SiteKernel, *operands, vectors: Vectors, **static):
+def launch(kernel: SiteKernel, *operands, scale_inv: dict[str, Any], **static):
     """Returns the outputs of a Pallas kernel.
 
     Args:
         kernel: to launch.
         operands: arrays, or pytrees of them.
-        vectors: the optional operands that are present.
-        static: what is fixed at compile time.
+        scale_inv: by name, the scale of an FP8 output that is given in advance.
+        static: arguments that are fixed at compile time.
     """
     run = functools.partial(kernel.run, **static)
-    return one_by_one(run, *operands, **vectors)
+    return one_by_one(run, *operands, **scale_inv)
 
 
-def with_affine(vectors: Vectors) -> Vectors:
-    """Returns gamma and beta, ones or zeros for a missing one: kernels want both."""
-    if "gamma" in vectors and "beta" not in vectors:
-        return vectors | {"beta": jnp.zeros_like(vectors["gamma"])}
-    if "beta" in vectors and "gamma" not in vectors:
-        return vectors | {"gamma": jnp.ones_like(vectors["beta"])}
+def with_affine(vectors: NormVectors) -> NormVectors:
+    """Returns both gamma and beta, with ones or zeros for a missing one."""
+    _, gamma, beta = vectors
+    if gamma is not None and beta is None:
+        return vectors._replace(beta=jnp.zeros_like(gamma))
+    if beta is not None and gamma is None:
+        return vectors._replace(gamma=jnp.ones_like(beta))
     return vectors
 
 
@@ -57,9 +55,10 @@ def quantize(
     """
     scaling = "rowwise" if scale_inv is None else "tensorwise"
     want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)
-    vectors = {} if scale_inv is None else {"y_scale_inv": scale_inv}
-    static = dict(norm="none", activation="none", want=want, interpret=interpret)
-    outputs: Normed = launch(kernel, x, vectors=vectors, **static)
+    static = dict(epilogue=Epilogue("none"), want=want, interpret=interpret)
+    outputs: Normed = launch(
+        kernel, x, (), NO_VECTORS, scale_inv={"y_scale_inv": scale_inv}, **static
+    )
     assert outputs.y_fp8 is not None
     amaxes = None if outputs.y_amax is None else fp8.amax_of_parts(outputs.y_amax)
     return outputs.y_fp8, amaxes

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import bounded_scale_inv
+from loka_jax.normed import NormVectors, bounded_scale_inv
 from loka_jax.ops.kernel_site import KernelRun, run
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.matmul import matmul
@@ -115,15 +115,8 @@ def _by_xla(site: KernelRun, arrays: SiteArrays, state, observe):
         z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
     if _is_product_alone(spec):
         return z
-    exact = xla.norm_activation(
-        z,
-        bias=bias,
-        gamma=gamma,
-        beta=beta,
-        norm=spec.norm,
-        activation=spec.activation,
-        epsilon=site.epsilon,
-    )
+    vectors = NormVectors(bias, gamma, beta)
+    exact = xla.norm_activation(z, vectors, epilogue=site.static["epilogue"])
     y = exact.astype(plan.recipe.compute_dtype)
     if spec.out == "compute":
         return y

@@ -1,6 +1,13 @@
 """Provider `pallas`: Mosaic GPU kernels for Hopper. Arrays in, arrays out.
 
-`site_kernels` has a list of the kernels of a site.
+Each kernel is a module with `why_not`, which says in a sentence why a problem is not
+served (None if it is), and a function of the module's name, which launches it:
+
+    dense_norm      product, norm, activation and quantization in one kernel
+    norm_quantize   norm, activation and quantization after a product by XLA
+    norm_backward   backward pass of activation and norm
+
+`KERNELS` has them as sites see them: (`why_not(spec, recipe)`, run).
 """
 
 from loka_jax.pallas.site_kernels import (

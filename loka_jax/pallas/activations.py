@@ -1,9 +1,9 @@
 """Activations on register tiles, written for the GPU's instructions.
 
-The sigmoid is taken through `tanh`, one instruction on Hopper where `exp` and a
-division are several: `u * sigmoid(u) = h + h tanh(h)` with `h = u / 2`. So swish and
-GELU (the tanh form, as `jax.nn.gelu`'s default) want u / 2, a factor that kernels fold
-into what they multiply anyway.
+The sigmoid is computed by `tanh`, a single instruction on Hopper unlike `exp` and a
+division: `u * sigmoid(u) = h + h tanh(h)` with `h = u / 2`. So swish and GELU (the tanh
+form, the default of `jax.nn.gelu`) take u / 2, a factor that kernels fold into a
+multiplication they do anyway.
 """
 
 import math
@@ -18,7 +18,7 @@ _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
 def input_scale(name: ActivationName) -> float:
-    """Returns what the functions called scaled want their argument multiplied by."""
+    """Returns the factor of the argument of `activate_scaled` and `slope_scaled`."""
     return 0.5 if name in ("swish", "gelu") else 1.0
 
 

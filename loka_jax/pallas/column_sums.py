@@ -2,7 +2,7 @@
 
 A lane has the same columns in every tile. So its sums stay in registers, a row for each
 warp, until the last tile; then they are added over the warps of a CTA, in a fixed order
-and without atomics. The sums of CTAs are for the caller to add.
+and without atomics. The caller adds the sums of the CTAs.
 
 Rows must lie in one warp, or be folded: 32 or 128 lanes.
 """
@@ -27,11 +27,11 @@ def area_bytes(layout: RowLayout) -> int:
 
 
 def scratch(layout: RowLayout) -> dict[str, Any]:
-    """Returns the memory `write` takes."""
-    warpgroups = layout.settings.warpgroups
+    """Returns the memory that `write` takes."""
+    warpgroups = layout.config.warpgroups
     return dict(
         area=plgpu.SMEM((warpgroups, WARPS, layout.columns), jnp.float32),
-        meeting=plgpu.Barrier(num_arrivals=warpgroups),
+        barrier=plgpu.Barrier(num_arrivals=warpgroups),
     )
 
 
@@ -42,57 +42,57 @@ def result_type(layout: RowLayout, count: int) -> jax.ShapeDtypeStruct:
 
 
 def zeros(layout: RowLayout) -> list[jax.Array]:
-    """Returns the pieces of a sum before the first tile."""
-    piece = jnp.zeros((WARPS, layout.width), jnp.float32)
-    return [plgpu.layout_cast(piece, layout.registers)] * len(layout.pieces)
+    """Returns the subtiles of a sum before the first tile."""
+    subtile = jnp.zeros((WARPS, layout.width), jnp.float32)
+    return [plgpu.layout_cast(subtile, layout.registers)] * len(layout.subtiles)
 
 
-def sum_rows(piece: jax.Array) -> jax.Array:
-    """Returns what a piece of a tile adds to a sum."""
-    parts = [piece[i : i + WARPS] for i in range(0, piece.shape[0], WARPS)]
+def sum_rows(subtile: jax.Array) -> jax.Array:
+    """Returns the summand of a tile's subtile to a sum."""
+    parts = [subtile[i : i + WARPS] for i in range(0, subtile.shape[0], WARPS)]
     return functools.reduce(jnp.add, parts)
 
 
-def largest(value: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:
+def largest(value: jax.Array, subtiles: Sequence[jax.Array]) -> jax.Array:
     """Returns the larger of `value` and all magnitudes of a tile, a row for each warp.
 
-    Unlike sums, of all pieces together.
+    Unlike sums, over all subtiles together.
     """
-    for piece in pieces:
-        for i in range(0, piece.shape[0], WARPS):
-            value = jnp.maximum(value, jnp.abs(piece[i : i + WARPS]))
+    for subtile in subtiles:
+        for i in range(0, subtile.shape[0], WARPS):
+            value = jnp.maximum(value, jnp.abs(subtile[i : i + WARPS]))
     return value
 
 
 def write(
-    layout: RowLayout, sums: Sequence[Sequence[jax.Array]], target, area, meeting
+    layout: RowLayout, sums: Sequence[Sequence[jax.Array]], target, area, barrier
 ):
     """Writes sums, added over the warps of the CTA.
 
     Args:
         layout: of the tiles.
-        sums: of this warpgroup, each in pieces.
-        target: a reference to what `result_type` describes.
+        sums: of this warpgroup, each in subtiles.
+        target: a reference of type `result_type`.
         area: shared memory of `scratch`.
-        meeting: barrier of `scratch`.
+        barrier: of `scratch`.
     """
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
-    warpgroups = layout.settings.warpgroups
+    warpgroups = layout.config.warpgroups
     registers = plgpu.Layout.WG_STRIDED((layout.columns,), vec_size=1)
     load = functools.partial(plgpu.load, layout=registers, optimized=False)
 
-    def meet():
-        plgpu.barrier_arrive(meeting)
-        plgpu.barrier_wait(meeting)
+    def synchronize():
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
 
-    for i, pieces in enumerate(sums):
+    for i, subtiles in enumerate(sums):
         if i > 0:
-            meet()  # the area was read
-        for piece, columns in zip(pieces, layout.pieces, strict=True):
-            area[warpgroup, :, columns] = piece
-        meet()
+            synchronize()  # the area has been read
+        for subtile, columns in zip(subtiles, layout.subtiles, strict=True):
+            area[warpgroup, :, columns] = subtile
+        synchronize()
 
-        @pl.when(warpgroup == i % warpgroups)  # another one works for each sum
+        @pl.when(warpgroup == i % warpgroups)  # a different one for each sum
         def _(i=i):
             # Folded rows have other columns in each warp, else all have the same.
             for first in range(layout.fold):

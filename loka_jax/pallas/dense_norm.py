@@ -3,10 +3,10 @@
     z = x W^T + bias        u = gamma norm(z) + beta        y = activation(u)
 
 x (M, K) and the weight (N, K) come in FP8, or both in bfloat16; z stays in registers.
-The columns of z are cut into slabs of at most 256. A CTA keeps its slab of W in shared
-memory for the whole launch and walks over row tiles of 64. Where a norm or a row scale
-needs more than one slab, their CTAs form a cluster and exchange sums through
-distributed shared memory.
+The columns of z are cut into N tiles of at most 256. A persistent CTA keeps the weight
+of its N tile in shared memory and computes one row tile of 64 after another. Where a
+norm or a row scale spans several N tiles, their CTAs form a cluster and exchange sums
+through distributed shared memory.
 """
 
 from typing import Any
@@ -14,93 +14,84 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import ActivationName, Normed, NormName, Outputs
+from loka_jax.normed import NO_VECTORS, Epilogue, Normed, NormVectors, Outputs
 from loka_jax.pallas.dense_norm_kernel import Kernel
-from loka_jax.pallas.dense_norm_plan import (
+from loka_jax.pallas.dense_norm_layout import (
     Inputs,
-    Plan,
+    LaunchLayout,
     Problem,
-    Settings,
-    best_settings,
+    TuningConfig,
+    best_config,
     misfit,
     why_not,
 )
+from loka_jax.site import SiteSpec
+
+__all__ = ["Problem", "TuningConfig", "dense_norm", "why_not"]
 
 
 def dense_norm(
     x: Float[Array, "m k"] | Fp8Array,
     w: Float[Array, "n k"] | Fp8Array,
+    vectors: NormVectors = NO_VECTORS,
     *,
-    bias: Float[Array, "n"] | None = None,
-    gamma: Float[Array, "n"] | None = None,
-    beta: Float[Array, "n"] | None = None,
-    norm: NormName,
-    activation: ActivationName,
-    epsilon: float = 1e-6,
+    epilogue: Epilogue,
     want: Outputs,
     y_scale_inv: Float[Array, ""] | None = None,
-    settings: Settings | None = None,
+    config: TuningConfig | None = None,
     interpret: Any = None,
 ) -> Normed:
-    """Returns what `want` asks for of `activation(norm(x @ w.T + bias))`.
+    """Returns the requested outputs of `activation(norm(x @ w.T + bias))`.
+
+    The variance is the mean square less the squared mean, in float32, as in Flax's
+    LayerNorm: features whose mean is far larger than their deviation lose digits.
 
     Args:
         x: bfloat16, or E4M3 with `scale_inv` of shape `[]` or `[m, 1]`.
         w: of the same dtype, `scale_inv` of shape `[]` or `[n, 1]`.
-        bias: float32, added before the norm.
-        gamma: float32 factor after the norm, with `beta`; both or none.
-        beta: float32 summand after the norm.
-        norm: "layer" and "rms" over all columns, "block" over blocks of 256 without
-            gamma and beta, or "none".
-        activation: applied last.
-        epsilon: added to the variance or mean square.
+        vectors: gamma and beta come together, and not with block norms.
+        epilogue: norm and activation.
         want: the outputs.
         y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise".
-        settings: the layout of the launch; the best one known if None.
+        config: the tuning config; by default the fastest one measured.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
-    The variance is the mean square less the squared mean, in float32, as Flax's
-    LayerNorm has it: features with a mean far beyond their deviation lose digits.
-
     Raises:
-        ValueError: if the problem is not served (see `why_not`).
+        ValueError: if the problem is not served (see `why_not`), or the config does not
+            fit it.
     """
     assert isinstance(x, Fp8Array) == isinstance(w, Fp8Array)
-    assert (gamma is None) == (beta is None)
+    assert (vectors.gamma is None) == (vectors.beta is None)
     x_data, x_scale = _data_and_scales(x)
     w_data, w_scale = _data_and_scales(w)
-    inputs = Inputs(
-        x=x_data,
-        w=w_data,
-        x_scale=x_scale,
-        w_scale=w_scale,
-        bias=bias,
-        gamma=gamma,
-        beta=beta,
-        y_scale=None if y_scale_inv is None else y_scale_inv.reshape(1),
-    )
-    (m, k), n = inputs.x.shape, inputs.w.shape[0]
-    problem = Problem(
+    (m, k), n = x_data.shape, w_data.shape[0]
+    spec = SiteSpec(
         m=m,
         k=k,
         n=n,
-        dtype=inputs.x.dtype,
-        norm=norm,
-        activation=activation,
+        norm=epilogue.norm,
+        activation=epilogue.activation,
+        use_bias=vectors.bias is not None,
+    )
+    problem = Problem(
+        spec=spec,
+        dtype=x_data.dtype,
         want=want,
-        has_bias=bias is not None,
-        has_affine=gamma is not None,
-        x_scale_by_row=_is_vector(inputs.x_scale),
-        w_scale_by_column=_is_vector(inputs.w_scale),
+        has_affine=vectors.gamma is not None,
+        x_scale_by_row=_is_vector(x_scale),
+        w_scale_by_column=_is_vector(w_scale),
     )
     reason = why_not(problem)
     if reason is not None:
         raise ValueError(f"pallas dense_norm does not serve this site: {reason}.")
-    settings = settings or best_settings(problem)
-    reason = misfit(problem, settings)
+    config = config or best_config(problem)
+    reason = misfit(problem, config)
     if reason is not None:
-        raise ValueError(f"{settings} does not fit: {reason}.")
-    return Kernel(Plan(problem, settings), epsilon).launch(inputs, interpret)
+        raise ValueError(f"{config} does not fit: {reason}.")
+    y_scale = None if y_scale_inv is None else y_scale_inv.reshape(1)
+    inputs = Inputs(x_data, w_data, x_scale, w_scale, *vectors, y_scale)
+    kernel = Kernel(LaunchLayout(problem, config), epilogue.epsilon)
+    return kernel.launch(inputs, interpret)
 
 
 def _data_and_scales(x):

@@ -1,4 +1,4 @@
-"""A team's row tile in `dense_norm`: shared memory, stores, and the other slabs."""
+"""A consumer's row tile in `dense_norm`: shared memory, stores, other N tiles."""
 
 from typing import Any, NamedTuple
 
@@ -9,113 +9,134 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax.fp8 import E4M3
 from loka_jax.pallas import tiles
-from loka_jax.pallas.dense_norm_plan import Plan, Scratch
+from loka_jax.pallas.dense_norm_layout import LaunchLayout, Scratch
 from loka_jax.pallas.tiles import PER_COLUMN, PER_ROW, ROWS, per_row
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
-class At(NamedTuple):
-    """Where this thread is.
+class Position(NamedTuple):
+    """The position of this CTA in the grid.
 
     Attributes:
-        group: the first row tile of this CTA; the others follow `groups` apart.
-        slab: its slab.
-        steps: its number of row tiles.
+        m_cta: its first row tile; the others follow `LaunchLayout.m_ctas` apart.
+        n_tile: its N tile.
+        m_tiles: its number of row tiles.
     """
 
-    group: Any
-    slab: Any
-    steps: Any
+    m_cta: Any
+    n_tile: Any
+    m_tiles: Any
 
-    def turns(self, team, teams: int):
-        """Returns the number of row tiles of a team."""
-        return lax.div(self.steps - team + teams - 1, teams)
+    def iterations(self, consumer, consumers: int):
+        """Returns the number of row tiles of a consumer."""
+        return lax.div(self.m_tiles - consumer + consumers - 1, consumers)
 
 
 class Tile:
-    """A team's row tile: what it shares with shared memory and with other slabs."""
+    """A consumer's row tile: its loads, stores and exchanges with other N tiles."""
 
-    def __init__(self, plan: Plan, team, turn, scratch: Scratch, at: At):
-        """Takes the launch's plan, the tile's team and turn, and the CTA's memory."""
-        self._plan, self._team, self._turn = plan, team, turn
-        self._scratch, self.at = scratch, at
-        staged = {jnp.bfloat16: scratch.wide, E4M3: scratch.narrow}
+    def __init__(
+        self,
+        layout: LaunchLayout,
+        consumer,
+        iteration,
+        scratch: Scratch,
+        position: Position,
+    ):
+        """Takes the launch layout, and the consumer with its iteration."""
+        self._layout, self._scratch = layout, scratch
+        self._consumer, self._iteration = consumer, iteration
+        self.n_tile = position.n_tile
+        self._iterations = position.iterations(
+            consumer, layout.config.consumer_warpgroups
+        )
+        staging = {jnp.bfloat16: scratch.store_bf16, E4M3: scratch.store_fp8}
         self._stores = {
-            jnp.dtype(dtype): tiles.RowStore(staging.at[team])
-            for dtype, staging in staged.items()
-            if staging is not None
+            jnp.dtype(dtype): tiles.RowStore(buffer.at[consumer])
+            for dtype, buffer in staging.items()
+            if buffer is not None
         }
 
-    def column(self, name: str):
-        """Returns this slab's part of what is given for each column."""
-        source = table_row(self._plan, self._scratch, name)
+    def column_values(self, name: str):
+        """Returns this N tile's part of a vector."""
+        source = vector_ref(self._layout, self._scratch, name)
         return plgpu.load(source, layout=PER_COLUMN)
 
     def affine(self, start: int, size: int):
-        """Returns gamma and beta of some columns, as `_prepare` left them."""
-        rows = affine_rows(self._plan, self._scratch)
+        """Returns gamma and beta of some columns, as the consumers prepared them."""
         columns = pl.ds(start, size)
-        return tuple(plgpu.load(row.at[columns], layout=PER_COLUMN) for row in rows)
+        refs = affine_refs(self._layout, self._scratch)
+        return tuple(plgpu.load(ref.at[columns], layout=PER_COLUMN) for ref in refs)
 
     def x_scale(self):
         """Returns the scales of the tile's rows of x."""
-        half = lax.rem(self._turn, 2)
-        slot = 2 * self._team + half
-        plgpu.barrier_wait(self._scratch.scale_full.at[slot])
-        scale = plgpu.load(self._scratch.x_scale.at[self._team, half], layout=PER_ROW)
-        turns = self.at.turns(self._team, self._plan.settings.teams)
-        arrive_if(self._turn + 2 < turns, self._scratch.scale_empty.at[slot])
+        half = lax.rem(self._iteration, 2)
+        stage = 2 * self._consumer + half
+        plgpu.barrier_wait(self._scratch.x_scale_full.at[stage])
+        source = self._scratch.x_scale.at[self._consumer, half]
+        scale = plgpu.load(source, layout=PER_ROW)
+        is_needed = self._iteration + 2 < self._iterations
+        arrive_if(is_needed, self._scratch.x_scale_empty.at[stage])
         return scale
 
     def store(self, tile, target, rows, start=0):
         """Starts storing columns of the tile in the target's dtype."""
-        column = self.at.slab * self._plan.columns + start
-        self._stores[jnp.dtype(target.dtype)](
-            tile.astype(target.dtype), target, rows, column
-        )
+        column = self.n_tile * self._layout.tile_n + start
+        store = self._stores[jnp.dtype(target.dtype)]
+        store(tile.astype(target.dtype), target, rows, column)
 
-    def store_rows(self, place, values, target, rows, *, by_slab=False):
-        """Starts storing a value a row; slab 0 does it if all have the same."""
-        staging = self._scratch.rows.at[self._team, place]
+    def store_row_values(self, index, values, target, rows, *, by_n_tile=False):
+        """Starts storing a value per row.
+
+        Args:
+            index: of the staging buffer, a different one for each output.
+            values: one per row.
+            target: of all rows.
+            rows: of this tile.
+            by_n_tile: store them from every N tile; else from the first one only, as
+                all have the same values.
+        """
+        staging = self._scratch.store_rows.at[self._consumer, index]
         staging[...] = values
         plgpu.commit_smem()
 
         def copy():
             plgpu.copy_smem_to_gmem(staging, target.at[rows])
 
-        if by_slab or self._plan.settings.slabs == 1:
+        if by_n_tile or self._layout.config.n_tiles == 1:
             return copy()
-        pl.when(self.at.slab == 0)(copy)
+        pl.when(self.n_tile == 0)(copy)
 
     def exchange(self, index, values, combine):
-        """Returns one or two values a row, combined over the slabs.
+        """Returns one or two values per row, combined over the N tiles.
 
-        `index` counts a tile's exchanges. Two buffers are enough: who is one exchange
-        ahead has everybody's part of the last one, so the one before was read.
+        `index` counts a tile's exchanges. Two buffers are enough: a CTA that is one
+        exchange ahead has received every part of the previous one, so the buffer of the
+        one before that has been read.
         """
-        s = self._plan.settings
-        half = lax.rem(self._turn * self._plan.exchanges + index, 2)
-        barrier = self._scratch.sums_full.at[2 * self._team + half]
-        buffer = self._scratch.sums.at[self._team, half]
-        # The unit that travels is a tile of 8 columns: four for either value.
+        n_tiles = self._layout.config.n_tiles
+        half = lax.rem(self._iteration * self._layout.exchanges + index, 2)
+        barrier = self._scratch.partials_full.at[2 * self._consumer + half]
+        buffer = self._scratch.partials.at[self._consumer, half]
+        # The smallest unit of a copy is a tile of 8 columns: four for either value.
         iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 1, layout=_WGMMA)
         is_first = iota < 4
         total = jnp.where(is_first, per_row(values[0], 8), per_row(values[-1], 8))
-        own = total
-        for distance in range(1, s.slabs):
+        partial = total
+        for distance in range(1, n_tiles):
             plgpu.async_store_smem(
-                own,
+                partial,
                 buffer.at[distance - 1],
                 barrier,
-                cluster_idx=lax.rem(self.at.slab + distance, s.slabs),
-                cluster_dim="slab",
+                cluster_idx=lax.rem(self.n_tile + distance, n_tiles),
+                cluster_dim="n_tile",
             )
         plgpu.barrier_wait(barrier)
-        for distance in range(1, s.slabs):
+        for distance in range(1, n_tiles):
             other = plgpu.load(buffer.at[distance - 1], layout=_WGMMA)
             total = combine(total, other)
-        # Every column of a half holds the same value: a maximum picks it exactly.
+        # All columns of a half hold the same value: a maximum extracts it exactly.
         low = jnp.full((ROWS, 8), -jnp.inf, jnp.float32)
         low = plgpu.layout_cast(low, _WGMMA)
         first = jnp.max(jnp.where(is_first, total, low), axis=1)
@@ -123,16 +144,16 @@ class Tile:
         return (first, second)[: len(values)]
 
 
-def affine_rows(plan: Plan, scratch: Scratch):
-    """Returns where gamma and beta lie as the row tiles read them."""
+def affine_refs(layout: LaunchLayout, scratch: Scratch):
+    """Returns references to gamma and beta as the row tiles read them."""
     if scratch.affine is not None:
         return scratch.affine.at[0], scratch.affine.at[1]
-    return tuple(table_row(plan, scratch, name) for name in ("gamma", "beta"))
+    return tuple(vector_ref(layout, scratch, name) for name in ("gamma", "beta"))
 
 
-def table_row(plan: Plan, scratch: Scratch, name: str):
-    """Returns where lies what is given for each column."""
-    return scratch.table.at[plan.table.index(name)]
+def vector_ref(layout: LaunchLayout, scratch: Scratch, name: str):
+    """Returns a reference to an N tile's part of a vector."""
+    return scratch.vectors.at[layout.vectors.index(name)]
 
 
 def wait_if(condition, barrier):

@@ -1,8 +1,4 @@
-"""The Pallas kernels as sites see them: what each serves, and how to run it.
-
-    dense_norm      the whole forward pass of a site in one kernel
-    norm_quantize   norm, activation and quantization after a product of XLA
-    norm_backward   the backward pass of norm and activation, before products of XLA
+"""The Pallas kernels as sites see them: whether each serves a site, and its launch.
 
 Rows come in multiples of `ROWS`; callers pad.
 """
@@ -14,8 +10,8 @@ import jax.numpy as jnp
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import XHAT_MAX_FEATURES, Outputs, norm_features
 from loka_jax.pallas.dense_norm import dense_norm
-from loka_jax.pallas.dense_norm_plan import Problem
-from loka_jax.pallas.dense_norm_plan import why_not as _why_not_dense_norm
+from loka_jax.pallas.dense_norm_layout import Problem
+from loka_jax.pallas.dense_norm_layout import why_not as _why_not_dense_norm
 from loka_jax.pallas.norm_backward import norm_backward
 from loka_jax.pallas.norm_backward import why_not as _why_not_norm_backward
 from loka_jax.pallas.norm_quantize import norm_quantize
@@ -76,14 +72,9 @@ def _dense_norm(spec: SiteSpec, recipe: Recipe) -> str | None:
         by_row = (spec.fp8_in or fwd.first.granularity) == "rowwise"
         by_column = fwd.second.granularity == "rowwise"
     problem = Problem(
-        m=spec.m,
-        k=spec.k,
-        n=spec.n,
+        spec=spec,
         dtype=jnp.bfloat16 if fwd is None else E4M3,
-        norm=spec.norm,
-        activation=spec.activation,
         want=training_outputs(spec, recipe),
-        has_bias=spec.use_bias,
         has_affine=spec.has_affine,
         x_scale_by_row=by_row,
         w_scale_by_column=by_column,

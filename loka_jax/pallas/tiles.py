@@ -1,8 +1,8 @@
-"""What the Mosaic GPU kernels share: row tiles, shared memory, the output of a tile.
+"""Shared parts of the Mosaic GPU kernels: row tiles, shared memory, stores of a tile.
 
-A tile is 64 rows, the height of one `wgmma`. Arrays in registers have its accumulator
-layout; a value per row or per column is broadcast to a tile explicitly, for Mosaic has
-no implicit broadcasting.
+A row tile has 64 rows, the height of one `wgmma`. Arrays in registers have its
+accumulator layout; a value per row or per column is broadcast to a tile explicitly,
+because Mosaic has no implicit broadcasting.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 from loka_jax.fp8 import E4M3, fp8_max
 
-ROWS = 64  # of a tile: the height of a wgmma
-TMA_SIDE = 256  # a TMA copy takes at most that many elements along a dim
-SMEM_BYTES = 232_448  # that one CTA can have on Hopper
+ROWS = 64  # of a row tile: the height of a wgmma
+TMA_SIDE = 256  # largest dim of a TMA copy
+SMEM_BYTES = 232_448  # most shared memory of a CTA on Hopper
 SMS = 132  # of an H100 or H200
 _SMEM_ALIGNMENT = 1024
 
@@ -38,9 +38,9 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
 
 
 def row_scale_inv(amax: jax.Array, least: float) -> jax.Array:
-    """Returns the power-of-two `scale_inv` of rows of that amax, as `fp8` has it.
+    """Returns the power-of-two `scale_inv` of rows with these amaxes, as in `fp8`.
 
-    At least `least`; NaN or infinite where the amax is, so that such rows are seen.
+    At least `least`; NaN or infinite where the amax is, so that faulty rows show.
     """
     scale_inv = jnp.maximum(amax * (1 / fp8_max(E4M3)), least)
     # Rounds up to a power of two.
@@ -54,7 +54,7 @@ def accumulator(rows: int, columns: int):
 
 
 def shared_memory_bytes(scratch: Iterable[Any]) -> int:
-    """Returns what a CTA needs for the arrays and barriers that are not None.
+    """Returns the bytes of the arrays and barriers that are not None.
 
     Every array starts at a multiple of 1 KiB.
     """
@@ -78,20 +78,20 @@ def per_column(values: jax.Array, rows: int = ROWS) -> jax.Array:
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
-# A CTA's registers are handed out at launch, evenly, in units of 8 a thread and at most
-# 64 Ki together. Warpgroups that only move data give theirs up; those that compute take
-# them: asking for more than was given up waits for ever.
+# A launch divides at most 64 Ki registers evenly among a CTA's threads, in units of 8.
+# The producer warpgroup releases most of its registers and the consumers take them:
+# asking for more than were released deadlocks.
 _REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 PRODUCER_REGISTERS = 24
 
 
-def compute_registers(warpgroups: int) -> int:
-    """Returns the registers a thread of each of `warpgroups` computing warpgroups."""
-    return _REGISTERS[warpgroups]
+def consumer_registers(consumers: int) -> int:
+    """Returns the registers per thread of each of some consumer warpgroups."""
+    return _REGISTERS[consumers]
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Returns the parameters all kernels are compiled with.
+    """Returns the compiler parameters of all kernels.
 
     No automatic barriers: every kernel orders its accesses to shared memory itself.
     No scratch for reductions: sums along rows stay within a warp.
@@ -105,36 +105,35 @@ def compiler_params() -> plgpu.CompilerParams:
 
 
 class RowStore:
-    """Writes register tiles to global memory through pieces of shared memory.
+    """Writes register tiles to global memory by subtiles, staged in shared memory.
 
-    One warpgroup's own. Make a new one for every row tile, when all that was stored
-    before has left (`drain`).
+    Belongs to one warpgroup. Make a new one for every row tile, after `drain`.
     """
 
     def __init__(self, staging):
-        """Takes a reference of shape (slots, 64, piece) to stage pieces in."""
+        """Takes a reference to shared memory, (stages, 64, columns of a subtile)."""
         self._staging = staging
         self._stored = 0
 
     def __call__(self, tile: jax.Array, target, rows, first_column):
         """Starts copying `tile` to `target[rows, first_column:]`.
 
-        `drain` before the kernel ends.
+        Call `drain` before the kernel ends.
         """
-        slots, _, piece = self._staging.shape
-        for start in range(0, tile.shape[1], piece):
-            slot = self._stored % slots
-            if self._stored >= slots:
-                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            self._staging[slot] = tile[:, start : start + piece]
+        stages, _, columns = self._staging.shape
+        for start in range(0, tile.shape[1], columns):
+            stage = self._stored % stages
+            if self._stored >= stages:
+                plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
+            self._staging[stage] = tile[:, start : start + columns]
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                self._staging.at[slot],
-                target.at[rows, pl.ds(first_column + start, piece)],
+                self._staging.at[stage],
+                target.at[rows, pl.ds(first_column + start, columns)],
             )
             self._stored += 1
 
 
 def drain():
-    """Waits until everything this warpgroup stored has left shared memory."""
+    """Waits until all stores of this warpgroup have left shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

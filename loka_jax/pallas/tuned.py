@@ -1,7 +1,7 @@
-"""The settings that were fastest on an H200, by kernel, problem and rows.
+"""The fastest tuning configs on an H200, by kernel, problem and rows.
 
-`experiments/bench/tune_kernels.py` writes the table. Other Hopper devices take the same
-settings: they differ in memory, not in what fits.
+`experiments/bench/tune_kernels.py` writes the table. Other Hopper devices use the same
+configs: they differ in memory, not in what fits.
 """
 
 import functools
@@ -14,20 +14,21 @@ _TABLE = "tuned_h200.json"
 
 
 def lookup(kernel: str, key: str, m: int) -> dict[str, Any] | None:
-    """Returns the settings measured for the number of rows nearest to `m`, or None.
+    """Returns the config measured for the number of rows nearest to `m`, or None.
 
     Args:
         kernel: name of the kernel's module.
-        key: what tells its problems apart, without their rows.
+        key: of the problem, for any number of rows.
         m: rows; the nearest by ratio is taken.
     """
-    measured = _load().get(kernel, {}).get(key)
-    if not measured:
+    config_by_rows = _load().get(kernel, {}).get(key)
+    if not config_by_rows:
         return None
-    return measured[min(measured, key=lambda rows: abs(math.log(int(rows) / m)))]
+    nearest = min(config_by_rows, key=lambda rows: abs(math.log(int(rows) / m)))
+    return config_by_rows[nearest]
 
 
 @functools.cache
 def _load() -> dict[str, Any]:
     file = importlib.resources.files("loka_jax.pallas").joinpath(_TABLE)
-    return json.loads(file.read_text())["settings"]
+    return json.loads(file.read_text())["configs"]

@@ -1,10 +1,14 @@
 """Provider `triton`: kernels through jax-triton, the optional extra `triton`.
 
-Arrays in, arrays out. `matmul` multiplies FP8 operands, `norm_quantize` is the norm,
-activation and cast of rows after a product, `dot_features` the pairwise dot products
-of vectors, `row_update` sums gradients by row and updates embedding rows. Importing
-this package imports neither Triton nor jax-triton: a kernel's own module, `*_kernel`,
-does, at its first launch.
+Arrays in, arrays out. Each module has `why_not`, which says in a sentence why a problem
+is not served (None if it is), and functions that launch its kernels:
+
+    matmul        fp8_matmul: product of FP8 operands
+    dot_features  dot_features, dot_features_backward: dot products of pairs of vectors
+    row_update    sum_runs, sgd, rowwise_adagrad: sums of gradients by row, row updates
+
+Importing this package imports neither Triton nor jax-triton: a module `*_kernel` does,
+at its first launch.
 """
 
 from loka_jax.triton.launch import (

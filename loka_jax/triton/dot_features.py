@@ -1,13 +1,13 @@
-"""Dot products of all pairs of an example's vectors, by Triton: one pass each way.
+"""Dot products of all pairs of an example's vectors by Triton, in one pass each way.
 
 With z the bottom vector, if there is one, and the embeddings,
 
     out = [bottom; <z_i, z_j> for i > j, row by row; zeros]              [B, p]
     dz  = S z,    S_ij = S_ji = g_ij, S_ii = 0                           [B, n, D]
 
-Products run on the tensor cores and are summed in float32, each rounded once. XLA takes
-a pass over [B, n, n] and [B, n, D] for every step of this; here only the operands and
-the result touch memory.
+Products run on the tensor cores and are summed in float32, each rounded once. XLA makes
+a pass over [B, n, n] and [B, n, D] for every step; here only the operands and the
+result touch memory.
 """
 
 from typing import Any
@@ -19,18 +19,18 @@ from jaxtyping import Array, Float
 
 from loka_jax.triton.launch import launch, power_of_two, require_triton
 
-_MOST_VECTORS = 64
-_WIDEST = 256  # D
-_LEAST_TILE = 16  # the tensor core's
-# Settings. A program's warps share an example, and its examples follow each other: many
-# small programs hide each other's latencies, several examples each pay for the launch.
+_MAX_VECTORS = 64
+_MAX_DIM = 256
+_MIN_TILE = 16  # of the tensor core
+# Tuned. A program's warps share an example, and its examples follow each other: many
+# small programs hide each other's latencies, several examples amortize the launch.
 _EXAMPLES = 4
-_VALUES = 160  # that a thread holds: with fewer, an example takes more warps
+_VALUES = 160  # per thread; more values take more warps
 _NUM_STAGES = 1
 
 
 def why_not(batch: int, n: int, dim: int, dtype: DTypeLike) -> str | None:
-    """Returns why n vectors an example are not served, or None if they are.
+    """Returns why n vectors per example are not served, or None if they are.
 
     Args:
         batch: number of examples.
@@ -42,10 +42,10 @@ def why_not(batch: int, n: int, dim: int, dtype: DTypeLike) -> str | None:
         return f"B={batch}, D={dim}: there is nothing to multiply"
     if n < 2:
         return f"n={n}: there are no pairs"
-    if n > _MOST_VECTORS:
-        return f"n={n} is more than {_MOST_VECTORS}"
-    if dim > _WIDEST:
-        return f"D={dim} is more than {_WIDEST}"
+    if n > _MAX_VECTORS:
+        return f"n={n} is more than {_MAX_VECTORS}"
+    if dim > _MAX_DIM:
+        return f"D={dim} is more than {_MAX_DIM}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"{jnp.dtype(dtype)} is not bfloat16"
     return None
@@ -65,7 +65,7 @@ def dot_features(
         width: of the result, not below the number of its features.
 
     Raises:
-        ValueError: with the reason if these operands are not served.
+        ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     sizes = _sizes(bottom, embeddings, width)
@@ -78,7 +78,7 @@ def dot_features(
         dot_features_kernel.dot_features_kernel,
         *(embeddings if bottom is None else bottom, embeddings),
         outputs=[jax.ShapeDtypeStruct((sizes["batch"], width), embeddings.dtype)],
-        **_settings(sizes, copies=1),
+        **_launch_options(sizes, copies=1),
         constants=sizes | dict(tile_rest=power_of_two(max(width - end, 1))),
     )
     return out
@@ -89,22 +89,22 @@ def dot_features_backward(
     embeddings: Float[Array, "B F D"],
     g: Float[Array, "B p"],
 ) -> tuple[Float[Array, "B D"] | None, Float[Array, "B F D"]]:
-    """Returns the gradients of `bottom` and `embeddings`, given that of the result.
+    """Returns the gradients of `bottom` and `embeddings`.
 
     Args:
         bottom, embeddings: of `dot_features`.
-        g: bfloat16.
+        g: bfloat16 gradient of the result.
 
     Raises:
-        ValueError: with the reason if these operands are not served.
+        ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     sizes = _sizes(bottom, embeddings, g.shape[1])
     require_triton()
     from loka_jax.triton import dot_features_kernel
 
-    # The kernel has a pointer for everything: the embeddings and a single element
-    # stand for what there is not.
+    # The kernel takes a pointer for every operand: without a bottom vector it gets the
+    # embeddings and one element, which it does not touch.
     first = embeddings if bottom is None else bottom
     dbottom, dembeddings = launch(
         dot_features_kernel.dot_features_backward_kernel,
@@ -113,17 +113,17 @@ def dot_features_backward(
             jax.ShapeDtypeStruct((1, 1) if bottom is None else bottom.shape, g.dtype),
             jax.ShapeDtypeStruct(embeddings.shape, g.dtype),
         ],
-        **_settings(sizes, copies=2),
+        **_launch_options(sizes, copies=2),
         constants=sizes,
     )
     return (None if bottom is None else dbottom), dembeddings
 
 
 def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
-    """Returns the constants that both kernels take.
+    """Returns the constants of both kernels.
 
     Raises:
-        ValueError: if the kernels do not serve them.
+        ValueError: if the operands are not served.
     """
     batch, fields, dim = embeddings.shape
     n = fields + (bottom is not None)
@@ -137,15 +137,16 @@ def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
         width=width,
         has_bottom=bottom is not None,
         examples=_EXAMPLES,
-        tile_n=max(power_of_two(n), _LEAST_TILE),
-        tile_dim=max(power_of_two(dim), _LEAST_TILE),
+        tile_n=max(power_of_two(n), _MIN_TILE),
+        tile_dim=max(power_of_two(dim), _MIN_TILE),
     )
 
 
-def _settings(sizes, *, copies: int) -> dict[str, Any]:
-    """Returns how a kernel is launched that holds vectors and products so often.
+def _launch_options(sizes, *, copies: int) -> dict[str, Any]:
+    """Returns grid, warps and stages of a kernel.
 
-    One warp where they are few: several wait for each other at every step.
+    `copies` counts the sets of vectors and products in registers. Few values take a
+    single warp: several wait for each other at every step.
     """
     values = copies * sizes["tile_n"] * (sizes["tile_n"] + sizes["tile_dim"])
     return dict(

@@ -1,15 +1,14 @@
 """The kernels of `dot_features`. Importing this module imports Triton.
 
-A program takes a few examples, one after the other, each as a tile of `tile_n` vectors
-by `tile_dim`, zeros past the end: the bottom vector, if there is one, then the
-embeddings. All of an example stays in registers and shared memory between its two
-passes through global memory.
+A program computes a few examples, one after the other, each as a tile of `tile_n`
+vectors by `tile_dim`, zeros past the end: the bottom vector, if there is one, then the
+embeddings. An example stays in registers and shared memory between load and store.
 
-`no_type_check` keeps the run-time type checks of the tests off functions that are
-source text for Triton's compiler rather than Python.
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
 """
 
-# Triton is an optional extra; where it is missing pyright takes this package for it.
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from typing import no_type_check
@@ -36,8 +35,8 @@ def dot_features_kernel(
 ):
     """Writes the bottom vector, the products of all pairs and zeros, `width` in all.
 
-    `n` counts the vectors, and the bottom one among them if `has_bottom`; else its
-    pointer is not touched.
+    `n` counts the vectors, including the bottom one if `has_bottom`; else its pointer
+    is not touched.
     """
     lead: tl.constexpr = dim if has_bottom else 0
     end: tl.constexpr = lead + n * (n - 1) // 2
@@ -45,8 +44,7 @@ def dot_features_kernel(
     last = tl.minimum(first + examples, batch) - 1
     v = _load(bottom, embeddings, first, n, dim, has_bottom, tile_n, tile_dim)
     for example in range(first, last + 1):
-        # Asked for while this example is worked on, or a warp would wait for memory
-        # at each.
+        # Prefetched while this example is computed, to hide the latency of memory.
         following = tl.minimum(example + 1, last)
         ahead = _load(
             bottom, embeddings, following, n, dim, has_bottom, tile_n, tile_dim
@@ -84,10 +82,10 @@ def dot_features_backward_kernel(
     tile_n: tl.constexpr,
     tile_dim: tl.constexpr,
 ):
-    """Writes `S v`, S the symmetric matrix of the pairs' gradients, and its row 0 + g.
+    """Writes `S v`, S the symmetric matrix of the pairs' gradients, g added to row 0.
 
-    Row 0 is rounded and then added to the gradient of the bottom vector's own features,
-    as where the two are operations of their own.
+    Row 0 is rounded before the gradient of the bottom vector's own features is added,
+    as if these were two operations.
     """
     lead: tl.constexpr = dim if has_bottom else 0
     first = tl.program_id(0) * examples
@@ -100,7 +98,7 @@ def dot_features_backward_kernel(
         v = tl.load(at, mask=inside, other=0.0)
         pair, is_pair = _pairs(n, tile_n)
         lower = tl.load(row + lead + pair, mask=is_pair, other=0.0)
-        # Exact: of two summands one is zero.
+        # Exact: one of the two summands is zero.
         dv = tl.dot(lower + lower.T, v).to(v.dtype)
         at, inside = _vectors(
             dbottom, dembeddings, b, n, dim, has_bottom, tile_n, tile_dim
@@ -143,7 +141,7 @@ def _vectors(
     tile_n: tl.constexpr,
     tile_dim: tl.constexpr,
 ):
-    """Returns pointers to the vectors of example `b`, and which of the tile exist."""
+    """Returns pointers to the vectors of example `b`, and their mask."""
     i = tl.arange(0, tile_n)[:, None]
     d = tl.arange(0, tile_dim)[None, :]
     inside = (i < n) & (d < dim)
@@ -157,9 +155,9 @@ def _vectors(
 @triton.jit
 @no_type_check
 def _pairs(n: tl.constexpr, tile_n: tl.constexpr):
-    """Returns the place of each pair (i, j) among all with i > j, and which are pairs.
+    """Returns the index of each pair (i, j) among all with i > j, and their mask.
 
-    A row's places are contiguous along j, so that neighbouring threads take neighbours.
+    Indices are contiguous along j, so that neighbouring threads access neighbours.
     """
     i = tl.arange(0, tile_n)[:, None]
     j = tl.arange(0, tile_n)[None, :]

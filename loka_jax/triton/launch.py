@@ -1,7 +1,7 @@
-"""Where Triton kernels can run, and how all of them are launched.
+"""Launch of the Triton kernels, and the conditions under which they run.
 
-jax-triton has no interpreter and no rules for derivatives or batching: the kernels
-serve inside a `custom_vjp`, on a GPU, and a twin in plain JAX must stand beside each.
+jax-triton has no interpreter and no rules for derivatives or batching: call the kernels
+inside a `custom_vjp`, on a GPU, and write each operation in plain JAX as well.
 """
 
 import importlib.util
@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import jax
 
-# Who runs an operation that has a kernel here and a twin in plain JAX.
+# The providers of an operation that has a kernel here.
 Implementation = Literal["xla", "triton"]
 
-# Kernels are compiled for Hopper whatever machine lowers them, so that a program can
-# be lowered, and its kernels compiled, where there is no GPU.
+# Kernels are compiled for Hopper on any machine, so that programs can be lowered
+# without a GPU.
 _COMPUTE_CAPABILITY = 90
 
 _NOT_INSTALLED = "is not installed: pip install 'loka-jax[triton]'"
@@ -34,14 +34,14 @@ def why_not_here() -> str | None:
 def chosen(
     implementation: Implementation | None, why_not: str | None
 ) -> Implementation:
-    """Returns who runs an operation: what was asked for, or Triton where it can.
+    """Returns the provider of an operation: the requested one, else Triton if it can.
 
     Args:
-        implementation: None leaves it to this function.
+        implementation: the requested provider, or None.
         why_not: why the kernel does not serve the operands, or None.
 
     Raises:
-        ValueError: if Triton was asked for and cannot run.
+        ValueError: if Triton was requested and cannot run.
     """
     if implementation is None:
         return "xla" if why_not or why_not_here() else "triton"
@@ -52,7 +52,7 @@ def chosen(
 
 
 def require_triton() -> None:
-    """Raises an ImportError that says what to install, if the extra is missing."""
+    """Raises an ImportError with the remedy if the extra `triton` is missing."""
     missing = why_not_installed()
     if missing is not None:
         raise ImportError(missing)
@@ -68,19 +68,19 @@ def launch(
     constants: dict[str, Any],
     aliases: Mapping[int, int] | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns what `kernel` writes, compiled for Hopper.
+    """Returns the outputs of `kernel`, compiled for Hopper.
 
     Args:
         kernel: a function compiled by `triton.jit`. Its parameters are pointers to
             `arrays`, pointers to the outputs, and the constants by name.
         arrays: the inputs.
-        outputs: shapes and dtypes of what is written.
+        outputs: shapes and dtypes of the outputs.
         grid: the number of programs.
         num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads in loops with products.
-        constants: what is known when compiling. Sizes belong here: only of constants
-            does Triton see that they are multiples of 16, and so widens loads.
-        aliases: for an input that is written in place, the output that it becomes.
+        num_stages: pipeline stages of loads in loops with products.
+        constants: compile-time constants. Sizes belong here: Triton vectorizes loads
+            only where it can prove that sizes are multiples of 16.
+        aliases: index of an input written in place -> index of its output.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]  # an optional extra
 
@@ -98,12 +98,12 @@ def launch(
 
 
 def power_of_two(size: int) -> int:
-    """Returns the least power of two that is not below `size`."""
+    """Returns the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def why_not_installed() -> str | None:
-    """Returns which package is missing and the remedy, or None."""
+    """Returns the name of a missing package with the remedy, or None."""
     for package, name in (("jax_triton", "jax-triton"), ("triton", "triton")):
         if importlib.util.find_spec(package) is None:
             return f"{name} {_NOT_INSTALLED}"

@@ -1,14 +1,14 @@
 """The kernels of `matmul`. Importing this module imports Triton.
 
-A program makes a block_m x block_n tile of `out = lhs rhs^T`. Both operands are read
-K-major, as Hopper's FP8 tensor cores want them. Rows past the end are read as row 0
+A program computes a block_m x block_n tile of `out = lhs rhs^T`. Both operands are read
+K-major, as Hopper's FP8 tensor cores require. Rows past the end are read as row 0
 and not stored; columns of K past the end are read as zeros.
 
-`no_type_check` keeps the run-time type checks of the tests off functions that are
-source text for Triton's compiler rather than Python.
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
 """
 
-# Triton is an optional extra; where it is missing pyright takes this package for it.
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from typing import no_type_check
@@ -16,8 +16,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# Rows of tiles that are walked together: their lhs and the rhs of the columns in
-# flight stay in the L2 cache.
+# Rows of tiles computed together: their lhs, and the rhs of the columns in flight,
+# stay in the L2 cache.
 _GROUP = tl.constexpr(8)
 
 
@@ -39,9 +39,9 @@ def fp8_matmul_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Scales that are constant along K, applied to the sum.
+    """Multiplies operands whose scales are constant along K and scale the sum.
 
-    `lhs_rows` and `rhs_rows` say how many rows share a scale, 0 for all of them.
+    `lhs_rows` and `rhs_rows` are the numbers of rows that share a scale, 0 for all.
     """
     row, column = _first_of_tile(m, n, block_m, block_n)
     lhs_at = _pointers(lhs, row, m, k, block_m, block_k)
@@ -53,8 +53,8 @@ def fp8_matmul_kernel(
         if fast_accumulation:
             total = tl.dot(a, b.T, total)
         else:
-            # The tensor core's own sums keep few bits: none is longer than a block. By
-            # `max_num_imprecise_acc` ptxas would serialize the core's instructions.
+            # The tensor core's own sums keep few bits: none is longer than a block.
+            # With `max_num_imprecise_acc` ptxas would serialize its instructions.
             total += tl.dot(a, b.T)
     # Two multiplications, not one by the product, which could leave float32's range.
     total *= _scales(lhs_scale_inv, row, m, block_m, lhs_rows, 1)[:, None]
@@ -80,7 +80,7 @@ def fp8_block_matmul_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Scales of tiles of `lhs_rows` or `rhs_rows` by `scale_block`, by K block.
+    """Multiplies operands scaled by tiles of `lhs_rows` or `rhs_rows` by `scale_block`.
 
     The product of a K block is scaled and then added in float32.
     """

@@ -1,12 +1,12 @@
-"""Sums of runs of equal ids, and embedding rows updated by them, by Triton.
+"""Sums of runs of equal ids, and updates of embedding rows by them, in Triton.
 
-The gradients are read once, in the order of their ids, and nothing as large as they
-are is written in between: with `order` the positions sorted by id,
+The gradients are read once, in the order of their ids, without an intermediate array of
+their size: with `order` the positions sorted by id,
 
     s[i] = sum_{j: ids[j] = ids[i]} grads[order[j]]
 
-in float32. Long runs are cut into blocks, whose sums are summed in turn: for a million
-gradients three launches where D is 16, five where it is 256. The additions form a fixed
+in float32. Long runs are cut into blocks, whose sums are summed in turn: a million
+gradients take three launches for D = 16, five for D = 256. The additions form a fixed
 tree, without atomics, so that equal operands give equal bits.
 """
 
@@ -19,23 +19,38 @@ from jaxtyping import Array, Float, Int
 
 from loka_jax.triton.launch import launch, power_of_two, require_triton
 
-_MOST_ENTRIES = 2**30  # positions are int32
-_WIDEST = 512  # D
+_MAX_ENTRIES = 2**30  # positions are int32
+_MAX_DIM = 512
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-# Settings. The first level gathers, and lives on many small programs at once; the later
-# ones are small, and larger tiles save a launch.
-_VALUES = 1024  # of a program's tile: entries by D
-_CARRIED_VALUES = 8192
-_FEWEST_POSITIONS = 32  # or the next level is hardly smaller
 _VALUES_PER_THREAD = 8
-_MOST_WARPS = 16
+_MAX_WARPS = 16
+
+
+class TuningConfig(NamedTuple):
+    """The tunable parameters of the launches.
+
+    The first level gathers, and is fastest with many small programs in flight; later
+    levels are small, and larger tiles save a launch.
+
+    Attributes:
+        values: values in a program's tile, entries by D, on the first level.
+        carried_values: the same on later levels.
+        min_positions: entries of a program; fewer hardly shrink the next level.
+    """
+
+    values: int = 1024
+    carried_values: int = 8192
+    min_positions: int = 32
+
+
+CONFIG = TuningConfig()  # of all launches
 
 
 class Level(NamedTuple):
     """One launch.
 
     Attributes:
-        n: its entries.
+        n: number of entries.
         positions: entries of a program.
         num_warps: warps of a program.
     """
@@ -46,7 +61,7 @@ class Level(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Its programs; each hands two entries on to the next level."""
+        """Number of programs; each carries two entries to the next level."""
         return -(-self.n // self.positions)
 
 
@@ -59,14 +74,14 @@ def why_not(
         n: row gradients, duplicates included.
         dim: D, their dimension.
         dtype: of the gradients.
-        table_dtype: of the table if there is one.
+        table_dtype: of the table, if any.
     """
     if n <= 0 or dim <= 0:
         return f"N={n}, D={dim}: there is nothing to add"
-    if n > _MOST_ENTRIES:
-        return f"N={n} is more than {_MOST_ENTRIES}"
-    if dim > _WIDEST:
-        return f"D={dim} is more than {_WIDEST}"
+    if n > _MAX_ENTRIES:
+        return f"N={n} is more than {_MAX_ENTRIES}"
+    if dim > _MAX_DIM:
+        return f"D={dim} is more than {_MAX_DIM}"
     for name in (jnp.dtype(dtype), jnp.dtype(table_dtype)):
         if name not in _DTYPES:
             return f"{name} is neither float32 nor bfloat16"
@@ -78,15 +93,15 @@ def sum_runs(
 ) -> Float[Array, "N D"]:
     """Returns s[i], float32, where i is the last position of its run.
 
-    What stands elsewhere, and where the id is `BAD_ID`, means nothing.
+    Other entries, and those of `BAD_ID`, are undefined.
 
     Args:
         ids: int32, sorted, not below 0.
-        order: int32, the position in `grads` of each of them.
+        order: int32, the position of each in `grads`.
         grads: float32 or bfloat16.
 
     Raises:
-        ValueError: with the reason if these operands are not served.
+        ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     _check("sum_runs", grads)
@@ -98,7 +113,7 @@ def sum_runs(
     for depth, level in enumerate(levels(n, dim)):
         sums, ids, places, grads = launch(
             row_update_kernel.sum_runs_kernel,
-            # The first level has no sums to go on with: some array stands for them.
+            # The first level has no sums so far: any array will do.
             *(ids, places, grads, ids if sums is None else sums),
             outputs=[
                 jax.ShapeDtypeStruct((n, dim), jnp.float32),
@@ -107,7 +122,7 @@ def sum_runs(
                 jax.ShapeDtypeStruct((2 * level.blocks, dim), jnp.float32),
             ],
             aliases={} if sums is None else {3: 0},
-            **_settings(level),
+            **_launch_options(level),
             constants=_constants(level, dim, depth),
         )
     assert sums is not None  # there is a first level
@@ -124,16 +139,16 @@ def sgd(
 ) -> Float[Array, "R D"]:
     """Returns the table after `table[ids[i]] -= lr s[i]`, once for each run.
 
-    Rows that no id names keep their bytes. In place if the caller donates the table.
+    Other rows keep their bytes. In place if the caller donates the table.
 
     Args:
         table: float32 or bfloat16; computed in float32.
-        ids: of `sum_runs`, below R or `BAD_ID`, which names no row.
+        ids: of `sum_runs`; below R, or `BAD_ID` for no row.
         order, grads: of `sum_runs`.
         lr: learning rate.
 
     Raises:
-        ValueError: with the reason if these operands are not served.
+        ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     table, _ = _update("sgd", table, None, ids, order, grads, lr, eps=0.0)
@@ -154,18 +169,18 @@ def rowwise_adagrad(
 
     `acc[r] += mean_D(s[i]^2);  table[r] -= lr s[i] / (sqrt(acc[r]) + eps)`.
 
-    Rows that no id names keep their bytes. In place if the caller donates both.
+    Other rows keep their bytes. In place if the caller donates both.
 
     Args:
         table: float32 or bfloat16; computed in float32.
         sum_of_squares: float32, acc.
-        ids: of `sum_runs`, below R or `BAD_ID`, which names no row.
+        ids: of `sum_runs`; below R, or `BAD_ID` for no row.
         order, grads: of `sum_runs`.
         lr: learning rate.
         eps: added to the root.
 
     Raises:
-        ValueError: with the reason if these operands are not served.
+        ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     name, state = "rowwise_adagrad", sum_of_squares
@@ -173,14 +188,14 @@ def rowwise_adagrad(
 
 
 def _update(name, table, state, ids, order, grads, lr, *, eps):
-    """Returns table and state; SGD where there is no state, else row-wise AdaGrad."""
+    """Returns table and state after SGD if there is no state, else row-wise AdaGrad."""
     _check(name, grads, table.dtype)
     require_triton()
     from loka_jax.triton import row_update_kernel
 
     is_adagrad = state is not None
     lr = jnp.asarray(lr, jnp.float32).reshape(1)
-    state = state if is_adagrad else lr  # some array, which no kernel touches
+    state = state if is_adagrad else lr  # any array: the kernel does not touch it
     n, dim = grads.shape
     for depth, level in enumerate(levels(n, dim)):
         table, state, ids, grads = launch(
@@ -193,7 +208,7 @@ def _update(name, table, state, ids, order, grads, lr, *, eps):
                 jax.ShapeDtypeStruct((2 * level.blocks, dim), jnp.float32),
             ],
             aliases={4: 0, 5: 1} if is_adagrad else {4: 0},
-            **_settings(level),
+            **_launch_options(level),
             constants=_constants(level, dim, depth)
             | dict(is_adagrad=is_adagrad, eps=eps),
         )
@@ -203,18 +218,18 @@ def _update(name, table, state, ids, order, grads, lr, *, eps):
 def levels(n: int, dim: int) -> list[Level]:
     """Returns the launches for n entries: the last one is a single program."""
     tile_dim = power_of_two(dim)
-    found: list[Level] = []
-    while not found or found[-1].blocks > 1:
-        values = _CARRIED_VALUES if found else _VALUES
-        n = 2 * found[-1].blocks if found else n
+    levels: list[Level] = []
+    while not levels or levels[-1].blocks > 1:
+        values = CONFIG.carried_values if levels else CONFIG.values
+        n = 2 * levels[-1].blocks if levels else n
         positions = min(values // tile_dim, power_of_two(n))
-        positions = max(positions, _FEWEST_POSITIONS)
+        positions = max(positions, CONFIG.min_positions)
         warps = positions * tile_dim // (32 * _VALUES_PER_THREAD)
-        found.append(Level(n, positions, min(max(warps, 1), _MOST_WARPS)))
-    return found
+        levels.append(Level(n, positions, min(max(warps, 1), _MAX_WARPS)))
+    return levels
 
 
-def _settings(level: Level) -> dict[str, Any]:
+def _launch_options(level: Level) -> dict[str, Any]:
     return dict(grid=level.blocks, num_warps=level.num_warps, num_stages=1)
 
 

@@ -1,21 +1,22 @@
 """The kernels of `row_update`. Importing this module imports Triton.
 
-A program takes a block of entries, sorted by id, and adds up its part of each run of
-equal ids. A run inside the block is finished. Of a run that the block's edges cut, the
-program hands the part's sum on: two entries a block, of the first run and of the last,
-which are the same problem again ("carried"), a block's length over 2 times smaller.
+A program adds up, in a block of entries sorted by id, its part of each run of equal
+ids. A run inside the block is finished. For runs that cross an edge of the block, the
+program carries partial sums to the next level, two entries per block: the same problem
+again, smaller by a factor of half a block's length.
 
-    what follows into the block      the first entry handed on has the run's id and sum
-    what goes on behind the block    the second one has; 0 if the first has the sum
-    neither                          the entry has `BAD_ID`
+    run that began in an earlier block       the first carried entry has its id and sum
+    run that continues in the next block     the second one does; 0 if the first has
+                                             the sum already
+    no such run                              the entry has `BAD_ID`
 
-The 0 keeps the entries of a run neighbours, which is all that the next level asks for.
+The 0 keeps the entries of a run adjacent, as the next level requires.
 
-`no_type_check` keeps the run-time type checks of the tests off functions that are
-source text for Triton's compiler rather than Python.
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
 """
 
-# Triton is an optional extra; where it is missing pyright takes this package for it.
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from typing import no_type_check
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 _BAD_ID = tl.constexpr(2**31 - 1)  # as in ops/embedding.py
-_NO_ID = tl.constexpr(-1)  # beside the first and the last entry
+_NO_ID = tl.constexpr(-1)  # before the first and after the last entry
 
 
 @triton.jit
@@ -46,8 +47,8 @@ def sum_runs_kernel(
 ):
     """Writes the sums of the runs that are finished here.
 
-    Gradient and sum of an entry stand at its place and its position; of a carried one
-    the other way round.
+    An entry's gradient is at its place, its sum at its position; for a carried entry it
+    is the other way round.
     """
     i, id, follows, ends, begins = _entries(ids, n, positions)
     place = tl.load(places + i, mask=i < n, other=0)
@@ -57,8 +58,8 @@ def sum_runs_kernel(
     s = _running_sums(grads, source, id != _BAD_ID, begins, d, dim, positions, tile_dim)
     at = sums + target.to(tl.int64)[:, None] * dim + d
     tl.store(at, s, mask=(ends & ~follows)[:, None] & (d < dim))
-    cut = _hand_on(id, follows, ends, s, d, carried_ids, carried, dim, positions)
-    # Only of the first entry handed on is the place asked for: there a run can end.
+    cut = _carry(id, follows, ends, s, d, carried_ids, carried, dim, positions)
+    # Only the first carried entry needs its place: there a run can end.
     to_place = carried_places + 2 * tl.program_id(0) + tl.zeros_like(i)
     tl.store(to_place, target, mask=cut)
 
@@ -84,9 +85,9 @@ def update_rows_kernel(
     is_adagrad: tl.constexpr,
     eps: tl.constexpr,
 ):
-    """Updates the rows, in place, whose runs are finished here.
+    """Updates in place the rows whose runs are finished here.
 
-    Row-wise AdaGrad if `is_adagrad`, with `state` its accumulators; else SGD.
+    By row-wise AdaGrad with the accumulators `state` if `is_adagrad`, else by SGD.
     """
     i, id, follows, ends, begins = _entries(ids, n, positions)
     d = _columns(dim, tile_dim)
@@ -94,7 +95,7 @@ def update_rows_kernel(
     row = id.to(tl.int64)
     at = table + row[:, None] * dim + d
     inside = finished[:, None] & (d < dim)
-    # Asked for before the gradients, so that their ways through memory overlap.
+    # Loaded before the gradients, so that the latencies overlap.
     rate = tl.load(lr)
     old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if is_adagrad:
@@ -102,23 +103,23 @@ def update_rows_kernel(
     source = i if is_carried else tl.load(order + i, mask=i < n, other=0)
     s = _running_sums(grads, source, id != _BAD_ID, begins, d, dim, positions, tile_dim)
     step = rate * s
-    # Threads may hold copies of what they read: all of them read before one writes.
+    # Several threads may read the same values: all read before one writes.
     tl.debug_barrier()
     if is_adagrad:
         acc += tl.sum(s * s, axis=1) / dim
         tl.store(state + row, acc, mask=finished)
         step = tl.div_rn(step, tl.sqrt_rn(acc)[:, None] + eps)
     tl.store(at, (old - step).to(table.dtype.element_ty), mask=inside)
-    _hand_on(id, follows, ends, s, d, carried_ids, carried, dim, positions)
+    _carry(id, follows, ends, s, d, carried_ids, carried, dim, positions)
 
 
 @triton.jit
 @no_type_check
 def _entries(ids, n: tl.constexpr, positions: tl.constexpr):
-    """Returns the block's entries: positions, ids, and how they lie in their runs.
+    """Returns positions and ids of the block's entries, and follows, ends, begins.
 
-    `follows`: the run began in an earlier block. `ends`: it has no later entry.
-    `begins`: it has no earlier one. The first two are False of a bad id; past the end
+    `follows`: the entry's run began in an earlier block. `ends`: it is the last of its
+    run. `begins`: it is the first. The first two are False for a bad id; past the end
     all ids are bad.
     """
     first = tl.program_id(0) * positions
@@ -155,14 +156,14 @@ def _running_sums(
 @triton.jit
 @no_type_check
 def _join(left_begins, left, right_begins, right):
-    """Joins two neighbouring parts. Selects, not multiplies: NaN stays in its run."""
+    """Joins two adjacent parts. Selects, not multiplies: NaN stays in its run."""
     sums = tl.where(right_begins != 0, right, left + right)
     return left_begins | right_begins, sums
 
 
 @triton.jit
 @no_type_check
-def _hand_on(
+def _carry(
     id,
     follows,
     ends,
@@ -173,7 +174,7 @@ def _hand_on(
     dim: tl.constexpr,
     positions: tl.constexpr,
 ):
-    """Writes the two entries handed on; returns where the first one's sum stands."""
+    """Writes the two carried entries; returns the mask of the first one's sum."""
     entry = 2 * tl.program_id(0)
     k = tl.arange(0, positions)
     is_end = k == positions - 1
@@ -192,10 +193,10 @@ def _hand_on(
 @triton.jit
 @no_type_check
 def _columns(dim: tl.constexpr, tile_dim: tl.constexpr):
-    """Returns the positions along D, of which a thread takes 4 neighbours if it can.
+    """Returns the positions along D, 4 adjacent ones per thread where D allows.
 
-    So it stores 16 bytes of float32. Without the hint the compiler takes as many as
-    each array allows, and adds up everything once for every arrangement.
+    That makes stores of 16 bytes in float32. Without the hint the compiler takes as
+    many as each array allows, and computes all sums once for every layout.
     """
     if dim % 4 == 0:
         neighbours: tl.constexpr = 4

@@ -1,4 +1,11 @@
-"""Provider `xla`: XLA's own dots in every recipe. Arrays in, arrays out."""
+"""Provider `xla`: XLA's own dots in every recipe. Arrays in, arrays out.
+
+fp8_matmul        FP8 product; `why_not` says in a sentence why sizes are not
+                  served, or None if they are
+norm_activation   norm and activation; every site is served
+dense_norm        reference of `pallas.dense_norm`
+norm_backward     backward pass of activation and norm
+"""
 
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,

@@ -1,10 +1,10 @@
-"""Norm and activation by XLA: the route that always works, and what kernels must match.
+"""Norm and activation by XLA: they serve every site, and are the kernels' reference.
 
     z = x W^T + bias        xhat = norm(z)        y = activation(gamma xhat + beta)
 
-`norm_activation` is differentiable by JAX. `dense_norm` and `dense_norm_backward` take
-and return what the kernels of that name do: they are their reference, and
-`norm_backward` serves where a kernel has no backward.
+`norm_activation` is differentiable by JAX. `dense_norm` and `norm_backward` have the
+signatures of the kernels of these names, without tuning configs; `norm_backward` also
+serves sites whose backward pass has no kernel.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,15 @@ from jaxtyping import Array, Float
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
+    NO_VECTORS,
     NORM_BLOCK,
     XHAT_SCALE_INV,
     ActivationName,
+    Epilogue,
     Normed,
     NormName,
+    NormResiduals,
+    NormVectors,
     Outputs,
 )
 from loka_jax.xla.matmul import fp8_matmul, high_precision_matmul
@@ -36,36 +40,28 @@ ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
 
 def norm_activation(
     z: Float[Array, "m n"],
+    vectors: NormVectors = NO_VECTORS,
     *,
-    bias: Float[Array, "n"] | None = None,
-    gamma: Float[Array, "n"] | None = None,
-    beta: Float[Array, "n"] | None = None,
-    norm: NormName,
-    activation: ActivationName,
-    epsilon: float = 1e-6,
+    epilogue: Epilogue,
 ) -> Float[Array, "m n"]:
     """Returns float32 `activation(gamma norm(z + bias) + beta)`, differentiable."""
-    xhat, _ = _normalize(_plus(z.astype(jnp.float32), bias), norm, epsilon)
-    return ACTIVATIONS[activation](_affine(xhat, gamma, beta))
+    xhat, _ = _normalize(_plus(z.astype(jnp.float32), vectors.bias), epilogue)
+    return ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
 
 
 def dense_norm(
     x: Float[Array, "m k"] | Fp8Array,
     w: Float[Array, "n k"] | Fp8Array,
+    vectors: NormVectors = NO_VECTORS,
     *,
-    bias: Float[Array, "n"] | None = None,
-    gamma: Float[Array, "n"] | None = None,
-    beta: Float[Array, "n"] | None = None,
-    norm: NormName,
-    activation: ActivationName,
-    epsilon: float = 1e-6,
+    epilogue: Epilogue,
     want: Outputs,
     y_scale_inv: Float[Array, ""] | None = None,
 ) -> Normed:
-    """Returns what the forward kernel does, all of it in float32 until it is cast."""
-    z = _plus(_product(x, w, jnp.float32), bias)
-    xhat, rstd = _normalize(z, norm, epsilon)
-    y = ACTIVATIONS[activation](_affine(xhat, gamma, beta))
+    """Returns the outputs of the forward kernel, computed in float32 before casts."""
+    z = _plus(_product(x, w, jnp.float32), vectors.bias)
+    xhat, rstd = _normalize(z, epilogue)
+    y = ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
     y_fp8 = None
     if want.y_fp8 == "rowwise":
         y_fp8 = fp8.quantize(y, E4M3, axes=(1,))
@@ -87,15 +83,12 @@ def dense_norm(
 
 def norm_backward(
     dy: Float[Array, "m n"],
-    xhat: Float[Array, "m n"],
-    rstd: Float[Array, "..."] | None,
+    residuals: NormResiduals,
+    vectors: NormVectors = NO_VECTORS,
     *,
-    gamma: Float[Array, "n"] | None = None,
-    beta: Float[Array, "n"] | None = None,
-    norm: NormName,
-    activation: ActivationName,
+    epilogue: Epilogue,
 ) -> tuple[Float[Array, "m n"], Float[Array, "n"] | None, Float[Array, "n"] | None]:
-    """Returns float32 gradients of z, gamma and beta, from what the forward pass kept.
+    """Returns the float32 gradients of z, gamma and beta.
 
     With du = dy activation'(u) and g = gamma du:
 
@@ -103,14 +96,13 @@ def norm_backward(
 
     Args:
         dy: gradient of the activations.
-        xhat: bfloat16, or E4M3 to be multiplied by `XHAT_SCALE_INV`.
-        rstd: as in `Normed`; None without a norm.
-        gamma, beta: as in the forward pass.
-        norm, activation: as in the forward pass.
+        residuals: of the forward pass.
+        vectors, epilogue: of the forward pass; bias and epsilon are not used.
     """
-    xhat = _decode_xhat(xhat)
-    u = _affine(xhat, gamma, beta)
-    _, pull = jax.vjp(ACTIVATIONS[activation], u)
+    norm, (_, gamma, beta) = epilogue.norm, vectors
+    xhat, rstd = _decode_xhat(residuals.xhat), residuals.rstd
+    u = _affine(xhat, vectors)
+    _, pull = jax.vjp(ACTIVATIONS[epilogue.activation], u)
     (du,) = pull(dy.astype(jnp.float32))
     dgamma = None if gamma is None else jnp.sum(du * xhat, axis=0)
     dbeta = None if beta is None else jnp.sum(du, axis=0)
@@ -128,26 +120,26 @@ def norm_backward(
     return _joined(dz), dgamma, dbeta
 
 
-def _normalize(z: Array, norm: NormName, epsilon: float) -> tuple[Array, Array | None]:
-    """Returns the normalized rows and the reciprocal deviations."""
-    if norm == "none":
+def _normalize(z: Array, epilogue: Epilogue) -> tuple[Array, Array | None]:
+    """Returns the normalized rows and rstd."""
+    if epilogue.norm == "none":
         return z, None
-    parts, rates = _blocks(z, norm), []
+    parts, rates = _blocks(z, epilogue.norm), []
     for i, part in enumerate(parts):
         moment = _mean(part * part)
-        if norm == "layer":
-            # In one pass over the row, as Flax's LayerNorm. Rounding may leave less
-            # than nothing.
+        if epilogue.norm == "layer":
+            # In one pass over the row, as in Flax's LayerNorm; rounding may make the
+            # difference negative.
             mean = _mean(part)
             part, moment = part - mean, jnp.maximum(moment - mean * mean, 0.0)
-        rates.append(jax.lax.rsqrt(moment + epsilon))
+        rates.append(jax.lax.rsqrt(moment + epilogue.epsilon))
         parts[i] = part * rates[i]
     rstd = jnp.concatenate([rate[:, :, 0] for rate in rates], axis=1)
     return _joined(parts), rstd[:, 0] if rstd.shape[1] == 1 else rstd.T
 
 
 def _blocks(x: Array, norm: NormName) -> list[Array]:
-    """Returns `x` as (rows, blocks, columns) parts, a statistic for each block."""
+    """Returns `x` as (rows, blocks, columns) parts, with one statistic per block."""
     m, n = x.shape
     if norm != "block" or n <= NORM_BLOCK:
         return [x[:, None, :]]
@@ -157,7 +149,7 @@ def _blocks(x: Array, norm: NormName) -> list[Array]:
 
 
 def _joined(parts: list[Array]) -> Array:
-    """Returns the rows of which `parts` are the blocks."""
+    """Returns the rows whose blocks are `parts`."""
     flat = [p.reshape(p.shape[0], p.shape[1] * p.shape[2]) for p in parts]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
 
@@ -170,19 +162,20 @@ def _plus(z: Array, bias: Array | None) -> Array:
     return z if bias is None else z + bias[None, :]
 
 
-def _affine(xhat: Array, gamma: Array | None, beta: Array | None) -> Array:
+def _affine(xhat: Array, vectors: NormVectors) -> Array:
+    gamma = vectors.gamma
     u = xhat if gamma is None else xhat * gamma[None, :]
-    return _plus(u, beta)
+    return _plus(u, vectors.beta)
 
 
 def _decode_xhat(xhat: Array) -> Array:
-    """Returns the kept normalized rows in float32."""
+    """Returns the stored normalized rows in float32."""
     scale_inv = XHAT_SCALE_INV if xhat.dtype == E4M3 else 1.0
     return xhat.astype(jnp.float32) * scale_inv
 
 
 def _product(x: Array | Fp8Array, w: Array | Fp8Array, out_dtype) -> Array:
-    """Returns `x @ w.T` of operands that are both in FP8 or both wide."""
+    """Returns `x @ w.T` of operands that are both in FP8 or both in high precision."""
     if isinstance(x, Fp8Array):
         assert isinstance(w, Fp8Array)
         return fp8_matmul(x, w, out_dtype=out_dtype)

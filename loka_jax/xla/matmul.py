@@ -6,9 +6,9 @@ lhs (M, K) and rhs (N, K), both contracting their last dim:
     out[m, n] = sum_k lhs[m, k] * rhs[n, k]
 
 On CUDA an FP8 algorithm preset pins the dot to cuBLASLt; without it XLA's autotuner
-chooses the engine and may choose a wide one. Presets do not exist on other platforms,
-where the same call is an exact float32 product of the decoded values: CPU runs emulate
-the GPU's numerics up to the order of summation.
+chooses the engine and may choose a bfloat16 one. Other platforms have no presets; there
+the same call is an exact float32 product of the decoded values: CPU runs emulate the
+GPU's numerics up to the order of summation.
 """
 
 import jax
@@ -21,8 +21,8 @@ from loka_jax.recipe import GemmRecipe
 
 # Both operands contract their last dim.
 _K_MAJOR = (((1,), (1,)), ((), ()))
-# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. XLA would pad other sizes with
-# kernels of their own, which cost more than FP8 gains at the sizes of these models.
+# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. XLA would pad other sizes by
+# separate kernels, which cost more than FP8 gains at the sizes of these models.
 _SIZE_MULTIPLE = 16
 
 
@@ -38,9 +38,9 @@ def why_not(m: int, k: int, n: int) -> str | None:
 
 
 def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
-    """Returns in a few words what runs for a role: provider, formats, granularity.
+    """Returns a short description of a role's product: provider, formats, granularity.
 
-    What both operands share is said once.
+    A property that both operands share is named once.
     """
     if gemm is None:
         return f"xla {_name(compute_dtype)}"
@@ -66,9 +66,9 @@ def fp8_matmul(
         rhs: (n, k), likewise.
         out_dtype: of the result. In bfloat16 the product is written once in bfloat16
             and scaled in the next fusion, which is exact with power-of-two scales.
-        fast_accumulation: accept the tensor core's narrow accumulator over all of k.
+        fast_accumulation: accept the tensor core's low-precision sums over all of k.
 
-    Tiled operands have no FP8 route in XLA on Hopper. They are multiplied in bfloat16
+    XLA has no FP8 product of tiled operands on Hopper. They are multiplied in bfloat16
     after dequantization, which is exact with power-of-two scales: the numerics of a
     block-scaled FP8 GEMM at the speed of a bfloat16 one.
     """
@@ -90,7 +90,7 @@ def fp8_product(
     out_dtype: DTypeLike,
     fast_accumulation: bool = False,
 ) -> Float[Array, "m n"]:
-    """Returns `lhs @ rhs.T` of FP8 data, for who applies their scales himself."""
+    """Returns the unscaled product `lhs @ rhs.T`; the caller applies the scales."""
     return jax.lax.platform_dependent(
         lhs,
         rhs,
@@ -108,7 +108,7 @@ def high_precision_matmul(
 ) -> Float[Array, "m n"]:
     """Returns `lhs @ rhs.T`, operands in `compute_dtype`, summed in float32.
 
-    float32 means float32: without the request GPUs would use TF32.
+    Products in float32 request full precision; by default GPUs would use TF32.
     """
     operands = (lhs.astype(compute_dtype), rhs.astype(compute_dtype))
     is_f32 = jnp.dtype(compute_dtype) == jnp.float32

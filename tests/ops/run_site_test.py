@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from loka_jax import scaling, xla
+from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.ops.device import Device
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import KernelPlan, resolve, resolve_served
@@ -23,9 +24,8 @@ from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import INITIALIZED, RECIPES, Recipe, get_recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
-from tests.interpreter import assert_no_races
-from tests.interpreter import interpreter as mosaic
 from tests.ops import oracle, reference, stand_ins
+from tests.pallas.support import assert_no_races, interpret  # noqa: F401
 
 DELAYED = [name for name in RECIPES if get_recipe(name).is_delayed]
 # Those that kernels serve.
@@ -190,7 +190,8 @@ def test_by_xla_it_is_the_norm_of_the_product(name):
     def composed(lhs, rhs, vectors, state):
         plan = plan_of(lhs, rhs, None, recipe, stand_ins.CPU)
         z = matmul(lhs, rhs, state, plan=plan)
-        y = xla.norm_activation(z, **vectors, norm="layer", activation="swish")
+        epilogue = Epilogue("layer", "swish")
+        y = xla.norm_activation(z, NormVectors(**vectors), epilogue=epilogue)
         return y.astype(recipe.compute_dtype)
 
     @jax.jit
@@ -239,9 +240,8 @@ def test_gradients_have_the_dtypes_of_their_operands(device):
 
 
 @pytest.fixture
-def interpreter():
-    with mosaic() as parameters:
-        yield Device(platform="cpu", interpret=parameters)
+def interpreter(interpret):  # noqa: F811
+    return Device(platform="cpu", interpret=interpret)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ def _dense_norm(*args, interpret, **kwargs):
     return xla.dense_norm(*args, **kwargs)
 
 
-def _norm_quantize(z, *, interpret, scales=(), **kwargs):
+def _norm_quantize(z, scales, vectors, *, interpret, **kwargs):
     for scale in scales:
         z = z.astype(jnp.float32) * scale
     z = z.astype(jnp.bfloat16)
-    return xla.dense_norm(z, jnp.eye(z.shape[1], dtype=z.dtype), **kwargs)
+    eye = jnp.eye(z.shape[1], dtype=z.dtype)
+    return xla.dense_norm(z, eye, vectors, **kwargs)
 
 
 def _norm_backward(*args, interpret, dz_fp8, dz_scale_inv=None, **kwargs):

@@ -9,27 +9,30 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3, E5M2, fp8_max
-from loka_jax.normed import XHAT_SCALE_INV
+from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormResiduals, NormVectors
 from loka_jax.pallas.norm_backward import (
-    default_settings,
+    default_config,
     norm_backward,
-    search_space,
     why_not,
 )
-from loka_jax.pallas.rows import Settings
+from loka_jax.pallas.rows import TuningConfig
 from tests.pallas import support
+from tests.pallas.support import interpret
+
+__all__ = ["interpret"]
 
 BF16 = jnp.bfloat16
 M = 64
-# A tile for each of two SMs; other tests go round the ring.
-SMALL = Settings(rows=8, stages=1, warpgroups=1)
-LANES = Settings(lanes=128, warpgroups=2)
+# One tile for each of two SMs; in other tests the ring buffer wraps around.
+SMALL = TuningConfig(rows=8, pipeline_stages=1, warpgroups=1)
+LANES = TuningConfig(lanes=128, warpgroups=2)
+LAYER_SWISH = Epilogue("layer", "swish")
 
 run = support.launcher(norm_backward)
 
 
 def _operands(n, norm, xhat_dtype, *, m=M):
-    """Returns dy, xhat, rstd and the parameters."""
+    """Returns dy, the residuals and the vectors."""
     rng = np.random.default_rng(0)
     # Rows of very different size: one scale for all would lose the small ones.
     dy = np.logspace(0, -6, m)[:, None] * rng.standard_normal((m, n))
@@ -38,14 +41,15 @@ def _operands(n, norm, xhat_dtype, *, m=M):
     rstd = None if rstd is None else jnp.asarray(rstd, jnp.float32)
     scale = 1 / XHAT_SCALE_INV if xhat_dtype == E4M3 else 1.0
     xhat = jnp.asarray(scale * xhat, jnp.float32).astype(xhat_dtype)
-    return (jnp.asarray(dy, BF16), xhat, rstd), support.affine(n, norm, rng)
+    dy = jnp.asarray(dy, BF16)
+    return dy, NormResiduals(xhat, rstd), support.affine(n, norm)
 
 
 def _slope(activation, u):
     """Returns the derivative of the activation."""
     t = np.tanh(u / 2)
-    inner = np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)
-    slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * u**2)
+    inner = support.GELU_SCALE * (u + 0.044715 * u**3)
+    slope = support.GELU_SCALE * (1 + 3 * 0.044715 * u**2)
     return {
         "none": lambda: np.ones_like(u),
         "relu": lambda: np.where(u > 0, 1.0, 0.0),
@@ -57,15 +61,18 @@ def _slope(activation, u):
     }[activation]()
 
 
-def _reference(dy, xhat, rstd, *, gamma=1.0, beta=0.0, norm, activation):
-    """Returns dz, dgamma and dbeta in float64, and the sums of what they sum up."""
+def _reference(dy, residuals, vectors, epilogue):
+    """Returns dz, dgamma and dbeta in float64, and the sums of their magnitudes."""
+    (xhat, rstd), norm = residuals, epilogue.norm
     scale = XHAT_SCALE_INV if xhat.dtype == E4M3 else 1.0
+    gamma = 1.0 if vectors.gamma is None else vectors.gamma
+    beta = 0.0 if vectors.beta is None else vectors.beta
     dy, x, gamma, beta = (
         np.asarray(v).astype(np.float64) for v in (dy, xhat, gamma, beta)
     )
     x = scale * x
     m, n = dy.shape
-    du = dy * _slope(activation, gamma * x + beta)
+    du = dy * _slope(epilogue.activation, gamma * x + beta)
     dz = du * gamma
     if norm != "none":
         columns = 256 if norm == "block" else n
@@ -79,23 +86,22 @@ def _reference(dy, xhat, rstd, *, gamma=1.0, beta=0.0, norm, activation):
     return dz, *(v.sum(0) for v in terms), *(np.abs(v).sum(0) for v in terms)
 
 
-# The GPU's tanh is right to 5e-4 relative to 1, and a slope takes it times u.
+# The GPU's tanh is accurate to 5e-4 relative to 1, and slopes multiply it by u.
 def _slope_error():
     return 2e-3 if jax.default_backend() == "gpu" else 1e-5
 
 
-def _check(run, n, norm, activation, xhat_dtype, settings, *, dz_fp8=E4M3):
-    operands, parameters = _operands(n, norm, xhat_dtype)
-    names = dict(norm=norm, activation=activation)
-    out = run(*operands, **parameters, **names, dz_fp8=dz_fp8, settings=settings)
-    dz, *sums = _reference(*operands, **parameters, **names)
+def _check(run, n, epilogue, xhat_dtype, config, *, dz_fp8=E4M3):
+    operands = _operands(n, epilogue.norm, xhat_dtype)
+    out = run(*operands, epilogue=epilogue, dz_fp8=dz_fp8, config=config)
+    dz, *sums = _reference(*operands, epilogue)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
     support.assert_bfloat16(out.dz, dz, error=error)
     if dz_fp8 is not None:
         support.assert_e4m3_rows(out.dz_fp8, dz, error=error)
     else:
         assert out.dz_fp8 is None
-    if not parameters:
+    if operands[2].gamma is None:
         assert out.dgamma is None and out.dbeta is None
         return
     dgamma, dbeta, gamma_size, beta_size = sums
@@ -114,12 +120,12 @@ def _check(run, n, norm, activation, xhat_dtype, settings, *, dz_fp8=E4M3):
     [
         ("none", "relu", BF16, True),
         ("none", "gelu", BF16, False),
-        ("layer", "none", E4M3, False),
+        support.slow("layer", "none", E4M3, False),
         ("layer", "swish", BF16, True),
         ("layer", "gelu", E4M3, True),
-        ("rms", "relu", E4M3, False),
+        support.slow("rms", "relu", E4M3, False),
         ("rms", "hard_swish", BF16, True),
-        ("block", "none", BF16, True),
+        support.slow("block", "none", BF16, True),
         ("block", "swish", E4M3, False),
         ("block", "hard_swish", E4M3, True),
     ],
@@ -127,71 +133,73 @@ def _check(run, n, norm, activation, xhat_dtype, settings, *, dz_fp8=E4M3):
 def test_gradients_are_the_rounded_reference(
     run, norm, activation, xhat_dtype, quantize
 ):
-    _check(
-        run, 256, norm, activation, xhat_dtype, SMALL, dz_fp8=E4M3 if quantize else None
-    )
+    dz_fp8 = E4M3 if quantize else None
+    _check(run, 256, Epilogue(norm, activation), xhat_dtype, SMALL, dz_fp8=dz_fp8)
 
 
 @pytest.mark.parametrize(
-    "n, norm, settings",
+    "n, norm, config",
     [
         (128, "layer", None),
-        (256, "rms", Settings(rows=1, stages=3, warpgroups=2)),  # goes round the ring
-        (256, "layer", Settings(rows=8, stages=2, warpgroups=3)),  # some have no tile
-        (512, "block", Settings(rows=2, stages=2, warpgroups=3)),
-        (640, "rms", Settings(rows=2, stages=2, warpgroups=2, resident=False)),
+        # The ring buffer wraps around.
+        (256, "rms", TuningConfig(rows=1, pipeline_stages=3, warpgroups=2)),
+        # Some warpgroups have no tile.
+        (256, "layer", TuningConfig(rows=8, pipeline_stages=2, warpgroups=3)),
+        (512, "block", TuningConfig(rows=2, pipeline_stages=2, warpgroups=3)),
+        (640, "rms", TuningConfig(32, 2, 2, 2, keep_vectors=False)),
     ],
 )
-def test_widths_and_settings(run, n, norm, settings):
-    _check(run, n, norm, "swish", E4M3, settings)
+def test_widths_and_configs(run, n, norm, config):
+    _check(run, n, Epilogue(norm, "swish"), E4M3, config)
 
 
 @pytest.mark.parametrize(
-    "n, norm, xhat_dtype, resident",
-    [(512, "rms", BF16, False), (1024, "layer", E4M3, True)],
+    "n, norm, xhat_dtype, keep_vectors",
+    [
+        (512, "rms", BF16, False),
+        support.slow(1024, "layer", E4M3, True),
+    ],
 )
-def test_rows_over_all_warps(run, n, norm, xhat_dtype, resident):
-    settings = Settings(lanes=128, stages=2, warpgroups=2, resident=resident)
-    _check(run, n, norm, "hard_swish", xhat_dtype, settings)
+def test_rows_over_all_warps(run, n, norm, xhat_dtype, keep_vectors):
+    config = TuningConfig(128, 1, 2, 2, keep_vectors)
+    _check(run, n, Epilogue(norm, "hard_swish"), xhat_dtype, config)
 
 
-@pytest.mark.parametrize("given", [(), ("gamma",), ("beta",)])
-def test_missing_parameters(run, given):
-    operands, parameters = _operands(256, "layer", BF16)
-    parameters = {k: parameters[k] for k in given}
-    names = dict(norm="layer", activation="swish")
-    out = run(*operands, **parameters, **names, settings=SMALL)
-    dz, dgamma, dbeta, *_ = _reference(*operands, **parameters, **names)
+@pytest.mark.parametrize("present", [(), ("gamma",), ("beta",)])
+def test_missing_vectors(run, present):
+    dy, residuals, vectors = _operands(256, "layer", BF16)
+    vectors = NormVectors(**{name: getattr(vectors, name) for name in present})
+    operands = dy, residuals, vectors
+    out = run(*operands, epilogue=LAYER_SWISH, config=SMALL)
+    dz, dgamma, dbeta, *_ = _reference(*operands, LAYER_SWISH)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
     support.assert_bfloat16(out.dz, dz, error=error)
     for name, got, exact in (
         ("gamma", out.dgamma, dgamma),
         ("beta", out.dbeta, dbeta),
     ):
-        if name in given:
+        if name in present:
             np.testing.assert_allclose(got, exact, atol=1e-2)
         else:
             assert got is None
 
 
-@pytest.mark.parametrize("settings", [SMALL, LANES])
-def test_rows_of_zeros_and_rows_with_nan(run, settings):
-    (dy, xhat, rstd), _ = _operands(512, "layer", BF16)
+@pytest.mark.parametrize("config", [SMALL, support.slow(LANES)])
+def test_rows_of_zeros_and_rows_with_nan(run, config):
+    dy, residuals, _ = _operands(512, "layer", BF16)
     dy = dy.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
-    names = dict(norm="layer", activation="swish")
-    out = run(dy, xhat, rstd, **names, dz_fp8=E4M3, settings=settings)
+    out = run(dy, residuals, epilogue=LAYER_SWISH, dz_fp8=E4M3, config=config)
     support.assert_faults_stay_in_their_rows(out.dz_fp8, zeros=3, faulty=[5, 6])
 
 
-@pytest.mark.parametrize("n, settings", [(256, SMALL), (512, LANES)])
-def test_a_scale_that_is_given(run, n, settings):
-    operands, parameters = _operands(n, "layer", E4M3)
-    names = dict(norm="layer", activation="swish")
-    dz, *_ = _reference(*operands, **parameters, **names)
+@pytest.mark.parametrize("n, config", [(256, SMALL), support.slow(512, LANES)])
+def test_a_scale_passed_in(run, n, config):
+    operands = _operands(n, "layer", E4M3)
+    dz, *_ = _reference(*operands, LAYER_SWISH)
     # Too small by half: the largest values saturate.
     scale_inv = jnp.float32(np.abs(dz).max() / fp8_max(E5M2) / 2)
-    names |= dict(dz_fp8=E5M2, dz_scale_inv=scale_inv, settings=settings)
-    out = run(*operands, **parameters, **names)
+    scaling = dict(dz_fp8=E5M2, dz_scale_inv=scale_inv)
+    out = run(*operands, epilogue=LAYER_SWISH, **scaling, config=config)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
     support.assert_fp8(out.dz_fp8.data, scale_inv, dz, error=error)
     assert out.dz_fp8.scale_inv is scale_inv
@@ -205,13 +213,12 @@ def test_every_row_is_summed_once(run):
     rows = jnp.arange(m, dtype=jnp.float32)[:, None]
     dy = jnp.broadcast_to(rows, (m, n)).astype(BF16)
     xhat = jnp.ones((m, n), BF16)
-    parameters = dict(gamma=jnp.ones(n), beta=jnp.zeros(n))
     out = run(
-        *(dy, xhat, jnp.ones(m)),
-        **parameters,
-        norm="rms",
-        activation="none",
-        settings=Settings(rows=2, stages=1, warpgroups=2),
+        dy,
+        NormResiduals(xhat, jnp.ones(m)),
+        NormVectors(gamma=jnp.ones(n), beta=jnp.zeros(n)),
+        epilogue=Epilogue("rms"),
+        config=TuningConfig(rows=2, pipeline_stages=1, warpgroups=2),
     )
     np.testing.assert_array_equal(out.dbeta, m * (m - 1) / 2)
     np.testing.assert_array_equal(out.dgamma, m * (m - 1) / 2)
@@ -220,37 +227,40 @@ def test_every_row_is_summed_once(run):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [512, 1024])
 def test_launches_repeat_bit_by_bit(n):
-    operands, parameters = _operands(n, "layer", BF16, m=8192)
-    names = dict(norm="layer", activation="swish", dz_fp8=E4M3)
-    f = functools.partial(norm_backward, **names)
-    support.assert_launches_repeat(f, *operands, **parameters)
+    operands = _operands(n, "layer", BF16, m=8192)
+    f = functools.partial(norm_backward, epilogue=LAYER_SWISH, dz_fp8=E4M3)
+    support.assert_launches_repeat(f, *operands)
 
 
-def _lowers(n, norm, xhat_dtype, settings):
+def _lowers(n, norm, xhat_dtype, config):
     m = 32768
     shape = jax.ShapeDtypeStruct
-    columns = shape((n,), jnp.float32)
     rstd = shape((n // 256, m) if norm == "block" else (m,), jnp.float32)
-    parameters = dict(gamma=columns, beta=columns) if norm in ("layer", "rms") else {}
-    names = dict(norm=norm, activation="swish", dz_fp8=E4M3, settings=settings)
-    operands = shape((m, n), BF16), shape((m, n), xhat_dtype), rstd
-    f = functools.partial(norm_backward, **names)
-    return support.lowers(f, *operands, **parameters)
+    static = dict(epilogue=Epilogue(norm, "swish"), dz_fp8=E4M3, config=config)
+    residuals = NormResiduals(shape((m, n), xhat_dtype), rstd)
+    f = functools.partial(norm_backward, **static)
+    return support.lowers(f, shape((m, n), BF16), residuals, support.affine(n, norm))
 
 
-SHAPES = [(256, "rms"), (512, "layer"), (512, "block"), (640, "rms")]
-SHAPES += [(1024, "layer"), (4096, "rms")]
+SLOW_SHAPES = [(256, "rms"), (640, "rms"), (4096, "rms")]
 
 
-@pytest.mark.parametrize("n, norm", SHAPES)
-def test_default_settings_lower_for_cuda(n, norm):
+@pytest.mark.parametrize(
+    "n, norm",
+    [(512, "layer"), (512, "block"), (1024, "layer")]
+    + [support.slow(*shape) for shape in SLOW_SHAPES],
+)
+def test_default_configs_lower_for_cuda(n, norm):
     assert _lowers(n, norm, E4M3, None)
 
 
-def test_other_settings_lower_for_cuda():
-    space = search_space(32768, 512, norm="layer", xhat_dtype=BF16)
-    for settings in space[1::12]:
-        assert _lowers(512, "layer", BF16, settings)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [TuningConfig(32, 1, 5, 4), TuningConfig(32, 2, 3, 2, False), TuningConfig(128)],
+)
+def test_other_configs_lower_for_cuda(config):
+    assert _lowers(512, "layer", BF16, config)
 
 
 @pytest.mark.parametrize(
@@ -271,24 +281,24 @@ def test_refused_shapes_have_a_reason(m, n, norm, xhat_dtype, reason):
     assert reason in why_not(m, n, norm=norm, xhat_dtype=xhat_dtype)
     with pytest.raises(ValueError, match=reason):
         dy, xhat = jnp.zeros((m, n), BF16), jnp.zeros((m, n), xhat_dtype)
-        names = dict(norm=norm, activation="none")
-        norm_backward(dy, xhat, jnp.ones(m), **names)
+        residuals = NormResiduals(xhat, jnp.ones(m))
+        norm_backward(dy, residuals, epilogue=Epilogue(norm))
 
 
-def test_refused_settings_have_a_reason():
+def test_refused_configs_have_a_reason():
     refuse = functools.partial(why_not, 64, norm="layer", xhat_dtype=BF16)
-    assert "shared memory" in refuse(1024, settings=Settings(stages=5))
-    assert "rows of a tile" in refuse(256, settings=Settings(rows=3))
-    assert "multiple of 512" in refuse(640, settings=Settings(lanes=128))
-    assert "single rows" in refuse(512, settings=Settings(rows=2, lanes=128))
-    assert "sums of columns" in refuse(256, settings=Settings(lanes=8))
+    assert "shared memory" in refuse(1024, config=TuningConfig(pipeline_stages=5))
+    assert "rows of a tile" in refuse(256, config=TuningConfig(rows=3))
+    assert "multiple of 512" in refuse(640, config=TuningConfig(lanes=128))
+    assert "single rows" in refuse(512, config=TuningConfig(rows=2, lanes=128))
+    assert "sums of columns" in refuse(256, config=TuningConfig(lanes=8))
 
 
-def test_default_settings_serve_what_is_served():
+def test_default_configs_fit_every_served_shape():
     for norm in support.NORMS:
         for xhat_dtype in (BF16, E4M3):
             served = functools.partial(why_not, 64, norm=norm, xhat_dtype=xhat_dtype)
             for n in range(128, 4097, 128):
                 if served(n) is None:
-                    settings = default_settings(64, n, norm=norm, xhat_dtype=xhat_dtype)
-                    assert served(n, settings=settings) is None, (n, settings)
+                    config = default_config(n, norm=norm)
+                    assert served(n, config=config) is None, (n, config)

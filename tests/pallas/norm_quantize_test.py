@@ -9,23 +9,25 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import XHAT_SCALE_INV, Outputs
+from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormVectors, Outputs
 from loka_jax.pallas.norm_quantize import (
-    default_settings,
+    default_config,
     norm_quantize,
-    search_space,
     why_not,
 )
-from loka_jax.pallas.rows import Settings
+from loka_jax.pallas.rows import TuningConfig
 from tests.pallas import support
+from tests.pallas.support import interpret
+
+__all__ = ["interpret"]
 
 M = 64
 EPSILON = 1e-3
 ROW_SCALES = Outputs(y=True, y_fp8="rowwise", xhat=jnp.bfloat16, rstd=True, y_amax=True)
 TENSOR_SCALE = Outputs(y=False, y_fp8="tensorwise", xhat=E4M3, rstd=False)
 Y_SCALE_INV = 1 / 512  # saturates beyond 0.875
-# Four tiles, two for each of the two SMs: the ring comes round.
-SMALL = Settings(lanes=8, stages=1, warpgroups=1)
+# Four tiles, two for each of the two SMs: the ring buffer wraps around.
+SMALL = TuningConfig(lanes=8, pipeline_stages=1, warpgroups=1)
 
 run = support.launcher(norm_quantize)
 
@@ -35,26 +37,7 @@ def _operands(n, norm):
     rows = np.exp(rng.uniform(-3, 3, (M, 1)))  # of different sizes
     z = rows * rng.standard_normal((M, n)) + rng.standard_normal((M, 1))
     bias = jnp.asarray(rng.standard_normal(n), jnp.float32)
-    parameters = dict(bias=bias) | support.affine(n, norm, rng)
-    return jnp.asarray(z, jnp.bfloat16), parameters
-
-
-def _reference(z, *, bias=0.0, gamma=1.0, beta=0.0, norm, activation):
-    """Returns y, xhat and rstd in float64."""
-    z, bias, gamma, beta = (
-        np.asarray(x).astype(np.float64) for x in (z, bias, gamma, beta)
-    )
-    xhat, rstd = support.normalize(z + bias, norm, EPSILON)
-    u = gamma * xhat + beta
-    cubic = np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)
-    y = {
-        "none": lambda: u,
-        "relu": lambda: np.maximum(u, 0),
-        "swish": lambda: u * (0.5 + 0.5 * np.tanh(u / 2)),
-        "hard_swish": lambda: u * np.clip(u / 6 + 0.5, 0, 1),
-        "gelu": lambda: u * (0.5 + 0.5 * np.tanh(cubic)),
-    }[activation]()
-    return y, xhat, rstd
+    return jnp.asarray(z, jnp.bfloat16), support.affine(n, norm)._replace(bias=bias)
 
 
 # The GPU's tanh is right to 5e-4 relative to 1, and so the activations in u.
@@ -83,16 +66,16 @@ def _check_tensor(out, y, xhat, rstd):
         support.assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=1e-5)
 
 
-def _check(run, n, norm, activation, want, settings):
-    z, parameters = _operands(n, norm)
+def _check(run, n, norm, activation, want, config):
+    z, vectors = _operands(n, norm)
     if norm == "none":  # which has no deviation, and z in bfloat16 for its xhat
         want = dataclasses.replace(want, rstd=False, xhat=jnp.bfloat16)
-    names = dict(norm=norm, activation=activation)
+    epilogue = Epilogue(norm, activation, EPSILON)
     y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensorwise" else None
-    rest = dict(want=want, y_scale_inv=y_scale_inv, settings=settings)
-    out = run(z, **parameters, **names, epsilon=EPSILON, **rest)
+    rest = dict(want=want, y_scale_inv=y_scale_inv, config=config)
+    out = run(z, (), vectors, epilogue=epilogue, **rest)
     check = _check_rows if want.y else _check_tensor
-    check(out, *_reference(z, **parameters, **names))
+    check(out, *support.forward(z, vectors, epilogue))
 
 
 # Every norm and every activation with all outputs; every activation with and without
@@ -104,11 +87,11 @@ def _check(run, n, norm, activation, want, settings):
         ("none", "gelu", TENSOR_SCALE),
         ("layer", "swish", ROW_SCALES),
         ("layer", "hard_swish", TENSOR_SCALE),
-        ("layer", "none", TENSOR_SCALE),
+        support.slow("layer", "none", TENSOR_SCALE),
         ("rms", "gelu", ROW_SCALES),
-        ("rms", "relu", TENSOR_SCALE),
+        support.slow("rms", "relu", TENSOR_SCALE),
         ("block", "hard_swish", ROW_SCALES),
-        ("block", "none", ROW_SCALES),
+        support.slow("block", "none", ROW_SCALES),
         ("block", "swish", TENSOR_SCALE),
     ],
 )
@@ -117,48 +100,49 @@ def test_outputs_are_the_rounded_reference(run, norm, activation, want):
 
 
 @pytest.mark.parametrize(
-    "n, norm, settings",
+    "n, norm, config",
     [
         (128, "layer", None),
-        (512, "rms", Settings(lanes=32, rows=4, stages=0, warpgroups=2)),
-        (512, "layer", Settings(lanes=16, rows=2, warpgroups=2, resident=False)),
-        (512, "block", Settings(lanes=16, rows=2, stages=1, warpgroups=1)),
-        (640, "layer", Settings(lanes=32, rows=4, stages=1)),
-        (1024, "layer", Settings(lanes=32, rows=4, warpgroups=2)),
+        (512, "rms", TuningConfig(lanes=32, rows=4, pipeline_stages=0, warpgroups=2)),
+        (512, "layer", TuningConfig(16, rows=2, warpgroups=2, keep_vectors=False)),
+        (512, "block", TuningConfig(16, rows=2, pipeline_stages=1, warpgroups=1)),
+        (640, "layer", TuningConfig(lanes=32, rows=4, pipeline_stages=1)),
     ],
 )
-def test_widths_and_settings(run, n, norm, settings):
-    _check(run, n, norm, "swish", ROW_SCALES, settings)
+def test_widths_and_configs(run, n, norm, config):
+    _check(run, n, norm, "swish", ROW_SCALES, config)
 
 
 @pytest.mark.parametrize(
     "n, norm, want, stages",
-    [(1536, "layer", ROW_SCALES, 2), (1024, "rms", TENSOR_SCALE, 0)],
+    [
+        support.slow(1536, "layer", ROW_SCALES, 2),
+        (512, "rms", ROW_SCALES, 0),
+    ],
 )
 def test_rows_over_all_warps(run, n, norm, want, stages):
-    settings = Settings(lanes=128, warpgroups=2, stages=stages)
-    _check(run, n, norm, "hard_swish", want, settings)
+    config = TuningConfig(lanes=128, pipeline_stages=stages, warpgroups=2)
+    _check(run, n, norm, "hard_swish", want, config)
 
 
-@pytest.mark.parametrize("settings", [SMALL, Settings(lanes=128, warpgroups=2)])
-def test_scales_of_a_product_are_applied_first(run, settings):
-    z, parameters = _operands(512, "layer")
+@pytest.mark.parametrize("config", [SMALL, TuningConfig(lanes=128, warpgroups=2)])
+def test_scales_of_a_product_are_applied_first(run, config):
+    z, vectors = _operands(512, "layer")
     scales = jnp.float32(0.25), jnp.float32(3.0), jnp.linspace(0.1, 4.0, M)[:, None]
     want = Outputs(y=True, rstd=True)
-    names = dict(norm="layer", activation="relu")
-    rest = dict(epsilon=EPSILON, want=want, settings=settings)
-    out = run(z, scales=scales, **parameters, **names, **rest)
+    epilogue = Epilogue("layer", "relu", EPSILON)
+    out = run(z, scales, vectors, epilogue=epilogue, want=want, config=config)
     exact = np.asarray(z, np.float64) * 0.75 * np.asarray(scales[2], np.float64)
-    y, _, rstd = _reference(exact, **parameters, **names)
+    y, _, rstd = support.forward(exact, vectors, epilogue)
     support.assert_bfloat16(out.y, y, error=1e-5)
     np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
 
 
-def test_no_parameters(run):
+def test_no_vectors(run):
     z, _ = _operands(256, "layer")
-    names = dict(norm="layer", activation="swish")
-    out = run(z, **names, epsilon=EPSILON, want=Outputs(y=True), settings=SMALL)
-    y, _, _ = _reference(z, **names)
+    epilogue = Epilogue("layer", "swish", EPSILON)
+    out = run(z, epilogue=epilogue, want=Outputs(y=True), config=SMALL)
+    y, _, _ = support.forward(z, NormVectors(), epilogue)
     support.assert_bfloat16(out.y, y, error=_tanh_error(y))
     assert out.y_fp8 is None and out.xhat is None and out.rstd is None
 
@@ -167,7 +151,7 @@ def test_rows_of_zeros_and_rows_with_nan(run):
     z = jnp.ones((M, 256), jnp.bfloat16)
     z = z.at[3].set(0).at[5, 7].set(jnp.nan).at[6, 8].set(jnp.inf)
     want = Outputs(y=True, y_fp8="rowwise", y_amax=True)
-    out = run(z, norm="rms", activation="relu", want=want, settings=SMALL)
+    out = run(z, epilogue=Epilogue("rms", "relu"), want=want, config=SMALL)
     support.assert_faults_stay_in_their_rows(out.y_fp8, zeros=3, faulty=[5, 6])
     assert np.isnan(np.asarray(out.y_fp8.dequantize())[5]).all()
     # A maximum on the CPU, and so in the interpreter, may lose a NaN.
@@ -177,44 +161,54 @@ def test_rows_of_zeros_and_rows_with_nan(run):
 def test_a_large_mean_costs_no_digits(run):
     rng = np.random.default_rng(0)
     z = jnp.asarray(4096 + 32 * rng.integers(-1, 2, (M, 256)), jnp.bfloat16)
-    names = dict(norm="layer", activation="none")
+    epilogue = Epilogue("layer", epsilon=EPSILON)
     want = Outputs(y=False, xhat=jnp.bfloat16, rstd=True)
-    out = run(z, **names, epsilon=EPSILON, want=want, settings=SMALL)
-    _, xhat, rstd = _reference(z, **names)
+    out = run(z, epilogue=epilogue, want=want, config=SMALL)
+    _, xhat, rstd = support.forward(z, NormVectors(), epilogue)
     np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
     support.assert_bfloat16(out.xhat, xhat, error=1e-4)
 
 
 @pytest.mark.gpu
 def test_launches_repeat_bit_by_bit():
-    z, parameters = _operands(1024, "layer")
-    names = dict(norm="layer", activation="swish", want=ROW_SCALES)
-    f = functools.partial(norm_quantize, **names)
-    support.assert_launches_repeat(f, jnp.tile(z, (64, 1)), **parameters)
+    z, vectors = _operands(1024, "layer")
+    static = dict(epilogue=Epilogue("layer", "swish"), want=ROW_SCALES)
+    f = functools.partial(norm_quantize, **static)
+    support.assert_launches_repeat(f, jnp.tile(z, (64, 1)), (), vectors)
 
 
-def _lowers(n, norm, settings):
-    shape = jax.ShapeDtypeStruct
-    z, columns = shape((32768, n), jnp.bfloat16), shape((n,), jnp.float32)
-    parameters = dict(gamma=columns, beta=columns) if norm in ("layer", "rms") else {}
+def _lowers(n, norm, config):
+    z = jax.ShapeDtypeStruct((32768, n), jnp.bfloat16)
     want = Outputs(y=True, y_fp8="rowwise", xhat=jnp.bfloat16, rstd=norm != "none")
-    names = dict(norm=norm, activation="swish", want=want, settings=settings)
-    return support.lowers(functools.partial(norm_quantize, **names), z, **parameters)
+    static = dict(epilogue=Epilogue(norm, "swish"), want=want, config=config)
+    f = functools.partial(norm_quantize, **static)
+    return support.lowers(f, z, (), support.affine(n, norm))
 
 
-SHAPES = [(256, "rms"), (512, "block"), (1024, "layer")]
-SHAPES += [(1152, "layer"), (2048, "none"), (4096, "rms")]
+SLOW_SHAPES = [(1152, "layer"), (2048, "none"), (4096, "rms")]
 
 
-@pytest.mark.parametrize("n, norm", SHAPES)
-def test_default_settings_lower_for_cuda(n, norm):
+@pytest.mark.parametrize(
+    "n, norm",
+    [(256, "rms"), (512, "block"), (1024, "layer")]
+    + [support.slow(*shape) for shape in SLOW_SHAPES],
+)
+def test_default_configs_lower_for_cuda(n, norm):
     assert _lowers(n, norm, None)
 
 
-@pytest.mark.parametrize("n, norm", [(512, "rms"), (1024, "none")])
-def test_other_settings_lower_for_cuda(n, norm):
-    for settings in search_space(32768, n, norm=norm)[1::4]:
-        assert _lowers(n, norm, settings)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "n, norm, config",
+    [
+        (512, "rms", TuningConfig(8, 1, 3, 2, keep_vectors=False)),
+        (512, "rms", TuningConfig(32, 2, 0, 4)),
+        (512, "rms", TuningConfig(128, 1, 3, 6)),
+        (1024, "none", TuningConfig(16, 1, 0, 2)),
+    ],
+)
+def test_other_configs_lower_for_cuda(n, norm, config):
+    assert _lowers(n, norm, config)
 
 
 @pytest.mark.parametrize(
@@ -232,19 +226,19 @@ def test_refused_shapes_have_a_reason(m, n, norm, reason):
     assert reason in why_not(m, n, norm=norm)
     with pytest.raises(ValueError, match=reason):
         z = jnp.zeros((m, n), jnp.bfloat16)
-        norm_quantize(z, norm=norm, activation="none", want=Outputs())
+        norm_quantize(z, epilogue=Epilogue(norm), want=Outputs())
 
 
-def test_refused_settings_have_a_reason():
+def test_refused_configs_have_a_reason():
     refuse = functools.partial(why_not, 64, norm="layer")
-    assert "shared memory" in refuse(4096, settings=Settings(stages=4))
-    assert "rows of a tile" in refuse(256, settings=Settings(lanes=8, rows=8))
-    assert "multiple of 512" in refuse(1152, settings=Settings(lanes=128))
+    assert "shared memory" in refuse(4096, config=TuningConfig(pipeline_stages=4))
+    assert "rows of a tile" in refuse(256, config=TuningConfig(lanes=8, rows=8))
+    assert "multiple of 512" in refuse(1152, config=TuningConfig(lanes=128))
 
 
-def test_default_settings_serve_what_is_served():
+def test_default_configs_fit_every_served_shape():
     for norm in support.NORMS:
         for n in range(128, 4097, 128):
             if why_not(64, n, norm=norm) is None:
-                settings = default_settings(64, n, norm=norm)
-                assert why_not(64, n, norm=norm, settings=settings) is None
+                config = default_config(n, norm=norm)
+                assert why_not(64, n, norm=norm, config=config) is None

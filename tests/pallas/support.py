@@ -1,8 +1,11 @@
-"""What the tests of the kernels that work by rows share: launches, references, checks.
+"""Launches, references and checks of the Pallas kernels' tests.
 
-References are numpy in float64. "Is the kernel right?" is asked of each element: it is
-one rounding away from the exact value, besides an error that the caller names.
+The only module of the tests that imports `jax._src`: the interpreter's race detector
+has no public name. References are numpy in float64. Each element must be one rounding
+away from the exact value, besides an error that the caller names.
 """
+
+import functools
 
 import chex
 import jax
@@ -12,46 +15,86 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from loka_jax.normed import NO_VECTORS, NormVectors
 from loka_jax.pallas import tiles
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+GELU_SCALE = np.sqrt(2 / np.pi)
 NORMS = ("none", "layer", "rms", "block")
 
 
-def launcher(kernel):
-    """Returns a fixture that runs `kernel`, interpreted and on a GPU.
+@pytest.fixture
+def interpret(monkeypatch):
+    """Yields the interpreter's parameters; two SMs make each CTA compute more tiles."""
+    monkeypatch.setattr(tiles, "SMS", 2)
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
 
-    In the interpreter on two SMs, so that each walks over tiles, and with the race
-    detector.
-    """
-    params = ["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)]
 
-    @pytest.fixture(params=params)
-    def run(request, monkeypatch):
-        if request.param == "on_gpu":
-            yield kernel
-            return
-        monkeypatch.setattr(tiles, "SMS", 2)
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
+def assert_no_races():
+    """Asserts that the race detector found no race so far."""
+    races = interpret_pallas_call.get_races()
+    assert races is None or not races.races_found
 
-        def interpreted(*args, **kwargs):
-            out = jax.block_until_ready(kernel(*args, **kwargs, interpret=interpret))
-            assert not interpret_pallas_call.get_races().races_found
-            return out
 
-        yield interpreted
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
+def interpreted(kernel, interpret):
+    """Returns `kernel` as interpreted, with a check for races."""
+
+    def run(*args, **kwargs):
+        out = jax.block_until_ready(kernel(*args, **kwargs, interpret=interpret))
+        assert interpret_pallas_call.get_races() is not None
+        assert_no_races()
+        return out
 
     return run
 
 
-def affine(n, norm, rng):
-    """Returns the gamma and beta that a norm has, by name."""
+def launcher(kernel):
+    """Returns a fixture that runs `kernel`, interpreted and on a GPU."""
+    params = ["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)]
+
+    @pytest.fixture(params=params)
+    def run(request):
+        if request.param == "on_gpu":
+            return kernel
+        return interpreted(kernel, request.getfixturevalue("interpret"))
+
+    return run
+
+
+def affine(n, norm, seed=0):
+    """Returns the vectors gamma and beta of a norm."""
     if norm not in ("layer", "rms"):
-        return {}
-    gamma, beta = 1 + 0.3 * rng.standard_normal(n), 0.3 * rng.standard_normal(n)
-    parameters = dict(gamma=gamma, beta=beta)
-    return {k: jnp.asarray(v, jnp.float32) for k, v in parameters.items()}
+        return NO_VECTORS
+    gamma, beta = 0.3 * np.random.default_rng(seed).standard_normal((2, n))
+    gamma, beta = (jnp.asarray(x, jnp.float32) for x in (1 + gamma, beta))
+    return NormVectors(gamma=gamma, beta=beta)
+
+
+def activate(name, u):
+    """Returns the activations of float64 values."""
+    match name:
+        case "none":
+            return u
+        case "relu":
+            return np.maximum(u, 0)
+        case "swish":
+            return u * (0.5 + 0.5 * np.tanh(u / 2))
+        case "hard_swish":
+            return u * np.clip(u / 6 + 0.5, 0, 1)
+        case "gelu":
+            return u * (0.5 + 0.5 * np.tanh(GELU_SCALE * (u + 0.044715 * u**3)))
+
+
+def forward(z, vectors, epilogue):
+    """Returns y, xhat and rstd in float64."""
+    z, bias, gamma, beta = (
+        default if x is None else np.asarray(x).astype(np.float64)
+        for x, default in zip((z, *vectors), (None, 0.0, 1.0, 0.0), strict=True)
+    )
+    xhat, rstd = normalize(z + bias, epilogue.norm, epilogue.epsilon)
+    return activate(epilogue.activation, gamma * xhat + beta), xhat, rstd
 
 
 def normalize(z, norm, epsilon):
@@ -59,7 +102,7 @@ def normalize(z, norm, epsilon):
     if norm == "none":
         return z, None
     m, n = z.shape
-    blocks = z.reshape(m, -1, 256 if norm == "block" else n)
+    blocks = z.reshape(m, -1, min(n, 256) if norm == "block" else n)
     if norm == "layer":
         blocks = blocks - blocks.mean(2, keepdims=True)
     rstd = 1 / np.sqrt((blocks**2).mean(2, keepdims=True) + epsilon)
@@ -110,16 +153,16 @@ def assert_faults_stay_in_their_rows(x, *, zeros, faulty):
     np.testing.assert_array_equal(np.isfinite(values).all(1), ~is_faulty)
 
 
-def lowers(f, *args, **kwargs) -> bool:
-    """Lowers f for CUDA, which needs no GPU; returns whether it holds a kernel."""
-    traced = jax.jit(f).trace(*args, **kwargs)
+def lowers(f, *args) -> bool:
+    """Lowers f for CUDA without a GPU; returns whether it contains a kernel."""
+    traced = jax.jit(f).trace(*args)
     return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def assert_launches_repeat(f, *args, **kwargs):
+def assert_launches_repeat(f, *args):
     """Asserts that a thousand launches on a GPU agree bit by bit with the first."""
     f = jax.jit(f)
-    first = f(*args, **kwargs)
+    first = f(*args)
 
     def bits(x):
         return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -131,5 +174,5 @@ def assert_launches_repeat(f, *args, **kwargs):
 
     total = jnp.int32(0)
     for _ in range(1000):
-        total += differing(f(*args, **kwargs))
+        total += differing(f(*args))
     assert total == 0

@@ -1,4 +1,4 @@
-"""Where the Triton provider runs, and that it costs nothing where it does not."""
+"""The conditions under which the Triton provider runs; imports stay lazy."""
 
 import subprocess
 import sys
@@ -47,8 +47,8 @@ def test_other_devices_are_refused(monkeypatch, capability):
 
 def test_importing_the_provider_does_not_import_triton():
     modules = "loka_jax, loka_jax.nn, loka_jax.triton"
-    modules += ", loka_jax.triton.matmul, loka_jax.triton.norm_quantize"
-    modules += ", loka_jax.triton.dot_features, loka_jax.triton.row_update"
+    modules += ", loka_jax.triton.matmul, loka_jax.triton.dot_features"
+    modules += ", loka_jax.triton.row_update"
     code = (
         f"import sys, {modules}; print({{'triton', 'jax_triton'}} & {{*sys.modules}})"
     )

@@ -1,7 +1,7 @@
-"""What the tests of the Triton kernels share: lowering, and an interpreter on the CPU.
+"""Support for the tests of the Triton kernels: lowering, an interpreter on the CPU.
 
-jax-triton has no interpreter. Triton's own runs kernels on tensors of PyTorch, of
-which it needs so little that numpy arrays can pose as them.
+jax-triton has no interpreter. Triton's own runs kernels on PyTorch tensors, but uses so
+few of their methods that numpy arrays can stand in for them.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import dot_features, matmul, norm_quantize, row_update
+from loka_jax.triton import dot_features, matmul, row_update
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
-# What numpy calls a type, and Triton.
+# numpy's name of a type -> Triton's.
 _NAMES = {
     "int32": "i32",
     "float32": "fp32",
@@ -44,7 +44,7 @@ class Program(NamedTuple):
     shared_bytes: int
 
     def ptxas_report(self) -> str:
-        """Returns what ptxas says of the program's registers, and warns of."""
+        """Returns the report of ptxas on the program's registers, with its warnings."""
         ptxas = triton_module("knobs").nvidia.ptxas.path
         command = [ptxas, "--verbose", "--gpu-name=sm_90a", "-", "-o", os.devnull]
         done = subprocess.run(
@@ -54,10 +54,10 @@ class Program(NamedTuple):
 
 
 def spilled_bytes(report):
-    """Returns what of the registers is stored to and loaded from memory."""
-    found = re.findall(r"(\d+) bytes spill", report)
-    assert found, report
-    return sum(map(int, found))
+    """Returns the bytes of registers that are spilled to memory."""
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert spills, report
+    return sum(map(int, spills))
 
 
 def triton_module(name):
@@ -66,14 +66,14 @@ def triton_module(name):
 
 
 def compiled(f, *args) -> Program:
-    """Lowers f, of one kernel, for CUDA; no GPU is needed to compile its kernel."""
+    """Lowers f, a single kernel, for CUDA without a GPU."""
     [program] = compiled_programs(f, *args)
     return program
 
 
 def compiled_programs(f, *args) -> list[Program]:
-    """Lowers f for CUDA and returns its kernels, each once."""
-    # An ImportError of its own says that JAX has no CUDA plugin.
+    """Lowers f for CUDA and returns its distinct kernels."""
+    # Also raises ImportError if JAX has no CUDA plugin.
     pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
     from jax_triton import triton_lib
 
@@ -120,7 +120,7 @@ def on_gpu():
 
 @dataclasses.dataclass
 class _Tensor:
-    """A numpy array with what the interpreter asks of a tensor on the CPU."""
+    """A numpy array with the methods that the interpreter calls on a tensor."""
 
     array: np.ndarray
     dtype: str
@@ -137,28 +137,28 @@ class _Tensor:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Makes kernels run on the CPU: `launch` in the provider's modules interprets."""
+    """Interprets kernels on the CPU: replaces `launch` in the provider's modules."""
     tl = triton_module("language")
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
-    # Imported before the interpreter is asked for, which others do not want.
-    modules = dot_features, matmul, norm_quantize, row_update
+    # Imported before interpretation is enabled, which applies at import.
+    modules = dot_features, matmul, row_update
     for module in modules:
         importlib.import_module(f"{module.__name__}_kernel")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", _convert)
-    _compute_wide(monkeypatch, interpreter.InterpreterBuilder, tl)
+    _compute_in_float32(monkeypatch, interpreter.InterpreterBuilder, tl)
 
     def set_attr(_, owner, name, value):
-        # Its own takes int() of an array of one element, which numpy no longer does.
+        # Triton's takes int() of an array of one element, which numpy no longer does.
         if name == "__index__":
             value = lambda x: x.handle.data.item()  # noqa: E731
         monkeypatch.setattr(owner, name, value, raising=False)
 
-    # It changes Triton's library, and at nested calls does not change it back.
+    # It patches Triton's library, and does not restore it after nested calls.
     monkeypatch.setattr(interpreter._LangPatchScope, "set_attr", set_attr)
-    # What Triton's own library has in Triton was compiled when that was imported.
+    # Functions of Triton's library that are written in Triton were compiled at import.
     compiled_type = triton_module("runtime.jit").JITFunction
     for name, function in list(vars(standard).items()):
         if isinstance(function, compiled_type):
@@ -171,18 +171,18 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(module, "require_triton", lambda: None)
 
 
-def _compute_wide(monkeypatch, builder, tl):
+def _compute_in_float32(monkeypatch, builder, tl):
     """Makes the interpreter add and multiply bfloat16, which it holds as integers."""
 
-    def wide(self, x):
+    def to_float32(self, x):
         is_narrow = x.dtype.scalar == tl.bfloat16
         return self.cast_impl(x, tl.float32) if is_narrow else x
 
     def dot(self, lhs, rhs, *rest):
-        return create_dot(self, wide(self, lhs), wide(self, rhs), *rest)
+        return create_dot(self, to_float32(self, lhs), to_float32(self, rhs), *rest)
 
     def binary_op(self, lhs, rhs, op):
-        out = apply(self, wide(self, lhs), wide(self, rhs), op)
+        out = apply(self, to_float32(self, lhs), to_float32(self, rhs), op)
         is_narrow = lhs.dtype.scalar == tl.bfloat16
         return self.cast_impl(out, tl.bfloat16) if is_narrow else out
 
@@ -192,7 +192,7 @@ def _compute_wide(monkeypatch, builder, tl):
 
 
 def _scan(self, inputs):
-    """Does what the interpreter does, of whole slices rather than of elements."""
+    """Replaces the interpreter's scan over elements by one over whole slices."""
     arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
     slices = [arrays_at for arrays_at in zip(*arrays, strict=True)]
     out = [slices[0]]
@@ -210,7 +210,7 @@ def _scan(self, inputs):
 def _interpret(
     kernel, *arrays, outputs, grid, num_warps, num_stages, constants, aliases=None
 ):
-    """Does what `launch` does, with the interpreter; aliased inputs are copied."""
+    """Replaces `launch`, with the interpreter; aliased inputs are copied."""
     del num_warps, num_stages
     results = [np.zeros(x.shape, x.dtype) for x in outputs]
     for source, target in (aliases or {}).items():
@@ -226,7 +226,7 @@ def _interpret(
 
 
 def _interpreted_copy(function):
-    """Returns the module of a kernel, imported anew: so that it is not compiled."""
+    """Returns the module of a kernel, imported anew so that it is not compiled."""
     path = pathlib.Path(function.__code__.co_filename)
     spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -245,9 +245,9 @@ _TYPES = {
 
 
 def _convert(x, from_type, to_type, rounding_mode):
-    """Casts as IEEE says, which the interpreter's own casts do not; nothing saturates.
+    """Casts by IEEE rounding, unlike the interpreter's own casts; nothing saturates.
 
-    Types that numpy does not know are held as integers.
+    The interpreter holds types that numpy lacks as integers.
     """
     del rounding_mode
     x = np.ascontiguousarray(x).view(_TYPES[from_type.name]).astype(np.float32)

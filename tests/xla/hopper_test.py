@@ -1,4 +1,4 @@
-"""What XLA makes of our programs on Hopper, read from the compiled text."""
+"""XLA's compiled programs for Hopper: their FP8 GEMMs and kernels, in the HLO."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ def test_fp8_operands_reach_the_gemms_of_a_flax_dense(recipe):
     assert counts(hopper.compiled(step, *args)) == (3, 0)
 
 
-def test_sizes_that_fp8_cannot_take_run_wide():
+def test_sizes_that_fp8_cannot_take_run_in_bf16():
     step, args = gradients_of(nn.Dense(200, recipe="fp8_rowwise", use_bias=False))
     assert counts(hopper.compiled(step, *args)) == (0, 3)
 
@@ -78,7 +78,7 @@ def test_blockwise_products_keep_their_rounding():
     hlo = hopper.compiled(step, *args)
     assert counts(hlo) == (0, 3)
     # lhs and rhs of fwd, g and rhs of dlhs, lhs and g of drhs: all contract their last
-    # dim, and XLA may keep them by tiles.
+    # dim, and XLA may store them by tiles.
     casts = set(re.findall(r" = f8e4m3fn\[([\d,]+)\]\S* convert\(", hlo))
     sizes = [math.prod(map(int, shape.split(","))) for shape in casts]
     assert {4096 * 512, 256 * 512, 4096 * 256} <= set(sizes), casts
@@ -92,7 +92,7 @@ def test_measures_of_a_dequantized_array_see_its_rounding(measure):
     assert "f8e4m3fn" in hopper.compiled(error, support.normal(256, 512))
 
 
-def test_without_a_barrier_xla_takes_the_rounding_out():
+def test_without_a_barrier_xla_removes_the_rounding():
     # If this fails, XLA has changed and `Fp8Array.dequantize` may be simplified.
     error = lambda x: jnp.sum((x - x.astype(fp8.E4M3).astype(jnp.float32)) ** 2)  # noqa: E731
     assert "f8e4m3fn" not in hopper.compiled(error, support.normal(256, 512))
@@ -149,7 +149,7 @@ def test_kernels_added_by_an_fp8_dense(kernels_in_bf16, recipe, most):
 
 
 def test_kernels_added_by_flax(kernels_in_bf16):
-    # What ours are compared with.
+    # The baseline of the counts above.
     flax_dense = functools.partial(
         linen.Dense, dtype=jnp.bfloat16, dot_general_cls=linen.Fp8DirectDotGeneralOp
     )
