@@ -72,7 +72,7 @@ def test_a_gpu_without_a_table_is_told(monkeypatch):
 def test_a_table_decides(tmp_path):
     path = _table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
-    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.n > 1}
+    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.spec.n > 1}
     planned = {site.path: site.recipe for site in run.sites if site.spec.n > 1}
     assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
 
