@@ -103,11 +103,14 @@ def stored_scales(
     )
 
 
-def merge_delayed(a: DelayedScaling, b: DelayedScaling) -> DelayedScaling:
-    """Returns the state after two microbatches that started from the same one.
+def merge_delayed[State](a: State, b: State) -> State:
+    """Returns the states after two microbatches that started from the same ones.
 
     The element-wise maximum: both shifted the same history and put their amax in
-    front, and a factor grows with its amax.
+    front, and a factor grows with its amax. Zeros are neutral.
+
+    Args:
+        a, b: a `DelayedScaling`, or a tree of them.
     """
     return jax.tree.map(jnp.maximum, a, b)
 

@@ -24,7 +24,11 @@ FLOOR_DB = {
 def slow_except(values, *quick):
     """Returns parameters of a test: all but the quick ones are slow."""
     slow = pytest.mark.slow
-    return [x if x in quick else pytest.param(x, marks=slow) for x in values]
+    return [x if x in quick else _param(x, slow) for x in values]
+
+
+def _param(x, marks):
+    return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

@@ -268,7 +268,7 @@ def _accumulated(
         carry = (
             loss + part_loss,
             jax.tree.map(jnp.add, params, grads.params),
-            jax.tree.map(jnp.maximum, fp8, grads.fp8),  # see scaling.merge_delayed
+            scaling.merge_delayed(fp8, grads.fp8),
             merge_stats(stats, grads.probe, ProbeConfig()),
             batch_stats,
         )

@@ -21,6 +21,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_criteo_file_is_converted_and_verified(tmp_path):
     text = "".join(criteo_line(str(i % 2)) for i in range(60))
     path = write(tmp_path / "train.txt", text)

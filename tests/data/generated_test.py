@@ -135,6 +135,7 @@ def test_best_possible_ne_is_what_the_true_model_scores(world):
     assert abs(best - scored) < 4 * (error + 0.0015)
 
 
+@pytest.mark.slow
 def test_best_possible_ne_agrees_with_its_standard_error(world):
     small, error = generated.best_possible_ne(TINY, world, 20_000)
     large, _ = generated.best_possible_ne(TINY, world, 1_000_000)
@@ -148,6 +149,7 @@ def test_no_signal_leaves_nothing_to_learn():
     assert best == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_default_looks_like_a_click_log():
     splits = open_data(DataConfig(eval_examples=65_536), seed=0)
     assert 0.75 < splits.report["best_possible_ne"] < 0.80
@@ -156,6 +158,7 @@ def test_default_looks_like_a_click_log():
     assert 0.2 < float(labels.mean()) < 0.3
 
 
+@pytest.mark.slow
 def test_one_field_alone_has_no_pairs_and_still_works():
     config = dataclasses.replace(TINY, rows=(10,))
     batch = open_data(config, seed=0).train.batch(Position(0, 0, 0), 8, shuffle=True)

@@ -39,6 +39,7 @@ def test_products_have_errors_with_intervals(entry):
     assert found.low <= found.mean <= found.high and 0.01 < found.mean < 0.06
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_what_probe_learned():
     # Operands near one, which FP8 holds nearly exactly: N(0, 1) would say otherwise.
     lhs, rhs, g = (

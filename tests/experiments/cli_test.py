@@ -173,6 +173,7 @@ def test_resuming_without_a_run_is_refused(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_profile_after_the_last_step_is_refused(run, tmp_path):
     options = ["--profile", "99:2", "--data.examples", "256", "--data.rows", "9", "9"]
     result = run(*GENERATED, *options, "--workdir", tmp_path / "run")

@@ -69,7 +69,12 @@ def _learn(variables, batches, model):
     return variables
 
 
-@pytest.mark.parametrize("recipe", ["f32", "fp8_tensorwise_delayed", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    support.slow_except(
+        ["f32", "fp8_tensorwise_delayed", "fp8_rowwise"], "fp8_tensorwise_delayed"
+    ),
+)
 def test_probing_changes_nothing_else(recipe):
     model, x = Model(recipe), support.normal(64, 48)
     variables = _init(model, x)
@@ -110,6 +115,7 @@ def test_what_is_learned_are_the_operands_of_every_product():
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_product_before_its_norm():
     x, w = support.normal(40, 8), support.normal(8, 16, seed=1)
     module = nn.NormDense(16, recipe="f32", norm="layer", activation="gelu")
@@ -130,6 +136,7 @@ def test_the_gradient_of_a_product_before_its_norm():
     )
 
 
+@pytest.mark.slow
 def test_rows_over_devices_are_one_batch():
     model, x = Model(axis_names=("data",)), support.normal(64, 48)
     variables = _init(Model(), x)
@@ -164,6 +171,7 @@ def test_a_batch_that_is_not_finite_adds_nothing(value):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.slow
 def test_delayed_scales_tell_how_far_they_are_off():
     model, x = Model("fp8_tensorwise_delayed"), support.normal(64, 48)
     variables = _init(model, x)
@@ -197,6 +205,7 @@ def test_options_out_of_range_are_refused(options, match):
         ProbeConfig(**options)
 
 
+@pytest.mark.slow
 def test_both_operands_of_a_batched_product_are_rows():
     class Pairs(linen.Module):
         @linen.compact

@@ -33,6 +33,7 @@ def _error(known, exact):
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 def test_three_thousand_weights_give_both_covariances():
     mean = 3 * np.random.default_rng(0).standard_normal((24, 40))
     weights, exact = _weights(24, 40, 3000, mean)

@@ -38,6 +38,7 @@ def test_drawn_sizes_are_those_that_were_seen():
     np.testing.assert_allclose(quartiles, [-9.6, -4.8, 0], atol=0.3)
 
 
+@pytest.mark.slow
 def test_draws_have_the_covariance_and_the_tails():
     x = _heavy(20_000) * jnp.linspace(0.1, 2.0, K)[None]
     moments, norms = moments_of(x, K), norms_of(x, jnp.zeros(K))

@@ -29,6 +29,7 @@ def test_rows_converge_to_the_learned_moments(size):
     assert errors[1] < 0.02 and errors[1] < errors[0]
 
 
+@pytest.mark.slow
 def test_weights_converge_to_the_learned_covariances():
     known = no_weights(4, 6)
     for i in range(200):

@@ -244,6 +244,7 @@ def test_the_same_run_gives_the_same_page(page, page_of):
     assert page_of(RUN).html.partition(strip)[0] == page.html.partition(strip)[0]
 
 
+@pytest.mark.slow
 def test_importing_the_report_imports_no_matplotlib():
     code = "import sys, loka_jax.report; print('matplotlib' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

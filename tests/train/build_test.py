@@ -14,6 +14,7 @@ def shared(monkeypatch):
     support.share_data(monkeypatch)
 
 
+@pytest.mark.slow
 def test_steps_are_counted_over_epochs_and_capped():
     assert build(support.config(epochs=3)).total_steps == 30
     assert build(support.config(epochs=3, max_steps=7)).total_steps == 7
@@ -25,6 +26,7 @@ def test_sites_are_listed_at_the_size_of_a_microbatch():
     assert {site.spec.m for site in run.sites} == {32}
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_start():
     starts = [build(support.config(seed=seed)).init() for seed in (0, 0, 1)]
     tables = [digest(state.table) for state in starts]

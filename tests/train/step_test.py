@@ -151,6 +151,7 @@ def test_a_non_finite_feature_changes_nothing_but_counters(warm, model, value):
     assert [int(getattr(after, name)) for name in COUNTERS] == [3, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_infinite_feature_is_seen_by_a_first_layer_all_in_fp8():
     # 16 columns: no role of the first layer runs in bfloat16, and the cast saturates.
     batch = make_batch()

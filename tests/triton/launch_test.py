@@ -45,6 +45,7 @@ def test_other_devices_are_refused(monkeypatch, capability):
     assert triton.why_not_here() == "no Hopper GPU: the device is 'some GPU'"
 
 
+@pytest.mark.slow
 def test_importing_the_provider_does_not_import_triton():
     modules = "loka_jax, loka_jax.nn, loka_jax.triton"
     modules += ", loka_jax.triton.matmul, loka_jax.triton.dot_features"
