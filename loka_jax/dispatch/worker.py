@@ -74,7 +74,7 @@ def load_stats(path: pathlib.Path, spec: SiteSpec) -> SiteStats:
 
 
 def main():
-    """Works until its input ends."""
+    """Measures jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output goes to the error output
 
