@@ -49,7 +49,7 @@ def learned():
     for i in range(50):
         drift = jax.random.normal(jax.random.key(10 + i), (N, K))
         w = units * drift / features[None]
-        normal = update(normal, w, momentum=0.9, mean="zero")
+        normal = update(normal, w, momentum=0.9)
     moments = moments_of(rows, K)
 
     def draw(key):
