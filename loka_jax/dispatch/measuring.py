@@ -33,6 +33,8 @@ from loka_jax.measure.passes import (
 )
 from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
 from loka_jax.measure.timing import Case, KernelTime, time_kernels
+from loka_jax.ops.device import local_device
+from loka_jax.ops.plan import resolve
 from loka_jax.probe.capture import Operands as Drawn
 from loka_jax.probe.site import SiteStats
 from loka_jax.quality import relative_l2
@@ -152,16 +154,21 @@ def _compile_candidates(
     job: Job, sets: Sequence[Operands], begin: _Begin
 ) -> tuple[dict[str, _Programs], dict[str, str]]:
     """Returns each candidate's compiled passes, and why others have none."""
-    cases, owners = {}, {}
+    cases, owners, failures = {}, {}, {}
     for choice in job.choices:
+        why_not = resolve(job.spec, choice, local_device()).why_not
+        if why_not is not None:
+            failures[choice.name] = f"does not run: {why_not}"
+            continue
         for pass_name, make in (("training", training), ("inference", inference)):
             name = _program_name(pass_name, choice)
             if name not in cases:
                 cases[name], owners[name] = make(choice, job.spec, sets), choice.name
     programs = _compile(job, cases, owners, begin)
     compiled: dict[str, _Programs] = {}
-    failures = {}
     for choice in job.choices:
+        if choice.name in failures:
+            continue
         for pass_name in ("training", "inference"):
             program = programs[_program_name(pass_name, choice)]
             if isinstance(program, Exception):

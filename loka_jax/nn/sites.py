@@ -7,6 +7,7 @@ returns the announced sites, before anything is compiled.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from flax import linen
@@ -76,6 +77,21 @@ class Site:
     def is_fp8(self) -> bool:
         """True if at least one role casts its operands to FP8."""
         return self.why_not is None
+
+    def as_row(self) -> dict[str, Any]:
+        """Returns the site as JSON-ready values by name."""
+        spec = self.spec
+        names = ("m", "k", "n", "norm", "activation", "use_bias")
+        return {
+            "path": self.path,
+            **{name: getattr(spec, name) for name in names},
+            "recipe": self.recipe,
+            **self.runs,
+            "why_not": self.why_not,
+            "why_not_fused": self.why_not_fused,
+            "has_choice": self.has_choice,
+            "follows": self.follows,
+        }
 
 
 def announce(module: linen.Module, plan: KernelPlan, **attributes):

@@ -160,7 +160,7 @@ def _by_role(site: Site) -> tuple[str, str]:
     """Returns roles and kernels as two texts, with one line for each kernel."""
     roles_of: dict[str, list[str]] = {}
     for role in ROLES:
-        roles_of.setdefault(getattr(site, role), []).append(role)
+        roles_of.setdefault(site.runs[role], []).append(role)
     if len(roles_of) == 1:
         return "all", site.runs["fwd"]
     return "\n".join(map(", ".join, roles_of.values())), "\n".join(roles_of)

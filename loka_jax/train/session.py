@@ -108,13 +108,13 @@ def train(
             RunRecord(workdir, tensorboard=config.run.tensorboard, **owner) as record,
             _open_loop(run, record, console, workdir) as loop,
         ):
-            record.write_sites([vars(site) for site in run.sites])
+            record.write_sites([site.as_row() for site in run.sites])
             if frozen is None:
                 record.write_plan(run.plan, 0)
             with stop.deferred():
                 loop.train(stop)
             run = loop.run  # sites may have been demoted
-            record.write_sites([vars(site) for site in run.sites])
+            record.write_sites([site.as_row() for site in run.sites])
             summary = _finish(run, loop, stop)
             command = shlex.join(["python", f"experiments/{script}", *arguments])
             record.write_summary(summary | {"command": command})

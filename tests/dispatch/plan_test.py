@@ -226,8 +226,8 @@ def test_a_plan_is_a_file(tmp_path):
     path = tmp_path / "plan.json"
     save(path, plan)
     assert load(path, [site]) == plan
-    with pytest.raises(ValueError, match="this model has not"):
+    with pytest.raises(ValueError, match="not sites of this model"):
         load(path, [_site("elsewhere")])
     path.write_text('{"top/dense_0": {"choice": 3}}')
-    with pytest.raises(ValueError, match="no plan"):
+    with pytest.raises(ValueError, match="not a plan"):
         load(path, [site])

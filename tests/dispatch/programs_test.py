@@ -1,5 +1,6 @@
 """Digests of programs: names and places do not count, what is computed does."""
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax.dispatch.programs import program_digest
-from loka_jax.normed import Outputs
-from loka_jax.pallas.norm_quantize import norm_quantize, search_space
+from loka_jax.normed import Epilogue, Outputs
+from loka_jax.pallas.norm_quantize import default_config, norm_quantize
 
 XLA = """
 import jax
@@ -160,19 +161,18 @@ def test_what_a_kernel_computes_and_its_launch_count(digest, source, replaced):
     assert digest(source, replaced) != digest(source)
 
 
-def test_settings_of_a_tuned_kernel_count():
+def test_the_tuning_config_of_a_kernel_counts():
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 
-    def digest(settings):
+    def digest(config):
         def run(x):
-            want = Outputs(y=True)
-            return norm_quantize(
-                x, norm="none", activation="relu", want=want, settings=settings
-            ).y
+            static = dict(epilogue=Epilogue("none", "relu"), want=Outputs(y=True))
+            return norm_quantize(x, config=config, **static).y
 
         return program_digest(run, [x])
 
-    default, other = search_space(256, 256, norm="none")[:2]
+    default = default_config(256, norm="none")
+    other = dataclasses.replace(default, pipeline_stages=default.pipeline_stages + 1)
     assert digest(default) == digest(None) != digest(other)
 
 

@@ -14,7 +14,6 @@ from loka_jax.dispatch.table import (
     BadTable,
     Entry,
     Header,
-    Interval,
     Table,
     from_json,
     header_here,
@@ -22,6 +21,8 @@ from loka_jax.dispatch.table import (
     to_json,
     write,
 )
+from loka_jax.measure.intervals import Interval
+from loka_jax.site import SiteSpec
 
 HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "0.3.1 3.9.0", "abc")
 ERRORS = {name: Interval(0.03, 0.02, 0.04) for name in tables.MEASURES}

@@ -7,10 +7,10 @@ import pytest
 from experiments import restamp
 from loka_jax.dispatch import sources
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import SiteKey
 from loka_jax.dispatch.table import Entry, Table, header_here
+from loka_jax.site import SiteSpec
 
-SITE = SiteKey(64, 32, 32, "none", "relu", True)
+SITE = SiteSpec(64, 32, 32, "none", "relu", True)
 TIMES = {"training": {"xla bf16": 2.0, "xla fp8_rowwise": 3.0}}
 STALE = "0123456789abcdef"
 

@@ -9,10 +9,10 @@ from experiments import train as train_script
 from experiments import tune as script
 from experiments.bench import dispatch as bench
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import BF16, table_key
+from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
 from loka_jax.recipe import ROLES
-from loka_jax.site import Choice
+from loka_jax.site import BF16, Choice
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]

@@ -175,7 +175,10 @@ def test_dropout_acts_in_training_only(make):
 
 def listed(model, batch=64):
     avals = jax.eval_shape(functools.partial(inputs, batch=batch))
-    return [(s.path, (s.m, s.k, s.n), s.is_fp8) for s in nn.list_sites(model, *avals)]
+    return [
+        (s.path, (s.spec.m, s.spec.k, s.spec.n), s.is_fp8)
+        for s in nn.list_sites(model, *avals)
+    ]
 
 
 def test_sites_of_dlrm():

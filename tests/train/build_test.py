@@ -22,7 +22,7 @@ def test_steps_are_counted_over_epochs_and_capped():
 
 def test_sites_are_listed_at_the_size_of_a_microbatch():
     run = build(support.config(batch_size=64, microbatches=2))
-    assert {site.m for site in run.sites} == {32}
+    assert {site.spec.m for site in run.sites} == {32}
 
 
 def test_the_seed_decides_the_start():

@@ -8,13 +8,14 @@ import pytest
 
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import BF16
-from loka_jax.dispatch.plan import save
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.plan import DispatchPlan, save
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
 from loka_jax.measure.intervals import Interval
+from loka_jax.ops.device import HOPPER
 from loka_jax.recipe import ROLES
-from loka_jax.site import Choice
+from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import loop as loop_lib
 from loka_jax.train import planning
@@ -71,8 +72,8 @@ def test_a_gpu_without_a_table_is_told(monkeypatch):
 def test_a_table_decides(tmp_path):
     path = _table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
-    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.n > 1}
-    planned = {site.path: site.recipe for site in run.sites if site.n > 1}
+    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.spec.n > 1}
+    planned = {site.path: site.recipe for site in run.sites if site.spec.n > 1}
     assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
 
 

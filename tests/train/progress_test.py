@@ -40,8 +40,10 @@ def test_the_table_of_sites_fits_100_columns_whole(recipe, config):
     assert max(map(len, table.splitlines())) <= 100
     assert "…" not in text
     for site in sites:
-        sizes = f"{site.m} x {site.k} x {site.n}"
-        assert all(x in text for x in (site.path, sizes, site.fwd, site.drhs)), site
+        row = site.as_row()
+        sizes = f"{row['m']} x {row['k']} x {row['n']}"
+        texts = (site.path, sizes, row["fwd"], row["drhs"])
+        assert all(part in text for part in texts), site
 
 
 def test_the_table_says_what_runs_for_each_role_and_why_not_fp8():

@@ -15,7 +15,7 @@ from loka_jax.normed import (
     Outputs,
 )
 from tests import support
-from tests.ops import site
+from tests.ops import reference
 
 # Every norm and every activation: each is differentiated on its own.
 every_norm_and_activation = pytest.mark.parametrize(
@@ -31,13 +31,13 @@ def float64(x):
 
 @every_norm_and_activation
 def test_values_and_gradients_are_those_of_the_equations(norm, activation):
-    vectors = site.vectors(96, norm, with_bias=True)
+    vectors = reference.vectors(96, norm, with_bias=True)
     z, g = support.normal(8, 96), support.normal(8, 96, seed=1)
     epilogue = Epilogue(norm, activation)
     ours = lambda z, v: xla.norm_activation(  # noqa: E731
         z, NormVectors(**v), epilogue=epilogue
     )
-    plain = lambda z, v: site.after_product(z, v, norm, activation)  # noqa: E731
+    plain = lambda z, v: reference.after_product(z, v, norm, activation)  # noqa: E731
     y, pull = jax.vjp(ours, z, vectors)
     expected, plain_pull = jax.vjp(plain, z, vectors)
     chex.assert_trees_all_close(y, expected, rtol=1e-4, atol=1e-5)
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_the_equations(norm, activation):
 def test_blocks_are_normalized_separately(n):
     z = support.normal(4, n) * 10.0 ** support.normal(1, n, seed=1)
     y = xla.norm_activation(z, epilogue=Epilogue("block"))
-    expected = site.normalize(z, "block")
+    expected = reference.normalize(z, "block")
     chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -69,17 +69,17 @@ def decoded(x):
 )
 def test_the_reference_writes_the_requested_outputs(norm, is_fp8):
     x, w = operands(64, 32, 512, is_fp8=is_fp8)
-    vectors = site.vectors(512, norm)
+    vectors = reference.vectors(512, norm)
     want = Outputs(y=True, y_fp8="rowwise", xhat=fp8.E4M3, rstd=True, y_amax=True)
     epilogue = Epilogue(norm, "swish")
     out = xla.dense_norm(x, w, NormVectors(**vectors), epilogue=epilogue, want=want)
     z = decoded(x) @ decoded(w).T
-    exact = site.after_product(z, vectors, norm, "swish")
+    exact = reference.after_product(z, vectors, norm, "swish")
     chex.assert_trees_all_close(out.y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-5)
     row_amax = np.abs(float64(exact)).max(1, keepdims=True)
     np.testing.assert_allclose(out.y_amax, row_amax.T, rtol=1e-5)
     assert support.sqnr_db(exact, out.y_fp8.dequantize(), axis=1).min() > 29
-    xhat = site.normalize(z, norm)
+    xhat = reference.normalize(z, norm)
     stored = out.xhat.astype(jnp.float32) * XHAT_SCALE_INV
     assert support.sqnr_db(xhat, stored) > support.FLOOR_DB["cast_e4m3"]
     if norm == "none":
@@ -108,7 +108,7 @@ def test_the_reference_writes_nothing_else():
 
 @every_norm_and_activation
 def test_backward_from_residuals_is_the_gradient(norm, activation):
-    vectors, epilogue = site.vectors(512, norm), Epilogue(norm, activation)
+    vectors, epilogue = reference.vectors(512, norm), Epilogue(norm, activation)
     x, w = operands(16, 32, 512, is_fp8=False)
     want = Outputs(y=False, xhat=jnp.float32, rstd=norm != "none")
     inputs = NormVectors(**vectors)
@@ -116,7 +116,7 @@ def test_backward_from_residuals_is_the_gradient(norm, activation):
     dy, residuals = support.normal(16, 512, seed=3), NormResiduals(out.xhat, out.rstd)
     gradients = xla.norm_backward(dy, residuals, inputs, epilogue=epilogue)
     z = decoded(x) @ decoded(w).T
-    plain = lambda z, v: site.after_product(z, v, norm, activation)  # noqa: E731
+    plain = lambda z, v: reference.after_product(z, v, norm, activation)  # noqa: E731
     dz, dvectors = jax.vjp(plain, z, vectors)[1](dy)
     expected = dz, dvectors.get("gamma"), dvectors.get("beta")
     chex.assert_trees_all_close(gradients, expected, rtol=1e-4, atol=1e-4)
@@ -126,7 +126,7 @@ def test_backward_of_a_partial_last_block():
     z, dy = support.normal(8, 300), support.normal(8, 300, seed=1)
     parts = [z[:, :256], z[:, 256:]]
     rstd = jnp.stack([1 / jnp.sqrt(jnp.mean(p**2, 1) + 1e-6) for p in parts])
-    plain = lambda z: site.normalize(z, "block")  # noqa: E731
+    plain = lambda z: reference.normalize(z, "block")  # noqa: E731
     xhat, pull = jax.vjp(plain, z)
     residuals = NormResiduals(xhat, rstd)
     dz, _, _ = xla.norm_backward(dy, residuals, epilogue=Epilogue("block"))
