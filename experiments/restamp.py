@@ -1,12 +1,12 @@
-"""Stamps a dispatch table anew if its candidates' programs are as they were measured.
+"""Stamps a dispatch table anew if its candidates' programs have not changed.
 
     python experiments/restamp.py [TABLE ...]
 
 A change of the sources makes a table stale. This lowers the programs of all candidates
 in the table, without a GPU and for as many sites at a time as there are cores, and
-compares their digests with those in the table. If all are equal the times hold: the
-table gets the digest of the sources as they are. Otherwise the table stays as it is,
-and the sites and choices that differ are listed: measure them again.
+compares their digests with those in the table. If all are equal, the times still hold
+and the table gets the digest of the current sources. Otherwise the table stays as it
+is, and the sites and choices that differ are listed, to be measured again.
 
 `--record` stores the digests of a table that was just measured, with these sources.
 
@@ -41,7 +41,7 @@ type Programs = dict[SiteSpec, dict[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of the command line.
+    """Options of the command line.
 
     Attributes:
         paths: the tables.
@@ -58,8 +58,8 @@ def restamp(path: pathlib.Path, *, record: bool = False, workers: int = 1) -> in
     """Stamps a table, or lists the candidates that differ; returns the exit code.
 
     Raises:
-        ValueError: if the file is no table, is of other versions, or, to record, of
-            other sources.
+        ValueError: if the file is not a table, or was measured with other versions, or
+            is to be recorded and was measured with other sources.
     """
     table = tables.read(path)
     _require_versions(path, table, record)
@@ -92,7 +92,7 @@ def differences(table: Table, programs: Programs) -> list[str]:
 
 def programs_of(table: Table, workers: int) -> Programs:
     """Returns the digests of all candidates, with a line of progress on a terminal."""
-    # The sites with most candidates first: the last ones run by themselves otherwise.
+    # The sites with most candidates first, so that none of them runs alone at the end.
     sites = sorted(table.sites, key=lambda site: -len(table.sites[site].passes()))
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
@@ -115,7 +115,7 @@ def programs_of(table: Table, workers: int) -> Programs:
 
 
 def _use_cpu():
-    # Nothing is computed; a GPU's memory would be taken.
+    # Nothing is computed, and a GPU backend would allocate memory.
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -129,8 +129,8 @@ def _require_versions(path: pathlib.Path, table: Table, record: bool):
         measured = getattr(table.header, name)
         if measured not in ("", version):
             raise ValueError(
-                f"{path} was measured with {name} {measured}, and here is "
-                f"{version or 'none'}: programs compare within one version only."
+                f"{path} was measured with {name} {measured}, but here it is "
+                f"{version or 'missing'}: only programs of one version compare."
             )
     if record and table.header.kernels != sources.digest():
         raise ValueError(
@@ -140,7 +140,7 @@ def _require_versions(path: pathlib.Path, table: Table, record: bool):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Does as the command line says and returns the exit code."""
+    """Runs the command and returns the exit code."""
 
     def command() -> int:
         options = tyro.cli(Options, args=argv, description=__doc__)

@@ -36,14 +36,14 @@ BLOCK = 128  # blockwise scaling: 1 x 128 for activations, 128 x 128 for weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand of one GEMM becomes FP8.
+    """The cast of an operand of a GEMM to FP8.
 
     Attributes:
         dtype: `E4M3` or `E5M2`.
-        granularity: what shares a scale: the whole array (tensorwise), one slice
-            along the contracting dim (rowwise), or a tile (blockwise).
+        granularity: the elements that share a scale: the whole array (tensorwise), a
+            slice along the contracting dim (rowwise), or a tile (blockwise).
         scaling: "current" takes the scale from this step's amax; "delayed" from a
-            history of earlier ones, so that one pass over the data is enough.
+            history of earlier amaxes, so that one pass over the data is enough.
         pow2_scale: round scales down to powers of two (exact scaling).
     """
 
@@ -53,7 +53,7 @@ class Cast:
     pow2_scale: bool = True
 
     def __post_init__(self):  # noqa: D105
-        fp8_max(self.dtype)  # raises if it is no FP8 type
+        fp8_max(self.dtype)  # raises if it is not an FP8 type
         if self.scaling == "delayed" and self.granularity != "tensorwise":
             raise ValueError(
                 f"delayed scaling keeps one scale per tensor; "
@@ -68,7 +68,7 @@ class GemmRecipe:
     Attributes:
         first: cast of the left operand.
         second: cast of the right operand.
-        fast_accumulation: keep the tensor core's narrower accumulator over all of the
+        fast_accumulation: keep the tensor core's narrower accumulator over the whole
             contraction: a little faster, a little less exact.
     """
 
@@ -98,8 +98,8 @@ class Recipe:
         fwd, dlhs, drhs: the FP8 casts of each role; None runs it in `compute_dtype`.
         amax_history_length: steps that a delayed scale looks back.
         margin: bits of headroom of a delayed scale above the largest amax seen.
-        scales_initialized: every delayed scale is known to be set, so the guard for
-            first steps is left out (see `scaling.delayed_scale_inv`).
+        scales_initialized: every delayed scale is initialized, so the guard for first
+            steps is left out (see `scaling.delayed_scale_inv`).
     """
 
     name: str
@@ -128,17 +128,17 @@ class Recipe:
 
     def casts(self, operand: Operand) -> tuple[Cast, ...]:
         """Returns every cast of `operand`, over the roles that read it in FP8."""
-        found = []
+        casts = []
         for role in ROLES:
             gemm = self.gemm(role)
             if gemm is not None and operand in ROLE_OPERANDS[role]:
                 place = ROLE_OPERANDS[role].index(operand)
-                found.append((gemm.first, gemm.second)[place])
-        return tuple(found)
+                casts.append((gemm.first, gemm.second)[place])
+        return tuple(casts)
 
     @property
     def is_delayed(self) -> bool:
-        """True if any operand takes its scale from a history, which is then state."""
+        """True if the scale of any operand comes from a history, which is state."""
         return any(
             cast.scaling == "delayed"
             for operand in OPERANDS
@@ -146,16 +146,15 @@ class Recipe:
         )
 
 
-INITIALIZED = (
-    ":initialized"  # suffix of a recipe's name, see `Recipe.scales_initialized`
-)
+# Suffix of a recipe's name, see `Recipe.scales_initialized`.
+INITIALIZED = ":initialized"
 
 
 def get_recipe(name: str) -> Recipe:
     """Returns the recipe of that name; the suffix sets `scales_initialized`.
 
     Raises:
-        ValueError: if there is none; the message names the nearest.
+        ValueError: if no recipe has that name; the message suggests the nearest.
     """
     base = name.removesuffix(INITIALIZED)
     if base not in RECIPES:

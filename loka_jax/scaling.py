@@ -25,15 +25,15 @@ class DelayedScaling(NamedTuple):
 
     Attributes:
         table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
-            casts with, then the amaxes of the last H steps, newest first (0 where
-            nothing was seen). One array, so that XLA updates it in one kernel.
+            casts with, then the amaxes of the last H steps, newest first (0 before the
+            first step). One array, so that XLA updates it in one kernel.
     """
 
     table: Float[Array, "3 H_plus_1"]
 
     @property
     def scale_inv(self) -> Float[Array, "3"]:
-        """The factors that the next step casts with; the least one for amax 0."""
+        """The factors that the next step casts with; the least factor for amax 0."""
         return self.table[:, 0]
 
     @property
@@ -43,7 +43,7 @@ class DelayedScaling(NamedTuple):
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
-    """Returns the state of a site that has seen nothing yet."""
+    """Returns the state of a site before its first step."""
     history = jnp.zeros((len(OPERANDS), recipe.amax_history_length), jnp.float32)
     return DelayedScaling(_table(history, recipe))
 
@@ -53,8 +53,8 @@ def update_delayed(
 ) -> DelayedScaling:
     """Returns the state after a step in which the operands had these amaxes.
 
-    A non-finite amax never enters the history: that operand's row stays as it was, for
-    one such value would hold the scale for the whole window.
+    A non-finite amax never enters the history, where it would set the scale for the
+    whole window: that operand's row stays as it was.
     """
     amaxes = amaxes[:, None]
     history = jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)
@@ -71,12 +71,12 @@ def delayed_scale_inv(
 ) -> Float[Array, ""]:
     """Returns the factor to cast `operand` with in this step.
 
-    The state's, if it has one. Before the first amax was seen it is the current one, so
+    The stored factor if there is one. Before the first amax, the current factor, so
     that a first step neither clips nor flushes. That guard makes the cast wait for this
     step's amax; `recipe.scales_initialized` promises that it is not needed and drops it
-    (an operand that was all zero over the window then counts as zero once more).
+    (an operand that was all zero over the window is then cast to zero once more).
 
-    A stored scale knows nothing of this step: an infinite element saturates under it.
+    A stored scale does not depend on this step: infinite elements saturate under it.
     """
     row = OPERANDS.index(operand)
     stored = state.scale_inv[row]
@@ -116,12 +116,12 @@ def merge_delayed[State](a: State, b: State) -> State:
 
 
 def scales_initialized(state: DelayedScaling) -> Bool[Array, ""]:
-    """Returns True if every operand has a scale from an amax that was seen."""
+    """Returns True if every operand has a nonzero amax in its history."""
     return jnp.all(jnp.any(state.amax_history > 0, axis=1))
 
 
 def _table(history: Array, recipe: Recipe) -> Array:
-    """Returns the histories with the factors that they give in front."""
+    """Returns the factors that the histories give, followed by the histories."""
     # Element by element, not one reduction: XLA then fuses it with the shift.
     columns = jnp.split(history, history.shape[1], axis=1)
     largest = functools.reduce(jnp.maximum, columns)
@@ -134,7 +134,7 @@ def _scale_inv_of(operand: Operand, amax, recipe: Recipe):
     if not casts:
         return jnp.zeros_like(amax)
     # For amax 0 this is the least factor there is, so that in a maximum (over
-    # microbatches, over devices) it gives way to every one that was measured.
+    # microbatches, over devices) every measured factor prevails over it.
     return fp8.compute_scale_inv(
         amax, casts[0].dtype, pow2_scale=casts[0].pow2_scale, margin=recipe.margin
     )

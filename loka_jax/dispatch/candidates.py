@@ -1,4 +1,4 @@
-"""The candidates of a site: the choices that can run there as they say.
+"""The candidates of a site: the choices that can run there exactly as requested.
 
 A candidate is a `Choice` for a whole site, because its products share work: a cast of g
 serves dlhs and drhs, and the norm's kernel makes that of dlhs.
@@ -27,7 +27,8 @@ _MIN_ROWS = 64
 def table_key(spec: SiteSpec) -> SiteSpec:
     """Returns the site whose measurements stand for this one in a table.
 
-    The rows are rounded up to a power of two; forms of input and output are passes.
+    Its rows are rounded up to a power of two. It has no forms of input and output,
+    which a table keeps as passes.
     """
     rows = max(_MIN_ROWS, 1 << (spec.m - 1).bit_length())
     return dataclasses.replace(spec, m=rows, fp8_in=None, out="compute")

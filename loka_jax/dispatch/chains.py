@@ -1,10 +1,10 @@
 """Chains of sites: the fastest choices where sites hand activations on in FP8.
 
 The cost of a site depends on its neighbours: an lhs that comes in FP8 needs no cast,
-and activations that go out in FP8 cost their writing. So a chain is decided as a whole,
-by the cheapest path through all choices (Viterbi):
+and activations that go out in FP8 must be written. So a chain is decided as a whole, by
+the cheapest path through all choices (Viterbi):
 
-    min over choices c  of  sum_i time_i(c_i, in = hands(c_(i-1), c_i), out = ...)
+    min over choices c  of  sum_i time_i(c_i, in = hands_on(c_(i-1), c_i), out = ...)
 """
 
 import itertools
@@ -19,8 +19,8 @@ from loka_jax.site import Choice
 def hands_on(first: Choice, second: Choice) -> bool:
     """Returns True if a site hands its activations to the next in FP8.
 
-    As in `nn.Mlp`: kernels run both, and the next reads E4M3 with one scale or one a
-    row.
+    As in `nn.Mlp`: kernels run both, and the next reads E4M3 with one scale in all or
+    one per row.
     """
     if not first.provider == second.provider == "pallas":
         return False
@@ -59,7 +59,7 @@ def fastest(
         allowed: the choices of each site, all of them measured.
         name: of the pass, "training" or "inference".
     """
-    # By the choice of the site before and of this one: its cost depends on the next.
+    # By the choices of the previous and this site, whose cost depends on the next.
     best: dict[tuple[Choice | None, Choice], tuple[float, list[Choice]]] = {
         (None, choice): (0.0, [choice]) for choice in allowed[0]
     }
@@ -73,6 +73,7 @@ def fastest(
 
 
 def _step(best, entry: Entry, following: Sequence[Choice], name: str):
+    """Returns the cheapest chains with one more site."""
     longer: dict[tuple[Choice | None, Choice], tuple[float, list[Choice]]] = {}
     for (before, choice), (cost, chain) in best.items():
         for after in following:

@@ -201,7 +201,7 @@ def _compile(
             begin(owners[name])
             compiled |= compile_all({name: program})
     else:
-        # Tuning bfloat16 first finds kernels that the others have in common with it.
+        # Autotuning of bfloat16 finds kernels that the other programs share.
         first = {k: v for k, v in programs.items() if owners[k] == BF16.name}
         compiled = compile_all(first) if first else {}
         compiled |= compile_all({k: v for k, v in programs.items() if k not in first})
@@ -276,7 +276,7 @@ def _run_once(case: Case):
 
 
 def _time(candidates: dict[str, _Programs]) -> _Times:
-    """Returns microseconds by pass and candidate, out of the L2 and in it."""
+    """Returns microseconds by pass and candidate, operands out of the L2 and in it."""
     # Some candidates share the program of a pass, which is timed once.
     cases: dict[int, Case] = {
         id(case): case for programs in candidates.values() for case in programs.values()

@@ -1,4 +1,4 @@
-"""The choices for the sites of a model: static under jit, and a file.
+"""The choices for the sites of a model: static under jit, saved as a file.
 
 A plan is made before anything is traced, from a table or by rules, and does not change
 while a step that was traced with it runs.
@@ -73,7 +73,7 @@ def make_plan(
         roles: the roles that run: all in training, "fwd" alone in inference.
 
     Raises:
-        ValueError: for a rule that matches no site, names nothing, or cannot run.
+        ValueError: for a rule that matches no site, names no choice, or cannot run.
     """
     decisions: dict[str, Decision] = {}
     if table is not None:
@@ -107,7 +107,7 @@ class _Options(NamedTuple):
         return f"{self.config} {site.path}"
 
     def effect(self, site: Site) -> float:
-        """Returns the relative rise of the loss that FP8 at a site surely causes."""
+        """Returns a lower bound on the relative rise of the loss from FP8 at a site."""
         entry = self.entry(site)
         effect = None if entry is None else entry.effects.get(self.source(site))
         return 0.0 if effect is None else max(0.0, effect.low)
@@ -118,7 +118,7 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
     chains = _chains(sites)
     by_path = {site.path: site for chain in chains for site in chain}
     not_fp8 = {
-        path: "FP8 was not asked for"
+        path: "its recipe is bf16"
         for path, site in by_path.items()
         if site.recipe == "bf16"
     }
@@ -147,7 +147,7 @@ def _chains(sites: Sequence[Site]) -> list[list[Site]]:
     chains: list[list[Site]] = []
     before: Site | None = None
     for site in sites:
-        # A recipe in float32 was asked for by name.
+        # A site keeps the explicit recipe f32.
         if site.has_choice and site.recipe != "f32":
             if site.follows and chains and chains[-1][-1] is before:
                 chains[-1].append(site)
@@ -178,8 +178,8 @@ def _decide_chain(
     ]
     entries = [options.entry(site) for site in chain]
     alone = [
-        decide(entry, options.limits, of_site)
-        for entry, of_site in zip(entries, terms, strict=True)
+        decide(entry, options.limits, site_terms)
+        for entry, site_terms in zip(entries, terms, strict=True)
     ]
     together = _decide_together(entries, terms, alone, options.limits)
     paths = [site.path for site in chain]
@@ -206,8 +206,8 @@ def _decide_together(
         return sum(chain_times(measured, choices, name))
 
     allowed = [
-        accurate(entry, limits, of_site)
-        for entry, of_site in zip(measured, terms, strict=True)
+        accurate(entry, limits, site_terms)
+        for entry, site_terms in zip(measured, terms, strict=True)
     ]
     separate = [decision.choice for decision in alone]
     together = fastest(measured, allowed, name)
@@ -250,7 +250,7 @@ def _ruled(site: Site, pattern: str, name: str) -> Decision:
     full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
     choice = Choice.parse(full_name)
     reason = why_not(choice, table_key(site.spec))
-    # XLA runs what a recipe cannot have in FP8 in its compute dtype, and says so.
+    # XLA falls back to the compute dtype where the sizes rule FP8 out, and reports it.
     if reason is not None and choice.provider != "xla":
         raise ValueError(
             f"rule {pattern!r}: {name} cannot run at {site.path}: {reason}."
@@ -271,14 +271,14 @@ def save(path: pathlib.Path, plan: DispatchPlan):
     jsonfile.write(
         path,
         {
-            where: decision._asdict() | {"choice": decision.choice.name}
-            for where, decision in plan.decisions
+            site: decision._asdict() | {"choice": decision.choice.name}
+            for site, decision in plan.decisions
         },
     )
 
 
 def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
-    """Returns a plan that `save` wrote, for the sites of a model.
+    """Returns the plan of a model's sites that `save` wrote.
 
     Raises:
         ValueError: if the file is not a plan, or has a plan for other sites.
@@ -286,8 +286,8 @@ def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
     try:
         value: Any = jsonfile.read(path)
         decisions = {
-            where: Decision(**fields | {"choice": Choice.parse(fields["choice"])})
-            for where, fields in value.items()
+            site: Decision(**fields | {"choice": Choice.parse(fields["choice"])})
+            for site, fields in value.items()
         }
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None

@@ -9,7 +9,7 @@
 
 References:
     LoKA, arXiv 2605.10886, section on Dispatch. The paper's MERE < 0.2 is met by hardly
-    any product of zero mean in FP8, so it is a limit to ask for, not the default.
+    any product of zero mean in FP8, so it is no default limit.
 """
 
 import dataclasses
@@ -93,10 +93,10 @@ def why_unsafe(
     """Returns which limit a product's errors break, or None.
 
     Args:
-        errors: by measure; the upper ends of the intervals must be within the limits,
-            and NaN is not.
+        errors: by measure. The upper ends of the intervals must be within the limits;
+            NaN never is.
         unit: the healthy relative L2 error of its formats.
-        limits: to keep.
+        limits: on errors.
     """
     bounds = {
         "relative_l2": limits.healthy * unit,
@@ -114,8 +114,8 @@ class Terms(NamedTuple):
     """The terms on which a site is decided.
 
     Attributes:
-        source: the operands whose errors count; where the table has none of them, and
-            for None, a candidate's largest error counts.
+        source: of the operands whose errors count. If None, or if the table has no
+            errors of this source, a candidate's largest error counts.
         roles: the roles that run: all in training, "fwd" alone in inference.
         why_not_fp8: why nothing may be in FP8 here, or None.
         why_not: why a choice cannot run here, or None.
@@ -147,7 +147,7 @@ def decide(entry: Entry | None, limits: Limits, terms: Terms = _ALL_ROLES) -> De
     if entry is None or BF16.name not in times:
         return Decision(BF16, "it was not measured")
     ranked = sorted(map(Choice.parse, times), key=lambda choice: times[choice.name])
-    # FP8 must beat the fastest bfloat16, which costs no accuracy.
+    # FP8 must beat the fastest choice in bfloat16, which loses no accuracy.
     bf16 = next(c for c in ranked if not c.is_fp8 and not terms.why_not(c))
     if times[BF16.name] / times[bf16.name] < limits.leave_xla:
         bf16 = BF16
@@ -207,7 +207,7 @@ def _why_slow(choice: Choice, bf16: Choice, times, limits: Limits, terms: Terms)
         return f"{speedup:.2f} times {bf16.name}"
     speedup = times[BF16.name] / times[choice.name]
     if choice.provider != "xla" and speedup < limits.leave_xla:
-        return f"{speedup:.2f} times {BF16.name}, too little for kernels of its own"
+        return f"{speedup:.2f} times {BF16.name}, too little to leave XLA"
     return None
 
 
@@ -236,7 +236,7 @@ def _why_inaccurate(choice: Choice, entry: Entry, limits: Limits, terms: Terms):
 def _errors_of(
     entry: Entry, source: str | None, role: Role, gemm: GemmRecipe
 ) -> list[Errors]:
-    """Returns the errors of a product cast so, from each source that has them."""
+    """Returns the errors of a product with these casts, by each source with some."""
     sources: list[RoleErrors] = list(entry.errors.values())
     if source in entry.errors:
         sources = [entry.errors[source]]

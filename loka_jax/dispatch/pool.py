@@ -103,7 +103,7 @@ class Worker:
         return self
 
     def __exit__(self, *error):
-        """Ends the worker; what it measures then raises."""
+        """Ends the worker; a measurement under way raises."""
         self._is_closed = True
         self._stop()
 
@@ -140,7 +140,7 @@ class Worker:
             return entry, last
 
     def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
-        """Returns what `_try` does; `turn` holds the worker's turn."""
+        """Returns the entry and the last candidate; `turn` holds the worker's turn."""
         grants = {ALONE: self._turns.alone, TOGETHER: self._turns.together}
         process = self._started()
         last = ""
@@ -206,7 +206,7 @@ class Worker:
 
 def _tell(process: subprocess.Popen[str], line: str):
     assert process.stdin is not None
-    # If it has ended, or was ended here, so do its answers.
+    # A worker that has ended gives no answers, which `_ask` notices.
     with contextlib.suppress(OSError, ValueError):
         process.stdin.write(line)
         process.stdin.flush()

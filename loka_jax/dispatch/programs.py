@@ -1,4 +1,4 @@
-"""Digests of programs: whether a change of the sources changes what a GPU runs.
+"""Digests of programs, to tell whether a change of the sources changes GPU code.
 
 A program is traced and lowered for CUDA, which needs no GPU, and digested as a graph:
 
@@ -23,7 +23,7 @@ from jax.extend.mlir import ir, passmanager
 
 _LENGTH = 16
 _CONFIGS = ("backend_config", "mhlo.backend_config")
-# What an inner program is called by the primitives that only run it.
+# The parameter with the inner program of primitives that only run it.
 _INNER = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -74,7 +74,7 @@ def _digest_of(jitted: Any, shapes: Sequence[Any]) -> str:
 
 
 def _run_without_kernels(jaxpr: jex.Jaxpr, consts, *arguments):
-    """Returns a program's results, with calls named by digests for Pallas kernels."""
+    """Returns a program's results, each Pallas kernel a call named by its digest."""
     env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -119,11 +119,11 @@ def _of_block(block: Any, digests: dict[Any, str]) -> str:
     effects = []
     for operation in block.operations:
         op = operation.operation
-        own = _of_operation(op, digests)
+        digest = _of_operation(op, digests)
         for i, result in enumerate(op.results):
-            digests[result] = _hash(own, i)
+            digests[result] = _hash(digest, i)
         if not len(op.results) or _has_effect(op):
-            effects.append(own)
+            effects.append(digest)
     return _hash(*effects)
 
 
@@ -169,7 +169,7 @@ def _attributes(op: Any) -> Iterator[str]:
 
 
 def _payload(attributes: dict[str, Any]) -> Iterator[str]:
-    """Yields what a custom call tells its target, kernels without their names."""
+    """Yields the configuration of a custom call, with kernels without their names."""
     target = attributes["call_target_name"].value
     if target.startswith("mosaic_gpu"):
         config = attributes["mhlo.backend_config"]
@@ -205,9 +205,9 @@ def _mosaic(bytecode: bytes) -> str:
 
 
 def _renamed(text: str) -> str:
-    """Returns a module's text with its own functions numbered."""
-    own = re.findall(r'sym_name = "([^"]*)"', text)
-    numbers = {name: f"symbol{i}" for i, name in enumerate(dict.fromkeys(own))}
+    """Returns a module's text with the names of its functions replaced by numbers."""
+    names = re.findall(r'sym_name = "([^"]*)"', text)
+    numbers = {name: f"symbol{i}" for i, name in enumerate(dict.fromkeys(names))}
 
     def rename(match: re.Match) -> str:
         name = match[1] or match[2]

@@ -1,4 +1,4 @@
-"""Digests of the programs that the times in a table belong to, by candidate."""
+"""Digests of the timed programs of a table's candidates."""
 
 import functools
 import hashlib
@@ -17,9 +17,9 @@ from loka_jax.site import Choice, SiteSpec
 def site_programs(
     spec: SiteSpec, passes: Mapping[str, Collection[str]]
 ) -> dict[str, str]:
-    """Returns a digest by choice over the programs of its passes on a Hopper GPU.
+    """Returns the digests of choices, each over the passes' programs on a Hopper GPU.
 
-    Nothing is computed: the programs are those of abstract operands.
+    Nothing is computed: the operands are abstract.
 
     Args:
         spec: the site.
@@ -42,7 +42,7 @@ def site_programs(
 
 
 def _groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns the passes that are traced together: alone, and all of those in chains.
+    """Returns the groups of passes to trace together: each alone, those in chains.
 
     A warm pass is the program of the pass.
     """

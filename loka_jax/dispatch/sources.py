@@ -1,7 +1,7 @@
-"""The sources and versions that decide how fast a site runs, as a digest.
+"""A digest of the sources that decide how fast a site runs, and versions of packages.
 
-Whole packages: the providers with their tuned settings, `ops`, and what serving does
-to weights. Comments, docstrings and layout do not count.
+The sources are those of the providers with their tuning configs, of `ops`, and of the
+modules that they use. Comments, docstrings and layout do not count.
 """
 
 import ast

@@ -1,9 +1,8 @@
-"""What was measured of candidates on one kind of device: a JSON file one can read.
+"""The measurements of candidates on one kind of device, as a readable JSON file.
 
 Speed and error of every candidate are kept, so that limits can change without measuring
-again. A file is believed only if it fits: its schema to the letter, its device, its
-versions of the libraries, and the sources that decide speed. What does not is ignored
-as a whole, and never written over.
+again. A table holds only for its schema, device, versions of the libraries, and sources
+that decide speed. Elsewhere it is ignored as a whole, and never overwritten.
 
 A change of these sources may leave all programs as they are. So a table keeps the
 digests of its candidates' programs, and `experiments/restamp.py` compares them.
@@ -30,8 +29,8 @@ SCHEMA = 2
 # A pass by itself, with its operands in the L2, and within a chain of sites that hand
 # their activations on in FP8: such an lhs comes in, such activations go out, or both.
 PASSES = tuple(
-    f"{what}{form}"
-    for what in ("training", "inference")
+    f"{name}{form}"
+    for name in ("training", "inference")
     for form in ("", " warm", " in", " out", " in out")
 )
 # A table's sites have no form of input or output: those are passes.
@@ -43,7 +42,7 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class BadTable(ValueError):
-    """A table that is not believed: one sentence with the file and the reason."""
+    """The error of an invalid table: one sentence with the file and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Header:
             if field.name == "kernels":
                 return "the kernels have changed since"
             name = field.name.replace("_", " ")
-            return f"it was measured with {name} {measured}, and here is {current}"
+            return f"it was measured with {name} {measured}, but here it is {current}"
         return None
 
 
@@ -89,14 +88,14 @@ type RoleErrors = dict[Role, dict[str, Errors]]
 
 @dataclasses.dataclass
 class Entry:
-    """What was measured of a site.
+    """The measurements of a site.
 
     Attributes:
         times: microseconds by pass ("training" is forward and backward) and candidate.
-        errors: by where the operands were drawn from: "fp8_dlrm top_mlp/dense_0".
+        errors: by source of the operands, such as "fp8_dlrm top_mlp/dense_0".
         failures: of candidates that could not run, or were wrong; one sentence each.
-        effects: by the same names as errors, the relative change of the model's loss
-            on held-out data when the forward product of this site alone is in FP8.
+        effects: by source, as `errors`, the relative change of the model's loss
+            on held-out data if the forward product of this site alone is in FP8.
         programs: by candidate, the digest of the programs of all its passes.
     """
 
@@ -107,7 +106,7 @@ class Entry:
     programs: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def passes(self) -> dict[str, Collection[str]]:
-        """Returns the passes with times by candidate."""
+        """Returns the passes that were timed, by candidate."""
         candidates = {name for times in self.times.values() for name in times}
         return {
             name: [pass_ for pass_, times in self.times.items() if name in times]
@@ -117,27 +116,27 @@ class Entry:
 
 @dataclasses.dataclass
 class Table:
-    """Entries by site, for what the header says."""
+    """Entries by site, measured with the device, versions and sources of the header."""
 
     header: Header
     sites: dict[SiteSpec, Entry] = dataclasses.field(default_factory=dict)
 
     def merged(self, other: "Table") -> "Table":
-        """Returns both tables in one; of what both measured, the other's.
+        """Returns both tables in one; where both have a measurement, the other's.
 
         Raises:
-            ValueError: if they are not of one device, versions and kernels.
+            ValueError: if their devices, versions or sources differ.
         """
         why_not = other.header.why_not(self.header)
         if why_not is not None:
-            raise ValueError(f"the tables do not go together: {why_not}.")
+            raise ValueError(f"the tables cannot be merged: {why_not}.")
         sites = dict(self.sites)
         for key, entry in other.sites.items():
             old = sites.get(key, Entry())
             times = {
-                what: old.times.get(what, {}) | entry.times.get(what, {})
-                for what in PASSES
-                if what in old.times or what in entry.times
+                name: old.times.get(name, {}) | entry.times.get(name, {})
+                for name in PASSES
+                if name in old.times or name in entry.times
             }
             failures = {
                 name: why
@@ -160,7 +159,7 @@ def _is_measured(name: str, entry: Entry) -> bool:
 
 
 def header_here() -> Header:
-    """Returns what a table must say to hold in this process."""
+    """Returns the header of a table that holds in this process."""
     return Header(
         device_kind=jax.devices()[0].device_kind,
         jax=jax.__version__,
@@ -176,7 +175,7 @@ def write(path: pathlib.Path, table: Table):
 
 
 def to_json(table: Table) -> dict[str, Any]:
-    """Returns what `from_json` reads."""
+    """Returns the JSON value of a table."""
     return {
         "schema": SCHEMA,
         "header": dataclasses.asdict(table.header),
@@ -187,12 +186,12 @@ def to_json(table: Table) -> dict[str, Any]:
                 "errors": {
                     source: {
                         role: {
-                            name: {m: list(e) for m, e in one.items()}
-                            for name, one in of_role.items()
+                            name: {m: list(e) for m, e in errors.items()}
+                            for name, errors in by_name.items()
                         }
-                        for role, of_role in errors.items()
+                        for role, by_name in by_role.items()
                     }
-                    for source, errors in entry.errors.items()
+                    for source, by_role in entry.errors.items()
                 },
                 "failures": entry.failures,
                 "effects": {
@@ -209,7 +208,7 @@ def read(path: pathlib.Path) -> Table:
     """Returns the table in a file.
 
     Raises:
-        BadTable: if there is none, or it is not a table to the letter.
+        BadTable: if the file cannot be read, or is not a valid table.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -222,14 +221,14 @@ def read(path: pathlib.Path) -> Table:
     except OSError as error:
         raise BadTable(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError, TypeError) as error:
-        raise BadTable(f"{path} is no dispatch table: {error}") from None
+        raise BadTable(f"{path} is not a dispatch table: {error}") from None
 
 
 def from_json(value: Any) -> Table:
     """Returns the table in a JSON value.
 
     Raises:
-        ValueError: where it is not what `to_json` writes.
+        ValueError: if it is not in the format of `to_json`.
     """
     value = _fields(value, "schema", "header", "sites")
     if value["schema"] != SCHEMA:
@@ -243,7 +242,7 @@ def from_json(value: Any) -> Table:
         )
         key = _site(item["site"])
         if key in sites:
-            raise ValueError(f"site {key} is there twice.")
+            raise ValueError(f"site {key} occurs twice.")
         sites[key] = Entry(
             times=_times(item["times"]),
             errors={_text(k): _errors(v) for k, v in _dict(item["errors"]).items()},
@@ -259,39 +258,39 @@ def _site(value: Any) -> SiteSpec:
     for name in ("m", "k", "n"):
         size = value[name]
         if type(size) is not int or not 0 < size < _MAX_SIZE:
-            raise ValueError(f"{name}={size!r} is no size.")
+            raise ValueError(f"{name}={size!r} is not a size.")
     if value["norm"] not in get_args(NormName):
         raise ValueError(f"norm {value['norm']!r} is unknown.")
     if value["activation"] not in get_args(ActivationName):
         raise ValueError(f"activation {value['activation']!r} is unknown.")
     if type(value["use_bias"]) is not bool:
-        raise ValueError(f"use_bias={value['use_bias']!r} is no truth value.")
+        raise ValueError(f"use_bias={value['use_bias']!r} is not true or false.")
     return SiteSpec(**value)
 
 
 def _times(value: Any) -> dict[str, dict[str, float]]:
-    found = {}
-    for what, times in _dict(value).items():
-        if what not in PASSES:
-            raise ValueError(f"times of {what!r} are unknown.")
-        found[what] = {
+    by_pass = {}
+    for pass_name, times in _dict(value).items():
+        if pass_name not in PASSES:
+            raise ValueError(f"pass {pass_name!r} is unknown.")
+        by_pass[pass_name] = {
             _choice(name): _positive(time) for name, time in _dict(times).items()
         }
-    return found
+    return by_pass
 
 
 def _errors(value: Any) -> RoleErrors:
-    found: RoleErrors = {}
+    value = _fields(value, *ROLES)
+    by_role: RoleErrors = {}
     for role in ROLES:
-        of_role = _dict(_fields(value, *ROLES)[role])
-        found[role] = {
+        by_role[role] = {
             _choice(f"xla {_text(name)}").removeprefix("xla "): {
-                measure: _interval(one)
-                for measure, one in _fields(errors, *MEASURES).items()
+                measure: _interval(error)
+                for measure, error in _fields(errors, *MEASURES).items()
             }
-            for name, errors in of_role.items()
+            for name, errors in _dict(value[role]).items()
         }
-    return found
+    return by_role
 
 
 def _interval(value: Any) -> Interval:
@@ -302,7 +301,7 @@ def _interval(value: Any) -> Interval:
 
 
 def _choice(name: Any) -> str:
-    # From the fixed list of what can be called, so that a file names no code.
+    # Only known providers and recipes, so that a file cannot name code.
     return Choice.parse(_text(name)).name
 
 
@@ -315,31 +314,31 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{str(value)[:40]!r} is no object.")
+        raise ValueError(f"{str(value)[:40]!r} is not an object.")
     return dict(value)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{str(value)[:40]!r} is no list.")
+        raise ValueError(f"{str(value)[:40]!r} is not a list.")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 1000:
-        raise ValueError(f"{str(value)[:40]!r} is no text.")
+        raise ValueError(f"{str(value)[:40]!r} is not a text.")
     return value
 
 
 def _hex(value: Any) -> str:
     if not _DIGEST.fullmatch(_text(value)):
-        raise ValueError(f"{value[:40]!r} is no digest.")
+        raise ValueError(f"{value[:40]!r} is not a digest.")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{str(value)[:40]!r} is no finite number.")
+        raise ValueError(f"{str(value)[:40]!r} is not a finite number.")
     return float(value)
 
 
@@ -351,11 +350,11 @@ def _positive(value: Any) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice in an object.")
-    return found
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice in an object.")
+    return fields
 
 
 def _no_constant(name: str):
-    raise ValueError(f"{name} is no number.")
+    raise ValueError(f"{name} is not a number.")

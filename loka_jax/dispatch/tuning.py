@@ -62,8 +62,8 @@ def tune(
         sites: of the model.
         stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
         config: options.
-        effects: of FP8 at a path on the loss, see `Entry`.
-        timed: keys of sites that have times: only their errors are measured.
+        effects: by path, the effect of FP8 on the loss, see `Entry`.
+        timed: keys of sites with times, of which only the errors are measured.
         say: takes a line of progress.
     """
     header = header_here()

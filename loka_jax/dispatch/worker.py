@@ -21,7 +21,7 @@ import numpy as np
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.measuring import Job, measure_site
 from loka_jax.dispatch.table import Header, Table
-from loka_jax.probe.site import ProbeConfig, SiteStats, no_stats
+from loka_jax.probe.site import ProbeConfig, SiteStats, empty_stats
 from loka_jax.site import Choice, SiteSpec
 
 BEGIN, RESULT = "begin", "result"
@@ -67,14 +67,14 @@ def save_stats(path: pathlib.Path, stats: SiteStats):
 
 def load_stats(path: pathlib.Path, spec: SiteSpec) -> SiteStats:
     """Returns the statistics that `save_stats` wrote, of a site of these sizes."""
-    like = jax.eval_shape(lambda: no_stats(spec.k, spec.n, ProbeConfig()))
+    like = jax.eval_shape(lambda: empty_stats(spec.k, spec.n, ProbeConfig()))
     with np.load(path) as file:
         leaves = [file[name] for name in file.files]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def main():
-    """Works until its input ends."""
+    """Measures jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output goes to the error output
 

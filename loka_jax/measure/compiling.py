@@ -18,7 +18,7 @@ def compile_all(
     programs: Mapping[str, tuple[Callable[..., Any], tuple]],
     options: Mapping[str, str] = NO_CAPTURE,
 ) -> dict[str, Any]:
-    """Returns the compiled functions by name, or the exception in place of one.
+    """Returns compiled functions by name, or the exception where compilation failed.
 
     They take the leaves of their arguments, see `leaves`.
 
@@ -39,7 +39,7 @@ def compile_all(
 
 
 def leaves(arguments: tuple) -> tuple:
-    """Returns the arrays in some arguments, which a compiled function takes."""
+    """Returns the arrays in a function's arguments, as its compiled form takes them."""
     return tuple(jax.tree.leaves(arguments))
 
 

@@ -1,7 +1,7 @@
-"""How wrong a kernel is on operands that are drawn again and again.
+"""The errors of a product against its reference, over many draws of the operands.
 
-One draw says little: `mere` is a heavy-tailed mean. `intervals.interval` gives the mean
-over draws with its interval.
+A single draw says little, since `mere` is a heavy-tailed mean. `intervals.interval`
+returns the mean over draws with its interval.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,12 @@ _MEDIAN_ELEMENTS = 1 << 15
 
 
 class Errors(NamedTuple):
-    """How far a product is from its reference; one draw, or an array of them.
+    """The errors of a product, of one draw or as arrays over draws.
 
     Attributes:
         mere: mean element-wise relative error, as the paper defines it.
         relative_l2: `||x - ref|| / ||ref||`.
-        median: of the element-wise relative errors, or of an even part of very many.
+        median: of the element-wise relative errors; of very many, an even sample.
         worst_row: the largest relative L2 of a row that is not all zero.
     """
 
@@ -56,12 +56,12 @@ def _sampled(x: Float[Array, "m n"]) -> Float[Array, "e"]:
 def measure(
     score: Callable[..., Any], draw: Callable[[Any], tuple], seeds: Iterable[Any]
 ) -> Any:
-    """Returns the scores of every draw: the same tree, of float32 arrays that long.
+    """Returns the scores of all draws: the same tree, its leaves arrays over draws.
 
     Args:
         score: from operands to a tree of scalars, such as the `Errors` of a kernel.
-        draw: operands from a seed.
-        seeds: one for each draw, usually keys.
+        draw: returns operands from a seed.
+        seeds: of the draws, usually keys.
     """
     draws = jax.device_get([score(*draw(seed)) for seed in seeds])
     return jax.tree.map(lambda *values: np.stack(values), *draws)

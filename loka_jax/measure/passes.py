@@ -71,7 +71,7 @@ def site_run(
     Args:
         choice: of provider and recipe.
         spec: the site.
-        operands: whose amaxes initialize the scales.
+        operands: their amaxes initialize the scales.
         device: that kernels are planned for; JAX's default device if None.
     """
     device = device or local_device()
@@ -167,7 +167,7 @@ def operand_amaxes(operands: tuple[Array, Array, Array]) -> Float[Array, "3"]:
 
 
 def num_rotated(spec: SiteSpec) -> int:
-    """Returns how many sets of operands keep a call from finding its own in the L2."""
+    """Returns the number of operand sets whose rotation keeps them out of the L2."""
     num_bytes = 2 * spec.m * (spec.k + spec.n)
     return min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)
 
@@ -179,7 +179,7 @@ def as_read(drawn: Drawn) -> tuple[Array, Array, Array]:
 
 
 def _in_fp8(spec: SiteSpec, lhs: Array | Activations) -> Activations:
-    """Returns rows in the form in which a site before this one hands them on."""
+    """Returns rows in the form in which the previous site hands them on."""
     lhs = _high_precision(lhs)
     if spec.fp8_out == "rowwise":
         return Activations(lhs, fp8.quantize(lhs, E4M3, axes=(1,)))

@@ -1,4 +1,4 @@
-"""How wrong every candidate is at each role of a site, on drawn and real operands.
+"""The errors of candidates at each role of a site, on drawn and on real operands.
 
 A role is measured once for each way to cast its operands: recipes that differ elsewhere
 only count once, under the first one's name.
@@ -70,7 +70,7 @@ def role_candidates(
             continue
         gemms.add(gemm)
         candidates.append(choice)
-        # Only the fused kernel multiplies otherwise than XLA.
+        # Only the fused kernel multiplies differently from XLA.
         fused = Choice("pallas", recipe)
         if role == "fwd" and resolve(_product(spec), fused, local_device()).is_fused:
             candidates.append(fused)
@@ -139,7 +139,7 @@ def _score(role: Role, candidates: tuple[Choice, ...], first, second, amaxes):
     scores = {}
     for candidate in candidates:
         out = _run_role(candidate, role, first, second, amaxes)
-        # Else the compiler would leave out the rounding of a product to bfloat16.
+        # Otherwise the compiler would omit the rounding of a product to bfloat16.
         out = jax.lax.optimization_barrier(out)
         state = scaling_state(candidate.recipe, amaxes)
         rates = roles.cast_rates(role, first, second, candidate.recipe, state)
@@ -183,9 +183,9 @@ def _role_amaxes(
 ) -> Float[Array, "3"]:
     """Returns the amaxes of lhs, rhs and g; 1 for the operand that the role lacks."""
     a, b = (jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (first, second))
-    one = jnp.ones((), jnp.float32)
+    unit = jnp.ones((), jnp.float32)
     return jnp.stack(
-        {"fwd": (a, b, one), "dlhs": (one, b, a), "drhs": (a, one, b)}[role]
+        {"fwd": (a, b, unit), "dlhs": (unit, b, a), "drhs": (a, unit, b)}[role]
     )
 
 

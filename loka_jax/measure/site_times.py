@@ -1,9 +1,9 @@
-"""How long a site takes in every recipe, by XLA and by kernels, on a GPU.
+"""The times of a site in every recipe, by XLA and by kernels, on a GPU.
 
 Kernel time by the profiler, on operands drawn from Probe's statistics:
 
     fwd         the whole site: casts, product, bias, norm, activation
-    dlhs, drhs  casts and product alone; all recipes share what comes before
+    dlhs, drhs  casts and product alone; all recipes share the work before them
     training    the whole site forward and backward
 """
 
@@ -76,7 +76,7 @@ def speedup(times: dict[str, dict[str, float]], part: str, name: str) -> float |
 def _programs(
     spec: SiteSpec, recipes: tuple[str, ...], operands: tuple
 ) -> dict[str, Any]:
-    """Returns functions of (lhs, rhs, g) by what is timed, and candidate."""
+    """Returns functions of (lhs, rhs, g), named by part and candidate."""
     programs: dict[str, Any] = {}
     for name in ("bf16", *recipes):
         recipe = get_recipe(name)

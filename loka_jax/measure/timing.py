@@ -13,7 +13,7 @@ import jax
 
 
 class Timing(NamedTuple):
-    """Microseconds a call, over several rounds.
+    """Microseconds per call, over several rounds.
 
     Attributes:
         median_us: of the rounds.
@@ -27,12 +27,12 @@ class Timing(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What the device ran for one call.
+    """The kernels and copies of a call.
 
     Attributes:
-        count: kernels and copies.
-        busy_us: their durations added up.
-        longest: (name, microseconds, count) of those that took longest together.
+        count: their number.
+        busy_us: the sum of their durations.
+        longest: (name, microseconds, count) of those with the longest total time.
     """
 
     count: float
@@ -41,7 +41,7 @@ class Kernels(NamedTuple):
 
 
 class KernelTime(NamedTuple):
-    """Microseconds that the device worked on one call, over many calls.
+    """The device's microseconds per call, over many calls.
 
     Attributes:
         median_us: of the calls.
@@ -77,23 +77,24 @@ class Case(NamedTuple):
 def time_chains(
     chains: dict[str, Callable[[int], Any]], *, calls: int, rounds: int = 7
 ) -> dict[str, Timing]:
-    """Returns the time a call of each chain, rounds of all chains interleaved.
+    """Returns the time per call of each chain, rounds of all chains interleaved.
 
     Args:
-        chains: functions that queue that many calls and return what to wait for.
+        chains: functions that queue a number of calls and return outputs to wait for.
         calls: calls queued in a round, enough to hide the dispatch of the first.
         rounds: rounds measured, after one to warm up.
     """
-    found = collections.defaultdict(list)
+    times_by_name = collections.defaultdict(list)
     for i in range(rounds + 1):
         for name, chain in chains.items():
             start = time.perf_counter()
             jax.block_until_ready(chain(calls))
             if i:
-                found[name].append((time.perf_counter() - start) / calls * 1e6)
+                us = (time.perf_counter() - start) / calls * 1e6
+                times_by_name[name].append(us)
     return {
         name: Timing(statistics.median(times), min(times), max(times))
-        for name, times in found.items()
+        for name, times in times_by_name.items()
     }
 
 
@@ -115,38 +116,33 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
 
 
 def profile_ops(chain: Callable[[int], Any], *, calls: int = 10) -> dict[str, float]:
-    """Returns the microseconds a call that each instruction's kernels take.
+    """Returns the microseconds per call of each instruction's kernels.
 
     By the names of the compiled program, which must have no command buffers; empty
     without a GPU.
 
     Args:
-        chain: queues that many calls and returns what to wait for.
+        chain: queues a number of calls and returns outputs to wait for.
         calls: that are profiled.
     """
-    found: dict[str, float] = collections.defaultdict(float)
     if jax.default_backend() != "gpu":
-        return found
+        return {}
+    us_by_op: dict[str, float] = collections.defaultdict(float)
     for event in _profiled(chain, calls):
         stats = {key: value for key, value in event.stats}
         op = str(stats.get("hlo_op", event.name))
-        found[op] += event.duration_ns / 1e3 / calls
-    return dict(found)
+        us_by_op[op] += event.duration_ns / 1e3 / calls
+    return dict(us_by_op)
 
 
-def _profiled(chain: Callable[[int], Any], calls: int):
-    """Returns what the device ran for some calls, after as many to warm up."""
+def _profiled(chain: Callable[[int], Any], calls: int) -> list:
+    """Returns the device's events during some calls, after as many to warm up."""
     jax.block_until_ready(chain(calls))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(chain(calls))
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-    return list(_stream_events(data))
+    return _device_events(lambda: jax.block_until_ready(chain(calls)))
 
 
-# Cases are told apart in one profile by the pause before each: no name of a kernel says
-# which function it belongs to, and a profile for each would take half a second.
+# A pause before each case separates the cases in a profile: the name of a kernel does
+# not tell its function, and a profile of each case would take half a second.
 _PAUSE_S = 0.03
 _LEAST_GAP_NS = 15e6
 
@@ -154,7 +150,7 @@ _LEAST_GAP_NS = 15e6
 def time_kernels(
     cases: Mapping[str, Case], *, min_calls: int = 24
 ) -> dict[str, KernelTime]:
-    """Returns the kernel time a call of each case, by JAX's profiler, in one profile.
+    """Returns the kernel time per call of each case, by one profile of them all.
 
     Without a GPU it is wall clock, good only to try a benchmark.
 
@@ -165,8 +161,8 @@ def time_kernels(
             often.
 
     Raises:
-        RuntimeError: if the profile does not fall into as many parts as there are
-            cases, three times in a row.
+        RuntimeError: if the profile does not split into one part per case, three times
+            in a row.
     """
     for function, arguments in cases.values():
         jax.block_until_ready(function(*arguments[0]))
@@ -200,7 +196,7 @@ def split_at_gaps(events: Sequence[Event], least_gap_ns: float) -> list[list[Eve
 
 
 def kernel_time(events: Sequence[Event], calls: int) -> KernelTime:
-    """Returns the time a call; only its mean if calls differ in their kernels."""
+    """Returns the time per call; only its mean if calls differ in their kernels."""
     durations = [event.duration_ns / 1e3 for event in events]
     count = len(durations) / calls
     if len(durations) % calls:
@@ -216,37 +212,45 @@ def _rounds(case: Case, min_calls: int) -> int:
 
 
 def _profile(cases: Mapping[str, Case], min_calls: int) -> list[Event]:
-    """Returns what the device ran while every case was called often enough."""
+    """Returns the device's events while each case is called at least so often."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
     options.enable_hlo_proto = False
-    collects = gc.isenabled()
+
+    def call_all():
+        for case in cases.values():
+            time.sleep(_PAUSE_S)
+            for _ in range(_rounds(case, min_calls)):
+                # Results are held for a round, so that they rotate too.
+                held = [case.function(*a) for a in case.arguments]
+                jax.block_until_ready(held)
+
+    is_enabled = gc.isenabled()
     gc.disable()  # a collection would look like the pause between two cases
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                for case in cases.values():
-                    time.sleep(_PAUSE_S)
-                    for _ in range(_rounds(case, min_calls)):
-                        # Results are held for a round, so that they rotate too.
-                        held = [case.function(*a) for a in case.arguments]
-                        jax.block_until_ready(held)
-            (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-            data = jax.profiler.ProfileData.from_file(str(path))
+        events = _device_events(call_all, options)
     finally:
-        if collects:
+        if is_enabled:
             gc.enable()
-    return [Event(e.start_ns, e.duration_ns) for e in _stream_events(data)]
+    return [Event(e.start_ns, e.duration_ns) for e in events]
 
 
-def _stream_events(data):
-    for plane in data.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if "Stream" in line.name:
-                yield from line.events
+def _device_events(run: Callable[[], Any], options: Any = None) -> list:
+    """Returns the events of the GPU's streams while `run` runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    return [
+        event
+        for plane in data.planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if "Stream" in line.name
+        for event in line.events
+    ]
 
 
 def _wall_clock(case: Case, calls: int = 3) -> KernelTime:

@@ -1,4 +1,4 @@
-"""What modules are told from outside of a model, while they are traced.
+"""Settings for the sites of a model, made from outside while it is traced.
 
     with overriding({"top_mlp/dense_1": "bf16", "top_mlp/dense_0": choice}):
         logits = model.apply(variables, x)
@@ -25,15 +25,15 @@ from loka_jax.site import Choice, Provider, SiteSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteContext:
-    """What the sites of a model are told from outside.
+    """The settings for the sites of a model.
 
     Attributes:
         choices: by path: a choice, or a recipe that leaves the provider to the module.
         observer: sees the operands of each site.
         listener: is called with each `Site` that is traced.
         device: that kernels are planned for; JAX's default device if None.
-        called: paths in `choices` whose sites were called.
-        delayed_calls: by pass over a model, the sites with delayed scaling.
+        called: paths of the sites that were called.
+        delayed_calls: by pass over a model, the called sites with delayed scaling.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -54,7 +54,7 @@ class SiteContext:
         recipe: str | Recipe,
         implementation: Provider | None,
     ) -> KernelPlan:
-        """Returns what runs at a site.
+        """Returns the plan of a site.
 
         Args:
             path: of the site.
@@ -77,8 +77,8 @@ class SiteContext:
         """Raises ValueError if a site with delayed scaling is called again in a pass.
 
         JAX adds up the gradients of a value that is used twice, and a sum of states is
-        no state: scales would double every step. (Flax's transforms have roots of their
-        own: two calls of a module under `linen.remat` go unseen.)
+        not a state: scales would double every step. (Flax's transforms make new roots:
+        two calls of a module under `linen.remat` go unnoticed.)
         """
         assert module.scope is not None
         paths = self.delayed_calls.setdefault(module.scope.root, set())
@@ -137,11 +137,12 @@ def overriding(choices: Mapping[str, str | Recipe | Choice]) -> Iterator[None]:
 
 
 def probing(observer: Observer | None) -> contextlib.AbstractContextManager:
-    """Makes the sites of modules that are called inside observable, unless None.
+    """Lets an observer see the sites that are called inside.
 
     Args:
         observer: a `ProbeConfig` for statistics, or a `Capture` for the operands
-            themselves. `Capture` wants variables made for the same number of rows.
+            themselves, which needs variables initialized with as many rows; None
+            observes nothing.
     """
     return site_context(observer=observer)
 

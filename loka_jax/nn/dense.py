@@ -1,4 +1,4 @@
-"""Dense layers whose GEMMs follow a recipe, and the FP8 product for any Flax model.
+"""A dense layer whose GEMMs follow a recipe, and an FP8 product for any Flax layer.
 
 Delayed scaling keeps its state in the collection `_overwrite_with_gradient`, one small
 pytree a site. As in Flax's own FP8 operations its "gradient" is its next value:
@@ -7,6 +7,7 @@ does so by itself.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -70,7 +71,7 @@ class Fp8DotGeneral(linen.Module):
     `flax.linen.Dense(64, dot_general_cls=Fp8DotGeneral)`; another recipe through
     `functools.partial(Fp8DotGeneral, recipe="fp8_rowwise")`.
 
-    Products with batch dims run in the operands' own dtype; `list_sites` says so.
+    Products with batch dims run in the operands' dtype, as `list_sites` reports.
 
     Attributes:
         recipe: a name of `recipe.RECIPES`, or a `Recipe`.
@@ -89,9 +90,9 @@ class Fp8DotGeneral(linen.Module):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[Array, "..."]:
-        """Returns `jax.lax.dot_general` of the operands, of their common dtype.
+        """Returns `jax.lax.dot_general` of the operands, in their common dtype.
 
-        `precision` concerns batched products.
+        `precision` applies to batched products only.
         """
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
@@ -130,7 +131,7 @@ def _plan(module: Dense | Fp8DotGeneral, spec: SiteSpec) -> KernelPlan:
 
 
 def _site_matmul(module: Dense | Fp8DotGeneral, lhs: Array, rhs: Array) -> Array:
-    """Runs a site of a product alone."""
+    """Runs a site that is a product alone."""
     (m, k), n = lhs.shape, rhs.shape[1]
     plan = _plan(module, SiteSpec(m=m, k=k, n=n))
     announce(module, plan)
@@ -142,13 +143,13 @@ def _site_matmul(module: Dense | Fp8DotGeneral, lhs: Array, rhs: Array) -> Array
 def run_planned(
     module: linen.Module, plan: KernelPlan, arrays: SiteArrays, **options
 ) -> Array | Activations:
-    """Runs a site with the module's scaling state, seen by Probe.
+    """Runs a site with the module's scaling state, observed by Probe.
 
     Args:
         module: with `axis_names`.
         plan: of the site.
         arrays: of the site.
-        options: others of `run_site`.
+        options: further arguments of `run_site`.
     """
     plan, state = _with_state(module, plan)
     axis_names = module.axis_names
@@ -178,7 +179,7 @@ def _with_state(
     return plan, state.value
 
 
-_ANY_BATCH = 16
+_ANY_BATCH = 16  # a number of rows that FP8 allows
 
 
 def _as_matrix(x: Array, dims, *, contract_last: bool):
@@ -186,18 +187,14 @@ def _as_matrix(x: Array, dims, *, contract_last: bool):
     kept = [i for i in range(x.ndim) if i not in dims]
     order = (*kept, *dims) if contract_last else (*dims, *kept)
     kept_shape = tuple(x.shape[i] for i in kept)
-    k = 1
-    for i in dims:
-        k *= x.shape[i]
+    k = math.prod(x.shape[i] for i in dims)
     shape = (-1, k) if contract_last else (k, -1)
     return x.transpose(order).reshape(shape), kept_shape
 
 
-def _sizes(lhs, rhs, dimension_numbers):
+def _sizes(lhs, rhs, dimension_numbers) -> tuple[int, int, int, int]:
+    """Returns the number of products, and m, k and n of each."""
     (lhs_dims, rhs_dims), (lhs_batch, _) = dimension_numbers
-    batch, k = 1, 1
-    for i in lhs_batch:
-        batch *= lhs.shape[i]
-    for i in lhs_dims:
-        k *= lhs.shape[i]
+    batch = math.prod(lhs.shape[i] for i in lhs_batch)
+    k = math.prod(lhs.shape[i] for i in lhs_dims)
     return batch, lhs.size // (batch * k), k, rhs.size // (batch * k)

@@ -92,9 +92,9 @@ class Mlp(linen.Module):
         return act(normalize(x, "batch", train=train, name=f"norm_{i}"))
 
     def _plans(self, m: int, k: int, *, chained: bool) -> list[KernelPlan]:
-        """Returns the plan of each layer, FP8 handed on within a chain of layers.
+        """Returns the plan of each layer.
 
-        Where kernels run a layer and the next, and the next reads FP8.
+        Where kernels run a layer and the next, which reads FP8, it is handed on so.
         """
         assert self.norm != "batch"
         shapes = itertools.pairwise((k, *self.features))

@@ -1,7 +1,7 @@
 """A dense layer, its norm and its activation as one site, and the hand-over in FP8.
 
-On a Hopper GPU one kernel runs what `NormDense` holds, where it serves the shape; XLA
-runs it elsewhere. `list_sites` tells which, and why.
+On a Hopper GPU one kernel runs a `NormDense` whose shape it serves; elsewhere XLA does.
+`list_sites` tells which, and why.
 """
 
 import math
@@ -52,7 +52,7 @@ class NormDense(linen.Module):
     `scale` and `bias` of Flax's LayerNorm or RMSNorm. So a checkpoint of a Flax Dense
     and its norm becomes `{**dense, "norm": norm}`.
 
-    Sites in a row need no wide activations between them:
+    Successive sites can hand their activations on in FP8:
 
         x = NormDense(512, out="fp8")(x)
         x = NormDense(256)(x)
@@ -71,10 +71,10 @@ class NormDense(linen.Module):
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
-        follows: the site before hands its activations to this one alone, as they are,
+        follows: the previous site hands its activations to this one alone, unchanged,
             which makes both a chain for Dispatch.
-        norm_parameters: the module of scale and bias, if it is not this one's own.
-        plan: what runs, where a chain of sites was planned as a whole.
+        norm_parameters: the module of scale and bias; a submodule `norm` if None.
+        plan: of the site, if it was planned as part of a chain; else made here.
     """
 
     features: int

@@ -108,6 +108,6 @@ def normalize(
             raise ValueError(
                 f"unknown norm {norm!r}: use layer, rms, block, batch or none."
             )
-    # Flax's norms promote bfloat16 to float32 within, as strict promotion forbids.
+    # Flax's norms promote bfloat16 to float32 inside, which strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         return module(x)

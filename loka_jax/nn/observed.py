@@ -1,11 +1,11 @@
-"""Where Flax modules let Probe see their sites.
+"""The taps through which Probe observes the sites of Flax modules.
 
     with probing(ProbeConfig()):
         variables = model.init(key, x)                       # adds the collection PROBE
         grads = jax.grad(loss)(variables)                    # inside the jitted step
     stats = merge_stats(variables[PROBE], grads[PROBE], ProbeConfig())
 
-Outside of `probing` modules neither have nor read the collection, and cost nothing.
+Outside of `probing`, modules neither have nor read the collection, at no cost.
 """
 
 import functools
@@ -34,7 +34,7 @@ def site_tap(
     state: DelayedScaling | None,
     axis_names: tuple[str, ...],
 ) -> Callable[[Array, Array, Array], Array] | None:
-    """Returns a function of (out, lhs, rhs) that shows them to Probe, or None.
+    """Returns a function of (out, lhs, rhs) by which Probe sees them, or None.
 
     Args:
         module: of the site.
@@ -45,7 +45,7 @@ def site_tap(
     observer, spec = current().observer, plan.spec
     if observer is None:
         return None
-    init = functools.partial(observer.nothing, spec.m, spec.k, spec.n)
+    init = functools.partial(observer.init, spec.m, spec.k, spec.n)
     stats = module.variable(PROBE, "stats", init).value
     scales = stored_scales(state, plan.choice.recipe)
     return _observe(observer, axis_names, scales, stats)
@@ -54,15 +54,15 @@ def site_tap(
 def per_sample_tap(
     module: linen.Module, k: int, n: int, axis_names: tuple[str, ...]
 ) -> Callable[[Array, Array, Array], Array] | None:
-    """Returns what `site_tap` does, for a product whose rhs differs by sample.
+    """Returns a tap like `site_tap`'s, for a product whose rhs differs by sample.
 
-    Its function takes (b m, n), (b m, k) and (k, b n) for a batch of b products. Only
-    statistics are taken of them; `Capture` does not see them.
+    It takes (b m, n), (b m, k) and (k, b n) for a batch of b products. Only statistics
+    are taken of them; `Capture` does not see them.
     """
     observer = current().observer
     if not isinstance(observer, ProbeConfig):
         return None
-    init = functools.partial(site.no_stats, k, n, observer, is_per_sample=True)
+    init = functools.partial(site.empty_stats, k, n, observer, is_per_sample=True)
     stats = module.variable(PROBE, "stats", init).value
     return _observe(observer, axis_names, (None, None, None), stats)
 

@@ -18,7 +18,7 @@ class Planned:
     Attributes:
         model: its recipe holds for sites without a choice.
         choices: pairs of path and choice, so that the model is hashable.
-        scales_initialized: all delayed scales are known to be initialized.
+        scales_initialized: all delayed scales are initialized.
     """
 
     model: linen.Module
@@ -29,14 +29,14 @@ class Planned:
     def is_delayed(self) -> bool:
         """True if the scales of any site come from earlier steps."""
         recipes = [choice.recipe for _, choice in self.choices]
-        own = getattr(self.model, "recipe", None)
-        if own is not None:
-            recipes.append(as_recipe(own))
+        recipe = getattr(self.model, "recipe", None)
+        if recipe is not None:
+            recipes.append(as_recipe(recipe))
         return any(recipe.is_delayed for recipe in recipes)
 
     @property
     def compute_dtype(self) -> DTypeLike:
-        """The model's own compute dtype; float32 for a model without one."""
+        """The model's compute dtype; float32 if it has none."""
         return getattr(self.model, "compute_dtype", jnp.float32)
 
     def with_initialized_scales(self) -> "Planned":
@@ -71,11 +71,11 @@ class Planned:
 
     @property
     def _model(self) -> linen.Module:
-        own = getattr(self.model, "recipe", None)
-        if not self.scales_initialized or own is None:
+        recipe = getattr(self.model, "recipe", None)
+        if not self.scales_initialized or recipe is None:
             return self.model
-        return self.model.clone(recipe=own + INITIALIZED)
+        return self.model.clone(recipe=recipe + INITIALIZED)
 
 
-# What a training step takes.
+# A model as a training step takes it.
 type Model = linen.Module | Planned

@@ -1,8 +1,8 @@
-"""The sites of a model: each GEMM, what runs for it, and why not FP8.
+"""The sites of a model: each GEMM, its plan, and why it is not in FP8.
 
 A site is one place in a model where a GEMM happens, named by its module path. Modules
 announce their sites while they are traced; `list_sites` traces a model abstractly and
-returns what was announced, so that it can be read before anything is compiled.
+returns the announced sites, before anything is compiled.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ class Site:
 
     Attributes:
         path: the module path, for example `top_mlp/dense_0`.
-        plan: what runs for its three roles.
-        batch: the number of products of a batched one, which runs in the operands' own
-            dtype; None for a plain product.
-        follows: lhs is the output of the site before, and can come in FP8.
+        plan: its products and kernels.
+        batch: the number of products of a batched GEMM, which runs in the operands'
+            dtype; None for a single product.
+        follows: lhs is the output of the previous site, and can come in FP8.
     """
 
     path: str
@@ -37,17 +37,17 @@ class Site:
 
     @property
     def spec(self) -> SiteSpec:
-        """The shape of the site, and what follows the product."""
+        """The sizes of the site, its norm and its activation."""
         return self.plan.spec
 
     @property
     def recipe(self) -> str:
-        """The name of the recipe that was asked for."""
+        """The name of the requested recipe."""
         return self.plan.choice.recipe.name
 
     @property
     def runs(self) -> dict[str, str]:
-        """What runs for each role, in words."""
+        """A short description of each role."""
         return {str(role): text for role, text in describe(self.plan).items()}
 
     @property
@@ -59,7 +59,7 @@ class Site:
 
     @property
     def why_not_fused(self) -> str | None:
-        """Why no kernel runs product and norm in one.
+        """Why no single kernel runs product and norm.
 
         None if one does, and where nothing follows the product.
         """
@@ -100,7 +100,7 @@ def announce(module: linen.Module, plan: KernelPlan, **attributes):
     Args:
         module: of the site.
         plan: of the site.
-        attributes: others of `Site`.
+        attributes: further attributes of `Site`.
     """
     listener = current().listener
     if listener is not None:

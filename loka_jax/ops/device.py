@@ -12,7 +12,7 @@ from loka_jax.pallas import SiteKernels
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device, and the Pallas kernels there are for it.
+    """A device and its Pallas kernels.
 
     Attributes:
         platform: "cpu" or "gpu".

@@ -4,9 +4,10 @@
     backward    dy, xhat, rstd -> dz, dgamma, dbeta
 
 Forward runs in one kernel, or in XLA's product and a kernel. The products of the
-backward pass, dlhs = dz rhs^T and drhs = lhs^T dz, are XLA's. Where they take dz in FP8
-its kernel writes that too: under the scale that the recipe has from earlier steps, or
-for dlhs under one a row. One scale for the whole of this dz would need another pass.
+backward pass, dlhs = dz rhs^T and drhs = lhs^T dz, are XLA's. Where they take dz in
+FP8, the kernel of the norm writes that form too: with the scale stored from earlier
+steps, or for dlhs with one scale per row. One scale for all of this step's dz would
+take another pass.
 """
 
 import functools
@@ -36,10 +37,10 @@ from loka_jax.site import SiteSpec
 
 
 class KernelRun(NamedTuple):
-    """The static side of a site that kernels run.
+    """The static arguments of a site that kernels run.
 
     Attributes:
-        plan: which kernels run.
+        plan: of the site.
         epsilon: added to the variance or mean square.
         axis_names: mesh axes over which rows are spread.
     """
@@ -62,7 +63,7 @@ class KernelRun(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass."""
+    """The values of the forward pass that the backward pass reads."""
 
     lhs: SiteOperand
     rhs: SiteOperand
@@ -72,7 +73,7 @@ class _Residuals(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of a site but for rhs; None for an absent parameter."""
+    """The gradients of a site except that of rhs; None for an absent parameter."""
 
     lhs: Array
     g: SiteOperand
@@ -80,8 +81,8 @@ class _Gradients(NamedTuple):
     beta: Array | None
 
 
-# FP8 goes in and out as data and scale_inv: inside an operation with a gradient of its
-# own, JAX puts other things than arrays into containers.
+# FP8 goes in and out as data and scale_inv: under `custom_vjp` JAX fills containers
+# with objects that are not arrays.
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def run(
     site: KernelRun,
@@ -92,8 +93,8 @@ def run(
     """Returns y, and if the site hands FP8 on, its data and `scale_inv`.
 
     Args:
-        site: the static side.
-        arrays: lhs, rhs, and those present of bias, gamma and beta.
+        site: the static arguments.
+        arrays: lhs, rhs, and bias, gamma and beta where present.
         fp8_lhs: data and `scale_inv` of an lhs in FP8 from another site.
         state: delayed-scaling state; its gradient is its next value.
     """
@@ -239,8 +240,12 @@ def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
         return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
     weight = products.view("dlhs", "rhs", residuals.rhs)
     assert isinstance(weight, Fp8Array) and norm.dz_fp8 is not None
-    accumulation = dict(fast_accumulation=gemm.fast_accumulation)
-    dlhs = xla.fp8_matmul(norm.dz_fp8, weight, out_dtype=dy.dtype, **accumulation)
+    dlhs = xla.fp8_matmul(
+        norm.dz_fp8,
+        weight,
+        out_dtype=dy.dtype,
+        fast_accumulation=gemm.fast_accumulation,
+    )
     return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
 
 
@@ -268,7 +273,7 @@ def _backward_under_stored_scale(
 def _norm_backward(
     site: KernelRun, dy, residuals: _Residuals, dz_scale_inv=None, *, dz_fp8
 ) -> NormGradients:
-    """Returns the outputs of the kernel of norm and activation."""
+    """Returns the gradients from the kernel of norm and activation."""
     kernel, vectors = site.plan.dlhs.kernel, residuals.vectors._replace(bias=None)
     assert kernel is not None
     scale_inv = {"dz_scale_inv": dz_scale_inv}
@@ -290,7 +295,7 @@ def _backward_by_xla(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
 def _read_g(site: KernelRun, dz, state) -> SiteOperand:
     """Returns g for drhs and for a dlhs in high precision.
 
-    Before delayed scales are initialized it is measured even if no product here reads
+    Before delayed scales are initialized, g is measured even if no product here reads
     its scale: another plan may continue from this state.
     """
     if not site.plan.recipe.scales_initialized:

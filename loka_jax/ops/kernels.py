@@ -1,4 +1,4 @@
-"""Calls of kernels under `vmap` and `shard_map`, and with parameters missing."""
+"""Launches kernels, also under `vmap` and `shard_map` and with missing parameters."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def launch(kernel: SiteKernel, *operands, scale_inv: dict[str, Any], **static):
     Args:
         kernel: to launch.
         operands: arrays, or pytrees of them.
-        scale_inv: by name, the scale of an FP8 output that is given in advance.
+        scale_inv: by name, the scale of an FP8 output that is fixed in advance.
         static: arguments that are fixed at compile time.
     """
     run = functools.partial(kernel.run, **static)
@@ -45,7 +45,7 @@ def quantize(
     *,
     interpret,
 ) -> tuple[Fp8Array, Float[Array, "p"] | None]:
-    """Returns rows in E4M3, and under a given scale the amaxes of p parts of them.
+    """Returns rows in E4M3, and with a fixed scale the amaxes of p parts of them.
 
     Args:
         kernel: `pallas.KERNELS.norm_quantize`.
@@ -67,14 +67,14 @@ def quantize(
 def equally_varying(*operands: Array) -> tuple[Array, ...]:
     """Returns the operands marked as varying over the same mesh axes.
 
-    `shard_map` wants gradients that vary as their operands do. The mark's transpose is
-    a sum: the gradient of an operand that devices share is added up.
+    `shard_map` requires gradients that vary as their operands do. The mark's transpose
+    is a sum: the gradient of an operand that devices share is added up.
     """
     varying = [jax.typeof(x).mat.varying for x in operands]
     union = frozenset().union(*varying)
     return tuple(
-        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying")
-        for x, own in zip(operands, varying, strict=True)
+        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying")
+        for x, axes in zip(operands, varying, strict=True)
     )
 
 
@@ -82,9 +82,9 @@ def by_triton(run: Callable, *operands):
     """Returns `run(*operands)`; under `vmap` one call follows another.
 
     Args:
-        run: of pytrees of arrays; returns one, whose leaves do not say that they vary
-            over a mesh as the operands do.
-        operands: None for what is absent.
+        run: a function of pytrees of arrays; the leaves of its result need not be
+            marked as varying over a mesh as the operands are.
+        operands: its arguments; None for an absent operand.
     """
     leaves = jax.tree.leaves(operands)
     outputs = one_by_one(run, *operands)
@@ -94,8 +94,8 @@ def by_triton(run: Callable, *operands):
 def one_by_one(kernel: Callable, *args, **kwargs):
     """Returns `kernel(*args, **kwargs)`; under `vmap` one call follows another.
 
-    JAX would give a batched kernel another grid axis, which kernels that stay on their
-    SMs and count their tiles do not expect.
+    JAX would give a batched kernel another grid axis, which persistent kernels do not
+    expect: they count their tiles.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     out_trees = []

@@ -35,18 +35,19 @@ def matmul(
 
     Differentiable in lhs and rhs; gradients have their operands' dtypes. The gradient
     with respect to `state` is its value for the next step. `state` must belong to one
-    call a step: JAX adds up the gradients of several calls, and a sum is no state.
+    call a step: JAX adds up the gradients of several calls, and a sum of states is not
+    a state.
 
     Args:
-        lhs: usually activations; of those in FP8 from another site, fwd reads the FP8
-            form if the recipe allows.
+        lhs: usually activations. If another site handed them on in FP8, fwd reads that
+            form where the recipe allows it.
         rhs: usually a weight in float32.
         state: delayed-scaling state if the recipe is delayed, else None.
         plan: of the site; its Pallas kernels are not run here.
         axis_names: mesh axes (under `shard_map`) over which rows are spread: scales of
             whole tensors and the state then agree on all devices. The gradient of an
-            rhs that the devices share is their sum if `shard_map` tracks what varies
-            (`check_vma`, the default), and each device's own share if not.
+            rhs that the devices share is their sum if `shard_map` tracks varying values
+            (`check_vma`, the default), and each device's part of it if not.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
@@ -65,10 +66,10 @@ def _matmul(lhs, rhs, state, fp8_lhs, products: Products):
 
 
 def _forward(lhs, rhs, state, fp8_lhs, products: Products):
-    rows = None
+    handed = None
     if fp8_lhs is not None and products.plan.reads_fp8:
-        rows = Fp8Array(*fp8_lhs)
-    lhs = products.read("lhs", lhs, state, handed=rows)
+        handed = Fp8Array(*fp8_lhs)
+    lhs = products.read("lhs", lhs, state, handed=handed)
     rhs = products.read("rhs", rhs, state)
     out = products.multiply("fwd", lhs, rhs, out_dtype=products.recipe.compute_dtype)
     return out, (products.keep("lhs", lhs), products.keep("rhs", rhs), state)

@@ -19,20 +19,20 @@ from loka_jax.ops.device import Device
 from loka_jax.recipe import ROLES, Cast, GemmRecipe, Recipe, Role
 from loka_jax.site import Choice, SiteKernel, SiteSpec
 
-# Features from which dlhs gains by FP8 after the norm's kernel: XLA applies its scales
-# in a pass of its own over dlhs (measured on an H200).
+# Fewest features at which FP8 makes dlhs faster after the norm's kernel: XLA applies
+# the scales in an extra pass over dlhs (measured on an H200).
 _LEAST_FP8_DLHS = 2048
 
 
 class RolePlan(NamedTuple):
-    """What runs for one role of a site.
+    """The product and kernel of one role of a site.
 
     Attributes:
         gemm: the casts of the FP8 product; None for a product in the compute dtype.
         kernel: the Pallas kernel of the role; None if XLA runs all but the product.
         why_not_fp8: why the product is not in FP8 though the recipe asks for it.
-        why_not_kernel: why no Pallas kernel runs; for fwd, why none has the product in
-            it. None where one runs, and where the choice asks for none.
+        why_not_kernel: why no Pallas kernel runs, or for fwd, why none includes the
+            product; None without such a reason.
     """
 
     gemm: GemmRecipe | None
@@ -43,14 +43,14 @@ class RolePlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelPlan:
-    """What runs at a site: pure, hashable, static under jit.
+    """The products and kernels of a site: hashable, static under jit.
 
     Attributes:
         spec: the site.
-        choice: what was asked for.
-        device: where it runs.
-        recipe: the choice's recipe, without the products that sizes keep out of FP8.
-        fwd, dlhs, drhs: what runs for each role.
+        choice: as requested.
+        device: on which the site runs.
+        recipe: the choice's recipe, without FP8 in products whose sizes rule it out.
+        fwd, dlhs, drhs: the plans of the roles.
         why_not: why the choice cannot run here at all, or None if it can.
         is_strict: a backward pass without a kernel of the provider is an error.
     """
@@ -66,7 +66,7 @@ class KernelPlan:
     is_strict: bool = True
 
     def role(self, role: Role) -> RolePlan:
-        """Returns what runs for a role."""
+        """Returns the plan of a role."""
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}[role]
 
     @property
@@ -99,7 +99,7 @@ class KernelPlan:
 
     @property
     def refusal(self) -> str | None:
-        """Why the choice cannot train here exactly as it says, or None if it can."""
+        """Why the choice cannot train here exactly as requested, or None if it can."""
         for role in ROLES:
             reason = self.role(role).why_not_fp8
             if reason is not None:
@@ -120,9 +120,9 @@ class KernelPlan:
 
 @functools.cache
 def resolve(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
-    """Returns what runs for a choice at a site.
+    """Returns the plan of a site under a choice.
 
-    Never raises for a site that is not served: `KernelPlan.why_not` has the reason.
+    If the choice does not serve the site, `KernelPlan.why_not` has the reason.
     """
     if choice.provider == "pallas":
         return _with_kernels(spec, choice, device)
@@ -144,12 +144,12 @@ def resolve_served(spec: SiteSpec, recipe: Recipe, device: Device) -> KernelPlan
 
 
 def describe(plan: KernelPlan) -> dict[Role, str]:
-    """Returns in a few words what runs for each role."""
+    """Returns a short description of each role."""
     return {role: _describe_role(plan, role) for role in ROLES}
 
 
 def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
-    """Returns the plan of Pallas kernels; without any, `why_not` is set."""
+    """Returns the plan of Pallas kernels; `why_not` is set if none serves the site."""
     padded = dataclasses.replace(spec, m=spec.m + -spec.m % pallas.ROWS)
     recipe, reasons = _feasible(padded, choice.recipe)
     why_not = pallas.why_not(spec, choice.recipe) or reasons.get("fwd")

@@ -90,6 +90,7 @@ class SiteOperand:
         amaxes: float32, of the parts of the array; None if no cast needs them.
         tensorwise: the whole-tensor FP8 copy, if any role reads one.
         handed: the FP8 form from another site, which fwd reads in place of a cast.
+        shape, dtype: those of the array.
     """
 
     value: Array | None
@@ -168,20 +169,20 @@ class Products(NamedTuple):
     def keep(self, name: Operand, operand: SiteOperand) -> SiteOperand:
         """Returns an operand of the forward pass in the forms that backward reads."""
         role: Role = "drhs" if name == "lhs" else "dlhs"
-        cast = self.cast(role, name)
-        is_copied = cast is not None and cast.granularity == "tensorwise"
-        if is_copied and operand.tensorwise is not None:
+        if self._reads_copy(role, name) and operand.tensorwise is not None:
             return dataclasses.replace(operand, value=None)
         return dataclasses.replace(operand, tensorwise=None, handed=None)
 
     def reread(self, operand: SiteOperand, state) -> SiteOperand:
         """Returns a kept lhs with the copy that drhs reads, if that is missing."""
-        cast = self.cast("drhs", "lhs")
-        is_copied = cast is not None and cast.granularity == "tensorwise"
-        if is_copied and operand.tensorwise is None:
+        if self._reads_copy("drhs", "lhs") and operand.tensorwise is None:
             assert operand.value is not None
             return self.read("lhs", operand.value, state)
         return operand
+
+    def _reads_copy(self, role: Role, operand: Operand) -> bool:
+        cast = self.cast(role, operand)
+        return cast is not None and cast.granularity == "tensorwise"
 
     def view(self, role: Role, operand: Operand, x: SiteOperand) -> Array | Fp8Array:
         """Returns the operand as `role` multiplies it, contracting its last dim."""
@@ -217,7 +218,7 @@ class Products(NamedTuple):
     ) -> tuple[Array, tuple[Array, ...]]:
         """Returns an unscaled product, and the scales `[]` or `[m, 1]` to apply to it.
 
-        The next kernel applies them without a pass of their own.
+        The next kernel applies them, which saves a pass over the product.
         """
         first_name, second_name = ROLE_OPERANDS[role]
         gemm = self.recipe.gemm(role)
@@ -241,7 +242,7 @@ class Products(NamedTuple):
         return delayed_scale_inv(state, operand, unused_amax, cast, self.recipe)
 
     def next_state(self, state, *operands: SiteOperand):
-        """Returns the state for the next step; unchanged if nothing ran in FP8.
+        """Returns the state for the next step; unchanged if no operand was measured.
 
         The rows of operands that were not measured stay as they are.
         """
@@ -280,7 +281,7 @@ _TRANSPOSED: dict[Role, tuple[bool, bool]] = {
 
 
 def _is_tiled_or_by_column(lhs: Array | Fp8Array, rhs: Array | Fp8Array) -> bool:
-    """Returns True if a product has factors that are not one or one a row."""
+    """Returns True if a product's scales are neither one in all nor one per row."""
     is_tiled = isinstance(lhs, Fp8Array) and lhs.tile is not None
     return is_tiled or (isinstance(rhs, Fp8Array) and rhs.scale_inv.size != 1)
 
@@ -304,6 +305,6 @@ def _fp8_view(
     x = _high_precision_view(operand, transposed)
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
-    # 128 x 128 for weights, 1 x 128 for what changes with every batch (DeepSeek-V3).
+    # 128 x 128 for weights, 1 x 128 for activations and gradients (DeepSeek-V3).
     tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
     return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)

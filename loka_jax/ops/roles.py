@@ -1,4 +1,4 @@
-"""One role of a site by itself, as candidates are measured: from float32 operands.
+"""One role of a site by itself, from float32 operands, to measure candidates.
 
 fwd    lhs (m, k), rhs (k, n)    ->  lhs @ rhs
 dlhs   g (m, n),   rhs (k, n)    ->  g @ rhs^T
@@ -49,10 +49,10 @@ def product(
 ) -> Float[Array, "..."]:
     """Returns a role's product by XLA in the recipe's precision.
 
-    In the compute dtype, but drhs, the gradient of a master weight, in float32.
+    The result has the compute dtype; drhs, the gradient of a master weight, float32.
 
     Args:
-        role: which of the three.
+        role: of the product.
         first, second: its operands, see above.
         recipe: the casts.
         state: delayed-scaling state if the recipe is delayed.
@@ -88,7 +88,7 @@ def cast_rates(
         cast = products.view(role, name, operand)
         if isinstance(cast, Fp8Array):
             assert operand.value is not None
-            # Counted, for the cast may be transposed.
+            # Counts, since the cast may be transposed.
             nonzero = _count_nonzero(operand.value)
             flushed = nonzero - _count_nonzero(cast.data)
             underflow = jnp.maximum(underflow, flushed / jnp.maximum(nonzero, 1))

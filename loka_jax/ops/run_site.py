@@ -29,7 +29,7 @@ class SiteArrays(NamedTuple):
     """The operands and parameters of a site; None for an absent parameter.
 
     Attributes:
-        lhs: rows in the compute dtype, or with their FP8 form from another site.
+        lhs: rows in any dtype, or activations in FP8 from another site.
         rhs: the master weight, in float32.
         bias: added before the norm.
         gamma, beta: factor and summand after the norm ("layer" and "rms" only).
@@ -134,7 +134,7 @@ def _is_product_alone(spec: SiteSpec) -> bool:
 def _by_kernels(site: KernelRun, arrays: SiteArrays, state):
     """Runs a site by kernels, on rows padded to whole tiles.
 
-    Padding is zeros both ways, which add nothing to the gradients of the weights.
+    Padding is zeros in both passes, which add nothing to the gradients of the weights.
     """
     m, padding = site.plan.spec.m, site.plan.padding
     lhs, fp8_lhs = arrays.lhs, None
@@ -155,7 +155,7 @@ def _by_kernels(site: KernelRun, arrays: SiteArrays, state):
     y, *y_fp8 = out
     if not y_fp8:
         return y[:m]
-    # It has no gradient: gradients flow through y.
+    # The FP8 form has no gradient: gradients flow through y.
     data, scale_inv = (jax.lax.stop_gradient(x) for x in y_fp8)
     scale_inv = scale_inv[:m] if scale_inv.ndim else scale_inv
     return Activations(y[:m], Fp8Array(data[:m], scale_inv))

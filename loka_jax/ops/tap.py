@@ -1,8 +1,8 @@
-"""Statistics of a site's operands out of a backward pass.
+"""Statistics of a site's operands from its backward pass.
 
-Only there are lhs, rhs and the product's gradient known together. So the statistics are
-an input whose "gradient" is what this batch says: differentiate with respect to them,
-then merge.
+Only the backward pass has lhs, rhs and the product's gradient together. So the
+statistics are an input whose "gradient" is the statistics of this batch: differentiate
+with respect to them, then merge.
 """
 
 import functools
@@ -14,22 +14,22 @@ from jaxtyping import Array, Float
 
 @runtime_checkable
 class Observer(Protocol):
-    """Who looks at sites; hashable, for it is static (`ProbeConfig`, `Capture`)."""
+    """An observer of sites; hashable, since it is static (`ProbeConfig`, `Capture`)."""
 
-    def nothing(self, m: int, k: int, n: int) -> Any:
-        """Returns what is known of a site (m, k) x (k, n) before it ran."""
+    def init(self, m: int, k: int, n: int) -> Any:
+        """Returns the empty statistics of a site (m, k) x (k, n)."""
         ...
 
     def observe(
         self,
-        known: Any,
+        stats: Any,
         lhs: Array,
         rhs: Array,
         g: Array,
         scales: tuple[Array | None, ...],
         axis_names: tuple[str, ...],
     ) -> Any:
-        """Returns what a batch says, in a tree like that of `nothing`."""
+        """Returns the statistics of a batch, in a tree like that of `init`."""
         ...
 
 
@@ -41,30 +41,30 @@ def tap(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "k p"],
     scales: tuple[Float[Array, ""] | None, ...],
-    known: Any,
+    stats: Any,
 ) -> Float[Array, "m n"]:
-    """Returns `out` as it is; the gradient of `known` is what the observer returns.
+    """Returns `out` unchanged; the gradient of `stats` is the observer's result.
 
     Args:
-        observer: who looks.
+        observer: of the site.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         out: the product `lhs @ rhs`.
         lhs, rhs: its operands; no gradient flows to them from here.
-        scales: that the operands are cast with, see `probe.site.observe`.
-        known: of the site.
+        scales: of the casts of lhs, rhs and g, see `probe.site.observe`.
+        stats: the statistics of the site so far.
     """
-    del observer, axis_names, lhs, rhs, scales, known
+    del observer, axis_names, lhs, rhs, scales, stats
     return out
 
 
-def _forward(observer, axis_names, out, lhs, rhs, scales, known):
+def _forward(observer, axis_names, out, lhs, rhs, scales, stats):
     del observer, axis_names
-    return out, (lhs, rhs, scales, known)
+    return out, (lhs, rhs, scales, stats)
 
 
-def _backward(observer, axis_names, kept, g):
-    lhs, rhs, scales, known = kept
-    batch = observer.observe(known, lhs, rhs, g, scales, axis_names)
+def _backward(observer, axis_names, residuals, g):
+    lhs, rhs, scales, stats = residuals
+    batch = observer.observe(stats, lhs, rhs, g, scales, axis_names)
     return g, None, None, None, batch
 
 

@@ -27,7 +27,7 @@ class Capture:
 
     max_rows: int = 1024
 
-    def nothing(self, m: int, k: int, n: int) -> Operands:
+    def init(self, m: int, k: int, n: int) -> Operands:
         """Returns zeros in the shapes of the captured operands."""
         rows = min(m, self.max_rows)
         shapes = ((rows, k), (k, n), (rows, n))
@@ -35,7 +35,7 @@ class Capture:
 
     def observe(
         self,
-        known: Operands,
+        stats: Operands,
         lhs: Float[Array, "m k"],
         rhs: Float[Array, "k n"],
         g: Float[Array, "m n"],
@@ -43,6 +43,6 @@ class Capture:
         axis_names: tuple[str, ...] = (),
     ) -> Operands:
         """Returns the operands of one batch; each device returns those it holds."""
-        del known, scales, axis_names
+        del stats, scales, axis_names
         lhs, g = (some_rows(x, self.max_rows) for x in (lhs, g))
         return Operands(*(x.astype(jnp.float32) for x in (lhs, rhs, g)))

@@ -50,7 +50,7 @@ class MatrixNormal(NamedTuple):
     columns: Float[Array, "c t t"]
 
 
-def no_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNormal:
+def empty_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNormal:
     """Returns the initial state for a weight (k, n)."""
     return MatrixNormal(
         steps=jnp.zeros((), jnp.float32),

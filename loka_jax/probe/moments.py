@@ -41,7 +41,7 @@ class Moments(NamedTuple):
         return self.scatter / jnp.maximum(self.count - 1, 1)
 
 
-def no_moments(k: int, *, max_bytes: int = blocks.MAX_BYTES) -> Moments:
+def empty_moments(k: int, *, max_bytes: int = blocks.MAX_BYTES) -> Moments:
     """Returns the moments of no rows of k features."""
     size = blocks.block_size(k, max_bytes)
     zero = jnp.zeros((), jnp.float32)

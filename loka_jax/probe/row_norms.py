@@ -29,7 +29,7 @@ class RowNorms(NamedTuple):
     counts: Float[Array, "bins"]
 
 
-def no_norms() -> RowNorms:
+def empty_norms() -> RowNorms:
     """Returns the counts of no rows."""
     return RowNorms(jnp.zeros((_BINS,), jnp.float32))
 

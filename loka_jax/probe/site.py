@@ -52,14 +52,14 @@ class ProbeConfig:
         if not 0 < self.decay <= 1:
             raise ValueError(f"{self.decay=} must be above 0 and at most 1.")
 
-    def nothing(self, m: int, k: int, n: int) -> "SiteStats":
+    def init(self, m: int, k: int, n: int) -> "SiteStats":
         """Returns the empty statistics of a site, whatever its m."""
         del m
-        return no_stats(k, n, self)
+        return empty_stats(k, n, self)
 
     def observe(
         self,
-        known: "SiteStats",
+        stats: "SiteStats",
         lhs: Float[Array, "m k"],
         rhs: Float[Array, "k p"],
         g: Float[Array, "m n"],
@@ -67,7 +67,7 @@ class ProbeConfig:
         axis_names: tuple[str, ...] = (),
     ) -> "SiteStats":
         """Returns the statistics of one batch; see the function `observe`."""
-        return observe(known, lhs, rhs, g, scales, self, axis_names)
+        return observe(stats, lhs, rhs, g, scales, self, axis_names)
 
 
 class Rows(NamedTuple):
@@ -110,7 +110,7 @@ def weight_of(stats: SiteStats) -> Weight:
     return stats.rhs
 
 
-def no_stats(
+def empty_stats(
     k: int, n: int, config: ProbeConfig, *, is_per_sample: bool = False
 ) -> SiteStats:
     """Returns the empty statistics of a site.
@@ -123,13 +123,13 @@ def no_stats(
     max_bytes = config.max_bytes
 
     def rows(width):
-        empty = moments.no_moments(width, max_bytes=max_bytes)
-        return Rows(empty, row_norms.no_norms(), tails.no_tails())
+        empty = moments.empty_moments(width, max_bytes=max_bytes)
+        return Rows(empty, row_norms.empty_norms(), tails.empty_tails())
 
     if is_per_sample:
         return SiteStats(rows(k), rows(k), rows(n))
-    weight = matrix_normal.no_weights(k, n, max_bytes=max_bytes)
-    return SiteStats(rows(k), Weight(weight, tails.no_tails()), rows(n))
+    weight = matrix_normal.empty_weights(k, n, max_bytes=max_bytes)
+    return SiteStats(rows(k), Weight(weight, tails.empty_tails()), rows(n))
 
 
 def observe(
@@ -249,7 +249,7 @@ def _tails(
 ) -> Tails:
     """Returns the tails of an operand, empty if it is not finite."""
     if x.size == 0:
-        return tails.no_tails()
+        return tails.empty_tails()
     if scale_inv is None:
         amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
         scale_inv = fp8.compute_scale_inv(amax, dtype)

@@ -91,7 +91,7 @@ class Tails(NamedTuple):
         return self.values[_FIELDS.index(name)]
 
 
-def no_tails() -> Tails:
+def empty_tails() -> Tails:
     """Returns the tails of no elements."""
     return Tails(jnp.zeros((len(_FIELDS),), jnp.float32))
 

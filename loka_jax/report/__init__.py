@@ -1,7 +1,7 @@
-"""HTML pages, each a single file that asks nothing of any server.
+"""HTML pages, each a single file that loads nothing from a server.
 
 The page of a training run (`run_page`) and that of a survey (`survey_page`) turn plain
-data into what their templates show; `render` escapes every value, `charts` draws.
+data into views for their templates; `render` escapes every value, `charts` draws.
 """
 
 from loka_jax.report.run_page import RunFiles, write_run_page

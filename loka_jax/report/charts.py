@@ -1,8 +1,9 @@
 """Charts: matplotlib draws them, the page's style sheet colors them.
 
-matplotlib writes each color into its SVG. It is given stand-ins, which then become the
-style sheet's variables, so that one drawing serves light and dark pages. Text stays
-text, in the page's font. matplotlib is an optional extra, imported on the first use.
+matplotlib writes each color into its SVG. The colors that it gets are placeholders,
+replaced by the style sheet's variables, so that one drawing serves light and dark
+pages. Text stays text, in the page's font. matplotlib is an optional extra, imported on
+the first use.
 """
 
 import importlib.util
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-# Stand-ins that appear nowhere else in an SVG.
+# Placeholders that appear nowhere else in an SVG.
 _COLORS = {
     name: f"#0102{i:02x}"
     for i, name in enumerate(
@@ -74,7 +75,7 @@ def curves(
     """Returns a figure of curves over the number of examples seen, or none if empty.
 
     Args:
-        title: what y is.
+        title: the name of y.
         series: those with points are drawn.
         floor: the best possible y, drawn dashed.
         marks: places on x, drawn as dotted lines: the skipped steps.
@@ -154,7 +155,7 @@ def sparkline(values: Sequence[float | None]) -> Spark | None:
 def limits(series: Sequence[Series], floor: float | None) -> tuple[float, float]:
     """Returns the limits of y: those of all but the first tenth of each long curve.
 
-    A run begins at several times the loss at which it spends its life.
+    The loss of the first steps is several times that of the rest of a run.
     """
     levels = [] if floor is None else [floor]
     for line in series:
@@ -186,8 +187,8 @@ def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
             axis.label.set_color(_COLORS["muted"])
         axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        canvas.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     return _inline(file.getvalue(), title, label)
 
 
@@ -208,8 +209,8 @@ def _plot(axes, series: Series) -> None:
 def _inline(svg: str, title: str, label: str) -> Markup:
     """Returns matplotlib's SVG file as an element of an HTML page.
 
-    Without XML head, metadata and name spaces; colors as variables; the font left to
-    the page; and ids of its own, for a page has several drawings.
+    Without XML head, metadata and name spaces; with colors as variables, the page's
+    font, and ids that differ from those of other drawings on the page.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -14,7 +14,7 @@ class Tile(NamedTuple):
     """A headline number.
 
     Attributes:
-        label: what the number is.
+        label: the name of the number.
         value: the number as text.
         note: a remark below it.
         share: 0 to 1, drawn as a bar; None for no bar.
@@ -35,7 +35,7 @@ def write_page(path: Path, template: str, **view: object) -> Path:
 
 
 def number(value: object, spec: str = ",.0f") -> str:
-    """Returns a number in a Python format; "n/a" for NaN and what is no number."""
+    """Returns a number in a Python format; "n/a" for NaN and for other objects."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "n/a"
     return f"{value:{spec}}".replace("%", " %") if math.isfinite(value) else "n/a"

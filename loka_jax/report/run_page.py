@@ -1,4 +1,4 @@
-"""The page of a training run: how well it went, what ran where, how to repeat it.
+"""The page of a training run: its metrics, its sites, the command to repeat it.
 
 The files of a run can be incomplete, broken or edited: a value of an unexpected type is
 shown as absent.
@@ -27,9 +27,9 @@ class RunFiles(NamedTuple):
         config: the resolved config.
         train: a line per logged step.
         evals: a line per evaluation.
-        sites: what runs at each site.
+        sites: a row per site, with a description of each role.
         scales: a line of delayed scales per logged step.
-        notes: what is wrong with the files, in sentences.
+        notes: sentences on problems of the files.
     """
 
     summary: dict[str, Any]
@@ -199,7 +199,7 @@ def _sites(sites: list[dict]) -> dict[str, Any]:
 
 
 def _role(text: object) -> tuple[object, bool]:
-    """Returns what runs in a role, and whether in FP8."""
+    """Returns the description of a role, and whether it is in FP8."""
     return text, any(word in str(text).lower() for word in _FP8_WORDS)
 
 
@@ -255,7 +255,7 @@ def _data(data: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _column_counts(split: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Returns how many values of each kind a policy met, in all and by column."""
+    """Returns the number of values of each kind, in all and by column."""
     counts = {
         name: {kind: _real(as_dict(column).get(kind)) or 0 for kind in _KINDS}
         for name, column in columns.items()

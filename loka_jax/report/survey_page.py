@@ -95,7 +95,7 @@ def _best(candidates: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _is_fp8(candidate: dict[str, Any]) -> bool:
-    """Returns whether it was judged: bfloat16, the reference, is not."""
+    """Returns whether a candidate was judged; bfloat16, the reference, is not."""
     return "is_safe" in candidate
 
 

@@ -1,4 +1,4 @@
-"""What the sites of a trained model can bear: errors, times, effect on the loss."""
+"""Where FP8 is safe and fast in a trained model: errors, times, effect on the loss."""
 
 from loka_jax.survey.config import Limits, SurveyConfig
 from loka_jax.survey.survey import survey

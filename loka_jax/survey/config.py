@@ -1,4 +1,4 @@
-"""How a trained model is surveyed, and what counts as safe and fast."""
+"""The options of a survey of a trained model."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurveyConfig:
-    """What is measured, and how often.
+    """The options of a survey.
 
     Attributes:
         recipes: measured at every site, beside bfloat16.
@@ -23,7 +23,7 @@ class SurveyConfig:
         times: measure times too, where there is a GPU.
         loss_recipe: whose effect on the loss is measured, one site at a time.
         seed: of the draws.
-        limits: what counts as safe and fast.
+        limits: within which a candidate counts as safe and fast.
     """
 
     recipes: tuple[str, ...] = FP8_RECIPES

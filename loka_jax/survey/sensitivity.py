@@ -1,12 +1,11 @@
 """How far the error of one site in FP8 moves the loss of the whole model.
 
-Errors of a product do not tell how they propagate. So the model is evaluated on
-held-out batches in bfloat16, with one site at a time in FP8, and with all of them.
-Examples are the same, so that differences of their losses count.
+The error of a product does not tell how it propagates. So the model is evaluated on
+held-out batches in bfloat16, with one site at a time in FP8, and with all sites in FP8.
+The examples are the same, so that their losses can be compared one by one.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ ALL = "all sites"
 
 
 def can_be_fp8(site: nn.Site) -> bool:
-    """Returns True for a site whose sizes FP8 takes, and that is not float32."""
+    """Returns True if a site's sizes allow FP8 and its recipe is not float32."""
     sizes = site.spec.gemm_sizes("fwd")
     return site.recipe != "f32" and xla.why_not(*sizes) is None
 
@@ -33,7 +32,7 @@ def can_be_fp8(site: nn.Site) -> bool:
 def sensitivity(
     run: Run, state: TrainState, *, recipe: str, max_batches: int
 ) -> dict[str, dict[str, float]]:
-    """Returns by path, and for `ALL`, what FP8 in the forward product does to the loss.
+    """Returns the effect of FP8 forward products on the loss, by path and for `ALL`.
 
     Args:
         run: the model and its validation data.
@@ -43,9 +42,9 @@ def sensitivity(
 
     Returns:
         `change`, `low` and `high`: of the mean loss, with its 95 % interval over
-        examples; `relative`: change over loss; `moved`: the mean of the absolute
-        changes of the examples' losses, which errors of either sign do not cancel in;
-        `loss`: in bfloat16. Most moved first, `ALL` last.
+        examples; `relative`: change over loss; `moved`: the mean absolute change of the
+        examples' losses, in which errors of opposite signs do not cancel; `loss`: in
+        bfloat16. Most moved first, `ALL` last.
     """
     paths = [site.path for site in run.sites if can_be_fp8(site)]
     valid, size = run.splits.valid, run.config.loop.batch_size
@@ -54,21 +53,21 @@ def sensitivity(
         valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)
     ]
     plain = _losses(run, state, batches, {})
-    found = {}
+    effects = {}
     for path in paths:
         losses = _losses(run, state, batches, {path: recipe})
-        found[path] = _compare(plain, losses)
-    found = dict(sorted(found.items(), key=lambda item: -item[1]["moved"]))
+        effects[path] = _compare(plain, losses)
+    effects = dict(sorted(effects.items(), key=lambda item: -item[1]["moved"]))
     if paths:
         losses = _losses(run, state, batches, dict.fromkeys(paths, recipe))
-        found[ALL] = _compare(plain, losses)
-    return found
+        effects[ALL] = _compare(plain, losses)
+    return effects
 
 
 def _losses(
     run: Run, state: TrainState, batches: Sequence[Batch], recipes: dict[str, str]
 ) -> np.ndarray:
-    """Returns the losses of all examples with a weight, some sites in other recipes."""
+    """Returns the losses of all weighted examples, some sites in other recipes."""
     step = jax.jit(_loss_step(run, recipes))
     parts = [step(state, batch) for batch in batches]
     return np.concatenate(
@@ -93,7 +92,7 @@ def _loss_step(
     return step
 
 
-def _compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, Any]:
+def _compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, float]:
     difference = changed.astype(np.float64) - plain.astype(np.float64)
     change = interval(difference)
     loss = float(np.mean(plain, dtype=np.float64))

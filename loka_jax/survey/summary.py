@@ -1,4 +1,4 @@
-"""What a site's statistics say in a few numbers, and whether they are enough."""
+"""Summaries of a site's statistics, and warnings where there are too few."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from loka_jax.probe.site import Rows, SiteStats, Weight, weight_of
 from loka_jax.probe.tails import Tails
 
-# Rows a feature, and weights, below which covariances are not to be trusted.
+# Fewest rows per feature, and fewest weights, for trustworthy covariances.
 _ROWS_PER_FEATURE, _LEAST_WEIGHTS = 10, 20
 _SPECTRUM_POINTS = 48
 
@@ -22,23 +22,24 @@ def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
 
 
 def warnings_of(path: str, stats: SiteStats) -> list[str]:
-    """Returns what makes a site's statistics too few to trust."""
+    """Returns sentences on statistics of a site that are too few to trust."""
     rows, k = float(stats.lhs.moments.count), stats.lhs.moments.mean.shape[0]
     n = stats.g.moments.mean.shape[0]
-    found = []
+    warnings = []
     least = _ROWS_PER_FEATURE * max(k, n)
     if rows < least:
-        found.append(
-            f"{path}: {rows:,.0f} rows count, of {least:,} that {max(k, n)} features "
-            "want: observe more steps (--probe.every) or forget less (--probe.decay)."
+        warnings.append(
+            f"{path}: {rows:,.0f} rows are too few for {max(k, n)} features, which "
+            f"need {least:,}: observe more steps (--probe.every) or forget less "
+            "(--probe.decay)."
         )
     weights = float(weight_of(stats).normal.steps)
     if weights < _LEAST_WEIGHTS:
-        found.append(
-            f"{path}: the weight was seen {weights:.0f} times, of {_LEAST_WEIGHTS} "
-            "wanted: observe more steps (--probe.every)."
+        warnings.append(
+            f"{path}: the weight was observed {weights:.0f} times, fewer than "
+            f"{_LEAST_WEIGHTS}: observe more steps (--probe.every)."
         )
-    return found
+    return warnings
 
 
 def _of_rows(rows: Rows) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _spectrum(blocks: np.ndarray, features: int) -> np.ndarray:
 
 
 def _effective_rank(values: np.ndarray) -> float:
-    """Returns `(sum v)^2 / sum v^2`: how many directions carry the variance."""
+    """Returns `(sum v)^2 / sum v^2`, the effective number of directions."""
     squares = float(np.sum(values**2))
     return float(np.sum(values)) ** 2 / squares if squares > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""Surveys every site of a trained model, and says where FP8 is safe and fast.
+"""Surveys every site of a trained model for where FP8 is safe and fast.
 
 statistics  --draw-->  operands  --candidates-->  errors, times  -->  verdicts
 real operands of some batches   ----------------> errors to compare with the draws'
@@ -50,7 +50,7 @@ def survey(
     Args:
         run: the model and its data.
         state: the trained model, with Probe's statistics.
-        config: what to measure.
+        config: the options.
         say: takes a line of progress.
 
     Raises:

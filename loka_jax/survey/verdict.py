@@ -11,7 +11,7 @@ class Verdict(NamedTuple):
     """The verdict on a candidate at a role of a site.
 
     Attributes:
-        is_safe: its error keeps the limits.
+        is_safe: its error is within the limits.
         is_fast: it is faster than bfloat16 by the limit; None if not measured.
         reason: why it is not safe, or not fast; its speed and error if it is both.
     """
@@ -33,7 +33,7 @@ def judge(
         errors: from one source of operands, by measure.
         speedup: over bfloat16; None if not measured.
         unit: the healthy relative L2 error of its formats.
-        limits: to keep.
+        limits: on errors and speed.
     """
     why_not = why_unsafe(errors, unit, limits)
     is_fast = None if speedup is None else speedup >= limits.speedup

@@ -26,8 +26,8 @@ from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 class TrainStep:
     """A compiled training step.
 
-    What Probe knows goes through observed steps only. Handing its many small arrays to
-    the others would cost the host more than a step of a small model takes.
+    Only observed steps take and return Probe's statistics. Passing their many small
+    arrays to the others would cost the host more time than a step of a small model.
     """
 
     def __init__(self, step: jax.stages.Wrapped, *, is_observed: bool):
@@ -37,7 +37,7 @@ class TrainStep:
         self.has_run = False
 
     def __call__(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns the state after a batch; the old one is given up."""
+        """Returns the state after a batch; the old state is donated."""
         after = self._step(self._seen(state), batch)
         self.has_run = True
         if self._is_observed:
@@ -57,13 +57,13 @@ class Run:
     """A configured run: data, model, optimizers, steps that compile when first used.
 
     Attributes:
-        config: what it was made from.
+        config: of the run.
         splits: the data.
         model: from (dense features, embeddings) to logits.
         tables: the embedding tables.
         list_sites: from a plan to every GEMM of the model at the training batch size.
-        plan: what runs at them where that was decided; else the modules say.
-        plan_notes: what the user should know of it.
+        plan: choices for the sites; the modules decide for a site without one.
+        plan_notes: sentences on the plan for the user.
         optimizer: of the dense parameters.
         schedule: the dense learning rate of a step number.
         row_update: of the tables.
@@ -86,7 +86,7 @@ class Run:
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
-        """Every GEMM of the model, and what runs it."""
+        """Every GEMM of the model, with its plan."""
         return self.list_sites(self.plan)
 
     def replanned(self, plan: DispatchPlan) -> "Run":
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def first_step(self) -> TrainStep:
-        """The training step for states whose delayed scales may not be set yet."""
+        """The training step for states whose delayed scales may be uninitialized."""
         return self.train_step(scales_initialized=False)
 
     @property
@@ -128,7 +128,7 @@ class Run:
         """Returns the training step; the same for the same arguments.
 
         Args:
-            scales_initialized: all delayed scales are known to be set.
+            scales_initialized: all delayed scales are initialized.
             probe: how Probe observes the sites; None if it does not.
         """
         scales_initialized = scales_initialized and self.planned.is_delayed
@@ -181,7 +181,8 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
 
     Args:
         config: the run.
-        frozen_plan: of the run that is gone on with; the configuration's if None.
+        frozen_plan: the file with the plan of the run being resumed; None to choose a
+            plan by the configuration.
 
     Raises:
         ValueError: one sentence with the option or file and the remedy.

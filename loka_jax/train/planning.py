@@ -1,4 +1,4 @@
-"""Which plan a run follows, and what is said of it."""
+"""Chooses the plan that a run follows, with notes for the user."""
 
 import pathlib
 import re
@@ -22,11 +22,11 @@ AUTO, OFF = "auto", "off"
 _SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
 
 
-class Planned(NamedTuple):
-    """A plan, and what the user should know.
+class ChosenPlan(NamedTuple):
+    """A plan, and notes for the user.
 
     Attributes:
-        plan: empty where the modules decide.
+        plan: without the sites for which the modules decide.
         notes: sentences.
     """
 
@@ -34,28 +34,28 @@ class Planned(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def choose_plan(config: Config, sites: Sequence[Site]) -> Planned:
+def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
     Raises:
-        ValueError: if it names no file, or a rule fits nothing.
+        ValueError: if it does not name a file, or a rule matches no site.
     """
     options = config.dispatch
     if config.plan == OFF:
         plan = plans.make_plan(sites, None, rules=options.by_pattern)
-        return Planned(plan)
+        return ChosenPlan(plan)
     if config.plan == AUTO:
         table, notes = _shipped_table()
     else:
         path = pathlib.Path(config.plan)
         if not path.is_file():
             raise ValueError(
-                f"--plan {path} is no file: give a table that tune.py wrote, a plan, "
-                f"or one of {AUTO!r} and {OFF!r}."
+                f"--plan {path} is not a file: give a table that tune.py wrote, a "
+                f"plan, or one of {AUTO!r} and {OFF!r}."
             )
         if _is_plan(path):
-            return Planned(_runnable(plans.load(path, sites), path, sites))
-        table, notes = _believed(path)
+            return ChosenPlan(_runnable(plans.load(path, sites), path, sites))
+        table, notes = _valid_table(path)
     plan = plans.make_plan(
         sites,
         table,
@@ -63,35 +63,35 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> Planned:
         rules=options.by_pattern,
         config=config.name,
     )
-    return Planned(plan, notes)
+    return ChosenPlan(plan, notes)
 
 
-def load_frozen(path: pathlib.Path, sites: Sequence[Site]) -> Planned:
-    """Returns the plan that a run was begun with, which it keeps.
+def load_frozen(path: pathlib.Path, sites: Sequence[Site]) -> ChosenPlan:
+    """Returns the plan with which a run was begun.
 
     Raises:
         ValueError: if the file is damaged, or the plan cannot run here.
     """
-    return Planned(_runnable(plans.load(path, sites), path, sites))
+    return ChosenPlan(_runnable(plans.load(path, sites), path, sites))
 
 
 def find_plan(workdir: pathlib.Path) -> pathlib.Path | None:
     """Returns the file of the plan that a run's newest checkpoint was made with.
 
-    Plans are kept by the step from which they held, so that whatever checkpoint is gone
-    on with, its plan is there. None if the run was not begun.
+    Plans are named by the first step that they hold for, so that every checkpoint can
+    be resumed with its plan. None if the run has not begun.
     """
     newest = latest_step(workdir / CHECKPOINTS) or 0
-    found = [
+    paths = [
         (step, path)
         for path in workdir.glob("plan-*.json")
         if (step := int(path.stem.removeprefix("plan-"))) <= newest
     ]
-    return max(found)[1] if found else None
+    return max(paths)[1] if paths else None
 
 
 def shipped_path(device_kind: str) -> pathlib.Path:
-    """Returns where the table of a kind of device is, if one is shipped."""
+    """Returns the path of the shipped table of a kind of device, if there is one."""
     name = re.sub(r"\W+", "_", device_kind.lower())
     return _SHIPPED / f"{name}.json"
 
@@ -100,7 +100,7 @@ def _shipped_table() -> tuple[Table | None, tuple[str, ...]]:
     device = jax.devices()[0]
     path = shipped_path(device.device_kind)
     if path.is_file():
-        return _believed(path)
+        return _valid_table(path)
     if device.platform != "gpu":
         return None, ()
     return None, (
@@ -109,15 +109,15 @@ def _shipped_table() -> tuple[Table | None, tuple[str, ...]]:
     )
 
 
-def _believed(path: pathlib.Path) -> tuple[Table | None, tuple[str, ...]]:
-    """Returns a table if it holds here, else None and why not."""
+def _valid_table(path: pathlib.Path) -> tuple[Table | None, tuple[str, ...]]:
+    """Returns the table if it holds here, else None and a note."""
     try:
         table = tables.read(path)
     except BadTable as error:
         return None, (f"Dispatch table ignored: {error}",)
-    why_not = table.header.why_not(tables.header_here())
-    if why_not is not None:
-        return None, (f"Dispatch table {path} ignored: {why_not}.",)
+    reason = table.header.why_not(tables.header_here())
+    if reason is not None:
+        return None, (f"Dispatch table {path} ignored: {reason}.",)
     return table, ()
 
 
@@ -136,8 +136,8 @@ def _runnable(
     kernels = [where for where, choice in plan.choices if choice.provider != "xla"]
     if kernels and local_device().why_not_pallas is not None:
         raise ValueError(
-            f"{path} wants kernels for a Hopper GPU at {', '.join(kernels)}, and there "
-            "is none here: leave --plan out, or give --plan off."
+            f"{path} has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
+            "machine has none: leave --plan out, or give --plan off."
         )
     for site in sites:
         if site.path in kernels:

@@ -6,7 +6,7 @@ import pytest
 
 from loka_jax.dispatch.measuring import Job, measure_errors, measure_site
 from loka_jax.measure import passes
-from loka_jax.probe.site import ProbeConfig, no_stats, observe
+from loka_jax.probe.site import ProbeConfig, empty_stats, observe
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice, SiteSpec
 from tests import support
@@ -45,7 +45,7 @@ def test_errors_are_those_of_what_probe_learned():
     lhs, rhs, g = (
         1 + 1e-3 * support.normal(*size) for size in ((64, 32), (32, 16), (64, 16))
     )
-    stats = no_stats(32, 16, ProbeConfig())
+    stats = empty_stats(32, 16, ProbeConfig())
     seen = observe(stats, lhs, rhs, g, (None,) * 3, ProbeConfig())
     errors = measure_errors(_job("xla bf16", stats=seen))
     assert errors["fwd"]["fp8_rowwise"]["relative_l2"].mean < 0.01

@@ -134,6 +134,6 @@ def test_kernels_must_be_worth_leaving_xla_for():
     assert decision.choice == BF16
     assert (
         decision.runner_up is not None
-        and "too little for kernels" in decision.runner_up
+        and "too little to leave XLA" in decision.runner_up
     )
     assert decide(entry, Limits(leave_xla=1.05)).choice.name == kernel

@@ -14,7 +14,7 @@ from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.pool import Worker, measure_all
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import from_line, save_stats, to_line
-from loka_jax.probe.site import ProbeConfig, no_stats
+from loka_jax.probe.site import ProbeConfig, empty_stats
 from loka_jax.site import Choice, SiteSpec
 
 SITE = SiteSpec(64, 32, 16)
@@ -168,7 +168,7 @@ def test_an_end_from_outside_is_nobodys_fault(monkeypatch):
 
 
 def test_a_job_is_a_line(tmp_path):
-    empty = no_stats(32, 16, ProbeConfig())
+    empty = empty_stats(32, 16, ProbeConfig())
     leaves, tree = jax.tree.flatten(empty)
     stats = tree.unflatten([leaf + i for i, leaf in enumerate(leaves)])
     path = tmp_path / "stats.npz"

@@ -52,7 +52,7 @@ def test_a_table_of_elsewhere_says_so(field):
     other = dataclasses.replace(HEADER, **{field: "other"})
     assert HEADER.why_not(HEADER) is None
     assert HEADER.why_not(other)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="cannot be merged"):
         _table().merged(Table(other))
 
 

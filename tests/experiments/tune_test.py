@@ -47,7 +47,7 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "text, why",
-    [("{", "no dispatch table"), (None, "is not valid here")],
+    [("{", "not a dispatch table"), (None, "is not valid here")],
     ids=["broken", "foreign"],
 )
 def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why):
@@ -64,10 +64,10 @@ def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why)
     assert path.read_text() == before
 
 
-def test_a_plan_that_is_no_file_is_refused(tmp_path, capsys):
+def test_a_plan_that_is_not_a_file_is_refused(tmp_path, capsys):
     workdir = ["--workdir", str(tmp_path / "run")]
     assert train_script.main([*TINY, *workdir, "--plan", "nowhere.json"]) == 2
-    assert "is no file" in capsys.readouterr().err
+    assert "is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from loka_jax import fp8
 from loka_jax.measure.errors import PAIRS, errors, measure
 from loka_jax.measure.intervals import interval
-from loka_jax.probe.matrix_normal import no_weights, update
+from loka_jax.probe.matrix_normal import empty_weights, update
 from loka_jax.probe.moments import moments_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
 
@@ -44,17 +44,17 @@ def learned():
     """Draws operands as training might leave them: of very different sizes."""
     features = jnp.exp(jax.random.normal(jax.random.key(0), (K,)))
     rows = jax.random.normal(jax.random.key(1), (2000, K)) * features[None]
-    known = no_weights(N, K)
+    normal = empty_weights(N, K)
     units = jnp.exp2(jnp.linspace(6.0, -6.0, N))[:, None]
     for i in range(50):
         drift = jax.random.normal(jax.random.key(10 + i), (N, K))
         w = units * drift / features[None]
-        known = update(known, w, momentum=0.9)
+        normal = update(normal, w, momentum=0.9)
     moments = moments_of(rows, K)
 
     def draw(key):
         keys = jax.random.split(key)
-        return sample_rows(keys[0], moments, M), sample_weight(keys[1], known)
+        return sample_rows(keys[0], moments, M), sample_weight(keys[1], normal)
 
     return draw
 

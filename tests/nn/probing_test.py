@@ -64,8 +64,8 @@ def _gradients(variables, x, model, is_probed=True):
 def _learn(variables, batches, model):
     for x in batches:
         _, grads = _gradients(variables, x, model)
-        known = nn.merge_stats(variables[PROBE], grads[PROBE], CONFIG)
-        variables = variables | {PROBE: known}
+        stats = nn.merge_stats(variables[PROBE], grads[PROBE], CONFIG)
+        variables = variables | {PROBE: stats}
     return variables
 
 
@@ -89,9 +89,9 @@ def test_probing_changes_nothing_else(recipe):
 def test_what_is_learned_are_the_operands_of_every_product():
     model, batches = Model(), [support.normal(64, 48, seed=i) for i in range(3)]
     variables = _init(model, batches[0])
-    known = _learn(variables, batches, model)[PROBE]
+    stats = _learn(variables, batches, model)[PROBE]
     rows = np.concatenate(batches).astype(np.float64)
-    lhs = known["dense"]["stats"].lhs
+    lhs = stats["dense"]["stats"].lhs
     np.testing.assert_allclose(lhs.moments.mean, rows.mean(0), atol=1e-5)
     covariance = np.cov(rows, rowvar=False)
     np.testing.assert_allclose(lhs.moments.covariance[0], covariance, atol=1e-4)
@@ -103,15 +103,15 @@ def test_what_is_learned_are_the_operands_of_every_product():
         ("dense", params["dense"]["kernel"]),
         ("norm_dense", params["norm_dense"]["kernel"]),
     ):
-        found = known[path]["stats"].rhs.normal.mean
-        np.testing.assert_allclose(found, kernel, rtol=1e-4, atol=1e-6)
+        mean = stats[path]["stats"].rhs.normal.mean
+        np.testing.assert_allclose(mean, kernel, rtol=1e-4, atol=1e-6)
     g = np.concatenate(
         [2 * np.asarray(model.apply(variables, x), np.float64) for x in batches]
     )
-    stats = known["flax"]["Fp8DotGeneral_0"]["stats"].g
-    np.testing.assert_allclose(stats.moments.mean, g.mean(0), atol=1e-4)
+    of_g = stats["flax"]["Fp8DotGeneral_0"]["stats"].g
+    np.testing.assert_allclose(of_g.moments.mean, g.mean(0), atol=1e-4)
     np.testing.assert_allclose(
-        stats.moments.covariance[0], np.cov(g, rowvar=False), atol=1e-3
+        of_g.moments.covariance[0], np.cov(g, rowvar=False), atol=1e-3
     )
 
 
@@ -129,10 +129,10 @@ def test_the_gradient_of_a_product_before_its_norm():
         return jnp.sum(jax.nn.gelu(y) ** 2)
 
     g = jax.grad(after_product)(jnp.dot(x, w, precision="highest"))
-    found = grads[PROBE]["stats"].g.moments
-    np.testing.assert_allclose(found.mean, g.mean(0), atol=1e-3)
+    moments = grads[PROBE]["stats"].g.moments
+    np.testing.assert_allclose(moments.mean, g.mean(0), atol=1e-3)
     np.testing.assert_allclose(
-        found.scatter[0], (g - g.mean(0)[None]).T @ (g - g.mean(0)[None]), atol=5e-2
+        moments.scatter[0], (g - g.mean(0)[None]).T @ (g - g.mean(0)[None]), atol=5e-2
     )
 
 
@@ -153,9 +153,9 @@ def test_rows_over_devices_are_one_batch():
         with nn.probing(CONFIG):
             return jax.grad(_loss)(variables, x, model)[PROBE]
 
-    found = jax.jit(spread)(variables, x)
+    stats = jax.jit(spread)(variables, x)
     expected = _gradients(variables, x, Model())[1][PROBE]
-    chex.assert_trees_all_close(found, expected, rtol=2e-3, atol=2e-3)
+    chex.assert_trees_all_close(stats, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
@@ -228,5 +228,5 @@ def test_both_operands_of_a_batched_product_are_rows():
             operand.moments.covariance[0], covariance, rtol=1e-3, atol=1e-4
         )
     np.testing.assert_allclose(seen.g.moments.mean, np.ones(6), rtol=1e-6)
-    known = nn.merge_stats(variables[PROBE], {"pairs": {"stats": seen}}, CONFIG)
-    np.testing.assert_allclose(known["pairs"]["stats"].rhs.moments.count, 120)
+    stats = nn.merge_stats(variables[PROBE], {"pairs": {"stats": seen}}, CONFIG)
+    np.testing.assert_allclose(stats["pairs"]["stats"].rhs.moments.count, 120)

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 from loka_jax.probe import blocks
 from loka_jax.probe.moments import (
     decay,
+    empty_moments,
     merge,
     merge_over_devices,
     moments_of,
-    no_moments,
 )
 from tests.support import slow_except
 
@@ -53,7 +53,7 @@ def _update(moments, rows):
 def test_any_split_gives_the_moments_of_one_pass(seed):
     rows = _rows(500, 12)
     cuts = np.sort(np.random.default_rng(seed).integers(0, 501, 6))
-    moments = no_moments(12)
+    moments = empty_moments(12)
     for part in np.split(np.asarray(rows), cuts):
         moments = _update(moments, jnp.asarray(part))
     _check(moments, rows)
@@ -63,8 +63,8 @@ def test_merging_is_associative_and_knows_nothing():
     a, b, c = (moments_of(_rows(m, 7, seed=m), 7) for m in (3, 50, 400))
     left, right = merge(merge(a, b), c), merge(a, merge(b, c))
     chex.assert_trees_all_close(left, right, rtol=1e-4, atol=1e-2)
-    chex.assert_trees_all_close(merge(no_moments(7), b), b, rtol=1e-6)
-    chex.assert_trees_all_close(merge(b, no_moments(7)), b, rtol=1e-6)
+    chex.assert_trees_all_close(merge(empty_moments(7), b), b, rtol=1e-6)
+    chex.assert_trees_all_close(merge(b, empty_moments(7)), b, rtol=1e-6)
 
 
 def test_devices_together_give_the_moments_of_one_pass():
@@ -83,7 +83,7 @@ def test_devices_together_give_the_moments_of_one_pass():
 
 def test_wide_rows_keep_blocks_within_the_memory_allowed():
     k, max_bytes = 100, 4 * 100 * 20
-    moments = _update(no_moments(k, max_bytes=max_bytes), _rows(300, k))
+    moments = _update(empty_moments(k, max_bytes=max_bytes), _rows(300, k))
     assert moments.scatter.shape == (7, 16, 16)
     _check(moments, _rows(300, k))
     assert blocks.block_size(2048) == 2048 and blocks.block_size(123_200) == 32
@@ -93,13 +93,13 @@ def test_wide_rows_keep_blocks_within_the_memory_allowed():
 
 def test_decayed_rows_weigh_less():
     old, new = _rows(4000, 5), _rows(4000, 5, seed=1)
-    moments = _update(decay(_update(no_moments(5), old), 0.001), new)
+    moments = _update(decay(_update(empty_moments(5), old), 0.001), new)
     np.testing.assert_allclose(moments.mean, new.mean(0), atol=0.5)
-    _check(_update(decay(_update(no_moments(5), old), 0.0), new), new)
+    _check(_update(decay(_update(empty_moments(5), old), 0.0), new), new)
 
 
 @pytest.mark.parametrize("rows", [jnp.ones((1, 4)), jnp.full((50, 4), 3.0)])
 def test_rows_without_variance_have_none(rows):
-    moments = _update(no_moments(4), rows)
+    moments = _update(empty_moments(4), rows)
     chex.assert_trees_all_equal(moments.covariance, jnp.zeros((1, 4, 4)))
     chex.assert_trees_all_equal(moments.mean, rows[0])

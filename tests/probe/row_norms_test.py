@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loka_jax.probe.moments import moments_of
-from loka_jax.probe.row_norms import merge, no_norms, norms_of, sample_scales
+from loka_jax.probe.row_norms import empty_norms, merge, norms_of, sample_scales
 from loka_jax.probe.sampling import sample_rows
 from loka_jax.probe.tails import tails_of
 
@@ -43,8 +43,8 @@ def test_draws_have_the_covariance_and_the_tails():
     x = _heavy(20_000) * jnp.linspace(0.1, 2.0, K)[None]
     moments, norms = moments_of(x, K), norms_of(x, jnp.zeros(K))
     drawn = sample_rows(jax.random.key(0), moments, 200_000, norms)
-    found = moments_of(drawn, K).covariance
-    error = jnp.linalg.norm(found - moments.covariance)
+    covariance = moments_of(drawn, K).covariance
+    error = jnp.linalg.norm(covariance - moments.covariance)
     assert error < 0.05 * jnp.linalg.norm(moments.covariance)
     real, plain = tails_of(x).kurtosis, sample_rows(jax.random.key(0), moments, 20_000)
     assert tails_of(plain).kurtosis < 0.5 * real
@@ -61,5 +61,5 @@ def test_rows_of_any_size(size):
 
 def test_nothing_known_is_one_size():
     chex.assert_trees_all_equal(
-        sample_scales(jax.random.key(0), no_norms(), 5), jnp.ones(5)
+        sample_scales(jax.random.key(0), empty_norms(), 5), jnp.ones(5)
     )

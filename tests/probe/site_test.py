@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from loka_jax.probe.site import ProbeConfig, merge, no_stats, observe
+from loka_jax.probe.site import ProbeConfig, empty_stats, merge, observe
 from tests import support
 
 CONFIG = ProbeConfig(decay=0.5)
@@ -13,8 +13,8 @@ K, N = 4, 3
 
 
 @jax.jit
-def _learn(known, lhs, rhs, g):
-    return merge(known, observe(known, lhs, rhs, g, (None,) * 3, CONFIG), CONFIG)
+def _learn(stats, lhs, rhs, g):
+    return merge(stats, observe(stats, lhs, rhs, g, (None,) * 3, CONFIG), CONFIG)
 
 
 def _operands(m, seed=0):
@@ -34,12 +34,12 @@ def _operands(m, seed=0):
     ids=["no rows", "nan", "inf", "too large"],
 )
 def test_rows_that_say_nothing_change_nothing(rows, operand):
-    known = _learn(no_stats(K, N, CONFIG), *_operands(20))
+    stats = _learn(empty_stats(K, N, CONFIG), *_operands(20))
     operands = _operands(20, seed=9)
     operands[operand] = rows(operands[operand])
     if operands[operand].shape[0] == 0:
         operands[2 - operand] = rows(operands[2 - operand])
-    after = _learn(known, *operands)
+    after = _learn(stats, *operands)
     name = ("lhs", "rhs", "g")[operand]
-    chex.assert_trees_all_equal(getattr(after, name), getattr(known, name))
+    chex.assert_trees_all_equal(getattr(after, name), getattr(stats, name))
     assert after.rhs.normal.steps == 2

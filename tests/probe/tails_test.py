@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from loka_jax import fp8
-from loka_jax.probe.tails import merge, merge_over_devices, no_tails, tails_of
+from loka_jax.probe.tails import empty_tails, merge, merge_over_devices, tails_of
 from tests.support import slow_except
 
 
@@ -25,11 +25,11 @@ def _kurtosis(x):
 def test_any_split_gives_the_tails_of_all(seed):
     x = _skewed(4000)
     cuts = np.sort(np.random.default_rng(seed).integers(0, 4000, 5))
-    tails = no_tails()
+    tails = empty_tails()
     for part in np.split(np.asarray(x), cuts):
         if part.size:
-            found = tails_of(jnp.asarray(part)[:, None], centre=tails.mean)
-            tails = merge(tails, found)
+            batch = tails_of(jnp.asarray(part)[:, None], centre=tails.mean)
+            tails = merge(tails, batch)
     np.testing.assert_allclose(tails.kurtosis, _kurtosis(x), rtol=1e-3)
     np.testing.assert_allclose(tails.last_amax, x[cuts[-1] :].max())
     np.testing.assert_allclose(tails.amax, x.max())
@@ -58,8 +58,8 @@ def test_devices_together_give_the_tails_of_all():
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    found = jax.jit(spread)(x)
-    chex.assert_trees_all_close(found, tails_of(x), rtol=1e-3)
+    spread_tails = jax.jit(spread)(x)
+    chex.assert_trees_all_close(spread_tails, tails_of(x), rtol=1e-3)
 
 
 def test_what_a_cast_flushes_and_clips_is_counted():

@@ -100,7 +100,7 @@ def test_one_site_at_a_time_moves_the_loss(surveyed):
 @pytest.mark.slow
 def test_few_statistics_are_warned_of(surveyed):
     _, _, found, _ = surveyed
-    assert any("rows count, of" in warning for warning in found["warnings"])
+    assert any("rows are too few" in warning for warning in found["warnings"])
     assert any("the weight was seen 3 times" in line for line in found["warnings"])
 
 

@@ -108,7 +108,7 @@ def test_equal_plans_are_one_program(tmp_path):
 @pytest.mark.parametrize(
     "spoil, why",
     [
-        (lambda path: path.write_text(path.read_text()[:-50]), "no dispatch table"),
+        (lambda path: path.write_text(path.read_text()[:-50]), "not a dispatch table"),
         (lambda path: _foreign(path, device_kind="NVIDIA B200"), "NVIDIA B200"),
         (lambda path: _foreign(path, jax="0.1"), "jax 0.1"),
         (lambda path: _foreign(path, kernels="x"), "kernels have changed"),
@@ -138,7 +138,7 @@ def test_a_plan_file_decides(tmp_path):
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"plan": "nowhere.json"}, "is no file"),
+        ({"plan": "nowhere.json"}, "is not a file"),
         ({"rules": ("tip/*=bf16",)}, "matches no site"),
         ({"rules": ("top_mlp/*=fp9",)}, "unknown recipe"),
     ],
