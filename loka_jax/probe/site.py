@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.options import require
 from loka_jax.probe import blocks, matrix_normal, moments, row_norms, tails
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
@@ -22,35 +23,43 @@ from loka_jax.probe.tails import Tails
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
-    """How sites are observed.
+class ProbeSettings:
+    """What Probe learns of a site, and at what weight.
 
     Attributes:
-        max_rows: the number of rows of a batch to observe, spread evenly over it.
-        max_bytes: the size limit of a covariance; larger ones are kept in blocks.
-        momentum: momentum of a weight's covariances.
-        mean_momentum: momentum of a weight's mean.
-        decay: factor on the weight of earlier rows at every new batch.
+        max_rows: number of rows of a batch to observe, spread evenly over it.
+        max_mib: size limit of each covariance; larger ones are kept in diagonal blocks.
+        momentum: momentum of the covariances of weights.
+        mean_momentum: momentum of the means of weights.
+        decay: factor on the weight of earlier rows at every observed batch; with 1 the
+            first steps of training count as much as the last.
+    """
+
+    max_rows: int = 2048
+    max_mib: int = blocks.MAX_BYTES >> 20
+    momentum: float = matrix_normal.MOMENTUM
+    mean_momentum: float = matrix_normal.MEAN_MOMENTUM
+    decay: float = 1.0
+
+    def __post_init__(self):  # noqa: D105
+        require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
+        require(self.max_mib >= 1, "--probe.max-mib", self.max_mib, "at least 1")
+        for name in ("momentum", "mean_momentum"):
+            value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
+            require(0 < value < 1, option, value, "in (0, 1)")
+        require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeConfig(ProbeSettings):
+    """How sites are observed in one step.
+
+    Attributes:
         moves_weight_covariances: False updates only the means of weights, at a fraction
             of the cost.
     """
 
-    max_rows: int = 2048
-    max_bytes: int = blocks.MAX_BYTES
-    momentum: float = matrix_normal.MOMENTUM
-    mean_momentum: float = matrix_normal.MEAN_MOMENTUM
-    decay: float = 1.0
     moves_weight_covariances: bool = True
-
-    def __post_init__(self):  # noqa: D105
-        if not self.max_rows >= 2:
-            raise ValueError(f"{self.max_rows=} must be at least 2.")
-        for name in ("momentum", "mean_momentum"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise ValueError(f"{name}={value} must be above 0 and below 1.")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"{self.decay=} must be above 0 and at most 1.")
 
     def init(self, m: int, k: int, n: int) -> "SiteStats":
         """Returns the empty statistics of a site, whatever its m."""
@@ -120,7 +129,7 @@ def empty_stats(
         config: how it is observed.
         is_per_sample: whether every sample has a weight of its own.
     """
-    max_bytes = config.max_bytes
+    max_bytes = config.max_mib << 20
 
     def rows(width):
         empty = moments.empty_moments(width, max_bytes=max_bytes)

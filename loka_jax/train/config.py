@@ -18,7 +18,7 @@ from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import require
-from loka_jax.probe.matrix_normal import MEAN_MOMENTUM, MOMENTUM
+from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
 
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
@@ -94,50 +94,33 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
+class ProbeOptions(ProbeSettings):
     """Statistics of every site, learned while training.
 
     Attributes:
         every: observe every so many steps, from the first on; None for no statistics.
         covariances_every: update the covariances of weights at every so many observed
             steps; they cost more than all other statistics together.
-        max_rows: number of rows of a batch to observe.
-        max_mib: size limit of each covariance; larger ones are kept in diagonal blocks.
-        momentum: momentum of the covariances of weights.
-        mean_momentum: momentum of the means of weights.
-        decay: factor on the weight of earlier rows at every observed step; with 1 the
-            first steps of training count as much as the last.
     """
 
     every: int | None = None
     covariances_every: int = 20
-    max_rows: int = 2048
-    max_mib: int = 16
-    momentum: float = MOMENTUM
-    mean_momentum: float = MEAN_MOMENTUM
     decay: float = 0.7
 
     def __post_init__(self):  # noqa: D105
-        for name in ("every", "covariances_every", "max_mib"):
+        super().__post_init__()
+        for name in ("every", "covariances_every"):
             value = getattr(self, name)
             option = f"--probe.{name.replace('_', '-')}"
             require(value is None or value >= 1, option, value, "at least 1")
-        require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
-        for name in ("momentum", "mean_momentum"):
-            value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
-            require(0 < value < 1, option, value, "in (0, 1)")
-        require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in a step; None if they are not."""
         if self.every is None or step % self.every:
             return None
+        names = [field.name for field in dataclasses.fields(ProbeSettings)]
         return ProbeConfig(
-            max_rows=self.max_rows,
-            max_bytes=self.max_mib << 20,
-            momentum=self.momentum,
-            mean_momentum=self.mean_momentum,
-            decay=self.decay,
+            **{name: getattr(self, name) for name in names},
             moves_weight_covariances=step % (self.every * self.covariances_every) == 0,
         )
 

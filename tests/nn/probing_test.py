@@ -198,7 +198,7 @@ def test_few_of_many_rows_are_looked_at():
 
 @pytest.mark.parametrize(
     "options, match",
-    [({"max_rows": 1}, "max_rows=1"), ({"momentum": 1.5}, "momentum=1.5")],
+    [({"max_rows": 1}, "max-rows 1 must"), ({"momentum": 1.5}, "momentum 1.5 must")],
 )
 def test_options_out_of_range_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
