@@ -3,8 +3,9 @@
     python experiments/bench/dense_norm.py --out dense_norm.json
 
 For every shape: kernel time of each form (`dense_norm_forms.py`) by JAX's profiler,
-median over input sets that together exceed twice the L2; its share of the floor, from
-the copy bandwidth and GEMM rates measured first; and its speed over the best of XLA's
+median over input sets that together exceed twice the L2; its share of the floor (its
+operands and results moved once, or its product) by the copy bandwidth and GEMM rates
+measured first; and its speed over the best of XLA's
 bfloat16 forms. Ours are checked against float32 first and not timed if they are wrong.
 
 Without a GPU times are wall clock and only XLA's forms run, to try the script:
@@ -31,6 +32,7 @@ SHAPES = ("128x128", "256x256", "512x256", "512x512")
 SHAPES += ("1024x512", "1024x1024", "2048x1024")
 ROTATED_BYTES = 120e6  # twice the L2
 MAX_SETS = 256
+NOT_TIMED = ("why_not", "wrong", "failed")  # keys in place of a time
 MAX_BACKWARD = 512  # K and N of the shapes whose backward pass is timed
 
 
@@ -88,8 +90,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
 def measure(spec: SiteSpec, roofline: Roofline) -> dict[str, Any]:
     """Returns a record of every form by name.
 
-    A record has `us`, or the reason why there is none: `why_not` (the kernel refuses
-    the shape), `wrong` (its results are) or `failed` (it does not compile or run).
+    A record has `us`, or a reason: `why_not` (it does not serve the shape), `wrong`
+    (its results are) or `failed` (it does not compile or run).
     """
     candidates = forms.forward_forms(spec)
     if max(spec.k, spec.n) <= MAX_BACKWARD:
@@ -106,7 +108,7 @@ def measure(spec: SiteSpec, roofline: Roofline) -> dict[str, Any]:
     flops = 2.0 * spec.m * spec.k * spec.n
     for name, taken in time_kernels(cases).items():
         form = served[name]
-        floor_us = roofline.floor_us(form.num_bytes, flops, form.gemm)
+        floor_us = roofline.floor_us(records[name]["num_bytes"], flops, form.gemm)
         records[name] |= {
             "us": taken.median_us,
             "min_us": taken.min_us,
@@ -137,6 +139,8 @@ def _cases(
             record["failed"] = _in_short(error)
             continue
         record |= check(served[name], sets[name][0], outputs)
+        arrays = jax.tree.leaves((sets[name][0], outputs))
+        record["num_bytes"] = sum(array.nbytes for array in arrays)
         if "wrong" not in record:
             cases[name] = Case(function, [leaves(arrays) for arrays in sets[name]])
     return cases
@@ -188,7 +192,7 @@ def _in_short(error: BaseException) -> str:
 
 def _describe(record: dict[str, Any]) -> str:
     if "us" not in record:
-        return ", ".join(f"{key}: {record[key]}" for key in record if key != "sqnr_db")
+        return ", ".join(f"{key}: {record[key]}" for key in record if key in NOT_TIMED)
     ratio = f"{record['vs_xla']:6.2f}x" if "vs_xla" in record else " " * 7
     return f"{record['us']:9.1f} us{ratio}{record['of_floor']:6.0%} of the floor"
 

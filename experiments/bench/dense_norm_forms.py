@@ -7,7 +7,6 @@ quantization in one kernel ("library").
 Inputs are N(0, 1) and weights N(0, 1 / K), so that the product is of size one.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -49,16 +48,13 @@ READING_BF16 = ("bf16_twin", "bf16_quantized")
 FUSED = ("fp8_to_fp8_tensor", "fp8_to_bf16", *READING_BF16)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
+class Form(NamedTuple):
     """One way to run a site, forward or backward.
 
     Attributes:
         name: in the result.
         run: from the operands to the results by name; fit for `jax.jit`.
         reads: names of the operands.
-        num_bytes: least traffic.
-        gemm: dtype of its product, for the floor.
         least_db: SQNR that the results must have; None if they are not checked.
         why_not: why it does not run here, or None if it does.
     """
@@ -66,10 +62,13 @@ class Form:
     name: str
     run: Callable[..., dict[str, Any]]
     reads: tuple[str, ...]
-    num_bytes: float
-    gemm: GemmDtype
     least_db: float | None = None
     why_not: str | None = None
+
+    @property
+    def gemm(self) -> GemmDtype:
+        """The dtype of its product."""
+        return "fp8" if "w_nk_fp8" in self.reads else "bf16"
 
 
 class Operands(NamedTuple):
@@ -128,129 +127,68 @@ def _make_weights(spec: SiteSpec, key) -> dict[str, Any]:
 
 def forward_forms(spec: SiteSpec) -> list[Form]:
     """Returns the forms of the forward pass."""
-    return [*_xla_forms(spec), _library_form(spec), *_fused_forms(spec)]
+    bind, why_not = functools.partial, functools.partial(_fused_why_not, spec)
+    bf16, rows = ("x", "w_kn", "vectors"), ("x_row", "w_nk_fp8", "vectors")
+    narrow = ("x_tensor", "w_nk_fp8", "vectors")
+    to_fp8 = (*narrow, "y_scale_inv")
+    library_why_not = (
+        local_device().why_not_pallas
+        or xla.why_not(spec.m, spec.k, spec.n)
+        or norm_quantize.why_not(spec.m, spec.n, norm="layer")
+    )
+    return [
+        Form("xla_bf16", bind(_xla_bf16, _BF16), bf16),
+        Form("xla_bf16_f32_gemm", bind(_xla_bf16, _F32), bf16),
+        Form("xla_fp8_to_bf16", bind(_xla_fp8, False), narrow),
+        Form("xla_fp8_to_fp8", bind(_xla_fp8, True), narrow),
+        Form("library_to_fp8_tensor", _library, to_fp8, _E4M3_DB, library_why_not),
+        Form(
+            "fp8_to_fp8_tensor",
+            bind(_fused, _TO_FP8),
+            to_fp8,
+            _E4M3_DB,
+            why_not(E4M3, _TO_FP8, x_scale_by_row=False),
+        ),
+        Form(
+            "fp8_to_bf16",
+            bind(_fused, _TO_BF16),
+            rows,
+            _BF16_DB,
+            why_not(E4M3, _TO_BF16, x_scale_by_row=True),
+        ),
+        Form(
+            "bf16_twin",
+            bind(_fused, _TO_BF16),
+            ("x", "w_nk", "vectors"),
+            _BF16_DB,
+            why_not(_BF16, _TO_BF16, x_scale_by_row=False),
+        ),
+        Form(
+            "bf16_quantized",
+            _quantized_fused,
+            ("x", "w_nk_fp8", "vectors"),
+            _E4M3_DB,
+            why_not(E4M3, _TO_BF16, x_scale_by_row=True),
+        ),
+    ]
 
 
 def backward_forms(spec: SiteSpec) -> list[Form]:
     """Returns the forms of the backward pass but for the gradient of the weight."""
-    m, k, n = spec.m, spec.k, spec.n
-    read_bf16 = 2 * (m * n + m * n + k * n)  # dy; z or xhat; the weight
-    written = 2 * (m * n + m * k)  # dz, dx
-    reads = ("dy", "residuals", "w_kn", "vectors")
-    why_not = norm_backward.why_not(m, n, norm="layer", xhat_dtype=E4M3)
-    return [
-        Form(
-            name="xla_bwd_of_z",
-            run=_xla_backward_of_z,
-            reads=reads,
-            num_bytes=read_bf16 + written,
-            gemm="bf16",
-        ),
-        Form(
-            name="xla_bwd_of_xhat",
-            run=_xla_backward_of_xhat,
-            reads=reads,
-            num_bytes=read_bf16 + written + 4 * m,
-            gemm="bf16",
-        ),
-        Form(
-            name="bwd_bf16_of_fp8",
-            run=_norm_backward,
-            reads=("dy", "residuals_fp8", "w_kn", "vectors"),
-            num_bytes=read_bf16 - m * n + written + 4 * m,
-            gemm="bf16",
-            least_db=_BF16_DB,
-            why_not=local_device().why_not_pallas or why_not,
-        ),
-    ]
-
-
-def _xla_forms(spec: SiteSpec) -> list[Form]:
-    m, k, n = spec.m, spec.k, spec.n
-    bf16 = functools.partial(
-        Form,
-        reads=("x", "w_kn", "vectors"),
-        num_bytes=2 * (m * k + k * n + m * n),
-        gemm="bf16",
-    )
-    narrow = functools.partial(
-        Form, reads=("x_tensor", "w_nk_fp8", "vectors"), gemm="fp8"
+    bf16 = ("dy", "residuals", "w_kn", "vectors")
+    narrow = ("dy", "residuals_fp8", "w_kn", "vectors")
+    why_not = local_device().why_not_pallas or norm_backward.why_not(
+        spec.m, spec.n, norm="layer", xhat_dtype=E4M3
     )
     return [
-        bf16(name="xla_bf16", run=functools.partial(_xla_bf16, _BF16)),
-        bf16(name="xla_bf16_f32_gemm", run=functools.partial(_xla_bf16, _F32)),
-        narrow(
-            name="xla_fp8_to_bf16",
-            run=functools.partial(_xla_fp8, False),
-            num_bytes=m * k + k * n + 2 * m * n,
-        ),
-        narrow(
-            name="xla_fp8_to_fp8",
-            run=functools.partial(_xla_fp8, True),
-            num_bytes=m * k + k * n + m * n,
-        ),
-    ]
-
-
-def _library_form(spec: SiteSpec) -> Form:
-    m, k, n = spec.m, spec.k, spec.n
-    why_not = xla.why_not(m, k, n) or norm_quantize.why_not(m, n, norm="layer")
-    return Form(
-        name="library_to_fp8_tensor",
-        run=_library,
-        reads=("x_tensor", "w_nk_fp8", "vectors", "y_scale_inv"),
-        num_bytes=m * k + k * n + m * n,
-        gemm="fp8",
-        least_db=_E4M3_DB,
-        why_not=local_device().why_not_pallas or why_not,
-    )
-
-
-def _fused_forms(spec: SiteSpec) -> list[Form]:
-    m, k, n = spec.m, spec.k, spec.n
-    by_row = functools.partial(_fused_why_not, spec, E4M3, _TO_BF16, True)
-    return [
-        Form(
-            name="fp8_to_fp8_tensor",
-            run=functools.partial(_fused, _TO_FP8),
-            reads=("x_tensor", "w_nk_fp8", "vectors", "y_scale_inv"),
-            num_bytes=m * k + k * n + m * n,
-            gemm="fp8",
-            least_db=_E4M3_DB,
-            why_not=_fused_why_not(spec, E4M3, _TO_FP8, False),
-        ),
-        Form(
-            name="fp8_to_bf16",
-            run=functools.partial(_fused, _TO_BF16),
-            reads=("x_row", "w_nk_fp8", "vectors"),
-            num_bytes=m * k + k * n + 2 * m * n + 4 * m,
-            gemm="fp8",
-            least_db=_BF16_DB,
-            why_not=by_row(),
-        ),
-        Form(
-            name="bf16_twin",
-            run=functools.partial(_fused, _TO_BF16),
-            reads=("x", "w_nk", "vectors"),
-            num_bytes=2 * (m * k + k * n + m * n),
-            gemm="bf16",
-            least_db=_BF16_DB,
-            why_not=_fused_why_not(spec, _BF16, _TO_BF16, False),
-        ),
-        Form(
-            name="bf16_quantized",
-            run=_quantized_fused,
-            reads=("x", "w_nk_fp8", "vectors"),
-            num_bytes=2 * m * k + k * n + 2 * m * n,
-            gemm="fp8",
-            least_db=_E4M3_DB,
-            why_not=by_row(),
-        ),
+        Form("xla_bwd_of_z", _xla_backward_of_z, bf16),
+        Form("xla_bwd_of_xhat", _xla_backward_of_xhat, bf16),
+        Form("bwd_bf16_of_fp8", _norm_backward, narrow, _BF16_DB, why_not),
     ]
 
 
 def _fused_why_not(
-    spec: SiteSpec, dtype, want: Outputs, x_scale_by_row: bool
+    spec: SiteSpec, dtype, want: Outputs, *, x_scale_by_row: bool
 ) -> str | None:
     problem = dense_norm.Problem(
         spec=spec,

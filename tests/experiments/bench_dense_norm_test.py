@@ -85,7 +85,7 @@ def test_a_wrong_result_is_seen(name):
     spec = SiteSpec(m=64, k=64, n=128, norm="layer", activation="swish")
     every = forms.forward_forms(spec) + forms.backward_forms(spec)
     (form,) = (form for form in every if form.name == name)
-    form = dataclasses.replace(form, least_db=28.0)
+    form = form._replace(least_db=28.0)
     (arguments,) = forms.make_operands(spec, 1).arguments(form.reads)
     outputs = jax.jit(form.run)(*arguments)
     right = dense_norm.check(form, arguments, outputs)
