@@ -35,6 +35,7 @@ from loka_jax.optim import RowwiseAdagrad
 from loka_jax.triton import why_not_here
 
 LEARNING_RATE = 0.01
+DIM, FIELDS = 16, 26  # columns of the table; ids of an example, each in its own rows
 INITIAL = 0.01  # value of the table
 ZIPF = 1.1  # exponent of the ids' power law
 NUM_BATCHES = 8  # rotated, so that ids and rows do not stay in a cache
@@ -50,17 +51,13 @@ class Arguments:
     Attributes:
         out: where to write the JSON; printed only if None.
         rows: rows of the stacked table, one case each.
-        dim: columns of the table.
         batch_size: examples of a batch.
-        fields: ids of an example, each from its own part of the rows.
         steps: steps queued in a round.
     """
 
     out: pathlib.Path | None = None
     rows: tuple[int, ...] = (10**5, 10**6, 10**7, 10**8)
-    dim: int = 16
     batch_size: int = 8192
-    fields: int = 26
     steps: int = 20
 
 
@@ -87,7 +84,7 @@ def measure(arguments: Arguments, rows: int) -> dict[str, Any]:
         for name, update in functions.items()
         if name != "scatter_add"
     }
-    held = [_initial(rows, arguments.dim)]
+    held = [_initial(rows)]
     chains = {
         name: chain_of(functools.partial(_step, update), held, batches)
         for name, update in functions.items()
@@ -95,7 +92,7 @@ def measure(arguments: Arguments, rows: int) -> dict[str, Any]:
     times = time_chains(chains, calls=arguments.steps)
     return {
         "rows": rows,
-        "ids_a_step": arguments.batch_size * arguments.fields,
+        "ids_a_step": arguments.batch_size * FIELDS,
         "touched_rows_a_step": int(np.unique(np.asarray(batches[0][0])).size),
         "us": {
             name: {"median": t.median_us, "min": t.min_us, "max": t.max_us}
@@ -138,28 +135,24 @@ def _gradients(table, ids, noise):
     return noise + 1e-3 * embedding.lookup(table, ids)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _initial(rows: int, dim: int):
-    table = jnp.full((rows, dim), INITIAL)
+@functools.partial(jax.jit, static_argnums=0)
+def _initial(rows: int):
+    table = jnp.full((rows, DIM), INITIAL)
     return table, ADAGRAD.init(table)
 
 
 def make_batches(arguments: Arguments, rows: int) -> list[tuple[jax.Array, jax.Array]]:
     """Returns flat ids and the noise of their gradients, a pair for each batch."""
-    per_field = rows // arguments.fields
-    last = rows - per_field * (arguments.fields - 1)
-    spec = embedding.TableSpec(
-        rows=(per_field,) * (arguments.fields - 1) + (last,), dim=arguments.dim
-    )
+    per_field = rows // FIELDS
+    last = rows - per_field * (FIELDS - 1)
+    spec = embedding.TableSpec(rows=(per_field,) * (FIELDS - 1) + (last,), dim=DIM)
     rng = np.random.default_rng(0)
     batches = []
     for i in range(NUM_BATCHES):
-        ranks = _zipf_ranks(
-            rng.random((arguments.batch_size, arguments.fields)), per_field
-        )
+        ranks = _zipf_ranks(rng.random((arguments.batch_size, FIELDS)), per_field)
         ids = ranks * 2_654_435_761 % per_field  # frequent rows are not neighbours
         flat = embedding.flat_ids(spec, jnp.asarray(ids, jnp.int32)).reshape(-1)
-        noise = jax.random.normal(jax.random.key(i), (flat.size, arguments.dim))
+        noise = jax.random.normal(jax.random.key(i), (flat.size, DIM))
         batches.append((flat, noise))
     return batches
 
@@ -179,13 +172,13 @@ def check(name: str, update, rows: int, batch) -> dict[str, Any]:
     """
     ids, noise = batch
     touched, inverse = np.unique(np.asarray(ids), return_inverse=True)
-    grads = np.zeros((touched.size, noise.shape[1]))
+    grads = np.zeros((touched.size, DIM))
     np.add.at(grads, inverse, np.asarray(noise, np.float64) + 1e-3 * INITIAL)
     root = np.sqrt(np.mean(grads**2, axis=1, keepdims=True))
     exact = INITIAL - LEARNING_RATE * grads / (root + ADAGRAD.eps)
 
     def touched_rows():
-        table, state = update(*_initial(rows, noise.shape[1]), ids, noise)
+        table, state = update(*_initial(rows), ids, noise)
         return np.asarray(table[touched]), np.asarray(state.sum_of_squares[touched])
 
     (table, squares), again = touched_rows(), touched_rows()

@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import json
 import pathlib
-import shlex
 import statistics
 import subprocess
 import sys
@@ -89,9 +88,9 @@ def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Trains, compares, prints and writes."""
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
     extra = arguments[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__)
@@ -111,9 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         runs = {recipe: [job.result() for job in row] for recipe, row in jobs.items()}
     first = next(iter(runs.values()))[0]
-    script = "experiments/bench/paired_seeds.py"
     result = {
-        "command": shlex.join(["python", script, *arguments]),
+        "command": results.command(),
         "config": first["config"],
         "versions": first["versions"],
         "seeds": list(range(options.seeds)),
@@ -127,23 +125,14 @@ def main(argv: list[str] | None = None) -> int:
         "arms": compare(runs),
     }
     results.write(options.out, result)
-    print_table(options.config, result["arms"])
-    return 0
-
-
-def print_table(config: str, arms: dict[str, dict]):
-    """Prints a line per arm."""
-    for arm, metrics in arms.items():
-        auc, loss = metrics["auc"], metrics["logloss"]
-        delta, loss_delta = auc["minus_first"], loss["minus_first"]
-        print(
-            f"{config:14} {arm:34} AUC {auc['mean']:.5f} +- {auc['std']:.5f}  "
-            f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}  "
-            f"log loss {loss['mean']:.5f} +- {loss['std']:.5f}  "
-            f"delta {loss_delta['mean']:+.5f} "
-            f"+- {loss_delta['half_interval_95'] or 0:.5f}"
-        )
+    for arm, metrics in result["arms"].items():
+        for name, metric in metrics.items():
+            delta = metric["minus_first"]
+            print(
+                f"{arm:34} {name:12}{metric['mean']:.5f} +- {metric['std']:.5f}  "
+                f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}"
+            )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,9 +16,9 @@ from typing import Any
 import tyro
 
 from experiments.bench import result as results
-from experiments.bench.steps import chain_of, read_step, warm_up
+from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.bench.train_step import MODELS, make_run
-from loka_jax.measure.timing import profile_kernels, time_chains
+from loka_jax.measure.timing import time_chains
 from loka_jax.train.config import ProbeOptions
 
 
@@ -74,8 +74,7 @@ def measure(model: str, batch_size: int, arguments: Arguments) -> dict[str, Any]
     ):
         state, batches = warm_up(run)
         step = run.train_step(scales_initialized=True, probe=config)
-        chains[name] = chain_of(step, [state], batches, read_step)
-    kernels = {name: profile_kernels(chain) for name, chain in chains.items()}
+        chains[name] = chain_of(step, [state], batches, READ_STEP)
     times = time_chains(chains, calls=arguments.calls)
     plain, rows, whole = (times[name].median_us for name in chains)
     share = 1 / probe.covariances_every
@@ -83,7 +82,6 @@ def measure(model: str, batch_size: int, arguments: Arguments) -> dict[str, Any]
         "model": model,
         "batch_size": batch_size,
         **{name: times[name]._asdict() for name in chains},
-        "kernels": {k: v and v._asdict() for k, v in kernels.items()},
         "cost": ((1 - share) * rows + share * whole - plain) / (every * plain),
     }
 

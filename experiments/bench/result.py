@@ -18,10 +18,15 @@ def head(benchmark: str, arguments: Any) -> dict[str, Any]:
     }
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "arguments": options,
         "versions": versions(),
     }
+
+
+def command() -> str:
+    """Returns the command line of this process."""
+    return shlex.join(["python", *sys.argv])
 
 
 def write(out: pathlib.Path | None, result: dict[str, Any]) -> None:

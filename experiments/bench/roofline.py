@@ -35,14 +35,6 @@ class Roofline:
         rate = self.fp8_flops_per_us if dtype == "fp8" else self.bf16_flops_per_us
         return max(num_bytes / self.bytes_per_us, flops / rate)
 
-    def __str__(self) -> str:
-        """Returns the limits in their usual units."""
-        return (
-            f"copy {self.bytes_per_us / 1e6:.2f} TB/s, "
-            f"FP8 GEMM {self.fp8_flops_per_us / 1e6:.0f} TFLOP/s, "
-            f"bf16 GEMM {self.bf16_flops_per_us / 1e6:.0f} TFLOP/s"
-        )
-
 
 def measure_roofline() -> Roofline:
     """Measures with normal inputs; tiny ones without a GPU, to try a benchmark."""

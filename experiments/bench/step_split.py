@@ -25,7 +25,7 @@ from typing import Any
 import tyro
 
 from experiments.bench import result as results
-from experiments.bench.steps import chain_of, read_step, warm_up
+from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.cli import run_cli
 from experiments.configs import get_config
 from loka_jax.dispatch.plan import plan_rows
@@ -72,7 +72,6 @@ def main(arguments: Arguments) -> int:
     chains, parts = {}, {}
     for arm, run in runs.items():
         chains[arm], parts[arm] = _measured(run)
-        print(f"{arm}: {sum(parts[arm].values()):.0f} us of kernels", flush=True)
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
     result = results.head("step_split", arguments) | {
@@ -123,10 +122,10 @@ def _measured(run: Run):
     held = [dataclasses.replace(state, probe={})]
     scopes = _scopes(compiled.as_text() or "")
     parts = dict.fromkeys((*_PARTS, _OTHER), 0.0)
-    chain = chain_of(compiled, held, batches, read_step)
+    chain = chain_of(compiled, held, batches, READ_STEP)
     for op, time_us in profile_ops(chain).items():
         parts[_part(scopes.get(op, ""))] += time_us
-    return chain_of(run.step, held, batches, read_step), parts
+    return chain_of(run.step, held, batches, READ_STEP), parts
 
 
 def _scopes(text: str) -> dict[str, str]:
@@ -140,15 +139,11 @@ def _part(name: str) -> str:
 
 
 def _print(result: dict[str, Any]):
-    arms = result["arms"]
-    print(f"{'':24}" + "".join(f"{arm[:22]:>24}" for arm in arms))
-    for part in (*_PARTS, _OTHER):
-        row = [arm["kernels_us"][part] for arm in arms.values()]
-        print(f"{part:24}" + "".join(f"{time_us:24.0f}" for time_us in row))
-    row = [arm["step"]["median_us"] for arm in arms.values()]
-    print(f"{'step, wall clock':24}" + "".join(f"{time_us:24.0f}" for time_us in row))
-    row = [arm["speedup"] for arm in arms.values()]
-    print(f"{'speedup':24}" + "".join(f"{ratio:23.2f}x" for ratio in row))
+    for arm, record in result["arms"].items():
+        step_us, speedup = record["step"]["median_us"], record["speedup"]
+        print(f"{arm}: {step_us:.0f} us by wall clock, {speedup:.2f}x; kernels:")
+        for part, time_us in record["kernels_us"].items():
+            print(f"  {part:24}{time_us:8.0f} us")
 
 
 if __name__ == "__main__":

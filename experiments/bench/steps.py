@@ -1,5 +1,6 @@
 """Steps that each read the state the last one returned, as chains to be timed."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 
 Chain = Callable[[int], Any]
+READ_STEP = operator.attrgetter("step")  # to wait for a training step
 _NUM_BATCHES = 8
 
 
@@ -34,11 +36,6 @@ def chain_of(
         return read(held[0])
 
     return queue
-
-
-def read_step(state: TrainState) -> jax.Array:
-    """Returns the number of the step, to wait for a training step."""
-    return state.step
 
 
 def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:

@@ -3,10 +3,9 @@
     python experiments/bench/train_step.py --out train_step.json
 
 For each batch size and arm: microseconds a step (wall clock of queued steps, on batches
-made before, and with batches made meanwhile by the prefetch thread, as in training),
-the kernels of a step and their time; and for a chain of dense layers with LayerNorm the
-kernels that FP8 adds to each. Inputs are the generated click stream; parameters train
-while they are timed.
+made before, and with batches made meanwhile by the prefetch thread, as in training);
+and for a chain of dense layers with LayerNorm the kernels that FP8 adds to each. Inputs
+are the generated click stream; parameters train while they are timed.
 
 On a CPU: `--batch-sizes 64 --models fp8_dlrm --arms bf16 fp8_tensorwise --calls 2`.
 """
@@ -22,7 +21,7 @@ import tyro
 
 from experiments.bench import models
 from experiments.bench import result as results
-from experiments.bench.steps import Chain, chain_of, read_step, warm_up
+from experiments.bench.steps import READ_STEP, Chain, chain_of, warm_up
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
 from loka_jax.data.prefetch import Prefetcher
@@ -70,7 +69,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     result = results.head("train_step", arguments) | {
         "input": "generated click stream; the added-kernels tower: N(0, 1)",
-        "added_kernels": measure_added_kernels(arguments.arms),
+        "added_kernels": measure_added_kernels(arguments),
         "steps": [],
     }
     for row in result["added_kernels"]:
@@ -119,10 +118,9 @@ def measure_steps(
 ) -> list[dict[str, Any]]:
     """Returns a record an arm."""
     runs = {arm: make_run(model, arm, batch_size) for arm in arguments.arms}
-    plain, with_input, kernels = {}, {}, {}
+    plain, with_input = {}, {}
     for arm, run in runs.items():
         plain[arm], with_input[arm] = _step_chains(run)
-        kernels[arm] = profile_kernels(plain[arm])
     times = time_chains(plain, calls=arguments.calls)
     times_with_input = time_chains(with_input, calls=arguments.calls)
     input_alone = {"input": _input_chain(next(iter(runs.values())))}
@@ -138,7 +136,6 @@ def measure_steps(
             "input_alone": making._asdict(),
             "examples_per_second": batch_size / times[arm].median_us * 1e6,
             "speedup_over_bf16": base / times[arm].median_us,
-            "kernels": kernels[arm] and kernels[arm]._asdict(),
             "fp8_sites": sum(site.is_fp8 for site in run.sites),
         }
         for arm, run in runs.items()
@@ -157,9 +154,9 @@ def _step_chains(run: Run) -> tuple[Chain, Chain]:
         ) as prefetched:
             for _, batch in prefetched:
                 held[0] = run.step(held[0], batch)
-        return read_step(held[0])
+        return held[0].step
 
-    return chain_of(run.step, held, batches, read_step), with_input
+    return chain_of(run.step, held, batches, READ_STEP), with_input
 
 
 def _input_chain(run: Run) -> Chain:
@@ -172,28 +169,24 @@ def _input_chain(run: Run) -> Chain:
     return chain_of(make, [None], range(64))
 
 
-def measure_added_kernels(
-    arms: tuple[str, ...], rows: int = 8192
-) -> list[dict[str, Any]]:
+def measure_added_kernels(arguments: Arguments) -> list[dict[str, Any]]:
     """Returns, by arm, the kernels that FP8 adds to a Dense, forward and backward."""
-    chains = {arm: _dense_chain(arm, rows) for arm in arms}
+    rows = arguments.batch_sizes[0]
+    chains = {arm: _dense_chain(arm, rows) for arm in arguments.arms}
     kernels = {arm: profile_kernels(chain) for arm, chain in chains.items()}
-    times = time_chains(chains, calls=50)
-    base = kernels[arms[0]]
-    records = []
-    for arm in arms:
-        counted, added = kernels[arm], None
-        if counted is not None and base is not None:
-            added = (counted.count - base.count) / len(CHAIN_FEATURES)
-        records.append(
-            {
-                "arm": arm,
-                "kernels": counted and counted._asdict(),
-                "added_per_dense": added,
-                "step": times[arm]._asdict(),
-            }
-        )
-    return records
+    times = time_chains(chains, calls=arguments.calls)
+    base = kernels[arguments.arms[0]]
+    return [
+        {
+            "arm": arm,
+            "kernels": counted and counted._asdict(),
+            "added_per_dense": counted
+            and base
+            and (counted.count - base.count) / len(CHAIN_FEATURES),
+            "step": times[arm]._asdict(),
+        }
+        for arm, counted in kernels.items()
+    ]
 
 
 def _dense_chain(arm: str, rows: int) -> Chain:
