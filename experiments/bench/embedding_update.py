@@ -86,7 +86,7 @@ def measure(arguments: Arguments, rows: int) -> dict[str, Any]:
     }
     held = [_initial(rows)]
     chains = {
-        name: chain_of(functools.partial(_step, update), held, batches)
+        name: chain_of(lambda pair, batch, f=update: f(*pair, *batch), held, batches)
         for name, update in functions.items()
     }
     times = time_chains(chains, calls=arguments.steps)
@@ -100,10 +100,6 @@ def measure(arguments: Arguments, rows: int) -> dict[str, Any]:
         },
         "checked": checked,
     }
-
-
-def _step(update, table_and_state, batch):
-    return update(*table_and_state, *batch)
 
 
 def updates() -> dict[str, Any]:

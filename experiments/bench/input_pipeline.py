@@ -62,7 +62,6 @@ def main(arguments: Arguments) -> dict[str, Any]:
             "shards_shuffled": functools.partial(_direct, shards, size, True),
             "shards_prefetch": functools.partial(_prefetched, shards, size),
             "generated": functools.partial(_direct, stream, size, True),
-            "generated_prefetch": functools.partial(_prefetched, stream, size),
         }
         times = time_chains(cases, calls=steps, rounds=arguments.repeats)
     result = results.head("input_pipeline", arguments) | {

@@ -259,8 +259,11 @@ def measure(
             state = arm.first_step(state, batches[number])
         variables = jax.tree.map(jnp.copy, state.variables)  # `state` is donated
         steps[name] = chain_of(arm.step, [state], batches, operator.attrgetter("loss"))
-        infer = functools.partial(_infer, arm, variables)
-        inferences[name] = chain_of(infer, [None], batches)
+        inferences[name] = chain_of(
+            lambda _, x, arm=arm, held=variables: arm.infer(held, x),
+            [None],
+            [rows for rows, _ in batches],
+        )
     records: dict[str, Any] = {name: {} for name in arms}
     for part, chains in (("inference", inferences), ("step", steps)):
         times = time_chains(chains, calls=calls)
@@ -272,10 +275,6 @@ def measure(
                 "vs_flax_bf16": times[FLAX].median_us / times[name].median_us,
             }
     return records
-
-
-def _infer(arm: Arm, variables, _, batch: Batch):
-    return arm.infer(variables, batch.x)
 
 
 def inference_floor_us(arguments: Arguments, roofline: Roofline) -> float:
