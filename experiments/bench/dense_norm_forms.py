@@ -1,272 +1,239 @@
-"""The ways to run a dense layer with norm and activation that `dense_norm.py` compares.
+"""The ways to run a dense layer with LayerNorm and swish that `dense_norm.py` times.
 
-XLA's forms are the baselines: plain bfloat16 in the ways to write it, and FP8 with
-everything done for it beforehand. Ours are the fused kernels, and XLA's FP8 GEMM with
-the norm and quantization in one kernel ("library").
+XLA's forms are the baselines: bfloat16 in two ways to write it, and FP8 with everything
+cast beforehand. Ours are the fused kernel, and XLA's FP8 GEMM with norm and
+quantization in one kernel ("library").
+
+Inputs are N(0, 1) and weights N(0, 1 / K), so that the product is of size one.
 """
 
-import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from experiments.bench.dense_norm_site import (
-    EPSILON,
-    Y_SCALE_INV,
-    Site,
-    finish,
-    norm_backward,
-    normalize,
-)
 from experiments.bench.roofline import GemmDtype
-from loka_jax import fp8, xla
+from loka_jax import fp8, quality, xla
+from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.measure import reference
 from loka_jax.normed import (
-    NORM_BLOCK,
-    XHAT_MAX_FEATURES,
+    XHAT_SCALE_INV,
     Epilogue,
+    Normed,
     NormResiduals,
     NormVectors,
     Outputs,
 )
+from loka_jax.ops.device import local_device
+from loka_jax.pallas import dense_norm, norm_backward, norm_quantize
 from loka_jax.site import SiteSpec
 
-_F32, _BF16, _E4M3 = jnp.float32, jnp.bfloat16, fp8.E4M3
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+_EPILOGUE = Epilogue("layer", "swish")
+_Y_SCALE_INV = 1 / 16  # of FP8 activations under one scale: they reach 6 or so
+_TO_BF16 = Outputs()
+_TO_FP8 = Outputs(y=False, y_fp8="tensorwise")
+_ROWS_TO_FP8 = Outputs(y=False, y_fp8="rowwise")
+# Least SQNR, a few dB under what results rounded to bfloat16 and to E4M3 reach.
+_BF16_DB, _E4M3_DB = 38.0, 28.0
+
+XLA_BF16 = ("xla_bf16", "xla_bf16_f32_gemm")
+XLA_FP8 = ("xla_fp8_to_bf16", "xla_fp8_to_fp8")
+XLA_BACKWARD = ("xla_bwd_of_z", "xla_bwd_of_xhat")
+# With bfloat16 inputs XLA's FP8 forms would have to cast them first.
+READING_BF16 = ("bf16_twin", "bf16_quantized")
+FUSED = ("fp8_to_fp8_tensor", "fp8_to_bf16", *READING_BF16)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
+class Form(NamedTuple):
     """One way to run a site, forward or backward.
 
     Attributes:
-        name: what the table calls it.
+        name: in the result.
         run: from the operands to the results by name; fit for `jax.jit`.
         reads: names of the operands.
-        num_bytes: that it must read and write at least.
-        gemm: dtype of its product, for the floor.
-        is_ours: checked against the reference; the others are the baselines.
-        is_backward: whether it is a form of the backward pass.
-        casts_rows: whether it quantizes bfloat16 rows first.
-        why_not: says why it does not run at this site, or None.
+        least_db: SQNR that the results must have; None if they are not checked.
+        why_not: why it does not run here, or None if it does.
     """
 
     name: str
     run: Callable[..., dict[str, Any]]
     reads: tuple[str, ...]
-    num_bytes: float
-    gemm: GemmDtype
-    is_ours: bool = True
-    is_backward: bool = False
-    casts_rows: bool = False
-    why_not: Callable[[], str | None] = lambda: None
+    least_db: float | None = None
+    why_not: str | None = None
+
+    @property
+    def gemm(self) -> GemmDtype:
+        """The dtype of its product."""
+        return "fp8" if "w_nk_fp8" in self.reads else "bf16"
 
 
-def forward_forms(site: Site) -> list[Form]:
+class Operands(NamedTuple):
+    """Arrays by name: of every input set, and those that all sets share."""
+
+    sets: list[dict[str, Any]]
+    shared: dict[str, Any]
+
+    def arguments(self, reads: tuple[str, ...]) -> list[tuple]:
+        """Returns the operands of those names, a tuple for each input set."""
+        return [
+            tuple({**arrays, **self.shared}[name] for name in reads)
+            for arrays in self.sets
+        ]
+
+
+def make_operands(spec: SiteSpec, num_sets: int) -> Operands:
+    """Returns random operands of all forms, forward and backward."""
+    # The generator that is quick on a GPU.
+    key = jax.random.key(spec.m + 7 * spec.k + 13 * spec.n, impl="rbg")
+    make = jax.jit(functools.partial(_make_rows, spec))
+    sets = [make(jax.random.fold_in(key, i)) for i in range(num_sets)]
+    return Operands(sets, jax.jit(functools.partial(_make_weights, spec))(key))
+
+
+def _make_rows(spec: SiteSpec, key) -> dict[str, Any]:
+    keys = jax.random.split(key, 4)
+    x = jax.random.normal(keys[0], (spec.m, spec.k), _BF16)
+    xhat = jax.random.normal(keys[1], (spec.m, spec.n), _BF16)
+    xhat_fp8 = fp8.saturate(xhat.astype(_F32) / XHAT_SCALE_INV, E4M3)
+    rstd = jax.random.uniform(keys[3], (spec.m,), minval=0.5, maxval=2.0)
+    return {
+        "x": x,
+        "x_row": fp8.quantize(x, axes=(1,)),
+        "x_tensor": fp8.quantize(x),
+        "dy": jax.random.normal(keys[2], (spec.m, spec.n), _BF16),
+        "residuals": NormResiduals(xhat, rstd),
+        "residuals_fp8": NormResiduals(xhat_fp8, rstd),
+    }
+
+
+def _make_weights(spec: SiteSpec, key) -> dict[str, Any]:
+    keys = jax.random.split(key, 3)
+    kernel = jax.random.normal(keys[0], (spec.k, spec.n)) / math.sqrt(spec.k)
+    kernel = kernel.astype(_BF16)
+    gamma = 1 + 0.1 * jax.random.normal(keys[1], (spec.n,))
+    beta = 0.1 * jax.random.normal(keys[2], (spec.n,))
+    return {
+        "w_kn": kernel,
+        "w_nk": kernel.T,
+        "w_nk_fp8": fp8.quantize(kernel.T),
+        "vectors": NormVectors(gamma=gamma, beta=beta),
+        "y_scale_inv": jnp.asarray(_Y_SCALE_INV, _F32),
+    }
+
+
+def forward_forms(spec: SiteSpec) -> list[Form]:
     """Returns the forms of the forward pass."""
-    return _xla_forms(site) + _our_forms(site)
-
-
-def backward_forms(site: Site) -> list[Form]:
-    """Returns the forms of the backward pass but for the gradient of the weight."""
-    m, k, n = site.m, site.k, site.n
-    parameters = ("gamma", "beta")
-    xla_form = functools.partial(Form, gemm="bf16", is_ours=False, is_backward=True)
-    wide = 2 * (m * n + m * n + k * n + m * k + m * n)  # dy, z, W; dx, dz
-    of_z = xla_form(
-        name="xla_bwd_of_z",
-        run=functools.partial(_xla_backward_of_z, site),
-        reads=("dy", "xhat", "w_kn", *parameters),
-        num_bytes=wide,
+    bind, why_not = functools.partial, functools.partial(_fused_why_not, spec)
+    bf16, rows = ("x", "w_kn", "vectors"), ("x_row", "w_nk_fp8", "vectors")
+    narrow = ("x_tensor", "w_nk_fp8", "vectors")
+    to_fp8 = (*narrow, "y_scale_inv")
+    library_why_not = (
+        local_device().why_not_pallas
+        or xla.why_not(spec.m, spec.k, spec.n)
+        or norm_quantize.why_not(spec.m, spec.n, norm="layer")
     )
-    of_xhat = xla_form(
-        name="xla_bwd_of_xhat",
-        run=functools.partial(_xla_backward_of_xhat, site),
-        reads=("dy", "xhat", "rstd", "w_kn", *parameters),
-        num_bytes=wide + 4 * m,
-    )
-    return [of_z, of_xhat, *_norm_backward_forms(site)]
-
-
-def _norm_backward_forms(site: Site) -> list[Form]:
-    """Returns the forms with the norm's backward pass in a kernel before XLA's GEMM.
-
-    In FP8, dz is scaled by a number known in advance, as of delayed scaling.
-    """
-    m, k, n = site.m, site.k, site.n
-    parameters = ("gamma", "beta")
-    num_bytes = 2 * (m * n + m * n + m * k) + 4 * m  # dy; dz, dx
-    narrow = Form(
-        name="bwd_fp8",
-        run=functools.partial(_norm_backward, site, fp8.E5M2),
-        reads=("dy", "xhat_fp8", "rstd", "w_kn_fp8", "dz_scale_inv", *parameters),
-        num_bytes=num_bytes + m * n + k * n,
-        gemm="fp8",
-        is_backward=True,
-        why_not=functools.partial(_norm_backward_why_not, site, _E4M3),
-    )
-    wide = Form(
-        name="bwd_bf16",
-        run=functools.partial(_norm_backward, site, None),
-        reads=("dy", "xhat", "rstd", "w_kn", *parameters),
-        num_bytes=num_bytes + 2 * m * n + 2 * k * n,
-        gemm="bf16",
-        is_backward=True,
-        why_not=functools.partial(_norm_backward_why_not, site, _BF16),
-    )
-    half = dataclasses.replace(
-        wide,
-        name="bwd_bf16_of_fp8",
-        reads=("dy", "xhat_fp8", "rstd", "w_kn", *parameters),
-        num_bytes=num_bytes + m * n + 2 * k * n,
-        why_not=narrow.why_not,
-    )
-    return [narrow, wide, half]
-
-
-def _xla_forms(site: Site) -> list[Form]:
-    m, k, n = site.m, site.k, site.n
-    wide = functools.partial(
-        Form,
-        reads=("x", "w_kn", "gamma", "beta"),
-        num_bytes=2 * (m * k + k * n + m * n),
-        gemm="bf16",
-        is_ours=False,
-    )
-    narrow = functools.partial(
-        Form, reads=("x_tensor", "w_nk_fp8", "gamma", "beta"), gemm="fp8", is_ours=False
-    )
-    bind = functools.partial
     return [
-        wide(name="xla_bf16", run=bind(_xla_bf16, site, _BF16)),
-        wide(name="xla_bf16_f32_gemm", run=bind(_xla_bf16, site, _F32)),
-        narrow(
-            name="xla_fp8_to_bf16",
-            run=bind(_xla_fp8, site, False),
-            num_bytes=m * k + k * n + 2 * m * n,
-        ),
-        narrow(
-            name="xla_fp8_to_fp8",
-            run=bind(_xla_fp8, site, True),
-            num_bytes=m * k + k * n + m * n,
-        ),
-    ]
-
-
-def _our_forms(site: Site) -> list[Form]:
-    m, k, n = site.m, site.k, site.n
-    to_bf16, to_fp8 = Outputs(), Outputs(y=False, y_fp8="rowwise")
-    to_fp8_tensor = Outputs(y=False, y_fp8="tensorwise")
-    features = min(n, NORM_BLOCK) if site.norm == "block" else n
-    fits = site.norm != "none" and features <= XHAT_MAX_FEATURES
-    xhat = _E4M3 if fits else _BF16
-    training = Outputs(y_fp8="tensorwise", xhat=xhat, rstd=site.norm != "none")
-    kept = (1 if fits else 2) * m * n + 4 * m  # xhat and deviations
-    rest = ("w_nk_fp8", "gamma", "beta")
-    read = m * k + k * n
-    bind = functools.partial
-
-    def fused(name, want, x, num_bytes, extra=()):
-        return Form(
-            name=name,
-            run=bind(_ours, site, want),
-            reads=(x, *rest, *extra),
-            num_bytes=num_bytes + (4 * m if x == "x_row" else 0),
-            gemm="fp8",
-            why_not=bind(_why_not, site, _E4M3, want, x == "x_row"),
-        )
-
-    def library(name, want, num_bytes, extra=()):
-        return Form(
-            name=name,
-            run=bind(_library, site, want),
-            reads=("x_tensor", *rest, *extra),
-            num_bytes=num_bytes,
-            gemm="fp8",
-            why_not=bind(_library_why_not, site),
-        )
-
-    return [
-        library("library_to_fp8", to_fp8, read + m * n + 4 * m),
-        library("library_to_fp8_tensor", to_fp8_tensor, read + m * n, ("y_scale_inv",)),
-        library("library_to_bf16", to_bf16, read + 2 * m * n),
-        fused("fp8_to_fp8", to_fp8, "x_row", read + m * n + 4 * m),
-        fused(
+        Form("xla_bf16", bind(_xla_bf16, _BF16), bf16),
+        Form("xla_bf16_f32_gemm", bind(_xla_bf16, _F32), bf16),
+        Form("xla_fp8_to_bf16", bind(_xla_fp8, False), narrow),
+        Form("xla_fp8_to_fp8", bind(_xla_fp8, True), narrow),
+        Form("library_to_fp8_tensor", _library, to_fp8, _E4M3_DB, library_why_not),
+        Form(
             "fp8_to_fp8_tensor",
-            to_fp8_tensor,
-            "x_tensor",
-            read + m * n,
-            ("y_scale_inv",),
-        ),
-        fused("fp8_to_bf16", to_bf16, "x_row", read + 2 * m * n),
-        Form(
-            name="bf16_twin",
-            run=bind(_ours, site, to_bf16),
-            reads=("x", "w_nk", "gamma", "beta"),
-            num_bytes=2 * (read + m * n),
-            gemm="bf16",
-            why_not=bind(_why_not, site, _BF16, to_bf16, False),
+            bind(_fused, _TO_FP8),
+            to_fp8,
+            _E4M3_DB,
+            why_not(E4M3, _TO_FP8, x_scale_by_row=False),
         ),
         Form(
-            name="bf16_quantized",
-            run=bind(_ours_quantized, site),
-            reads=("x", *rest),
-            num_bytes=2 * m * k + k * n + 2 * m * n,
-            gemm="fp8",
-            casts_rows=True,
-            why_not=bind(_why_not, site, _E4M3, to_bf16, True),
+            "fp8_to_bf16",
+            bind(_fused, _TO_BF16),
+            rows,
+            _BF16_DB,
+            why_not(E4M3, _TO_BF16, x_scale_by_row=True),
         ),
-        fused(
-            "training",
-            training,
-            "x_tensor",
-            read + 3 * m * n + kept,
-            ("y_scale_inv",),
+        Form(
+            "bf16_twin",
+            bind(_fused, _TO_BF16),
+            ("x", "w_nk", "vectors"),
+            _BF16_DB,
+            why_not(_BF16, _TO_BF16, x_scale_by_row=False),
+        ),
+        Form(
+            "bf16_quantized",
+            _quantized_fused,
+            ("x", "w_nk_fp8", "vectors"),
+            _E4M3_DB,
+            why_not(E4M3, _TO_BF16, x_scale_by_row=True),
         ),
     ]
+
+
+def backward_forms(spec: SiteSpec) -> list[Form]:
+    """Returns the forms of the backward pass but for the gradient of the weight."""
+    bf16 = ("dy", "residuals", "w_kn", "vectors")
+    narrow = ("dy", "residuals_fp8", "w_kn", "vectors")
+    why_not = local_device().why_not_pallas or norm_backward.why_not(
+        spec.m, spec.n, norm="layer", xhat_dtype=E4M3
+    )
+    return [
+        Form("xla_bwd_of_z", _xla_backward_of_z, bf16),
+        Form("xla_bwd_of_xhat", _xla_backward_of_xhat, bf16),
+        Form("bwd_bf16_of_fp8", _norm_backward, narrow, _BF16_DB, why_not),
+    ]
+
+
+def _fused_why_not(
+    spec: SiteSpec, dtype, want: Outputs, *, x_scale_by_row: bool
+) -> str | None:
+    problem = dense_norm.Problem(
+        spec=spec,
+        dtype=dtype,
+        want=want,
+        has_affine=True,
+        x_scale_by_row=x_scale_by_row,
+    )
+    return local_device().why_not_pallas or dense_norm.why_not(problem)
 
 
 # XLA's forms.
 
 
-def _activated(site: Site, z, gamma, beta):
-    xhat, _ = normalize(site, z)
-    return finish(site, xhat, gamma, beta)
-
-
-def _xla_bf16(site: Site, gemm_dtype, x, w_kn, gamma, beta):
+def _xla_bf16(gemm_dtype, x, w_kn, vectors):
     z = jax.lax.dot(x, w_kn, preferred_element_type=gemm_dtype)
-    return {"y": _activated(site, z.astype(_F32), gamma, beta).astype(_BF16)}
+    return {"y": reference.norm_activation(z, vectors, _EPILOGUE).astype(_BF16)}
 
 
-def _xla_fp8(site: Site, writes_fp8: bool, x_tensor, w_nk_fp8, gamma, beta):
-    z = xla.fp8_matmul(x_tensor, w_nk_fp8, out_dtype=_BF16).astype(_F32)
-    y = _activated(site, z, gamma, beta)
-    if writes_fp8:
-        # Without the scale: a copy of it to the results would be a kernel.
-        return {"y_fp8": fp8.cast(y, jnp.asarray(Y_SCALE_INV, _F32), _E4M3).data}
-    return {"y": y.astype(_BF16)}
+def _xla_fp8(writes_fp8: bool, x, w_nk, vectors):
+    z = xla.fp8_matmul(x, w_nk, out_dtype=_BF16)
+    y = reference.norm_activation(z, vectors, _EPILOGUE)
+    if not writes_fp8:
+        return {"y": y.astype(_BF16)}
+    # Without the scale: a copy of it to the results would be a kernel.
+    return {"y": fp8.cast(y, jnp.asarray(_Y_SCALE_INV, _F32), E4M3).data}
 
 
-def _xla_backward_of_z(site: Site, dy, z, w_kn, gamma, beta):
+def _xla_backward_of_z(dy, residuals, w_kn, vectors):
     """The gradients as autodiff makes them from bfloat16 products."""
 
-    def forward(z, gamma, beta):
-        return _activated(site, z.astype(_F32), gamma, beta).astype(_BF16)
+    def forward(z, vectors):
+        return reference.norm_activation(z, vectors, _EPILOGUE).astype(_BF16)
 
-    dz, dgamma, dbeta = jax.vjp(forward, z, gamma, beta)[1](dy)
-    return _backward_results(dz, w_kn, dgamma, dbeta)
+    dz, gradients = jax.vjp(forward, residuals.xhat, vectors)[1](dy)
+    return _with_dx(dz, w_kn, gradients.gamma, gradients.beta)
 
 
-def _xla_backward_of_xhat(site: Site, dy, xhat, rstd, w_kn, gamma, beta):
+def _xla_backward_of_xhat(dy, residuals, w_kn, vectors):
     """The gradients from saved normalized rows, which spares their statistics."""
-    dz, dgamma, dbeta = norm_backward(site, dy, xhat, rstd, gamma, beta)
-    return _backward_results(dz.astype(_BF16), w_kn, dgamma, dbeta)
+    dz, dgamma, dbeta = reference.norm_backward(dy, residuals, vectors, _EPILOGUE)
+    return _with_dx(dz.astype(_BF16), w_kn, dgamma, dbeta)
 
 
-def _backward_results(dz, w_kn, dgamma, dbeta):
+def _with_dx(dz, w_kn, dgamma, dbeta):
     dims = (((1,), (1,)), ((), ()))
     dx = jax.lax.dot_general(dz, w_kn, dims, preferred_element_type=_BF16)
     return {"dx": dx, "dz": dz, "dgamma": dgamma, "dbeta": dbeta}
@@ -275,114 +242,74 @@ def _backward_results(dz, w_kn, dgamma, dbeta):
 # Our forms.
 
 
-def _ours(site: Site, want: Outputs, x, w_nk, gamma, beta, y_scale_inv=None):
-    from loka_jax.pallas.dense_norm import dense_norm
-
-    normed = dense_norm(
-        x,
-        w_nk,
-        NormVectors(gamma=gamma, beta=beta),
-        epilogue=_epilogue(site),
-        want=want,
-        y_scale_inv=y_scale_inv,
-        interpret=_interpreter(site),
-    )
-    return _by_name(normed)
-
-
-def _ours_quantized(site: Site, x, w_nk_fp8, gamma, beta):
-    from loka_jax.pallas.norm_quantize import norm_quantize
-
-    x_fp8 = norm_quantize(
-        x,
-        epilogue=Epilogue("none"),
-        want=Outputs(y=False, y_fp8="rowwise"),
-        interpret=_interpreter(site),
-    ).y_fp8
-    return _ours(site, Outputs(), x_fp8, w_nk_fp8, gamma, beta)
-
-
-def _library(
-    site: Site, want: Outputs, x_tensor, w_nk_fp8, gamma, beta, y_scale_inv=None
-):
-    from loka_jax.pallas.norm_quantize import norm_quantize
-
-    normed = norm_quantize(
-        xla.fp8_product(x_tensor.data, w_nk_fp8.data, out_dtype=_BF16),
-        (x_tensor.scale_inv, w_nk_fp8.scale_inv),
-        NormVectors(gamma=gamma, beta=beta),
-        epilogue=_epilogue(site),
-        want=want,
-        y_scale_inv=y_scale_inv,
-        interpret=_interpreter(site),
-    )
-    return _by_name(normed)
-
-
-def _norm_backward(site: Site, dz_fp8, dy, xhat, rstd, w_kn, *rest):
-    from loka_jax.pallas.norm_backward import norm_backward
-
-    *scale_inv, gamma, beta = rest
-    found = norm_backward(
-        dy,
-        NormResiduals(xhat, rstd),
-        NormVectors(gamma=gamma, beta=beta),
-        epilogue=_epilogue(site),
-        dz_fp8=dz_fp8,
-        dz_scale_inv=scale_inv[0] if scale_inv else None,
-        interpret=_interpreter(site),
-    )
-    if found.dz_fp8 is None:
-        return _backward_results(found.dz, w_kn, found.dgamma, found.dbeta)
-    dx = xla.fp8_matmul(found.dz_fp8, w_kn, out_dtype=_BF16)
-    return {"dx": dx, "dz": found.dz, "dgamma": found.dgamma, "dbeta": found.dbeta}
-
-
-def _epilogue(site: Site) -> Epilogue:
-    return Epilogue(site.norm, site.activation, EPSILON)
-
-
-def _interpreter(site: Site):
-    return plgpu.InterpretGPUParams() if site.interpret else None
-
-
-def _by_name(results) -> dict[str, Any]:
-    found = {k: v for k, v in results._asdict().items() if v is not None}
-    y_fp8 = found.get("y_fp8")
-    if y_fp8 is not None and y_fp8.scale_inv.ndim == 0:
-        # Without the scale, as XLA's form: a copy of it would be a kernel.
-        found["y_fp8"] = y_fp8.data
-    return found
-
-
-def _why_not(site: Site, dtype, want: Outputs, x_scale_by_row: bool) -> str | None:
-    from loka_jax.pallas.dense_norm import Problem, why_not
-
-    spec = SiteSpec(
-        m=site.m, k=site.k, n=site.n, norm=site.norm, activation=site.activation
-    )
-    problem = Problem(
-        spec=spec,
-        dtype=dtype,
-        want=want,
-        has_affine=spec.has_affine,
-        x_scale_by_row=x_scale_by_row,
-    )
-    return why_not(problem)
-
-
-def _library_why_not(site: Site) -> str | None:
-    from loka_jax.pallas.norm_quantize import why_not
-
-    return xla.why_not(site.m, site.k, site.n) or why_not(
-        site.m, site.n, norm=site.norm
+def _fused(want: Outputs, x, w_nk, vectors, y_scale_inv=None):
+    return _activations(
+        dense_norm.dense_norm(
+            x, w_nk, vectors, epilogue=_EPILOGUE, want=want, y_scale_inv=y_scale_inv
+        )
     )
 
 
-def _norm_backward_why_not(site: Site, dtype) -> str | None:
-    from loka_jax.pallas.norm_backward import why_not
+def _quantized_fused(x, w_nk, vectors):
+    rows = norm_quantize.norm_quantize(x, epilogue=Epilogue("none"), want=_ROWS_TO_FP8)
+    return _fused(_TO_BF16, rows.y_fp8, w_nk, vectors)
 
-    is_none = site.norm == "none"
-    dtype = _BF16 if is_none else dtype
-    reason = why_not(site.m, site.n, norm=site.norm, xhat_dtype=dtype)
-    return reason or xla.why_not(site.m, site.n, site.k)
+
+def _library(x, w_nk, vectors, y_scale_inv):
+    return _activations(
+        norm_quantize.norm_quantize(
+            xla.fp8_product(x.data, w_nk.data, out_dtype=_BF16),
+            (x.scale_inv, w_nk.scale_inv),
+            vectors,
+            epilogue=_EPILOGUE,
+            want=_TO_FP8,
+            y_scale_inv=y_scale_inv,
+        )
+    )
+
+
+def _activations(normed: Normed) -> dict[str, Any]:
+    # Without the FP8 scale, as XLA's form.
+    return {"y": normed.y if normed.y_fp8 is None else normed.y_fp8.data}
+
+
+def _norm_backward(dy, residuals, w_kn, vectors):
+    gradients = norm_backward.norm_backward(dy, residuals, vectors, epilogue=_EPILOGUE)
+    return _with_dx(gradients.dz, w_kn, gradients.dgamma, gradients.dbeta)
+
+
+# Is it right?
+
+
+def sqnr_db(form: Form, arguments: tuple, results: dict) -> dict[str, float]:
+    """Returns the SQNR of each result against float32 on the operands of its form."""
+    compare = _compare_backward if form.reads[0] == "dy" else _compare_forward
+    return {name: float(db) for name, db in compare(arguments, results).items()}
+
+
+@jax.jit
+def _compare_forward(arguments, results):
+    x, w_nk, vectors, *_ = arguments
+    z = jnp.dot(_float32(x), _float32(w_nk).T, precision="highest")
+    y = _float32(results["y"])
+    if results["y"].dtype == E4M3:
+        y = y * _Y_SCALE_INV
+    exact = reference.norm_activation(z, vectors, _EPILOGUE)
+    return {"y": quality.sqnr(exact, y)}
+
+
+@jax.jit
+def _compare_backward(arguments, results):
+    dy, residuals, w_kn, vectors = arguments
+    dz, _, _ = reference.norm_backward(dy, residuals, vectors, _EPILOGUE)
+    dx = jnp.dot(dz, _float32(w_kn).T, precision="highest")
+    return {
+        "dx": quality.sqnr(dx, results["dx"]),
+        "dz": quality.sqnr(dz, results["dz"]),
+    }
+
+
+def _float32(array):
+    if isinstance(array, Fp8Array):
+        return array.dequantize()
+    return array.astype(_F32)

@@ -1,15 +1,18 @@
-"""The recipe table of the LoKA paper: each recipe everywhere, a filter, and Dispatch.
+"""Times whole models in each recipe, under torchao's filter, and under Dispatch.
 
     python experiments/bench/dispatch.py --table table.json --out dispatch.json
 
-Compute only: the dense part of a model, given its gathered embeddings; kernel time of a
-training pass (forward, and gradients of parameters and inputs), and of inference with
-weights made ready once (`loka_jax.serving`). Arms:
+As in the recipe table of the LoKA paper. Compute only: the dense part of a model, from
+gathered embeddings; kernel time of a training pass (forward, and gradients of
+parameters and inputs), and of inference with weights prepared once
+(`loka_jax.serving`). Arms:
 
     xla RECIPE      the recipe at every site, XLA alone
     auto RECIPE     with kernels where they serve
     torchao RECIPE  XLA, at the sites that torchao's filter for the recipe lets through
-    dispatch        what the table says; sites that it lacks are measured first
+    dispatch        the choices of the table; sites that it lacks are measured first
+
+Without a GPU times are wall clock: `--batch-size 64 --models fp8_dcnv2 --pairs 2`.
 
 References:
     LoKA, arXiv 2605.10886, table VI; torchao, `float8_utils.py`, the automatic filter.
@@ -17,12 +20,9 @@ References:
 
 import dataclasses
 import functools
-import json
 import pathlib
-import shlex
-import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ import optax
 import tyro
 from flax import linen
 
+from experiments.bench import models
+from experiments.bench import result as results
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
@@ -38,64 +40,24 @@ from loka_jax.dispatch.table import Table, header_here
 from loka_jax.dispatch.tuning import TuneConfig, tune
 from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
 from loka_jax.measure.timing import Case, time_kernels
-from loka_jax.models import Dcnv2, Dlrm
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.recipe import RECIPES
 from loka_jax.serving import fold
 from loka_jax.site import Choice
-from loka_jax.train.record import versions
 
 _FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
 _SETS = 2  # of inputs; one alone exceeds the L2
 
 
-class Tower(linen.Module):
-    """Dense layers with LayerNorm and swish, and a logit.
-
-    Attributes:
-        features: widths of the layers.
-        recipe: of their sites.
-        implementation: "xla" for XLA alone; None for kernels where they serve.
-    """
-
-    features: tuple[int, ...] = (512, 512, 256, 256)
-    recipe: str = "bf16"
-    implementation: Literal["xla"] | None = None
-
-    @linen.compact
-    def __call__(self, x):
-        """Returns a logit a row."""
-        x = nn.Mlp(
-            self.features,
-            recipe=self.recipe,
-            norm="layer",
-            activation="swish",
-            implementation=self.implementation,
-            name="tower",
-        )(x.astype(jnp.bfloat16))
-        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
-
-
 # By name: the model, and the shapes of its inputs for a number of rows.
 MODELS: dict[str, tuple[linen.Module, Callable[[int], tuple[tuple[int, ...], ...]]]] = {
-    "tower": (Tower(), lambda m: ((m, 512),)),
-    "fp8_dlrm": (
-        Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16"),
-        lambda m: ((m, 13), (m, 26, 16)),
-    ),
+    "tower": (models.Tower(), lambda m: ((m, 512),)),
+    "fp8_dlrm": (models.DLRM, lambda m: ((m, 13), (m, 26, 16))),
     "mlperf_dlrm": (
-        Dlrm(
-            bottom_mlp=(512, 256),
-            top_mlp=(1024, 1024, 512, 256),
-            norm="layer",
-            recipe="bf16",
-        ),
+        models.MLPERF_DLRM.clone(norm="layer"),
         lambda m: ((m, 13), (m, 26, 128)),
     ),
-    "fp8_dcnv2": (
-        Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16"),
-        lambda m: ((m, 13), (m, 26, 16)),
-    ),
+    "fp8_dcnv2": (models.DCNV2, lambda m: ((m, 13), (m, 26, 16))),
 }
 
 
@@ -122,18 +84,10 @@ class Arguments:
 
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measures, prints a table, writes and returns the result."""
-    result: dict[str, Any] = {
-        "benchmark": "dispatch",
-        "command": shlex.join(["python", *sys.argv]),
-        "arguments": dataclasses.asdict(arguments) | {"out": None, "table": None},
-        "versions": versions(),
-        "models": {},
-    }
+    result = results.head("dispatch", arguments) | {"models": {}}
     for name in arguments.models:
         result["models"][name] = measure(name, arguments)
-        if arguments.out is not None:
-            text = json.dumps(result, indent=1, allow_nan=False)
-            arguments.out.write_text(text + "\n")
+        results.write(arguments.out, result)
     return result
 
 
@@ -147,23 +101,24 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     programs = {}
     for arm, planned in arms.items():
         variables = _initialized(planned.by_xla(), inputs[0])
-        ready = planned.with_initialized_scales() if planned.is_delayed else planned
+        if planned.is_delayed:
+            planned = planned.with_initialized_scales()
         if arm != "dispatch inference":
-            run = functools.partial(_train, ready)
+            run = functools.partial(_train, planned)
             programs[f"training {arm}"] = (run, variables)
         if arm != "dispatch":
-            folded = fold(ready.apply, variables, *inputs[0])
+            folded = fold(planned.apply, variables, *inputs[0])
             programs[f"inference {arm}"] = (folded.function, folded.ready)
     compiled = compile_all(
-        {key: (run, (known, *inputs[0])) for key, (run, known) in programs.items()}
+        {key: (run, (params, *inputs[0])) for key, (run, params) in programs.items()}
     )
     cases, failed = {}, {}
     for key, program in compiled.items():
         if isinstance(program, Exception):
             failed[key] = str(program)[:300]
             continue
-        known = programs[key][1]
-        cases[key] = Case(program, [leaves((known, *one)) for one in inputs])
+        params = programs[key][1]
+        cases[key] = Case(program, [leaves((params, *arrays)) for arrays in inputs])
     times = {key: taken._asdict() for key, taken in time_kernels(cases).items()}
     _print(name, times)
     return {"times": times, "failed": failed, "plans": plans}
@@ -179,8 +134,8 @@ def _complete(name: str, sites, arguments: Arguments) -> Table:
         if site.has_choice and table_key(site.spec) not in table.sites
     ]
     config = TuneConfig(pairs=arguments.pairs)
-    for found in tune(name, missing, {}, config):
-        table = table.merged(found)
+    for measured in tune(name, missing, {}, config):
+        table = table.merged(measured)
         tables.write(path, table)
     return table
 
@@ -253,16 +208,11 @@ def _train(planned: nn.Planned, variables, *inputs):
 
 
 def _print(name: str, times: dict[str, dict[str, Any]]):
-    for what in ("training", "inference"):
-        base = times[f"{what} xla bf16"]["median_us"]
-        print(f"{name}, {what}: XLA bf16 {base:.0f} us")
-        found = {
-            key.removeprefix(f"{what} "): taken["median_us"]
-            for key, taken in times.items()
-            if key.startswith(f"{what} ")
-        }
-        for arm, time in sorted(found.items(), key=lambda item: item[1]):
-            print(f"  {base / time:5.2f}x  {time:7.0f} us  {arm}", flush=True)
+    print(f"{name}: speed over XLA bf16, and kernel time")
+    for key, taken in sorted(times.items(), key=lambda item: item[1]["median_us"]):
+        base = times[f"{key.partition(' ')[0]} xla bf16"]["median_us"]
+        time_us = taken["median_us"]
+        print(f"  {base / time_us:5.2f}x  {time_us:7.0f} us  {key}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,47 @@
-"""Measures one step of embedding lookup and update against the number of rows.
+"""Times one step of embedding lookup and update against the number of rows.
 
     python experiments/bench/embedding_update.py --out result.json
 
-Step: look up B x F Zipf ids, make a gradient for each row, update the table in place
+Step: look up B x F Zipf ids, compute a gradient for each row, update the table in place
 (donated). Paths, on the same table and ids:
 
-    rowwise_adagrad, sgd    sort, segmented float32 sum, one update a row (this library)
+    rowwise_adagrad         sort, segmented float32 sum, one update a row (this library)
+    rowwise_adagrad_triton  the same with Triton's kernels, where they run
     scatter_add             table.at[ids].add(-lr * g), XLA's float atomics on a GPU
-    sum_by_row, sort        what of the first two is spent there, and on sorting alone
 
-and, where Triton's kernels run,
+The time of this library's updates must not grow with the rows but for cache and page
+misses and more distinct ids, which `scatter_add` shows too. Each size is first checked
+against numpy on the timed device, and against a second run, bit by bit.
 
-    ..._triton              the same with them, sums and update in one
-    ..._triton_sums         sums by Triton, update by XLA
-
-The time of this library's updates must not grow with the rows: what growth is left is
-that of cache and page misses (and, with `--ids-from table`, of more distinct ids), and
-`scatter_add` shows it too. Each size is first checked against numpy on the timed
-device, and against a second run, bit by bit: row-wise AdaGrad in all its forms.
+On a CPU: `--batch-size 64 --rows 10000 --steps 2`.
 """
 
 import dataclasses
 import functools
-import json
-import os
 import pathlib
-import platform
-import shlex
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.bench import result as results
+from experiments.bench.steps import chain_of
+from loka_jax.measure.timing import time_chains
 from loka_jax.ops import embedding
-from loka_jax.optim import RowwiseAdagrad, Sgd
+from loka_jax.optim import RowwiseAdagrad
 from loka_jax.triton import why_not_here
 
 LEARNING_RATE = 0.01
+DIM, FIELDS = 16, 26  # columns of the table; ids of an example, each in its own rows
+INITIAL = 0.01  # value of the table
+ZIPF = 1.1  # exponent of the ids' power law
 NUM_BATCHES = 8  # rotated, so that ids and rows do not stay in a cache
 ADAGRAD = RowwiseAdagrad()
-
-
-class SumsAlone:
-    """Row-wise AdaGrad that offers no update in place."""
-
-    init, update = staticmethod(ADAGRAD.init), staticmethod(ADAGRAD.update)
+# Rounding of a float32 sum of some thousand terms stays far below it.
+MAX_ERROR = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,102 +51,74 @@ class Arguments:
     Attributes:
         out: where to write the JSON; printed only if None.
         rows: rows of the stacked table, one case each.
-        dim: numbers of a row.
         batch_size: examples of a batch.
-        fields: ids of an example, each from its own part of the rows.
-        zipf: exponent of the ids' bounded power law; 0 draws them uniformly.
-        grads: dtype of the row gradients.
-        ids_from: Zipf over all rows of a table ("table"), so that larger tables have
-            more distinct ids in a batch, or over as many as the smallest table has,
-            spread over all rows ("smallest"): then only the table grows.
-        steps: steps in one timing.
-        repeats: how often each path is timed; medians and ranges are reported.
-        max_gib: memory for table and state; larger cases are skipped. Three quarters
-            of a GPU's memory, or 8 GiB on a CPU, if None.
+        steps: steps queued in a round.
     """
 
-    out: str | None = None
+    out: pathlib.Path | None = None
     rows: tuple[int, ...] = (10**5, 10**6, 10**7, 10**8)
-    dim: int = 16
     batch_size: int = 8192
-    fields: int = 26
-    zipf: float = 1.1
-    grads: Literal["float32", "bfloat16"] = "float32"
-    ids_from: Literal["table", "smallest"] = "table"
     steps: int = 20
-    repeats: int = 7
-    max_gib: float | None = None
 
 
-def main(arguments: Arguments) -> None:
-    """Checks and times every case, prints and writes the result."""
-    result = _environment(arguments) | {"cases": []}
-    limit_gib = arguments.max_gib or _memory_gib()
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Checks and times every case, prints, writes and returns the result."""
+    result = results.head("embedding_update", arguments) | {"cases": []}
     for rows in arguments.rows:
-        gib = rows * (arguments.dim + 1) * 4 / 2**30
-        if gib > limit_gib:
-            reason = f"table and state take {gib:.1f} GiB of {limit_gib:.1f} GiB"
-            print(f"{rows:>11,} rows: skipped: {reason}")
-            result["cases"].append({"rows": rows, "skipped": reason})
-            continue
-        case = _measure(arguments, rows) | {"gib": round(gib, 3)}
+        case = measure(arguments, rows)
         times = ", ".join(f"{k} {v['median']:.0f}" for k, v in case["us"].items())
-        print(f"{rows:>11,} rows: us a step: {times}")
+        print(f"{rows:>11,} rows: us a step: {times}", flush=True)
         result["cases"].append(case)
-    result["growth"] = _growth(result["cases"])
+        result["growth"] = _growth(result["cases"])
+        results.write(arguments.out, result)
     print("slowest over fastest median among the sizes:", result["growth"])
-    if arguments.out is not None:
-        text = json.dumps(result, indent=1, allow_nan=False)
-        pathlib.Path(arguments.out).write_text(text + "\n")
+    return result
 
 
-def _measure(arguments: Arguments, rows: int) -> dict:
-    batches = _batches(arguments, rows)
-    checked = {name: _check(name, arguments, rows, batches[0]) for name in ADAGRADS}
-    table = jax.jit(lambda: jnp.full((rows, arguments.dim), 0.01))()
-    state = jax.jit(ADAGRAD.init)(table)
-    times = {name: [] for name in (*UPDATES, *PARTS)}
-    for repeat in range(arguments.repeats + 1):  # the first one compiles and warms
-        for name, step in (UPDATES | PARTS).items():  # interleaved: shared noise
-            start = time.perf_counter()
-            for i in range(arguments.steps):
-                out = step(table, state, *batches[i % NUM_BATCHES])
-                if name in UPDATES:
-                    table, state = out
-            jax.block_until_ready(out)
-            seconds = time.perf_counter() - start
-            if repeat:
-                times[name].append(seconds / arguments.steps * 1e6)
+def measure(arguments: Arguments, rows: int) -> dict[str, Any]:
+    """Returns the times of all updates of a table, checked before."""
+    batches = make_batches(arguments, rows)
+    functions = updates()
+    checked = {
+        name: check(name, update, rows, batches[0])
+        for name, update in functions.items()
+        if name != "scatter_add"
+    }
+    held = [_initial(rows)]
+    chains = {
+        name: chain_of(lambda pair, batch, f=update: f(*pair, *batch), held, batches)
+        for name, update in functions.items()
+    }
+    times = time_chains(chains, calls=arguments.steps)
     return {
         "rows": rows,
-        "ids_a_step": arguments.batch_size * arguments.fields,
+        "ids_a_step": arguments.batch_size * FIELDS,
         "touched_rows_a_step": int(np.unique(np.asarray(batches[0][0])).size),
-        "us": {name: _summary(values) for name, values in times.items()},
+        "us": {
+            name: {"median": t.median_us, "min": t.min_us, "max": t.max_us}
+            for name, t in times.items()
+        },
         "checked": checked,
     }
 
 
-# Updates: (table, state, ids, noise) -> (table, state), in place. Parts take the same
-# and return what they computed.
+def updates() -> dict[str, Any]:
+    """Returns (table, state, ids, noise) -> (table, state), in place, by name."""
+    functions: dict[str, Callable] = {
+        "rowwise_adagrad": functools.partial(_update, "xla")
+    }
+    if why_not_here() is None:
+        functions["rowwise_adagrad_triton"] = functools.partial(_update, "triton")
+    functions["scatter_add"] = _scatter_add
+    return {k: jax.jit(f, donate_argnums=(0, 1)) for k, f in functions.items()}
 
 
-def _gradients(table, ids, noise):
-    """Row gradients that need the lookup, as a model's do."""
-    rows = embedding.lookup(table, ids)
-    return (noise.astype(jnp.float32) + 1e-3 * rows).astype(noise.dtype)
-
-
-def _update(optimizer, implementation, table, state, ids, noise):
+def _update(implementation, table, state, ids, noise):
     return embedding.update_rows(
-        *(table, state, ids, _gradients(table, ids, noise), optimizer, LEARNING_RATE),
+        *(table, state, ids, _gradients(table, ids, noise), ADAGRAD, LEARNING_RATE),
         enabled=jnp.asarray(True),
         implementation=implementation,
     )
-
-
-def _sgd(implementation, table, state, ids, noise):
-    table, _ = _update(Sgd(), implementation, table, (), ids, noise)
-    return table, state
 
 
 def _scatter_add(table, state, ids, noise):
@@ -163,141 +126,75 @@ def _scatter_add(table, state, ids, noise):
     return table.at[ids].add(-LEARNING_RATE * grads, mode="drop"), state
 
 
-def _sum_by_row(implementation, table, state, ids, noise):
-    grads = _gradients(table, ids, noise)
-    return embedding.sum_by_row(
-        ids, grads, table.shape[0], implementation=implementation
-    )
+def _gradients(table, ids, noise):
+    """Returns row gradients that need the lookup, as a model's do."""
+    return noise + 1e-3 * embedding.lookup(table, ids)
 
 
-def _sort(table, state, ids, noise):
-    positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    return jax.lax.sort((ids, positions), num_keys=1)
+@functools.partial(jax.jit, static_argnums=0)
+def _initial(rows: int):
+    table = jnp.full((rows, DIM), INITIAL)
+    return table, ADAGRAD.init(table)
 
 
-ADAGRADS = {"rowwise_adagrad": (ADAGRAD, "xla")}
-IMPLEMENTATIONS = {"": "xla"}  # by the end of an arm's name
-if why_not_here() is None:
-    ADAGRADS |= {
-        "rowwise_adagrad_triton": (ADAGRAD, "triton"),
-        "rowwise_adagrad_triton_sums": (SumsAlone(), "triton"),
-    }
-    IMPLEMENTATIONS["_triton"] = "triton"
-UPDATES: dict[str, Callable] = {
-    name: functools.partial(_update, *v) for name, v in ADAGRADS.items()
-}
-PARTS: dict[str, Callable] = {"sort": _sort}
-for suffix, implementation in IMPLEMENTATIONS.items():
-    UPDATES[f"sgd{suffix}"] = functools.partial(_sgd, implementation)
-    PARTS[f"sum_by_row{suffix}"] = functools.partial(_sum_by_row, implementation)
-UPDATES["scatter_add"] = _scatter_add
-UPDATES = {k: jax.jit(f, donate_argnums=(0, 1)) for k, f in UPDATES.items()}
-PARTS = {k: jax.jit(f) for k, f in PARTS.items()}
-
-
-def _batches(arguments: Arguments, rows: int) -> list[tuple[jax.Array, jax.Array]]:
+def make_batches(arguments: Arguments, rows: int) -> list[tuple[jax.Array, jax.Array]]:
     """Returns flat ids and the noise of their gradients, a pair for each batch."""
-    per_field = rows // arguments.fields
-    spec = embedding.TableSpec(
-        rows=(per_field,) * (arguments.fields - 1)
-        + (rows - per_field * (arguments.fields - 1),),
-        dim=arguments.dim,
-    )
-    smallest = min(arguments.rows) // arguments.fields
-    num_ids = smallest if arguments.ids_from == "smallest" else per_field
+    per_field = rows // FIELDS
+    last = rows - per_field * (FIELDS - 1)
+    spec = embedding.TableSpec(rows=(per_field,) * (FIELDS - 1) + (last,), dim=DIM)
     rng = np.random.default_rng(0)
     batches = []
     for i in range(NUM_BATCHES):
-        shape = (arguments.batch_size, arguments.fields)
-        ranks = _zipf_ranks(rng.random(shape), num_ids, arguments.zipf)
+        ranks = _zipf_ranks(rng.random((arguments.batch_size, FIELDS)), per_field)
         ids = ranks * 2_654_435_761 % per_field  # frequent rows are not neighbours
         flat = embedding.flat_ids(spec, jnp.asarray(ids, jnp.int32)).reshape(-1)
-        noise = jax.random.normal(jax.random.key(i), (flat.size, arguments.dim))
-        batches.append((flat, noise.astype(arguments.grads)))
+        noise = jax.random.normal(jax.random.key(i), (flat.size, DIM))
+        batches.append((flat, noise))
     return batches
 
 
-def _zipf_ranks(uniform: np.ndarray, count: int, exponent: float) -> np.ndarray:
-    """Returns ranks below `count` of density (1 + rank)^-exponent, by inverse CDF."""
-    power = 1 - exponent
-    if abs(power) < 1e-9:
-        ranks = (count + 1.0) ** uniform
-    else:
-        ranks = (1 + uniform * ((count + 1.0) ** power - 1)) ** (1 / power)
+def _zipf_ranks(uniform: np.ndarray, count: int) -> np.ndarray:
+    """Returns ranks below `count` of density (1 + rank)^-ZIPF, by inverse CDF."""
+    power = 1 - ZIPF
+    ranks = (1 + uniform * ((count + 1.0) ** power - 1)) ** (1 / power)
     return np.clip(ranks.astype(np.int64) - 1, 0, count - 1)
 
 
-def _check(name: str, arguments: Arguments, rows: int, batch) -> dict:
-    """Compares the touched rows after one step with numpy and with a second run.
+def check(name: str, update, rows: int, batch) -> dict[str, Any]:
+    """Returns how far the touched rows are from numpy after one step, and a rerun.
 
     Raises:
-        SystemExit: if they differ, for then there is nothing to time.
+        SystemExit: if they differ.
     """
     ids, noise = batch
+    touched, inverse = np.unique(np.asarray(ids), return_inverse=True)
+    grads = np.zeros((touched.size, DIM))
+    np.add.at(grads, inverse, np.asarray(noise, np.float64) + 1e-3 * INITIAL)
+    root = np.sqrt(np.mean(grads**2, axis=1, keepdims=True))
+    exact = INITIAL - LEARNING_RATE * grads / (root + ADAGRAD.eps)
 
-    def once():
-        table = jax.jit(lambda: jnp.full((rows, arguments.dim), 0.01))()
-        state = jax.jit(ADAGRAD.init)(table)
-        table, state = UPDATES[name](table, state, ids, noise)
+    def touched_rows():
+        table, state = update(*_initial(rows), ids, noise)
         return np.asarray(table[touched]), np.asarray(state.sum_of_squares[touched])
 
-    touched, inverse = np.unique(np.asarray(ids), return_inverse=True)
-    grads = np.zeros((touched.size, arguments.dim))
-    noise_and_lookup = np.asarray(noise, np.float64) + 1e-5
-    np.add.at(grads, inverse, noise_and_lookup.astype(noise.dtype).astype(np.float64))
-    acc = np.mean(grads**2, axis=1)
-    step = LEARNING_RATE * grads / (np.sqrt(acc) + ADAGRAD.eps)[:, None]
-    table, state = once()
-    again = once()
-    # Of the step, whose largest entries are near lr: rounding of a sum of some
-    # thousand terms stays far below 1e-4 of it. A bfloat16 gradient may be rounded to
-    # its other neighbour.
-    error = float(np.max(np.abs(table - (0.01 - step))) / LEARNING_RATE)
-    same = table.tobytes() == again[0].tobytes() and np.array_equal(state, again[1])
-    limit = 1e-3 if noise.dtype == jnp.float32 else 1e-2
-    if not error < limit or not same:
-        what = f"{error=} of a step against numpy; same bytes: {same}"
-        sys.exit(f"{name}, {rows} rows: {what}.")
-    return {"error_vs_numpy": error, "rerun_is_bitwise_equal": same}
+    (table, squares), again = touched_rows(), touched_rows()
+    # Relative to the step, whose largest entries are near the learning rate.
+    error = float(np.max(np.abs(table - exact)) / LEARNING_RATE)
+    is_same = np.array_equal(table, again[0]) and np.array_equal(squares, again[1])
+    if not error < MAX_ERROR or not is_same:
+        raise SystemExit(
+            f"{name}, {rows} rows: error {error} of a step against numpy; a second run "
+            f"gives the same bits: {is_same}."
+        )
+    return {"error_vs_numpy": error, "rerun_is_bitwise_equal": is_same}
 
 
-def _growth(cases: list[dict]) -> dict[str, float]:
-    measured = [case["us"] for case in cases if "us" in case]
+def _growth(cases: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns, by path, the slowest over the fastest median of the cases."""
     medians = {
-        name: [us[name]["median"] for us in measured] for name in (*UPDATES, *PARTS)
+        name: [c["us"][name]["median"] for c in cases] for name in cases[0]["us"]
     }
-    return {k: round(max(v) / min(v), 2) for k, v in medians.items() if v}
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 1),
-        "min": round(min(values), 1),
-        "max": round(max(values), 1),
-    }
-
-
-def _memory_gib() -> float:
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return 8.0
-    stats = device.memory_stats() or {}
-    return 0.75 * stats.get("bytes_limit", 8 * 2**30) / 2**30
-
-
-def _environment(arguments: Arguments) -> dict:
-    return {
-        "benchmark": "embedding_update",
-        "command": shlex.join(["python", *sys.argv]),
-        "arguments": dataclasses.asdict(arguments) | {"out": None},
-        "device": jax.devices()[0].device_kind,
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-        },
-    }
+    return {name: round(max(times) / min(times), 2) for name, times in medians.items()}
 
 
 if __name__ == "__main__":

@@ -5,27 +5,28 @@
 The shards hold random rows with Criteo's 13 dense and 26 categorical columns and are
 read shuffled, warm in the page cache; `prefetch` adds the background thread and the
 copy to JAX's default device.
+
+To try it: `--rows 20000 --measure-rows 20000 --repeats 1`.
 """
 
 import dataclasses
-import json
+import functools
 import os
 import pathlib
-import platform
-import statistics
 import tempfile
-import time
+from typing import Any
 
 import jax
 import numpy as np
-import pyarrow
 import tyro
 
+from experiments.bench import result as results
 from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import Dataset
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.shards import ShardWriter, open_shards, record_dtype
+from loka_jax.measure.timing import time_chains
 
 NUM_DENSE, NUM_FIELDS, TABLE_ROWS = 13, 26, 100_000
 
@@ -42,62 +43,56 @@ class Arguments:
         measure_rows: rows read in one timing.
     """
 
-    out: str | None = None
+    out: pathlib.Path | None = None
     rows: int = 4_000_000
     batch_size: int = 8192
     repeats: int = 5
     measure_rows: int = 1_000_000
 
 
-def main(arguments: Arguments) -> None:
-    """Times every case, prints and writes the result."""
-    steps = max(1, arguments.measure_rows // arguments.batch_size)
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Times every case, prints, writes and returns the result."""
+    size = arguments.batch_size
+    steps = max(1, arguments.measure_rows // size)
     with tempfile.TemporaryDirectory() as folder:
         shards = _random_shards(pathlib.Path(folder), arguments.rows)
         stream = open_data(DataConfig(eval_examples=1 << 14), seed=0).train
         cases = {
-            "shards_in_order": lambda: _direct(shards, arguments, steps, False),
-            "shards_shuffled": lambda: _direct(shards, arguments, steps, True),
-            "shards_prefetch": lambda: _prefetched(shards, arguments, steps),
-            "generated": lambda: _direct(stream, arguments, steps, True),
-            "generated_prefetch": lambda: _prefetched(stream, arguments, steps),
+            "shards_in_order": functools.partial(_direct, shards, size, False),
+            "shards_shuffled": functools.partial(_direct, shards, size, True),
+            "shards_prefetch": functools.partial(_prefetched, shards, size),
+            "generated": functools.partial(_direct, stream, size, True),
         }
-        rates = {name: [] for name in cases}
-        for case in cases.values():
-            case()  # warms the page cache, and compiles
-        for _ in range(arguments.repeats):  # interleaved, so that noise is shared
-            for name, case in cases.items():
-                start = time.perf_counter()
-                case()
-                seconds = time.perf_counter() - start
-                rates[name].append(steps * arguments.batch_size / seconds)
-    result = _environment(arguments) | {
+        times = time_chains(cases, calls=steps, rounds=arguments.repeats)
+    result = results.head("input_pipeline", arguments) | {
+        "columns": {"dense": NUM_DENSE, "categorical": NUM_FIELDS},
+        "cpu_cores": len(os.sched_getaffinity(0)),
         "rows_per_second": {
             name: {
-                "median": round(statistics.median(rate)),
-                "min": round(min(rate)),
-                "max": round(max(rate)),
+                "median": round(size / taken.median_us * 1e6),
+                "min": round(size / taken.max_us * 1e6),
+                "max": round(size / taken.min_us * 1e6),
             }
-            for name, rate in rates.items()
-        }
+            for name, taken in times.items()
+        },
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out is not None:
-        pathlib.Path(arguments.out).write_text(text + "\n")
+    for name, rate in result["rows_per_second"].items():
+        print(f"{name:20}{rate['median'] / 1e6:7.2f} M rows a second")
+    results.write(arguments.out, result)
+    return result
 
 
-def _direct(data: Dataset, arguments: Arguments, steps: int, shuffle: bool) -> None:
-    batches = data.num_batches(arguments.batch_size)
+def _direct(data: Dataset, size: int, shuffle: bool, steps: int) -> Any:
+    batches = data.num_batches(size)
     batch = None
     for step in range(steps):
         position = Position(step // batches, step % batches, 0)
-        batch = data.batch(position, arguments.batch_size, shuffle=shuffle)
-    jax.block_until_ready(batch)
+        batch = data.batch(position, size, shuffle=shuffle)
+    return batch
 
 
-def _prefetched(data: Dataset, arguments: Arguments, steps: int) -> None:
-    start, size = Position(0, 0, 0), arguments.batch_size
+def _prefetched(data: Dataset, size: int, steps: int) -> None:
+    start = Position(0, 0, 0)
     with Prefetcher(data, start, size, shuffle=True, num_batches=steps) as batches:
         for _, batch in batches:
             jax.block_until_ready(batch)
@@ -121,22 +116,6 @@ def _random_shards(folder: pathlib.Path, rows: int) -> ShardDataset:
         writer.add_shard("train", records)
     writer.finish(schema, sources=[], settings={}, report={})
     return ShardDataset(schema, open_shards(folder).shards["train"], "bench")
-
-
-def _environment(arguments: Arguments) -> dict:
-    return {
-        "benchmark": "input_pipeline",
-        "arguments": dataclasses.asdict(arguments) | {"out": None},
-        "columns": {"dense": NUM_DENSE, "categorical": NUM_FIELDS},
-        "device": jax.devices()[0].device_kind,
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-            "pyarrow": pyarrow.__version__,
-        },
-    }
 
 
 if __name__ == "__main__":

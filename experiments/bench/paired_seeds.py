@@ -5,7 +5,7 @@
         -- --data.path FOLDER
 
 Runs of one seed share initial weights, dropout and the order of examples, so that
-their difference is the recipe's. What follows `--` is given to every run. Prints and
+their difference is the recipe's. Options after `--` are passed to every run. Prints and
 writes each arm's mean and spread, and its difference from the first arm with the 95 %
 interval of the mean difference (Student's t over the pairs).
 """
@@ -14,25 +14,21 @@ import argparse
 import concurrent.futures
 import json
 import pathlib
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 
+import scipy.stats
+
+from experiments.bench import result as results
+
 METRICS = ("auc", "logloss", "ne", "calibration")
-# Two-sided 95 % quantiles of Student's t by degrees of freedom.
-T_95 = {
-    **{1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365},
-    **{8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093},
-}
-
-
-DISPATCH = "dispatch"  # an arm: what the table of this GPU says, not a recipe
+DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
 
 def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
-    """Returns the summary of one run, trained in a process of its own.
+    """Returns the summary of one run, trained in a separate process.
 
     Raises:
         RuntimeError: with the end of the output if the run failed.
@@ -62,19 +58,20 @@ def describe(values: list[float]) -> dict[str, float]:
 
 def paired(values: list[float], base: list[float]) -> dict[str, float | None]:
     """Returns the mean difference of pairs, its spread and its 95 % half-interval."""
-    found = describe([a - b for a, b in zip(values, base, strict=True)])
-    quantile = T_95.get(len(values) - 1)
-    if quantile is None:
-        return found | {"half_interval_95": None}
-    return found | {"half_interval_95": quantile * found["std"] / len(values) ** 0.5}
+    difference = describe([a - b for a, b in zip(values, base, strict=True)])
+    if len(values) == 1:
+        return difference | {"half_interval_95": None}
+    quantile = float(scipy.stats.t.ppf(0.975, len(values) - 1))
+    half = quantile * difference["std"] / len(values) ** 0.5
+    return difference | {"half_interval_95": half}
 
 
 def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
     """Returns, per arm and metric, the values, their spread, and the paired difference.
 
     Args:
-        runs: summaries of each arm in the order of the seeds; the first arm is the
-            one the others are compared with.
+        runs: summaries of each arm in the order of the seeds; the others are compared
+            with the first arm.
     """
     base = next(iter(runs.values()))
     table = {}
@@ -91,20 +88,18 @@ def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Trains, compares, prints and writes."""
-    arguments = sys.argv[1:] if argv is None else argv
-    own, extra = arguments, []
-    if "--" in arguments:
-        split = arguments.index("--")
-        own, extra = arguments[:split], arguments[split + 1 :]
+    arguments = sys.argv[1:]
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    extra = arguments[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--recipes", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args(own)
+    options = parser.parse_args(arguments[:split])
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         jobs = {
             recipe: [
@@ -116,9 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = {recipe: [job.result() for job in row] for recipe, row in jobs.items()}
     first = next(iter(runs.values()))[0]
     result = {
-        "command": shlex.join(
-            ["python", "experiments/bench/paired_seeds.py", *arguments]
-        ),
+        "command": results.command(),
         "config": first["config"],
         "versions": first["versions"],
         "seeds": list(range(options.seeds)),
@@ -131,24 +124,15 @@ def main(argv: list[str] | None = None) -> int:
         "best_possible_ne": first["best_possible_ne"],
         "arms": compare(runs),
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print_table(options.config, result["arms"])
-    return 0
-
-
-def print_table(config: str, arms: dict[str, dict]):
-    """Prints a line per arm."""
-    for arm, found in arms.items():
-        auc, loss = found["auc"], found["logloss"]
-        delta, loss_delta = auc["minus_first"], loss["minus_first"]
-        print(
-            f"{config:14} {arm:34} AUC {auc['mean']:.5f} +- {auc['std']:.5f}  "
-            f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}  "
-            f"log loss {loss['mean']:.5f} +- {loss['std']:.5f}  "
-            f"delta {loss_delta['mean']:+.5f} "
-            f"+- {loss_delta['half_interval_95'] or 0:.5f}"
-        )
+    results.write(options.out, result)
+    for arm, metrics in result["arms"].items():
+        for name, metric in metrics.items():
+            delta = metric["minus_first"]
+            print(
+                f"{arm:34} {name:12}{metric['mean']:.5f} +- {metric['std']:.5f}  "
+                f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}"
+            )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

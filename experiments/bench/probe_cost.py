@@ -2,28 +2,24 @@
 
     python experiments/bench/probe_cost.py --out probe_cost.json
 
-Wall clock of queued steps. With one step of k observed Probe costs
+Wall clock of queued steps. With one step of k observed, Probe costs
 `(observed - plain) / (k plain)` of the training time, where `observed` is the mean of
 steps with and without the covariances of weights, as often as they occur.
+
+On a CPU: `--batch-sizes 64 --models fp8_dlrm --calls 2`.
 """
 
 import dataclasses
-import json
 import pathlib
-import shlex
-import sys
 from typing import Any
 
-import jax
 import tyro
 
+from experiments.bench import result as results
+from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.bench.train_step import MODELS, make_run
-from loka_jax.data import Position
-from loka_jax.measure.timing import profile_kernels, time_chains
-from loka_jax.nn import ProbeConfig
-from loka_jax.train.build import Run
+from loka_jax.measure.timing import time_chains
 from loka_jax.train.config import ProbeOptions
-from loka_jax.train.record import versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +31,7 @@ class Arguments:
         recipe: of the models.
         every: steps of which one is observed.
         batch_sizes: examples a step.
-        models: of those in `train_step.py`.
+        models: fp8_dlrm, mlperf_dlrm.
         calls: steps queued in a round.
     """
 
@@ -49,13 +45,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measures, prints a table, writes and returns the result."""
-    result: dict[str, Any] = {
-        "benchmark": "probe_cost",
-        "command": shlex.join(["python", *sys.argv]),
-        "arguments": dataclasses.asdict(arguments) | {"out": None},
-        "versions": versions(),
-        "rows": [],
-    }
+    result = results.head("probe_cost", arguments) | {"rows": []}
     for model in arguments.models:
         for batch_size in arguments.batch_sizes:
             row = measure(model, batch_size, arguments)
@@ -64,25 +54,27 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 f"{model:12} {batch_size:6}: step {row['plain']['median_us']:.0f} us, "
                 f"observed {row['rows']['median_us']:.0f}, with covariances of "
                 f"weights {row['whole']['median_us']:.0f}: "
-                f"{row['cost']:.2%} at one step of {arguments.every}"
+                f"{row['cost']:.2%} at one step of {arguments.every}",
+                flush=True,
             )
-            if arguments.out is not None:
-                text = json.dumps(result, indent=1, allow_nan=False)
-                arguments.out.write_text(text + "\n")
+            results.write(arguments.out, result)
     return result
 
 
 def measure(model: str, batch_size: int, arguments: Arguments) -> dict[str, Any]:
-    """Returns the times of both steps, and what Probe costs."""
+    """Returns the times of a step without Probe and of both kinds with it."""
     every = arguments.every
     probe = ProbeOptions(every=every)
     run = make_run(model, arguments.recipe, batch_size, probe)
-    chains = {
-        "plain": _chain(run, batch_size, None),
-        "rows": _chain(run, batch_size, probe.config_at(every)),
-        "whole": _chain(run, batch_size, probe.config_at(0)),
-    }
-    kernels = {name: profile_kernels(chain) for name, chain in chains.items()}
+    chains = {}
+    for name, config in (
+        ("plain", None),
+        ("rows", probe.config_at(every)),
+        ("whole", probe.config_at(0)),
+    ):
+        state, batches = warm_up(run)
+        step = run.train_step(scales_initialized=True, probe=config)
+        chains[name] = chain_of(step, [state], batches, READ_STEP)
     times = time_chains(chains, calls=arguments.calls)
     plain, rows, whole = (times[name].median_us for name in chains)
     share = 1 / probe.covariances_every
@@ -90,29 +82,8 @@ def measure(model: str, batch_size: int, arguments: Arguments) -> dict[str, Any]
         "model": model,
         "batch_size": batch_size,
         **{name: times[name]._asdict() for name in chains},
-        "kernels": {k: v and v._asdict() for k, v in kernels.items()},
         "cost": ((1 - share) * rows + share * whole - plain) / (every * plain),
     }
-
-
-def _chain(run: Run, batch_size: int, probe: ProbeConfig | None):
-    """Returns a function that queues that many steps."""
-    train = run.splits.train
-    held = {"state": run.init()}
-    batches = [
-        jax.block_until_ready(train.batch(Position(0, i, 0), batch_size, shuffle=True))
-        for i in range(8)
-    ]
-    for batch in batches[:3]:  # initializes delayed scales
-        held["state"] = run.first_step(held["state"], batch)
-    step = run.train_step(scales_initialized=True, probe=probe)
-
-    def steps(count: int):
-        for i in range(count):
-            held["state"] = step(held["state"], batches[i % len(batches)])
-        return held["state"].step
-
-    return steps
 
 
 if __name__ == "__main__":

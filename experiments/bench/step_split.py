@@ -11,28 +11,27 @@ counts for the one of its result. Arms:
     auto bf16   bfloat16 with kernels where they serve
     dispatch    the configuration's recipe or better, as the table for this GPU says
     xla RECIPE  the configuration's recipe by XLA alone
+
+Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 """
 
 import dataclasses
 import functools
-import json
 import pathlib
 import re
-import shlex
 import sys
 from typing import Any
 
-import jax
 import tyro
 
+from experiments.bench import result as results
+from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.cli import run_cli
 from experiments.configs import get_config
-from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import profile_ops, time_chains
 from loka_jax.train.build import Run, build
-from loka_jax.train.record import versions
 
 # By the scopes in an instruction's name; the first that fits.
 _PARTS = {
@@ -46,7 +45,6 @@ _PARTS = {
     "dense, forward": re.compile(r"jvp\("),
 }
 _OTHER = "other"
-_BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +52,14 @@ class Arguments:
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON.
+        out: where to write the JSON; printed only if None.
         config: a configuration on generated data.
         batch_size: examples a step.
         calls: steps in a round.
         plan: of the arm "dispatch": "auto", a table or a plan.
     """
 
-    out: pathlib.Path
+    out: pathlib.Path | None = None
     config: str = "fp8_dlrm"
     batch_size: int = 65536
     calls: int = 60
@@ -73,16 +71,10 @@ def main(arguments: Arguments) -> int:
     runs = {arm: _run(arm, arguments) for arm in _arms(arguments.config)}
     chains, parts = {}, {}
     for arm, run in runs.items():
-        chains[arm], parts[arm] = _measured(run, arguments.batch_size)
-        print(f"{arm}: {sum(parts[arm].values()):.0f} us of kernels", flush=True)
+        chains[arm], parts[arm] = _measured(run)
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
-    result = {
-        "benchmark": "step_split",
-        "command": shlex.join(["python", *sys.argv]),
-        "config": arguments.config,
-        "batch_size": arguments.batch_size,
-        "versions": versions(),
+    result = results.head("step_split", arguments) | {
         "arms": {
             arm: {
                 "step": times[arm]._asdict(),
@@ -93,7 +85,7 @@ def main(arguments: Arguments) -> int:
             for arm, run in runs.items()
         },
     }
-    arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    results.write(arguments.out, result)
     _print(result)
     return 0
 
@@ -122,31 +114,18 @@ def _run(arm: str, arguments: Arguments) -> Run:
     )
 
 
-def _measured(run: Run, size: int):
+def _measured(run: Run):
     """Returns steps as a chain, and the microseconds of a step's kernels by part."""
-    train = run.splits.train
-    made = [train.batch(Position(0, i, 0), size, shuffle=True) for i in range(_BATCHES)]
-    batches = jax.block_until_ready(made)
-    state = run.init()
-    for batch in batches[:3]:  # initializes delayed scales
-        state = run.first_step(state, batch)
+    state, batches = warm_up(run)
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     # The step takes no statistics of Probe where it does not observe.
-    held = {"state": dataclasses.replace(state, probe={})}
-
-    def chain(step):
-        def steps(count):
-            for i in range(count):
-                held["state"] = step(held["state"], batches[i % len(batches)])
-            return held["state"].step
-
-        return steps
-
-    names = _scopes(compiled.as_text() or "")
+    held = [dataclasses.replace(state, probe={})]
+    scopes = _scopes(compiled.as_text() or "")
     parts = dict.fromkeys((*_PARTS, _OTHER), 0.0)
-    for op, time_us in profile_ops(chain(compiled)).items():
-        parts[_part(names.get(op, ""))] += time_us
-    return chain(run.step), parts
+    chain = chain_of(compiled, held, batches, READ_STEP)
+    for op, time_us in profile_ops(chain).items():
+        parts[_part(scopes.get(op, ""))] += time_us
+    return chain_of(run.step, held, batches, READ_STEP), parts
 
 
 def _scopes(text: str) -> dict[str, str]:
@@ -160,15 +139,11 @@ def _part(name: str) -> str:
 
 
 def _print(result: dict[str, Any]):
-    arms = result["arms"]
-    print(f"{'':24}" + "".join(f"{arm[:22]:>24}" for arm in arms))
-    for part in (*_PARTS, _OTHER):
-        row = [arm["kernels_us"][part] for arm in arms.values()]
-        print(f"{part:24}" + "".join(f"{time_us:24.0f}" for time_us in row))
-    row = [arm["step"]["median_us"] for arm in arms.values()]
-    print(f"{'step, wall clock':24}" + "".join(f"{time_us:24.0f}" for time_us in row))
-    row = [arm["speedup"] for arm in arms.values()]
-    print(f"{'speedup':24}" + "".join(f"{ratio:23.2f}x" for ratio in row))
+    for arm, record in result["arms"].items():
+        step_us, speedup = record["step"]["median_us"], record["speedup"]
+        print(f"{arm}: {step_us:.0f} us by wall clock, {speedup:.2f}x; kernels:")
+        for part, time_us in record["kernels_us"].items():
+            print(f"  {part:24}{time_us:8.0f} us")
 
 
 if __name__ == "__main__":

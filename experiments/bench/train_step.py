@@ -3,29 +3,29 @@
     python experiments/bench/train_step.py --out train_step.json
 
 For each batch size and arm: microseconds a step (wall clock of queued steps, on batches
-made before and, as in training, made by the prefetch thread meanwhile), the device's
-kernels a step and their time, and
-for a chain of dense layers with LayerNorm the kernels that FP8 adds to each.
-Inputs are the generated click stream; parameters train while they are timed.
+made before, and with batches made meanwhile by the prefetch thread, as in training);
+and for a chain of dense layers with LayerNorm the kernels that FP8 adds to each. Inputs
+are the generated click stream; parameters train while they are timed.
+
+On a CPU: `--batch-sizes 64 --models fp8_dlrm --arms bf16 fp8_tensorwise --calls 2`.
 """
 
-import argparse
-import json
+import dataclasses
 import pathlib
-import shlex
-import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import linen
+import tyro
 
+from experiments.bench import models
+from experiments.bench import result as results
+from experiments.bench.steps import READ_STEP, Chain, chain_of, warm_up
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.measure.timing import profile_kernels, time_chains
-from loka_jax.models import Dlrm
 from loka_jax.recipe import INITIALIZED, RECIPES
 from loka_jax.train.build import Run, build
 from loka_jax.train.config import (
@@ -34,60 +34,76 @@ from loka_jax.train.config import (
     LoopConfig,
     ProbeOptions,
 )
-from loka_jax.train.record import versions
 
 FLAX = "flax Fp8DirectDotGeneralOp"
 ARMS = ("bf16", FLAX, *(name for name in RECIPES if name.startswith("fp8")))
+# By name: the model, and the embedding dimension.
 MODELS = {
-    "fp8_dlrm": Dlrm(bottom_mlp=(64,), top_mlp=(256, 128)),
-    # The dense part of the MLPerf benchmark's DLRM.
-    "mlperf_dlrm": Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256)),
+    "fp8_dlrm": (models.DLRM, 16),
+    "mlperf_dlrm": (models.MLPERF_DLRM, 128),
 }
-DIMS = {"fp8_dlrm": 16, "mlperf_dlrm": 128}
+CHAIN_FEATURES = (512, 512, 256, 128)
 
 
-class FlaxMlp(linen.Module):
-    """`nn.Mlp` from Flax's layers and its FP8 op where ours would run FP8."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
 
-    features: tuple[int, ...]
-    norm: str = "none"
+    Attributes:
+        out: where to write the JSON; printed only if None.
+        batch_sizes: examples a step.
+        models: fp8_dlrm, mlperf_dlrm.
+        arms: what to time, bf16 first, which the others are compared to.
+        calls: steps queued in a round.
+    """
 
-    @linen.compact
-    def __call__(self, x, *, train: bool = False):
-        """Returns the last layer's activations."""
-        for features in self.features:
-            fits = x.shape[-1] % 16 == 0 and features % 16 == 0
-            op = linen.Fp8DirectDotGeneralOp if fits else None
-            x = linen.Dense(features, dtype=jnp.bfloat16, dot_general_cls=op)(x)
-            if self.norm == "layer":
-                x = linen.LayerNorm(dtype=jnp.bfloat16)(x)
-            x = jax.nn.relu(x)
-        return x
+    out: pathlib.Path | None = None
+    batch_sizes: tuple[int, ...] = (8192, 65536)
+    models: tuple[str, ...] = tuple(MODELS)
+    arms: tuple[str, ...] = ARMS
+    calls: int = 60
 
 
-class FlaxDlrm(Dlrm):
-    """`Dlrm` on `FlaxMlp`."""
-
-    def _mlp(self, name, features, dropout_rate):
-        return FlaxMlp(features, norm=self.norm, name=name)
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    result = results.head("train_step", arguments) | {
+        "input": "generated click stream; the added-kernels tower: N(0, 1)",
+        "added_kernels": measure_added_kernels(arguments),
+        "steps": [],
+    }
+    for row in result["added_kernels"]:
+        print(row["arm"], row["added_per_dense"], f"{row['step']['median_us']:.0f} us")
+    for model in arguments.models:
+        for batch_size in arguments.batch_sizes:
+            rows = measure_steps(model, batch_size, arguments)
+            result["steps"] += rows
+            results.write(arguments.out, result)
+            for row in rows:
+                print(
+                    f"{model:12} {batch_size:6} {row['arm']:36} "
+                    f"{row['step']['median_us']:9.1f} us "
+                    f"{row['speedup_over_bf16']:.2f}x, with input "
+                    f"{row['step_with_input']['median_us']:9.1f} us"
+                )
+    return result
 
 
 def make_run(
     model: str, arm: str, batch_size: int, probe: ProbeOptions | None = None
 ) -> Run:
     """Returns a run of a model in one arm, on the generated stream."""
-    prototype = MODELS[model]
-    cls = FlaxDlrm if arm == FLAX else Dlrm
-    recipe = "bf16" if arm == FLAX else arm
-    module = cls(
-        bottom_mlp=prototype.bottom_mlp, top_mlp=prototype.top_mlp, recipe=recipe
-    )
+    module, dim = MODELS[model]
+    if arm == FLAX:
+        module = models.FlaxDlrm(module.bottom_mlp, module.top_mlp, recipe="bf16")
+    else:
+        module = module.clone(recipe=arm)
     return build(
         DlrmConfig(
             name=model,
             model=module,
             data=DataConfig(examples=batch_size * 64, eval_examples=1024),
-            embedding=EmbeddingConfig(dim=DIMS[model]),
+            embedding=EmbeddingConfig(dim=dim),
             loop=LoopConfig(batch_size=batch_size),
             probe=probe or ProbeOptions(),
             plan="off",
@@ -95,62 +111,19 @@ def make_run(
     )
 
 
-def step_chains(run: Run, batch_size: int):
-    """Returns the training step as chains: on made batches, and on prefetched ones."""
-    train = run.splits.train
-    state = run.init()
-    for i in range(3):  # initializes delayed scales
-        batch = train.batch(Position(0, i, 0), batch_size, shuffle=True)
-        state = run.first_step(state, batch)
-    batches = [
-        jax.block_until_ready(train.batch(Position(0, i, 0), batch_size, shuffle=True))
-        for i in range(8)
-    ]
-    held = {"state": state}
-
-    def steps(count):
-        for i in range(count):
-            held["state"] = run.step(held["state"], batches[i % len(batches)])
-        return held["state"].step
-
-    def steps_with_input(count):
-        start = Position(0, 0, 0)
-        with Prefetcher(
-            train, start, batch_size, shuffle=True, num_batches=count
-        ) as made:
-            for _, batch in made:
-                held["state"] = run.step(held["state"], batch)
-        return held["state"].step
-
-    return steps, steps_with_input
-
-
-def input_chain(run: Run, batch_size: int):
-    """Returns the making of batches as a chain."""
-    train = run.splits.train
-
-    def make(count):
-        batches = None
-        for i in range(count):
-            batches = train.batch(Position(0, i % 64, 0), batch_size, shuffle=True)
-        return batches
-
-    return make
-
-
-def measure_steps(model: str, batch_size: int, arms, calls: int) -> list[dict]:
-    """Returns one record per arm."""
-    plain, with_input, kernels, sites = {}, {}, {}, {}
-    for arm in arms:
-        run = make_run(model, arm, batch_size)
-        plain[arm], with_input[arm] = step_chains(run, batch_size)
-        kernels[arm] = profile_kernels(plain[arm])
-        sites[arm] = sum(site.is_fp8 for site in run.sites)
-        print(f"{model} {batch_size} {arm}: {kernels[arm] and kernels[arm][:2]}")
-    times = time_chains(plain, calls=calls)
-    times_with_input = time_chains(with_input, calls=calls)
-    making = time_chains({"input": input_chain(run, batch_size)}, calls=calls)["input"]
-    base = times["bf16"].median_us
+def measure_steps(
+    model: str, batch_size: int, arguments: Arguments
+) -> list[dict[str, Any]]:
+    """Returns a record an arm."""
+    runs = {arm: make_run(model, arm, batch_size) for arm in arguments.arms}
+    plain, with_input = {}, {}
+    for arm, run in runs.items():
+        plain[arm], with_input[arm] = _step_chains(run)
+    times = time_chains(plain, calls=arguments.calls)
+    times_with_input = time_chains(with_input, calls=arguments.calls)
+    input_alone = {"input": _input_chain(next(iter(runs.values())))}
+    making = time_chains(input_alone, calls=arguments.calls)["input"]
+    base = times[arguments.arms[0]].median_us
     return [
         {
             "model": model,
@@ -161,107 +134,83 @@ def measure_steps(model: str, batch_size: int, arms, calls: int) -> list[dict]:
             "input_alone": making._asdict(),
             "examples_per_second": batch_size / times[arm].median_us * 1e6,
             "speedup_over_bf16": base / times[arm].median_us,
-            "kernels": kernels[arm] and kernels[arm]._asdict(),
-            "fp8_sites": sites[arm],
+            "fp8_sites": sum(site.is_fp8 for site in run.sites),
         }
-        for arm in arms
+        for arm, run in runs.items()
     ]
 
 
-class Tower(linen.Module):
-    """Dense layers with LayerNorm and relu, in one arm."""
+def _step_chains(run: Run) -> tuple[Chain, Chain]:
+    """Returns the steps on batches made before, and on those that prefetch makes."""
+    state, batches = warm_up(run)
+    held = [state]
 
-    arm: str
-    features: tuple[int, ...] = (512, 512, 256, 128)
+    def with_input(count: int):
+        start, size = Position(0, 0, 0), run.config.loop.batch_size
+        with Prefetcher(
+            run.splits.train, start, size, shuffle=True, num_batches=count
+        ) as prefetched:
+            for _, batch in prefetched:
+                held[0] = run.step(held[0], batch)
+        return held[0].step
 
-    @linen.compact
-    def __call__(self, x):
-        """Returns the sum of the last layer's activations."""
-        if self.arm == FLAX:
-            x = FlaxMlp(self.features, norm="layer")(x)
-        else:
-            x = nn.Mlp(self.features, recipe=self.arm, norm="layer")(x)
-        return jnp.sum(x.astype(jnp.float32) ** 2)
+    return chain_of(run.step, held, batches, READ_STEP), with_input
 
 
-def measure_added_kernels(arms, rows: int = 8192) -> list[dict]:
-    """Returns, per arm, the kernels that FP8 adds to a Dense, forward and backward."""
-    x = jax.random.normal(jax.random.key(0), (rows, 512), jnp.bfloat16)
-    counts, times = {}, {}
-    for arm in arms:
-        is_delayed = arm in RECIPES and RECIPES[arm].is_delayed
-        tower = Tower(arm + INITIALIZED if is_delayed else arm)
-        variables = tower.init(jax.random.key(1), x)
+def _input_chain(run: Run) -> Chain:
+    """Returns the making of batches."""
 
-        @jax.jit
-        def step(variables, tower=tower):
-            grads = jax.grad(lambda v: tower.apply(v, x))(variables)
-            params = jax.tree.map(
-                lambda p, g: p - 1e-6 * g, variables["params"], grads["params"]
-            )
-            return dict(grads) | {"params": params}
+    def make(_, number: int):
+        position, size = Position(0, number, 0), run.config.loop.batch_size
+        return run.splits.train.batch(position, size, shuffle=True)
 
-        held = {"v": variables}
+    return chain_of(make, [None], range(64))
 
-        def chain(count, step=step, held=held):
-            for _ in range(count):
-                held["v"] = step(held["v"])
-            return held["v"]
 
-        jax.block_until_ready(chain(3))
-        counts[arm], times[arm] = profile_kernels(chain), chain
-    timings = time_chains(times, calls=50)
-    base = counts["bf16"]
-    num_layers = len(Tower("bf16").features)
+def measure_added_kernels(arguments: Arguments) -> list[dict[str, Any]]:
+    """Returns, by arm, the kernels that FP8 adds to a Dense, forward and backward."""
+    rows = arguments.batch_sizes[0]
+    chains = {arm: _dense_chain(arm, rows) for arm in arguments.arms}
+    kernels = {arm: profile_kernels(chain) for arm, chain in chains.items()}
+    times = time_chains(chains, calls=arguments.calls)
+    base = kernels[arguments.arms[0]]
     return [
         {
             "arm": arm,
-            "kernels": counts[arm] and counts[arm]._asdict(),
-            "added_per_dense": counts[arm]
+            "kernels": counted and counted._asdict(),
+            "added_per_dense": counted
             and base
-            and (counts[arm].count - base.count) / num_layers,
-            "step": timings[arm]._asdict(),
+            and (counted.count - base.count) / len(CHAIN_FEATURES),
+            "step": times[arm]._asdict(),
         }
-        for arm in arms
+        for arm, counted in kernels.items()
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures, prints a table, writes the JSON."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8192, 65536])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--calls", type=int, default=60)
-    options = parser.parse_args(argv)
-    result = {
-        "command": shlex.join(
-            ["python", "experiments/bench/train_step.py", *(argv or sys.argv[1:])]
-        ),
-        "versions": versions(),
-        "input": "generated click stream; the added-kernels tower: N(0, 1)",
-        "added_kernels": measure_added_kernels(options.arms),
-        "steps": [],
-    }
-    for model in options.models:
-        for batch_size in options.batch_sizes:
-            result["steps"] += measure_steps(
-                model, batch_size, options.arms, options.calls
-            )
-            options.out.write_text(json.dumps(result, indent=1, default=np.asarray))
-    for row in result["added_kernels"]:
-        print(row["arm"], row["added_per_dense"], f"{row['step']['median_us']:.0f} us")
-    for row in result["steps"]:
-        print(
-            f"{row['model']:12} {row['batch_size']:6} {row['arm']:36} "
-            f"{row['step']['median_us']:9.1f} us {row['speedup_over_bf16']:.2f}x "
-            f"{row['examples_per_second'] / 1e6:7.2f} M/s  with input "
-            f"{row['step_with_input']['median_us']:9.1f} us"
+def _dense_chain(arm: str, rows: int) -> Chain:
+    """Returns steps of dense layers with LayerNorm and relu, in one arm."""
+    if arm == FLAX:
+        module = models.FlaxMlp(CHAIN_FEATURES, norm="layer")
+    else:
+        recipe = arm + INITIALIZED if RECIPES[arm].is_delayed else arm
+        module = nn.Mlp(CHAIN_FEATURES, recipe=recipe, norm="layer")
+    x = jax.random.normal(jax.random.key(0), (rows, 512), jnp.bfloat16)
+
+    def loss(variables):
+        return jnp.sum(jnp.asarray(module.apply(variables, x), jnp.float32) ** 2)
+
+    @jax.jit
+    def step(variables, _):
+        grads = jax.grad(loss)(variables)
+        params = jax.tree.map(
+            lambda p, g: p - 1e-6 * g, variables["params"], grads["params"]
         )
-    return 0
+        return dict(grads) | {"params": params}
+
+    chain = chain_of(step, [module.init(jax.random.key(1), x)], [None])
+    jax.block_until_ready(chain(3))
+    return chain
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(tyro.cli(Arguments, description=__doc__))

@@ -4,26 +4,26 @@
 
 Every shape, number of rows and set of outputs is timed with every config of its search
 space: kernel time by JAX's profiler over rotated inputs. All times are written beside
-the fastest configs. Entries of other problems stay in the table.
+the fastest configs. Entries of other problems stay in the table. It needs a Hopper GPU.
 """
 
-import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
-import os
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
 
+from experiments.bench import result as results
 from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.measure.compiling import compile_all
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.normed import Epilogue, NormVectors, Outputs
+from loka_jax.ops.device import local_device
 from loka_jax.pallas.dense_norm import dense_norm
 from loka_jax.pallas.dense_norm_layout import (
     Problem,
@@ -32,7 +32,6 @@ from loka_jax.pallas.dense_norm_layout import (
     search_space,
 )
 from loka_jax.site import SiteSpec
-from loka_jax.train.record import versions
 
 BF16 = jnp.bfloat16
 FORMS = {
@@ -44,18 +43,17 @@ FORMS = {
 }
 ROTATED_BYTES = 120e6  # twice the L2
 MAX_SETS = 16
-_NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What to time.
+    """The problems to time.
 
     Attributes:
         out: the table to write.
         m: numbers of rows.
         shapes: K x N.
-        forms: dtypes and outputs, by name.
+        forms: names of input dtypes and outputs.
     """
 
     out: pathlib.Path
@@ -64,13 +62,21 @@ class Arguments:
     forms: tuple[str, ...] = tuple(FORMS)
 
 
-def main(arguments: Arguments):
-    """Times all problems and writes the table."""
+def main(arguments: Arguments) -> None:
+    """Times all problems and writes the table.
+
+    Raises:
+        SystemExit: without a Hopper GPU.
+    """
+    why_not = local_device().why_not_pallas
+    if why_not is not None:
+        raise SystemExit(f"There is {why_not}: run this on one.")
     best: dict[str, dict[str, Any]] = {}
     times: dict[str, dict[str, dict[str, float]]] = {}
     if arguments.out.exists():
         table = json.loads(arguments.out.read_text())
         best, times = table["configs"]["dense_norm"], table["times_us"]
+    head = results.head("tune_kernels", arguments)
     for shape, form, m in itertools.product(
         arguments.shapes, arguments.forms, arguments.m
     ):
@@ -89,51 +95,51 @@ def main(arguments: Arguments):
         }
         print(f"{key} m={m}: {time_by_config[fastest]:.2f} us, {fastest}", flush=True)
         table = {
-            "last_command": shlex.join(["python", *sys.argv]),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
+            "last_command": head["command"],
+            "device": head["versions"]["device_kind"],
+            "versions": head["versions"],
             "configs": {"dense_norm": best},
             "times_us": times,
         }
-        arguments.out.write_text(json.dumps(table, indent=1) + "\n")
+        results.write(arguments.out, table)
 
 
 def time_configs(problem: Problem) -> dict[TuningConfig, float]:
     """Returns microseconds per launch with each config of the search space."""
-    p, spec = problem, problem.spec
-    epilogue = Epilogue(spec.norm, spec.activation)
-    itemsize = jnp.dtype(p.dtype).itemsize
-    sets = max(2, min(MAX_SETS, int(ROTATED_BYTES / (spec.m * spec.k * itemsize))))
-    keys = jax.random.split(jax.random.key(0), sets + 1)
-    make = jax.jit(lambda key: jax.random.normal(key, (spec.m, spec.k)).astype(p.dtype))
-    rows = [(make(key),) for key in keys[:-1]]
-    w = jax.random.normal(keys[-1], (spec.n, spec.k)).astype(p.dtype)
+    spec, dtype = problem.spec, problem.dtype
+    num_bytes = spec.m * spec.k * jnp.dtype(dtype).itemsize
+    num_sets = max(2, min(MAX_SETS, int(ROTATED_BYTES / num_bytes)))
+    *row_keys, key = jax.random.split(jax.random.key(0), num_sets + 1)
+    make = jax.jit(lambda key: jax.random.normal(key, (spec.m, spec.k)).astype(dtype))
+    rows = [(make(key),) for key in row_keys]
+    w = jax.random.normal(key, (spec.n, spec.k)).astype(dtype)
     vectors = NormVectors(gamma=jnp.ones((spec.n,)), beta=jnp.zeros((spec.n,)))
-
-    def compiled(config):
-        def launch(x):
-            is_fp8 = p.dtype == E4M3
-            scale = jnp.float32(1.0)
-            return dense_norm(
-                Fp8Array(x, scale) if is_fp8 else x,
-                Fp8Array(w, scale) if is_fp8 else w,
-                vectors,
-                epilogue=epilogue,
-                want=p.want,
-                y_scale_inv=scale if p.want.y_fp8 == "tensorwise" else None,
-                config=config,
-            )
-
-        return jax.jit(launch).lower(*rows[0]).compile(_NO_CAPTURE)
-
-    space = search_space(p)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        functions = list(pool.map(compiled, space))
-    cases = {str(i): Case(f, rows) for i, f in enumerate(functions)}
-    return {
-        config: time.median_us
-        for config, time in zip(space, time_kernels(cases).values(), strict=True)
+    space = {str(config): config for config in search_space(problem)}
+    programs = {
+        name: (functools.partial(_launch, problem, config, w, vectors), rows[0])
+        for name, config in space.items()
     }
+    cases = {}
+    for name, function in compile_all(programs).items():
+        if isinstance(function, Exception):
+            raise function
+        cases[name] = Case(function, rows)
+    times = time_kernels(cases)
+    return {config: times[name].median_us for name, config in space.items()}
+
+
+def _launch(problem: Problem, config: TuningConfig, w, vectors: NormVectors, x):
+    spec, want, scale = problem.spec, problem.want, jnp.float32(1.0)
+    is_fp8 = problem.dtype == E4M3
+    return dense_norm(
+        Fp8Array(x, scale) if is_fp8 else x,
+        Fp8Array(w, scale) if is_fp8 else w,
+        vectors,
+        epilogue=Epilogue(spec.norm, spec.activation),
+        want=want,
+        y_scale_inv=scale if want.y_fp8 == "tensorwise" else None,
+        config=config,
+    )
 
 
 if __name__ == "__main__":

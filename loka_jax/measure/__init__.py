@@ -2,6 +2,7 @@
 
 intervals    means over draws with their 95 % intervals
 errors       how far a product is from its reference
+reference    the float32 equations of a site
 compiling    many programs at a time
 timing       kernel times by the profiler, wall clock of queues
 site_errors  errors of each role of a site, in every recipe

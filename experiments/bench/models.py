@@ -1,0 +1,102 @@
+"""The models that are timed, ours and Flax's.
+
+tower        dense layers with LayerNorm and swish, and a linear head
+fp8_dlrm     the small DLRM of that configuration
+mlperf_dlrm  the dense part of the MLPerf benchmark's DLRM
+fp8_dcnv2    the small DCN V2 of that configuration
+"""
+
+import jax.numpy as jnp
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.site import Provider
+
+TOWER_FEATURES = (512, 512, 256, 256)
+DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
+MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
+DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
+
+
+class Tower(linen.Module):
+    """The tower in a recipe, from float32 rows to float32 logits.
+
+    Attributes:
+        features: widths of the layers.
+        recipe: of their sites.
+        implementation: "xla" for XLA alone; None for kernels where they serve.
+    """
+
+    features: tuple[int, ...] = TOWER_FEATURES
+    recipe: str = "bf16"
+    implementation: Provider | None = None
+
+    @linen.compact
+    def __call__(self, x):
+        """Returns a logit a row."""
+        x = nn.Mlp(
+            self.features,
+            recipe=self.recipe,
+            norm="layer",
+            activation="swish",
+            implementation=self.implementation,
+            name="tower",
+        )(x.astype(jnp.bfloat16))
+        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
+
+
+class WithHead(linen.Module):
+    """Layers of any kind and Flax's linear head in bfloat16."""
+
+    layers: linen.Module
+
+    @linen.compact
+    def __call__(self, x):
+        """Returns a float32 logit a row."""
+        logits = linen.Dense(1, dtype=jnp.bfloat16, name="head")(self.layers(x))
+        return logits[:, 0].astype(jnp.float32)
+
+
+class FlaxMlp(linen.Module):
+    """`nn.Mlp` as Flax users write it.
+
+    Attributes:
+        features: widths of the layers.
+        norm: "layer" or "none".
+        activation: after every layer.
+        use_bias: add a bias before the norm, as Flax does by default.
+        is_fp8: use Flax's FP8 op in layers whose sizes allow it.
+    """
+
+    features: tuple[int, ...]
+    norm: str = "none"
+    activation: nn.ActivationName = "relu"
+    use_bias: bool = True
+    is_fp8: bool = True
+
+    @linen.compact
+    def __call__(self, x, *, train: bool = False):
+        """Returns the last layer's activations."""
+        for i, features in enumerate(self.features):
+            fits = x.shape[-1] % 16 == 0 and features % 16 == 0
+            x = linen.Dense(
+                features,
+                use_bias=self.use_bias,
+                dtype=jnp.bfloat16,
+                dot_general_cls=(
+                    linen.Fp8DirectDotGeneralOp if self.is_fp8 and fits else None
+                ),
+                name=f"dense_{i}",
+            )(x)
+            if self.norm == "layer":
+                x = linen.LayerNorm(dtype=jnp.bfloat16, name=f"norm_{i}")(x)
+            x = nn.activation(self.activation)(x)
+        return x
+
+
+class FlaxDlrm(Dlrm):
+    """`Dlrm` on `FlaxMlp`."""
+
+    def _mlp(self, name, features, dropout_rate):
+        return FlaxMlp(features, norm=self.norm, name=name)

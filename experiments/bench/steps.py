@@ -1,0 +1,51 @@
+"""Steps that each read the state the last one returned, as chains to be timed."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from loka_jax.data import Batch, Position
+from loka_jax.train.build import Run
+from loka_jax.train.state import TrainState
+
+Chain = Callable[[int], Any]
+READ_STEP = operator.attrgetter("step")  # to wait for a training step
+_NUM_BATCHES = 8
+
+
+def chain_of(
+    step: Callable[[Any, Any], Any],
+    held: list,
+    inputs: Sequence[Any],
+    read: Callable[[Any], Any] = lambda state: state,
+) -> Chain:
+    """Returns a function that queues that many steps.
+
+    Args:
+        step: from state and input to the next state; may donate the state.
+        held: the state, replaced by each step; chains may share it.
+        inputs: rotated.
+        read: selects what to wait for from the last state.
+    """
+
+    def queue(count: int):
+        for i in range(count):
+            held[0] = step(held[0], inputs[i % len(inputs)])
+        return read(held[0])
+
+    return queue
+
+
+def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
+    """Returns the state after steps that set delayed scales, and batches to time."""
+    train, size = run.splits.train, run.config.loop.batch_size
+    batches = [
+        jax.block_until_ready(train.batch(Position(0, i, 0), size, shuffle=True))
+        for i in range(_NUM_BATCHES)
+    ]
+    state = run.init()
+    for batch in batches[:3]:
+        state = run.first_step(state, batch)
+    return state, batches
