@@ -94,7 +94,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
 def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     """Returns the times of all arms of a model, and the plans of Dispatch."""
     model, shapes = MODELS[name]
-    inputs = [_inputs(shapes(arguments.batch_size), seed) for seed in range(_SETS)]
+    inputs = [make_inputs(shapes(arguments.batch_size), seed) for seed in range(_SETS)]
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs[0])
     table = _complete(name, sites, arguments)
     arms, plans = _arms(model, sites, table, name, arguments.recipes)
@@ -176,7 +176,7 @@ def passes_torchao(recipe: str, k: int, n: int) -> bool:
     return not (k <= 4096 and n <= 1024)
 
 
-def _inputs(shapes, seed: int) -> tuple:
+def make_inputs(shapes, seed: int) -> tuple:
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return tuple(
         jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)

@@ -9,8 +9,10 @@ from experiments import train as train_script
 from experiments import tune as script
 from experiments.bench import dispatch as bench
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch import tuning
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.table import MEASURES, Entry, Interval, Table, header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
+from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice
 
@@ -96,7 +98,7 @@ def test_whole_models_are_compared(tmp_path, capsys):
     entry = Entry({"training": times, "inference": times}, {"x": errors})
     model, shapes = bench.MODELS["fp8_dcnv2"]
     sites = bench.nn.list_sites(
-        model.clone(recipe="fp8_rowwise"), *bench._inputs(shapes(64), 0)
+        model.clone(recipe="fp8_rowwise"), *bench.make_inputs(shapes(64), 0)
     )
     known = {table_key(site.spec): entry for site in sites if site.spec.n > 1}
     tables.write(path, Table(header_here(), known))
