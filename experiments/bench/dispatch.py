@@ -177,6 +177,7 @@ def passes_torchao(recipe: str, k: int, n: int) -> bool:
 
 
 def make_inputs(shapes, seed: int) -> tuple:
+    """Returns normal bfloat16 inputs of these shapes."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return tuple(
         jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
