@@ -22,7 +22,6 @@ from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations, check_state
 from loka_jax.scaling import DelayedScaling
-from loka_jax.site import SiteSpec
 
 
 class SiteArrays(NamedTuple):
@@ -113,8 +112,6 @@ def _by_xla(site: KernelRun, arrays: SiteArrays, state, observe):
     z = matmul(lhs, rhs, state, plan=plan, axis_names=site.axis_names)
     if observe is not None:
         z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
-    if _is_product_alone(spec):
-        return z
     vectors = NormVectors(bias, gamma, beta)
     exact = xla.norm_activation(z, vectors, epilogue=site.static["epilogue"])
     y = exact.astype(plan.recipe.compute_dtype)
@@ -125,10 +122,6 @@ def _by_xla(site: KernelRun, arrays: SiteArrays, state, observe):
         return Activations(y, fp8.quantize(exact, E4M3, axes=(1,)))
     scale_inv = bounded_scale_inv(spec.norm, spec.n, gamma, beta)
     return Activations(y, fp8.cast(exact, jax.lax.stop_gradient(scale_inv), E4M3))
-
-
-def _is_product_alone(spec: SiteSpec) -> bool:
-    return spec == SiteSpec(m=spec.m, k=spec.k, n=spec.n, fp8_in=spec.fp8_in)
 
 
 def _by_kernels(site: KernelRun, arrays: SiteArrays, state):
