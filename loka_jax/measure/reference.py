@@ -93,4 +93,4 @@ def _affine(xhat: Array, vectors: NormVectors) -> Array:
 
 
 def _blocks(x: Array) -> list[Array]:
-    return jnp.split(x, range(NORM_BLOCK, x.shape[1], NORM_BLOCK), axis=1)
+    return jnp.split(x, list(range(NORM_BLOCK, x.shape[1], NORM_BLOCK)), axis=1)

@@ -12,8 +12,18 @@ def site(lhs, rhs, vectors, norm, activation):
     """Returns `activation(gamma norm(lhs @ rhs + bias) + beta)` in float32."""
     with jax.default_matmul_precision("float32"):
         z = lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
+    return after_product(z, vectors, norm, activation)
+
+
+def after_product(z, vectors, norm, activation):
+    """Returns `activation(gamma norm(z + bias) + beta)`."""
     epilogue = Epilogue(norm, activation)
     return reference.norm_activation(z, NormVectors(**vectors), epilogue)
+
+
+def normalize(z, norm):
+    """Returns the normalized rows."""
+    return reference.normalize(z, Epilogue(norm))[0]
 
 
 def vectors(n, norm, *, with_bias=False):

@@ -101,7 +101,7 @@ def test_one_site_at_a_time_moves_the_loss(surveyed):
 def test_few_statistics_are_warned_of(surveyed):
     _, _, found, _ = surveyed
     assert any("rows are too few" in warning for warning in found["warnings"])
-    assert any("the weight was seen 3 times" in line for line in found["warnings"])
+    assert any("the weight was observed 3 times" in line for line in found["warnings"])
 
 
 @pytest.mark.slow

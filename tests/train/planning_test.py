@@ -6,6 +6,7 @@ import json
 import jax
 import pytest
 
+from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
@@ -243,6 +244,7 @@ def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
     )
     save(path, DispatchPlan((("bottom_mlp/dense_1", Decision(choice, "why")),)))
     monkeypatch.setattr(planning, "local_device", lambda: HOPPER)  # but there is none
-    code, said = support.train(config)
+    with nn.site_context(device=HOPPER):
+        code, said = support.train(config)
     assert code == 0 and said.count("runs in bfloat16 now") == 1
     assert "did not compile" in support.summary(tmp_path / "run")["demotions"][0]
