@@ -123,6 +123,7 @@ def test_one_takes_times_while_nobody_compiles(tmp_path, monkeypatch):
     assert now == {"compile": 0, "time": 0} and line == "ends to compile"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["os._exit(11)", "time.sleep(60)"])
 def test_who_ends_alone_gives_its_turn_back(act):
     turns = Turns()

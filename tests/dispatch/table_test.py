@@ -198,6 +198,7 @@ def _write_often(path, name):
         write(path, _table(name=name))
 
 
+@pytest.mark.slow
 def test_two_writers_leave_one_whole_table(tmp_path):
     path = tmp_path / "table.json"
     names = ["pallas bf16", "xla fp8_rowwise"]

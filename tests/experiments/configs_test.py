@@ -57,6 +57,7 @@ def build(monkeypatch, folder):
     return lambda name: build_lib.build(small(name, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", configs.names())
 def test_every_configuration_builds_and_lists_its_sites(name, build):
     run = build(name)

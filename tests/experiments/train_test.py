@@ -144,6 +144,7 @@ print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 
 
+@pytest.mark.slow
 def test_importing_the_library_pulls_in_nothing_heavy():
     done = run(sys.executable, "-W", "error", "-c", IMPORTS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

@@ -66,6 +66,7 @@ def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why)
     assert path.read_text() == before
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_a_file_is_refused(tmp_path, capsys):
     workdir = ["--workdir", str(tmp_path / "run")]
     assert train_script.main([*TINY, *workdir, "--plan", "nowhere.json"]) == 2

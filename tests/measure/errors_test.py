@@ -75,6 +75,7 @@ def _mere(draw, fault=None):
 _HEALTHY_MERE = 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["one block", "direction", "swapped"])
 def test_a_faulty_kernel_is_caught_on_learned_operands_only(learned, fault):
     assert _mere(_gaussian) < _HEALTHY_MERE and _mere(learned) < _HEALTHY_MERE

@@ -25,6 +25,7 @@ def _of(role, lhs, rhs, g):
     return {"fwd": (lhs, rhs), "dlhs": (g, rhs), "drhs": (lhs, g)}[role]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_role_alone_is_that_of_the_site(name):
     recipe = RECIPES[name]

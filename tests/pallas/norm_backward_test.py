@@ -19,6 +19,8 @@ from loka_jax.pallas.rows import TuningConfig
 from tests.pallas import support
 from tests.pallas.support import interpret
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["interpret"]
 
 BF16 = jnp.bfloat16

@@ -9,6 +9,8 @@ import pytest
 from loka_jax.probe import matrix_normal
 from loka_jax.probe.matrix_normal import empty_weights, update
 
+pytestmark = pytest.mark.slow
+
 
 def _covariance(size, seed):
     rng = np.random.default_rng(seed)

@@ -19,6 +19,8 @@ from loka_jax.probe.moments import (
 )
 from tests.support import slow_except
 
+pytestmark = pytest.mark.slow
+
 
 def _rows(m, k, seed=0):
     """Returns rows whose features covary, some of them far from zero."""

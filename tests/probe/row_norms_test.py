@@ -11,6 +11,8 @@ from loka_jax.probe.row_norms import empty_norms, merge, norms_of, sample_scales
 from loka_jax.probe.sampling import sample_rows
 from loka_jax.probe.tails import tails_of
 
+pytestmark = pytest.mark.slow
+
 K = 32
 
 

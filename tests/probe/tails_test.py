@@ -11,6 +11,8 @@ from loka_jax import fp8
 from loka_jax.probe.tails import empty_tails, merge, merge_over_devices, tails_of
 from tests.support import slow_except
 
+pytestmark = pytest.mark.slow
+
 
 def _skewed(size, seed=0):
     return jnp.asarray(np.random.default_rng(seed).gamma(2.0, 1.5, size), jnp.float32)

@@ -113,6 +113,7 @@ def test_the_survey_is_json_and_has_a_page(surveyed, tmp_path):
     assert page.tiles["Sites"][0] == str(len(found["sites"]))
 
 
+@pytest.mark.slow
 def test_a_run_without_statistics_is_refused():
     run = support.build_lib.build(support.config())
     with pytest.raises(ValueError, match="no statistics: train it with --probe.every"):

@@ -78,6 +78,7 @@ def test_a_table_decides(tmp_path):
     assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
 
 
+@pytest.mark.slow
 def test_a_step_follows_the_plan(tmp_path, monkeypatch):
     traces, make = [], build_lib.make_train_step
 

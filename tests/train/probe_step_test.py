@@ -65,6 +65,7 @@ def test_a_step_that_is_observed_trains_as_any_other(model):
         assert stats.rhs.normal.steps == 3
 
 
+@pytest.mark.slow
 def test_the_first_layer_sees_the_dense_features():
     state, batches = _state(F32), [make_batch(seed) for seed in range(3)]
     for batch in batches:

@@ -66,6 +66,7 @@ def fixed_evaluations(monkeypatch, aucs):
     monkeypatch.setattr(loop_lib, "quality", quality)
 
 
+@pytest.mark.slow
 def test_the_same_configuration_leaves_the_same_lines(tmp_path, last_state):
     for name in "ab":
         train(config(tmp_path / name))

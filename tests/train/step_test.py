@@ -185,6 +185,7 @@ def test_a_good_step_ends_the_row_of_skipped_ones(warm):
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_does_not_advance_the_rows_schedule():
     rows = RowUpdate(Sgd(), lambda step: 0.1 * step.astype(jnp.float32), 0.0)
     step = jax.jit(make_train_step(F32, TABLES, optax.sgd(0.1), rows))
@@ -281,6 +282,7 @@ def test_lr_scale_scales_both_updates():
     chex.assert_trees_all_close(steps(half), want, rtol=1e-3, atol=2.0**-22)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_seed_and_step_and_nothing_else():
     model = F32.clone(dropout_rate=0.5)
     state, batch = make_state(model), make_batch()
