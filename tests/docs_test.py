@@ -215,9 +215,11 @@ def _pages_with_code():
 
 @pytest.mark.parametrize("page", [*_pages_with_code()])
 def test_python_code_runs(page):
-    namespace = {}
+    namespace, blocks = {}, 0
     # As in a user's process: the tests are stricter.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for language, code in CODE.findall(page.read_text()):
             if language == "python":
                 exec(compile(code, page.name, "exec"), namespace)
+                blocks += 1
+    assert blocks

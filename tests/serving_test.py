@@ -1,4 +1,4 @@
-"""Weights made ready once: the same results, less to keep, nothing large repeated."""
+"""Weights prepared once: the same results, less to keep, nothing large repeated."""
 
 import chex
 import jax
