@@ -2,5 +2,6 @@
 
 from loka_jax.models.dcnv2 import Dcnv2
 from loka_jax.models.dlrm import Dlrm
+from loka_jax.models.ranking import RankingModel
 
-__all__ = ["Dcnv2", "Dlrm"]
+__all__ = ["Dcnv2", "Dlrm", "RankingModel"]

@@ -11,14 +11,13 @@ from typing import Literal
 
 import jax
 from flax import linen
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import nn
-from loka_jax.recipe import get_recipe
+from loka_jax.models.ranking import RankingModel
 
 
-class Dcnv2(linen.Module):
+class Dcnv2(RankingModel):
     """A deep and cross network, from gathered embeddings to a logit.
 
     Attributes:
@@ -27,27 +26,12 @@ class Dcnv2(linen.Module):
         deep_mlp: widths of the deep network.
         structure: "parallel" feeds both networks with x_0; "stacked" feeds the deep
             network with the cross network's output.
-        recipe: precision of every site but the head, which is float32.
-        norm: norm of every layer of the deep network.
-        activation: activation of the deep network.
-        dropout_rate: dropout rate of the deep network.
-        implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     num_cross_layers: int = 3
     cross_rank: int | None = None
     deep_mlp: tuple[int, ...] = (512, 512, 256)
     structure: Literal["parallel", "stacked"] = "parallel"
-    recipe: str = "fp8_tensorwise"
-    norm: nn.NormName = "none"
-    activation: nn.ActivationName = "relu"
-    dropout_rate: float = 0.0
-    implementation: Literal["xla"] | None = None
-
-    @property
-    def compute_dtype(self) -> DTypeLike:
-        """The dtype to which the inputs are cast first."""
-        return get_recipe(self.recipe).compute_dtype
 
     @linen.compact
     def __call__(

@@ -12,14 +12,13 @@ from typing import Literal
 
 import jax
 from flax import linen
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import nn
-from loka_jax.recipe import get_recipe
+from loka_jax.models.ranking import RankingModel
 
 
-class Dlrm(linen.Module):
+class Dlrm(RankingModel):
     """A deep learning recommendation model, from gathered embeddings to a logit.
 
     Attributes:
@@ -27,27 +26,11 @@ class Dlrm(linen.Module):
             unused if there are no dense features.
         top_mlp: widths of the MLP after the interaction.
         interaction: "dot" for pairwise dot products, "cat" for plain concatenation.
-        recipe: precision of every site but the head, which is float32: a logit in
-            bfloat16 would cost more NE than FP8 does.
-        norm: norm of every layer.
-        activation: activation of every layer.
-        dropout_rate: dropout rate of the top MLP.
-        implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     bottom_mlp: tuple[int, ...] = (512, 256)
     top_mlp: tuple[int, ...] = (512, 512, 256)
     interaction: Literal["dot", "cat"] = "dot"
-    recipe: str = "fp8_tensorwise"
-    norm: nn.NormName = "none"
-    activation: nn.ActivationName = "relu"
-    dropout_rate: float = 0.0
-    implementation: Literal["xla"] | None = None
-
-    @property
-    def compute_dtype(self) -> DTypeLike:
-        """The dtype to which the inputs are cast first."""
-        return get_recipe(self.recipe).compute_dtype
 
     @linen.compact
     def __call__(

@@ -14,7 +14,7 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import require
@@ -219,7 +219,7 @@ class Config:
     """
 
     name: Annotated[str, tyro.conf.Suppress]
-    model: Dlrm | Dcnv2
+    model: RankingModel
     seed: int = 0
     data: DataConfig = DataConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
@@ -260,7 +260,7 @@ class Dcnv2Config(Config):
     model: Annotated[Dcnv2, tyro.conf.OmitArgPrefixes] = Dcnv2()
 
 
-def _check_model(model: Dlrm | Dcnv2):
+def _check_model(model: RankingModel):
     require(
         0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
     )
