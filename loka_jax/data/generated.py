@@ -207,6 +207,22 @@ def _scale_world(
     )
 
 
+def schema_of(config: DataConfig) -> Schema:
+    """Returns the columns and table sizes of generated click logs."""
+    return Schema(
+        label="click",
+        dense=tuple(f"I{j + 1}" for j in range(NUM_DENSE)),
+        categorical=tuple(f"C{f + 1}" for f in range(len(config.rows))),
+        vocab_sizes=config.rows,
+    )
+
+
+def split_sizes(config: DataConfig) -> dict[str, int]:
+    """Returns the number of examples of each split."""
+    held_out = config.eval_examples
+    return {"train": config.examples, "valid": held_out, "test": held_out}
+
+
 class GeneratedDataset:
     """A split of generated click logs.
 
@@ -231,12 +247,7 @@ class GeneratedDataset:
         """Opens a split; `seed` selects the examples of a held-out split."""
         if split not in _SPLITS:
             raise ValueError(f"{split=} must be one of {sorted(_SPLITS)}.")
-        self.schema = Schema(
-            label="click",
-            dense=tuple(f"I{j + 1}" for j in range(NUM_DENSE)),
-            categorical=tuple(f"C{f + 1}" for f in range(len(config.rows))),
-            vocab_sizes=config.rows,
-        )
+        self.schema = schema_of(config)
         self.num_examples = num_examples
         self._config, self._world, self._split = config, world, split
         self._seed = seed

@@ -10,6 +10,7 @@ from loka_jax.data.cache import cached_shards
 from loka_jax.data.config import DataConfig
 from loka_jax.data.convert import SETTINGS, settings_of
 from loka_jax.data.files import existing, find_sources
+from loka_jax.data.identity import identity_of_generated, identity_of_shards
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
 
@@ -23,12 +24,15 @@ class Splits:
         valid: the examples that decide when training stops.
         test: the examples of the final evaluation; None if only `valid` can serve.
         report: counts, policies and origin of the data, as JSON values.
+        identity: what decides which rows and ids training sees, as JSON values: equal
+            for equal data, wherever it lies; see `loka_jax.data.identity`.
     """
 
     train: Dataset
     valid: Dataset
     test: Dataset | None
     report: dict
+    identity: dict
 
 
 def open_data(config: DataConfig, *, seed: int) -> Splits:
@@ -63,7 +67,13 @@ def _splits(folder: ShardFolder) -> Splits:
             f"{folder.path} lacks training or validation shards: convert the data "
             "again."
         )
-    return Splits(train=train, valid=valid, test=test, report=folder.report)
+    return Splits(
+        train=train,
+        valid=valid,
+        test=test,
+        report=folder.report,
+        identity=identity_of_shards(folder),
+    )
 
 
 def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
@@ -91,11 +101,7 @@ def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
 
 def _open_generated(config: DataConfig, seed: int) -> Splits:
     world = generated.make_world(config)
-    sizes = {
-        "train": config.examples,
-        "valid": config.eval_examples,
-        "test": config.eval_examples,
-    }
+    sizes = generated.split_sizes(config)
     train, valid, test = (
         generated.GeneratedDataset(config, world, name, num_examples=size, seed=seed)
         for name, size in sizes.items()
@@ -112,4 +118,10 @@ def _open_generated(config: DataConfig, seed: int) -> Splits:
             "test": generated.true_model_ne(test),
         },
     }
-    return Splits(train=train, valid=valid, test=test, report=report)
+    return Splits(
+        train=train,
+        valid=valid,
+        test=test,
+        report=report,
+        identity=identity_of_generated(config, seed),
+    )

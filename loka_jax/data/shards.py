@@ -46,6 +46,9 @@ class ShardFolder:
         path: the folder.
         schema: the columns and table sizes.
         shards: the memory-mapped records of each split; a split may have none.
+        digests: the SHA-256 digests of each split's shards, as the manifest has them.
+        vocabulary_digests: a SHA-256 digest of the values of each field with a
+            vocabulary.
         report: the conversion's counts, policies and sources.
         settings: the options of the conversion.
     """
@@ -53,6 +56,8 @@ class ShardFolder:
     path: pathlib.Path
     schema: Schema
     shards: dict[str, list[np.ndarray]]
+    digests: dict[str, list[str]]
+    vocabulary_digests: dict[str, str]
     report: dict
     settings: dict
 
@@ -82,10 +87,12 @@ class ShardWriter:
 
     def add_vocabulary(self, field: int, values: pa.Array) -> None:
         """Writes a field's vocabulary: the values of its ids, from id 1 on."""
-        name = f"vocabulary-{field:02d}.parquet"
+        name = vocabulary_name(field)
         table = pa.table({"value": values})
         parquet.write_table(table, self._folder / name, write_page_checksum=True)
         self._register(name, rows=len(values))
+        # The file's own digest differs between versions of Arrow.
+        self._files[name]["values_sha256"] = _digest_of_values(values)
 
     def _register(self, name: str, *, rows: int) -> None:
         with open(self._folder / name, "r+b") as file:
@@ -112,6 +119,23 @@ class ShardWriter:
             json.dump(manifest, file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
+
+
+def vocabulary_name(field: int) -> str:
+    """Returns the name of the file with a field's vocabulary."""
+    return f"vocabulary-{field:02d}.parquet"
+
+
+def _digest_of_values(values: pa.Array) -> str:
+    """Returns a digest of the values in their order, whatever file they stand in."""
+    values = values.cast(pa.large_string())
+    _, offsets, text = values.buffers()
+    digest = hashlib.sha256()
+    if len(values):
+        ends = np.frombuffer(offsets, np.int64)[values.offset :][: len(values) + 1]
+        digest.update(np.ascontiguousarray(ends - ends[0]))
+        digest.update(memoryview(text)[ends[0] : ends[-1]])
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -182,12 +206,36 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
             ]
             for split, names in splits.items()
         }
+        split_digests = {
+            split: [files[name]["sha256"] for name in names]
+            for split, names in splits.items()
+        }
+        vocabulary_digests = _vocabulary_digests(schema, files)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(_unusable(folder, "its manifest lacks an entry")) from None
     report, settings = manifest.get("report", {}), manifest.get("settings", {})
     return ShardFolder(
-        path=folder, schema=schema, shards=shards, report=report, settings=settings
+        path=folder,
+        schema=schema,
+        shards=shards,
+        digests=split_digests,
+        vocabulary_digests=vocabulary_digests,
+        report=report,
+        settings=settings,
     )
+
+
+def _vocabulary_digests(schema: Schema, files: dict) -> dict[str, str]:
+    entries = {
+        column: files.get(vocabulary_name(field))
+        for field, column in enumerate(schema.categorical)
+    }
+    # Older folders have no digest of the values, only that of the file.
+    return {
+        column: entry.get("values_sha256", entry["sha256"])
+        for column, entry in entries.items()
+        if entry is not None
+    }
 
 
 def _unusable(path: pathlib.Path, reason: str) -> str:
