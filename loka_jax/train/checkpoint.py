@@ -1,8 +1,8 @@
 """Checkpoints that are verified before they are restored.
 
-Orbax writes the arrays into `.unfinished`; the manifest follows; then one rename makes
-the directory a checkpoint, whatever kills the process. A step that later differs from
-its manifest is renamed, and the step before it is used.
+Orbax writes the arrays into `.unfinished`, where they are opened again; the manifest
+follows; then one rename makes the directory a checkpoint, whatever kills the process. A
+step that later differs from its manifest is renamed, and the step before it is used.
 
     <directory>/<step>/default/...          Orbax's arrays (OCDBT)
     <directory>/<step>/manifest.json        digests, leaves, the caller's `meta`
@@ -15,23 +15,41 @@ Single process: every leaf must be addressable from it. One writer: the run's lo
 (`record.RunRecord`) excludes a second one; others may read at any time.
 """
 
+import glob
 import logging
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
 from loka_jax.train import manifest
+from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
 from loka_jax.train.record import steps_in
 
 _log = logging.getLogger(__name__)
+
+# Bytes on the disk for a byte of state that does not compress, with something to spare.
+_DISK_BYTES = 1.1
+
+
+class Saved(NamedTuple):
+    """A verified checkpoint.
+
+    Attributes:
+        step: the number of steps its state has seen.
+        meta: the values that were saved with the state.
+        leaves: shape and dtype of every leaf, by name.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
 
 
 class Checkpoints:
@@ -50,7 +68,8 @@ class Checkpoints:
             keep: the number of newest checkpoints to keep.
 
         Raises:
-            ValueError: if `keep` is not positive or the directory cannot be made.
+            ValueError: if `keep` is not positive, the directory cannot be made, or
+                its path holds a wildcard, under which Orbax finds nothing again.
         """
         if not keep >= 1:
             raise ValueError(f"{keep=} must be at least 1.")
@@ -61,6 +80,11 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         _quiet_orbax()
+        if glob.escape(str(self._directory)) != str(self._directory):
+            raise ValueError(
+                f"no checkpoint can be saved below {self._directory}, because its path "
+                "holds one of the wildcards * ? [: choose another --workdir."
+            )
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,6 +100,21 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         """Closes the checkpoints."""
         self.close()
+
+    def require_space(self, state: Any) -> None:
+        """Checks, before the first step, that the checkpoints of a run will fit.
+
+        Args:
+            state: a pytree of arrays or `jax.ShapeDtypeStruct`.
+
+        Raises:
+            ValueError: if the disk has less space than the checkpoints that are kept
+                and the one in progress need beside those that are there.
+        """
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+        # The oldest checkpoint is removed after the newest has been saved.
+        copies = max(self._keep - len(self._steps()), 0) + 1
+        self._require_copies(copies, sum(sizes))
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts saving `state` as `step`, after any earlier save has ended.
@@ -100,7 +139,7 @@ class Checkpoints:
         self.wait()
         if step in self._steps():
             return False
-        leaves = {name: _to_host(name, leaf) for name, leaf in _named_leaves(state)}
+        leaves = {name: to_host(name, leaf) for name, leaf in named_leaves(state)}
         content = {
             "step": step,
             "leaves": {
@@ -110,7 +149,7 @@ class Checkpoints:
             "meta": jsonfile.jsonable(meta, nan_as_null=False),
         }
         arrays = {name: array for name, (array, _) in leaves.items()}
-        self._require_space(sum(array.nbytes for array in arrays.values()))
+        self._require_copies(1, sum(array.nbytes for array in arrays.values()))
         # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
             target=self._save_twice, args=(step, arrays, content), name="checkpoint"
@@ -139,7 +178,11 @@ class Checkpoints:
             if self._manager is not None:
                 self._manager.close()
                 self._manager = None
-                _remove(self._unfinished)
+            self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Removes what an interrupted save left; only the owner of the run may."""
+        _remove(self._unfinished)
 
     def latest_step(self) -> int | None:
         """Returns the newest step, without verifying it, or None."""
@@ -152,25 +195,16 @@ class Checkpoints:
             if later > step:
                 self._remove_step(later)
 
-    def restore(
-        self, template: Any, *, config: dict[str, Any] | None = None
-    ) -> tuple[int, Any, dict[str, Any]]:
-        """Returns step, state and meta of the newest undamaged checkpoint.
+    def newest(self) -> Saved | None:
+        """Returns the newest undamaged checkpoint, or None if nothing was ever saved.
 
-        Every digest is verified before an array is read. A damaged step is renamed to
-        `<step>.damaged-<n>`, with one line of warning, and the step before it is
-        taken. Leaves are bit for bit as saved, on the devices of the template's leaves.
-
-        Args:
-            template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
-            config: the current config, to explain a template that does not fit.
+        Every digest is verified. A damaged step is renamed to `<step>.damaged-<n>`,
+        with one line of warning, and the step before it is taken.
 
         Raises:
-            ValueError: if there is no undamaged checkpoint, or the tree, a shape or a
-                dtype of the newest differs from `template`. Nothing is cast.
+            ValueError: if only damaged checkpoints are left.
         """
         self.wait()
-        first_damage = None
         for step in sorted(self._steps(), reverse=True):
             path = self._path(step)
             try:
@@ -178,21 +212,61 @@ class Checkpoints:
                 if content["step"] != step:
                     raise manifest.Damaged(f"{path}: was step {content['step']}")
             except manifest.Damaged as damage:
-                first_damage = first_damage or damage
                 self._put_aside(path, damage)
                 continue
-            _require_fit(content, template, config, path)
-            return step, self._read(step, template), content["meta"]
-        if first_damage:
+            return Saved(step, content["meta"], content["leaves"])
+        if damaged := sorted(self._directory.glob("*.damaged-*")):
+            names = ", ".join(path.name for path in damaged[-3:])
             raise ValueError(
-                f"no whole checkpoint is left in {self._directory} (the newest: "
-                f"{first_damage}): restore one from a copy, or train from the start "
-                "in another --workdir."
+                f"no whole checkpoint is left in {self._directory}, only {names}: "
+                "restore one from a copy, or train from the start in another --workdir."
             )
-        raise ValueError(
-            f"there is no checkpoint in {self._directory}: check --workdir, or train "
-            "without --resume."
+        return None
+
+    def read(
+        self, saved: Saved, template: Any, *, config: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns the state of a verified checkpoint.
+
+        Leaves are bit for bit as saved, on the devices of the template's leaves.
+
+        Args:
+            saved: from `newest`.
+            template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
+            config: the current config, to explain a template that does not fit.
+
+        Raises:
+            ValueError: if the tree, a shape or a dtype differs from `template`. Nothing
+                is cast.
+        """
+        changed = []
+        if config is not None:
+            changed = jsonfile.explain_mismatch(saved.meta.get("config", {}), config)
+        require_fit(saved.leaves, template, self._path(saved.step), changed)
+        named = dict(named_leaves(template))
+        arrays = self._read_arrays(
+            saved.step, [name for name, leaf in named.items() if leaf.size]
         )
+        leaves = [from_host(arrays.get(name), leaf) for name, leaf in named.items()]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+    def restore(
+        self, template: Any, *, config: dict[str, Any] | None = None
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """Returns step, state and meta of the newest undamaged checkpoint.
+
+        Arguments and errors are those of `newest` and `read`.
+
+        Raises:
+            ValueError: also if there is no checkpoint.
+        """
+        saved = self.newest()
+        if saved is None:
+            raise ValueError(
+                f"there is no checkpoint in {self._directory}: check --workdir, or "
+                "train without --resume."
+            )
+        return saved.step, self.read(saved, template, config=config), saved.meta
 
     def _path(self, step: int) -> Path:
         return self._directory / str(step)
@@ -200,14 +274,14 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         return steps_in(self._directory)
 
-    def _require_space(self, state_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self._directory).free
-        if free_bytes < 2 * state_bytes:
+    def _require_copies(self, copies: int, state_bytes: int) -> None:
+        needed = int(_DISK_BYTES * copies * state_bytes)
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
             raise ValueError(
-                f"a checkpoint needs {2 * state_bytes / 1e9:.3f} GB free in "
-                f"{self._directory} (twice the state), but only "
-                f"{free_bytes / 1e9:.3f} GB are: free some space or choose another "
-                "--workdir."
+                f"{self._directory} needs {needed:,} bytes for {copies} more "
+                f"checkpoints, and {free:,} are free there: free {needed - free:,} "
+                "bytes, lower --loop.keep-checkpoints, or choose another --workdir."
             )
 
     def _save_twice(
@@ -242,10 +316,19 @@ class Checkpoints:
         stored = {name: a for name, a in arrays.items() if a.size}
         stored = stored or {"nothing": np.zeros(1, np.int8)}
         self._manager.save(step, args=ocp.args.PyTreeSave(stored), force=True)
+        self._open_again(step, stored)
         written = self._unfinished / str(step)
         manifest.write(written, content)
         os.replace(written, self._path(step))
         self._manager.reload()
+
+    def _open_again(self, step: int, stored: dict[str, np.ndarray]) -> None:
+        """Raises OSError unless Orbax finds every array of the save in progress."""
+        assert self._manager is not None
+        tree = self._manager.item_metadata(step).tree
+        shapes = {name: tuple(array.shape) for name, array in tree.items()}
+        if shapes != {name: array.shape for name, array in stored.items()}:
+            raise OSError("what was written holds other arrays than the state")
 
     def _remove_old(self) -> None:
         """Removes all but the newest `keep` checkpoints."""
@@ -269,109 +352,21 @@ class Checkpoints:
         os.replace(path, aside)
         _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, damage)
 
-    def _read(self, step: int, template: Any) -> Any:
-        """Returns the arrays of a verified step as a tree like `template`."""
-        named = dict(_named_leaves(template))
-        names = [name for name, leaf in named.items() if leaf.size]
+    def _read_arrays(self, step: int, names: list[str]) -> dict[str, np.ndarray]:
+        if not names:
+            return {}
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
         args = ocp.args.PyTreeRestore(
             item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, as_numpy)
         )
-        arrays: dict[str, np.ndarray] = {}
-        if names:
-            with _manager(self._directory) as manager:
-                arrays = manager.restore(step, args=args)
-        leaves = [_from_host(arrays.get(name), leaf) for name, leaf in named.items()]
-        return jax.tree.unflatten(jax.tree.structure(template), leaves)
+        with _manager(self._directory) as manager:
+            return manager.restore(step, args=args)
 
 
 def _manager(directory: Path) -> ocp.CheckpointManager:
     # Synchronous, because our own thread is in the background and awaits the save.
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     return ocp.CheckpointManager(directory, options=options)
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, such as "params/dense_0/kernel"."""
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    for name, leaf in named:
-        if not hasattr(leaf, "dtype"):
-            raise ValueError(
-                f"state leaf {name!r} is a {type(leaf).__name__}, not an array: wrap "
-                "it in jnp.asarray, or put it into meta."
-            )
-    # {"a": {"b": x}, "a/b": y} would share a name; only a programming error does that.
-    assert len({name for name, _ in named}) == len(named), "two leaves share a path"
-    return named
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
-    """Returns a copy of a leaf in host memory, and the name of its dtype.
-
-    A typed PRNG key becomes its words; the dtype's name records the generator.
-    """
-    dtype = str(leaf.dtype)
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    # A copy, as the array may be donated and its memory reused while Orbax writes.
-    return np.array(data, copy=True), dtype
-
-
-def _from_host(array: np.ndarray | None, template: Any) -> Any:
-    """Returns a restored leaf of the template's type, on the template's devices."""
-    if array is None:  # arrays without elements are not written
-        array = np.zeros(template.shape, template.dtype)
-    if isinstance(template, np.ndarray | np.generic):
-        return array
-    leaf = jnp.asarray(array)
-    if _is_key(template):
-        impls = []
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
-        leaf = jax.random.wrap_key_data(leaf, impl=impls[0])
-    # An uncommitted array stays so: a committed copy would cause a recompilation.
-    is_uncommitted = template.sharding is None or not getattr(
-        template, "committed", True
-    )
-    return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
-
-
-def _describe(leaf: Any) -> dict[str, Any]:
-    """Returns shape and dtype as in the manifest; for a key, the shape of its words."""
-    words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    return {"shape": list(words.shape), "dtype": str(leaf.dtype)}
-
-
-def _require_fit(
-    content: dict[str, Any], template: Any, config: dict[str, Any] | None, path: Path
-) -> None:
-    """Raises ValueError at the first leaf in which checkpoint and template differ."""
-    saved = content["leaves"]
-    expected = {name: _describe(leaf) for name, leaf in _named_leaves(template)}
-    names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
-    if not names:
-        return
-
-    def text(leaf: dict[str, Any] | None) -> str:
-        return "absent" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
-
-    name = names[0]
-    more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
-    changed = []
-    if config is not None:
-        saved_config = content["meta"].get("config", {})
-        changed = jsonfile.explain_mismatch(saved_config, config)
-    reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
-    raise ValueError(
-        f"{path} does not fit this model: {name!r} is {text(saved.get(name))} there "
-        f"and {text(expected.get(name))} here{more}: resume with the config it was "
-        f"saved with, or use another --workdir{reason}."
-    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,93 @@
+"""The leaves of a saved state by name: to host memory and back, and what must agree."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths, such as "params/dense_0/kernel"."""
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    for name, leaf in named:
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"state leaf {name!r} is a {type(leaf).__name__}, not an array: wrap "
+                "it in jnp.asarray, or put it into meta."
+            )
+    # {"a": {"b": x}, "a/b": y} would share a name; only a programming error does that.
+    assert len({name for name, _ in named}) == len(named), "two leaves share a path"
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
+    """Returns a copy of a leaf in host memory, and the name of its dtype.
+
+    A typed PRNG key becomes its words; the dtype's name records the generator.
+    """
+    dtype = str(leaf.dtype)
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    # A copy, as the array may be donated and its memory reused while Orbax writes.
+    return np.array(data, copy=True), dtype
+
+
+def from_host(array: np.ndarray | None, template: Any) -> Any:
+    """Returns a restored leaf of the template's type, on the template's devices."""
+    if array is None:  # arrays without elements are not written
+        array = np.zeros(template.shape, template.dtype)
+    if isinstance(template, np.ndarray | np.generic):
+        return array
+    leaf = jnp.asarray(array)
+    if _is_key(template):
+        impls = []
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
+        leaf = jax.random.wrap_key_data(leaf, impl=impls[0])
+    # An uncommitted array stays so: a committed copy would cause a recompilation.
+    is_uncommitted = template.sharding is None or not getattr(
+        template, "committed", True
+    )
+    return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    """Returns shape and dtype as in the manifest; for a key, the shape of its words."""
+    words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    return {"shape": list(words.shape), "dtype": str(leaf.dtype)}
+
+
+def require_fit(
+    saved: dict[str, Any], template: Any, path: Path, changed: list[str]
+) -> None:
+    """Raises ValueError at the first leaf in which checkpoint and template differ.
+
+    Args:
+        saved: shape and dtype of the checkpoint's leaves, by name.
+        template: the expected tree.
+        path: of the checkpoint.
+        changed: the differences between the configs, to explain the error.
+    """
+    expected = {name: _describe(leaf) for name, leaf in named_leaves(template)}
+    names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
+    if not names:
+        return
+
+    def text(leaf: dict[str, Any] | None) -> str:
+        return "absent" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
+
+    name = names[0]
+    more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
+    reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
+    raise ValueError(
+        f"{path} does not fit this model: {name!r} is {text(saved.get(name))} there "
+        f"and {text(expected.get(name))} here{more}: resume with the config it was "
+        f"saved with, or use another --workdir{reason}."
+    )
