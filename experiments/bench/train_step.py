@@ -95,7 +95,9 @@ def make_run(
     """Returns a run of a model in one arm, on the generated stream."""
     module, dim = MODELS[model]
     if arm == FLAX:
-        module = models.FlaxDlrm(module.bottom_mlp, module.top_mlp, recipe="bf16")
+        module = models.FlaxDlrm(
+            bottom_mlp=module.bottom_mlp, top_mlp=module.top_mlp, recipe="bf16"
+        )
     else:
         module = module.clone(recipe=arm)
     return build(
