@@ -6,6 +6,9 @@ Below one, nothing was clipped. A ratio far above one in several looks means tha
 operand has left the distribution on which its candidate was measured.
 """
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -23,26 +26,32 @@ def amax_ratio(state: DelayedScaling, margin: int) -> Float[Array, ""]:
     return jnp.max(jnp.where(has_older, newest / jnp.where(has_older, reach, 1.0), 0.0))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Counts the consecutive looks at which each site was off its scales."""
+    """The looks so far; `dataclasses.asdict` gives JSON values.
 
-    def __init__(self):
-        """Starts with no site off its scales."""
-        self._looks: dict[str, int] = {}
+    Attributes:
+        looks: consecutive looks at which a site was off its scales, by path.
+        drifted: why sites have drifted, by path.
+    """
 
-    def look(self, ratios: dict[str, float]) -> dict[str, str]:
-        """Returns why sites have drifted, by path.
+    looks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    drifted: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def after(self, ratios: Mapping[str, float]) -> "Watch":
+        """Returns the watch after a look.
 
         Args:
             ratios: the ratio of each site at this look.
         """
-        self._looks = {
-            path: self._looks.get(path, 0) + 1
+        looks = {
+            path: self.looks.get(path, 0) + 1
             for path, ratio in ratios.items()
             if ratio > MOST
         }
-        return {
+        drifted = {
             path: f"an amax was {ratios[path]:.1f} times the largest of its scale"
-            for path, looks in self._looks.items()
-            if looks >= LOOKS
+            for path, count in looks.items()
+            if count >= LOOKS
         }
+        return Watch(looks=looks, drifted={**self.drifted, **drifted})

@@ -266,15 +266,17 @@ def plan_rows(plan: DispatchPlan) -> list[dict[str, Any]]:
     ]
 
 
+def as_json(plan: DispatchPlan) -> dict[str, Any]:
+    """Returns a plan as JSON values."""
+    return {
+        site: decision._asdict() | {"choice": decision.choice.name}
+        for site, decision in plan.decisions
+    }
+
+
 def save(path: pathlib.Path, plan: DispatchPlan):
     """Writes a plan as JSON."""
-    jsonfile.write(
-        path,
-        {
-            site: decision._asdict() | {"choice": decision.choice.name}
-            for site, decision in plan.decisions
-        },
-    )
+    jsonfile.write(path, as_json(plan))
 
 
 def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
@@ -284,20 +286,35 @@ def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
         ValueError: if the file is not a plan, or has a plan for other sites.
     """
     try:
-        value: Any = jsonfile.read(path)
+        value = jsonfile.read(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    return from_json(value, sites, str(path))
+
+
+def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
+    """Returns the plan of a model's sites from the values of `as_json`.
+
+    Args:
+        value: the values.
+        sites: of the model.
+        source: where the values are from, for messages.
+
+    Raises:
+        ValueError: if they are not a plan, or a plan for other sites.
+    """
+    try:
         decisions = {
             site: Decision(**fields | {"choice": Choice.parse(fields["choice"])})
             for site, fields in value.items()
         }
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a plan ({error}): make it again.") from None
+        raise ValueError(f"{source} is not a plan ({error}): make it again.") from None
     paths = {site.path for site in sites}
     unknown = sorted(set(decisions) - paths)
     if unknown:
         raise ValueError(
-            f"{path} has choices for {', '.join(unknown)}, which are not sites of this "
-            f"model: there are {', '.join(sorted(paths))}."
+            f"{source} has choices for {', '.join(unknown)}, which are not sites of "
+            f"this model: there are {', '.join(sorted(paths))}."
         )
     return DispatchPlan(tuple(decisions.items()))

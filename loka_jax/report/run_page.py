@@ -48,19 +48,19 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
     if not command and (name := run.config.get("name")):
         command = f"uv run python experiments/train.py --config {name}"
         is_guessed = True
-    plan, demotions = summary.get("plan"), summary.get("demotions")
+    plan = summary.get("plan")
     return write_page(
         path,
         "run.html",
         title=str(run.config.get("name") or path.parent.resolve().name),
         is_finished=bool(summary),
         facts=_facts(run),
-        notes=run.notes,
+        notes=[*run.notes, *_sentences(summary.get("returns"))],
         tiles=_tiles(run),
         curves=_curves(run),
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
-        demotions=demotions if isinstance(demotions, list) else [],
+        demotions=_sentences(summary.get("demotions")),
         scales=_scales(run.scales),
         data=_data(as_dict(summary.get("data"))),
         command=command,
@@ -70,6 +70,10 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
             "Versions": flat(as_dict(summary.get("versions"))),
         },
     )
+
+
+def _sentences(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _facts(run: RunFiles) -> list[str]:

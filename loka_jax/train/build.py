@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
-from loka_jax.train.planning import choose_plan, load_frozen
+from loka_jax.train.planning import ChosenPlan, choose_plan, saved_plan
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
@@ -176,13 +175,13 @@ class Run:
         return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
 
-def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
+def build(config: Config, saved: Any = None) -> Run:
     """Returns the run that `config` describes.
 
     Args:
         config: the run.
-        frozen_plan: the file with the plan of the run being resumed; None to choose a
-            plan by the configuration.
+        saved: the plan of the checkpoint being resumed, as JSON values; None to choose
+            a plan by the configuration.
 
     Raises:
         ValueError: one sentence with the option or file and the remedy.
@@ -207,10 +206,10 @@ def build(config: Config, frozen_plan: pathlib.Path | None = None) -> Run:
     )
     list_sites = functools.partial(_list_sites, config.model, inputs)
     sites = list_sites(DispatchPlan())
-    if frozen_plan is None:
+    if saved is None:
         planned = choose_plan(config, sites)
     else:
-        planned = load_frozen(frozen_plan, sites)
+        planned = ChosenPlan(saved_plan(saved, sites))
     optim = config.optim
     return Run(
         config=config,

@@ -63,6 +63,9 @@ class LoopConfig:
         save_every: steps between checkpoints; None to save after each evaluation.
         keep_checkpoints: number of newest checkpoints to keep.
         max_skipped_steps: skipped steps in a row after which the run stops.
+        on_divergence: "stop" ends the run when its loss diverges; "go_back" continues
+            from the newest checkpoint with half the learning rates, without the
+            examples up to the divergence, three times at most.
     """
 
     batch_size: int = 8192
@@ -74,10 +77,13 @@ class LoopConfig:
     save_every: int | None = None
     keep_checkpoints: int = 2
     max_skipped_steps: int = 20
+    on_divergence: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self):  # noqa: D105
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, str):
+                continue
             option = f"--loop.{field.name.replace('_', '-')}"
             require(value is None or value >= 1, option, value, "at least 1")
         require(

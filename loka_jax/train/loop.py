@@ -6,71 +6,55 @@ numerics are in `step.py`; a checkpoint holds `TrainState` and `Progress`.
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
-from loka_jax.dispatch.drift import Watch, amax_ratio
-from loka_jax.nn import by_path
-from loka_jax.optim import Plateau
-from loka_jax.recipe import OPERANDS
+from loka_jax.dispatch.plan import as_json
 from loka_jax.site import BF16
-from loka_jax.train import metrics
+from loka_jax.train import guard, metrics, operands
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, Saved
+from loka_jax.train.host_state import Progress
+from loka_jax.train.planning import saved_plan
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
 from loka_jax.train.signals import StopRequest
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import named_sites, scales_initialized
+from loka_jax.train.step import scales_initialized
 
 # An operand that is always zero never initializes its scale, so after this many steps
 # the guard for first steps is dropped in any case (scaling.delayed_scale_inv).
 _MAX_FIRST_STEPS = 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The host's state of a run; saved with the device's state.
-
-    Attributes:
-        step: steps taken, including skipped ones.
-        position: position of the next batch.
-        examples: training examples seen.
-        seconds: time spent training, without evaluations and checkpoints.
-        plateau: the state of the plateau schedule and of early stopping.
-        best: the evaluation with the best AUC so far, as in metrics.jsonl.
-        demotions: a sentence for each site that fell back to bfloat16.
-    """
-
-    step: int = 0
-    position: Position
-    examples: int = 0
-    seconds: float = 0.0
-    plateau: Plateau = Plateau()
-    best: dict[str, Any] | None = None
-    demotions: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the progress as JSON values."""
-        return dataclasses.asdict(self) | {"position": list(self.position)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns the progress from the values of `to_json`."""
-        position = Position(*data["position"])
-        plateau = Plateau(**data["plateau"])
-        demotions = tuple(data.get("demotions", ()))
-        read = {"position": position, "plateau": plateau, "demotions": demotions}
-        return cls(**data | read)
+# Times that a run goes back to a checkpoint before it counts as failed.
+_MAX_RETURNS = 3
 
 
 class TrainingFailed(Exception):
     """Training cannot continue, for a reason other than a wrong option."""
+
+
+class Diverged(TrainingFailed):
+    """The loss has left all bounds."""
+
+
+class Best(NamedTuple):
+    """The state to judge a run by.
+
+    Attributes:
+        step: the number of steps that the state has seen.
+        run: the run with the plan of that step.
+        state: the state.
+    """
+
+    step: int
+    run: Run
+    state: TrainState
 
 
 class Loop:
@@ -109,8 +93,7 @@ class Loop:
         self._display = display
         self._profiler = profiler
         self._scales_initialized = False
-        self._watch = Watch()
-        self._drifted: dict[str, str] = {}
+        self._batch: Batch | None = None
         self._since = time.perf_counter()
         self._logged = (progress.examples, progress.seconds)
         self._warm: tuple[int, float] | None = None
@@ -119,9 +102,18 @@ class Loop:
         """Trains to the end or until `stop` is set, and saves before it returns.
 
         Raises:
-            TrainingFailed: if too many steps in a row were not finite.
+            TrainingFailed: if too many steps in a row were not finite, or the loss has
+                diverged; healthy checkpoints stay as they are.
             OSError: if a checkpoint could not be written.
         """
+        while True:
+            try:
+                return self._train(stop)
+            except Diverged as error:
+                if not self._go_back(error):
+                    raise
+
+    def _train(self, stop: StopRequest):
         loop = self.run.config.loop
         self._since = time.perf_counter()
         with Prefetcher(
@@ -144,19 +136,24 @@ class Loop:
                     break
         self._save()
         self._checkpoints.wait()
+        if not stop.is_set:
+            self._refuse_ruin()
 
-    def best_state(self) -> tuple[int, TrainState]:
+    def best_state(self) -> Best:
         """Returns the state with the best validation AUC if it was saved, or the last.
 
-        It is saved if `plateau_patience` is set, as in the BARS benchmark.
-
-        Returns:
-            the number of steps that the state has seen, and the state.
+        It is saved if `plateau_patience` is set, as in the BARS benchmark. Sites may
+        have been demoted since.
         """
-        if self._best.latest_step() is None:
-            return self.progress.step, self.state
-        step, state, _ = self._best.restore(self.state)
-        return step, state
+        saved = self._best.newest()
+        if saved is None:
+            return Best(self.progress.step, self.run, self.state)
+        run = self._run_of(saved)
+        return Best(saved.step, run, _read(self._best, saved, run))
+
+    def saved_step(self) -> int | None:
+        """Returns the step of the newest checkpoint, or None."""
+        return self._checkpoints.latest_step()
 
     def examples_per_second(self) -> float | None:
         """Returns this session's rate after its first log line, without compilation."""
@@ -169,6 +166,7 @@ class Loop:
     def step(self, position: Position, batch: Batch):
         """Trains on a batch, and moves `state` and `progress` on."""
         step = self.progress.step
+        self._batch = batch
         self._profiler.before(step)
         take_step = self.run.train_step(
             scales_initialized=self._ready_for_initialized_step(),
@@ -200,22 +198,10 @@ class Loop:
             return False
         text = " ".join(str(error).split())[:200]
         reason = f"its step did not compile ({type(error).__name__}: {text})"
-        # A checkpoint of the current step still belongs to the previous plan.
-        self._demote(dict.fromkeys(kernels, reason), self.progress.step + 1)
+        self._demote(dict.fromkeys(kernels, reason))
         return True
 
-    def _watch_drift(self):
-        """Records the sites whose operands have drifted from the measured ones."""
-        choices = dict(self.run.plan.choices)
-        sites = {
-            path: amax_ratio(site, choices[path].recipe.margin)
-            for path, site in named_sites(self.state).items()
-            if path in choices and choices[path].is_fp8
-        }
-        ratios = {path: float(x) for path, x in jax.device_get(sites).items()}
-        self._drifted |= self._watch.look(ratios)
-
-    def _demote(self, reasons: dict[str, str], first_checkpoint: int):
+    def _demote(self, reasons: Mapping[str, str]):
         """Runs sites in XLA's bfloat16 from now on."""
         plan, step = self.run.plan, f"step {self.progress.step:,}"
         for path, reason in reasons.items():
@@ -229,7 +215,7 @@ class Loop:
         template = jax.eval_shape(lambda: self.run.init().fp8)
         fp8 = _restricted(self.state.fp8, template)
         self.state = dataclasses.replace(self.state, fp8=fp8)
-        self._record.write_plan(plan, first_checkpoint)
+        self._record.write_plan(plan)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""
@@ -283,10 +269,12 @@ class Loop:
             "bad_ids": int(self.state.bad_ids),
         }
         self._record.log(line)
-        if scales := _scales(self.state):
+        self._judge(values["ne"])
+        if scales := operands.scales(self.state):
             self._record.log_scales(progress.step, scales)
-        self._watch_drift()
-        if amaxes := _amaxes(self.state):
+        watch = progress.watch.after(operands.drift_ratios(self.state, self.run.plan))
+        self.progress = dataclasses.replace(self.progress, watch=watch)
+        if amaxes := operands.amaxes(self.state):
             self._record.log_amaxes(progress.step, amaxes)
         self._display.numbers(progress.step, line)
         self.state = dataclasses.replace(self.state, metrics=metrics.init())
@@ -294,10 +282,105 @@ class Loop:
         self._warm = self._warm or self._logged
         self._refuse_endless_skipping()
 
+    def _judge(self, ne: float | None):
+        """Judges the loss of a window of training examples."""
+        progress = self.progress
+        is_warm = progress.step > self.run.config.optim.warmup_steps
+        seen = progress.guard.after(ne, is_warm=is_warm)
+        self.progress = dataclasses.replace(progress, guard=seen)
+        if seen.has_diverged:
+            raise Diverged(
+                self._divergence(f"the NE of the training examples is {ne:.3g}")
+            )
+
+    def _divergence(self, symptom: str) -> str:
+        """Returns a sentence on a run that has diverged."""
+        run, schema = self.run, self.run.splits.train.schema
+        cause = "no batch was seen"
+        if self._batch is not None:
+            cause = guard.likely_cause(
+                run.planned, run.tables, self.state, self._batch, schema.dense
+            )
+        saved = self.saved_step()
+        healthy = (
+            "there is no checkpoint"
+            if saved is None
+            else (f"the newest checkpoint, step {saved}, is from before that")
+        )
+        return (
+            f"training has diverged at step {self.progress.step}: {symptom} (1 is as "
+            f"bad as predicting the mean click rate); {cause}; {healthy}."
+        )
+
+    def _refuse_ruin(self):
+        """Ends a finished run as failed if its state cannot be used.
+
+        Raises:
+            TrainingFailed: if the last steps were all skipped.
+            Diverged: if the last window was bad, or the state is not finite.
+        """
+        skipped = int(self.state.skipped_in_a_row)
+        if skipped and skipped >= min(
+            self.run.config.loop.log_every, self.progress.step
+        ):
+            self._raise_skipped(skipped)
+        if not self._is_healthy():
+            raise Diverged(
+                self._divergence("the loss left all bounds in the last steps")
+            )
+
+    def _is_healthy(self) -> bool:
+        """Returns whether the state may become a checkpoint."""
+        values = metrics.compute(self.state.metrics)
+        is_warm = self.progress.step > self.run.config.optim.warmup_steps
+        now = self.progress.guard.after(values["ne"], is_warm=is_warm)
+        return now.is_healthy and not guard.poisoned(self.state)
+
+    def _go_back(self, error: Diverged) -> bool:
+        """Continues from the newest checkpoint; returns False if that is not wanted.
+
+        The examples between it and the divergence are left out, and the learning rates
+        are halved: the same steps would diverge again.
+        """
+        progress = self.progress
+        wanted = self.run.config.loop.on_divergence == "go_back"
+        if not wanted or len(progress.returns) >= _MAX_RETURNS:
+            return False
+        saved = self._checkpoints.newest()
+        if saved is None:
+            return False
+        self.run = self._run_of(saved)
+        state = _read(self._checkpoints, saved, self.run)
+        before = Progress.from_json(saved.meta["progress"])
+        lr_scale = min(before.plateau.lr_scale, progress.plateau.lr_scale) / 2
+        sentence = f"{error} Went back to step {before.step}, learning rates halved."
+        self._display.say(sentence)
+        self.state = dataclasses.replace(
+            state, lr_scale=jnp.asarray(lr_scale, jnp.float32)
+        )
+        self.progress = dataclasses.replace(
+            before,
+            position=progress.position,
+            plateau=dataclasses.replace(before.plateau, lr_scale=lr_scale),
+            returns=(*progress.returns, sentence),
+        )
+        self._best.drop_after(before.step)
+        self._record.truncate(before.step)
+        self._logged = (before.examples, before.seconds)
+        return True
+
+    def _run_of(self, saved: Saved) -> Run:
+        """Returns the run with the plan of a checkpoint."""
+        sites = self.run.sites
+        return self.run.replanned(saved_plan(saved.meta["plan"], sites))
+
     def _refuse_endless_skipping(self):
         skipped = int(self.state.skipped_in_a_row)
         if skipped < self.run.config.loop.max_skipped_steps:
             return
+        self._raise_skipped(skipped)
+
+    def _raise_skipped(self, skipped: int):
         raise TrainingFailed(
             f"the last {skipped} steps up to step {self.progress.step} were skipped, "
             "because their loss or gradients were not finite: lower --optim.lr or "
@@ -325,19 +408,31 @@ class Loop:
 
     def _demote_drifted(self):
         """Demotes the sites that have drifted, before the next checkpoint."""
-        if self._drifted and not self._ends():
-            self._demote(self._drifted, self.progress.step)
-        self._drifted = {}
+        watch = self.progress.watch
+        if watch.drifted and not self._ends():
+            self._demote(watch.drifted)
+        watch = dataclasses.replace(watch, drifted={})
+        self.progress = dataclasses.replace(self.progress, watch=watch)
 
     def _save(self):
+        """Saves the state, unless it is not healthy: older checkpoints may be."""
         self._tick()
+        if not self._is_healthy():
+            self._display.say(
+                f"step {self.progress.step:,}: not saved, as the loss is out of bounds."
+            )
+            return
         self._best.wait()  # so that a kill cannot lose the best state of a checkpoint
         self._checkpoints.save(self.progress.step, self.state, self._meta())
         self._since = time.perf_counter()
 
     def _meta(self) -> dict[str, Any]:
-        config = self.run.config.identity()
-        return {"progress": self.progress.to_json(), "config": config}
+        return {
+            "progress": self.progress.to_json(),
+            "config": self.run.config.identity(),
+            "plan": as_json(self.run.plan),
+            "data": self.run.splits.identity,
+        }
 
     def _line(self, kind: str) -> dict[str, Any]:
         progress = self.progress
@@ -356,20 +451,10 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
 
 
-def _scales(state: TrainState) -> dict[str, float]:
-    """Returns the scale_inv of every operand of the sites with delayed scaling."""
-    sites = named_sites(state)
-    return _by_operand({path: site.scale_inv for path, site in sites.items()})
-
-
-def _amaxes(state: TrainState) -> dict[str, float]:
-    """Returns the amaxes of the batch observed last, by site and operand."""
-    return _by_operand(
-        {
-            path: [getattr(stats, operand).tails.last_amax for operand in OPERANDS]
-            for path, stats in by_path(state.probe).items()
-        }
-    )
+def _read(checkpoints: Checkpoints, saved: Saved, run: Run) -> TrainState:
+    """Returns the state of a checkpoint, without making another one first."""
+    template = jax.eval_shape(lambda: vars(run.init()))
+    return TrainState(**checkpoints.read(saved, template))
 
 
 def _restricted(tree: Any, template: Any) -> Any:
@@ -377,13 +462,3 @@ def _restricted(tree: Any, template: Any) -> Any:
     if not isinstance(template, dict):
         return tree
     return {name: _restricted(tree[name], inner) for name, inner in template.items()}
-
-
-def _by_operand(tables: dict[str, Any]) -> dict[str, float]:
-    """Returns the entries of tables with one per operand, by "site/operand"."""
-    tables = jax.device_get(tables)
-    return {
-        f"{path}/{operand}": float(table[i])
-        for path, table in tables.items()
-        for i, operand in enumerate(OPERANDS)
-    }

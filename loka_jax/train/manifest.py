@@ -14,7 +14,7 @@ from typing import Any
 from loka_jax import jsonfile
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Damaged(Exception):

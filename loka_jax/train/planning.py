@@ -3,7 +3,7 @@
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,6 @@ from loka_jax.dispatch.table import BadTable, Table
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.train.config import Config
-from loka_jax.train.record import CHECKPOINTS, latest_step
 
 AUTO, OFF = "auto", "off"
 _SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
@@ -54,7 +53,7 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
                 f"plan, or one of {AUTO!r} and {OFF!r}."
             )
         if _is_plan(path):
-            return ChosenPlan(_runnable(plans.load(path, sites), path, sites))
+            return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
         table, notes = _valid_table(path)
     plan = plans.make_plan(
         sites,
@@ -66,28 +65,14 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
     return ChosenPlan(plan, notes)
 
 
-def load_frozen(path: pathlib.Path, sites: Sequence[Site]) -> ChosenPlan:
-    """Returns the plan with which a run was begun.
+def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
+    """Returns the plan of a checkpoint from its JSON values.
 
     Raises:
-        ValueError: if the file is damaged, or the plan cannot run here.
+        ValueError: if it cannot run here.
     """
-    return ChosenPlan(_runnable(plans.load(path, sites), path, sites))
-
-
-def find_plan(workdir: pathlib.Path) -> pathlib.Path | None:
-    """Returns the file of the plan that a run's newest checkpoint was made with.
-
-    Plans are named by the first step that they hold for, so that every checkpoint can
-    be resumed with its plan. None if the run has not begun.
-    """
-    newest = latest_step(workdir / CHECKPOINTS) or 0
-    paths = [
-        (step, path)
-        for path in workdir.glob("plan-*.json")
-        if (step := int(path.stem.removeprefix("plan-"))) <= newest
-    ]
-    return max(paths)[1] if paths else None
+    source = "the checkpoint's plan"
+    return _runnable(plans.from_json(value, sites, source), source, sites)
 
 
 def shipped_path(device_kind: str) -> pathlib.Path:
@@ -129,14 +114,12 @@ def _is_plan(path: pathlib.Path) -> bool:
     return isinstance(value, dict) and "schema" not in value
 
 
-def _runnable(
-    plan: DispatchPlan, path: pathlib.Path, sites: Sequence[Site]
-) -> DispatchPlan:
+def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:
     choices = dict(plan.choices)
     kernels = [where for where, choice in plan.choices if choice.provider != "xla"]
     if kernels and local_device().why_not_pallas is not None:
         raise ValueError(
-            f"{path} has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
+            f"{source} has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
             "machine has none: leave --plan out, or give --plan off."
         )
     for site in sites:
@@ -145,6 +128,6 @@ def _runnable(
             reason = why_not(choice, table_key(site.spec))
             if reason is not None:
                 raise ValueError(
-                    f"{path}: {choice.name} cannot run at {site.path}: {reason}."
+                    f"{source}: {choice.name} cannot run at {site.path}: {reason}."
                 )
     return plan

@@ -1,6 +1,7 @@
 """The files of a run in its workdir, and the lock that excludes other runs.
 
     config.json     the resolved config, written first
+    plan.json       the choices for the sites, if there are any
     metrics.jsonl   one line per logged step or evaluation
     scales.jsonl    one line of delayed scales per logged step, by site and operand
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
@@ -36,6 +37,7 @@ from loka_jax.report import RunFiles
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
+PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _PACKAGES = (
@@ -65,12 +67,12 @@ class RunRecord:
         may_change: Collection[str] = (),
         tensorboard: bool = False,
     ):
-        """Locks `workdir`, creating it if necessary, and writes `config.json`.
+        """Locks `workdir`, creating it if necessary; call `start` before logging.
 
         Args:
             workdir: the run's folder.
             config: the resolved config, as JSON values.
-            resume: whether to resume the run in the folder; call `truncate` next.
+            resume: whether to resume the run in the folder.
             may_change: dotted names of fields in which a resumed run's config may
                 differ, such as the number of steps. A name covers those below it.
             tensorboard: whether `log` also writes TensorBoard events.
@@ -84,13 +86,14 @@ class RunRecord:
                 "TensorBoard events need tensorboardX: install loka-jax[report]."
             )
         self.workdir = Path(workdir)
+        self._config = config
         self._tensorboard = tensorboard
         self._events = None
         self._files: dict[str, IO[str]] = {}
+        self._is_unused = not self.workdir.exists()
         self._lock = _lock(self.workdir)
         try:
             _check_owner(self.workdir, config, resume, may_change)
-            self.write(CONFIG, config)
         except BaseException:  # even Ctrl-C must not leave the folder locked
             self._lock.close()
             raise
@@ -103,13 +106,20 @@ class RunRecord:
         """Closes the record."""
         self.close()
 
-    def truncate(self, step: int) -> None:
-        """Drops the lines after `step`, and an incomplete last line.
+    def start(self, step: int) -> None:
+        """Writes config.json, and drops what a later step or an earlier end left.
 
-        Call it once after restoring, with the restored step (0 to start over), before
-        the first `log`.
+        Args:
+            step: the restored step, 0 for the start.
         """
-        assert not self._files, "truncate comes before the first line"
+        self._is_unused = False
+        self.write(CONFIG, self._config)
+        (self.workdir / SUMMARY).unlink(missing_ok=True)  # this run has not ended
+        self.truncate(step)
+
+    def truncate(self, step: int) -> None:
+        """Drops the lines after `step`, and an incomplete last line."""
+        self._close_files()
         for name in (METRICS, SCALES, AMAXES):
             path = self.workdir / name
             if path.exists():
@@ -136,9 +146,9 @@ class RunRecord:
         """Writes sites.json: path, shape, what runs per role, and why not FP8."""
         self.write(SITES, sites)
 
-    def write_plan(self, plan: DispatchPlan, step: int) -> None:
-        """Writes plan-STEP.json, the plan of checkpoints from that step on."""
-        save_plan(self.workdir / f"plan-{step}.json", plan)
+    def write_plan(self, plan: DispatchPlan) -> None:
+        """Writes plan.json, the plan that the run follows now."""
+        save_plan(self.workdir / PLAN, plan)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""
@@ -149,14 +159,19 @@ class RunRecord:
         jsonfile.write(self.workdir / name, value)
 
     def close(self) -> None:
-        """Closes the files and unlocks the workdir."""
+        """Closes the files and unlocks the workdir; an unused new one is removed."""
+        self._close_files()
+        if self._is_unused:
+            _remove_unused(self.workdir)
+        self._lock.close()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
         self._files = {}
         if self._events is not None:
             self._events.close()
             self._events = None
-        self._lock.close()
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if name not in self._files:
@@ -177,35 +192,6 @@ class RunRecord:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
-
-
-def check_workdir(
-    workdir: str | os.PathLike,
-    *,
-    config: Mapping[str, Any],
-    resume: bool = False,
-    may_change: Collection[str] = (),
-) -> None:
-    """Checks a workdir as `RunRecord` does, without creating or locking anything.
-
-    Raises:
-        ValueError: if the folder cannot be written to, or it holds a run and `resume`
-            is False, or a run with another config.
-    """
-    workdir = Path(workdir)
-    folders = (workdir, *workdir.absolute().parents)
-    nearest = next(path for path in folders if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"cannot write to {workdir}, because {nearest} is not a writable folder: "
-            "choose another --workdir."
-        )
-    _check_owner(workdir, config, resume, may_change)
-
-
-def latest_step(directory: Path) -> int | None:
-    """Returns the newest step in a folder of checkpoints, not verified, or None."""
-    return max(steps_in(directory), default=None) if directory.is_dir() else None
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -296,10 +282,36 @@ def _lock(workdir: Path) -> IO[str]:
             f"cannot lock {workdir} ({error.strerror}): choose a --workdir on a file "
             "system with file locks."
         ) from None
+    if not _is_at(file, workdir / _LOCK):
+        file.close()
+        raise ValueError(
+            f"{workdir} was removed by a run that ended just now: start again."
+        )
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Returns whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(workdir: Path) -> None:
+    """Removes a folder that holds nothing but the lock and empty folders."""
+    folders = [path for path in workdir.iterdir() if path.is_dir()]
+    if any(any(folder.iterdir()) for folder in folders):
+        return
+    if {path.name for path in workdir.iterdir() if path not in folders} != {_LOCK}:
+        return
+    for folder in folders:
+        folder.rmdir()
+    (workdir / _LOCK).unlink()
+    workdir.rmdir()
 
 
 def _check_owner(

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.report import write_run_page
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, Saved
 from loka_jax.train.config import Config
-from loka_jax.train.loop import Loop, Progress, quality
-from loka_jax.train.planning import find_plan
+from loka_jax.train.host_state import Progress
+from loka_jax.train.loop import Loop, quality
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -30,8 +31,8 @@ from loka_jax.train.progress import (
 )
 from loka_jax.train.record import (
     CHECKPOINTS,
+    CONFIG,
     RunRecord,
-    check_workdir,
     read_run,
     versions,
 )
@@ -46,6 +47,7 @@ _MAY_CHANGE = (
     "loop.save_every",
     "loop.keep_checkpoints",
     "loop.max_skipped_steps",
+    "loop.on_divergence",
 )
 
 
@@ -91,35 +93,29 @@ def train(
     if config.run.print_config:
         console.print_json(data=config.identity())
         return Trained(0)
-    with stop_on_signals() as stop:
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
         console.print(device_notice(config.run.require_gpu))
         if config.run.dry_run:
             return Trained(_compile(_build(config, console, None), console))
         workdir = choose_workdir(config)
-        owner = {
-            "config": config.identity(),
-            "resume": config.run.resume,
-            "may_change": _MAY_CHANGE,
-        }
-        check_workdir(workdir, **owner)  # before reading the data, which can take long
-        frozen = find_plan(workdir) if config.run.resume else None
-        run = _build(config, console, frozen)
-        with (
-            RunRecord(workdir, tensorboard=config.run.tensorboard, **owner) as record,
-            _open_loop(run, record, console, workdir) as loop,
-        ):
-            record.write_sites([site.as_row() for site in run.sites])
-            if frozen is None:
-                record.write_plan(run.plan, 0)
-            with stop.deferred():
-                loop.train(stop)
-            run = loop.run  # sites may have been demoted
-            record.write_sites([site.as_row() for site in run.sites])
-            summary = _finish(run, loop, stop)
-            command = shlex.join(["python", f"experiments/{script}", *arguments])
-            record.write_summary(summary | {"command": command})
-            page = write_run_page(workdir / "report.html", read_run(workdir))
-            _print_end(console, summary, page)
+        # Locked before the data are read, which can take long.
+        record = stack.enter_context(_record(config, workdir))
+        folders = _open_folders(stack, config, workdir)
+        saved = folders.newest.newest() if config.run.resume else None
+        run = _build(config, console, saved)
+        loop = _open_loop(stack, run, saved, record, folders, console)
+        record.write_sites([site.as_row() for site in run.sites])
+        record.write_plan(run.plan)
+        with stop.deferred():
+            loop.train(stop)
+        run = loop.run  # sites may have been demoted
+        record.write_sites([site.as_row() for site in run.sites])
+        summary = _finish(loop, stop)
+        command = shlex.join(["python", f"experiments/{script}", *arguments])
+        record.write_summary(summary | {"command": command})
+        page = write_run_page(workdir / "report.html", read_run(workdir))
+        _print_end(console, summary, page, loop.saved_step())
         return Trained(stop.exit_code, workdir, run, loop.state)
 
 
@@ -131,9 +127,11 @@ def standard_output() -> Console:
     return console
 
 
-def _build(config: Config, console: Console, frozen_plan: pathlib.Path | None) -> Run:
+def _build(config: Config, console: Console, saved: Saved | None) -> Run:
     """Builds the run and prints its data, sites and plan."""
-    run = build(config, frozen_plan)
+    run = build(config, None if saved is None else saved.meta["plan"])
+    if saved is not None:
+        _require_same_data(saved, run)
     print_data(console, run.splits.report)
     print_sites(console, run.sites)
     print_plan(console, run.plan, run.plan_notes)
@@ -143,6 +141,17 @@ def _build(config: Config, console: Console, frozen_plan: pathlib.Path | None) -
             f"{run.total_steps - 1}: start earlier."
         )
     return run
+
+
+def _require_same_data(saved: Saved, run: Run):
+    """Raises ValueError if a checkpoint was trained on other data than the run's."""
+    changed = jsonfile.explain_mismatch(saved.meta["data"], run.splits.identity)
+    if changed:
+        raise ValueError(
+            f"the data differ from those of the checkpoint at step {saved.step} "
+            f"({'; '.join(changed[:5])}): put the old data back, or train in another "
+            "--workdir."
+        )
 
 
 def device_notice(require_gpu: bool) -> str:
@@ -189,7 +198,7 @@ def choose_workdir(config: Config) -> pathlib.Path:
         return config.run.workdir
     name = f"{config.name}-{config.model.recipe}-s{config.seed}"
     number = 1
-    while (pathlib.Path("runs") / f"{name}-{number}").exists():
+    while (pathlib.Path("runs") / f"{name}-{number}" / CONFIG).exists():
         number += 1
     if not config.run.resume:
         return pathlib.Path("runs") / f"{name}-{number}"
@@ -201,38 +210,74 @@ def choose_workdir(config: Config) -> pathlib.Path:
     return pathlib.Path("runs") / f"{name}-{number - 1}"
 
 
-@contextlib.contextmanager
-def _open_loop(run: Run, record: RunRecord, console: Console, workdir: pathlib.Path):
-    """Yields the loop, at the newest checkpoint or at step 0, and closes its parts."""
+def _record(config: Config, workdir: pathlib.Path) -> RunRecord:
+    return RunRecord(
+        workdir,
+        config=config.identity(),
+        resume=config.run.resume,
+        may_change=_MAY_CHANGE,
+        tensorboard=config.run.tensorboard,
+    )
+
+
+class _Folders(NamedTuple):
+    """The checkpoints of the newest steps, and that of the best evaluation."""
+
+    newest: Checkpoints
+    best: Checkpoints
+
+
+def _open_folders(
+    stack: contextlib.ExitStack, config: Config, workdir: pathlib.Path
+) -> _Folders:
+    """Returns the run's checkpoints, without what an interrupted save left."""
+    keep = config.loop.keep_checkpoints
+    folders = _Folders(
+        stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep)),
+        stack.enter_context(Checkpoints(workdir / "best", keep=1)),
+    )
+    for folder in folders:
+        folder.remove_unfinished()
+    return folders
+
+
+def _open_loop(
+    stack: contextlib.ExitStack,
+    run: Run,
+    saved: Saved | None,
+    record: RunRecord,
+    folders: _Folders,
+    console: Console,
+) -> Loop:
+    """Returns the loop, at the checkpoint or at step 0."""
     config = run.config
     state = run.init()
     progress = Progress(position=Position(0, 0, config.seed))
-    keep = config.loop.keep_checkpoints
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep))
-        best = stack.enter_context(Checkpoints(workdir / "best", keep=1))
-        if config.run.resume and checkpoints.latest_step() is not None:
-            step, state, meta = checkpoints.restore(state, config=config.identity())
-            progress = Progress.from_json(meta["progress"])
-            console.print(f"Resuming at step {step:,}.")
-        elif config.run.resume:
-            console.print("Nothing was saved yet: starting at step 0.")
-        best.drop_after(progress.step)
-        record.truncate(progress.step)
-        display = TrainingProgress(console, run.total_steps, progress.step)
-        profiler = Profiler(config.run.profile_steps(), workdir / "profile")
-        stack.callback(profiler.close)
-        stack.enter_context(display)
-        yield Loop(
-            run,
-            state,
-            progress,
-            record=record,
-            checkpoints=checkpoints,
-            best=best,
-            display=display,
-            profiler=profiler,
-        )
+    if saved is not None:
+        state = folders.newest.read(saved, state, config=config.identity())
+        progress = Progress.from_json(saved.meta["progress"])
+        console.print(f"Resuming at step {saved.step:,}.")
+    elif config.run.resume:
+        console.print("Nothing was saved yet: starting at step 0.")
+    folders.best.drop_after(progress.step)
+    folders.newest.require_space(state)
+    if config.optim.plateau_patience is not None:
+        folders.best.require_space(state)
+    record.start(progress.step)
+    display = TrainingProgress(console, run.total_steps, progress.step)
+    profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
+    stack.callback(profiler.close)
+    stack.enter_context(display)
+    return Loop(
+        run,
+        state,
+        progress,
+        record=record,
+        checkpoints=folders.newest,
+        best=folders.best,
+        display=display,
+        profiler=profiler,
+    )
 
 
 def _compile(run: Run, console: Console) -> int:
@@ -249,16 +294,18 @@ def _compile(run: Run, console: Console) -> int:
     return 0
 
 
-def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
+def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
     """Returns the summary, with the final evaluation unless the run was stopped."""
-    splits, progress = run.splits, loop.progress
+    run, progress = loop.run, loop.progress
+    splits = run.splits
     split, held_out = "test", splits.test
     if held_out is None:
         split, held_out = "valid", splits.valid
     final, final_step = None, None
     if not stop.is_set:
-        final_step, state = loop.best_state()
-        final = quality(run, state, held_out)
+        best = loop.best_state()
+        final_step = best.step
+        final = quality(best.run, best.state, held_out)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
         "config": run.config.identity(),
@@ -281,15 +328,21 @@ def _finish(run: Run, loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "sites": {"total": len(run.sites), "fp8": in_fp8},
         "plan": plan_rows(run.plan),
         "demotions": progress.demotions,
+        "returns": progress.returns,
         "data": splits.report,
     }
 
 
-def _print_end(console: Console, summary: dict[str, Any], report: pathlib.Path):
+def _print_end(
+    console: Console, summary: dict[str, Any], report: pathlib.Path, saved: int | None
+):
     final = summary["final_eval"]
     if final is None:
+        newest = "nothing was saved" if saved is None else f"saved is step {saved:,}"
+        if saved == summary["steps"]:
+            newest = "and saved"
         console.print(
-            f"Stopped and saved at step {summary['steps']:,}: continue with --resume "
+            f"Stopped at step {summary['steps']:,}, {newest}: continue with --resume "
             f"--workdir {report.parent}"
         )
         return

@@ -42,7 +42,7 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     assert train_script.main([*TINY, *workdir, *loose, "--plan", str(path)]) == 0
     said = capsys.readouterr().out
     assert "Dispatch" in said and "top_mlp/dense_0" in said
-    plan = json.loads((tmp_path / "planned" / "plan-0.json").read_text())
+    plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
     assert {one["choice"] for one in plan.values()} <= {BF16.name, ROW}
     assert all(one["speedup"] for one in plan.values())
 

@@ -68,6 +68,7 @@ SUMMARY = {
         | {"error": 0.0371, "reason": "the fastest", "runner_up": "xla bf16"}
     ],
     "demotions": ["top_mlp/dense_1 did not compile"],
+    "returns": ["Went back to step 8, learning rates halved."],
     "command": "uv run python experiments/train.py --config fp8_dlrm --seed 3",
     "data": {
         "split_rule": "by hash",
@@ -125,6 +126,7 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     row = ["top_mlp/dense_0", "pallas fp8_rowwise", "1.25", "0.037"]
     assert page.rows("Dispatch")[1:] == [[*row, "the fastest", "xla bf16"]]
     assert "top_mlp/dense_1 did not compile" in page.text
+    assert "Went back to step 8, learning rates halved." in page.text
     (_, scales) = page.rows("Scales over time")
     assert scales[1].endswith("2 −8 → 2 −1")
     assert "7 missing, 4,321 oov" in page.text

@@ -18,8 +18,7 @@ from loka_jax.ops.device import HOPPER
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
-from loka_jax.train import loop as loop_lib
-from loka_jax.train import planning
+from loka_jax.train import operands, planning
 from loka_jax.train.config import DispatchOptions, EmbeddingConfig
 from tests.train import support
 
@@ -185,7 +184,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     begun = _config(workdir, plan=str(path), epochs=1)
     code, said = support.train(begun)
     assert code == 0 and "fp8_rowwise" in said and "2.00x" in said
-    saved = json.loads((workdir / "plan-0.json").read_text())
+    saved = json.loads((workdir / "plan.json").read_text())
     assert {one["choice"] for one in saved.values()} == {BF16.name, ROW}
     report = (workdir / "report.html").read_text()
     assert "Dispatch" in report and ROW in report
@@ -193,12 +192,12 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     resumed = _config(workdir, plan=str(path), epochs=2, resume=True)
     code, said = support.train(resumed)
     assert code == 0 and "Resuming at step 10" in said and "ignored" not in said
-    assert json.loads((workdir / "plan-0.json").read_text()) == saved
+    assert json.loads((workdir / "plan.json").read_text()) == saved
 
 
 def _drift(monkeypatch, ratio, path="top_mlp/dense_0"):
     """Lets one site be off its scales at every look."""
-    plain = loop_lib.named_sites
+    plain = operands.named_sites
 
     def named(state):
         found = plain(state)
@@ -209,7 +208,7 @@ def _drift(monkeypatch, ratio, path="top_mlp/dense_0"):
             found[path] = type(site)(site.table.at[:, 1:].set(off))
         return found
 
-    monkeypatch.setattr(loop_lib, "named_sites", named)
+    monkeypatch.setattr(operands, "named_sites", named)
 
 
 def _delayed(workdir, **options):
@@ -226,7 +225,7 @@ def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch
     assert code == 0 and said.count("runs in bfloat16 now") == 1
     (note,) = support.summary(workdir)["demotions"]
     assert "top_mlp/dense_0" in note and "9.0 times" in note and "step 8" in note
-    plan = json.loads((workdir / "plan-8.json").read_text())
+    plan = json.loads((workdir / "plan.json").read_text())
     assert plan["top_mlp/dense_0"]["choice"] == BF16.name
     assert plan["bottom_mlp/dense_1"]["choice"] == "xla fp8_tensorwise_delayed"
     code, said = support.train(_delayed(workdir, epochs=2, eval_every=8, resume=True))

@@ -29,8 +29,7 @@ def read(path):
 def run(workdir, steps, *, start=0, resume=False, **kwargs):
     """Logs the steps after `start` as a training loop would."""
     with RunRecord(workdir, config=CONFIG, resume=resume, **kwargs) as run_record:
-        if resume:
-            run_record.truncate(start)
+        run_record.start(start)
         for step in range(start + 1, steps + 1):
             run_record.log({"step": step, "kind": "train", "loss": 1 / step})
             run_record.log_scales(step, {"bottom/0/lhs": 2.0**-step})
@@ -65,11 +64,32 @@ def test_a_resumed_run_leaves_the_files_of_one_never_stopped(tmp_path):
 
 def test_json_files_are_written(tmp_path):
     with RunRecord(tmp_path, config=CONFIG) as run_record:
+        run_record.start(0)
         run_record.write_sites([{"path": "top_mlp/0", "why_not": None}])
         run_record.write_summary({"steps": 10})
     assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
     assert json.loads((tmp_path / "sites.json").read_text())[0]["path"] == "top_mlp/0"
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 10}
+
+
+def test_a_run_that_starts_has_no_summary_of_an_earlier_end(tmp_path):
+    run(tmp_path, 2)
+    with RunRecord(tmp_path, config=CONFIG, resume=True) as run_record:
+        run_record.start(2)
+        run_record.write_summary({"finished": True})
+    with RunRecord(tmp_path, config=CONFIG, resume=True) as run_record:
+        run_record.start(2)
+        assert not (tmp_path / "summary.json").exists()
+
+
+def test_lines_after_a_step_are_dropped_while_the_run_goes_on(tmp_path):
+    with RunRecord(tmp_path, config=CONFIG) as run_record:
+        run_record.start(0)
+        for step in (1, 2, 3):
+            run_record.log({"step": step, "kind": "train"})
+        run_record.truncate(1)
+        run_record.log({"step": 2, "kind": "train"})
+        assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_two_runs_cannot_share_a_workdir(tmp_path):
@@ -111,7 +131,10 @@ def test_another_config_is_refused_and_explained(tmp_path):
 def test_fields_that_may_change_are_let_through(may_change, tmp_path):
     run(tmp_path, 1)
     other = CONFIG | {"steps": 20, "optim": {"lr": 0.3}}
-    RunRecord(tmp_path, config=other, resume=True, may_change=may_change).close()
+    with RunRecord(
+        tmp_path, config=other, resume=True, may_change=may_change
+    ) as run_record:
+        run_record.start(1)
     assert json.loads((tmp_path / "config.json").read_text()) == other
 
 

@@ -196,7 +196,7 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_state(
     found = summary(tmp_path / "early")
     assert (found["steps"], found["final_step"]) == (8, 4)
     assert found["best_valid"]["step"] == 4
-    step, state = best[0]
+    step, _, state = best[0]
     assert (step, digest(state)) == (4, last_state[1])
 
 

@@ -57,9 +57,9 @@ _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
 _made: dict = {}
 
 
-def build(config, frozen_plan=None):
+def build(config, saved=None):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
-    run = build_lib.build(config, frozen_plan)
+    run = build_lib.build(config, saved)
     optim = dataclasses.replace(config.optim, plateau_patience=None, plateau_factor=0.1)
     steps = None if optim.decay == "constant" else run.total_steps
     sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)

@@ -1,0 +1,128 @@
+"""Notices a run that diverges, before its state replaces a healthy checkpoint.
+
+    NE(window) = log loss of the training examples since the last log line
+                 / entropy of their click rate          1: as bad as the mean click rate
+
+A window is bad if its NE is beyond `ABSURD`, or after the warm-up beyond `LIMIT` times
+the larger of 1 and the lowest NE so far. Two bad windows in a row are divergence; a
+single one can be a batch of outliers.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loka_jax import nn
+from loka_jax.data import Batch
+from loka_jax.ops import embedding
+from loka_jax.train import metrics
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import make_eval_step
+
+LIMIT = 1.5
+ABSURD = 100.0
+_WINDOWS = 2
+# Magnitude of a feature that no transform leaves behind: log1p(1e12) is 28.
+_LARGE_FEATURE = 1e4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guard:
+    """The windows so far; `dataclasses.asdict` gives JSON values.
+
+    Attributes:
+        lowest: the lowest NE of a window so far, or None.
+        bad_windows: number of bad windows since the last good one.
+    """
+
+    lowest: float | None = None
+    bad_windows: int = 0
+
+    def after(self, ne: float | None, *, is_warm: bool) -> "Guard":
+        """Returns the guard after a window.
+
+        Args:
+            ne: of the window; None if it is undefined, which says nothing.
+            is_warm: the warm-up of the learning rate has ended.
+        """
+        if ne is None:
+            return self
+        level = max(1.0, self.lowest or 0.0)
+        is_bad = not ne <= ABSURD or (is_warm and ne > LIMIT * level)
+        lowest = ne if self.lowest is None else min(self.lowest, ne)
+        return Guard(
+            lowest=lowest if math.isfinite(lowest) else self.lowest,
+            bad_windows=self.bad_windows + 1 if is_bad else 0,
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if the last window was not bad."""
+        return self.bad_windows == 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """True after two bad windows in a row."""
+        return self.bad_windows >= _WINDOWS
+
+
+def likely_cause(
+    model: nn.Planned,
+    tables: embedding.TableSpec,
+    state: TrainState,
+    batch: Batch,
+    columns: tuple[str, ...],
+) -> str:
+    """Returns a phrase with the likely cause of divergence, and the remedy.
+
+    Args:
+        model: the model with its choices.
+        tables: the embedding tables.
+        state: the state that has diverged.
+        batch: the newest training batch.
+        columns: names of the dense features.
+    """
+    sizes = np.abs(np.asarray(batch.dense, np.float64))
+    if sizes.size and not np.nanmax(sizes) <= _LARGE_FEATURE:
+        worst = int(np.nanargmax(np.nanmax(sizes, axis=0)))
+        return (
+            f"the features are the likely cause: column {columns[worst]!r} holds "
+            f"{np.nanmax(sizes[:, worst]):.3g}; transform it (--data.transform log1p) "
+            "or clip it (--data.huge-limit)"
+        )
+    in_fp8 = logloss(model, tables, state, batch)
+    in_bf16 = logloss(
+        nn.Planned(model.model.clone(recipe="bf16")), tables, state, batch
+    )
+    if in_bf16 < in_fp8 / 2:
+        return (
+            f"FP8 is the likely cause: the loss of the newest batch is {in_fp8:.3g}, "
+            f"and {in_bf16:.3g} in bfloat16; use --recipe fp8_rowwise or --recipe bf16"
+        )
+    return (
+        "the learning rate is the likely cause, as the loss is no lower in bfloat16: "
+        "lower --optim.lr or --optim.rows-lr, or set --optim.clip-norm 10"
+    )
+
+
+def logloss(
+    model: nn.Planned, tables: embedding.TableSpec, state: TrainState, batch: Batch
+) -> float:
+    """Returns the log loss of a batch, infinite if it is not a finite number."""
+    step = jax.jit(make_eval_step(model, tables))
+    value = metrics.compute(step(state, metrics.init(), batch))["logloss"]
+    return value if value is not None and math.isfinite(value) else math.inf
+
+
+def poisoned(state: TrainState) -> bool:
+    """Returns whether a parameter, a row or the optimizer's state is not finite."""
+    trained = (state.params, state.opt_state, state.table, state.row_state)
+    floats = [
+        leaf
+        for leaf in jax.tree.leaves(trained)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return not all(jax.device_get([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))

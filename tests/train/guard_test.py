@@ -1,0 +1,112 @@
+"""When a run counts as diverged, and what is named as the cause."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from loka_jax import nn
+from loka_jax.data import Batch, Position
+from loka_jax.train import build as build_lib
+from loka_jax.train import guard
+from loka_jax.train.guard import ABSURD, LIMIT, Guard
+from loka_jax.train.step import logits_of
+from tests.train import support
+
+
+def after(*windows, is_warm=True):
+    seen = Guard()
+    for ne in windows:
+        seen = seen.after(ne, is_warm=is_warm)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        (1.02, 0.99, 1.01),  # data without signal
+        (0.8, 2.0, 0.8, 3.0, 0.8),  # single batches of outliers
+        (0.2, 0.9, 1.1),  # other data than the model had memorized
+        (9.0, 8.0, 7.0),  # a bad start that gets better
+        (0.9, None, None, None),  # windows without examples
+    ],
+)
+def test_healthy_runs_are_let_alone(windows):
+    assert not after(*windows).has_diverged
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        (0.9, 1.01 * LIMIT, 1.01 * LIMIT),
+        (0.9, np.inf, np.inf),
+        (np.nan, np.nan),
+        (2 * ABSURD, ABSURD + 1),
+        (0.9, 5.0, None, 5.0),
+    ],
+)
+def test_two_bad_windows_in_a_row_are_divergence(windows):
+    assert after(*windows).has_diverged
+    assert not after(*windows[:-1]).has_diverged
+    assert not after(*windows[:-1]).is_healthy
+
+
+def test_the_warm_up_forgives_what_is_not_absurd():
+    assert after(0.9, 5.0, 5.0, is_warm=False).is_healthy
+    assert after(0.9, ABSURD + 1, ABSURD + 1, is_warm=False).has_diverged
+
+
+@pytest.fixture(scope="module")
+def run():
+    config = support.config()
+    return build_lib.build(dataclasses.replace(config, plan="off"))
+
+
+@pytest.fixture(scope="module")
+def batch(run):
+    return run.splits.train.batch(Position(0, 0, 0), 32, shuffle=False)
+
+
+def cause(run, state, batch: Batch):
+    columns = run.splits.train.schema.dense
+    return guard.likely_cause(run.planned, run.tables, state, batch, columns)
+
+
+def test_a_huge_feature_is_named_with_its_column(run, batch):
+    dense = np.array(batch.dense)
+    dense[3, 2] = -999999.0
+    column = run.splits.train.schema.dense[2]
+    found = cause(run, run.init(), batch._replace(dense=dense))
+    assert f"column {column!r} holds 1e+06" in found and "--data.transform" in found
+
+
+def test_scales_that_do_not_fit_are_named(run, batch):
+    state = run.init()
+    sure = jax.tree.map(lambda x: 20 * x, state.params)  # logits far from 0
+    state = dataclasses.replace(state, params=sure)
+    by_bf16 = nn.Planned(run.model.clone(recipe="bf16"))
+    logits = logits_of(by_bf16, run.tables, state, batch)
+    labelled = batch._replace(labels=np.asarray(logits > 0, np.float32))
+    assert "learning rate" in cause(run, state, labelled)
+    flushing = jax.tree.map(lambda x: x * 0 + 1e30, state.fp8)
+    found = cause(run, dataclasses.replace(state, fp8=flushing), labelled)
+    assert "FP8 is the likely cause" in found and "in bfloat16; use --recipe" in found
+
+
+def test_else_it_is_the_learning_rate(run, batch):
+    state = run.init()
+    huge = jax.tree.map(lambda x: 1e4 * x, state.params)
+    found = cause(run, dataclasses.replace(state, params=huge), batch)
+    assert "learning rate is the likely cause" in found and "--optim.lr" in found
+
+
+def test_a_state_that_is_not_finite_is_poisoned(run):
+    state = run.init()
+    assert not guard.poisoned(state)
+    for name in ("params", "table", "opt_state"):
+        bad = jax.tree.map(
+            lambda x: x * np.inf if np.issubdtype(x.dtype, np.floating) else x,
+            getattr(state, name),
+        )
+        assert guard.poisoned(dataclasses.replace(state, **{name: bad})), name
