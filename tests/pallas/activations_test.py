@@ -1,4 +1,4 @@
-"""Every activation of the kernels, value and slope, against XLA's."""
+"""Every activation of the kernels and of the reference against XLA's."""
 
 from typing import get_args
 
@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.normed import ActivationName
+from loka_jax.measure import reference
+from loka_jax.normed import NO_VECTORS, ActivationName, Epilogue
 from loka_jax.pallas.activations import activate_scaled, input_scale, slope_scaled
 from loka_jax.xla import ACTIVATIONS
 
@@ -30,3 +31,11 @@ def test_the_slope_is_the_derivative(name):
     derivative = jax.vmap(jax.grad(lambda u: ACTIVATIONS[name](u)))
     error = np.abs(slopes - derivative(jnp.asarray(smooth)))
     assert np.all(error <= 16 * np.finfo(np.float32).eps * (1 + np.abs(smooth)) ** 2)
+
+
+@pytest.mark.parametrize("name", get_args(ActivationName))
+def test_the_reference_has_it(name):
+    values = reference.norm_activation(
+        jnp.asarray(U)[None], NO_VECTORS, Epilogue("none", name)
+    )
+    assert np.all(np.abs(values[0] - ACTIVATIONS[name](jnp.asarray(U))) <= TOLERANCE)
