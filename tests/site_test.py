@@ -7,7 +7,8 @@ from loka_jax.site import Choice, compose
 
 
 @pytest.mark.parametrize(
-    "name", ["xla bf16", "pallas fp8_rowwise/bf16/bf16", "xla fp8_tensorwise_delayed"]
+    "name",
+    ["xla bf16", "pallas fp8_rowwise/fp8_blockwise/bf16", "xla fp8_tensorwise_delayed"],
 )
 def test_a_name_is_read_back(name):
     assert Choice.parse(name).name == name

@@ -1,0 +1,133 @@
+"""Ends a process at every file event of a save; no acknowledged checkpoint may be lost.
+
+    python -m tests.drills.crash_points [--every N]
+
+A process with the checkpoints 1 and 2 saves step 3 and ends just before its n-th file
+event, for n = 1, 2, ... until a save completes. Another process must then find step 2
+or 3, bit for bit, save step 4, and leave nothing else behind. It prints the number of
+points, and exits with 1 and the first point that fails.
+
+Processes are forked from one that has imported everything and started no thread. What
+Orbax's C++ code writes raises no Python event; the drill of kills covers that.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from loka_jax.train.checkpoint import Checkpoints
+
+# Audit events that change a file system.
+_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
+_KILLED = 9
+
+
+def state(step: int) -> dict[str, np.ndarray]:
+    """Returns the state of a step."""
+    draw = np.random.default_rng(step)
+    return {
+        "params": draw.standard_normal((64, 16)).astype(np.float32),
+        "step": np.asarray(step, np.int32),
+    }
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Returns the exit code of a forked process that runs `action`."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        action()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def save(directory: Path, *steps: int) -> None:
+    """Saves the states of steps."""
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), {})
+
+
+def end_at(point: int, directory: Path) -> None:
+    """Ends this process before its `point`-th file event in a directory."""
+    left = [point]
+
+    def hook(event: str, arguments: tuple) -> None:
+        is_open = event == "open" and isinstance(arguments[0], str)
+        is_change = event in _EVENTS or (is_open and "r" not in (arguments[1] or "r"))
+        path = os.fsdecode(arguments[0]) if is_change else ""
+        # A tree is removed by names relative to open folders.
+        if not path or (os.path.isabs(path) and not path.startswith(str(directory))):
+            return
+        left[0] -= 1
+        if not left[0]:
+            os._exit(_KILLED)
+
+    sys.addaudithook(hook)
+
+
+def check(directory: Path) -> None:
+    """Raises AssertionError unless the checkpoints are whole and a save works."""
+    with Checkpoints(directory, keep=2) as checkpoints:
+        step, restored, _ = checkpoints.restore(state(0))
+        assert step in (2, 3), f"step {step} is the newest"
+        for name, array in state(step).items():
+            assert restored[name].tobytes() == array.tobytes(), name
+        checkpoints.save(4, state(4), {})
+        checkpoints.wait()
+        assert checkpoints.restore(state(0))[0] == 4
+    names = {path.name for path in directory.iterdir()}
+    assert names == {str(step), "4"}, f"left behind: {names}"
+
+
+def drill(every: int) -> int:
+    """Returns the number of points that were tried.
+
+    Raises:
+        AssertionError: at the first point after which something was lost.
+    """
+    points = 0
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder).resolve() / "before"
+        assert in_child(lambda: save(before, 1, 2)) == 0
+        for point in range(1, 10_000, every):
+            directory = Path(shutil.copytree(before, before.with_name(f"{point}")))
+
+            def crash(point=point, directory=directory):
+                end_at(point, directory)
+                save(directory, 3)
+
+            code = in_child(crash)
+            if code == 0:  # the save has fewer events
+                return points
+            assert code == _KILLED, f"point {point}: the save failed"
+            assert in_child(lambda d=directory: check(d)) == 0, f"point {point}"
+            shutil.rmtree(directory)
+            points += 1
+    return points
+
+
+def main() -> int:
+    """Runs the drill and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="try every N-th point")
+    try:
+        points = drill(parser.parse_args().every)
+    except AssertionError as error:
+        print(f"failed: {error}")
+        return 1
+    print(f"{points} points, nothing lost")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

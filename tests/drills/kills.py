@@ -1,0 +1,217 @@
+"""Kills training runs at random moments; what they end with must not change by a bit.
+
+    python -m tests.drills.kills [--minutes 30] [--seeds 3]
+
+For every seed and model (DLRM and DCN V2, with Probe, a plan, a planted drift that
+demotes a site, microbatches, early stopping's best state) one process trains to the
+end. Then the same run is started again and again and killed after a random time, by
+SIGKILL, SIGTERM or SIGINT, until it has ended; the leaves of its last checkpoint, its
+log lines and its summary must equal those of the first. It prints a line for each run,
+and exits with 1 at the first difference.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from experiments.configs import get_config
+from loka_jax.train import operands
+from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.config import Config, DispatchOptions, RunOptions
+from loka_jax.train.session import train
+
+MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
+_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+_STOPPED = (0, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+_ROOT = Path(__file__).parents[2]
+_DRIFTS_AT = 20
+# What depends on when a run was killed.
+_TIMES = ("seconds", "examples_per_second", "command", "config")
+
+
+def config(model: str, seed: int, workdir: Path) -> Config:
+    """Returns the configuration of a run."""
+    base = get_config(model)
+    loop = dataclasses.replace(
+        base.loop,
+        microbatches=2,
+        epochs=6,
+        eval_every=12,
+        save_every=6,
+        log_every=3,
+    )
+    return dataclasses.replace(
+        base,
+        seed=seed,
+        loop=loop,
+        optim=dataclasses.replace(base.optim, plateau_patience=50),
+        probe=dataclasses.replace(base.probe, every=4),
+        dispatch=DispatchOptions(rules=("*_mlp/*=fp8_tensorwise_delayed",)),
+        run=RunOptions(workdir=workdir, resume=(workdir / "config.json").exists()),
+    )
+
+
+def run(model: str, seed: int, workdir: Path) -> int:
+    """Trains in this process, with a drift at one site, and returns the exit code."""
+    plain = operands.drift_ratios
+
+    def ratios(state, plan):
+        found = plain(state, plan)
+        last = sorted(found)[-1:]
+        if last and int(state.step) >= _DRIFTS_AT:
+            found[last[0]] = 9.0
+        return found
+
+    operands.drift_ratios = ratios
+    cache = workdir.parent / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return train(config(model, seed, workdir), []).exit_code
+
+
+def start(model: str, seed: int, workdir: Path) -> subprocess.Popen:
+    """Starts a process that trains."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.drills.kills",
+            "--run",
+            model,
+            str(seed),
+            workdir,
+        ],
+        cwd=_ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def outcome(workdir: Path) -> dict[str, str]:
+    """Returns what a finished run leaves behind, by name, without times."""
+    found = {
+        name: json.dumps([_timeless(line) for line in _lines(workdir / name)])
+        for name in ("metrics.jsonl", "scales.jsonl", "amaxes.jsonl")
+    }
+    summary = _timeless(json.loads((workdir / "summary.json").read_text()))
+    found["summary.json"] = json.dumps(summary, sort_keys=True)
+    found["plan.json"] = (workdir / "plan.json").read_text()
+    for name in ("checkpoints", "best"):
+        found[name] = _digest(workdir / name)
+    return found
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _timeless(value):
+    if isinstance(value, dict):
+        return {k: _timeless(v) for k, v in value.items() if k not in _TIMES}
+    return value
+
+
+def _digest(directory: Path) -> str:
+    """Returns a digest of the leaves of the newest checkpoint."""
+    with Checkpoints(directory) as checkpoints:
+        saved = checkpoints.newest()
+        assert saved is not None
+        template = {
+            name: np.zeros(leaf["shape"], leaf["dtype"])
+            for name, leaf in saved.leaves.items()
+        }
+        state = checkpoints.read(saved, template)
+    digest = hashlib.sha256(str(saved.step).encode())
+    for name in sorted(state):
+        digest.update(name.encode() + np.asarray(state[name]).tobytes())
+    return digest.hexdigest()
+
+
+def kill_until_done(
+    model: str, seed: int, workdir: Path, longest: float, draw: random.Random
+) -> int:
+    """Trains with kills; returns their number."""
+    kills = 0
+    while True:
+        process = start(model, seed, workdir)
+        try:
+            process.wait(draw.uniform(0.2, 1.0) * longest)
+        except subprocess.TimeoutExpired:
+            process.send_signal(draw.choice(_SIGNALS))
+            kills += 1
+        _, errors = process.communicate(timeout=120)
+        if process.returncode not in _STOPPED:
+            raise AssertionError(f"exit code {process.returncode}: {errors.decode()}")
+        if process.returncode == 0:
+            return kills
+
+
+def train_whole(model: str, seed: int, workdir: Path) -> tuple[dict[str, str], float]:
+    """Returns the outcome of a run without a kill, and its seconds."""
+    began = time.monotonic()
+    process = start(model, seed, workdir)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors.decode()
+    return outcome(workdir), time.monotonic() - began
+
+
+def drill(model: str, seed: int, folder: Path, deadline: float) -> int:
+    """Returns the number of kills after which a run ended as one never killed.
+
+    Raises:
+        AssertionError: if anything differs.
+    """
+    expected, longest = train_whole(model, seed, folder / f"{model}-{seed}-first")
+    assert json.loads(expected["summary.json"])["demotions"], "nothing was demoted"
+    # Again, as programs are compiled now: kills are to fall into training.
+    again, longest = train_whole(model, seed, folder / f"{model}-{seed}-second")
+    assert again == expected, "two runs without a kill differ"
+    kills, draw = 0, random.Random(seed)
+    for attempt in range(1000):
+        workdir = folder / f"{model}-{seed}-{attempt}"
+        kills += kill_until_done(model, seed, workdir, longest, draw)
+        found = outcome(workdir)
+        different = [name for name in expected if found[name] != expected[name]]
+        assert not different, f"{workdir} differs in {', '.join(different)}"
+        if time.monotonic() > deadline:
+            break
+    return kills
+
+
+def main() -> int:
+    """Runs the drill and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run is not None:
+        model, seed, workdir = arguments.run
+        return run(model, int(seed), Path(workdir))
+    pairs = [(model, seed) for seed in range(arguments.seeds) for model in MODELS]
+    began, share = time.monotonic(), 60 * arguments.minutes / len(pairs)
+    # Kept where something was lost, so that it can be looked at.
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    for i, (model, seed) in enumerate(pairs):
+        try:
+            kills = drill(model, seed, folder, began + (i + 1) * share)
+        except AssertionError as error:
+            print(f"{model}, seed {seed}: {error}")
+            return 1
+        print(f"{model}, seed {seed}: {kills} kills, nothing lost", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
