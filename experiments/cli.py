@@ -11,7 +11,7 @@ import tyro
 
 from experiments.configs import get_config, names
 from loka_jax.train.config import Config
-from loka_jax.train.loop import TrainingFailed
+from loka_jax.train.guard import TrainingFailed
 
 _USAGE = "usage: python experiments/{script} --config NAME [--option value ...]"
 

@@ -29,6 +29,14 @@ _WINDOWS = 2
 _LARGE_FEATURE = 1e4
 
 
+class TrainingFailed(Exception):
+    """Training cannot continue, for a reason other than a wrong option."""
+
+
+class Diverged(TrainingFailed):
+    """The loss has left all bounds."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guard:
     """The windows so far; `dataclasses.asdict` gives JSON values.
@@ -73,7 +81,7 @@ def likely_cause(
     model: nn.Planned,
     tables: embedding.TableSpec,
     state: TrainState,
-    batch: Batch,
+    batch: Batch | None,
     columns: tuple[str, ...],
 ) -> str:
     """Returns a phrase with the likely cause of divergence, and the remedy.
@@ -82,9 +90,11 @@ def likely_cause(
         model: the model with its choices.
         tables: the embedding tables.
         state: the state that has diverged.
-        batch: the newest training batch.
+        batch: the newest training batch; None if there was none.
         columns: names of the dense features.
     """
+    if batch is None:
+        return "no batch was seen that could tell why"
     sizes = np.abs(np.asarray(batch.dense, np.float64))
     if sizes.size and not np.nanmax(sizes) <= _LARGE_FEATURE:
         worst = int(np.nanargmax(np.nanmax(sizes, axis=0)))

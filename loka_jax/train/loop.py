@@ -19,6 +19,7 @@ from loka_jax.site import BF16
 from loka_jax.train import guard, metrics, operands
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints, Saved
+from loka_jax.train.guard import Diverged, TrainingFailed
 from loka_jax.train.host_state import Progress
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.profiler import Profiler
@@ -33,14 +34,6 @@ from loka_jax.train.step import scales_initialized
 _MAX_FIRST_STEPS = 16
 # Times that a run goes back to a checkpoint before it counts as failed.
 _MAX_RETURNS = 3
-
-
-class TrainingFailed(Exception):
-    """Training cannot continue, for a reason other than a wrong option."""
-
-
-class Diverged(TrainingFailed):
-    """The loss has left all bounds."""
 
 
 class Best(NamedTuple):
@@ -134,7 +127,8 @@ class Loop:
                     self._save()
                 if stop.is_set or self.progress.plateau.stop:
                     break
-        self._save()
+        if not self._save_is_due():
+            self._save()
         self._checkpoints.wait()
         if not stop.is_set:
             self._refuse_ruin()
@@ -280,7 +274,7 @@ class Loop:
         self.state = dataclasses.replace(self.state, metrics=metrics.init())
         self._logged = (progress.examples, progress.seconds)
         self._warm = self._warm or self._logged
-        self._refuse_endless_skipping()
+        self._refuse_skipping(self.run.config.loop.max_skipped_steps)
 
     def _judge(self, ne: float | None):
         """Judges the loss of a window of training examples."""
@@ -289,27 +283,21 @@ class Loop:
         seen = progress.guard.after(ne, is_warm=is_warm)
         self.progress = dataclasses.replace(progress, guard=seen)
         if seen.has_diverged:
-            raise Diverged(
-                self._divergence(f"the NE of the training examples is {ne:.3g}")
+            raise self._divergence(
+                f"the NE of the training examples is {ne:.3g}, and predicting the mean "
+                "click rate has 1"
             )
 
-    def _divergence(self, symptom: str) -> str:
-        """Returns a sentence on a run that has diverged."""
-        run, schema = self.run, self.run.splits.train.schema
-        cause = "no batch was seen"
-        if self._batch is not None:
-            cause = guard.likely_cause(
-                run.planned, run.tables, self.state, self._batch, schema.dense
-            )
-        saved = self.saved_step()
-        healthy = (
-            "there is no checkpoint"
-            if saved is None
-            else (f"the newest checkpoint, step {saved}, is from before that")
+    def _divergence(self, symptom: str) -> Diverged:
+        self._checkpoints.wait()
+        saved, columns = self.saved_step(), self.run.splits.train.schema.dense
+        newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
+        cause = guard.likely_cause(
+            self.run.planned, self.run.tables, self.state, self._batch, columns
         )
-        return (
-            f"training has diverged at step {self.progress.step}: {symptom} (1 is as "
-            f"bad as predicting the mean click rate); {cause}; {healthy}."
+        return Diverged(
+            f"training has diverged at step {self.progress.step}: {symptom}; {cause}; "
+            f"{newest}."
         )
 
     def _refuse_ruin(self):
@@ -319,15 +307,10 @@ class Loop:
             TrainingFailed: if the last steps were all skipped.
             Diverged: if the last window was bad, or the state is not finite.
         """
-        skipped = int(self.state.skipped_in_a_row)
-        if skipped and skipped >= min(
-            self.run.config.loop.log_every, self.progress.step
-        ):
-            self._raise_skipped(skipped)
+        few = min(self.run.config.loop.log_every, self.progress.step)
+        self._refuse_skipping(max(few, 1))
         if not self._is_healthy():
-            raise Diverged(
-                self._divergence("the loss left all bounds in the last steps")
-            )
+            raise self._divergence("the loss or the state of the last steps is no good")
 
     def _is_healthy(self) -> bool:
         """Returns whether the state may become a checkpoint."""
@@ -367,6 +350,7 @@ class Loop:
         self._best.drop_after(before.step)
         self._record.truncate(before.step)
         self._logged = (before.examples, before.seconds)
+        self._scales_initialized = False
         return True
 
     def _run_of(self, saved: Saved) -> Run:
@@ -374,13 +358,11 @@ class Loop:
         sites = self.run.sites
         return self.run.replanned(saved_plan(saved.meta["plan"], sites))
 
-    def _refuse_endless_skipping(self):
+    def _refuse_skipping(self, limit: int):
+        """Raises TrainingFailed if the last `limit` steps or more were skipped."""
         skipped = int(self.state.skipped_in_a_row)
-        if skipped < self.run.config.loop.max_skipped_steps:
+        if skipped < limit:
             return
-        self._raise_skipped(skipped)
-
-    def _raise_skipped(self, skipped: int):
         raise TrainingFailed(
             f"the last {skipped} steps up to step {self.progress.step} were skipped, "
             "because their loss or gradients were not finite: lower --optim.lr or "
@@ -389,7 +371,7 @@ class Loop:
 
     def _evaluate(self):
         self._tick()
-        self._refuse_endless_skipping()
+        self._refuse_skipping(self.run.config.loop.max_skipped_steps)
         line = self._line("eval") | {"split": "valid"}
         line |= quality(self.run, self.state, self.run.splits.valid)
         self._record.log(line)

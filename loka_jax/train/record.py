@@ -90,7 +90,9 @@ class RunRecord:
         self._tensorboard = tensorboard
         self._events = None
         self._files: dict[str, IO[str]] = {}
-        self._is_unused = not self.workdir.exists()
+        folders = (self.workdir, *self.workdir.absolute().parents)
+        # Innermost first; removed again if the run never starts.
+        self._made = [folder for folder in folders if not folder.exists()]
         self._lock = _lock(self.workdir)
         try:
             _check_owner(self.workdir, config, resume, may_change)
@@ -112,7 +114,7 @@ class RunRecord:
         Args:
             step: the restored step, 0 for the start.
         """
-        self._is_unused = False
+        self._made = []
         self.write(CONFIG, self._config)
         (self.workdir / SUMMARY).unlink(missing_ok=True)  # this run has not ended
         self.truncate(step)
@@ -161,8 +163,8 @@ class RunRecord:
     def close(self) -> None:
         """Closes the files and unlocks the workdir; an unused new one is removed."""
         self._close_files()
-        if self._is_unused:
-            _remove_unused(self.workdir)
+        if self._made:
+            _remove_unused(self.workdir, self._made)
         self._lock.close()
 
     def _close_files(self) -> None:
@@ -301,17 +303,21 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _remove_unused(workdir: Path) -> None:
-    """Removes a folder that holds nothing but the lock and empty folders."""
-    folders = [path for path in workdir.iterdir() if path.is_dir()]
-    if any(any(folder.iterdir()) for folder in folders):
-        return
-    if {path.name for path in workdir.iterdir() if path not in folders} != {_LOCK}:
-        return
-    for folder in folders:
+def _remove_unused(workdir: Path, made: list[Path]) -> None:
+    """Removes the folders that were made for a run, if only its lock is in them."""
+    for folder in [path for path in workdir.iterdir() if path.is_dir()]:
+        _remove_empty(folder)
+    if [path.name for path in workdir.iterdir()] == [_LOCK]:
+        (workdir / _LOCK).unlink()
+        for folder in made:
+            _remove_empty(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    try:
         folder.rmdir()
-    (workdir / _LOCK).unlink()
-    workdir.rmdir()
+    except OSError:  # something is in it
+        pass
 
 
 def _check_owner(

@@ -31,7 +31,6 @@ from loka_jax.train.progress import (
 )
 from loka_jax.train.record import (
     CHECKPOINTS,
-    CONFIG,
     RunRecord,
     read_run,
     versions,
@@ -198,7 +197,7 @@ def choose_workdir(config: Config) -> pathlib.Path:
         return config.run.workdir
     name = f"{config.name}-{config.model.recipe}-s{config.seed}"
     number = 1
-    while (pathlib.Path("runs") / f"{name}-{number}" / CONFIG).exists():
+    while (pathlib.Path("runs") / f"{name}-{number}").exists():
         number += 1
     if not config.run.resume:
         return pathlib.Path("runs") / f"{name}-{number}"

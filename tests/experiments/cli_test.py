@@ -9,7 +9,7 @@ import pytest
 
 from experiments import cli, configs, train
 from loka_jax.train import session
-from loka_jax.train.loop import TrainingFailed
+from loka_jax.train.guard import TrainingFailed
 
 GENERATED = ["--config", "fp8_dlrm_tiny"]
 CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]
@@ -132,7 +132,7 @@ def test_a_model_without_categorical_columns_is_refused(run, tmp_path):
 @pytest.fixture
 def no_data(monkeypatch):
     """Fails the test if data would be read."""
-    monkeypatch.setattr(session, "build", lambda _: pytest.fail("read the data"))
+    monkeypatch.setattr(session, "build", lambda *_: pytest.fail("read the data"))
 
 
 @pytest.mark.usefixtures("no_data")
@@ -144,10 +144,8 @@ def test_a_workdir_that_cannot_be_made_is_refused_before_the_data(run, tmp_path)
 
 @pytest.mark.usefixtures("no_data")
 def test_a_workdir_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
-    plain = os.access
-    monkeypatch.setattr(  # root may write anywhere
-        os, "access", lambda path, mode: path != tmp_path and plain(path, mode)
-    )
+    refused = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(os, "mkdir", lambda *_: _raise(refused))  # root may do anything
     assert_refused(run(*GENERATED, "--workdir", tmp_path / "run"), "cannot write to")
     assert not (tmp_path / "run").exists()
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from loka_jax.train.checkpoint import Checkpoints
-from loka_jax.train.loop import Loop, TrainingFailed
+from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.loop import Loop
 from tests.train import support
 from tests.train.support import config, lines, summary, train
 
@@ -46,7 +47,7 @@ def test_a_learning_rate_that_is_far_too_high_fails(tmp_path):
 def test_healthy_checkpoints_stay(tmp_path, monkeypatch):
     explode(monkeypatch, 9)
     options = {"log_every": 2, "eval_every": 4, "save_every": 1, "keep_checkpoints": 2}
-    with pytest.raises(TrainingFailed, match="the newest checkpoint, step 9, is from"):
+    with pytest.raises(TrainingFailed, match="step 9 is saved"):
         train(config(tmp_path, **options))
     assert kept_steps(tmp_path) == [8, 9]
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -70,7 +71,6 @@ def test_a_run_goes_back_where_that_is_asked_for(tmp_path, monkeypatch):
     assert steps == list(range(2, 21, 2))  # each once
     lr = {line["step"]: line["lr"] for line in logged if line["kind"] == "train"}
     assert lr[10] == pytest.approx(lr[8] / 2)
-    assert "Went back to step 8" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_diverges_again_and_again_fails(tmp_path, monkeypatch):

@@ -82,6 +82,17 @@ def test_a_run_that_starts_has_no_summary_of_an_earlier_end(tmp_path):
         assert not (tmp_path / "summary.json").exists()
 
 
+def test_a_run_that_never_starts_leaves_no_folder(tmp_path):
+    with RunRecord(tmp_path / "runs" / "a", config=CONFIG) as run_record:
+        (run_record.workdir / "checkpoints").mkdir()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    RunRecord(tmp_path / "mine", config=CONFIG).close()
+    with RunRecord(tmp_path / "b", config=CONFIG) as run_record:
+        (run_record.workdir / "notes.txt").write_text("mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"b", "mine"}
+
+
 def test_lines_after_a_step_are_dropped_while_the_run_goes_on(tmp_path):
     with RunRecord(tmp_path, config=CONFIG) as run_record:
         run_record.start(0)

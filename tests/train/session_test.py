@@ -15,7 +15,8 @@ import pytest
 from loka_jax.train import loop as loop_lib
 from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
-from loka_jax.train.loop import Loop, TrainingFailed
+from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.loop import Loop
 from tests.train import support
 from tests.train.support import config, digest, lines, summary, train
 
