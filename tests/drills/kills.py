@@ -1,6 +1,6 @@
 """Kills training runs at random moments; what they end with must not change by a bit.
 
-    python -m tests.drills.kills [--minutes 30] [--seeds 3]
+    python -m tests.drills.kills [--minutes 30] [--seeds 3] [--first-seed 0]
 
 For every seed and model (DLRM and DCN V2, with Probe, a plan, a planted drift that
 demotes a site, microbatches, early stopping's best state) one process trains to the
@@ -13,8 +13,10 @@ and exits with 1 at the first difference.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,8 +168,8 @@ def train_whole(model: str, seed: int, workdir: Path) -> tuple[dict[str, str], f
     return outcome(workdir), time.monotonic() - began
 
 
-def drill(model: str, seed: int, folder: Path, deadline: float) -> int:
-    """Returns the number of kills after which a run ended as one never killed.
+def drill(model: str, seed: int, folder: Path, deadline: float) -> tuple[int, int]:
+    """Returns the numbers of runs and of kills, all ended as a run never killed.
 
     Raises:
         AssertionError: if anything differs.
@@ -178,15 +180,15 @@ def drill(model: str, seed: int, folder: Path, deadline: float) -> int:
     again, longest = train_whole(model, seed, folder / f"{model}-{seed}-second")
     assert again == expected, "two runs without a kill differ"
     kills, draw = 0, random.Random(seed)
-    for attempt in range(1000):
+    for attempt in itertools.count():
         workdir = folder / f"{model}-{seed}-{attempt}"
         kills += kill_until_done(model, seed, workdir, longest, draw)
         found = outcome(workdir)
         different = [name for name in expected if found[name] != expected[name]]
         assert not different, f"{workdir} differs in {', '.join(different)}"
+        shutil.rmtree(workdir)
         if time.monotonic() > deadline:
-            break
-    return kills
+            return attempt + 1, kills
 
 
 def main() -> int:
@@ -194,22 +196,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run is not None:
         model, seed, workdir = arguments.run
         return run(model, int(seed), Path(workdir))
-    pairs = [(model, seed) for seed in range(arguments.seeds) for model in MODELS]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    pairs = [(model, seed) for seed in seeds for model in MODELS]
     began, share = time.monotonic(), 60 * arguments.minutes / len(pairs)
     # Kept where something was lost, so that it can be looked at.
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     for i, (model, seed) in enumerate(pairs):
         try:
-            kills = drill(model, seed, folder, began + (i + 1) * share)
+            runs, kills = drill(model, seed, folder, began + (i + 1) * share)
         except AssertionError as error:
             print(f"{model}, seed {seed}: {error}")
             return 1
-        print(f"{model}, seed {seed}: {kills} kills, nothing lost", flush=True)
+        print(f"{model}, seed {seed}: {runs} runs, {kills} kills, nothing lost")
+        sys.stdout.flush()
     return 0
 
 
