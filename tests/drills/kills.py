@@ -35,7 +35,8 @@ from loka_jax.train.session import train
 
 MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-_STOPPED = (0, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+# By a signal before the run handles it, or by the run after saving.
+_STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
 _ROOT = Path(__file__).parents[2]
 _DRIFTS_AT = 20
 # What depends on when a run was killed.
