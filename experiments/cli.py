@@ -10,6 +10,7 @@ import jax
 import tyro
 
 from experiments.configs import get_config, names
+from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.guard import TrainingFailed
 
@@ -101,7 +102,7 @@ def run_cli(command: Callable[[], int]) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {printable(sentence)}", file=sys.stderr)
     return code
 
 

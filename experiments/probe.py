@@ -22,6 +22,7 @@ from loka_jax.report import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.train import record
 from loka_jax.train.config import Config
+from loka_jax.train.progress import plain
 from loka_jax.train.session import choose_workdir, standard_output, train
 
 _EVERY = 10  # default interval of observed steps
@@ -35,14 +36,18 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     if done.exit_code or done.run is None:
         return done.exit_code
     assert done.workdir is not None and done.state is not None
-    result = survey(done.run, done.state, options, console.print)
+
+    def say(sentence: str):
+        console.print(plain(sentence))
+
+    result = survey(done.run, done.state, options, say)
     result["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
     jsonfile.write(done.workdir / "probe.json", result)
     amaxes = jsonfile.read_lines(done.workdir / record.AMAXES)
     page = write_survey_page(done.workdir / "probe.html", result, amaxes)
     for warning in result["warnings"]:
-        console.print(f"Too few statistics: {warning}")
-    console.print(f"Survey: {page}")
+        say(f"Too few statistics: {warning}")
+    say(f"Survey: {page}")
     return 0
 
 

@@ -6,6 +6,7 @@ import pathlib
 PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 # Lowest first.
 LAYERS = (
+    ("terminal",),
     ("fp8", "quality", "jsonfile", "options"),
     ("recipe", "normed"),
     ("scaling", "site", "report"),

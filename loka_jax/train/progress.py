@@ -1,4 +1,8 @@
-"""Console output of a training run: tables, and a progress bar or lines."""
+"""Console output of a training run: tables, and a progress bar or lines.
+
+Texts come from files, compilers and paths too. So none is read as markup of Rich, and
+control characters are shown as escapes.
+"""
 
 import time
 
@@ -12,12 +16,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES
+from loka_jax.terminal import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
+
+
+def plain(text: str) -> Text:
+    """Returns a text that a console prints as it is, on one line."""
+    return Text(printable(text))
 
 
 class TrainingProgress:
@@ -32,10 +43,10 @@ class TrainingProgress:
         self._total = total_steps
         self._last_line = time.monotonic()
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -70,15 +81,15 @@ class TrainingProgress:
         is_due = now - self._last_line > _SECONDS_BETWEEN_LINES
         if not self._console.is_terminal and is_due:
             self._last_line = now
-            self._console.print(f"step {step:,} of {self._total:,}  {text}")
+            self.say(f"step {step:,} of {self._total:,}  {text}")
 
     def say(self, text: str):
         """Prints a sentence."""
-        self._console.print(text, highlight=False)
+        self._console.print(plain(text))
 
     def evaluation(self, step: int, line: dict):
         """Prints the results of an evaluation."""
-        self._console.print(
+        self.say(
             f"step {step:,}  {line['split']}: AUC {_show(line['auc'], 5)}  "
             f"log loss {_show(line['logloss'], 5)}  NE {_show(line['ne'], 5)}  "
             f"calibration {_show(line['calibration'])}"
@@ -88,12 +99,13 @@ class TrainingProgress:
 def print_data(console: Console, report: dict):
     """Prints the sizes and origin of the splits, and the values that were corrected."""
     sizes = (f"{count:,} {split}" for split, count in report["examples"].items())
-    console.print(f"Examples: {', '.join(sizes)}; {report['split_rule']}.")
+    console.print(plain(f"Examples: {', '.join(sizes)}; {report['split_rule']}."))
     totals = dict(report.get("totals", {}))
     totals["bad rows"] = report.get("bad_rows", {}).get("count", 0)
     counts = [f"{count:,} {kind}" for kind, count in totals.items() if count]
     if counts:
-        console.print(f"Irregular values, handled as configured: {', '.join(counts)}.")
+        mended = f"Irregular values, handled as configured: {', '.join(counts)}."
+        console.print(plain(mended))
 
 
 def print_sites(console: Console, sites: tuple[Site, ...]):
@@ -101,27 +113,27 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     recipes = dict.fromkeys(site.recipe for site in sites if site.is_fp8)
     title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left"
+        box=box.SIMPLE_HEAD, pad_edge=False, title=plain(title), title_justify="left"
     )
     for column in ("site", "m x k x n", "role", "what runs", "why not FP8"):
         table.add_column(column, no_wrap=column != "why not FP8")
     for site in sites:
         sizes = f"{site.spec.m} x {site.spec.k} x {site.spec.n}"
-        roles, runs = _by_role(site)
-        style = None if site.is_fp8 else "dim"
-        table.add_row(site.path, sizes, roles, runs, site.why_not or "", style=style)
+        roles, runs = (Text("\n").join(map(plain, lines)) for lines in _by_role(site))
+        cells = (plain(site.path), sizes, roles, runs, plain(site.why_not or ""))
+        table.add_row(*cells, style=None if site.is_fp8 else "dim")
     console.print(table)
     in_fp8 = sum(site.is_fp8 for site in sites)
     console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
     for reason, paths in _unfused(sites).items():
         where = ", ".join(paths)
-        console.print(f"No fused kernel at {where}: {reason}.", highlight=False)
+        console.print(plain(f"No fused kernel at {where}: {reason}."))
 
 
 def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
     """Prints the choice for each site with its reason; nothing without decisions."""
     for note in notes:
-        console.print(note, highlight=False)
+        console.print(plain(note))
     if not plan.decisions:
         return
     table = Table(
@@ -132,12 +144,12 @@ def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
     for path, decision in plan.decisions:
         speed, error = decision.speedup, decision.error
         table.add_row(
-            path,
+            plain(path),
             decision.choice.name,
             "" if speed is None else f"{speed:.2f}x",
             "" if error is None else f"{error:.3f}",
-            decision.reason,
-            decision.runner_up or "",
+            plain(decision.reason),
+            plain(decision.runner_up or ""),
             style=None if decision.choice.is_fp8 else "dim",
         )
     console.print(table)
@@ -156,14 +168,14 @@ def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:
     return paths
 
 
-def _by_role(site: Site) -> tuple[str, str]:
-    """Returns roles and kernels as two texts, with one line for each kernel."""
+def _by_role(site: Site) -> tuple[list[str], list[str]]:
+    """Returns roles and kernels, one item for each kernel."""
     roles_of: dict[str, list[str]] = {}
     for role in ROLES:
         roles_of.setdefault(site.runs[role], []).append(role)
     if len(roles_of) == 1:
-        return "all", site.runs["fwd"]
-    return "\n".join(map(", ".join, roles_of.values())), "\n".join(roles_of)
+        return ["all"], list(roles_of)
+    return list(map(", ".join, roles_of.values())), list(roles_of)
 
 
 def _show(value: float | None, digits: int = 4) -> str:

@@ -25,6 +25,7 @@ from loka_jax.train.loop import Loop, quality
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
+    plain,
     print_data,
     print_plan,
     print_sites,
@@ -119,8 +120,11 @@ def train(
 
 
 def standard_output() -> Console:
-    """Returns a console on the standard output, with wide lines off a terminal."""
-    console = Console(soft_wrap=True, highlight=False)
+    """Returns a console on the standard output, with wide lines off a terminal.
+
+    It prints text as it is: brackets in a path or a message are no markup.
+    """
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 120
     return console
@@ -340,10 +344,9 @@ def _print_end(
         newest = "nothing was saved" if saved is None else f"saved is step {saved:,}"
         if saved == summary["steps"]:
             newest = "and saved"
-        console.print(
-            f"Stopped at step {summary['steps']:,}, {newest}: continue with --resume "
-            f"--workdir {report.parent}"
-        )
+        stopped = f"Stopped at step {summary['steps']:,}, {newest}"
+        resume = f"continue with --resume --workdir {report.parent}"
+        console.print(plain(f"{stopped}: {resume}"))
         return
     numbers = {k: "n/a" if v is None else f"{v:.5f}" for k, v in final.items()}
     console.print(
@@ -355,4 +358,4 @@ def _print_end(
     if best is not None and final["ne"] is not None:
         share = (1 - final["ne"]) / (1 - best)
         console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
-    console.print(f"Report: {report}")
+    console.print(plain(f"Report: {report}"))

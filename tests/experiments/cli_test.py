@@ -217,6 +217,18 @@ def test_a_bug_keeps_its_traceback():
         cli.run_cli(lambda: _raise(ZeroDivisionError()))
 
 
+def test_an_error_cannot_write_to_the_terminal(capsys):
+    name = "[/b] \x1b[2J\r\nerror: forged"
+    assert cli.run_cli(lambda: _raise(ValueError(f"{name} does not exist."))) == 2
+    shown = r"[/b] \x1b[2J\r\nerror: forged"
+    assert capsys.readouterr().err == f"error: {shown} does not exist.\n"
+
+
+def test_the_output_reads_brackets_as_text(capsys):
+    session.standard_output().print("[/b] [bold]runs[/bold] :smile:")
+    assert capsys.readouterr().out == "[/b] [bold]runs[/bold] :smile:\n"
+
+
 def test_ctrl_c_outside_a_run_gives_130(capsys):
     assert cli.run_cli(lambda: _raise(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """What a person sees: data and sites before training, numbers during it."""
 
+import dataclasses
 import io
 
 import jax
@@ -9,9 +10,17 @@ from rich.console import Console
 
 from experiments.configs import get_config
 from loka_jax import nn
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import Decision
 from loka_jax.recipe import RECIPES
+from loka_jax.site import BF16
 from loka_jax.train import progress
-from loka_jax.train.progress import TrainingProgress, print_data, print_sites
+from loka_jax.train.progress import (
+    TrainingProgress,
+    print_data,
+    print_plan,
+    print_sites,
+)
 
 LINE = {"loss": 0.5, "ne": None, "examples_per_second": 12345.6, "skipped_steps": 2}
 
@@ -110,6 +119,32 @@ def test_a_terminal_gets_a_bar_with_loss_ne_rate_and_time_left():
     assert "500/1000" in text
     assert "loss 0.5000  NE 0.9000  12,346 examples/s" in text
     assert ":" in text.split("examples/s")[-1]  # the time left
+
+
+HOSTILE = "[/b] [bold]x :smile: \x1b]0;title\x07 \r\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_texts_of_others_are_printed_as_they_are(terminal):
+    report = {"examples": {HOSTILE: 1}, "split_rule": HOSTILE, "totals": {HOSTILE: 2}}
+    (site, *_) = sites_of("fp8_rowwise")
+    site = dataclasses.replace(site, path=HOSTILE)
+    plan = DispatchPlan(((HOSTILE, Decision(BF16, HOSTILE, runner_up=HOSTILE)),))
+    line = dict.fromkeys(("auc", "logloss", "ne", "calibration")) | {"split": HOSTILE}
+
+    def show(console):
+        console.width = 500
+        print_data(console, report)
+        print_sites(console, (site,))
+        print_plan(console, plan, (HOSTILE,))
+        with TrainingProgress(console, 10, 0) as display:
+            display.say(f"the step did not compile: {HOSTILE}")
+            display.evaluation(5, line)
+
+    text = printed(show, terminal=terminal)
+    shown = r"[/b] [bold]x :smile: \x1b]0;title\x07 \r\n"
+    assert text.count(shown) == 11
+    assert "\x1b]0" not in text and "\x07" not in text
 
 
 def test_an_evaluation_is_one_line():
