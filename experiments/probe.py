@@ -43,7 +43,8 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     result = survey(done.run, done.state, options, say)
     result["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
     jsonfile.write(done.workdir / "probe.json", result)
-    amaxes = jsonfile.read_lines(done.workdir / record.AMAXES)
+    path = done.workdir / record.AMAXES
+    amaxes = jsonfile.read_lines(path, say, max_bytes=jsonfile.MAX_BYTES)
     page = write_survey_page(done.workdir / "probe.html", result, amaxes)
     for warning in result["warnings"]:
         say(f"Too few statistics: {warning}")
@@ -72,7 +73,7 @@ def _saved_every(saved_config: pathlib.Path) -> int:
         ValueError: if it began without Probe.
     """
     every = as_dict(as_dict(jsonfile.read(saved_config)).get("probe")).get("every")
-    if every is None:
+    if type(every) is not int:
         raise ValueError(
             f"{saved_config.parent} holds a run that Probe did not observe: choose "
             "another --workdir, or train with --probe.every 100."

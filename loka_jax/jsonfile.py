@@ -1,15 +1,31 @@
-"""Reads, writes and compares the JSON files of a run.
+"""Reads, writes and compares JSON files.
 
 They are written in one step, and in strict JSON: NaN and infinity become null.
+
+A file that is read may come from others. So its size is checked before it is parsed,
+its depth and its numbers are bounded, and a name may occur only once in an object.
 """
 
 import json
+import logging
 import math
 import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from loka_jax.terminal import printable
+
+MAX_BYTES = 32 << 20  # empty lists take 27 times as much memory as their text
+_MAX_LINE_BYTES = 4 << 20
+_MAX_DEPTH = 64
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
+_INTEGERS = range(-(1 << 63), 1 << 64)  # what 64 bits hold, signed or not
+
+_log = logging.getLogger(__name__)
 
 
 def jsonable(value: object, *, nan_as_null: bool = True) -> object:
@@ -24,8 +40,12 @@ def jsonable(value: object, *, nan_as_null: bool = True) -> object:
     """
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = np.asarray(value).item()
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        if int(value) in _INTEGERS:
+            return value
+        raise ValueError("an integer that does not fit into 64 bits cannot be read.")
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -58,10 +78,13 @@ def write(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` in one step: temporary file, fsync, rename."""
+    """Writes `text` to `path` in one step: temporary file, fsync, rename.
+
+    Bytes of a path that are not UTF-8 become escapes.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -71,15 +94,21 @@ def write_text(path: Path, text: str) -> None:
     _sync_directory(path.parent)
 
 
-def read(path: Path) -> object:
+def read(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
     """Returns the value in the JSON file `path`.
 
     Raises:
-        ValueError: if the file is not JSON.
+        ValueError: if it is not a file, larger than `max_bytes`, or not strict JSON.
+        OSError: if it does not exist or must not be read.
     """
+    _require_file(path)
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{path} is larger than {max_bytes >> 20} MiB: replace it.")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _parsed(content)
+    except ValueError as error:
         raise ValueError(
             f"{path} is not JSON ({error}): restore or delete it."
         ) from None
@@ -90,23 +119,45 @@ def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Returns the objects of a JSON-lines file, up to the first broken line.
+def read_lines(
+    path: Path,
+    say: Callable[[str], None] = _log.warning,
+    *,
+    max_bytes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the objects of a JSON-lines file without its damaged lines.
 
-    A killed run may leave its last line incomplete.
+    A missing file has none. A killed run may leave its last line incomplete: that is
+    left out without a word.
+
+    Args:
+        path: of the file.
+        say: takes a sentence that counts the damaged lines, or says that the file is
+            too large.
+        max_bytes: the lines beyond so many bytes of the file are left out.
+
+    Raises:
+        ValueError: if it is not a file.
+        OSError: if it must not be read.
     """
-    if not path.is_file():
+    try:
+        _require_file(path)
+    except FileNotFoundError:
         return []
-    lines = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except (json.JSONDecodeError, RecursionError):
+    lines, damaged = [], 0
+    with open(path, "rb") as file:
+        for content in _whole_lines(file):
+            if max_bytes is not None and file.tell() > max_bytes:
+                say(printable(f"{path}: lines after {max_bytes:,} bytes left out."))
                 break
-            if not isinstance(line, dict) or not text.endswith("\n"):
-                break
-            lines.append(line)
+            line = _line(content)
+            if line is None:
+                damaged += 1
+            else:
+                lines.append(line)
+    if damaged:
+        lines_are = "line is" if damaged == 1 else "lines are"
+        say(printable(f"{path}: {damaged} damaged {lines_are} left out."))
     return lines
 
 
@@ -135,6 +186,85 @@ def _flatten(value: object, prefix: str = "") -> dict[str, object]:
     for key, item in value.items():
         leaves |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
     return leaves
+
+
+def _require_file(path: Path) -> None:
+    """Raises ValueError for a directory or a pipe, which can block or have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is not a regular file: replace it.")
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines that end in a newline, and an empty one for a line too long."""
+    while line := file.readline(_MAX_LINE_BYTES):
+        if line.endswith(b"\n"):
+            yield line
+            continue
+        while rest := file.readline(_MAX_LINE_BYTES):
+            if rest.endswith(b"\n"):
+                yield b""
+                break
+
+
+def _line(content: bytes) -> dict[str, Any] | None:
+    """Returns the object in a line of JSON, None for anything else."""
+    try:
+        value = _parsed(content)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _parsed(content: bytes) -> object:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: with the reason, if it is not strict JSON.
+    """
+    try:
+        value = json.loads(
+            content.decode("utf-8-sig"),  # some editors put a byte order mark first
+            object_pairs_hook=_unique,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    # What the parser can nest, others that recurse cannot.
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for value in level for item in _items(value)]
+        if not level:
+            return value
+    raise ValueError(_TOO_DEEP)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return value
+
+
+def _integer(text: str) -> int:
+    # Longer ones are not parsed at all: that takes quadratic time.
+    if len(text) <= 20 and int(text) in _INTEGERS:
+        return int(text)
+    raise ValueError(f"the integer {text[:20]}... does not fit into 64 bits")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isfinite(value):
+        return value
+    raise ValueError(f"{text[:20]} is not a finite number")
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,5 +1,7 @@
 import json
 import os
+import tracemalloc
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,11 +49,153 @@ def test_a_broken_file_is_named(tmp_path):
         jsonfile.read(path)
 
 
-@pytest.mark.parametrize("tail", ['{"step": 3', "[3]\n", '{"step"\n{"step": 4}\n'])
-def test_lines_end_where_a_killed_run_tore_them(tail, tmp_path):
+def test_an_integer_that_could_not_be_read_is_not_written():
+    assert jsonfile.dumps([2**64 - 1, -(2**63)]) == "[18446744073709551615, " + (
+        "-9223372036854775808]"
+    )
+    with pytest.raises(ValueError, match="64 bits"):
+        jsonfile.dumps({"seed": 2**64})
+
+
+REFUSED = {
+    "empty": b"",
+    "truncated": b'{"a": [1, 2',
+    "deep": b"[" * 100 + b"]" * 100,
+    "very deep": b'{"a":' * 200_000,
+    "NaN": b"[NaN]",
+    "infinity": b"[-Infinity]",
+    "float beyond float64": b"[1e400]",
+    "400 digits": b"[" + b"9" * 400 + b"]",
+    "5,000 digits": b"[-" + b"9" * 5000 + b"]",
+    "65 bits": b"[18446744073709551616]",
+    "twice": b'{"a": 1, "b": {"c": 1, "c": 2}}',
+    "UTF-16": "[1]".encode("utf-16"),
+    "zeros": bytes(100),
+}
+
+
+@pytest.mark.parametrize("content", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_strict_json_is_refused_with_its_name(content, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        jsonfile.read(path)
+    assert str(refused.value).startswith(f"{path} is not JSON (")
+    assert len(str(refused.value)) < len(str(path)) + 200
+
+
+@pytest.mark.parametrize(
+    "content, value",
+    [
+        (b'\xef\xbb\xbf{"a": 1}', {"a": 1}),  # a byte order mark
+        (b'["\\ud800"]', ["\ud800"]),  # half a character, as in a path of other bytes
+        (b"[18446744073709551615, -0.5e-400]", [2**64 - 1, 0.0]),
+        (b"[" * 60 + b"]" * 60, None),
+    ],
+)
+def test_unusual_json_is_read(content, value, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    assert jsonfile.read(path) == value or value is None
+
+
+def test_a_path_that_is_not_utf_8_is_written(tmp_path):
+    jsonfile.write(tmp_path / "a.json", {"workdir": "run\udcff"})
+    assert jsonfile.read(tmp_path / "a.json") == {"workdir": "run\udcff"}
+    jsonfile.write_text(tmp_path / "a.html", "run\udcff")
+    assert (tmp_path / "a.html").read_text() == r"run\udcff"
+
+
+def test_a_large_file_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "plan.json"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a hole: it takes no space
+    with pytest.raises(ValueError, match="plan.json is larger than 32 MiB"):
+        jsonfile.read(path)
+    path.write_bytes(b"[]" + b" " * (2 << 20))
+    assert jsonfile.read(path) == []
+    with pytest.raises(ValueError, match="larger than 2 MiB"):
+        jsonfile.read(path, max_bytes=2 << 20)
+
+
+@pytest.mark.parametrize("read", [jsonfile.read, jsonfile.read_lines])
+def test_what_is_not_a_file_is_refused_at_once(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"{path} is not a regular file"):
+            read(path)
+
+
+def test_what_cannot_be_opened_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        jsonfile.read(tmp_path / "nowhere.json")
+
+
+def _lines(path, *contents, **options):
+    """Returns the steps of the lines that are read, and what is said."""
+    path.write_bytes(b"".join(contents))
+    said = []
+    found = jsonfile.read_lines(path, said.append, **options)
+    return [line["step"] for line in found], said
+
+
+ONE, TWO = b'{"step": 1}\n', b'{"step": 2}\n'
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"\n",
+        b"[3]\n",
+        b'{"step"\n',
+        b'{"step": "\xff"}\n',
+        b'{"step": ' + b"9" * 5000 + b"}\n",
+        b'{"a":' * 100_000 + b"\n",
+        b'{"step": NaN}\n',
+    ],
+    ids=["empty", "list", "torn", "no text", "digits", "deep", "NaN"],
+)
+def test_a_damaged_line_costs_no_other_and_is_counted(damaged, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n' + tail)
-    assert [line["step"] for line in jsonfile.read_lines(path)] == [1, 2]
+    steps, said = _lines(path, ONE, damaged, TWO)
+    assert steps == [1, 2]
+    assert said == [f"{path}: 1 damaged line is left out."]
+    steps, said = _lines(path, damaged, ONE, damaged, TWO)
+    assert steps == [1, 2] and "2 damaged lines are" in said[0]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3', b'{"step": 3}', b""])
+def test_an_incomplete_last_line_is_not_worth_a_word(torn, tmp_path):
+    assert _lines(tmp_path / "metrics.jsonl", ONE, TWO, torn) == ([1, 2], [])
+
+
+def test_a_line_of_100_megabytes_is_a_damaged_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.write(ONE)
+        file.seek(100 << 20)  # a hole
+        file.write(b"\n" + TWO)
+    said = []
+    tracemalloc.start()
+    lines = jsonfile.read_lines(path, said.append)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [line["step"] for line in lines] == [1, 2]
+    assert "1 damaged line is left out" in said[0] and most < 20 << 20
+
+
+def test_lines_beyond_a_limit_are_left_out_and_that_is_said(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert _lines(path, ONE, TWO, max_bytes=len(ONE + TWO)) == ([1, 2], [])
+    steps, said = _lines(path, ONE, TWO, ONE, max_bytes=len(ONE + TWO) + 3)
+    assert steps == [1, 2] and "lines after 27 bytes left out" in said[0]
+
+
+def test_damaged_lines_are_logged_as_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"{\n" + ONE)
+    jsonfile.read_lines(path)
+    assert "1 damaged line is left out" in caplog.text
 
 
 def test_no_file_has_no_lines(tmp_path):

@@ -56,8 +56,9 @@ def test_again_it_goes_on_with_what_is_there(probed, monkeypatch):
     assert steps == [8] and (workdir / "metrics.jsonl").read_text() == before
 
 
-def test_a_run_that_probe_did_not_observe_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"probe": {"every": null}}')
+@pytest.mark.parametrize("every", ["null", '"x"', "[3]", "true"])
+def test_a_run_that_probe_did_not_observe_is_refused(every, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(f'{{"probe": {{"every": {every}}}}}')
     assert main(["--config", "fp8_dlrm_tiny", "--workdir", str(tmp_path)]) == 2
     assert "holds a run that Probe did not observe" in capsys.readouterr().err
 
