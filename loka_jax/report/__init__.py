@@ -4,7 +4,7 @@ The page of a training run (`run_page`) and that of a survey (`survey_page`) tur
 data into views for their templates; `render` escapes every value, `charts` draws.
 """
 
-from loka_jax.report.run_page import RunFiles, write_run_page
+from loka_jax.report.run_page import RunFiles, gap_closed, write_run_page
 from loka_jax.report.survey_page import write_survey_page
 
-__all__ = ["RunFiles", "write_run_page", "write_survey_page"]
+__all__ = ["RunFiles", "gap_closed", "write_run_page", "write_survey_page"]

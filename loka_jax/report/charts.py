@@ -22,6 +22,7 @@ _COLORS = {
         ("ink", "muted", "line", "accent", "second", "good", "bad", "card"), start=3
     )
 }
+_LARGEST = 1e100  # of what is drawn: the size of an axis must not overflow
 _SIZE_INCHES = (5.6, 3.1)  # 403 x 223 CSS pixels: text stays legible on a phone
 
 
@@ -30,7 +31,7 @@ class Series(NamedTuple):
 
     Attributes:
         label: their name in the legend.
-        points: (x, y); those whose y is None or not finite are left out.
+        points: (x, y); those whose y is None, not finite or huge are left out.
         color: "accent" (thin, many points) or "second" (thick, few, with dots).
     """
 
@@ -40,7 +41,11 @@ class Series(NamedTuple):
 
     def finite(self) -> list[tuple[float, float]]:
         """Returns the points that can be drawn."""
-        return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+        return [
+            (x, y)
+            for x, y in self.points
+            if y is not None and max(abs(x), abs(y)) <= _LARGEST
+        ]
 
 
 class Figure(NamedTuple):

@@ -34,11 +34,20 @@ def write_page(path: Path, template: str, **view: object) -> Path:
     return path
 
 
+def real(value: object) -> float | None:
+    """Returns a finite number as float, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+
+
 def number(value: object, spec: str = ",.0f") -> str:
     """Returns a number in a Python format; "n/a" for NaN and for other objects."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "n/a"
-    return f"{value:{spec}}".replace("%", " %") if math.isfinite(value) else "n/a"
+    finite = real(value)
+    return "n/a" if finite is None else f"{finite:{spec}}".replace("%", " %")
 
 
 def exponent(value: float) -> str:

@@ -4,6 +4,7 @@ The files of a run can be incomplete, broken or edited: a value of an unexpected
 shown as absent.
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.render import Tile, flat, number, write_page
+from loka_jax.report.render import Tile, flat, number, real, write_page
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
 _MAX_COLUMNS = 100  # of a data set, shown by name
+_LEAST_GAP = 1e-6  # between the best NE and 1; less is rounding
+_MAX_MARKS = 100  # of skipped steps, in a chart
 _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
 
 
@@ -53,7 +56,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         path,
         "run.html",
         title=str(run.config.get("name") or path.parent.resolve().name),
-        is_finished=bool(summary),
+        is_finished=bool(summary) and summary.get("finished") is not False,
         facts=_facts(run),
         notes=[*run.notes, *_sentences(summary.get("returns"))],
         tiles=_tiles(run),
@@ -103,15 +106,15 @@ def _tiles(run: RunFiles) -> list[Tile]:
         where = f"step {number(final.get('step'))}"
     if split := final.get("split"):
         where = f"{split}, {where}"
-    ne, best = _real(final.get("ne")), _real(run.summary.get("best_possible_ne"))
+    best = real(run.summary.get("best_possible_ne"))
     bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
     tiles = [
         Tile("AUC", number(final.get("auc"), ".5f"), where),
         Tile("Log loss", number(final.get("logloss"), ".5f"), where),
-        Tile("NE", number(ne, ".5f"), f"normalized entropy; {bound}"),
+        Tile("NE", number(final.get("ne"), ".5f"), f"normalized entropy; {bound}"),
     ]
     if best is not None:
-        share = None if ne is None or best >= 1 else (1 - ne) / (1 - best)
+        share = gap_closed(final.get("ne"), best)
         note = "(1 − NE) / (1 − best)"
         tiles.append(Tile("NE gap closed", number(share, ".1%"), note, share))
     calibration = number(final.get("calibration"), ".4f")
@@ -127,9 +130,20 @@ def _tiles(run: RunFiles) -> list[Tile]:
     return tiles
 
 
+def gap_closed(ne: object, best: object) -> float | None:
+    """Returns (1 - NE) / (1 - best possible NE): 0 is the mean, 1 the best model.
+
+    None if one of them is no number, or there is nothing to learn: best is 1.
+    """
+    ne, best = real(ne), real(best)
+    if ne is None or best is None or 1 - best < _LEAST_GAP:
+        return None
+    return (1 - ne) / (1 - best)
+
+
 def _site_counts(run: RunFiles) -> tuple[int, int]:
     counts = as_dict(run.summary.get("sites"))
-    total, fp8 = _real(counts.get("total")), _real(counts.get("fp8"))
+    total, fp8 = real(counts.get("total")), real(counts.get("fp8"))
     if total is not None and fp8 is not None:
         return int(total), int(fp8)
     return len(run.sites), sum(not site.get("why_not") for site in run.sites)
@@ -137,18 +151,25 @@ def _site_counts(run: RunFiles) -> tuple[int, int]:
 
 def _curves(run: RunFiles) -> dict[str, Any]:
     skipped, marks = _skipped(run)
-    stride = max(1, len(run.train) // _MAX_LINES)
     return {
         "skipped": skipped,
         "can_draw": charts.can_draw(),
-        "figures": _figures(run, marks) if charts.can_draw() else [],
+        "figures": _figures(run, _thinned(marks, _MAX_MARKS)),
         "evals": run.evals,
-        "train": run.train[::-1][::stride][::-1],
+        "train": _thinned(run.train, _MAX_LINES),
     }
 
 
+def _thinned[T](lines: list[T], count: int) -> list[T]:
+    """Returns every so many lines, the last among them: fewer than twice `count`."""
+    return lines[::-1][:: max(1, len(lines) // count)][::-1]
+
+
 def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
-    floor = _real(run.summary.get("best_possible_ne"))
+    """Returns the learning curves; none without matplotlib."""
+    if not charts.can_draw():
+        return []
+    floor = real(run.summary.get("best_possible_ne"))
     split, evals = _most_frequent_split(run.evals)
 
     def series(train: str, evaluated: str) -> list[Series]:
@@ -169,13 +190,13 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
 def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:
     """Returns the split that was evaluated most often, and its lines."""
     splits = [str(line.get("split") or "evaluation") for line in evals]
-    name = max(dict.fromkeys(splits), key=splits.count, default="evaluation")
+    (name, _), *_ = Counter(splits).most_common(1) or [("evaluation", 0)]
     pairs = zip(evals, splits, strict=True)
     return name, [line for line, split in pairs if split == name]
 
 
 def _points(lines: list[dict], name: str) -> list[tuple[float, float | None]]:
-    points = [(_real(line.get("examples")), _real(line.get(name))) for line in lines]
+    points = [(real(line.get("examples")), real(line.get(name))) for line in lines]
     return [(x, y) for x, y in points if x is not None]
 
 
@@ -183,11 +204,11 @@ def _skipped(run: RunFiles) -> tuple[float, list[float]]:
     """Returns the number of skipped steps, and the examples seen at each."""
     places, before = [], 0.0
     for line in run.train:
-        count = _real(line.get("skipped_steps")) or 0.0
-        if count > before and (x := _real(line.get("examples"))) is not None:
+        count = real(line.get("skipped_steps")) or 0.0
+        if count > before and (x := real(line.get("examples"))) is not None:
             places.append(x)
         before = max(before, count)
-    total = _real(run.summary.get("skipped_steps"))
+    total = real(run.summary.get("skipped_steps"))
     return (before if total is None else total), places
 
 
@@ -231,7 +252,7 @@ def _scales(lines: list[dict]) -> dict[str, Any] | None:
 
 
 def _scale(lines: list[dict], name: str) -> dict[str, Any] | None:
-    values = [_real(line.get(name)) for line in lines]
+    values = [real(line.get(name)) for line in lines]
     positive = [value for value in values if value is not None and value > 0]
     if not positive:
         return None
@@ -261,7 +282,7 @@ def _data(data: dict[str, Any]) -> dict[str, Any] | None:
 def _column_counts(split: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Returns the number of values of each kind, in all and by column."""
     counts = {
-        name: {kind: _real(as_dict(column).get(kind)) or 0 for kind in _KINDS}
+        name: {kind: real(as_dict(column).get(kind)) or 0 for kind in _KINDS}
         for name, column in columns.items()
     }
     totals = {kind: sum(column[kind] for column in counts.values()) for kind in _KINDS}
@@ -281,7 +302,7 @@ def _bad_rows(bad_rows: object) -> dict[str, Any] | None:
     rows = [as_dict(row) for row in samples] if isinstance(samples, list) else []
     heads = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[row.get(head) for head in heads] for row in rows]
-    return {"count": _real(report.get("count")) or 0, "heads": heads, "rows": cells}
+    return {"count": real(report.get("count")) or 0, "heads": heads, "rows": cells}
 
 
 def _recipe(run: RunFiles) -> object:
@@ -297,7 +318,7 @@ def _compact(value: Any) -> str:
 
 
 def _duration(seconds: object) -> str:
-    total = _real(seconds)
+    total = real(seconds)
     if total is None:
         return ""
     if total < 60:
@@ -305,10 +326,3 @@ def _duration(seconds: object) -> str:
     minutes, rest = divmod(round(total), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def _real(value: object) -> float | None:
-    """Returns a number as float, None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value)

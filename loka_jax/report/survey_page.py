@@ -6,7 +6,7 @@ from typing import Any
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.render import Tile, flat, number, write_page
+from loka_jax.report.render import Tile, flat, number, real, write_page
 
 _DRAWS = {"learned": "Learned draws", "normal": "N(0, 1) draws"}
 
@@ -73,7 +73,9 @@ def _site(
         "best": [_best(site["roles"][role]) for role in ROLES],
         "moved": None if effect is None else effect["moved"] / effect["loss"],
         "training": _training(site),
-        "amaxes": {o: [line.get(f"{path}/{o}") for line in amaxes] for o in OPERANDS},
+        "amaxes": {
+            o: [real(line.get(f"{path}/{o}")) for line in amaxes] for o in OPERANDS
+        },
     }
 
 
@@ -124,7 +126,7 @@ def _effects(survey: dict[str, Any]) -> list[dict[str, Any]]:
             "path": path,
             "is_site": path in paths,  # else all sites together
             "moved": effect["moved"] / effect["loss"],
-            "share": effect["moved"] / most,
+            "share": effect["moved"] / most if most else 0.0,
             "change": effect["relative"],
             "low": effect["low"] / effect["loss"],
             "high": effect["high"] / effect["loss"],

@@ -16,7 +16,7 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
-from loka_jax.report import write_run_page
+from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints, Saved
 from loka_jax.train.config import Config
@@ -355,7 +355,7 @@ def _print_end(
         f"{numbers['calibration']}"
     )
     best = summary["best_possible_ne"]
-    if best is not None and final["ne"] is not None:
-        share = (1 - final["ne"]) / (1 - best)
+    share = gap_closed(final["ne"], best)
+    if share is not None:
         console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
     console.print(plain(f"Report: {report}"))

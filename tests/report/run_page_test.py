@@ -1,10 +1,11 @@
+import copy
 import re
 import subprocess
 import sys
 
 import pytest
 
-from loka_jax.report import RunFiles, write_run_page
+from loka_jax.report import RunFiles, charts, gap_closed, write_run_page
 from tests.report.support import (
     HOSTILE,
     Page,
@@ -224,6 +225,79 @@ def test_values_of_a_wrong_kind_do_no_harm(page_of):
     )
     page = page_of(run)
     assert page.rows("What ran at each site")[1][1] == "n/a × n/a × n/a"
+
+
+_STRANGE = {
+    "null": None,
+    "boolean": True,
+    "markup": "[/b]",
+    "HTML": HOSTILE,
+    "half a character": "\ud800",
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "400 digits": 10**400,
+    "negative": -1,
+    "zero": 0,
+    "list": [[]],
+    "object": {"": {"a": None}},
+}
+
+
+def _with_leaves(value, leaf):
+    if isinstance(value, dict):
+        return {key: _with_leaves(item, leaf) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_leaves(item, leaf) for item in value]
+    return leaf
+
+
+def _containers(value, path=()):
+    """Yields the places of all lists and dicts in a value, but for the value itself."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in pairs:
+        if isinstance(item, dict | list):
+            yield (*path, key)
+            yield from _containers(item, (*path, key))
+
+
+@pytest.mark.parametrize("value", _STRANGE.values(), ids=_STRANGE)
+def test_a_strange_value_in_any_field_does_no_harm(value, page_of, monkeypatch):
+    monkeypatch.setattr(charts, "can_draw", lambda: False)  # drawing is slow
+    leaves = {k: _with_leaves(v, value) for k, v in RUN._asdict().items()}
+    page = page_of(RunFiles(**leaves))
+    assert page.tags().count("h1") == 1 and "script" not in page.tags()
+    for *path, last in _containers(SUMMARY):
+        summary = at = copy.deepcopy(SUMMARY)
+        for name in path:
+            at = at[name]
+        at[last] = value
+        page = page_of(RUN._replace(summary=summary))
+        assert page.tags().count("h1") == 1 and "script" not in page.tags()
+
+
+def test_huge_numbers_are_not_drawn(page_of):
+    lines = [train_line(s, loss=(-1) ** s * 1.7e308, ne=1e99) for s in range(1, 9)]
+    page = page_of(RUN._replace(train=lines, evals=[]))
+    titles = [next(x.itertext()) for x in page.root.iter("figcaption")]
+    assert "Log loss" not in titles and "Normalized entropy" in titles
+
+
+def test_a_run_of_skipped_steps_has_a_page(page_of):
+    lines = [train_line(step, skipped_steps=step) for step in range(1, 2001)]
+    html = page_of(RUN._replace(train=lines)).html
+    assert 50 < html.count("stroke: var(--bad)") < 200
+
+
+@pytest.mark.parametrize("best", [1.0, 1 - 1e-12, 1 + 1e-12, 2.0, None, "x"])
+def test_where_nothing_can_be_learned_there_is_no_gap_to_close(best, page_of):
+    assert gap_closed(0.9, best) is None
+    page = page_of(RUN._replace(summary=SUMMARY | {"best_possible_ne": best}))
+    assert page.tiles.get("NE gap closed", ("n/a",))[0] == "n/a"
+
+
+def test_a_stopped_run_is_not_finished(page_of):
+    page = page_of(RUN._replace(summary=SUMMARY | {"finished": False}))
+    assert "not finished" in page.text and "The run has not ended" in page.text
 
 
 def test_a_run_worse_than_the_mean_has_an_empty_bar(page_of):

@@ -76,7 +76,7 @@ AMAXES = [{"step": 1, "a/lhs": 1.0}, {"step": 2, "a/lhs": 2.0}]
 def page_of(tmp_path):
     """Returns a function from a survey to its page."""
     path = tmp_path / "probe.html"
-    return lambda survey: Page(write_survey_page(path, survey, AMAXES))
+    return lambda survey, amaxes=AMAXES: Page(write_survey_page(path, survey, amaxes))
 
 
 def test_the_page_tells_the_headline_numbers(page_of):
@@ -140,6 +140,19 @@ def test_names_of_a_survey_are_no_html(page_of):
             candidates[HOSTILE] = candidate(0.03, 2.0, True, True, 2.0)
         one["training_us"][HOSTILE] = 1.0
     assert_escaped(page_of(survey))
+
+
+def test_amaxes_of_a_wrong_kind_are_gaps(page_of):
+    values = [1.0, None, "x", True, [], {}, float("inf"), 10**400, -1, 2.0]
+    lines = [{"step": i, "a/lhs": value} for i, value in enumerate(values)]
+    lhs, _, _ = page_of(SURVEY, [*lines, {}]).rows("Distributions")[1:]
+    assert lhs[11] == "amax of a/lhs"
+
+
+def test_fp8_that_moves_no_loss_has_a_page(page_of):
+    still = EFFECT | {"moved": 0.0}
+    page = page_of(SURVEY | {"sensitivity": {"a": still, "all sites": still}})
+    assert page.tiles["Most moved by"][0] == "0.00 %"
 
 
 def test_a_survey_that_measured_nothing_has_a_page(page_of):

@@ -186,6 +186,13 @@ def test_training_learns(tmp_path):
     assert found["best_possible_ne"] < found["final_eval"]["ne"] < 1
 
 
+def test_where_nothing_can_be_learned_no_gap_is_printed(tmp_path):
+    data = dataclasses.replace(support.DATA, signal=0.0)
+    code, out = train(config(tmp_path, data=data, max_steps=2))
+    assert code == 0 and summary(tmp_path)["best_possible_ne"] == pytest.approx(1)
+    assert "gap closed" not in out
+
+
 def test_early_stopping_ends_the_run_and_keeps_the_best_state(
     tmp_path, monkeypatch, last_state
 ):
