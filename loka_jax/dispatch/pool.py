@@ -168,7 +168,8 @@ class Worker:
             line = self._answers.get(timeout=self._timeout_s)
         except queue.Empty:
             return None
-        return None if line is None else json.loads(line)
+        # A worker that was killed may leave its last line incomplete.
+        return json.loads(line) if line and line.endswith("\n") else None
 
     def _started(self) -> subprocess.Popen[str]:
         with self._starts_or_stops:

@@ -86,7 +86,13 @@ def test_a_worker_answers():
 
 
 @pytest.mark.parametrize(
-    "act", ["os._exit(11)", "os.kill(os.getpid(), 9)", "__import__('time').sleep(60)"]
+    "act",
+    [
+        "os._exit(11)",
+        "os.kill(os.getpid(), 9)",
+        "__import__('time').sleep(60)",
+        """(os.write(1, b'{"result": {"sche'), os._exit(9))""",  # in mid-answer
+    ],
 )
 def test_who_ends_the_process_is_left_out(act):
     entry, said = _measure(_fake(bad=NAMES[1], act=act), timeout_s=3.0)
