@@ -12,7 +12,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key, why_not
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.table import BadTable, Table
+from loka_jax.dispatch.table import Table
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.train.config import Config
@@ -37,15 +37,15 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
     Raises:
-        ValueError: if it does not name a file, or a rule matches no site.
+        ValueError: if it names a file that is no plan and no table for this machine, or
+            a rule matches no site.
     """
     options = config.dispatch
-    if config.plan == OFF:
-        plan = plans.make_plan(sites, None, rules=options.by_pattern)
-        return ChosenPlan(plan)
+    table: Table | None = None
+    notes: tuple[str, ...] = ()
     if config.plan == AUTO:
         table, notes = _shipped_table()
-    else:
+    elif config.plan != OFF:
         path = pathlib.Path(config.plan)
         if not path.is_file():
             raise ValueError(
@@ -54,7 +54,7 @@ def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
             )
         if _is_plan(path):
             return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
-        table, notes = _valid_table(path)
+        table = _table_for_here(path)
     plan = plans.make_plan(
         sites,
         table,
@@ -85,7 +85,10 @@ def _shipped_table() -> tuple[Table | None, tuple[str, ...]]:
     device = jax.devices()[0]
     path = shipped_path(device.device_kind)
     if path.is_file():
-        return _valid_table(path)
+        try:
+            return _table_for_here(path), ()
+        except ValueError as error:
+            return None, (f"The shipped dispatch table is ignored: {error}",)
     if device.platform != "gpu":
         return None, ()
     return None, (
@@ -94,24 +97,33 @@ def _shipped_table() -> tuple[Table | None, tuple[str, ...]]:
     )
 
 
-def _valid_table(path: pathlib.Path) -> tuple[Table | None, tuple[str, ...]]:
-    """Returns the table if it holds here, else None and a note."""
-    try:
-        table = tables.read(path)
-    except BadTable as error:
-        return None, (f"Dispatch table ignored: {error}",)
+def _table_for_here(path: pathlib.Path) -> Table:
+    """Returns a table that holds here.
+
+    Raises:
+        ValueError: with the reason, if it does not.
+    """
+    table = tables.read(path)
     reason = table.header.why_not(tables.header_here())
     if reason is not None:
-        return None, (f"Dispatch table {path} ignored: {reason}.",)
-    return table, ()
+        raise ValueError(
+            f"{path} does not hold here, because {reason}: measure a table with "
+            "experiments/tune.py, or leave --plan out."
+        )
+    return table
 
 
 def _is_plan(path: pathlib.Path) -> bool:
+    """Returns whether a file is a plan rather than a table.
+
+    Raises:
+        ValueError: if it is not JSON, or cannot be read.
+    """
     try:
         value = jsonfile.read(path)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and "schema" not in value
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    return not (isinstance(value, dict) and "schema" in value)
 
 
 def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:

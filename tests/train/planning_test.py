@@ -1,10 +1,12 @@
 """Which plan a run follows, what is said of it, and that it keeps it."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import pytest
+from rich.console import Console
 
 from loka_jax import nn
 from loka_jax.data import Position
@@ -20,6 +22,7 @@ from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import operands, planning
 from loka_jax.train.config import DispatchOptions, EmbeddingConfig
+from loka_jax.train.progress import print_plan
 from tests.train import support
 
 ROW = "xla fp8_rowwise"
@@ -109,21 +112,61 @@ def test_equal_plans_are_one_program(tmp_path):
 @pytest.mark.parametrize(
     "spoil, why",
     [
-        (lambda path: path.write_text(path.read_text()[:-50]), "not a dispatch table"),
+        (lambda path: path.write_text(path.read_text()[:-50]), "is not JSON"),
+        (lambda path: path.write_text('{"schema": 1}'), "not a dispatch table"),
         (lambda path: _foreign(path, device_kind="NVIDIA B200"), "NVIDIA B200"),
         (lambda path: _foreign(path, jax="0.1"), "jax 0.1"),
         (lambda path: _foreign(path, kernels="x"), "kernels have changed"),
     ],
-    ids=["truncated", "device", "version", "kernels"],
+    ids=["truncated", "schema", "device", "version", "kernels"],
 )
-def test_a_table_that_does_not_hold_changes_nothing(tmp_path, spoil, why):
+def test_a_table_that_does_not_hold_is_refused_or_if_shipped_noted(
+    tmp_path, monkeypatch, spoil, why
+):
     path = _table(tmp_path / "table.json")
     spoil(path)
-    run = build_lib.build(_config(plan=str(path)))
+    with pytest.raises(ValueError, match=f"{path}.*{why}"):
+        build_lib.build(_config(plan=str(path)))
+    # Nobody named the shipped table: a run does without it, and says so.
+    monkeypatch.setattr(planning, "shipped_path", lambda kind: path)
+    run = build_lib.build(_config(plan="auto"))
     assert run.plan == DispatchPlan()
     assert len(run.plan_notes) == 1 and why in run.plan_notes[0]
     plain = build_lib.build(_config(plan="off"))
     assert support.digest(run.init()) == support.digest(plain.init())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"top_mlp/dense_0": {"choice": "xla bf16", "rea', "", "[]", "3", "[" * 10_000],
+    ids=["truncated", "empty", "list", "number", "deep"],
+)
+def test_a_plan_file_that_is_none_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="plan.json is not (JSON|a plan)"):
+        build_lib.build(_config(plan=str(path)))
+
+
+def test_a_huge_plan_file_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[" + "[]," * (12 << 20) + "[]]")
+    with pytest.raises(ValueError, match="plan.json is larger than 32 MiB"):
+        build_lib.build(_config(plan=str(path)))
+
+
+def test_texts_of_a_plan_are_printed_as_they_are(tmp_path):
+    path = tmp_path / "plan.json"
+    decision = Decision(
+        Choice.parse(ROW), "[/b] \x1b[2J", runner_up="[red]x[/] :smile:"
+    )
+    save(path, DispatchPlan((("top_mlp/dense_0", decision),)))
+    run = build_lib.build(_config(plan=str(path)))
+    out = io.StringIO()
+    notes = ("[/b] is a note",)
+    print_plan(Console(file=out, width=200, soft_wrap=True), run.plan, notes)
+    assert all(x in out.getvalue() for x in (r"[/b] \x1b[2J", "[red]x[/] :smile:"))
+    assert out.getvalue().startswith(notes[0]) and "\x1b" not in out.getvalue()
 
 
 def _foreign(path, **header):
