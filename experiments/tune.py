@@ -14,6 +14,8 @@ Exit codes: those of train.py.
 
 import pathlib
 import sys
+from collections.abc import Callable
+from math import isfinite
 
 from experiments.cli import parse_with, run_cli
 from experiments.probe import observed
@@ -26,6 +28,7 @@ from loka_jax.measure.intervals import Interval
 from loka_jax.survey.sensitivity import ALL, sensitivity
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
+from loka_jax.train.progress import plain
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.state import TrainState
 
@@ -37,7 +40,8 @@ def tune(
 ) -> int:
     """Trains, measures and writes the table; returns the exit code."""
     console = standard_output()
-    _old_table(path)  # refuses a bad table now rather than after the training
+    with tables.locked(path):
+        _old_table(path)  # refuses a bad path or table now, not after the training
     done = train(observed(config), arguments, console, script="tune.py")
     if done.exit_code or done.run is None:
         return done.exit_code
@@ -45,31 +49,40 @@ def tune(
     run, stats = done.run, nn.by_path(done.state.probe)
     old = _old_table(path)
     timed = [] if old is None else [k for k, entry in old.sites.items() if entry.times]
+
+    def say(sentence: str):
+        console.print(plain(sentence))
+
     measured = measure(
         run.config.name,
         run.sites,
         stats,
         options,
-        effects=_effects(run, done.state, options.held_out_batches),
+        effects=_effects(run, done.state, options.held_out_batches, say),
         timed=timed,
-        say=console.print,
+        say=say,
     )
     # Written after every site, because measuring all of them can take long.
     for table in measured:
-        old = _old_table(path)
-        tables.write(path, table if old is None else old.merged(table))
-    console.print(f"Table: {path}")
+        tables.add(path, table)
+    say(f"Table: {path}")
     return 0
 
 
-def _effects(run: Run, state: TrainState, max_batches: int) -> dict[str, Interval]:
+def _effects(
+    run: Run, state: TrainState, max_batches: int, say: Callable[[str], None]
+) -> dict[str, Interval]:
     """Returns the relative effect of an FP8 forward product on the loss, by path."""
     effects = sensitivity(run, state, recipe=_LOSS_RECIPE, max_batches=max_batches)
-    return {
+    relative = {
         path: Interval(*(effect[x] / effect["loss"] for x in ("change", "low", "high")))
         for path, effect in effects.items()
         if path != ALL
     }
+    for path in [path for path, x in relative.items() if not all(map(isfinite, x))]:
+        say(f"{path}: its effect on the loss is not finite and was left out")
+        del relative[path]
+    return relative
 
 
 def _old_table(path: pathlib.Path) -> Table | None:

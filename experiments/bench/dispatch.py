@@ -135,8 +135,7 @@ def _complete(name: str, sites, arguments: Arguments) -> Table:
     ]
     config = TuneConfig(pairs=arguments.pairs)
     for measured in tune(name, missing, {}, config):
-        table = table.merged(measured)
-        tables.write(path, table)
+        table = tables.add(path, measured)
     return table
 
 

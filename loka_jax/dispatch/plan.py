@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
+from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import table_key, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.policy import (
@@ -304,12 +305,9 @@ def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
         ValueError: if they are not a plan, or a plan for other sites.
     """
     try:
-        decisions = {
-            site: Decision(**fields | {"choice": Choice.parse(fields["choice"])})
-            for site, fields in value.items()
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{source} is not a plan ({error}): make it again.") from None
+        decisions = {k: _decision(v) for k, v in fields.mapping(value).items()}
+    except ValueError as error:
+        raise ValueError(f"{source} is not a plan: {error}") from None
     paths = {site.path for site in sites}
     unknown = sorted(set(decisions) - paths)
     if unknown:
@@ -318,3 +316,20 @@ def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
             f"this model: there are {', '.join(sorted(paths))}."
         )
     return DispatchPlan(tuple(decisions.items()))
+
+
+def _decision(value: Any) -> Decision:
+    """Returns the decision in a JSON value.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    value = fields.fields(value, ("choice", "reason"), Decision._fields)
+    speedup, error, runner_up = map(value.get, ("speedup", "error", "runner_up"))
+    return Decision(
+        Choice.parse(fields.text(value["choice"])),
+        fields.text(value["reason"]),
+        speedup=None if speedup is None else fields.positive(speedup),
+        error=None if error is None else fields.number(error),
+        runner_up=None if runner_up is None else fields.text(runner_up),
+    )

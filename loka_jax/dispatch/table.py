@@ -8,18 +8,21 @@ A change of these sources may leave all programs as they are. So a table keeps t
 digests of its candidates' programs, and `experiments/restamp.py` compares them.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
-import math
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
+from reprlib import repr as short
 from typing import Any, get_args
 
 import jax
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import sources
+from loka_jax.dispatch.fields import fields, items, mapping, number, positive, text
 from loka_jax.measure.intervals import Interval
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
@@ -35,6 +38,7 @@ PASSES = tuple(
 )
 # A table's sites have no form of input or output: those are passes.
 _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
+_ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects", "programs")
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
@@ -170,8 +174,55 @@ def header_here() -> Header:
 
 
 def write(path: pathlib.Path, table: Table):
-    """Writes a table in one step: readers see the old one or the new one."""
-    jsonfile.write_text(path, json.dumps(to_json(table), indent=1) + "\n")
+    """Writes a table in one step: readers see the old one or the new one.
+
+    Raises:
+        ValueError: if it is larger than `read` accepts.
+    """
+    text = json.dumps(to_json(table), indent=1, allow_nan=False) + "\n"
+    if len(text) > _MAX_BYTES:
+        raise ValueError(
+            f"{path} would be larger than {_MAX_BYTES >> 20} MiB: begin another table."
+        )
+    jsonfile.write_text(path, text)
+
+
+def add(path: pathlib.Path, table: Table) -> Table:
+    """Adds measurements to the table in a file, and returns all that are in it then.
+
+    Several processes may add at once: one after another reads, merges and writes.
+
+    Raises:
+        BadTable: if the file is not a valid table.
+        ValueError: if it was measured elsewhere, is too large, or cannot be locked.
+    """
+    with locked(path):
+        if path.exists():
+            table = read(path).merged(table)
+        write(path, table)
+    return table
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+    """Excludes other processes that add to a table; waits for them.
+
+    The lock is a file beside the table. It stays, because a process may wait for it.
+
+    Raises:
+        ValueError: if that file cannot be made or locked.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(lock, "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written, as {lock} cannot be locked "
+                f"({error.strerror}): choose another file."
+            ) from None
+        yield
 
 
 def to_json(table: Table) -> dict[str, Any]:
@@ -211,16 +262,10 @@ def read(path: pathlib.Path) -> Table:
         BadTable: if the file cannot be read, or is not a valid table.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise BadTable(f"{path} is larger than {_MAX_BYTES >> 20} MiB.")
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        return from_json(value)
-    except BadTable:
-        raise
+        return from_json(jsonfile.read(path, max_bytes=_MAX_BYTES))
     except OSError as error:
         raise BadTable(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError, TypeError) as error:
+    except ValueError as error:
         raise BadTable(f"{path} is not a dispatch table: {error}") from None
 
 
@@ -230,131 +275,88 @@ def from_json(value: Any) -> Table:
     Raises:
         ValueError: if it is not in the format of `to_json`.
     """
-    value = _fields(value, "schema", "header", "sites")
+    value = fields(value, ("schema", "header", "sites"))
     if value["schema"] != SCHEMA:
-        raise ValueError(f"schema {value['schema']!r} is not {SCHEMA}.")
+        raise ValueError(f"schema {short(value['schema'])} is not {SCHEMA}.")
     names = [field.name for field in dataclasses.fields(Header)]
-    header = {k: _text(v) for k, v in _fields(value["header"], *names).items()}
+    header = {k: text(v) for k, v in fields(value["header"], names).items()}
     sites: dict[SiteSpec, Entry] = {}
-    for item in _list(value["sites"]):
-        item = _fields(
-            item, "site", "times", "errors", "failures", "effects", "programs"
-        )
+    for item in items(value["sites"]):
+        item = fields(item, _ENTRY_FIELDS)
         key = _site(item["site"])
         if key in sites:
             raise ValueError(f"site {key} occurs twice.")
         sites[key] = Entry(
             times=_times(item["times"]),
-            errors={_text(k): _errors(v) for k, v in _dict(item["errors"]).items()},
-            failures={_choice(k): _text(v) for k, v in _dict(item["failures"]).items()},
-            effects={_text(k): _interval(v) for k, v in _dict(item["effects"]).items()},
-            programs={_choice(k): _hex(v) for k, v in _dict(item["programs"]).items()},
+            errors=_pairs(item["errors"], text, _errors),
+            failures=_pairs(item["failures"], _choice, text),
+            effects=_pairs(item["effects"], text, _interval),
+            programs=_pairs(item["programs"], _choice, _hex),
         )
     return Table(Header(**header), sites)
 
 
 def _site(value: Any) -> SiteSpec:
-    value = _fields(value, *_SITE_FIELDS)
+    value = fields(value, _SITE_FIELDS)
     for name in ("m", "k", "n"):
         size = value[name]
         if type(size) is not int or not 0 < size < _MAX_SIZE:
-            raise ValueError(f"{name}={size!r} is not a size.")
+            raise ValueError(f"{name}={short(size)} is not a size.")
     if value["norm"] not in get_args(NormName):
-        raise ValueError(f"norm {value['norm']!r} is unknown.")
+        raise ValueError(f"norm {short(value['norm'])} is unknown.")
     if value["activation"] not in get_args(ActivationName):
-        raise ValueError(f"activation {value['activation']!r} is unknown.")
+        raise ValueError(f"activation {short(value['activation'])} is unknown.")
     if type(value["use_bias"]) is not bool:
-        raise ValueError(f"use_bias={value['use_bias']!r} is not true or false.")
+        raise ValueError(f"use_bias={short(value['use_bias'])} is no boolean.")
     return SiteSpec(**value)
+
+
+def _pairs[T](
+    value: Any, key: Callable[[Any], str], item: Callable[[Any], T]
+) -> dict[str, T]:
+    """Returns an object with each name checked by `key`, each value by `item`."""
+    return {key(k): item(v) for k, v in mapping(value).items()}
 
 
 def _times(value: Any) -> dict[str, dict[str, float]]:
     by_pass = {}
-    for pass_name, times in _dict(value).items():
+    for pass_name, times in mapping(value).items():
         if pass_name not in PASSES:
-            raise ValueError(f"pass {pass_name!r} is unknown.")
-        by_pass[pass_name] = {
-            _choice(name): _positive(time) for name, time in _dict(times).items()
-        }
+            raise ValueError(f"pass {short(pass_name)} is unknown.")
+        by_pass[pass_name] = _pairs(times, _choice, positive)
     return by_pass
 
 
 def _errors(value: Any) -> RoleErrors:
-    value = _fields(value, *ROLES)
+    value = fields(value, ROLES)
     by_role: RoleErrors = {}
     for role in ROLES:
         by_role[role] = {
-            _choice(f"xla {_text(name)}").removeprefix("xla "): {
+            _choice(f"xla {text(name)}").removeprefix("xla "): {
                 measure: _interval(error)
-                for measure, error in _fields(errors, *MEASURES).items()
+                for measure, error in fields(errors, MEASURES).items()
             }
-            for name, errors in _dict(value[role]).items()
+            for name, errors in mapping(value[role]).items()
         }
     return by_role
 
 
 def _interval(value: Any) -> Interval:
-    low_mean_high = [_number(x) for x in _list(value)]
-    if len(low_mean_high) != 3:
-        raise ValueError(f"{value!r} is not a mean and an interval.")
-    return Interval(*low_mean_high)
+    numbers = [number(x) for x in items(value)]
+    if len(numbers) != 3:
+        raise ValueError(f"{short(value)} is not a mean and its interval.")
+    mean, low, high = numbers
+    if not low <= mean <= high:
+        raise ValueError(f"the mean {mean} is not in its interval {low} to {high}.")
+    return Interval(mean, low, high)
 
 
 def _choice(name: Any) -> str:
     # Only known providers and recipes, so that a file cannot name code.
-    return Choice.parse(_text(name)).name
-
-
-def _fields(value: Any, *names: str) -> dict[str, Any]:
-    value = _dict(value)
-    if set(value) != set(names):
-        raise ValueError(f"fields {sorted(value)} are not {sorted(names)}.")
-    return value
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{str(value)[:40]!r} is not an object.")
-    return dict(value)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{str(value)[:40]!r} is not a list.")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 1000:
-        raise ValueError(f"{str(value)[:40]!r} is not a text.")
-    return value
+    return Choice.parse(text(name)).name
 
 
 def _hex(value: Any) -> str:
-    if not _DIGEST.fullmatch(_text(value)):
-        raise ValueError(f"{value[:40]!r} is not a digest.")
+    if not _DIGEST.fullmatch(text(value)):
+        raise ValueError(f"{short(value)} is not a digest.")
     return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{str(value)[:40]!r} is not a finite number.")
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    number = _number(value)
-    if number <= 0:
-        raise ValueError(f"time {number} is not positive.")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice in an object.")
-    return fields
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is not a number.")

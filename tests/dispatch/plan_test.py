@@ -1,13 +1,14 @@
 """Plans: from tables and rules, to files and back."""
 
 import dataclasses
+import json
 
 import pytest
 
 from loka_jax import nn
 from loka_jax.dispatch.candidates import candidates, table_key, why_not
 from loka_jax.dispatch.plan import load, make_plan, save
-from loka_jax.dispatch.policy import Limits
+from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.dispatch.table import MEASURES, Entry, Header, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.ops.plan import resolve_served
@@ -228,6 +229,60 @@ def test_a_plan_is_a_file(tmp_path):
     assert load(path, [site]) == plan
     with pytest.raises(ValueError, match="not sites of this model"):
         load(path, [_site("elsewhere")])
-    path.write_text('{"top/dense_0": {"choice": 3}}')
-    with pytest.raises(ValueError, match="not a plan"):
+
+
+_TYPES = {
+    "choice": (None, True, 3, [1], {}, "xla fp9", "os.system bf16"),
+    "reason": (None, True, 3, [1], {}),
+    "speedup": (True, "fast", [1], {}, -1, 0, 2**70),
+    "error": (True, "small", [1], {}, 2**70),
+    "runner_up": (True, 3, [1], {}),
+}
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [(field, value) for field, values in _TYPES.items() for value in values],
+)
+def test_a_plan_with_a_field_of_another_type_is_refused(field, value, tmp_path):
+    site = _site()
+    decision = {"choice": ROW, "reason": "it is fast", field: value}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({site.path: decision}))
+    with pytest.raises(ValueError, match="plan.json is not .*\\.$"):
         load(path, [site])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        None,
+        "text",
+        [],
+        {"top/dense_0": None},
+        {"top/dense_0": [ROW, "why"]},
+        {"top/dense_0": {"choice": ROW}},
+        {"top/dense_0": {"reason": "why"}},
+        {"top/dense_0": {"choice": ROW, "reason": "why", "faster": 1}},
+    ],
+)
+def test_what_is_not_a_plan_is_refused(value, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match="plan.json is not a plan: .*\\.$"):
+        load(path, [_site()])
+
+
+def test_a_plan_written_by_hand_needs_choices_and_reasons_only(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"top/dense_0": {"choice": ROW, "reason": "I say so"}}))
+    (decision,) = dict(load(path, [_site()]).decisions).values()
+    assert decision == Decision(Choice.parse(ROW), "I say so")
+
+
+def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nowhere.json cannot be read: No such file"):
+        load(tmp_path / "nowhere.json", [_site()])
+    with pytest.raises(ValueError, match="is not a regular file"):
+        load(tmp_path, [_site()])

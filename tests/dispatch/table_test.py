@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import multiprocessing
+import threading
 
 import hypothesis
 import pytest
@@ -23,6 +24,7 @@ from loka_jax.dispatch.table import (
 )
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import SiteSpec
+from tests.support import slow_except
 
 HEADER = Header("NVIDIA H200", "0.11.2", "0.11.2", "0.3.1 3.9.0", "abc")
 ERRORS = {name: Interval(0.03, 0.02, 0.04) for name in tables.MEASURES}
@@ -114,6 +116,27 @@ def _set(*path_and_value):
         _set("sites", 0, "site", "activation", "__import__('os')"),
         _set("sites", 0, "times", "training", "xla bf16", -3.0),
         _set("sites", 0, "times", "training", "xla bf16", "fast"),
+        _set("sites", 0, "times", "training", "xla bf16", 10**400),
+        _set("sites", 0, "times", "training", "xla bf16", True),
+        _set("sites", 0, "times", "training", "xla bf16", None),
+        _set("sites", 0, "times", "training", "xla bf16", 0),
+        _set("sites", 0, "times", "training", None),
+        _set("sites", 0, "site", "m", 10**400),
+        _set("sites", 0, "site", "k", 2.0),
+        _set("sites", 0, "site", "n", "64"),
+        _set("sites", 0, "site", "norm", ["layer"]),
+        _set("sites", 0, "site", "use_bias", 1),
+        _set("sites", 0, "site", None),
+        _set("sites", 0, "effects", "fp8_dlrm top", [1e-4, 2e-4, -1e-5]),  # inverted
+        _set("sites", 0, "effects", "fp8_dlrm top", [3e-4, -1e-5, 2e-4]),  # outside
+        _set("sites", 0, "effects", "fp8_dlrm top", [1e-4, 1e-4]),
+        _set("sites", 0, "effects", "fp8_dlrm top", [None, None, None]),
+        _set("sites", 0, "failures", "pallas fp8_rowwise", None),
+        _set("sites", 0, "failures", "pallas fp8_rowwise", "x" * 10_001),
+        _set("sites", 0, "programs", "xla bf16", None),
+        _set("sites", 0, None),
+        _set("header", None),
+        _set("schema", "[/b]"),
         _set("sites", 0, "times", "training", "os.system bf16", 1.0),
         _set("sites", 0, "times", "training", "xla fp9", 1.0),
         _set("sites", 0, "times", "someday", {}),
@@ -128,8 +151,9 @@ def _set(*path_and_value):
     ],
 )
 def test_what_is_no_table_is_refused(change):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as refused:
         from_json(_broken(change))
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -141,9 +165,13 @@ def test_what_is_no_table_is_refused(change):
         '{"schema": NaN}',
         '{"schema": 2, "schema": 2}',
         "\x00",
+        '{"schema": ' + "9" * 400 + "}",
+        '{"schema": ' + "9" * 5000 + "}",
+        '{"schema": 1e999}',
         json.dumps(to_json(_table()))[:-20],
     ],
-    ids=["empty", "brace", "deep", "nan", "twice", "zero", "truncated"],
+    ids=["empty", "brace", "deep", "nan", "twice", "zero", "400 digits"]
+    + ["5,000 digits", "infinity", "truncated"],
 )
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     path = tmp_path / "table.json"
@@ -191,6 +219,63 @@ def test_no_change_of_a_table_does_more_than_be_refused(data):
     except ValueError:
         return
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
+
+
+def test_a_table_that_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "table.json"
+    write(path, _table())
+    failures = {f"xla {name}": "x" * 999 for name in ("bf16", "fp8_rowwise")}
+    many = {SiteSpec(64, 64, n): Entry(failures=failures) for n in range(1, 3000)}
+    with pytest.raises(ValueError, match="would be larger than 4 MiB"):
+        write(path, Table(HEADER, many))
+    times = {"training": {"xla bf16": float("nan")}}
+    with pytest.raises(ValueError):
+        write(path, Table(HEADER, {KEY: Entry(times)}))
+    assert read(path) == _table()
+
+
+def _add_often(path, start, first):
+    """Adds the measurements of 10 sites one by one, at the same time as others."""
+    start.wait()
+    for n in range(first, first + 10):
+        tables.add(path, _table(key=SiteSpec(64, 64, n)))
+
+
+def _threads():
+    return threading, threading.Thread
+
+
+def _processes():
+    context = multiprocessing.get_context("spawn")
+    return context, context.Process
+
+
+@pytest.mark.parametrize("kind", slow_except([_threads, _processes], _threads))
+def test_tuners_that_add_at_once_lose_nothing(kind, tmp_path):
+    path = tmp_path / "table.json"
+    module, worker = kind()
+    start = module.Barrier(3)
+    workers = [worker(target=_add_often, args=(path, start, n)) for n in (1, 101, 201)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    sizes = [n for first in (1, 101, 201) for n in range(first, first + 10)]
+    assert sorted(key.n for key in read(path).sites) == sizes
+
+
+def test_a_table_that_cannot_be_locked_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="table.json cannot be written, as .*lock"):
+        tables.add(tmp_path / "nowhere" / "table.json", _table())
+
+
+def test_a_table_of_elsewhere_is_not_added_to(tmp_path):
+    path = tmp_path / "table.json"
+    other = Table(dataclasses.replace(HEADER, jax="0.1"))
+    write(path, other)
+    with pytest.raises(ValueError, match="cannot be merged"):
+        tables.add(path, _table())
+    assert read(path) == other
 
 
 def _write_often(path, name):

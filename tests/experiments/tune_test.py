@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,61 @@ def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why)
     said = capsys.readouterr().err
     assert why in said and said.count("\n") == 1
     assert path.read_text() == before
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    path = tmp_path / "nowhere" / "table.json"
+    workdir = tmp_path / "run"
+    assert script.main([*TINY, "--workdir", str(workdir), "--table", str(path)]) == 2
+    assert "table.json cannot be written" in capsys.readouterr().err
+    assert not workdir.exists()
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """Returns a function that tunes with given parts, without training anything."""
+    config = SimpleNamespace(name="model")
+    run = SimpleNamespace(config=config, sites=())
+    done = SimpleNamespace(exit_code=0, run=run, state=SimpleNamespace(probe={}))
+    monkeypatch.setattr(script, "train", lambda *_, **__: done)
+
+    def tuned(effects, measure):
+        monkeypatch.setattr(script, "sensitivity", lambda *_, **__: effects)
+        monkeypatch.setattr(script, "measure", measure)
+        workdir = ["--workdir", str(tmp_path / "run")]
+        table = ["--table", str(tmp_path / "[bold]" / "table.json")]
+        (tmp_path / "[bold]").mkdir()
+        return script.main([*TINY, *workdir, *table])
+
+    return tuned
+
+
+def test_messages_of_a_compiler_are_printed_as_they_are(tuned, tmp_path, capsys):
+    def measure(*_, say, **__):
+        say("does not compile: unexpected [/b] \x1b[2J")
+        yield Table(header_here())
+
+    assert tuned({}, measure) == 0
+    table = tmp_path / "[bold]" / "table.json"
+    assert capsys.readouterr().out.splitlines() == [
+        r"does not compile: unexpected [/b] \x1b[2J",
+        f"Table: {table}",
+    ]
+    assert tables.read(table) == Table(header_here())
+
+
+def test_effects_that_are_not_finite_are_left_out_of_the_table(tuned, capsys):
+    effect = {"change": 1e-3, "low": 5e-4, "high": 2e-3, "loss": 0.5}
+    found = []
+
+    def measure(*_, effects, **__):
+        found.append(effects)
+        return ()
+
+    lost = effect | {"high": float("nan")}
+    assert tuned({"a": effect, "b": lost, script.ALL: effect}, measure) == 0
+    assert found == [{"a": Interval(2e-3, 1e-3, 4e-3)}]
+    assert "b: its effect on the loss is not finite" in capsys.readouterr().out
 
 
 @pytest.mark.slow
