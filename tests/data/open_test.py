@@ -1,6 +1,7 @@
 """Opening data: the split rule, the cache, shards, and options that contradict them."""
 
 import dataclasses
+import functools
 import json
 
 import chex
@@ -11,6 +12,7 @@ from loka_jax.data import DataConfig, Position, open_data
 from loka_jax.data.convert import convert, is_validation_row
 from loka_jax.data.files import find_sources
 from loka_jax.data.shards import MANIFEST
+from loka_jax.data.text import read_text
 from tests.data.support import (
     HEADER,
     open_table,
@@ -171,7 +173,8 @@ def test_shards_open_directly_and_equal_the_cache(source, shards):
 
 def test_many_shards_equal_one(source, shards, tmp_path, monkeypatch):
     monkeypatch.setattr("loka_jax.data.convert.SHARD_ROWS", 50)
-    monkeypatch.setattr("loka_jax.data.text.BLOCK_BYTES", 500)
+    small_blocks = functools.partial(read_text, block_bytes=500)
+    monkeypatch.setattr("loka_jax.data.table.read_text", small_blocks)
     config = table_config(source)
     convert(config, find_sources(config), tmp_path / "many")
     assert len(list((tmp_path / "many").glob("train-*.npy"))) > 4
