@@ -12,14 +12,15 @@ import tempfile
 from loka_jax.data import convert, shards
 from loka_jax.data.config import DataConfig
 from loka_jax.data.files import Sources
+from loka_jax.data.stamps import stamp_of
 
 
 def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
     """Returns the cached folder of the sources' shards, converting them if needed.
 
-    The folder's name is a digest of the files' paths, sizes and modification times and
-    of the options, so a changed file or option gets a new folder. If two runs convert
-    at the same time, the first to finish wins.
+    The folder's name is a digest of the files' paths and stamps and of the options, so
+    a changed file or option gets a new folder. If two runs convert at the same time,
+    the first to finish wins.
     """
     target = _root(config) / _digest(config, sources)
     if shards.is_shard_folder(target):
@@ -38,7 +39,7 @@ def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
 
 def _digest(config: DataConfig, sources: Sources) -> str:
     files = [
-        [split, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+        [split, str(path.resolve()), *stamp_of(path)]
         for split, paths in sources._asdict().items()
         for path in paths
     ]

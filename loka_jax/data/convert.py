@@ -26,6 +26,7 @@ from loka_jax.data.encoding import (
 from loka_jax.data.files import Sources
 from loka_jax.data.permutation import key_of, mix
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
+from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
 from loka_jax.data.values import (
     Counts,
     Moments,
@@ -74,7 +75,7 @@ def convert(
         ValueError: one sentence with file, row or option, and the remedy.
     """
     conversion = _Conversion(config, sources, progress or (lambda stage, rows: None))
-    with new_folder(target) as folder:
+    with new_folder(target) as folder, unchanged(conversion.stamps):
         conversion.run(ShardWriter(folder))
 
 
@@ -111,6 +112,7 @@ class _Conversion:
 
     def __init__(self, config: DataConfig, sources: Sources, progress):
         self.config, self.sources, self.progress = config, sources, progress
+        self.stamps = {path: stamp_of(path) for paths in sources for path in paths}
         self.label, self.dense, self.categorical = _columns(config)
         # Check the columns before anything is read.
         Schema(
@@ -131,6 +133,7 @@ class _Conversion:
 
     def run(self, writer: ShardWriter) -> None:
         encoders = self._learn()
+        check_unchanged(self.stamps)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
         for split, block in self._blocks(SPLITS, bad_rows, "encoding"):
@@ -151,7 +154,10 @@ class _Conversion:
         )
         writer.finish(
             schema,
-            sources=[_describe(path) for paths in self.sources for path in paths],
+            sources=[
+                {"file": path.name, "bytes": s.size, "modified_ns": s.modified_ns}
+                for path, s in self.stamps.items()
+            ],
             settings=settings_of(self.config),
             report=self._report(bad_rows),
         )
@@ -261,16 +267,27 @@ class _Conversion:
         counts = self.counts[split]
         counts.add(column, "missing", int(np.count_nonzero(missing)))
         counts.add(column, "oov", int(np.count_nonzero(unknown)))
-        if self.config.unknown == "error" and split != "train" and unknown.any():
+        if unknown.any() and (refusal := self._unknown_refusal(split)):
             at = int(np.argmax(unknown))
             rows = np.concatenate([block.rows for block in blocks])
             file = np.repeat([b.file for b in blocks], [len(b.rows) for b in blocks])
             raise ValueError(
                 f"{file[at]} row {rows[at]} column {column!r} holds "
-                f"{values[at].as_py()[:40]!r}, which is not in the training rows: "
-                "correct it or set --data.unknown oov."
+                f"{values[at].as_py()[:40]!r}, {refusal}"
             )
         return ids
+
+    def _unknown_refusal(self, split: str) -> str | None:
+        """Returns why a split may not hold values without an id, or None."""
+        if split == "train" and self.config.min_count == 1:
+            # The file's stamp tells it, too, but not on every network disk.
+            return "which it did not when it was read first: start again."
+        if split != "train" and self.config.unknown == "error":
+            return (
+                "which is not in the training rows: correct it or set --data.unknown "
+                "oov."
+            )
+        return None
 
     def _check_splits(self) -> None:
         for split in SPLITS:
@@ -324,12 +341,3 @@ def _sum_totals(splits: dict) -> dict:
     kinds = ("missing", "nan", "inf", "huge", "negative", "oov")
     totals = [split["totals"] for split in splits.values()]
     return {kind: sum(total.get(kind, 0) for total in totals) for kind in kinds}
-
-
-def _describe(path: pathlib.Path) -> dict:
-    status = path.stat()
-    return {
-        "file": path.name,
-        "bytes": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-    }
