@@ -21,6 +21,11 @@ class Block(NamedTuple):
     rows: np.ndarray
     file: str
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the columns as read or as numbers, whichever is more."""
+        return max(self.table.nbytes, 8 * self.table.num_rows * self.table.num_columns)
+
 
 class BadRows:
     """Counts rows with too few or too many columns and records the first few.

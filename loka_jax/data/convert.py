@@ -6,7 +6,7 @@ validation or test rows.
 """
 
 import pathlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -25,6 +25,7 @@ from loka_jax.data.encoding import (
 )
 from loka_jax.data.files import Sources
 from loka_jax.data.permutation import key_of, mix
+from loka_jax.data.room import memory_bytes
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
 from loka_jax.data.values import (
@@ -36,7 +37,8 @@ from loka_jax.data.values import (
     transform_dense,
 )
 
-SHARD_ROWS = 1 << 19
+PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
+MERGE_BYTES = 1 << 28  # of counts in all fields that are merged together
 # The options that determine the contents of the shards.
 SETTINGS = (
     "label",
@@ -136,10 +138,13 @@ class _Conversion:
         check_unchanged(self.stamps)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
+        held: Counter[str] = Counter()  # bytes
         for split, block in self._blocks(SPLITS, bad_rows, "encoding"):
             pending[split].append(block)
-            if sum(b.table.num_rows for b in pending[split]) >= SHARD_ROWS:
+            held[split] += block.nbytes
+            if held[split] >= PENDING_BYTES:
                 self._write(writer, split, pending.pop(split), encoders)
+                held[split] = 0
         for split, blocks in pending.items():
             self._write(writer, split, blocks, encoders)
         self._check_splits()
@@ -201,7 +206,8 @@ class _Conversion:
         use_hash = self.config.encoding == "hash"
         if use_hash and self.config.transform != "standardize":
             return self._hashes()
-        counters = [ValueCounter() for _ in self.categorical]
+        merge_bytes = MERGE_BYTES // max(len(self.categorical), 1)
+        counters = [ValueCounter(merge_bytes) for _ in self.categorical]
         moments = Moments(len(self.dense))
         bad_rows = BadRows(self.config.max_bad_rows)
         for _, block in self._blocks(("train",), bad_rows, "reading"):
@@ -210,11 +216,22 @@ class _Conversion:
             if not use_hash:
                 for counter, column in zip(counters, self.categorical, strict=True):
                     counter.add(as_text(block, column))
+                self._check_memory(counters)
         self.standardizer = moments.result()
         if use_hash:
             return self._hashes()
         pairs = zip(self.categorical, counters, strict=True)
         return [self._vocabulary(column, counter) for column, counter in pairs]
+
+    def _check_memory(self, counters: list[ValueCounter]) -> None:
+        sizes = [counter.merged_bytes for counter in counters]
+        if (total := sum(sizes)) > (limit := memory_bytes() // 2):
+            largest = self.categorical[sizes.index(max(sizes))]
+            raise ValueError(
+                f"The different values of the categorical columns take {total:,} "
+                f"bytes, most of them in {largest!r}, and {limit:,} are allowed, half "
+                "of the memory: leave the column out, or use --data.encoding hash."
+            )
 
     def _hashes(self) -> list[Encoder]:
         buckets = self.config.hash_buckets
@@ -246,7 +263,7 @@ class _Conversion:
         for field, encoder in enumerate(encoders):
             # All blocks in one call, as each call may build a large lookup table.
             records["ids"][:, field] = self._ids(split, blocks, field, encoder)
-        writer.add_shard(split, records)
+        writer.add_rows(split, records)
         self.examples[split] += len(records)
         self.positives[split] += int(records["label"].sum(dtype=np.float64))
 
@@ -260,7 +277,6 @@ class _Conversion:
     ) -> np.ndarray:
         column = self.categorical[field]
         values = pa.chunked_array([as_text(block, column) for block in blocks])
-        values = values.combine_chunks()
         ids = encoder.encode(values)
         missing = np.asarray(values.is_null())
         unknown = (ids == 0) & ~missing

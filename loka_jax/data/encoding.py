@@ -27,7 +27,7 @@ class Encoder(Protocol):
         """The number of rows of the field's table, including id 0."""
         ...
 
-    def encode(self, values: pa.Array) -> np.ndarray:
+    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values."""
         ...
 
@@ -67,26 +67,35 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
 
 
 class ValueCounter:
-    """Counts the values of one field, block by block."""
+    """Counts the values of one field, block by block.
 
-    MERGE_AT = 1 << 20  # counts held before those of equal values are merged
+    Attributes:
+        merged_bytes: the size of the different values found so far.
+    """
 
-    def __init__(self):
-        """Starts with no values."""
+    def __init__(self, merge_bytes: int = 1 << 24):
+        """Starts with no values.
+
+        Args:
+            merge_bytes: size of the counts kept before those of equal values are
+                merged.
+        """
+        self.merged_bytes = 0
+        self._merge_bytes = merge_bytes
         self._parts: list[pa.Table] = []
-        self._held = 0
+        self._new_bytes = 0
 
     def add(self, values: pa.Array) -> None:
         """Adds values; nulls are ignored."""
         counted = pc.value_counts(values.drop_null())
         table = pa.table({"value": counted.field(0), "count": counted.field(1)})
         self._parts.append(table)
-        self._held += table.num_rows
-        if self._held > self.MERGE_AT:
+        self._new_bytes += table.nbytes
+        # A large vocabulary is not merged at every block.
+        if self._new_bytes > max(self._merge_bytes, self.merged_bytes // 2):
             merged = self._merged()
             self._parts = [merged]
-            # At most half, so that a large vocabulary is not merged at every block.
-            self._held = min(merged.num_rows, self.MERGE_AT // 2)
+            self.merged_bytes, self._new_bytes = merged.nbytes, 0
 
     def _merged(self) -> pa.Table:
         table = pa.concat_tables(self._parts).group_by("value")
@@ -118,7 +127,7 @@ class VocabularyEncoder:
         """The number of rows of the field's table, including id 0."""
         return len(self.values) + 1
 
-    def encode(self, values: pa.Array) -> np.ndarray:
+    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values."""
         index = pc.index_in(values, value_set=self.values, skip_nulls=True)
         return np.asarray(pc.fill_null(index, -1), np.int32) + np.int32(1)
@@ -141,8 +150,10 @@ class HashEncoder:
         """The number of rows of the field's table, including id 0."""
         return self._buckets
 
-    def encode(self, values: pa.Array) -> np.ndarray:
+    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null values."""
+        if isinstance(values, pa.ChunkedArray):
+            return np.concatenate([self.encode(chunk) for chunk in values.chunks])
         coded = pc.dictionary_encode(values)
         ids = np.zeros(len(coded.dictionary) + 1, np.int32)  # the last is for null
         for i, value in enumerate(coded.dictionary.to_pylist()):

@@ -31,6 +31,8 @@ MANIFEST = "manifest.json"
 FORMAT = "loka_jax shards"
 VERSION = 1
 SPLITS = ("train", "valid", "test")
+SHARD_ROWS = 1 << 19
+SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
 MAX_MANIFEST_BYTES = 16 << 20
 # Digests of folders up to this size are verified at every opening, in about a second;
 # those of larger ones only by `experiments/convert.py --verify`.
@@ -76,6 +78,20 @@ class ShardWriter:
         self._folder = folder
         self._files: dict[str, dict] = {}
         self._splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+        self._waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+
+    def add_rows(self, split: str, records: np.ndarray) -> None:
+        """Appends records to a split; every full shard is written."""
+        waiting = self._waiting[split]
+        waiting.append(records)
+        size = max(1, min(SHARD_ROWS, SHARD_BYTES // records.itemsize))
+        if sum(map(len, waiting)) < size:
+            return
+        rows = np.concatenate(waiting)
+        full = len(rows) // size * size
+        for start in range(0, full, size):
+            self.add_shard(split, rows[start : start + size])
+        self._waiting[split] = [rows[full:].copy()]  # frees the others
 
     def add_shard(self, split: str, records: np.ndarray) -> None:
         """Writes records as the next shard of a split."""
@@ -104,7 +120,10 @@ class ShardWriter:
     def finish(
         self, schema: Schema, *, sources: list[dict], settings: dict, report: dict
     ) -> None:
-        """Writes the manifest, which completes the folder."""
+        """Writes the remaining rows and the manifest, which completes the folder."""
+        for split, waiting in self._waiting.items():
+            if sum(map(len, waiting)):
+                self.add_shard(split, np.concatenate(waiting))
         manifest = {
             "format": FORMAT,
             "version": VERSION,

@@ -15,8 +15,8 @@ def text(values, kind=None):
     return as_text(Block(table, np.arange(len(array)), "logs.parquet"), "c")
 
 
-def vocabulary(*blocks, min_count=1):
-    counter = ValueCounter()
+def vocabulary(*blocks, min_count=1, **options):
+    counter = ValueCounter(**options)
     for values in blocks:
         counter.add(text(values))
     return VocabularyEncoder(counter.vocabulary(min_count))
@@ -74,12 +74,11 @@ def test_rare_values_share_id_zero():
     assert encoder.encode(text(["a", "b", "c"])).tolist() == [1, 0, 2]
 
 
-def test_merging_while_counting_changes_nothing(monkeypatch):
+def test_merging_while_counting_changes_nothing():
     rng = np.random.default_rng(0)
     blocks = [rng.integers(200, size=300) for _ in range(20)]
     whole = vocabulary(np.concatenate(blocks))
-    monkeypatch.setattr(ValueCounter, "MERGE_AT", 100)
-    assert vocabulary(*blocks).values.equals(whole.values)
+    assert vocabulary(*blocks, merge_bytes=1000).values.equals(whole.values)
 
 
 def test_an_empty_column_has_one_row():

@@ -172,7 +172,7 @@ def test_shards_open_directly_and_equal_the_cache(source, shards):
 
 
 def test_many_shards_equal_one(source, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("loka_jax.data.convert.SHARD_ROWS", 50)
+    monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 50)
     small_blocks = functools.partial(read_text, block_bytes=500)
     monkeypatch.setattr("loka_jax.data.table.read_text", small_blocks)
     config = table_config(source)

@@ -1,0 +1,145 @@
+"""Reads Parquet files in blocks of bounded size, whatever their row groups hold."""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.data.text import damage
+
+BLOCK_BYTES = 1 << 26
+MAX_BLOCK_ROWS = 1 << 17
+
+
+def read_parquet(
+    path: str,
+    columns: tuple[str, ...],
+    bad_rows: BadRows,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[Block]:
+    """Yields the file's rows in the file's types, after verifying page checksums.
+
+    Args:
+        path: the file.
+        columns: the columns to keep.
+        bad_rows: unused, as Parquet's rows cannot have a wrong number of columns.
+        block_bytes: about the size of a block, unless a single row is larger.
+
+    Raises:
+        ValueError: with the file, if it is empty, damaged, lacks a column, or has one
+            of a nested type.
+    """
+    del bad_rows
+    if os.path.getsize(path) == 0:
+        raise ValueError(f"{path} is empty (0 bytes): get the file again.")
+    try:
+        yield from _parquet_blocks(path, columns, block_bytes)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {_parquet_damage(error)}") from None
+
+
+def _parquet_blocks(
+    path: str, columns: tuple[str, ...], block_bytes: int
+) -> Iterator[Block]:
+    metadata = parquet.read_metadata(path)
+    schema = metadata.schema.to_arrow_schema()
+    check_columns(path, columns, schema.names)
+    for name in columns:
+        if pa.types.is_nested(kind := schema.field(name).type):
+            raise ValueError(
+                f"{path} column {name!r} holds {kind}, neither numbers nor text: leave "
+                "it out, or convert it first."
+            )
+    done = 0
+    with parquet.ParquetFile(
+        path,
+        metadata=metadata,
+        page_checksum_verification=True,
+        # Equal values, and text in its several types, come as indices into a
+        # dictionary: a small file may hold far more text than fits the memory.
+        read_dictionary=list(columns),
+        pre_buffer=False,
+        buffer_size=max(1 << 12, min(1 << 20, block_bytes // len(columns))),
+    ) as file:
+        rows_at_once = _rows_at_once(metadata, columns, block_bytes)
+        for batch in file.iter_batches(rows_at_once, columns=list(columns)):
+            batch.validate(full=True)  # text is not checked to be UTF-8 otherwise
+            for part in _unpacked(batch, block_bytes):
+                rows = np.arange(done + 1, done + part.num_rows + 1, dtype=np.int64)
+                done += part.num_rows
+                yield Block(part, rows, path)
+
+
+def _rows_at_once(
+    metadata: parquet.FileMetaData, columns: tuple[str, ...], block_bytes: int
+) -> int:
+    """Returns how many rows fit into a block before their text is unpacked."""
+    largest = 0.0  # bytes of a row, the mean of a row group
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        chunks = (group.column(j) for j in range(group.num_columns))
+        size = sum(
+            c.total_uncompressed_size for c in chunks if c.path_in_schema in columns
+        )
+        largest = max(largest, size / max(group.num_rows, 1))
+    # A number takes 8 bytes, even if all are equal and encoded in none.
+    rows = block_bytes / (largest + 8 * len(columns))
+    return max(1, min(MAX_BLOCK_ROWS, int(rows)))
+
+
+def _unpacked(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.Table]:
+    """Yields the batch in plain types, in parts of about `block_bytes` of text."""
+    texts = [c for c in batch.columns if pa.types.is_dictionary(c.type)]
+    longest = sum(pc.max(pc.binary_length(c.dictionary)).as_py() or 0 for c in texts)
+    if longest * batch.num_rows <= block_bytes:
+        yield _plain_table(batch)
+        return
+    ends = np.cumsum(sum(map(_text_bytes, texts)))  # bytes up to the end of each row
+    start = 0
+    while start < batch.num_rows:
+        before = ends[start - 1] if start else 0
+        end = int(np.searchsorted(ends, before + block_bytes, side="right"))
+        part = batch.slice(start, max(end, start + 1) - start)
+        yield _plain_table(part)
+        start += part.num_rows
+
+
+def _text_bytes(column: pa.DictionaryArray) -> np.ndarray:
+    """Returns the length of each row's text, at most, in bytes."""
+    lengths = np.asarray(pc.binary_length(column.dictionary), np.int64)
+    lengths = np.append(lengths, 0)  # the last is for null
+    return lengths[np.asarray(pc.fill_null(column.indices, -1))]
+
+
+def _plain_table(batch: pa.RecordBatch) -> pa.Table:
+    columns = [_plain(column) for column in batch.columns]
+    return pa.table(columns, names=batch.schema.names)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Returns the column without dictionary, extension type or views."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        return column.dictionary_decode()
+    if pa.types.is_string_view(column.type):
+        return column.cast(pa.large_string())
+    if pa.types.is_binary_view(column.type):
+        return column.cast(pa.large_binary())
+    return column
+
+
+def _parquet_damage(error: Exception) -> str:
+    if "magic bytes" in str(error):
+        return "it is not a complete Parquet file (no footer); get it again."
+    if "CRC" in str(error):
+        return "a page does not match its checksum; get the file again."
+    return damage(error)

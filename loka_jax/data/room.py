@@ -1,0 +1,33 @@
+"""How much memory and disk there is, so that what does not fit is told beforehand."""
+
+import os
+import pathlib
+import shutil
+
+# What a container may use, in the two versions of Linux's control groups.
+_CONTAINER_LIMITS = (
+    pathlib.Path("/sys/fs/cgroup/memory.max"),
+    pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory_bytes() -> int:
+    """Returns the memory of the machine, or of the container if that has less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CONTAINER_LIMITS:
+        try:
+            memory = min(memory, int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+    return memory
+
+
+def check_disk(folder: pathlib.Path, needed: int, what: str) -> None:
+    """Raises ValueError if the folder's disk has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"The disk of {folder.parent} has {free:,} bytes free, and {what} need "
+            f"{needed:,}: make room, or choose another folder with --out or "
+            "--data.cache."
+        )
