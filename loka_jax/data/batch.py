@@ -4,6 +4,7 @@ B is the batch size, n the number of dense columns, F the number of categorical 
 (fields).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -55,7 +56,7 @@ class Schema:
                 "--data.dense or --data.categorical."
             )
         names = (self.label, *self.dense, *self.categorical)
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        repeated = sorted(name for name, n in Counter(names).items() if n > 1)
         if repeated:
             raise ValueError(
                 f"Column {repeated[0]!r} is named more than once among label, dense "
@@ -66,8 +67,12 @@ class Schema:
                 f"{len(self.vocab_sizes)} table sizes for {len(self.categorical)} "
                 "categorical columns: give one size for each."
             )
-        if not all(1 <= rows < 2**31 for rows in self.vocab_sizes):
-            raise ValueError(f"{self.vocab_sizes=} must all lie in [1, 2^31).")
+        for name, rows in zip(self.categorical, self.vocab_sizes, strict=True):
+            if not 1 <= rows < 2**31:
+                raise ValueError(
+                    f"The table of column {name!r} has {rows} rows: give it 1 or more, "
+                    "and fewer than 2^31."
+                )
 
 
 class Position(NamedTuple):

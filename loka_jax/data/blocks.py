@@ -1,5 +1,6 @@
 """Blocks of raw rows: Arrow columns as read from a file, before any policy."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -67,13 +68,14 @@ class Reader(Protocol):
 
 def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> None:
     """Raises ValueError if the file lacks a requested column or has it twice."""
+    counts = Counter(header)
     for name in requested:
-        if name not in header:
+        if name not in counts:
             raise ValueError(
                 f"{file} has no column {name!r}, only {_shortened(header)}: correct "
                 "--data.label, --data.dense or --data.categorical."
             )
-        if (count := header.count(name)) > 1:
+        if (count := counts[name]) > 1:
             raise ValueError(
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."

@@ -11,6 +11,7 @@ from loka_jax.data.config import DataConfig
 from loka_jax.data.convert import SETTINGS, settings_of
 from loka_jax.data.files import existing, find_sources
 from loka_jax.data.identity import identity_of_generated, identity_of_shards
+from loka_jax.data.manifest import check_report
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
 
@@ -56,6 +57,7 @@ def open_data(config: DataConfig, *, seed: int) -> Splits:
 
 
 def _splits(folder: ShardFolder) -> Splits:
+    check_report(folder.path, folder.report)
     train, valid, test = (
         ShardDataset(folder.schema, folder.shards[split], f"{folder.path} ({split})")
         if folder.shards[split]
@@ -93,7 +95,7 @@ def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
         stored = folder.settings.get(name)
         if getattr(config, name) != defaults[name] and requested[name] != stored:
             raise ValueError(
-                f"{folder.path} was converted with {name} {stored}, not "
+                f"{folder.path} was converted with {name} {str(stored)[:80]}, not "
                 f"{requested[name]}: leave out --data.{name.replace('_', '-')} or "
                 "convert the data again."
             )

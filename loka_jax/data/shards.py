@@ -8,13 +8,11 @@ here, ids batch by batch by the reader.
 """
 
 import hashlib
+import io
 import json
-import operator
 import os
 import pathlib
-import re
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,18 +24,23 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from loka_jax.data.batch import Schema
+from loka_jax.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    SPLITS,
+    VERSION,
+    FileEntry,
+    check_regular,
+    read_manifest,
+    unusable,
+)
 
-MANIFEST = "manifest.json"
-FORMAT = "loka_jax shards"
-VERSION = 1
-SPLITS = ("train", "valid", "test")
 SHARD_ROWS = 1 << 19
 SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
-MAX_MANIFEST_BYTES = 16 << 20
+MAX_HEADER_BYTES = 1 << 16
 # Digests of folders up to this size are verified at every opening, in about a second;
 # those of larger ones only by `experiments/convert.py --verify`.
 MAX_DIGEST_BYTES = 1 << 30
-_FILE_NAME = re.compile(r"[a-z]+-[0-9]{2,6}\.(npy|parquet)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,8 @@ class ShardWriter:
         """Writes records as the next shard of a split."""
         name = f"{split}-{len(self._splits[split]):05d}.npy"
         with open(self._folder / name, "wb") as file:
-            np.save(file, records, allow_pickle=False)
+            file.write(_npy_header(len(records), records.dtype))
+            file.write(records.data)  # np.save would lose the reason of a failure
         self._splits[split].append(name)
         self._register(name, rows=len(records))
 
@@ -210,121 +214,71 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
     Raises:
         ValueError: with the file, if anything is missing, damaged or not allowed.
     """
-    manifest = _read_manifest(folder)
-    files, splits = manifest["files"], manifest["splits"]
-    try:
-        schema = _schema(manifest["schema"])
-        dtype = record_dtype(len(schema.dense), len(schema.categorical))
-        total = sum(entry["bytes"] for entry in files.values())
-        digests = total <= MAX_DIGEST_BYTES if verify is None else verify
-        for name, entry in files.items():
-            _check_file(folder, name, entry, digests)
-        shards = {
-            split: [
-                _records(folder, name, files[name]["rows"], dtype) for name in names
-            ]
-            for split, names in splits.items()
-        }
-        split_digests = {
-            split: [files[name]["sha256"] for name in names]
-            for split, names in splits.items()
-        }
-        vocabulary_digests = _vocabulary_digests(schema, files)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(_unusable(folder, "its manifest lacks an entry")) from None
-    report, settings = manifest.get("report", {}), manifest.get("settings", {})
+    manifest = read_manifest(folder)
+    files, splits, schema = manifest.files, manifest.splits, manifest.schema
+    dtype = record_dtype(len(schema.dense), len(schema.categorical))
+    total = sum(entry.bytes for entry in files.values())
+    digests = total <= MAX_DIGEST_BYTES if verify is None else verify
+    for name, entry in files.items():
+        _check_file(folder / name, entry, digests)
     return ShardFolder(
         path=folder,
         schema=schema,
-        shards=shards,
-        digests=split_digests,
-        vocabulary_digests=vocabulary_digests,
-        report=report,
-        settings=settings,
+        shards={
+            split: [_records(folder / name, files[name], dtype) for name in names]
+            for split, names in splits.items()
+        },
+        digests={
+            split: [files[name].sha256 for name in names]
+            for split, names in splits.items()
+        },
+        vocabulary_digests={
+            column: files[name].values_sha256
+            for field, column in enumerate(schema.categorical)
+            if (name := vocabulary_name(field)) in files
+        },
+        report=manifest.report,
+        settings=manifest.settings,
     )
 
 
-def _vocabulary_digests(schema: Schema, files: dict) -> dict[str, str]:
-    entries = {
-        column: files.get(vocabulary_name(field))
-        for field, column in enumerate(schema.categorical)
-    }
-    # Older folders have no digest of the values, only that of the file.
-    return {
-        column: entry.get("values_sha256", entry["sha256"])
-        for column, entry in entries.items()
-        if entry is not None
-    }
-
-
-def _unusable(path: pathlib.Path, reason: str) -> str:
-    return f"{path} cannot be used ({reason}): convert the data again."
-
-
-def _schema(entry: dict) -> Schema:
-    """Returns the schema, forcing the manifest's entries to text and whole numbers."""
-    return Schema(
-        label=str(entry["label"]),
-        dense=tuple(str(name) for name in entry["dense"]),
-        categorical=tuple(str(name) for name in entry["categorical"]),
-        vocab_sizes=tuple(operator.index(rows) for rows in entry["vocab_sizes"]),
-    )
-
-
-def _read_manifest(folder: pathlib.Path) -> dict:
-    path = folder / MANIFEST
-    _check_regular(path)
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(
-            _unusable(path, f"it is larger than {MAX_MANIFEST_BYTES} bytes")
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise ValueError(_unusable(path, "it is not JSON")) from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(_unusable(path, f"its format is not {FORMAT!r}"))
-    if manifest.get("version") != VERSION:
-        raise ValueError(_unusable(path, f"its version is not {VERSION}"))
-    parts = [manifest.get(key) for key in ("schema", "files", "splits")]
-    if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(_unusable(path, "it lacks schema, files or splits"))
-    if set(manifest["splits"]) != set(SPLITS):
-        raise ValueError(_unusable(path, f"its splits are not {', '.join(SPLITS)}"))
-    return manifest
-
-
-def _check_regular(path: pathlib.Path) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        raise ValueError(_unusable(path, "it is missing")) from None
-    if not stat.S_ISREG(mode):
-        raise ValueError(_unusable(path, "it is a link or not a regular file"))
-
-
-def _check_file(folder: pathlib.Path, name: str, entry: dict, digests: bool) -> None:
-    # A name without separators cannot lead out of the folder.
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(_unusable(folder / MANIFEST, f"it names a file {name[:80]!r}"))
-    path = folder / name
-    _check_regular(path)
+def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
+    check_regular(path)
     size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise ValueError(_unusable(path, f"{size} bytes, not {entry['bytes']}"))
+    if size != entry.bytes:
+        raise unusable(path, f"{size} bytes, not {entry.bytes}")
     if digests:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != entry["sha256"]:
-            raise ValueError(_unusable(path, "its digest differs from the manifest's"))
+        if digest != entry.sha256:
+            raise unusable(path, "its digest differs from the manifest's")
 
 
-def _records(folder: pathlib.Path, name: str, rows: int, dtype: np.dtype) -> np.ndarray:
-    path = folder / name
+def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarray:
+    """Returns the memory-mapped records of a shard.
+
+    The header is compared with the one that is right, rather than evaluated.
+    """
+    start = entry.bytes - entry.rows * dtype.itemsize
+    with open(path, "rb") as file:
+        header = file.read(start) if 0 < start < MAX_HEADER_BYTES else b""
+    if _without_padding(header) != _without_padding(_npy_header(entry.rows, dtype)):
+        raise unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
     try:
-        records = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError):
-        raise ValueError(_unusable(path, "it is not a .npy file")) from None
-    if records.dtype != dtype or records.shape != (rows,):
-        raise ValueError(_unusable(path, f"{records.dtype} x {records.shape}"))
-    return records
+        return np.memmap(path, dtype, mode="r", offset=start, shape=(entry.rows,))
+    except (OSError, ValueError) as error:
+        raise unusable(path, f"it cannot be mapped: {error}") from None
+
+
+def _npy_header(rows: int, dtype: np.dtype) -> bytes:
+    """Returns what stands before the records in a .npy file."""
+    file = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(dtype)
+    fields = {"descr": descr, "fortran_order": False, "shape": (rows,)}
+    np.lib.format.write_array_header_1_0(file, fields)
+    return file.getvalue()
+
+
+def _without_padding(header: bytes) -> bytes:
+    """Returns a header without its length and padding: NumPy may change these."""
+    return header[:8] + header[10:].rstrip()

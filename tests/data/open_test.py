@@ -11,7 +11,7 @@ import pytest
 from loka_jax.data import DataConfig, Position, open_data
 from loka_jax.data.convert import convert, is_validation_row
 from loka_jax.data.files import find_sources
-from loka_jax.data.shards import MANIFEST
+from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.text import read_text
 from tests.data.support import (
     HEADER,
