@@ -91,7 +91,7 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def read(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
@@ -267,7 +267,7 @@ def _finite(text: str) -> float:
     raise ValueError(f"{text[:20]} is not a finite number")
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Makes a rename in `directory` survive a power cut, if the system allows it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -320,6 +320,7 @@ class Checkpoints:
         written = self._unfinished / str(step)
         manifest.write(written, content)
         os.replace(written, self._path(step))
+        jsonfile.sync_directory(self._directory)
         self._manager.reload()
 
     def _open_again(self, step: int, stored: dict[str, np.ndarray]) -> None:

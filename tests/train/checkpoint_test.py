@@ -358,6 +358,23 @@ def test_a_save_that_cannot_be_opened_again_is_no_checkpoint(tmp_path, monkeypat
     checkpoints.close()
 
 
+def test_a_save_is_synced_to_the_disk_before_it_counts(tmp_path, monkeypatch):
+    synced, plain = [], os.fsync
+
+    def fsync(descriptor):
+        names = {path.name for path in tmp_path.iterdir()}
+        is_folder = os.path.sameopenfile(descriptor, folder)
+        synced.append((is_folder, "1" in names))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fill(tmp_path, 1)
+    os.close(folder)
+    assert synced[-1] == (True, True)  # the rename itself
+    assert (False, False) in synced  # the manifest, before the rename
+
+
 def fail_writes(monkeypatch, times):
     """Makes the next `times` writes of a manifest fail, as on a full disk."""
     from loka_jax.train import manifest
