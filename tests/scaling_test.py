@@ -1,6 +1,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from loka_jax import fp8, scaling
@@ -36,7 +37,7 @@ def after(*steps, recipe=RECIPE):
 
 
 def test_history_and_scales_of_five_steps_by_hand():
-    lhs = [448.0, 100.0, 896.0, 1.0, 2.0]
+    lhs = [448.0, 100.0, 896.0, 50.0, 60.0]
     rhs = [1.0, 0.0, 0.0, 0.0, 0.5]
     g = [57344.0, 57345.0, 7.0, 7.0, 7.0]
     # 448 / 448 = 1, 448 / 896 = 1/2; the 896 stays in a window of 3.
@@ -116,3 +117,108 @@ def test_the_state_is_one_float32_array_that_passes_through_jit():
     state = update(scaling.init_delayed(RECIPE), jnp.ones(3), RECIPE)
     chex.assert_shape(jax.tree.leaves(state), (3, 1 + H))
     chex.assert_trees_all_equal(state, after([1, 1, 1]))
+
+
+# As the shipped delayed recipes: a history of 16 steps, a margin of one bit.
+LONG = make_recipe(amax_history_length=16, margin=1)
+OUTLIER = 999_999.0
+
+
+def states_of(amaxes, recipe=LONG):
+    """Yields the state after each step; all operands have the same amaxes."""
+    update = jax.jit(scaling.update_delayed, static_argnames="recipe")
+    state = scaling.init_delayed(recipe)
+    for amax in amaxes:
+        state = update(state, jnp.full(3, amax, jnp.float32), recipe)
+        yield state
+
+
+def largest(state):
+    """Returns the largest magnitudes of lhs, rhs and g that the scales do not clip."""
+    return state.scale_inv * jnp.float32([448, 448, 57344])
+
+
+def smallest(state):
+    """Returns the smallest magnitudes that keep all mantissa bits."""
+    return state.scale_inv * jnp.float32([2**-6, 2**-6, 2**-14])
+
+
+@pytest.mark.parametrize(
+    "are_outliers",
+    [
+        pytest.param(lambda step: step == 10, id="one"),
+        pytest.param(lambda step: step % 15 == 10, id="one in 15 steps"),
+        pytest.param(lambda step: step % 4 == 2, id="one in 4 steps"),
+        pytest.param(lambda step: step % 6 > 3, id="two in a row"),
+        pytest.param(lambda step: 10 <= step < 14, id="four in a row"),
+    ],
+)
+def test_values_keep_their_precision_next_to_outliers(are_outliers):
+    amaxes = [OUTLIER if are_outliers(step) else 1.0 for step in range(48)]
+    for state in list(states_of(amaxes))[10:]:
+        assert np.all(largest(state) >= 2)
+        assert np.all(smallest(state) <= 2.0**-10)
+
+
+def test_an_outlier_in_the_first_step_is_forgotten():
+    *_, state = states_of([OUTLIER, 1, 1, 1, 1, 1])
+    assert np.all(smallest(state) <= 2.0**-10)
+
+
+def test_scales_follow_the_largest_amax_where_amaxes_are_alike():
+    amaxes = np.exp2(np.random.default_rng(0).uniform(0, 3.8, 64)).astype(np.float32)
+    for step, state in enumerate(states_of(amaxes)):
+        amax = np.max(amaxes[max(0, step - 15) : step + 1])
+        expected = fp8.compute_scale_inv(jnp.float32(amax), fp8.E4M3, margin=1)
+        assert state.scale_inv[0] == expected
+
+
+def test_a_jump_that_stays_is_followed_within_five_steps():
+    states = list(states_of([1.0] * 20 + [1e4] * 5 + [1e4] * 16))
+    assert largest(states[23])[0] < 1e4  # four steps could be outliers
+    assert np.all(largest(states[24]) >= 2e4)
+    expected = next(states_of([1e4])).scale_inv
+    chex.assert_trees_all_equal(states[-1].scale_inv, expected)
+
+
+def test_growth_of_90_percent_a_step_is_never_clipped():
+    amaxes = 1e-3 * 1.9 ** np.arange(40)
+    states = list(states_of(amaxes))
+    for state, following in zip(states[:-1], amaxes[1:], strict=True):
+        assert np.all(largest(state) >= following)
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-6])
+def test_steps_of_small_amaxes_do_not_clip_the_next(low):
+    # For example steps with little gradient, or batches of few nonzero features.
+    amaxes = [low if step % 8 > 4 else 1.0 for step in range(48)]
+    for state in list(states_of(amaxes))[5:]:
+        assert np.all(largest(state) >= 2)
+
+
+def test_gradients_of_rare_clicks_are_no_outliers():
+    # E5M2 has range to spare: a batch with a click has amaxes far above the others'.
+    amaxes = [1e-1 if step % 7 == 0 else 1e-6 for step in range(32)]
+    for state in list(states_of(amaxes))[7:]:
+        assert largest(state)[2] >= 2e-1
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_short_histories_follow_their_amaxes(length):
+    recipe = make_recipe(amax_history_length=length, margin=1)
+    *_, state = states_of([1.0] * 4 + [8.0] * length, recipe)
+    chex.assert_trees_all_equal(state.scale_inv, next(states_of([8.0])).scale_inv)
+
+
+def test_a_large_margin_never_clips_what_was_held():
+    *_, state = states_of([1.0] * 16, make_recipe(margin=8))
+    assert np.all(largest(state) >= 2**8)
+
+
+def test_merging_microbatches_of_which_one_has_an_outlier_equals_one_step():
+    *_, before = states_of([1, 2, 1, 3, 1, 2])
+    parts = [(OUTLIER, 1, 2), (2, 8, OUTLIER)]
+    a, b = (scaling.update_delayed(before, jnp.float32(p), LONG) for p in parts)
+    amaxes = jnp.float32([OUTLIER, 8, OUTLIER])
+    whole = scaling.update_delayed(before, amaxes, LONG)
+    chex.assert_trees_all_equal(scaling.merge_delayed(a, b), whole)
