@@ -9,6 +9,7 @@ runs at 1.7 GB/s a core, faster than most disks.
 import hashlib
 import os
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from loka_jax import jsonfile
@@ -84,11 +85,13 @@ def _read(path: Path) -> dict[str, Any]:
     manifest = outer.get("manifest")
     if not isinstance(manifest, dict) or outer.get("sha256") != _digest(manifest):
         raise Damaged(f"{file}: differs from what was written")
-    if manifest["format"] != FORMAT:
+    if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{file} has format {manifest['format']}, but this version reads {FORMAT}: "
-            "use the version of loka_jax that wrote it."
+            f"{file} has format {short(manifest.get('format'))}, but this version "
+            f"reads {FORMAT}: use the version of loka_jax that wrote it."
         )
+    if not all(isinstance(manifest.get(name), dict) for name in ("files", "content")):
+        raise Damaged(f"{file}: lists no files or has no content")
     return manifest
 
 
