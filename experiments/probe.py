@@ -44,7 +44,7 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     result["command"] = shlex.join(["python", "experiments/probe.py", *arguments])
     jsonfile.write(done.workdir / "probe.json", result)
     path = done.workdir / record.AMAXES
-    amaxes = jsonfile.read_lines(path, say, max_bytes=jsonfile.MAX_BYTES)
+    amaxes = jsonfile.read_lines(path, say, max_bytes=jsonfile.MAX_LINES_BYTES)
     page = write_survey_page(done.workdir / "probe.html", result, amaxes)
     for warning in result["warnings"]:
         say(f"Too few statistics: {warning}")

@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import os
+import reprlib
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,13 +20,15 @@ import numpy as np
 
 from loka_jax.terminal import printable
 
-MAX_BYTES = 32 << 20  # empty lists take 27 times as much memory as their text
+MAX_BYTES = 16 << 20  # empty lists take 27 times as much memory as their text
+MAX_LINES_BYTES = 64 << 20  # of the lines that a page shows
 _MAX_LINE_BYTES = 4 << 20
 _MAX_DEPTH = 64
 _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what 64 bits hold, signed or not
 
 _log = logging.getLogger(__name__)
+_short = reprlib.Repr(maxstring=200, maxlist=30).repr
 
 
 def jsonable(value: object, *, nan_as_null: bool = True) -> object:
@@ -170,11 +173,12 @@ def explain_mismatch(saved: object, current: object) -> list[str]:
     lines = []
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
-            lines.append(f"{name}: saved {before[name]!r}, now absent")
+            lines.append(f"{name}: saved {_short(before[name])}, now absent")
         elif name not in before:
-            lines.append(f"{name}: not saved, now {now[name]!r}")
+            lines.append(f"{name}: not saved, now {_short(now[name])}")
         elif before[name] != now[name]:
-            lines.append(f"{name}: saved {before[name]!r}, now {now[name]!r}")
+            saved = _short(before[name])
+            lines.append(f"{name}: saved {saved}, now {_short(now[name])}")
     return lines
 
 
@@ -234,16 +238,15 @@ def _parsed(content: bytes) -> object:
     # What the parser can nest, others that recurse cannot.
     level = [value]
     for _ in range(_MAX_DEPTH):
-        level = [item for value in level for item in _items(value)]
+        level = [
+            item
+            for part in level
+            if isinstance(part, dict | list)
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
         if not level:
             return value
     raise ValueError(_TOO_DEEP)
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -110,7 +110,7 @@ def test_a_large_file_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "plan.json"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # a hole: it takes no space
-    with pytest.raises(ValueError, match="plan.json is larger than 32 MiB"):
+    with pytest.raises(ValueError, match="plan.json is larger than 16 MiB"):
         jsonfile.read(path)
     path.write_bytes(b"[]" + b" " * (2 << 20))
     assert jsonfile.read(path) == []

@@ -150,8 +150,8 @@ def test_a_plan_file_that_is_none_is_refused(tmp_path, text):
 
 def test_a_huge_plan_file_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text("[" + "[]," * (12 << 20) + "[]]")
-    with pytest.raises(ValueError, match="plan.json is larger than 32 MiB"):
+    path.write_text("[" + "[]," * (6 << 20) + "[]]")
+    with pytest.raises(ValueError, match="plan.json is larger than 16 MiB"):
         build_lib.build(_config(plan=str(path)))
 
 
