@@ -126,7 +126,7 @@ class RunRecord:
             path = self.workdir / name
             if path.exists():
                 lines = jsonfile.read_lines(path)
-                kept = [line for line in lines if line.get("step", 0) <= step]
+                kept = [line for line in lines if _step(line) <= step]
                 text = "".join(jsonfile.dumps(line) + "\n" for line in kept)
                 jsonfile.write_text(path, text)
 
@@ -222,15 +222,19 @@ def read_run(workdir: Path) -> RunFiles:
             return kind()
         return value
 
+    def read_lines(name: str) -> list[dict[str, Any]]:
+        limit = jsonfile.MAX_LINES_BYTES
+        return jsonfile.read_lines(workdir / name, notes.append, max_bytes=limit)
+
     summary = read(SUMMARY, dict)
-    lines = jsonfile.read_lines(workdir / METRICS)
+    lines = read_lines(METRICS)
     run = RunFiles(
         summary=summary,
         config=as_dict(summary.get("config")) or read(CONFIG, dict),
         train=[line for line in lines if line.get("kind") == "train"],
         evals=[line for line in lines if line.get("kind") == "eval"],
         sites=[as_dict(site) for site in read(SITES, list)],
-        scales=jsonfile.read_lines(workdir / SCALES),
+        scales=read_lines(SCALES),
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):
@@ -239,6 +243,12 @@ def read_run(workdir: Path) -> RunFiles:
             "--workdir of one."
         )
     return run
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    """Returns the step of a line; 0, which is kept, if it has none."""
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def versions() -> dict[str, Any]:

@@ -146,6 +146,12 @@ def resume(path: Path) -> None:
     RunRecord(path.parent, config=support.config().identity(), resume=True).close()
 
 
+def truncate(path: Path) -> None:
+    identity = support.config().identity()
+    with RunRecord(path.parent, config=identity, resume=True) as record:
+        record.truncate(10)
+
+
 def _run_file(name: str, read: Callable[[Path], Any]) -> Kind:
     return Kind(functools.partial(make_run, name=name), read)
 
@@ -164,6 +170,7 @@ KINDS = {
     "sites": _run_file("sites.json", report),
     "metrics": _run_file("metrics.jsonl", report),
     "scales": _run_file("scales.jsonl", report),
+    "resumed lines": _run_file("metrics.jsonl", truncate),
 }
 
 

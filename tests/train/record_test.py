@@ -194,6 +194,19 @@ def test_a_run_is_read_back_but_for_its_broken_files(tmp_path):
     ]
 
 
+def test_damaged_lines_are_noted_and_cost_no_other(tmp_path):
+    run(tmp_path, 3)
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text(first + "{broken\n" + '{"step": "x"}\n' + "".join(others))
+    files = record.read_run(tmp_path)
+    assert len(files.train) == 3
+    assert files.notes == [f"{path}: 1 damaged line is left out."]
+    with record.RunRecord(tmp_path, config=CONFIG, resume=True) as resumed:
+        resumed.truncate(2)
+    assert [line["step"] for line in record.read_run(tmp_path).train] == [1, 2]
+
+
 def test_a_folder_without_a_run_is_one_sentence(tmp_path):
     for workdir in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ValueError, match="holds no run .*--workdir"):
