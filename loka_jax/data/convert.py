@@ -25,7 +25,7 @@ from loka_jax.data.encoding import (
 )
 from loka_jax.data.files import Sources
 from loka_jax.data.permutation import key_of, mix
-from loka_jax.data.room import memory_bytes
+from loka_jax.data.room import check_disk, memory_bytes
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
 from loka_jax.data.values import (
@@ -78,7 +78,7 @@ def convert(
     """
     conversion = _Conversion(config, sources, progress or (lambda stage, rows: None))
     with new_folder(target) as folder, unchanged(conversion.stamps):
-        conversion.run(ShardWriter(folder))
+        conversion.run(folder)
 
 
 def settings_of(config: DataConfig) -> dict:
@@ -128,14 +128,19 @@ class _Conversion:
                 "There are no validation rows: name a file with --data.valid, or set "
                 "--data.valid-fraction above 0."
             )
+        self.dtype = record_dtype(len(self.dense), len(self.categorical))
+        self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.positives: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.standardizer = Standardizer(np.zeros(len(self.dense)), np.ones(1))
 
-    def run(self, writer: ShardWriter) -> None:
+    def run(self, folder: pathlib.Path) -> None:
         encoders = self._learn()
         check_unchanged(self.stamps)
+        needed = self.rows_learned * self.dtype.itemsize
+        check_disk(folder, needed, f"{self.rows_learned:,} training rows")
+        writer = ShardWriter(folder)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
         held: Counter[str] = Counter()  # bytes
@@ -211,6 +216,7 @@ class _Conversion:
         moments = Moments(len(self.dense))
         bad_rows = BadRows(self.config.max_bad_rows)
         for _, block in self._blocks(("train",), bad_rows, "reading"):
+            self.rows_learned += block.table.num_rows
             if self.config.transform == "standardize":
                 moments.add(clean_dense(block, self.config, self.dense, Counts()))
             if not use_hash:
@@ -256,7 +262,7 @@ class _Conversion:
         parts = [self._numbers(split, block) for block in blocks]
         records = np.empty(
             sum(len(labels) for labels, _ in parts),
-            record_dtype(len(self.dense), len(self.categorical)),
+            self.dtype,
         )
         records["label"] = np.concatenate([labels for labels, _ in parts])
         records["dense"] = np.concatenate([dense for _, dense in parts])

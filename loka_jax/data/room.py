@@ -22,12 +22,17 @@ def memory_bytes() -> int:
     return memory
 
 
+def free_bytes(folder: pathlib.Path) -> int:
+    """Returns the free space of the disk on which the folder lies."""
+    return shutil.disk_usage(folder).free
+
+
 def check_disk(folder: pathlib.Path, needed: int, what: str) -> None:
-    """Raises ValueError if the folder's disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
+    if needed > (free := free_bytes(folder)):
+        # In bytes, as rounded amounts may look the same.
         raise ValueError(
-            f"The disk of {folder.parent} has {free:,} bytes free, and {what} need "
+            f"The disk of {folder.parent} has {free:,} bytes free, and {what} take "
             f"{needed:,}: make room, or choose another folder with --out or "
             "--data.cache."
         )

@@ -7,6 +7,7 @@ untrusted input: regular files only, no pickles; sizes, shapes and digests are c
 here, ids batch by batch by the reader.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -34,6 +35,7 @@ from loka_jax.data.manifest import (
     read_manifest,
     unusable,
 )
+from loka_jax.data.room import check_disk, free_bytes
 
 SHARD_ROWS = 1 << 19
 SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
@@ -98,6 +100,7 @@ class ShardWriter:
 
     def add_shard(self, split: str, records: np.ndarray) -> None:
         """Writes records as the next shard of a split."""
+        check_disk(self._folder, records.nbytes, f"the next {len(records):,} rows")
         name = f"{split}-{len(self._splits[split]):05d}.npy"
         with open(self._folder / name, "wb") as file:
             file.write(_npy_header(len(records), records.dtype))
@@ -109,7 +112,8 @@ class ShardWriter:
         """Writes a field's vocabulary: the values of its ids, from id 1 on."""
         name = vocabulary_name(field)
         table = pa.table({"value": values})
-        parquet.write_table(table, self._folder / name, write_page_checksum=True)
+        with open(self._folder / name, "wb") as file:
+            parquet.write_table(table, file, write_page_checksum=True)
         self._register(name, rows=len(values))
         # The file's own digest differs between versions of Arrow.
         self._files[name]["values_sha256"] = _digest_of_values(values)
@@ -180,12 +184,20 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         os.rename(partial, target)
     except OSError as error:
         raise ValueError(
-            f"{target} cannot be written ({error.strerror or error}): mend that, or "
+            f"{target} cannot be written ({_reason(error, partial)}): mend that, or "
             "choose another folder with --out or --data.cache."
         ) from None
     finally:  # also after Ctrl-C; after the rename there is nothing to remove
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _reason(error: OSError, partial: pathlib.Path | None) -> str:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or partial is None:
+        return reason
+    written = sum(path.stat().st_size for path in partial.iterdir())
+    return f"{reason} after {written:,} bytes, {free_bytes(partial):,} are free"
 
 
 def _remove_abandoned(folder: pathlib.Path, prefix: str) -> None:
