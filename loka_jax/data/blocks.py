@@ -82,6 +82,11 @@ def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> N
             )
 
 
+def shown(text: object, limit: int = 40) -> str:
+    """Returns the start of a text from a file, fit for a line of a message."""
+    return "".join(c if c.isprintable() else " " for c in str(text)[:limit])
+
+
 def _shortened(names: list[str], limit: int = 12) -> str:
-    shown = ", ".join(name[:40] for name in names[:limit])
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+    start = ", ".join(shown(name) for name in names[:limit])
+    return f"{start} and {len(names) - limit} more" if len(names) > limit else start

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.data.blocks import BadRows, Block, check_columns, shown
 from loka_jax.data.text import damage
 
 BLOCK_BYTES = 1 << 26
@@ -55,8 +55,8 @@ def _parquet_blocks(
     for name in columns:
         if pa.types.is_nested(kind := schema.field(name).type):
             raise ValueError(
-                f"{path} column {name!r} holds {kind}, neither numbers nor text: leave "
-                "it out, or convert it first."
+                f"{path} column {name!r} holds {shown(kind)}, neither numbers nor "
+                "text: leave it out, or convert it first."
             )
     done = 0
     with parquet.ParquetFile(

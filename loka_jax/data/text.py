@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
-from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.data.blocks import BadRows, Block, check_columns, shown
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
 _BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
@@ -271,7 +271,7 @@ def _too_long(stream: _Stream, done: int) -> str:
 
 def damage(error: Exception) -> str:
     """Returns the meaning of a failed read and, if there is one, the remedy."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = shown(str(error) or type(error).__name__, 200)
     if "Empty CSV" in text:
         return "it has a header and no rows."
     if isinstance(error, EOFError) or "truncated" in text.lower():
@@ -280,7 +280,7 @@ def damage(error: Exception) -> str:
         return "permission denied."
     if "header check" in text or "not a gzipped file" in text.lower():
         return "it is not a gzip file; get it again or drop .gz from its name."
-    return f"it is damaged ({text[:120]}); get the file again."
+    return f"it is damaged ({text[:120].strip()}); get the file again."
 
 
 def _delimiter_name(delimiter: str) -> str:
