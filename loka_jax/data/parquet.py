@@ -16,6 +16,7 @@ from loka_jax.data.text import damage
 
 BLOCK_BYTES = 1 << 26
 MAX_BLOCK_ROWS = 1 << 17
+MAX_WHOLE_BYTES = 1 << 28
 
 
 def read_parquet(
@@ -38,11 +39,11 @@ def read_parquet(
             of a nested type.
     """
     del bad_rows
-    if os.path.getsize(path) == 0:
-        raise ValueError(f"{path} is empty (0 bytes): get the file again.")
     try:
+        if os.path.getsize(path) == 0:
+            raise ValueError(f"{path} is empty (0 bytes): get the file again.")
         yield from _parquet_blocks(path, columns, block_bytes)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {_parquet_damage(error)}") from None
 
 
@@ -67,7 +68,7 @@ def _parquet_blocks(
         # dictionary: a small file may hold far more text than fits the memory.
         read_dictionary=list(columns),
         pre_buffer=False,
-        buffer_size=max(1 << 12, min(1 << 20, block_bytes // len(columns))),
+        buffer_size=_buffer_bytes(path, len(columns)),
     ) as file:
         rows_at_once = _rows_at_once(metadata, columns, block_bytes)
         for batch in file.iter_batches(rows_at_once, columns=list(columns)):
@@ -76,22 +77,34 @@ def _parquet_blocks(
                 rows = np.arange(done + 1, done + part.num_rows + 1, dtype=np.int64)
                 done += part.num_rows
                 yield Block(part, rows, path)
+    if done != metadata.num_rows:
+        raise ValueError(
+            f"{path} states {metadata.num_rows} rows and holds {done}: get the file "
+            "again."
+        )
+
+
+def _buffer_bytes(path: str, num_columns: int) -> int:
+    """Returns how much of a column is read at once, or 0 for a whole row group.
+
+    Where a page is damaged, Arrow believes its size only if it reads in parts, and may
+    then take 2 GB: thus in parts only where a row group may not fit the memory.
+    """
+    if os.path.getsize(path) <= MAX_WHOLE_BYTES:
+        return 0
+    return max(1 << 12, min(1 << 20, MAX_WHOLE_BYTES // num_columns))
 
 
 def _rows_at_once(
     metadata: parquet.FileMetaData, columns: tuple[str, ...], block_bytes: int
 ) -> int:
     """Returns how many rows fit into a block before their text is unpacked."""
-    largest = 0.0  # bytes of a row, the mean of a row group
-    for i in range(metadata.num_row_groups):
-        group = metadata.row_group(i)
-        chunks = (group.column(j) for j in range(group.num_columns))
-        size = sum(
-            c.total_uncompressed_size for c in chunks if c.path_in_schema in columns
-        )
-        largest = max(largest, size / max(group.num_rows, 1))
+    # The sizes of single columns are not asked for: where the metadata of one is
+    # damaged, Arrow's binding ends the process.
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    sizes = [group.total_byte_size / max(group.num_rows, 1) for group in groups]
     # A number takes 8 bytes, even if all are equal and encoded in none.
-    rows = block_bytes / (largest + 8 * len(columns))
+    rows = block_bytes / (max([0.0, *sizes]) + 8 * len(columns))
     return max(1, min(MAX_BLOCK_ROWS, int(rows)))
 
 

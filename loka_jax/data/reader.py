@@ -49,7 +49,7 @@ class ShardDataset:
                 and the epoch.
 
         Raises:
-            ValueError: if the step or a stored id is out of range.
+            ValueError: if the step, a stored id or a label is out of range.
         """
         batches = self.num_batches(batch_size)
         if not 0 <= position.step < batches:
@@ -81,8 +81,19 @@ class ShardDataset:
         floats = words.view(np.float32)
         ids = np.ascontiguousarray(words[:, 1 + n :])
         self._check_ids(ids)
+        labels = floats[:, 0].copy()
+        self._check_labels(labels)
         dense = np.ascontiguousarray(floats[:, 1 : 1 + n])
-        return Batch(dense, ids, floats[:, 0].copy(), weights)
+        return Batch(dense, ids, labels, weights)
+
+    def _check_labels(self, labels: np.ndarray) -> None:
+        """Raises ValueError for a label that is not 0 or 1."""
+        wrong = (labels != 0) & (labels != 1)
+        if wrong.any():
+            raise ValueError(
+                f"{self._name} holds the label {labels[np.argmax(wrong)]:g}, where "
+                "only 0 and 1 are allowed: convert the data again."
+            )
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """Raises ValueError for an id outside its table, which JAX would not notice."""

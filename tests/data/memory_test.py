@@ -158,3 +158,13 @@ def test_vocabularies_larger_than_half_the_memory_are_told(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=message):
         open_table(path)
     assert open_table(path, encoding="hash").train.num_examples
+
+
+def test_large_files_are_read_in_parts_to_the_same_rows(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    index = np.arange(20_000)
+    table = pa.table({"a": index, "b": [str(i) for i in index]})
+    parquet.write_table(table, path, data_page_size=500, write_page_checksum=True)
+    monkeypatch.setattr("loka_jax.data.parquet.MAX_WHOLE_BYTES", 100)
+    got = pa.concat_tables(b.table for b in blocks(path, "a", "b", block_bytes=10_000))
+    assert got.equals(table)

@@ -9,10 +9,12 @@ from loka_jax.data.reader import ShardDataset
 from loka_jax.data.shards import record_dtype
 
 
-def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000, row_5=None):
+def dataset(
+    sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000, row_5=None, label_5=None
+):
     """Shards whose row i (over all) has dense i + 0.5, ids i and label i % 2.
 
-    `row_5` replaces an id of row 5.
+    `row_5` replaces an id of row 5, `label_5` its label.
     """
     schema = Schema(
         label="click",
@@ -31,6 +33,8 @@ def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000, row_5=None)
         first += size
     if row_5 is not None:
         shards[0]["ids"][5, 1] = row_5
+    if label_5 is not None:
+        shards[0]["label"][5] = label_5
     return ShardDataset(schema, shards, "logs")
 
 
@@ -135,6 +139,13 @@ def test_batch_size_below_one_is_refused(batch_size):
 def test_id_outside_its_table_is_refused_before_the_device_sees_it(bad):
     data = dataset(row_5=bad)
     with pytest.raises(ValueError, match=f"'c1' holds id {bad}, outside its table"):
+        data.batch(Position(0, 0, 0), 100, shuffle=False)
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.5, 1e30, np.nan, np.inf])
+def test_label_other_than_zero_and_one_is_refused(bad):
+    data = dataset(label_5=bad)
+    with pytest.raises(ValueError, match="logs holds the label .*, where only 0"):
         data.batch(Position(0, 0, 0), 100, shuffle=False)
 
 
