@@ -28,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
+from loka_jax.terminal import printable
 from loka_jax.train import manifest
 from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
 from loka_jax.train.record import steps_in
@@ -208,13 +209,9 @@ class Checkpoints:
         for step in sorted(self._steps(), reverse=True):
             path = self._path(step)
             try:
-                content = manifest.verify(path)
-                if content["step"] != step:
-                    raise manifest.Damaged(f"{path}: was step {content['step']}")
+                return _saved(manifest.verify(path), step, path)
             except manifest.Damaged as damage:
                 self._put_aside(path, damage)
-                continue
-            return Saved(step, content["meta"], content["leaves"])
         if damaged := sorted(self._directory.glob("*.damaged-*")):
             names = ", ".join(path.name for path in damaged[-3:])
             raise ValueError(
@@ -351,7 +348,8 @@ class Checkpoints:
         while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
         os.replace(path, aside)
-        _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, damage)
+        text = printable(str(damage))
+        _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, text)
 
     def _read_arrays(self, step: int, names: list[str]) -> dict[str, np.ndarray]:
         if not names:
@@ -370,9 +368,26 @@ def _manager(directory: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(directory, options=options)
 
 
+def _saved(content: dict[str, Any], step: int, path: Path) -> Saved:
+    """Returns the checkpoint that a manifest's content describes.
+
+    Raises:
+        Damaged: if it is of another step, or lacks what a save writes.
+    """
+    if content.get("step") != step:
+        raise manifest.Damaged(f"{path}: was step {content.get('step')}")
+    meta, leaves = content.get("meta"), content.get("leaves")
+    if not isinstance(meta, dict) or not isinstance(leaves, dict):
+        raise manifest.Damaged(f"{path}: has no meta or no leaves")
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, dict) or not {"shape", "dtype"} <= leaf.keys():
+            raise manifest.Damaged(f"{path}: leaf {name} has no shape or dtype")
+    return Saved(step, meta, leaves)
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no reason given"]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{type(error).__name__}: {printable(lines[0][:200])}"
 
 
 def _remove(path: Path) -> None:

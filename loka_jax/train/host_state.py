@@ -43,13 +43,23 @@ class Progress:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns the progress from the values of `to_json`."""
-        read = {
-            "position": Position(*data["position"]),
-            "plateau": Plateau(**data["plateau"]),
-            "demotions": tuple(data["demotions"]),
-            "returns": tuple(data["returns"]),
-            "watch": Watch(**data["watch"]),
-            "guard": Guard(**data["guard"]),
-        }
-        return cls(**data | read)
+        """Returns the progress from the values of `to_json`.
+
+        Raises:
+            ValueError: for other values.
+        """
+        try:
+            read = {
+                "position": Position(*data["position"]),
+                "plateau": Plateau(**data["plateau"]),
+                "demotions": tuple(data["demotions"]),
+                "returns": tuple(data["returns"]),
+                "watch": Watch(**data["watch"]),
+                "guard": Guard(**data["guard"]),
+            }
+            return cls(**data | read)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"the checkpoint has no progress of this version ({error}): use the "
+                "version of loka_jax that wrote it."
+            ) from None

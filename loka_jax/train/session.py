@@ -132,7 +132,7 @@ def standard_output() -> Console:
 
 def _build(config: Config, console: Console, saved: Saved | None) -> Run:
     """Builds the run and prints its data, sites and plan."""
-    run = build(config, None if saved is None else saved.meta["plan"])
+    run = build(config, None if saved is None else saved.meta.get("plan", {}))
     if saved is not None:
         _require_same_data(saved, run)
     print_data(console, run.splits.report)
@@ -148,7 +148,7 @@ def _build(config: Config, console: Console, saved: Saved | None) -> Run:
 
 def _require_same_data(saved: Saved, run: Run):
     """Raises ValueError if a checkpoint was trained on other data than the run's."""
-    changed = jsonfile.explain_mismatch(saved.meta["data"], run.splits.identity)
+    changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
         raise ValueError(
             f"the data differ from those of the checkpoint at step {saved.step} "
@@ -258,7 +258,7 @@ def _open_loop(
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         state = folders.newest.read(saved, state, config=config.identity())
-        progress = Progress.from_json(saved.meta["progress"])
+        progress = Progress.from_json(saved.meta.get("progress", {}))
         console.print(f"Resuming at step {saved.step:,}.")
     elif config.run.resume:
         console.print("Nothing was saved yet: starting at step 0.")

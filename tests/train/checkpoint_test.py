@@ -72,6 +72,10 @@ def restore(directory, template=None, **kwargs):
         return checkpoints.restore(template, **kwargs)
 
 
+def sha256(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Two checkpoints, steps 1 and 2; copy before harming."""
@@ -228,14 +232,24 @@ def test_a_step_under_another_number_is_damage(copy):
 def test_a_manifest_cannot_point_outside(copy, tmp_path):
     """Even one with digests that fit."""
 
-    def sha256(text):
-        return hashlib.sha256(text.encode()).hexdigest()
-
     (tmp_path / "secret").write_text("x")
     path = copy / "2" / "manifest.json"
     outer = jsonfile.read(path)
     assert outer["sha256"] == sha256(jsonfile.dumps(outer["manifest"]))
     outer["manifest"]["files"]["../../secret"] = sha256("x")
+    outer["sha256"] = sha256(jsonfile.dumps(outer["manifest"]))
+    jsonfile.write(path, outer)
+    assert restore(copy)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"step": 7}, {"step": None}, {"meta": None}, {"leaves": []}, {"leaves": {"a": 1}}],
+)
+def test_a_manifest_with_other_content_is_damage(copy, changes):
+    path = copy / "2" / "manifest.json"
+    outer = jsonfile.read(path)
+    outer["manifest"]["content"] |= changes
     outer["sha256"] = sha256(jsonfile.dumps(outer["manifest"]))
     jsonfile.write(path, outer)
     assert restore(copy)[0] == 1
