@@ -142,6 +142,40 @@ def covered_amax(history: Float[Array, "3 H"], recipe: Recipe) -> Float[Array, "
     return _covered(history, recipe)[:, 0]
 
 
+def amax_ratios(
+    history: Float[Array, "3 H"], recipe: Recipe, steps: int
+) -> Float[Array, "3 n"]:
+    """Returns how far the newest amaxes reached into what their scales covered.
+
+        ratio = amax / (2^margin covered_amax(the amaxes before))
+
+    Above 1 elements were clipped. 0 if the amax is 0, or those before all are.
+
+    Args:
+        history: as in `DelayedScaling`.
+        recipe: of the site.
+        steps: n, the number of steps, newest first. Of the oldest of H - 1 amaxes only
+            those in the history are known, so n should be at most half of H.
+    """
+    before = [jnp.pad(history[:, i:], ((0, 0), (0, i))) for i in range(1, steps + 1)]
+    covered = jax.vmap(functools.partial(covered_amax, recipe=recipe), out_axes=1)
+    reach = covered(jnp.stack(before)) * 2.0**recipe.margin
+    ratios = history[:, :steps] / jnp.where(reach > 0, reach, 1.0)
+    return jnp.where(reach > 0, ratios, 0.0)
+
+
+def smallest_ratio(operand: Operand, recipe: Recipe) -> float | None:
+    """Returns the ratio (`amax_ratios`) of an amax of which the cast leaves one bit.
+
+    None if the operand has no delayed cast.
+    """
+    cast = _delayed_cast(operand, recipe)
+    if cast is None:
+        return None
+    smallest = float(jnp.finfo(cast.dtype).smallest_subnormal)
+    return smallest / fp8.fp8_max(cast.dtype)
+
+
 def _covered(history: Array, recipe: Recipe) -> Array:
     """Returns `covered_amax` as `[3, 1]`."""
     # Column by column, not by reductions: XLA then fuses all of it with the shift.

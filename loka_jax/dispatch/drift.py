@@ -1,9 +1,7 @@
 """Checks while training that delayed scales still fit their operands.
 
-    ratio = newest amax / the largest amax that its scale covers, 2^margin max(older)
-
-Below one, nothing was clipped. A ratio far above one in several looks means that the
-operand has left the distribution on which its candidate was measured.
+A site whose newest amaxes are far above what their scales cover, in several looks, has
+left the distribution on which its candidate was measured (`scaling.amax_ratios`).
 """
 
 import dataclasses
@@ -12,18 +10,16 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from loka_jax.scaling import DelayedScaling
+from loka_jax.recipe import Recipe
+from loka_jax.scaling import DelayedScaling, amax_ratios
 
 MOST = 4.0  # ratio above which a scale is far off
 LOOKS = 2  # consecutive looks above it that count as drift; one batch proves nothing
 
 
-def amax_ratio(state: DelayedScaling, margin: int) -> Float[Array, ""]:
-    """Returns the largest ratio over a site's operands; 0 without older amaxes."""
-    newest, older = state.amax_history[:, 0], state.amax_history[:, 1:]
-    reach = jnp.max(older, axis=1) * 2.0**margin
-    has_older = reach > 0
-    return jnp.max(jnp.where(has_older, newest / jnp.where(has_older, reach, 1.0), 0.0))
+def amax_ratio(state: DelayedScaling, recipe: Recipe) -> Float[Array, ""]:
+    """Returns the largest newest ratio of a site's operands; 0 without older amaxes."""
+    return jnp.max(amax_ratios(state.amax_history, recipe, steps=1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

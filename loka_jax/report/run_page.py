@@ -58,7 +58,11 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         title=str(run.config.get("name") or path.parent.resolve().name),
         is_finished=bool(summary) and summary.get("finished") is not False,
         facts=_facts(run),
-        notes=[*run.notes, *_sentences(summary.get("returns"))],
+        notes=[
+            *run.notes,
+            *_sentences(summary.get("returns")),
+            *_sentences(summary.get("warnings")),
+        ],
         tiles=_tiles(run),
         curves=_curves(run),
         sites=_sites(run.sites),

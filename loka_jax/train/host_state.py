@@ -7,6 +7,7 @@ from loka_jax.data import Position
 from loka_jax.dispatch.drift import Watch
 from loka_jax.optim import Plateau
 from loka_jax.train.guard import Guard
+from loka_jax.train.scale_watch import ScaleWatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Progress:
         returns: a sentence for each return to a checkpoint after a divergence.
         watch: the looks at delayed scales so far.
         guard: the losses so far.
+        scale_watch: the amaxes that were far off their delayed scales so far.
     """
 
     step: int = 0
@@ -36,6 +38,7 @@ class Progress:
     returns: tuple[str, ...] = ()
     watch: Watch = Watch()
     guard: Guard = Guard()
+    scale_watch: ScaleWatch = ScaleWatch()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the progress as JSON values."""
@@ -56,6 +59,7 @@ class Progress:
                 "returns": tuple(data["returns"]),
                 "watch": Watch(**data["watch"]),
                 "guard": Guard(**data["guard"]),
+                "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
             }
             return cls(**data | read)
         except (KeyError, TypeError) as error:

@@ -25,6 +25,7 @@ from loka_jax.train.planning import saved_plan
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
+from loka_jax.train.scale_watch import LOOK_STEPS, Look
 from loka_jax.train.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
@@ -34,6 +35,8 @@ from loka_jax.train.step import scales_initialized
 _MAX_FIRST_STEPS = 16
 # Times that a run goes back to a checkpoint before it counts as failed.
 _MAX_RETURNS = 3
+# Looks that wait for a log line; older ones are read, as they have been computed.
+_UNREAD_LOOKS = 8
 
 
 class Best(NamedTuple):
@@ -87,6 +90,7 @@ class Loop:
         self._profiler = profiler
         self._scales_initialized = False
         self._batch: Batch | None = None
+        self._looks: list[Look] = []
         self._since = time.perf_counter()
         self._logged = (progress.examples, progress.seconds)
         self._warm: tuple[int, float] | None = None
@@ -118,6 +122,7 @@ class Loop:
         ) as batches:
             for position, batch in batches:
                 self.step(position, batch)
+                self._take_look(batch)
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
@@ -268,6 +273,7 @@ class Loop:
             self._record.log_scales(progress.step, scales)
         watch = progress.watch.after(operands.drift_ratios(self.state, self.run.plan))
         self.progress = dataclasses.replace(self.progress, watch=watch)
+        self._read_looks()
         if amaxes := operands.amaxes(self.state):
             self._record.log_amaxes(progress.step, amaxes)
         self._display.numbers(progress.step, line)
@@ -275,6 +281,25 @@ class Loop:
         self._logged = (progress.examples, progress.seconds)
         self._warm = self._warm or self._logged
         self._refuse_skipping(self.run.config.loop.max_skipped_steps)
+
+    def _take_look(self, batch: Batch):
+        """Looks at delayed scales at fixed steps, so that resumed runs do the same."""
+        if not (self._is_due(LOOK_STEPS) or self._ends()):
+            return
+        look = operands.look(self.run, self.state, self.progress, batch)
+        if look is not None:
+            self._looks.append(look)
+        self._read_looks(keep=_UNREAD_LOOKS)
+
+    def _read_looks(self, keep: int = 0):
+        """Warns of outliers in all looks but the newest."""
+        size = self.run.config.loop.batch_size
+        while len(self._looks) > keep:
+            before = self.progress.scale_watch
+            watch = before.after(self._looks.pop(0), self.run.splits.train, size)
+            for sentence in watch.warnings[len(before.warnings) :]:
+                self._display.say(sentence)
+            self.progress = dataclasses.replace(self.progress, scale_watch=watch)
 
     def _judge(self, ne: float | None):
         """Judges the loss of a window of training examples."""
@@ -351,6 +376,7 @@ class Loop:
         self._record.truncate(before.step)
         self._logged = (before.examples, before.seconds)
         self._scales_initialized = False
+        self._looks = []
         return True
 
     def _run_of(self, saved: Saved) -> Run:
@@ -399,6 +425,7 @@ class Loop:
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""
         self._tick()
+        self._read_looks()
         if not self._is_healthy():
             self._display.say(
                 f"step {self.progress.step:,}: not saved, as the loss is out of bounds."

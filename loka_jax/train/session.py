@@ -332,6 +332,7 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "plan": plan_rows(run.plan),
         "demotions": progress.demotions,
         "returns": progress.returns,
+        "warnings": progress.scale_watch.warnings,
         "data": splits.report,
     }
 

@@ -30,15 +30,17 @@ def _seen(*amaxes):
     ],
 )
 def test_the_ratio_is_to_what_the_scale_reached(amaxes, ratio):
-    found = amax_ratio(_seen(*amaxes), RECIPE.margin)
+    found = amax_ratio(_seen(*amaxes), RECIPE)
     np.testing.assert_allclose(found, ratio)
 
 
 def test_one_look_proves_nothing_and_two_in_a_row_do():
     watch, off = Watch(), {"a": 2 * MOST, "b": 0.9 * MOST}
     for _ in range(LOOKS - 1):
-        assert watch.look(off) == {}
-    assert set(watch.look(off)) == {"a"}
+        watch = watch.after(off)
+        assert watch.drifted == {}
+    assert set(watch.after(off).drifted) == {"a"}
     watch = Watch()
     for ratio in (2 * MOST, 0.5, 2 * MOST, 0.5):
-        assert watch.look({"a": ratio}) == {}
+        watch = watch.after({"a": ratio})
+        assert watch.drifted == {}

@@ -70,6 +70,7 @@ SUMMARY = {
     ],
     "demotions": ["top_mlp/dense_1 did not compile"],
     "returns": ["Went back to step 8, learning rates halved."],
+    "warnings": ["step 12: top_mlp/dense_0/lhs was clipped at 1/50,000 of its amax."],
     "command": "uv run python experiments/train.py --config fp8_dlrm --seed 3",
     "data": {
         "split_rule": "by hash",
@@ -128,6 +129,7 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     assert page.rows("Dispatch")[1:] == [[*row, "the fastest", "xla bf16"]]
     assert "top_mlp/dense_1 did not compile" in page.text
     assert "Went back to step 8, learning rates halved." in page.text
+    assert "top_mlp/dense_0/lhs was clipped at 1/50,000 of its amax." in page.text
     (_, scales) = page.rows("Scales over time")
     assert scales[1].endswith("2 −8 → 2 −1")
     assert "7 missing, 4,321 oov" in page.text

@@ -1,0 +1,315 @@
+"""Warns of outliers, with the operands, the steps and the columns that show them.
+
+    ratio = amax / what its scale covered                     (`scaling.amax_ratios`)
+
+Far above 1 an outlier was clipped; far below, most values became zero. Where outliers
+are in every batch, scales cover them, and the values beside them become zero: that is
+judged by the dense features.
+
+The histories hold the amaxes of 16 steps, so a look every `LOOK_STEPS` misses none. No
+step waits for it: looks are read where a log line or a checkpoint waits anyway.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from loka_jax.data import Dataset, Position
+from loka_jax.fp8 import E4M3
+from loka_jax.recipe import OPERANDS, Recipe
+from loka_jax.scaling import DelayedScaling, amax_ratios, smallest_ratio
+
+LOOK_STEPS = 8
+CLIPPED = 16.0  # ratio above which an amax is an outlier
+FLUSHED = 16.0  # amax, in smallest numbers of its scale, below which most values are 0
+SWAMPED = 0.5  # share of the dense values that are too small beside the largest one
+_E4M3_RANGE = float(jnp.finfo(E4M3).max) / float(jnp.finfo(E4M3).smallest_subnormal)
+
+MAX_READS = 100  # batches of outliers that are read again to find the columns
+
+type Fault = Literal["clipped", "flushed"]
+
+
+class Value(NamedTuple):
+    """A dense value and its column."""
+
+    column: str
+    value: float
+
+    def __str__(self) -> str:
+        """Returns the value and its column in words."""
+        return f"{self.value:.6g} in column {self.column!r}"
+
+
+class Measured(NamedTuple):
+    """What the device computes for a look.
+
+    Attributes:
+        ratios: `amax_ratios` of each site.
+        swamped: share of the nonzero dense values of the newest batch that become zero
+            in E4M3 under a scale for the largest of them.
+        largest: the place of that value in the batch, and the value.
+        skipped: the number of steps skipped so far, which left no amaxes.
+    """
+
+    ratios: Float[Array, "sites 3 n"]
+    swamped: Float[Array, ""]
+    largest: tuple[Int[Array, ""], Float[Array, ""]]
+    skipped: Int[Array, ""]
+
+
+class Look(NamedTuple):
+    """A look at the newest steps, which the device may still be computing.
+
+    Attributes:
+        step: the number of steps taken.
+        position: position of the next batch.
+        recipes: the recipes of the sites by path.
+        measured: what the device computes.
+    """
+
+    step: int
+    position: Position
+    recipes: Mapping[str, Recipe]
+    measured: Measured
+
+
+class Finding(NamedTuple):
+    """The operands that were off their scales in one step.
+
+    Attributes:
+        fault: what became of their values.
+        age: the number of steps taken since.
+        ratios: by "site/operand", the worst first.
+    """
+
+    fault: Fault
+    age: int
+    ratios: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleWatch:
+    """What was found so far; `dataclasses.asdict` gives the values of `from_json`.
+
+    Attributes:
+        warnings: a sentence for each step that showed a new operand or column.
+        known: the operands and columns of these warnings.
+        skipped: the number of steps skipped before the newest look.
+        reads: the number of batches read again.
+    """
+
+    warnings: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    skipped: int = 0
+    reads: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ScaleWatch":
+        """Returns the watch from JSON values."""
+        return cls(
+            warnings=tuple(data["warnings"]),
+            known=tuple(data["known"]),
+            skipped=data["skipped"],
+            reads=data["reads"],
+        )
+
+    def after(self, look: Look, data: Dataset, batch_size: int) -> "ScaleWatch":
+        """Returns the watch after a look, once the device has computed that.
+
+        Args:
+            look: the look.
+            data: the training data; the batch of an outlier is read again.
+            batch_size: of a training step.
+        """
+        measured = jax.device_get(look.measured)
+        watch = dataclasses.replace(self, skipped=int(measured.skipped))
+        findings = find(look.recipes, measured.ratios)
+        for finding in findings:
+            value = None
+            # After a skipped step it is not known whose batch an amax is of.
+            if finding.fault == "clipped" and watch.skipped == self.skipped:
+                if watch.reads == MAX_READS:
+                    continue
+                watch = dataclasses.replace(watch, reads=watch.reads + 1)
+                value = largest_value(data, look.position, batch_size, finding.age)
+            watch = watch._with(finding, look.step - finding.age, value)
+        # A scale that has clipped an outlier serves the other values.
+        if any(finding.fault == "clipped" for finding in findings):
+            return watch
+        return watch._with_swamped(look.step, measured, data.schema.dense)
+
+    def _with(self, finding: Finding, step: int, value: Value | None) -> "ScaleWatch":
+        """Returns the watch with a finding, unless all of it is known."""
+        where = "" if value is None else f" {value.column}"
+        keys = {name: f"{finding.fault} {name}{where}" for name in finding.ratios}
+        new = [name for name, key in keys.items() if key not in self.known]
+        if not new:
+            return self
+        sentence = f"step {step:,}: {_describe(finding, new)}"
+        if value is not None:
+            sentence += f"; the largest dense value was {value}"
+        return self._warned(f"{sentence}.", [keys[name] for name in new])
+
+    def _with_swamped(
+        self, step: int, measured: Measured, columns: tuple[str, ...]
+    ) -> "ScaleWatch":
+        """Returns the watch with the newest batch, if most of it is too small."""
+        share, (place, value) = float(measured.swamped), measured.largest
+        if not share > SWAMPED:
+            return self
+        largest = Value(columns[int(place) % len(columns)], float(value))
+        key = f"swamped {largest.column}"
+        if key in self.known:
+            return self
+        sentence = (
+            f"step {step:,}: {share:.0%} of the dense values are too small for FP8 "
+            f"beside {largest}: use --data.transform log1p or --recipe fp8_rowwise, or "
+            "lower --data.huge-limit."
+        )
+        return self._warned(sentence, [key])
+
+    def _warned(self, sentence: str, keys: list[str]) -> "ScaleWatch":
+        return dataclasses.replace(
+            self,
+            warnings=(*self.warnings, sentence),
+            known=(*self.known, *keys),
+        )
+
+
+def take_look(
+    sites: Mapping[str, DelayedScaling],
+    recipes: Mapping[str, Recipe],
+    dense: Float[Array, "B n"],
+    *,
+    step: int,
+    position: Position,
+    skipped: Int[Array, ""],
+) -> Look:
+    """Returns a look at the newest steps, without waiting for the device.
+
+    Args:
+        sites: the delayed scales by path.
+        recipes: the recipes of all sites by path.
+        dense: the dense features of the newest batch.
+        step: the number of steps taken.
+        position: position of the next batch.
+        skipped: the number of steps skipped so far.
+    """
+    recipes = {path: recipes[path] for path in sites}
+    measured = _measure(
+        list(sites.values()), dense, skipped, recipes=tuple(recipes.values())
+    )
+    return Look(step, position, recipes, measured)
+
+
+def find(
+    recipes: Mapping[str, Recipe], ratios: Float[np.ndarray, "sites 3 n"]
+) -> list[Finding]:
+    """Returns the worst step of each fault.
+
+    Args:
+        recipes: the recipes of the sites by path.
+        ratios: `amax_ratios` of these sites.
+    """
+    smallest = _smallest_ratios(tuple(recipes.values()))
+    ratios = np.where(smallest > 0, ratios, 0.0)
+    nonzero = np.where(ratios > 0, ratios, np.inf)
+    excess: dict[Fault, np.ndarray] = {
+        "clipped": ratios / CLIPPED,
+        "flushed": FLUSHED * smallest / nonzero,
+    }
+    findings = []
+    for fault, by_operand in excess.items():
+        worst, age = _worst_step(by_operand)
+        if worst:
+            paths = list(recipes)
+            off = {
+                f"{paths[site]}/{OPERANDS[row]}": float(ratios[site, row, age])
+                for site, row in worst
+            }
+            findings.append(Finding(fault, age, off))
+    return findings
+
+
+def _worst_step(excess: np.ndarray) -> tuple[list[tuple[int, int]], int]:
+    """Returns sites and operands that exceed 1 in the worst step, and its age."""
+    if not np.max(excess) > 1:
+        return [], 0
+    age = int(np.argmax(np.max(excess, axis=(0, 1))))
+    off = [(int(i), int(j)) for i, j in np.argwhere(excess[:, :, age] > 1)]
+    return sorted(off, key=lambda place: -excess[*place, age]), age
+
+
+@functools.cache
+def _smallest_ratios(recipes: tuple[Recipe, ...]) -> np.ndarray:
+    """Returns `smallest_ratio` of sites and operands, `[sites, 3, 1]`, or 0."""
+    return np.array(
+        [[[smallest_ratio(x, recipe) or 0.0] for x in OPERANDS] for recipe in recipes]
+    )
+
+
+def largest_value(
+    data: Dataset, position: Position, batch_size: int, age: int
+) -> Value | None:
+    """Returns the dense value with the largest magnitude in a training batch.
+
+    None without dense columns, or before the first batch.
+
+    Args:
+        data: the training data.
+        position: of the batch after the newest one.
+        batch_size: of a training step.
+        age: the number of batches since that batch.
+    """
+    per_epoch = data.num_batches(batch_size)
+    number = position.epoch * per_epoch + position.step - 1 - age
+    if number < 0 or not data.schema.dense:
+        return None
+    place = Position(number // per_epoch, number % per_epoch, position.seed)
+    dense = np.asarray(data.batch(place, batch_size, shuffle=True).dense)
+    row, column = np.unravel_index(np.nanargmax(np.abs(dense)), dense.shape)
+    return Value(data.schema.dense[column], float(dense[row, column]))
+
+
+def _describe(finding: Finding, names: list[str]) -> str:
+    """Returns a clause on some of the operands of a finding, the worst first."""
+    worst, *others = names
+    ratio = finding.ratios[worst]
+    if finding.fault == "clipped":
+        what = f"was clipped at 1/{ratio:,.0f} of its amax"
+    else:
+        what = f"reached 1/{1 / ratio:,.0f} of what its scale covers: most values are 0"
+    also = f" (likewise {', '.join(others)})" if others else ""
+    return f"{worst} {what}{also}"
+
+
+@functools.partial(jax.jit, static_argnames="recipes")
+def _measure(
+    sites: list[DelayedScaling],
+    dense: Array,
+    skipped: Array,
+    recipes: tuple[Recipe, ...],
+) -> Measured:
+    """Returns what a look needs, in one program."""
+    ratios = [jnp.empty(0)] * len(sites)
+    for recipe in dict.fromkeys(recipes):
+        places = [i for i, of_site in enumerate(recipes) if of_site == recipe]
+        histories = jnp.stack([sites[i].amax_history for i in places])
+        of = functools.partial(amax_ratios, recipe=recipe, steps=LOOK_STEPS)
+        for place, ratio in zip(places, jax.vmap(of)(histories), strict=True):
+            ratios[place] = ratio
+    sizes = jnp.abs(dense).ravel()
+    if not sizes.size:
+        sizes = jnp.zeros(1)
+    place = jnp.argmax(sizes)
+    too_small = sizes[place] / _E4M3_RANGE / 2  # half of the smallest rounds to it
+    swamped = jnp.sum((sizes > 0) & (sizes < too_small)) / jnp.sum(sizes > 0)
+    # A sum: an argument returned as it came would be donated with the state.
+    return Measured(jnp.stack(ratios), swamped, (place, sizes[place]), skipped + 0)
