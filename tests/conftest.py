@@ -33,5 +33,5 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if config.option.markexpr == "not slow":
-        terminalreporter.write_line("Slow tests were left out; run all: pytest -m ''")
+    if config.option.markexpr == "not slow and not drill":
+        terminalreporter.write_line("Slow tests and drills were left out: pytest -m ''")

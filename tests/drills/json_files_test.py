@@ -38,7 +38,6 @@ from loka_jax.train.planning import choose_plan
 from loka_jax.train.progress import print_plan
 from loka_jax.train.record import RunRecord, read_run
 from tests.report.run_page_test import RUN, SITES, SUMMARY
-from tests.support import slow_except
 from tests.train import support
 
 MAX_BYTES, MAX_SECONDS = 2 << 30, 60
@@ -263,13 +262,18 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(charts, "can_draw", lambda: False)
 
 
+def drills(*values):
+    """Returns parameters that only the long drill runs."""
+    return [pytest.param(value, marks=pytest.mark.drill) for value in values]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_intact_file_is_read(kind, tmp_path):
     path = KINDS[kind].make(tmp_path)
     KINDS[kind].read(path)
 
 
-@pytest.mark.parametrize("seed", slow_except(range(80), *range(16)))
+@pytest.mark.parametrize("seed", [*range(16), *drills(*range(16, 80))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_is_read_or_refused_in_a_sentence(kind, seed, tmp_path):
     path = KINDS[kind].make(tmp_path)
@@ -278,7 +282,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(kind, seed, tmp_path):
 
 
 # Above the limit, below it, and far above it.
-@pytest.mark.parametrize("mebibytes", slow_except([20, 10, 200], 20))
+@pytest.mark.parametrize("mebibytes", [20, *drills(10, 200)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_brackets_takes_little_memory(kind, mebibytes, tmp_path):
     path = KINDS[kind].make(tmp_path)
