@@ -1,7 +1,10 @@
 """Notices a run that diverges, before its state replaces a healthy checkpoint.
 
-    NE(window) = log loss of the training examples since the last log line
+    NE(window) = log loss of the training examples since the last log line, each capped
                  / entropy of their click rate          1: as bad as the mean click rate
+
+The cap (`metrics.capped_ne`) keeps a few outliers among the rows from being taken for
+divergence.
 
 A window is bad if its NE is beyond `ABSURD`, or after the warm-up beyond `LIMIT` times
 the larger of 1 and the lowest NE so far. Two bad windows in a row are divergence; a
@@ -23,7 +26,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_eval_step
 
 LIMIT = 1.5
-ABSURD = 100.0
+ABSURD = 3.0
 _WINDOWS = 2
 # Magnitude of a feature that no transform leaves behind: log1p(1e12) is 28.
 _LARGE_FEATURE = 1e4

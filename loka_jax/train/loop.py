@@ -268,7 +268,7 @@ class Loop:
             "bad_ids": int(self.state.bad_ids),
         }
         self._record.log(line)
-        self._judge(values["ne"])
+        self._judge(metrics.capped_ne(self.state.metrics))
         if scales := operands.scales(self.state):
             self._record.log_scales(progress.step, scales)
         watch = progress.watch.after(operands.drift_ratios(self.state, self.run.plan))
@@ -339,9 +339,9 @@ class Loop:
 
     def _is_healthy(self) -> bool:
         """Returns whether the state may become a checkpoint."""
-        values = metrics.compute(self.state.metrics)
+        ne = metrics.capped_ne(self.state.metrics)
         is_warm = self.progress.step > self.run.config.optim.warmup_steps
-        now = self.progress.guard.after(values["ne"], is_warm=is_warm)
+        now = self.progress.guard.after(ne, is_warm=is_warm)
         return now.is_healthy and not guard.poisoned(self.state)
 
     def _go_back(self, error: Diverged) -> bool:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 NUM_BUCKETS = 65_536
 # Half of the buckets lie in |logit| < 8. A bucket is 0.0002 wide at 0, 0.002 at 15.
 HALF_RANGE = 8.0
+LOSS_CAP = 20.0  # nats: a click that was given a probability of 2e-9
 
 
 class MetricState(NamedTuple):
@@ -142,6 +143,26 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
         )
     numbers = dict(zip(names, values, strict=True))
     return numbers | {"count": int(finite) + non_finite, "non_finite": non_finite}
+
+
+def capped_ne(state: MetricState) -> float | None:
+    """Returns the NE in which no example has a log loss above `LOSS_CAP`.
+
+    A few outliers cannot raise it, however far off their logits are. It is computed
+    from the buckets of the logits; NaN after a non-finite logit, None if undefined.
+    """
+    host: MetricState = jax.device_get(state)
+    if int(host.non_finite):
+        return float("nan")
+    negatives, positives = np.asarray(host.counts, np.float64)
+    num_clicks, count = positives.sum(), negatives.sum() + positives.sum()
+    entropy = _entropy(float(num_clicks / count)) if count else 0.0
+    if not entropy:
+        return None
+    unit = (np.arange(NUM_BUCKETS) + 0.5) / (NUM_BUCKETS // 2) - 1.0
+    x = HALF_RANGE * unit / (1.0 - np.abs(unit))
+    losses = np.minimum(np.logaddexp(0.0, [x, -x]), LOSS_CAP)  # not clicked, clicked
+    return float((negatives @ losses[0] + positives @ losses[1]) / count / entropy)
 
 
 def _auc(positives: np.ndarray, negatives: np.ndarray) -> float | None:

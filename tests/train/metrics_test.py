@@ -208,3 +208,24 @@ def test_counts_are_deterministic_integers():
     state = update(metrics.init(), logits, labels, np.ones(5000, np.float32))
     assert state.counts.dtype == jnp.int32
     assert int(state.counts.sum()) == 5000
+
+
+def test_a_few_outliers_do_not_raise_the_capped_ne():
+    draw = np.random.default_rng(0)
+    labels = (draw.random(8192) < 0.25).astype(np.float32)
+    logits = (draw.normal(size=8192) - 1.1).astype(np.float32)
+    weights = np.ones(8192, np.float32)
+
+    def of(logits):
+        return metrics.update(
+            metrics.init(), *map(jnp.asarray, (logits, labels, weights))
+        )
+
+    plain = metrics.compute(of(logits))["ne"]
+    assert metrics.capped_ne(of(logits)) == pytest.approx(plain, rel=1e-3)
+    logits[:4] = np.where(labels[:4] == 1, -1e6, 1e6)
+    assert metrics.compute(of(logits))["ne"] > 100
+    assert metrics.capped_ne(of(logits)) < plain + 0.05
+    assert metrics.capped_ne(of(1e4 * draw.normal(size=8192).astype(np.float32))) > 5
+    assert np.isnan(metrics.capped_ne(of(np.full(8192, np.inf, np.float32))))
+    assert metrics.capped_ne(metrics.init()) is None
