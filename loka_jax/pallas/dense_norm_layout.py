@@ -22,6 +22,7 @@ from loka_jax.site import SiteSpec
 _MAX_TILE_N = 256  # columns of an N tile: the widest wgmma
 _MAX_TILE_K = 256  # columns of x in one TMA copy
 _MAX_N_TILES = 8  # CTAs of a portable cluster
+_MAX_BARRIERS = 32  # in a group, as Mosaic GPU allocates them
 _STORES = ((256, 1), (128, 2), (128, 1), (64, 1))  # store_subtile_bytes, store_stages
 _MOST_CONFIGS = 3  # worth trying for a number of N tiles and consumer warpgroups
 
@@ -280,6 +281,11 @@ def misfit(problem: Problem, config: TuningConfig) -> str | None:
     # A K tile is released when the next one has arrived.
     if layout.k_tiles > 1 and config.pipeline_stages < 2:
         return f"x comes in {layout.k_tiles} K tiles, which takes 2 pipeline stages"
+    ring = config.consumer_warpgroups * config.pipeline_stages
+    if ring > _MAX_BARRIERS:
+        return (
+            f"the ring buffers have {ring} stages, more than {_MAX_BARRIERS} barriers"
+        )
     if any(layout.tile_n % columns for columns in layout.store_columns()):
         return f"an N tile has {layout.tile_n} columns, no multiple of a store's"
     size = tiles.shared_memory_bytes(layout.scratch())
@@ -296,8 +302,9 @@ def present(values) -> list:
 def _n_tiles(spec: SiteSpec) -> list[int]:
     """Returns the possible numbers of N tiles, smallest first."""
     n = spec.n
-    if spec.norm == "block" and n > NORM_BLOCK:
-        return [n // NORM_BLOCK] if n // NORM_BLOCK <= _MAX_N_TILES else []
+    if spec.norm == "block":  # a tile's statistics are those of its own columns
+        blocks = max(1, n // NORM_BLOCK)
+        return [blocks] if blocks <= _MAX_N_TILES else []
     sizes = {count: n // count for count in (1, 2, 4) if n % count == 0}
     return [
         count

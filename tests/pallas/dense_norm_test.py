@@ -245,6 +245,26 @@ def test_default_configs_lower_for_cuda(k, n, want):
     assert _lowers(problem, best_config(problem))
 
 
+# Weights and columns that no other test has, which leave few configs.
+@pytest.mark.parametrize(
+    "k, n, norm", [(192, 128, "none"), (320, 128, "layer"), (832, 256, "block")]
+)
+def test_default_configs_of_odd_shapes_lower_for_cuda(k, n, norm):
+    want = Outputs(y=True, xhat=BF16, rstd=norm != "none")
+    has_affine = norm == "layer"
+    problem = _problem(8192, k, n, norm=norm, want=want, has_affine=has_affine)
+    if why_not(problem) is None:
+        assert _lowers(problem, best_config(problem))
+    else:
+        assert search_space(problem) == []
+
+
+@pytest.mark.parametrize("n, n_tiles", [(128, 1), (256, 1), (512, 2), (1024, 4)])
+def test_n_tiles_are_the_blocks_of_a_block_norm(n, n_tiles):
+    problem = _problem(n=n, k=64, norm="block", has_affine=False, want=Outputs(y=True))
+    assert {config.n_tiles for config in search_space(problem)} == {n_tiles}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k, n", [(128, 128), (256, 256), (512, 512)])
 def test_the_search_space_lowers_for_cuda(k, n):
