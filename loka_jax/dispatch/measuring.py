@@ -3,8 +3,7 @@
 correct  the whole site, forward and backward, against XLA in float32: a kernel may add
          little to the error that its recipe has by XLA
 errors   of each product in each recipe, on operands drawn from Probe's statistics
-times    kernel time of the whole site, operands out of the L2 ("training", "inference")
-         and in it (" warm")
+times    kernel time of the whole site, its operands out of the L2
 """
 
 import contextlib
@@ -61,7 +60,7 @@ class Job(NamedTuple):
         choices: candidates to time; empty to measure errors only.
         stats: Probe's statistics of the operands; None for N(0, 1).
         source: name of the operands in the table.
-        pairs: draws for the errors.
+        pairs: draws for the errors; 0 to measure none.
         rows: most rows of these draws.
         seed: of all draws.
         is_serial: compile one program after another, to find the one that crashes.
@@ -93,7 +92,7 @@ def measure_site(
         errors_of: returns the errors of all products; `measure_errors` if None.
     """
     begin("")
-    errors = {job.source: (errors_of or measure_errors)(job)}
+    errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
     if not job.choices:
         return Entry(errors=errors)
     draw = _draw(job, job.spec.m)
@@ -276,21 +275,21 @@ def _run_once(case: Case):
 
 
 def _time(candidates: dict[str, _Programs]) -> _Times:
-    """Returns microseconds by pass and candidate, operands out of the L2 and in it."""
+    """Returns microseconds by pass and candidate."""
     # Some candidates share the program of a pass, which is timed once.
-    cases: dict[int, Case] = {
-        id(case): case for programs in candidates.values() for case in programs.values()
+    cases: dict[str, Case] = {
+        str(id(case)): case
+        for programs in candidates.values()
+        for case in programs.values()
     }
-    warm = {
-        -key: Case(case.function, case.arguments[:1]) for key, case in cases.items()
-    }
-    times = time_kernels({str(key): case for key, case in (cases | warm).items()})
-    by_name = {}
-    for name, programs in candidates.items():
-        for pass_name, case in programs.items():
-            by_name[f"{pass_name}:{name}"] = times[str(id(case))]
-            by_name[f"{pass_name} warm:{name}"] = times[str(-id(case))]
-    return _by_pass(by_name)
+    times = time_kernels(cases)
+    return _by_pass(
+        {
+            f"{pass_name}:{name}": times[str(id(case))]
+            for name, programs in candidates.items()
+            for pass_name, case in programs.items()
+        }
+    )
 
 
 def _fastest_kernels(times: _Times) -> list[Choice]:

@@ -42,13 +42,9 @@ def site_programs(
 
 
 def _groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns the groups of passes to trace together: each alone, those in chains.
-
-    A warm pass is the program of the pass.
-    """
-    names = {name.removesuffix(" warm") for name in names}
-    in_chains = tuple(sorted(names - {"training", "inference"}))
-    alone = [(name,) for name in sorted(names.difference(in_chains))]
+    """Returns the groups of passes to trace together: each alone, those in chains."""
+    in_chains = tuple(sorted(set(names) - {"training", "inference"}))
+    alone = [(name,) for name in sorted(set(names).difference(in_chains))]
     return [*alone, in_chains] if in_chains else alone
 
 

@@ -29,12 +29,12 @@ from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
 SCHEMA = 2
-# A pass by itself, with its operands in the L2, and within a chain of sites that hand
-# their activations on in FP8: such an lhs comes in, such activations go out, or both.
+# A pass by itself, and within a chain of sites that hand their activations on in FP8:
+# such an lhs comes in, such activations go out, or both.
 PASSES = tuple(
     f"{name}{form}"
     for name in ("training", "inference")
-    for form in ("", " warm", " in", " out", " in out")
+    for form in ("", " in", " out", " in out")
 )
 # A table's sites have no form of input or output: those are passes.
 _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")

@@ -41,7 +41,7 @@ def test_it_is_stamped_for_these_sources(path):
     assert tables.read(path).header.kernels == sources.digest(), (
         f"the sources have changed since {path.name} was stamped, and nobody would "
         "follow it: run `python experiments/restamp.py`; if programs differ, measure "
-        "the table again (experiments/retime.py), or take it out."
+        "the table again (experiments/time_sites.py), or take it out."
     )
 
 

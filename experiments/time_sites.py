@@ -1,0 +1,130 @@
+"""Takes the times of all candidates at the sites of a table, or at random sites.
+
+    python experiments/time_sites.py [--table TABLE] --out NEW.json [--part 1 --parts 1]
+    python experiments/time_sites.py --draw 100 --seed 0 --out NEW.json
+
+Measures every candidate at every site, on this device and with these sources, on
+operands from N(0, 1), of which kernel times do not depend. Errors and effects on the
+loss of a table are kept: they are those of the recipes. A part takes every n-th site;
+NEW gets the sites of all parts that were written to it.
+
+Random sites show what the performance model is worth at shapes that nobody chose.
+
+Exit codes: 0 measured; 2 not a table, or a table that cannot be added to.
+"""
+
+import dataclasses
+import math
+import pathlib
+import random
+import sys
+
+import tyro
+
+from experiments.cli import run_cli
+from experiments.restamp import SHIPPED
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import candidates
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.table import Entry, Table, header_here
+from loka_jax.dispatch.tuning import TuneConfig
+from loka_jax.site import SiteSpec
+
+_MOST_ELEMENTS = 1 << 27  # of an operand, so that all sets of operands fit
+_NORMS = ("none", "none", "layer", "layer", "rms", "block")
+_ACTIVATIONS = ("relu", "relu", "swish", "none", "gelu", "hard_swish")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the command line.
+
+    Attributes:
+        out: the file of the new table.
+        table: the table whose sites are measured.
+        draw: number of random sites to measure instead.
+        seed: of the random sites.
+        part: which part of the sites, from 1.
+        parts: the number of parts.
+        workers: processes that compile at a time.
+    """
+
+    out: pathlib.Path
+    table: pathlib.Path = SHIPPED
+    draw: int = 0
+    seed: int = 0
+    part: int = 1
+    parts: int = 1
+    workers: int = TuneConfig().workers
+
+
+def time_sites(options: Options) -> int:
+    """Measures and writes the new table after every site; returns the exit code."""
+    if options.draw:
+        entries = {spec: Entry() for spec in random_sites(options.draw, options.seed)}
+    else:
+        # Large sites lie side by side, so a slice is a fair part.
+        entries = dict(sorted(tables.read(options.table).sites.items()))
+    sites = list(entries)[options.part - 1 :: options.parts]
+    for job, entry in measure_all([_job(s) for s in sites], options.workers, print):
+        old = entries[job.spec]
+        entry = dataclasses.replace(entry, errors=old.errors, effects=old.effects)
+        tables.add(options.out, Table(header_here(), {job.spec: entry}))
+    return 0
+
+
+def random_sites(count: int, seed: int) -> list[SiteSpec]:
+    """Returns sites of sizes that are even in their logarithm.
+
+    Rows are 256 to 131,072, features 16 to 4,096, and an operand has at most 2^27
+    elements. Half of the sizes are powers of two or multiples of 64, few are odd.
+    """
+    rng = random.Random(seed)
+    sites: list[SiteSpec] = []
+    while len(sites) < count:
+        m = _rounded(rng, 256, 1 << 17, (1 << 20, 64, 16, 8))
+        k, n = (_rounded(rng, 16, 4096, (128, 64, 16, 1)) for _ in range(2))
+        if m * max(k, n) > _MOST_ELEMENTS:
+            continue
+        norm = rng.choice(_NORMS)
+        use_bias = rng.random() < (0.7 if norm == "none" else 0.3)
+        sites.append(SiteSpec(m, k, n, norm, rng.choice(_ACTIVATIONS), use_bias))
+    return sites
+
+
+def _rounded(
+    rng: random.Random, low: int, high: int, multiples: tuple[int, ...]
+) -> int:
+    """Returns a size, even in its logarithm, as a multiple of one of these.
+
+    A multiple that is larger than `high` stands for powers of two.
+    """
+    size = math.exp(rng.uniform(math.log(low), math.log(high)))
+    multiple = rng.choices(multiples, (40, 35, 15, 10))[0]
+    if multiple > high:
+        return 1 << round(math.log2(size))
+    return max(multiple, round(size / multiple) * multiple)
+
+
+def _job(site: SiteSpec) -> Job:
+    return Job(
+        spec=site,
+        choices=tuple(candidates(site)),
+        stats=None,
+        source="N(0, 1)",
+        pairs=0,
+        rows=0,
+        seed=0,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    return run_cli(
+        lambda: time_sites(tyro.cli(Options, args=argv, description=__doc__))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
