@@ -6,7 +6,8 @@
 Measures every candidate at every site, on this device and with these sources, on
 operands from N(0, 1), of which kernel times do not depend. Errors and effects on the
 loss of a table are kept: they are those of the recipes. A part takes every n-th site;
-NEW gets the sites of all parts that were written to it.
+NEW gets the sites of all parts that were written to it, and sites that it has already
+are not measured again.
 
 Random sites show what the performance model is worth at shapes that nobody chose.
 
@@ -66,7 +67,9 @@ def time_sites(options: Options) -> int:
     else:
         # Large sites lie side by side, so a slice is a fair part.
         entries = dict(sorted(tables.read(options.table).sites.items()))
-    sites = list(entries)[options.part - 1 :: options.parts]
+    done = tables.read(options.out).sites if options.out.exists() else {}
+    left = [site for site in entries if site not in done]
+    sites = left[options.part - 1 :: options.parts]
     for job, entry in measure_all([_job(s) for s in sites], options.workers, print):
         old = entries[job.spec]
         entry = dataclasses.replace(entry, errors=old.errors, effects=old.effects)
