@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,26 +31,13 @@ from loka_jax import jsonfile
 from loka_jax.terminal import printable
 from loka_jax.train import manifest
 from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
+from loka_jax.train.manifest import Saved
 from loka_jax.train.record import steps_in
 
 _log = logging.getLogger(__name__)
 
 # Bytes on the disk for a byte of state that does not compress, with something to spare.
 _DISK_BYTES = 1.1
-
-
-class Saved(NamedTuple):
-    """A verified checkpoint.
-
-    Attributes:
-        step: the number of steps its state has seen.
-        meta: the values that were saved with the state.
-        leaves: shape and dtype of every leaf, by name.
-    """
-
-    step: int
-    meta: dict[str, Any]
-    leaves: dict[str, dict[str, Any]]
 
 
 class Checkpoints:
@@ -141,19 +128,17 @@ class Checkpoints:
         if step in self._steps():
             return False
         leaves = {name: to_host(name, leaf) for name, leaf in named_leaves(state)}
-        content = {
-            "step": step,
-            "leaves": {
-                name: {"shape": list(array.shape), "dtype": dtype}
-                for name, (array, dtype) in leaves.items()
-            },
-            "meta": jsonfile.jsonable(meta, nan_as_null=False),
+        shapes = {
+            name: {"shape": list(array.shape), "dtype": dtype}
+            for name, (array, dtype) in leaves.items()
         }
+        meta = jsonfile.as_dict(jsonfile.jsonable(meta, nan_as_null=False))
+        saved = Saved(step, meta, shapes)
         arrays = {name: array for name, (array, _) in leaves.items()}
         self._require_copies(1, sum(array.nbytes for array in arrays.values()))
         # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
-            target=self._save_twice, args=(step, arrays, content), name="checkpoint"
+            target=self._save_twice, args=(saved, arrays), name="checkpoint"
         )
         self._thread.start()
         return True
@@ -209,7 +194,7 @@ class Checkpoints:
         for step in sorted(self._steps(), reverse=True):
             path = self._path(step)
             try:
-                return _saved(manifest.verify(path), step, path)
+                return manifest.verified(path, step)
             except manifest.Damaged as damage:
                 self._put_aside(path, damage)
         if damaged := sorted(self._directory.glob("*.damaged-*")):
@@ -281,30 +266,27 @@ class Checkpoints:
                 "bytes, lower --loop.keep-checkpoints, or choose another --workdir."
             )
 
-    def _save_twice(
-        self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
-    ) -> None:
+    def _save_twice(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
         """Saves in the background thread, trying twice; `wait` raises a failure."""
+        what = f"step {saved.step}"
         for retries_left in (1, 0):
             try:
-                self._write(step, arrays, content)
+                self._write(saved, arrays)
                 self._remove_old()
                 return
             except Exception as error:  # of any kind: `wait` raises it
                 self._manager = None  # the next attempt starts in a clean directory
                 reason = _first_line(error)
                 if retries_left:
-                    _log.warning("saving step %d failed (%s): retrying.", step, reason)
+                    _log.warning("saving %s failed (%s): retrying.", what, reason)
                     continue
                 self._error = OSError(
-                    f"step {step} could not be saved in {self._directory} ({reason}): "
+                    f"{what} could not be saved in {self._directory} ({reason}): "
                     "check space and permissions there; the newest checkpoint is "
                     f"step {self.latest_step()}."
                 )
 
-    def _write(
-        self, step: int, arrays: dict[str, np.ndarray], content: dict[str, Any]
-    ) -> None:
+    def _write(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
         if self._manager is None:
             _remove(self._unfinished)  # left by a killed run or a failed attempt
             self._unfinished.mkdir()
@@ -312,11 +294,11 @@ class Checkpoints:
         # Orbax refuses arrays without elements, and a tree without arrays.
         stored = {name: a for name, a in arrays.items() if a.size}
         stored = stored or {"nothing": np.zeros(1, np.int8)}
-        self._manager.save(step, args=ocp.args.PyTreeSave(stored), force=True)
-        self._open_again(step, stored)
-        written = self._unfinished / str(step)
-        manifest.write(written, content)
-        os.replace(written, self._path(step))
+        self._manager.save(saved.step, args=ocp.args.PyTreeSave(stored), force=True)
+        self._open_again(saved.step, stored)
+        written = self._unfinished / str(saved.step)
+        manifest.write(written, saved._asdict())
+        os.replace(written, self._path(saved.step))
         jsonfile.sync_directory(self._directory)
         self._manager.reload()
 
@@ -366,23 +348,6 @@ def _manager(directory: Path) -> ocp.CheckpointManager:
     # Synchronous, because our own thread is in the background and awaits the save.
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     return ocp.CheckpointManager(directory, options=options)
-
-
-def _saved(content: dict[str, Any], step: int, path: Path) -> Saved:
-    """Returns the checkpoint that a manifest's content describes.
-
-    Raises:
-        Damaged: if it is of another step, or lacks what a save writes.
-    """
-    if content.get("step") != step:
-        raise manifest.Damaged(f"{path}: was step {content.get('step')}")
-    meta, leaves = content.get("meta"), content.get("leaves")
-    if not isinstance(meta, dict) or not isinstance(leaves, dict):
-        raise manifest.Damaged(f"{path}: has no meta or no leaves")
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, dict) or not {"shape", "dtype"} <= leaf.keys():
-            raise manifest.Damaged(f"{path}: leaf {name} has no shape or dtype")
-    return Saved(step, meta, leaves)
 
 
 def _first_line(error: Exception) -> str:

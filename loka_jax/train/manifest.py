@@ -10,7 +10,7 @@ import hashlib
 import os
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
 
@@ -20,6 +20,20 @@ FORMAT = 2
 
 class Damaged(Exception):
     """A directory differs from its manifest; the text names the file and the reason."""
+
+
+class Saved(NamedTuple):
+    """What the manifest of a checkpoint says about it.
+
+    Attributes:
+        step: the number of steps its state has seen.
+        meta: the values that were saved with the state.
+        leaves: shape and dtype of every leaf, by name.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -53,6 +67,25 @@ def verify(path: Path) -> dict[str, Any]:
             f"cannot read {error.filename} ({error.strerror}): check its permissions."
         ) from None
     return manifest["content"]
+
+
+def verified(path: Path, step: int) -> Saved:
+    """Returns the checkpoint of a step after checking every file in `path`.
+
+    Raises:
+        Damaged: as `verify`, or if it is of another step, or lacks what a save writes.
+        ValueError: as `verify`.
+    """
+    content = verify(path)
+    if content.get("step") != step:
+        raise Damaged(f"{path}: was step {content.get('step')}")
+    meta, leaves = content.get("meta"), content.get("leaves")
+    if not isinstance(meta, dict) or not isinstance(leaves, dict):
+        raise Damaged(f"{path}: has no meta or no leaves")
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, dict) or not {"shape", "dtype"} <= leaf.keys():
+            raise Damaged(f"{path}: leaf {name} has no shape or dtype")
+    return Saved(step, meta, leaves)
 
 
 def _files(path: Path) -> set[str]:
