@@ -3,16 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from loka_jax.data import Batch
 from loka_jax.dispatch.drift import amax_ratio
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import by_path
 from loka_jax.recipe import OPERANDS
-from loka_jax.train.build import Run
-from loka_jax.train.host_state import Progress
-from loka_jax.train.scale_watch import Look, take_look
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites
 
@@ -42,21 +37,6 @@ def drift_ratios(state: TrainState, plan: DispatchPlan) -> dict[str, float]:
         if path in choices and choices[path].is_fp8
     }
     return {path: float(x) for path, x in jax.device_get(sites).items()}
-
-
-def look(run: Run, state: TrainState, progress: Progress, batch: Batch) -> Look | None:
-    """Returns a look after a step on `batch`, or None without delayed scales."""
-    sites = named_sites(state)
-    if not sites:
-        return None
-    return take_look(
-        sites,
-        {site.path: site.plan.choice.recipe for site in run.sites},
-        jnp.asarray(batch.dense),
-        step=progress.step,
-        position=progress.position,
-        skipped=state.skipped,
-    )
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:

@@ -18,10 +18,12 @@ from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints, Saved
+from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.host_state import Progress
-from loka_jax.train.loop import Loop, quality
+from loka_jax.train.log_lines import quality
+from loka_jax.train.loop import Loop
+from loka_jax.train.manifest import Saved
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -307,7 +309,7 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
     final, final_step = None, None
     if not stop.is_set:
         best = loop.best_state()
-        final_step = best.step
+        final_step = best.progress.step
         final = quality(best.run, best.state, held_out)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {

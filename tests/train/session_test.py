@@ -204,8 +204,8 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_state(
     found = summary(tmp_path / "early")
     assert (found["steps"], found["final_step"]) == (8, 4)
     assert found["best_valid"]["step"] == 4
-    step, _, state = best[0]
-    assert (step, digest(state)) == (4, last_state[1])
+    _, state, progress = best[0]
+    assert (progress.step, digest(state)) == (4, last_state[1])
 
 
 def test_stalls_lower_the_learning_rate(tmp_path, monkeypatch):

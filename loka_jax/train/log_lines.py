@@ -1,0 +1,56 @@
+"""The lines of metrics.jsonl: the numbers of a run at a step."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from loka_jax.data import Dataset
+from loka_jax.train import metrics
+from loka_jax.train.build import Run
+from loka_jax.train.host_state import Progress
+from loka_jax.train.state import TrainState
+
+
+def training(
+    run: Run, state: TrainState, progress: Progress, rate: float
+) -> dict[str, Any]:
+    """Returns the line on the training examples since the line before.
+
+    Args:
+        run: the run.
+        state: the device's state.
+        progress: the host's state.
+        rate: examples per second since the line before.
+    """
+    values = metrics.compute(state.metrics)
+    skipped = int(state.skipped)
+    lr = float(jnp.asarray(run.schedule(progress.step - skipped)))
+    return _line("train", progress) | {
+        "loss": values["logloss"],
+        "ne": values["ne"],
+        "examples_per_second": rate,
+        "lr": lr * progress.plateau.lr_scale,
+        "skipped_steps": skipped,
+        "bad_ids": int(state.bad_ids),
+    }
+
+
+def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the line on an evaluation that gave the `quality` in `values`."""
+    return _line("eval", progress) | {"split": "valid"} | values
+
+
+def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
+    """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
+    values = run.evaluate(state, dataset)
+    return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
+
+
+def _line(kind: str, progress: Progress) -> dict[str, Any]:
+    return {
+        "step": progress.step,
+        "epoch": progress.position.epoch,
+        "kind": kind,
+        "examples": progress.examples,
+        "seconds": round(progress.seconds, 3),
+    }
