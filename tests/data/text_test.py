@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -160,14 +161,25 @@ def test_bad_rows_keep_their_numbers_among_quoted_newlines(tmp_path):
     assert len(rows) == 12 and numbers == [*range(1, 10), 11, 12, 13]
 
 
-def test_reading_may_stop_early(tmp_path):
+def test_reading_may_stop_early(tmp_path, monkeypatch):
+    opened = []
+
+    def spy(*arguments):
+        opened.append(open(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr("loka_jax.data.text.open", spy, raising=False)
     path = put(tmp_path / "a.csv", "a,b,c\n" + "1,2,3\n" * 5000)
+    hook = sys.unraisablehook
     for _ in range(50):
         blocks = read_text(
             str(path), COLUMNS, BadRows(0), delimiter=",", block_bytes=64
         )
-        next(blocks)
+        assert next(blocks).rows[0] == 1
+        assert not opened[-1].closed
         blocks.close()
+        assert opened[-1].closed and sys.unraisablehook is hook
+    assert len(opened) == 50
 
 
 def test_one_column_is_enough(tmp_path):

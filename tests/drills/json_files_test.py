@@ -31,7 +31,7 @@ from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
-from loka_jax.report import charts, write_run_page
+from loka_jax.report import RunFiles, charts, write_run_page
 from loka_jax.site import BF16
 from loka_jax.train import manifest
 from loka_jax.train.planning import choose_plan
@@ -62,12 +62,14 @@ class Kind(NamedTuple):
 
     Attributes:
         make: writes a valid file into an empty folder, and returns its path.
-        read: reads it as a command does.
+        read: reads it as a command does, and returns what it found.
+        found: what it finds in the file as `make` wrote it.
         declared: the errors that it may raise.
     """
 
     make: Callable[[Path], Path]
     read: Callable[[Path], Any]
+    found: Any
     declared: tuple[type[Exception], ...] = (ValueError,)
 
 
@@ -99,29 +101,33 @@ def make_plan(folder: Path) -> Path:
     return folder / "plan.json"
 
 
-def follow(path: Path) -> None:
+def follow(path: Path) -> list[str]:
+    """Returns the names of the choices in the plan that a run follows."""
     config = dataclasses.replace(support.config(), name="fp8_dlrm", plan=str(path))
     chosen = choose_plan(config, sites())
     print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes)
+    return [choice.name for _, choice in chosen.plan.choices]
+
+
+CONTENT = {"step": 3, "leaves": {}, "meta": {"config": {"seed": 0}}}
 
 
 def make_manifest(folder: Path) -> Path:
     (folder / "arrays").mkdir()
     (folder / "arrays" / "a").write_bytes(b"0123")
-    meta = {"config": {"seed": 0}, "progress": {"step": 3}}
-    manifest.write(folder, {"step": 3, "leaves": {}, "meta": meta})
+    manifest.write(folder, CONTENT)
     return folder / manifest.NAME
 
 
-def read_forged(path: Path) -> None:
+def read_forged(path: Path) -> Any:
     """Gives a manifest the digest of its content, as a forger would."""
     try:
         forged = jsonfile.as_dict(jsonfile.read(path)).get("manifest")
     except ValueError:
-        return
+        return None
     digest = hashlib.sha256(jsonfile.dumps(forged).encode()).hexdigest()
     path.write_text(json.dumps({"manifest": forged, "sha256": digest}))
-    manifest.verify(path.parent)
+    return manifest.verify(path.parent)
 
 
 def make_run(folder: Path, name: str) -> Path:
@@ -137,39 +143,51 @@ def make_run(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def report(path: Path) -> None:
-    write_run_page(path.parent / "report.html", read_run(path.parent))
+def report(path: Path) -> RunFiles:
+    """Writes the page of a run, and returns the run."""
+    run = read_run(path.parent)
+    write_run_page(path.parent / "report.html", run)
+    return run
 
 
-def resume(path: Path) -> None:
+def resume(path: Path) -> Any:
+    """Returns the config of a run that may be resumed."""
     RunRecord(path.parent, config=support.config().identity(), resume=True).close()
+    return jsonfile.read(path)
 
 
-def truncate(path: Path) -> None:
+def truncate(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run that is resumed at step 10."""
     identity = support.config().identity()
     with RunRecord(path.parent, config=identity, resume=True) as record:
         record.truncate(10)
+    return jsonfile.read_lines(path)
 
 
-def _run_file(name: str, read: Callable[[Path], Any]) -> Kind:
-    return Kind(functools.partial(make_run, name=name), read)
+def _run_file(name: str, read: Callable[[Path], Any], found: Any) -> Kind:
+    return Kind(functools.partial(make_run, name=name), read, found)
 
 
 KINDS = {
-    "table": Kind(make_table, follow),
-    "plan": Kind(make_plan, follow),
+    "table": Kind(make_table, follow, [BF16.name, ROW, ROW, ROW]),
+    "plan": Kind(make_plan, follow, [BF16.name, ROW, ROW, ROW]),
     "manifest": Kind(
         make_manifest,
         lambda path: manifest.verify(path.parent),
+        CONTENT,
         (manifest.Damaged, ValueError),
     ),
-    "forged": Kind(make_manifest, read_forged, (manifest.Damaged, ValueError)),
-    "config": _run_file("config.json", resume),
-    "summary": _run_file("summary.json", report),
-    "sites": _run_file("sites.json", report),
-    "metrics": _run_file("metrics.jsonl", report),
-    "scales": _run_file("scales.jsonl", report),
-    "resumed lines": _run_file("metrics.jsonl", truncate),
+    "forged": Kind(make_manifest, read_forged, CONTENT, (manifest.Damaged, ValueError)),
+    "config": _run_file("config.json", resume, support.config().identity()),
+    "summary": _run_file("summary.json", report, RUN),
+    "sites": _run_file("sites.json", report, RUN),
+    "metrics": _run_file("metrics.jsonl", report, RUN),
+    "scales": _run_file("scales.jsonl", report, RUN),
+    "resumed lines": _run_file(
+        "metrics.jsonl",
+        truncate,
+        [line for line in (*RUN.train, *RUN.evals) if line["step"] <= 10],
+    ),
 }
 
 
@@ -270,7 +288,7 @@ def drills(*values):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_intact_file_is_read(kind, tmp_path):
     path = KINDS[kind].make(tmp_path)
-    KINDS[kind].read(path)
+    assert KINDS[kind].read(path) == KINDS[kind].found
 
 
 @pytest.mark.parametrize("seed", [*range(16), *drills(*range(16, 80))])
