@@ -60,7 +60,9 @@ class Prefetcher:
                         return
                     position = next_position(position, per_epoch)
                 self._put(StopIteration())
-            except BaseException as error:  # raised again in the consumer's thread
+            except (
+                BaseException
+            ) as error:  # of any kind: the consumer's thread raises it
                 self._put(error)
 
         self._thread = threading.Thread(target=produce, name="prefetch", daemon=True)

@@ -76,7 +76,7 @@ class _Stream(io.RawIOBase):
         self._done = 0
         try:
             self.head = self._waiting = self._next(block_bytes)
-        except BaseException:
+        except BaseException:  # even Ctrl-C must not leave the file open
             self.close()
             raise
 

@@ -230,7 +230,7 @@ def _check_all(
         by_xla = errors.get(Choice("xla", choice.recipe).name, {})
         try:
             errors[choice.name] = _errors_of_run(compiled[choice.name], reference)
-        except Exception as error:  # a candidate that does not run is a failure
+        except Exception as error:  # of any kind: the other candidates go on
             failures[choice.name] = f"does not run: {_one_line(error)}"
             continue
         why_not = _why_incorrect(errors[choice.name], by_xla)

@@ -33,7 +33,7 @@ def compile_all(
             try:
                 lowered = _of_leaves(function, arguments).lower(*leaves(arguments))
                 compiled[name] = pool.submit(lowered.compile, dict(options))
-            except Exception as error:  # a candidate may not run here
+            except Exception as error:  # of any kind: the caller sees which it was
                 compiled[name] = error
     return {name: _outcome(x) for name, x in compiled.items()}
 

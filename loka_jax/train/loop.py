@@ -149,7 +149,7 @@ class Loop:
         )
         try:
             self.state = take_step(self.state, batch)
-        except Exception as error:
+        except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.
             reasons = replan.why_demoted(self.run.plan, error)
             if take_step.has_run or not reasons:

@@ -66,7 +66,7 @@ def test_a_full_disk_ends_a_conversion_in_one_sentence(tmp_path, size, message):
     disk.mkdir()
     mount = f"mount -t tmpfs -o size={size} none {disk}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
-        pytest.skip("no disk of its own can be mounted here")
+        pytest.skip("needs the right to mount a disk of its own (unshare -rm)")
     columns = "--label click --dense price age --categorical user item"
     command = f"{sys.executable} {SCRIPT} --path {tmp_path / 'a.csv'} {columns}"
     command = f"{mount} && {command} --out {disk / 'shards'}; code=$?; ls -A {disk}; "

@@ -12,7 +12,7 @@ REAL_DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 def real(name: str) -> pathlib.Path:
     """Returns a folder of real data, or skips the test."""
     if not (REAL_DATA / name).is_dir():
-        pytest.skip(f"{name} is not beside this checkout")
+        pytest.skip(f"needs the data set {name} in shared/data beside this checkout")
     return REAL_DATA / name
 
 

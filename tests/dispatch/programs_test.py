@@ -178,4 +178,5 @@ def test_the_tuning_config_of_a_kernel_counts():
 
 def _require(source):
     if source is TRITON:
-        pytest.importorskip("jax_triton", exc_type=ImportError)
+        reason = "needs the extra triton"
+        pytest.importorskip("jax_triton", reason=reason, exc_type=ImportError)

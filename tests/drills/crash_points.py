@@ -44,7 +44,7 @@ def in_child(action: Callable[[], None]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         action()
-    except BaseException as error:
+    except BaseException as error:  # a forked child must not run its parent's code
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)

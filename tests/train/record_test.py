@@ -162,7 +162,7 @@ def test_a_workdir_that_cannot_be_written_is_one_sentence(tmp_path):
 
 
 def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboardX", reason="needs the extra report")
     run(tmp_path, 3, tensorboard=True)
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"train/loss" in events.read_bytes()
