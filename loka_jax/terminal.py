@@ -1,4 +1,4 @@
-"""Text of others on a terminal."""
+"""Text of others, such as names in files and messages of compilers, on a terminal."""
 
 
 def printable(text: str) -> str:
@@ -12,3 +12,18 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def shown(text: object, limit: int = 40) -> str:
+    """Returns the start of a text of others, fit for a line of a message."""
+    return printable(str(text)[:limit])
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Returns the type of an error and the start of its text, with white space joined.
+
+    Args:
+        error: the error, whose text may have many lines.
+        limit: characters of the text that are kept.
+    """
+    return f"{type(error).__name__}: {shown(' '.join(str(error).split()), limit)}"

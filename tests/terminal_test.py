@@ -1,6 +1,6 @@
 import pytest
 
-from loka_jax.terminal import printable
+from loka_jax.terminal import one_line, printable, shown
 
 
 @pytest.mark.parametrize("text", ["", "pläne/[b]x[/b] 表 :smile:", "a%s {x}"])
@@ -9,7 +9,7 @@ def test_text_stays_as_it_is(text):
 
 
 @pytest.mark.parametrize(
-    "text, shown",
+    "text, escaped",
     [
         ("\x1b[2J\x1b]0;x\x07", r"\x1b[2J\x1b]0;x\x07"),
         ("a\r\nerror: b", r"a\r\nerror: b"),
@@ -18,5 +18,15 @@ def test_text_stays_as_it_is(text):
         ("\udcff", r"\udcff"),  # a byte of a file name that is not UTF-8
     ],
 )
-def test_what_a_terminal_obeys_becomes_an_escape(text, shown):
-    assert printable(text) == shown
+def test_what_a_terminal_obeys_becomes_an_escape(text, escaped):
+    assert printable(text) == escaped
+
+
+def test_only_the_start_of_a_long_text_is_shown():
+    assert shown("a\x1b" + 100 * "b") == r"a\x1b" + 38 * "b"
+
+
+def test_an_error_of_many_lines_becomes_one():
+    error = OSError("no room:\n\n  disk \x1b[2J" + 300 * "x")
+    assert one_line(error, 20) == r"OSError: no room: disk \x1b[2Jxx"
+    assert one_line(KeyError(), 20) == "KeyError: "

@@ -27,6 +27,7 @@ from experiments.bench.roofline import Roofline, measure_roofline
 from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.site import SiteSpec
+from loka_jax.terminal import one_line
 
 SHAPES = ("128x128", "256x256", "512x256", "512x512")
 SHAPES += ("1024x512", "1024x1024", "2048x1024")
@@ -131,7 +132,7 @@ def _cases(
     for name, function in compile_all(programs).items():
         record = records[name]
         if isinstance(function, Exception):
-            record["failed"] = " ".join(str(function).split())[:300]
+            record["failed"] = one_line(function)
             continue
         outputs = function(*leaves(sets[name][0]))
         record |= check(served[name], sets[name][0], outputs)

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import pyarrow as pa
 
+from loka_jax.terminal import shown
+
 
 class Block(NamedTuple):
     """A block of rows of one file.
@@ -80,11 +82,6 @@ def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> N
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."
             )
-
-
-def shown(text: object, limit: int = 40) -> str:
-    """Returns the start of a text from a file, fit for a line of a message."""
-    return "".join(c if c.isprintable() else " " for c in str(text)[:limit])
 
 
 def _shortened(names: list[str], limit: int = 12) -> str:

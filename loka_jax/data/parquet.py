@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from loka_jax.data.blocks import BadRows, Block, check_columns, shown
+from loka_jax.data.blocks import BadRows, Block, check_columns
 from loka_jax.data.text import damage
+from loka_jax.terminal import shown
 
 BLOCK_BYTES = 1 << 26
 MAX_BLOCK_ROWS = 1 << 17

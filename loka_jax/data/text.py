@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
-from loka_jax.data.blocks import BadRows, Block, check_columns, shown
+from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.terminal import shown
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
 _BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")

@@ -39,6 +39,7 @@ from loka_jax.probe.site import SiteStats
 from loka_jax.quality import relative_l2
 from loka_jax.recipe import RECIPES
 from loka_jax.site import BF16, Choice, SiteSpec
+from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 # A kernel's error may exceed its recipe's by this factor and relative L2.
@@ -171,7 +172,7 @@ def _compile_candidates(
         for pass_name in ("training", "inference"):
             program = programs[_program_name(pass_name, choice)]
             if isinstance(program, Exception):
-                failures[choice.name] = f"does not compile: {_one_line(program)}"
+                failures[choice.name] = f"does not compile: {one_line(program)}"
             else:
                 compiled.setdefault(choice.name, {})[pass_name] = program
     return compiled, failures
@@ -231,7 +232,7 @@ def _check_all(
         try:
             errors[choice.name] = _errors_of_run(compiled[choice.name], reference)
         except Exception as error:  # of any kind: the other candidates go on
-            failures[choice.name] = f"does not run: {_one_line(error)}"
+            failures[choice.name] = f"does not run: {one_line(error)}"
             continue
         why_not = _why_incorrect(errors[choice.name], by_xla)
         if why_not is None:
@@ -335,7 +336,3 @@ def _by_pass(times: Mapping[str, KernelTime]) -> _Times:
         pass_name, _, name = key.partition(":")
         by_pass.setdefault(pass_name, {})[name] = round(time.median_us, 2)
     return by_pass
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

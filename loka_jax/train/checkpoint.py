@@ -28,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
-from loka_jax.terminal import printable
+from loka_jax.terminal import one_line, printable
 from loka_jax.train import manifest
 from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
 from loka_jax.train.manifest import Saved
@@ -276,7 +276,7 @@ class Checkpoints:
                 return
             except Exception as error:  # of any kind: `wait` raises it
                 self._manager = None  # the next attempt starts in a clean directory
-                reason = _first_line(error)
+                reason = one_line(error)
                 if retries_left:
                     _log.warning("saving %s failed (%s): retrying.", what, reason)
                     continue
@@ -348,11 +348,6 @@ def _manager(directory: Path) -> ocp.CheckpointManager:
     # Synchronous, because our own thread is in the background and awaits the save.
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     return ocp.CheckpointManager(directory, options=options)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no reason given"]
-    return f"{type(error).__name__}: {printable(lines[0][:200])}"
 
 
 def _remove(path: Path) -> None:

@@ -8,6 +8,7 @@ import jax
 
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.site import BF16
+from loka_jax.terminal import one_line
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 
@@ -55,8 +56,7 @@ def why_demoted(plan: DispatchPlan, error: Exception) -> dict[str, str]:
     kernels = [path for path, choice in plan.choices if choice.provider != "xla"]
     if "RESOURCE_EXHAUSTED" in str(error):
         return {}
-    text = " ".join(str(error).split())[:200]
-    reason = f"its step did not compile ({type(error).__name__}: {text})"
+    reason = f"its step did not compile ({one_line(error)})"
     return dict.fromkeys(kernels, reason)
 
 
