@@ -108,9 +108,7 @@ def make_train_step(
         }
         if probe is not None:
             proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
-        kept = {name: getattr(state, name) for name in proposed}
-        accepted = jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
-
+        accepted = _accepted(is_finite, proposed, state)
         # Padding rows carry no gradient; leaving them out keeps moments untouched too.
         touched = jnp.where(batch.weights[:, None] > 0, ids, embedding.BAD_ID)
         with jax.named_scope("update_rows"):
@@ -119,20 +117,10 @@ def make_train_step(
             )
         weights = jnp.where(is_finite, batch.weights, 0.0)
         with jax.named_scope("metrics"):
-            seen = metrics.update(
-                state.metrics, logits, jnp.asarray(batch.labels), weights
-            )
-        return dataclasses.replace(
-            state,
-            **accepted,
-            step=state.step + 1,
-            table=table,
-            row_state=row_state,
-            skipped=state.skipped + jnp.where(is_finite, 0, 1),
-            skipped_in_a_row=jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
-            bad_ids=state.bad_ids + embedding.count_bad_ids(ids),
-            metrics=seen,
-        )
+            labels = jnp.asarray(batch.labels)
+            seen = metrics.update(state.metrics, logits, labels, weights)
+        new = accepted | {"table": table, "row_state": row_state, "metrics": seen}
+        return dataclasses.replace(state, **new, **_counted(is_finite, ids, state))
 
     return step
 
@@ -295,6 +283,22 @@ def _all_finite(loss, grads: _Gradients, features):
     norms = optax.tree.norm(grads.params), optax.tree.norm(grads.rows)
     values = (loss, *norms, features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
+
+
+def _accepted(is_finite, proposed: dict[str, Any], state: TrainState):
+    """Returns proposed fields of the state, or the old ones if the step is skipped."""
+    kept = {name: getattr(state, name) for name in proposed}
+    return jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
+
+
+def _counted(is_finite, ids: Int[Array, "B F"], state: TrainState) -> dict[str, Any]:
+    """Returns the counters of the state after a step."""
+    return {
+        "step": state.step + 1,
+        "skipped": state.skipped + jnp.where(is_finite, 0, 1),
+        "skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
+        "bad_ids": state.bad_ids + embedding.count_bad_ids(ids),
+    }
 
 
 def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradients):
