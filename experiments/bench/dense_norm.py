@@ -23,8 +23,8 @@ import tyro
 from experiments.bench import dense_norm_forms as forms
 from experiments.bench import result as results
 from experiments.bench.dense_norm_forms import Form, Operands
-from experiments.bench.roofline import Roofline, measure_roofline
 from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.site import SiteSpec
 from loka_jax.terminal import one_line

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.roofline import GemmDtype
 from loka_jax import fp8, quality, xla
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.measure import reference
+from loka_jax.measure.roofline import GemmDtype
 from loka_jax.normed import (
     XHAT_SCALE_INV,
     Epilogue,

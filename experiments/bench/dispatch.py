@@ -35,6 +35,7 @@ from experiments.bench import result as results
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.table import Table, header_here
 from loka_jax.dispatch.tuning import TuneConfig, tune
@@ -150,10 +151,10 @@ def _arms(model, sites, table: Table, name: str, recipes):
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
         through = [s for s in free if passes_torchao(recipe, s.spec.k, s.spec.n)]
         arms[f"torchao {recipe}"] = _forced(model, through, f"xla {recipe}")
-    plans = {}
+    plans, performance = {}, PerformanceModel(table)
     for arm, roles in (("dispatch", None), ("dispatch inference", ("fwd",))):
         options: dict[str, Any] = {} if roles is None else {"roles": roles}
-        plan = make_plan(sites, table, config=name, **options)
+        plan = make_plan(sites, performance, config=name, **options)
         arms[arm] = nn.Planned(model.clone(recipe="bf16"), plan.choices)
         plans[arm] = {path: choice.name for path, choice in plan.choices}
     return arms, plans

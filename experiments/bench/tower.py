@@ -33,9 +33,9 @@ import tyro
 
 from experiments.bench import result as results
 from experiments.bench.models import TOWER_FEATURES, FlaxMlp, WithHead
-from experiments.bench.roofline import Roofline, measure_roofline
 from experiments.bench.steps import Chain, chain_of
 from loka_jax import nn
+from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.recipe import INITIALIZED, get_recipe
 from loka_jax.site import PROVIDERS, Provider

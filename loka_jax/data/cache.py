@@ -1,14 +1,11 @@
 """A cache of converted shards, in the user's private cache folder by default."""
 
-import atexit
 import hashlib
 import json
-import os
 import pathlib
 import shutil
-import stat
-import tempfile
 
+from loka_jax.cache_folder import cache_folder
 from loka_jax.data import convert, shards
 from loka_jax.data.config import DataConfig
 from loka_jax.data.files import Sources
@@ -49,20 +46,7 @@ def _digest(config: DataConfig, sources: Sources) -> str:
 
 
 def _root(config: DataConfig) -> pathlib.Path:
-    """Returns the cache folder, or a temporary one if the user's cannot be used."""
+    """Returns the folder of the shards."""
     if config.cache is not None:
         return pathlib.Path(config.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = pathlib.Path(base).expanduser() / "loka_jax" / "data"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = os.lstat(root)
-        belongs_to_user = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if belongs_to_user and os.access(root, os.W_OK):
-            root.chmod(0o700)
-            return root
-    except OSError:
-        pass
-    temporary = tempfile.mkdtemp(prefix="loka_jax-data-")
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    return pathlib.Path(temporary)
+    return cache_folder("data")

@@ -7,7 +7,7 @@ serves dlhs and drhs, and the norm's kernel makes that of dlhs.
 import dataclasses
 from collections.abc import Iterator
 
-from loka_jax.ops.device import HOPPER
+from loka_jax.ops.device import HOPPER, Device
 from loka_jax.ops.plan import resolve
 from loka_jax.site import PROVIDERS, Choice, SiteSpec
 
@@ -21,28 +21,22 @@ RECIPES = (
     "fp8_rowwise_bf16_drhs",  # dlhs reads the weight with one scale
     "fp8_blockwise",  # multiplied in bfloat16: no part of it can be fast alone
 )
-_MIN_ROWS = 64
 
 
 def table_key(spec: SiteSpec) -> SiteSpec:
-    """Returns the site whose measurements stand for this one in a table.
-
-    Its rows are rounded up to a power of two. It has no forms of input and output,
-    which a table keeps as passes.
-    """
-    rows = max(_MIN_ROWS, 1 << (spec.m - 1).bit_length())
-    return dataclasses.replace(spec, m=rows, fp8_in=None, out="compute")
+    """Returns a site as tables name it: forms of input and output are passes there."""
+    return dataclasses.replace(spec, fp8_in=None, out="compute")
 
 
-def why_not(choice: Choice, spec: SiteSpec) -> str | None:
-    """Returns why a choice is no candidate at a site on a Hopper GPU, or None."""
-    return resolve(spec, choice, HOPPER).refusal
+def why_not(choice: Choice, spec: SiteSpec, device: Device = HOPPER) -> str | None:
+    """Returns why a choice is no candidate at a site of exactly these rows, or None."""
+    return resolve(spec, choice, device).refusal
 
 
-def candidates(spec: SiteSpec) -> Iterator[Choice]:
-    """Yields the candidates of a site, XLA's bfloat16 first."""
+def candidates(spec: SiteSpec, device: Device = HOPPER) -> Iterator[Choice]:
+    """Yields the candidates of a site on a device, XLA's bfloat16 first."""
     for provider in PROVIDERS:
         for name in RECIPES:
             choice = Choice.parse(f"{provider} {name}")
-            if why_not(choice, spec) is None:
+            if why_not(choice, spec, device) is None:
                 yield choice

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import fields
-from loka_jax.dispatch.candidates import table_key, why_not
+from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.chains import chain_times, fastest
+from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
     Decision,
@@ -24,7 +25,7 @@ from loka_jax.dispatch.policy import (
     decide,
     largest_error,
 )
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.table import Entry
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import BF16, PROVIDERS, Choice
@@ -55,7 +56,7 @@ class DispatchPlan:
 
 def make_plan(
     sites: Sequence[Site],
-    table: Table | None,
+    performance: PerformanceModel | None,
     *,
     limits: Limits = DEFAULT_LIMITS,
     rules: Mapping[str, str] | None = None,
@@ -66,19 +67,19 @@ def make_plan(
 
     Args:
         sites: of the model, as `list_sites` returns them.
-        table: measurements on this device; without a table only rules decide.
+        performance: times and errors on this device; without them only rules decide.
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
-        config: the configuration whose operands' errors count, if the table has them.
+        config: the configuration whose operands' errors count, if there are any.
         roles: the roles that run: all in training, "fwd" alone in inference.
 
     Raises:
         ValueError: for a rule that matches no site, names no choice, or cannot run.
     """
     decisions: dict[str, Decision] = {}
-    if table is not None:
-        decisions = _decide(sites, _Options(table, limits, config, roles))
+    if performance is not None:
+        decisions = _decide(sites, _Options(performance, limits, config, roles))
     for pattern, name in (rules or {}).items():
         matched = [
             site
@@ -96,21 +97,20 @@ def make_plan(
 class _Options(NamedTuple):
     """Arguments of `make_plan` that hold for all sites."""
 
-    table: Table
+    performance: PerformanceModel
     limits: Limits
     config: str
     roles: tuple[Role, ...]
 
-    def entry(self, site: Site) -> Entry | None:
-        return self.table.sites.get(table_key(site.spec))
+    def estimates(self, site: Site) -> Estimates:
+        return self.performance.estimates(site.spec)
 
     def source(self, site: Site) -> str:
         return f"{self.config} {site.path}"
 
     def effect(self, site: Site) -> float:
         """Returns a lower bound on the relative rise of the loss from FP8 at a site."""
-        entry = self.entry(site)
-        effect = None if entry is None else entry.effects.get(self.source(site))
+        effect = self.estimates(site).entry.effects.get(self.source(site))
         return 0.0 if effect is None else max(0.0, effect.low)
 
 
@@ -143,13 +143,17 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
         )
 
 
+def is_open(site: Site) -> bool:
+    """Returns True if Dispatch decides on a site: it keeps the explicit recipe f32."""
+    return site.has_choice and site.recipe != "f32"
+
+
 def _chains(sites: Sequence[Site]) -> list[list[Site]]:
-    """Returns the sites with a choice, those that follow each other together."""
+    """Returns the sites that are decided, those that follow each other together."""
     chains: list[list[Site]] = []
     before: Site | None = None
     for site in sites:
-        # A site keeps the explicit recipe f32.
-        if site.has_choice and site.recipe != "f32":
+        if is_open(site):
             if site.follows and chains and chains[-1][-1] is before:
                 chains[-1].append(site)
             else:
@@ -173,54 +177,56 @@ def _decide_chain(
             source=options.source(site),
             roles=options.roles,
             why_not_fp8=not_fp8.get(site.path),
-            why_not=functools.partial(why_not, spec=table_key(site.spec)),
+            why_not=functools.partial(why_not, spec=site.spec),
         )
         for site in chain
     ]
-    entries = [options.entry(site) for site in chain]
+    estimates = [options.estimates(site) for site in chain]
+    entries = [of_site.entry for of_site in estimates]
     alone = [
         decide(entry, options.limits, site_terms)
         for entry, site_terms in zip(entries, terms, strict=True)
     ]
     together = _decide_together(entries, terms, alone, options.limits)
-    paths = [site.path for site in chain]
-    return dict(zip(paths, together or alone, strict=True))
+    name = terms[0].pass_name
+    return {
+        site.path: decision._replace(spread=of_site.spread(name, decision.choice))
+        for site, decision, of_site in zip(
+            chain, together or alone, estimates, strict=True
+        )
+    }
 
 
 def _decide_together(
-    entries: list[Entry | None],
+    entries: list[Entry],
     terms: list[Terms],
     alone: list[Decision],
     limits: Limits,
 ) -> list[Decision] | None:
     """Returns the decisions on a chain as a whole, if they are faster than `alone`."""
     name = terms[0].pass_name
-    measured = [
-        entry
-        for entry in entries
-        if entry is not None and BF16.name in entry.times.get(name, {})
-    ]
-    if len(measured) < len(entries) or len(entries) == 1:
+    has_times = all(BF16.name in entry.times.get(name, {}) for entry in entries)
+    if not has_times or len(entries) == 1:
         return None
 
     def time(choices: Sequence[Choice]) -> float:
-        return sum(chain_times(measured, choices, name))
+        return sum(chain_times(entries, choices, name))
 
     allowed = [
         accurate(entry, limits, site_terms)
-        for entry, site_terms in zip(measured, terms, strict=True)
+        for entry, site_terms in zip(entries, terms, strict=True)
     ]
     separate = [decision.choice for decision in alone]
-    together = fastest(measured, allowed, name)
+    together = fastest(entries, allowed, name)
     in_bf16 = [[c for c in choices if not c.is_fp8] for choices in allowed]
-    bf16_chain = fastest(measured, in_bf16, name)
+    bf16_chain = fastest(entries, in_bf16, name)
     # FP8 must be worth it, here for the chain as a whole; so must leaving XLA.
     if time(bf16_chain) / time(together) < limits.speedup:
         together = min(separate, bf16_chain, key=time)
-    by_xla = sum(entry.times[name][BF16.name] for entry in measured)
+    by_xla = sum(entry.times[name][BF16.name] for entry in entries)
     if together == separate or by_xla / time(together) < limits.leave_xla:
         return None
-    times = chain_times(measured, together, name)
+    times = chain_times(entries, together, name)
     return [
         _in_chain(
             alone[i],
@@ -228,7 +234,7 @@ def _decide_together(
             entry.times[name][BF16.name] / times[i],
             largest_error(together[i], entry, terms[i]),
         )
-        for i, entry in enumerate(measured)
+        for i, entry in enumerate(entries)
     ]
 
 
@@ -250,7 +256,7 @@ def _in_chain(
 def _ruled(site: Site, pattern: str, name: str) -> Decision:
     full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
     choice = Choice.parse(full_name)
-    reason = why_not(choice, table_key(site.spec))
+    reason = why_not(choice, site.spec)
     # XLA falls back to the compute dtype where the sizes rule FP8 out, and reports it.
     if reason is not None and choice.provider != "xla":
         raise ValueError(
@@ -325,11 +331,14 @@ def _decision(value: Any) -> Decision:
         ValueError: if there is none.
     """
     value = fields.fields(value, ("choice", "reason"), Decision._fields)
-    speedup, error, runner_up = map(value.get, ("speedup", "error", "runner_up"))
+    speedup, error, runner_up, spread = map(
+        value.get, ("speedup", "error", "runner_up", "spread")
+    )
     return Decision(
         Choice.parse(fields.text(value["choice"])),
         fields.text(value["reason"]),
         speedup=None if speedup is None else fields.positive(speedup),
         error=None if error is None else fields.number(error),
         runner_up=None if runner_up is None else fields.text(runner_up),
+        spread=None if spread is None else fields.positive(spread),
     )

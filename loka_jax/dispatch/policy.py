@@ -69,9 +69,11 @@ class Decision(NamedTuple):
     Attributes:
         choice: of provider and recipe.
         reason: for the choice.
-        speedup: over XLA's bfloat16; None if not measured.
+        speedup: over XLA's bfloat16; None if its time is unknown.
         error: the largest relative L2 of its FP8 products; None if none is in FP8.
         runner_up: the fastest other candidate and why it lost; None without another.
+        spread: of a predicted time, the standard deviation of its logarithm; None if
+            the time was measured, or is unknown.
     """
 
     choice: Choice
@@ -79,6 +81,7 @@ class Decision(NamedTuple):
     speedup: float | None = None
     error: float | None = None
     runner_up: str | None = None
+    spread: float | None = None
 
 
 def healthy(gemm: GemmRecipe) -> float:
@@ -135,17 +138,17 @@ class Terms(NamedTuple):
 _ALL_ROLES = Terms()
 
 
-def decide(entry: Entry | None, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
+def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
     """Returns the decision on a site.
 
     Args:
-        entry: measurements of the site; None without any.
+        entry: times and errors of the site.
         limits: on errors and speed.
         terms: of this site.
     """
-    times = {} if entry is None else entry.times.get(terms.pass_name, {})
-    if entry is None or BF16.name not in times:
-        return Decision(BF16, "it was not measured")
+    times = entry.times.get(terms.pass_name, {})
+    if BF16.name not in times:
+        return Decision(BF16, "its times are unknown")
     ranked = sorted(map(Choice.parse, times), key=lambda choice: times[choice.name])
     # FP8 must beat the fastest choice in bfloat16, which loses no accuracy.
     bf16 = next(c for c in ranked if not c.is_fp8 and not terms.why_not(c))

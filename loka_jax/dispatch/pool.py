@@ -40,7 +40,11 @@ _COMMAND = (
 
 
 def measure_all(
-    jobs: Sequence[Job], workers: int, say: Callable[[str], None]
+    jobs: Sequence[Job],
+    workers: int,
+    say: Callable[[str], None],
+    *,
+    seconds: float | None = None,
 ) -> Iterator[tuple[Job, Entry]]:
     """Yields each job and its measurements, in the order in which they finish.
 
@@ -48,6 +52,7 @@ def measure_all(
         jobs: to measure.
         workers: number of processes.
         say: takes a line on each job, and on each failure.
+        seconds: after which the processes are ended, without the jobs that are left.
     """
     turns = Turns()
     # Threads wait for processes; each keeps one from job to job.
@@ -67,8 +72,10 @@ def measure_all(
 
         running = [pool.submit(measure, job) for job in jobs]
         try:
-            for done in futures.as_completed(running):
+            for done in futures.as_completed(running, seconds):
                 yield done.result()
+        except TimeoutError:
+            pass  # the budget is spent
         finally:
             for future in running:
                 future.cancel()

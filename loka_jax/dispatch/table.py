@@ -1,8 +1,9 @@
 """The measurements of candidates on one kind of device, as a readable JSON file.
 
 Speed and error of every candidate are kept, so that limits can change without measuring
-again. A table holds only for its schema, device, versions of the libraries, and sources
-that decide speed. Elsewhere it is ignored as a whole, and never overwritten.
+again. A table holds only for its schema, device, versions of the libraries up to patch
+versions of JAX, and sources that decide speed. Elsewhere it is ignored as a whole, and
+never overwritten.
 
 A change of these sources may leave all programs as they are. So a table keeps the
 digests of its candidates' programs, and `experiments/restamp.py` compares them.
@@ -24,11 +25,12 @@ from loka_jax import jsonfile
 from loka_jax.dispatch import sources
 from loka_jax.dispatch.fields import fields, items, mapping, number, positive, text
 from loka_jax.measure.intervals import Interval
+from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
-SCHEMA = 2
+SCHEMA = 3
 # A pass by itself, and within a chain of sites that hand their activations on in FP8:
 # such an lhs comes in, such activations go out, or both.
 PASSES = tuple(
@@ -70,18 +72,26 @@ class Header:
         """Returns which part differs here, or None.
 
         A machine without Triton runs none of its candidates, and the times of others
-        hold there.
+        hold there. Patch versions of JAX do not count: its compiler changes with minor
+        ones.
         """
         for field in dataclasses.fields(self):
             measured, current = getattr(self, field.name), getattr(here, field.name)
             is_missing = field.name == "triton" and not (measured and current)
             if measured == current or is_missing:
                 continue
+            if field.name in ("jax", "jaxlib") and _minor(measured) == _minor(current):
+                continue
             if field.name == "kernels":
                 return "the kernels have changed since"
             name = field.name.replace("_", " ")
             return f"it was measured with {name} {measured}, but here it is {current}"
         return None
+
+
+def _minor(version: str) -> list[str]:
+    """Returns the parts of a version that matter for speed: 0 and 11 of 0.11.2."""
+    return version.split(".")[:2]
 
 
 # By measure, of one product of a candidate.
@@ -120,10 +130,17 @@ class Entry:
 
 @dataclasses.dataclass
 class Table:
-    """Entries by site, measured with the device, versions and sources of the header."""
+    """Entries by site, measured with the device, versions and sources of the header.
+
+    Attributes:
+        header: what the table holds for.
+        sites: the measurements.
+        roofline: of the device; None if it was not measured.
+    """
 
     header: Header
     sites: dict[SiteSpec, Entry] = dataclasses.field(default_factory=dict)
+    roofline: Roofline | None = None
 
     def merged(self, other: "Table") -> "Table":
         """Returns both tables in one; where both have a measurement, the other's.
@@ -155,7 +172,8 @@ class Table:
                 old.programs | entry.programs,
             )
         triton = self.header.triton or other.header.triton
-        return Table(dataclasses.replace(self.header, triton=triton), sites)
+        header = dataclasses.replace(self.header, triton=triton)
+        return Table(header, sites, other.roofline or self.roofline)
 
 
 def _is_measured(name: str, entry: Entry) -> bool:
@@ -230,6 +248,7 @@ def to_json(table: Table) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "header": dataclasses.asdict(table.header),
+        "roofline": table.roofline and dataclasses.asdict(table.roofline),
         "sites": [
             {
                 "site": {name: getattr(key, name) for name in _SITE_FIELDS},
@@ -275,7 +294,7 @@ def from_json(value: Any) -> Table:
     Raises:
         ValueError: if it is not in the format of `to_json`.
     """
-    value = fields(value, ("schema", "header", "sites"))
+    value = fields(value, ("schema", "header", "roofline", "sites"))
     if value["schema"] != SCHEMA:
         raise ValueError(f"schema {short(value['schema'])} is not {SCHEMA}.")
     names = [field.name for field in dataclasses.fields(Header)]
@@ -293,7 +312,15 @@ def from_json(value: Any) -> Table:
             effects=_pairs(item["effects"], text, _interval),
             programs=_pairs(item["programs"], _choice, _hex),
         )
-    return Table(Header(**header), sites)
+    return Table(Header(**header), sites, _roofline(value["roofline"]))
+
+
+def _roofline(value: Any) -> Roofline | None:
+    if value is None:
+        return None
+    names = [field.name for field in dataclasses.fields(Roofline)]
+    limits = {k: positive(v) for k, v in fields(value, names).items()}
+    return Roofline(**limits | {"sms": int(limits["sms"])})  # pyright: ignore
 
 
 def _site(value: Any) -> SiteSpec:

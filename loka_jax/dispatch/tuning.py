@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Table, header_here
 from loka_jax.measure.intervals import Interval
@@ -86,7 +87,7 @@ def _jobs(
 ) -> Iterator[Job]:
     timed = set(timed)
     for site in sites:
-        if not site.has_choice or site.recipe == "f32":
+        if not is_open(site):
             continue
         for m in config.batch_sizes or (site.spec.m,):
             key = table_key(dataclasses.replace(site.spec, m=m))

@@ -175,13 +175,14 @@ class Run:
         return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
 
-def build(config: Config, saved: Any = None) -> Run:
+def build(config: Config, saved: Any = None, say: Callable[[str], None] = print) -> Run:
     """Returns the run that `config` describes.
 
     Args:
         config: the run.
         saved: the plan of the checkpoint being resumed, as JSON values; None to choose
             a plan by the configuration.
+        say: takes lines on the progress of tuning.
 
     Raises:
         ValueError: one sentence with the option or file and the remedy.
@@ -207,7 +208,7 @@ def build(config: Config, saved: Any = None) -> Run:
     list_sites = functools.partial(_list_sites, config.model, inputs)
     sites = list_sites(DispatchPlan())
     if saved is None:
-        planned = choose_plan(config, sites)
+        planned = choose_plan(config, sites, say)
     else:
         planned = ChosenPlan(saved_plan(saved, sites))
     optim = config.optim

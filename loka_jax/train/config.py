@@ -140,12 +140,20 @@ class DispatchOptions:
             whatever the table says, as in "head=f32" or "top_mlp/*=pallas fp8_rowwise";
             the last rule that matches counts.
         limits: limits on errors and speed.
+        tune_seconds: the budget of `--plan tune`.
     """
 
     rules: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
+    tune_seconds: float = 90.0
 
     def __post_init__(self):  # noqa: D105
+        require(
+            self.tune_seconds > 0,
+            "--dispatch.tune-seconds",
+            self.tune_seconds,
+            "positive",
+        )
         for rule in self.rules:
             pattern, is_rule, choice = rule.partition("=")
             require(
@@ -217,9 +225,9 @@ class Config:
         optim: optimizers and schedules.
         loop: the training loop.
         probe: Probe's observation of sites.
-        plan: "auto" chooses what runs at each site by the table shipped for this GPU,
-            if there is one; a file is a table (from tune.py) or a plan; "off" runs
-            every site in the model's recipe.
+        plan: "auto" chooses what runs at each site by what is known of this GPU's
+            speed, measured or predicted; "tune" measures first what is not; a file is a
+            table (from tune.py) or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
         run: options of this execution only.
     """

@@ -1,24 +1,22 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
 import pathlib
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import table_key, why_not
+from loka_jax.dispatch.at_start import tune_at_start
+from loka_jax.dispatch.candidates import why_not
+from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.table import Table
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.train.config import Config
 
-AUTO, OFF = "auto", "off"
-_SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
+AUTO, TUNE, OFF = "auto", "tune", "off"
 
 
 class ChosenPlan(NamedTuple):
@@ -33,33 +31,43 @@ class ChosenPlan(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def choose_plan(config: Config, sites: Sequence[Site]) -> ChosenPlan:
+def choose_plan(
+    config: Config, sites: Sequence[Site], say: Callable[[str], None] = print
+) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
+
+    Args:
+        config: the run.
+        sites: of its model.
+        say: takes lines on the progress of tuning.
 
     Raises:
         ValueError: if it names a file that is no plan and no table for this machine, or
             a rule matches no site.
     """
-    options = config.dispatch
-    table: Table | None = None
+    performance: PerformanceModel | None = None
     notes: tuple[str, ...] = ()
-    if config.plan == AUTO:
-        table, notes = _shipped_table()
+    if config.plan == TUNE:
+        performance, notes = tune_at_start(
+            sites, config.dispatch.tune_seconds, name=config.name, say=say
+        )
+    elif config.plan == AUTO:
+        performance, notes = local_performance()
     elif config.plan != OFF:
         path = pathlib.Path(config.plan)
         if not path.is_file():
             raise ValueError(
                 f"--plan {path} is not a file: give a table that tune.py wrote, a "
-                f"plan, or one of {AUTO!r} and {OFF!r}."
+                f"plan, or one of {AUTO!r}, {TUNE!r} and {OFF!r}."
             )
         if _is_plan(path):
             return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
-        table = _table_for_here(path)
+        performance = _performance_of(path)
     plan = plans.make_plan(
         sites,
-        table,
-        limits=options.limits,
-        rules=options.by_pattern,
+        performance,
+        limits=config.dispatch.limits,
+        rules=config.dispatch.by_pattern,
         config=config.name,
     )
     return ChosenPlan(plan, notes)
@@ -75,33 +83,11 @@ def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
     return _runnable(plans.from_json(value, sites, source), source, sites)
 
 
-def shipped_path(device_kind: str) -> pathlib.Path:
-    """Returns the path of the shipped table of a kind of device, if there is one."""
-    name = re.sub(r"\W+", "_", device_kind.lower())
-    return _SHIPPED / f"{name}.json"
-
-
-def _shipped_table() -> tuple[Table | None, tuple[str, ...]]:
-    device = jax.devices()[0]
-    path = shipped_path(device.device_kind)
-    if path.is_file():
-        try:
-            return _table_for_here(path), ()
-        except ValueError as error:
-            return None, (f"The shipped dispatch table is ignored: {error}",)
-    if device.platform != "gpu":
-        return None, ()
-    return None, (
-        f"No dispatch table for {device.device_kind}: sites run as the configuration "
-        "says; experiments/tune.py measures one.",
-    )
-
-
-def _table_for_here(path: pathlib.Path) -> Table:
-    """Returns a table that holds here.
+def _performance_of(path: pathlib.Path) -> PerformanceModel:
+    """Returns the measurements of a table; times that it lacks are predicted.
 
     Raises:
-        ValueError: with the reason, if it does not.
+        ValueError: if it is no table, or does not hold here.
     """
     table = tables.read(path)
     reason = table.header.why_not(tables.header_here())
@@ -110,7 +96,8 @@ def _table_for_here(path: pathlib.Path) -> Table:
             f"{path} does not hold here, because {reason}: measure a table with "
             "experiments/tune.py, or leave --plan out."
         )
-    return table
+    here = local_performance().performance
+    return PerformanceModel(table) if here is None else here.with_table(table)
 
 
 def _is_plan(path: pathlib.Path) -> bool:
@@ -137,7 +124,7 @@ def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> Dispatc
     for site in sites:
         if site.path in kernels:
             choice = choices[site.path]
-            reason = why_not(choice, table_key(site.spec))
+            reason = why_not(choice, site.spec)
             if reason is not None:
                 raise ValueError(
                     f"{source}: {choice.name} cannot run at {site.path}: {reason}."

@@ -146,7 +146,7 @@ def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
         table.add_row(
             plain(path),
             decision.choice.name,
-            "" if speed is None else f"{speed:.2f}x",
+            "" if speed is None else _speed(speed, decision.spread),
             "" if error is None else f"{error:.3f}",
             plain(decision.reason),
             plain(decision.runner_up or ""),
@@ -154,9 +154,15 @@ def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
         )
     console.print(table)
     console.print(
-        "Speed: measured for the whole site, relative to XLA's bfloat16; error: "
-        "relative L2 of the worst FP8 product."
+        "Speed: of the whole site, relative to XLA's bfloat16; measured, or predicted "
+        "where its uncertainty is given (--plan tune measures). Error: relative L2 of "
+        "the worst FP8 product."
     )
+
+
+def _speed(speed: float, spread: float | None) -> str:
+    """Returns a speed, and its uncertainty if it is predicted."""
+    return f"{speed:.2f}x" if spread is None else f"{speed:.2f}x +-{spread:.0%}"
 
 
 def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:

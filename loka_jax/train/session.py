@@ -134,7 +134,8 @@ def standard_output() -> Console:
 
 def _build(config: Config, console: Console, saved: Saved | None) -> Run:
     """Builds the run and prints its data, sites and plan."""
-    run = build(config, None if saved is None else saved.meta.get("plan", {}))
+    plan = None if saved is None else saved.meta.get("plan", {})
+    run = build(config, plan, lambda sentence: console.print(plain(sentence)))
     if saved is not None:
         _require_same_data(saved, run)
     print_data(console, run.splits.report)

@@ -7,7 +7,9 @@ import pytest
 
 from loka_jax import nn
 from loka_jax.dispatch.candidates import candidates, table_key, why_not
-from loka_jax.dispatch.plan import load, make_plan, save
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import load, save
+from loka_jax.dispatch.plan import make_plan as make_plan_of
 from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.dispatch.table import MEASURES, Entry, Header, Table
 from loka_jax.measure.intervals import Interval
@@ -21,7 +23,7 @@ ROW = "xla fp8_rowwise"
 
 
 def _site(
-    path="top/dense_0", m=100, k=64, n=64, recipe="fp8_rowwise", *, batch=None, **spec
+    path="top/dense_0", m=128, k=64, n=64, recipe="fp8_rowwise", *, batch=None, **spec
 ) -> nn.Site:
     follows = spec.pop("follows", False)
     site = SiteSpec(m, k, n, **spec)
@@ -39,9 +41,20 @@ def _table(site, times, errors=None) -> Table:
     return Table(HEADER, {table_key(site.spec): entry})
 
 
-@pytest.mark.parametrize("m, rows", [(1, 64), (64, 64), (65, 128), (4096, 4096)])
-def test_rows_are_rounded_up_to_powers_of_two(m, rows):
-    assert table_key(SiteSpec(m, 16, 16)).m == rows
+def make_plan(sites, table, **options):
+    performance = None if table is None else PerformanceModel(table)
+    return make_plan_of(sites, performance, **options)
+
+
+def test_exact_rows_decide_what_can_run():
+    # 5,000 is no multiple of 16: a product that contracts the batch has no FP8.
+    reason = why_not(Choice.parse(ROW), SiteSpec(5000, 256, 256))
+    assert reason is not None and "5000" in reason
+    assert why_not(Choice.parse(ROW), SiteSpec(5008, 256, 256)) is None
+    names = {choice.name for choice in candidates(SiteSpec(5000, 256, 256))}
+    # Kernels pad the rows.
+    assert "pallas fp8_rowwise" in names
+    assert not any(name.startswith("xla fp8") for name in names)
 
 
 def test_the_fallback_can_run_anywhere_and_is_first():
@@ -110,7 +123,7 @@ def test_a_shape_that_was_not_measured_runs_in_bfloat16(change):
     table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
     plan = make_plan([_site(**change)], table)
     (decision,) = dict(plan.decisions).values()
-    assert decision.choice == BF16 and "not measured" in decision.reason
+    assert decision.choice == BF16 and "times are unknown" in decision.reason
 
 
 def test_sites_without_a_choice_are_left_to_their_modules():

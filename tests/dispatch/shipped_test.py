@@ -10,6 +10,7 @@ from loka_jax import nn
 from loka_jax.dispatch import sources
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.site_programs import site_programs
 
@@ -77,6 +78,6 @@ def test_it_has_the_sites_of_the_shipped_configurations(path, name):
         sites = _sites(name, rows)
         for site in sites:
             assert f"{name} {site.path}" in table.sites[table_key(site.spec)].errors
-        plan = make_plan(sites, table, config=name)
+        plan = make_plan(sites, PerformanceModel(table), config=name)
         assert {path for path, _ in plan.decisions} == {site.path for site in sites}
         assert all(decision.speedup for _, decision in plan.decisions)

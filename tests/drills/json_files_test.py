@@ -28,6 +28,7 @@ from loka_jax import jsonfile, nn
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
@@ -97,7 +98,7 @@ def make_table(folder: Path) -> Path:
 
 def make_plan(folder: Path) -> Path:
     table = tables.read(make_table(folder))
-    plans.save(folder / "plan.json", plans.make_plan(sites(), table))
+    plans.save(folder / "plan.json", plans.make_plan(sites(), PerformanceModel(table)))
     return folder / "plan.json"
 
 

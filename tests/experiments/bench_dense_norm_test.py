@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench import dense_norm, tower
 from experiments.bench import dense_norm_forms as forms
-from experiments.bench.roofline import Roofline
+from loka_jax.measure.roofline import Roofline
 from loka_jax.site import SiteSpec
 
 ROOFLINE = Roofline(bytes_per_us=4e6, fp8_flops_per_us=1e9, bf16_flops_per_us=5e8)

@@ -63,15 +63,6 @@ def test_without_a_table_modules_decide():
     assert any(site.recipe == "fp8_tensorwise_delayed" for site in run.sites)
 
 
-def test_a_gpu_without_a_table_is_told(monkeypatch):
-    class Gpu:
-        device_kind, platform = "NVIDIA Z9", "gpu"
-
-    monkeypatch.setattr(planning.jax, "devices", lambda: [Gpu()])
-    planned = planning.choose_plan(_config(), ())
-    assert planned.plan == DispatchPlan() and "NVIDIA Z9" in planned.notes[0]
-
-
 def test_a_table_decides(tmp_path):
     path = _table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
@@ -120,20 +111,11 @@ def test_equal_plans_are_one_program(tmp_path):
     ],
     ids=["truncated", "schema", "device", "version", "kernels"],
 )
-def test_a_table_that_does_not_hold_is_refused_or_if_shipped_noted(
-    tmp_path, monkeypatch, spoil, why
-):
+def test_a_table_that_does_not_hold_is_refused(tmp_path, spoil, why):
     path = _table(tmp_path / "table.json")
     spoil(path)
     with pytest.raises(ValueError, match=f"{path}.*{why}"):
         build_lib.build(_config(plan=str(path)))
-    # Nobody named the shipped table: a run does without it, and says so.
-    monkeypatch.setattr(planning, "shipped_path", lambda kind: path)
-    run = build_lib.build(_config(plan="auto"))
-    assert run.plan == DispatchPlan()
-    assert len(run.plan_notes) == 1 and why in run.plan_notes[0]
-    plain = build_lib.build(_config(plan="off"))
-    assert support.digest(run.init()) == support.digest(plain.init())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Tuning at the start of a run: measures the few candidates that may be the fastest.
+
+    worth measuring   XLA's bfloat16, and whatever may be the fastest of the site, going
+                      by the lower ends of the predictions
+
+Sites come in the order of what their uncertainty may cost, until the budget is spent.
+Measurements go to the user's cache, which later runs read too; several processes may
+add to it at once.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.local import Local, cache_path, local_performance
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.performance import Estimates, PerformanceModel
+from loka_jax.dispatch.plan import is_open
+from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.table import Table, header_here
+from loka_jax.dispatch.tuning import TuneConfig
+from loka_jax.nn import Site
+from loka_jax.site import BF16, Choice, SiteSpec
+
+_MOST_CANDIDATES = 6  # of a site, besides XLA's bfloat16
+_DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
+_PASS = "training"
+
+
+def tune_at_start(
+    sites: Sequence[Site],
+    seconds: float,
+    *,
+    name: str = "model",
+    say: Callable[[str], None] = print,
+) -> Local:
+    """Returns what is known of this machine after measuring what matters at some sites.
+
+    Args:
+        sites: of a model, as `list_sites` returns them.
+        seconds: the budget; a measurement under way is ended with it.
+        name: of the model, for messages.
+        say: takes lines of progress.
+    """
+    local = local_performance()
+    if local.performance is None:
+        say(f"{name}: nothing is tuned, as there is no GPU with FP8.")
+        return local
+    jobs = jobs_worth_measuring(sites, local.performance)
+    if not jobs:
+        say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
+        return local
+    say(f"{name}: tuning {len(jobs)} sites, for {seconds:g} seconds at most.")
+    start, measured = time.monotonic(), 0
+    workers = min(TuneConfig().workers, len(jobs))
+    for job, entry in measure_all(jobs, workers, _quiet, seconds=seconds):
+        tables.add(cache_path(), Table(header_here(), {job.spec: entry}))
+        measured += 1
+    took = time.monotonic() - start
+    say(f"{name}: {measured} of {len(jobs)} sites tuned in {took:.0f} seconds.")
+    return local_performance()
+
+
+def jobs_worth_measuring(
+    sites: Sequence[Site], performance: PerformanceModel
+) -> list[Job]:
+    """Returns a job for each site that is not known, what may cost most first."""
+    stakes: dict[SiteSpec, float] = {}
+    jobs: dict[SiteSpec, Job] = {}
+    for site in filter(is_open, sites):
+        spec = table_key(site.spec)
+        estimates = performance.estimates(spec)
+        choices = worth_measuring(estimates)
+        if len(choices) < 2:
+            continue
+        spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
+        us = estimates.entry.times[_PASS][BF16.name]
+        stakes[spec] = stakes.get(spec, 0.0) + us * spread
+        jobs[spec] = _job(spec, choices)
+    return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
+
+
+def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
+    """Returns the candidates of a site whose times decide; none if they are known.
+
+    All in bfloat16 are among them, as FP8 may prove not to be accurate enough.
+    """
+    times = estimates.entry.times.get(_PASS, {})
+    spreads = estimates.spreads.get(_PASS, {})
+    if not times:
+        return ()
+    best = min(times.values())
+    lowest = {name: times[name] * math.exp(-_DOUBT * spreads[name]) for name in spreads}
+    close = sorted((us, name) for name, us in lowest.items() if us <= best)
+    names = [name for _, name in close[:_MOST_CANDIDATES]]
+    names += [name for name in spreads if not Choice.parse(name).is_fp8]
+    return tuple(map(Choice.parse, dict.fromkeys([BF16.name, *names] if names else [])))
+
+
+def _job(spec: SiteSpec, choices: tuple[Choice, ...]) -> Job:
+    return Job(
+        spec=spec,
+        choices=choices,
+        stats=None,
+        source="N(0, 1)",
+        pairs=0,
+        rows=0,
+        seed=0,
+    )
+
+
+def _quiet(sentence: str):
+    """Takes the lines of the workers, which are too many for a start."""

@@ -1,0 +1,148 @@
+"""What is known of this machine's speed: shipped tables, the user's, predictions.
+
+table   the shipped measurements of this kind of device, then those in the cache
+fit     all shipped measurements of the device; of an H200 for another device, which
+        is then described by its own roofline, measured once and kept in the cache
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+import re
+from typing import NamedTuple
+
+import jax
+
+from loka_jax.cache_folder import cache_folder
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.table import BadTable, Header, Table, header_here
+from loka_jax.measure.roofline import Roofline, measure_roofline
+from loka_jax.ops.device import local_device
+
+_SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
+_FITTED = _SHIPPED / "random_sites"  # times at shapes that nobody chose
+_FITTED_DEVICE = "NVIDIA H200"  # whose times stand for those of devices without any
+_LEAST_CAPABILITY = (8, 9)  # the first with FP8 tensor cores
+
+
+class Local(NamedTuple):
+    """What is known here.
+
+    Attributes:
+        performance: None on a CPU, and on a GPU without FP8.
+        notes: sentences for the user.
+    """
+
+    performance: PerformanceModel | None
+    notes: tuple[str, ...] = ()
+
+
+def local_performance() -> Local:
+    """Returns what is known of this machine; measures its roofline at the first call.
+
+    Shipped measurements that do not hold here, and a damaged cache, are left out with a
+    note.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return Local(None)
+    capability = str(getattr(device, "compute_capability", "0.0"))
+    if tuple(map(int, capability.split("."))) < _LEAST_CAPABILITY:
+        return Local(
+            None,
+            (
+                f"{device.device_kind} has compute capability {capability}, and FP8 "
+                f"needs 8.9: sites run as the configuration says.",
+            ),
+        )
+    shipped, notes = _shipped(device.device_kind)
+    cached, more = _cached()
+    table = cached if shipped is None else shipped.merged(cached)
+    fitted = fitted_table(device.device_kind)
+    notes = (*notes, *more)
+    if fitted.header.device_kind != device.device_kind:
+        notes += (
+            f"No dispatch table for {device.device_kind}: times are predicted from "
+            f"those of an {_FITTED_DEVICE} and this device's roofline; --plan tune "
+            "measures them.",
+        )
+    model = PerformanceModel(
+        table,
+        roofline=table.roofline or _measured_roofline(),
+        fitted=fitted,
+        device=local_device(),
+    )
+    return Local(model, notes)
+
+
+def cache_path() -> pathlib.Path:
+    """Returns the file of the user's measurements with these versions and kernels."""
+    header = header_here()
+    digest = hashlib.sha256(json.dumps(vars(header)).encode()).hexdigest()[:12]
+    return cache_folder("dispatch") / f"{_slug(header.device_kind)}-{digest}.json"
+
+
+def shipped_path(device_kind: str) -> pathlib.Path:
+    """Returns the path of the shipped table of a kind of device, if there is one."""
+    return _SHIPPED / f"{_slug(device_kind)}.json"
+
+
+@functools.cache
+def fitted_table(device_kind: str) -> Table:
+    """Returns the shipped measurements that predictions are fitted on.
+
+    Those of this kind of device, or of an H200. They hold for predictions even if
+    versions or kernels have changed a little since.
+    """
+    kind = device_kind if shipped_path(device_kind).is_file() else _FITTED_DEVICE
+    table = tables.read(shipped_path(kind))
+    random = tables.read(_FITTED / f"{_slug(kind)}.json")
+    return Table(table.header, random.sites | table.sites, table.roofline)
+
+
+def _shipped(device_kind: str) -> tuple[Table | None, tuple[str, ...]]:
+    path = shipped_path(device_kind)
+    if not path.is_file():
+        return None, ()
+    try:
+        table = tables.read(path)
+    except BadTable as error:
+        return None, (f"The shipped dispatch table is ignored: {error}",)
+    here = header_here()
+    reason = table.header.why_not(here)
+    if reason is not None:
+        return None, (f"The shipped dispatch table is ignored, because {reason}.",)
+    return Table(here, table.sites, table.roofline), _patch_notes(table.header, here)
+
+
+def _patch_notes(measured: Header, here: Header) -> tuple[str, ...]:
+    if (measured.jax, measured.jaxlib) == (here.jax, here.jaxlib):
+        return ()
+    return (
+        f"The shipped dispatch table was measured with jax {measured.jax}, and here it "
+        f"is {here.jax}: a patch version, so its times are taken to hold.",
+    )
+
+
+def _cached() -> tuple[Table, tuple[str, ...]]:
+    """Returns the user's measurements; none if the file does not exist, or is bad."""
+    path, header = cache_path(), header_here()
+    if not path.exists():
+        return Table(header), ()
+    try:
+        return tables.read(path), ()
+    except BadTable as error:
+        return Table(header), (f"Earlier measurements are ignored: {error}",)
+
+
+def _measured_roofline() -> Roofline:
+    """Returns this device's roofline, and keeps it in the cache."""
+    roofline = measure_roofline()
+    tables.add(cache_path(), Table(header_here(), {}, roofline))
+    return roofline
+
+
+def _slug(device_kind: str) -> str:
+    return re.sub(r"\W+", "_", device_kind.lower())

@@ -1,0 +1,144 @@
+"""Predicted times: of synthetic kernels, and of the shipped measurements."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from loka_jax.dispatch import local
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.policy import Limits, Terms, decide
+from loka_jax.dispatch.regression import LEAST_POINTS, Regression
+from loka_jax.dispatch.table import Entry, Header, Table
+from loka_jax.dispatch.work import place, work
+from loka_jax.measure.roofline import Roofline
+from loka_jax.site import BF16, Choice, SiteSpec
+
+H200 = "NVIDIA H200"
+HEADER = Header(H200, "1", "1", "", "x")
+ROOFLINE = Roofline(
+    bytes_per_us=4e6,
+    fp8_flops_per_us=1.5e9,
+    bf16_flops_per_us=8e8,
+    launch_us=2.0,
+    sms=132,
+)
+KERNEL = Choice.parse("pallas bf16")
+
+
+def _sites():
+    sizes = [(m, k) for m in (1024, 4096, 65536) for k in (64, 256, 512, 1024)]
+    return [SiteSpec(m, k, n, "layer", "swish") for m, k in sizes for n in (128, 512)]
+
+
+def _copies(spec):
+    """Returns the time of a kernel that moves lhs and y in bfloat16, and launches."""
+    return 3.0 + 2 * spec.m * (spec.k + spec.n) / ROOFLINE.bytes_per_us
+
+
+def _table(sites, time=_copies):
+    entries = {s: Entry({"training": {BF16.name: time(s)}}) for s in sites}
+    return Table(HEADER, entries, ROOFLINE)
+
+
+def test_times_that_are_sums_of_work_are_predicted_where_nothing_was_measured():
+    model = PerformanceModel(_table(_sites()))
+    for spec in (
+        SiteSpec(20_000, 384, 256, "layer", "swish"),
+        SiteSpec(16384, 704, 320, "layer", "swish"),
+    ):
+        predicted = model.predict(spec, BF16, "training")
+        # The noise that the process allows for is 4.5 %.
+        assert predicted.us == pytest.approx(_copies(spec), rel=0.05)
+        assert 0.04 < predicted.spread < 0.3
+
+
+def test_a_measurement_goes_before_a_prediction():
+    sites = _sites()
+    table = _table(sites)
+    table.sites[sites[0]].times["training"][BF16.name] = 123.0
+    estimates = PerformanceModel(table).estimates(sites[0])
+    assert estimates.entry.times["training"][BF16.name] == 123.0
+    assert estimates.spread("training", BF16) is None
+    other = dataclasses.replace(sites[0], m=5000)
+    assert PerformanceModel(table).estimates(other).spread("training", BF16) > 0
+
+
+def test_neighbours_correct_what_the_factors_get_wrong():
+    # Widths of 512 take twice their work: no sum of work says so.
+    def time(spec):
+        return _copies(spec) * (2 if spec.k == 512 else 1)
+
+    left_out = SiteSpec(4096, 512, 128, "layer", "swish")
+    known = [site for site in _sites() if site != left_out]
+    near = PerformanceModel(_table(known, time)).predict(left_out, BF16, "training")
+    far = PerformanceModel(_table([s for s in known if s.k != 512], time)).predict(
+        left_out, BF16, "training"
+    )
+    off_near, off_far = (abs(math.log(p.us / time(left_out))) for p in (near, far))
+    assert off_near < 0.6 * off_far and near.spread < far.spread
+
+
+def test_few_measurements_predict_nothing():
+    table = _table(_sites()[: LEAST_POINTS - 1])
+    assert PerformanceModel(table).predict(_sites()[-1], BF16, "training") is None
+    without = dataclasses.replace(_table(_sites()), roofline=None)
+    assert PerformanceModel(without).predict(_sites()[-1], BF16, "training") is None
+
+
+def test_another_device_is_scaled_by_its_roofline_and_less_certain():
+    half = dataclasses.replace(
+        ROOFLINE,
+        bytes_per_us=ROOFLINE.bytes_per_us / 2,
+        bf16_flops_per_us=ROOFLINE.bf16_flops_per_us / 2,
+        launch_us=2 * ROOFLINE.launch_us,
+    )
+    fitted, spec = _table(_sites()), _sites()[-1]
+    here = PerformanceModel(Table(HEADER), fitted=fitted)
+    there = PerformanceModel(Table(HEADER), fitted=fitted, roofline=half)
+    us, spread = here.predict(spec, BF16, "training")
+    slower, wider = there.predict(spec, BF16, "training")
+    assert slower == pytest.approx(2 * us, rel=0.01) and wider > spread
+
+
+def test_work_counts_partial_rows_and_tiles():
+    full, partial = (SiteSpec(m, 256, 256, "layer", "relu") for m in (64_000, 63_999))
+    parts = [work(spec, KERNEL, "inference", ROOFLINE) for spec in (full, partial)]
+    assert np.count_nonzero(parts[1]) == np.count_nonzero(parts[0]) + 3
+    assert place(full, KERNEL).shape == place(partial, BF16).shape
+
+
+def test_factors_are_not_negative():
+    rng = np.random.default_rng(0)
+    works, places = rng.random((40, 3)), rng.random((40, 2))
+    regression = Regression(works, places, 1 + works[:, 0])
+    assert (regression._factors >= 0).all()
+
+
+# Bounds of what experiments/bench/predictions.py measures at shapes left out of a fit.
+def test_the_shipped_fit_predicts_shapes_that_are_left_out():
+    table = local.fitted_table(H200)
+    shapes = sorted({(s.k, s.n) for s in table.sites})[::10]
+    left_out = [s for s in table.sites if (s.k, s.n) in shapes]
+    kept = {s: e for s, e in table.sites.items() if s not in left_out}
+    model = PerformanceModel(dataclasses.replace(table, sites=kept))
+    errors = [
+        abs(
+            model.predict(spec, BF16, name).us
+            / table.sites[spec].times[name]["xla bf16"]
+            - 1
+        )
+        for spec in left_out
+        for name in ("training", "inference")
+    ]
+    assert len(errors) > 20 and np.median(errors) < 0.2
+
+
+def test_a_plan_by_predictions_takes_kernels_at_a_shape_that_nobody_measured():
+    model = PerformanceModel(Table(HEADER), fitted=local.fitted_table(H200))
+    spec = SiteSpec(30_000, 448, 384, "layer", "swish")
+    assert spec not in local.fitted_table(H200).sites
+    entry = model.estimates(spec).entry
+    bf16_only = Terms(why_not_fp8="its errors are unknown")
+    assert decide(entry, Limits(), bf16_only).choice == KERNEL
