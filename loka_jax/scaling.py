@@ -13,18 +13,20 @@ below the level. Outliers saturate. Where the amaxes of a window lie within a fa
 14, as in healthy training, there is no difference.
 
 The state is not a parameter: it is never clipped, decayed, averaged or optimized. Over
-microbatches and over mesh axes it is merged by the maximum.
+microbatches, over mesh axes and over several calls of a site it is merged by the
+maximum.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from loka_jax import fp8
+from loka_jax import fp8, max_merge
 from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
 
 # Outliers in fewer steps in a row set no level; a jump that stays does after as many.
@@ -34,8 +36,13 @@ _HELD_STEPS = 5
 _KEPT_BITS = 10
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class DelayedScaling(NamedTuple):
     """The delayed-scaling state of one site.
+
+    Inside of a function that JAX differentiates with respect to it the table is
+    `max_merge.MaxMerged`, so that JAX merges the states after several uses by their
+    maximum; see `readable`.
 
     Attributes:
         table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
@@ -54,6 +61,20 @@ class DelayedScaling(NamedTuple):
     def amax_history(self) -> Float[Array, "3 H"]:
         """The amaxes of the last H steps, newest first."""
         return self.table[:, 1:]
+
+    def tree_flatten_with_keys(self):
+        """Returns the table with its key, as JAX asks of a container."""
+        return ((jax.tree_util.GetAttrKey("table"), self.table),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, tables) -> "DelayedScaling":
+        """Returns the state of a table, which enters or leaves a transformation here.
+
+        `jax.grad` and its like hand their arguments over through this function, before
+        anything can use the table twice.
+        """
+        (table,) = tables
+        return cls(max_merge.merged_if_differentiated(table))
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
@@ -74,6 +95,64 @@ def update_delayed(
     history = jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)
     table = _table(history, recipe)
     return DelayedScaling(jnp.where(jnp.isfinite(amaxes), table, state.table))
+
+
+def readable(state: DelayedScaling) -> DelayedScaling:
+    """Returns the state with its table in float32, for one use.
+
+    If JAX differentiates, the gradient of the result must be `contribution`.
+
+    Raises:
+        ValueError: under a `shard_map` across which the gradient would be summed.
+    """
+    return DelayedScaling(max_merge.unmerged(max_merge.merged(state.table)))
+
+
+def contribution(
+    state: DelayedScaling, amaxes: Float[Array, "3"] | None, recipe: Recipe
+) -> DelayedScaling:
+    """Returns what one use of a site adds to its next state: the gradient of the state.
+
+    Rows are those of `update_delayed`, but -inf where that leaves the state as it was:
+    of several uses those that measured an operand prevail.
+
+    Args:
+        state: of the site, from `readable`.
+        amaxes: of the operands; not finite where not measured; None if none was.
+        recipe: of the site.
+    """
+    if amaxes is None:
+        return DelayedScaling(jnp.full_like(state.table, -jnp.inf))
+    return DelayedScaling(
+        _shared(functools.partial(_contribution, recipe))(state.table, amaxes)
+    )
+
+
+type _OfTableAndAmaxes = Callable[[Array, Array], Array]
+
+
+def _contribution(recipe: Recipe, table: Array, amaxes: Array) -> Array:
+    updated = update_delayed(DelayedScaling(table), amaxes, recipe).table
+    return jnp.where(jnp.isfinite(amaxes)[:, None], updated, -jnp.inf)
+
+
+def _shared(function: _OfTableAndAmaxes) -> _OfTableAndAmaxes:
+    """Returns the function such that examples under `vmap` that share a table get one.
+
+    JAX would compute a table for each example, and sum them.
+    """
+    shared = jax.custom_batching.custom_vmap(function)
+
+    @shared.def_vmap
+    def over_examples(size, is_batched, table, amaxes):
+        del size
+        has_own_table, has_own_amaxes = is_batched
+        if not has_own_table:
+            return shared(table, jnp.max(amaxes, axis=0)), False
+        axes = (0, 0 if has_own_amaxes else None)
+        return _shared(jax.vmap(function, in_axes=axes))(table, amaxes), True
+
+    return shared
 
 
 def delayed_scale_inv(

@@ -7,7 +7,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 # Lowest first.
 LAYERS = (
     ("terminal",),
-    ("fp8", "quality", "jsonfile", "options", "cache_folder"),
+    ("fp8", "quality", "jsonfile", "options", "cache_folder", "max_merge"),
     ("recipe", "normed"),
     ("scaling", "site", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other

@@ -10,11 +10,8 @@ jit a `Planned` model.
 import contextlib
 import contextvars
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-from flax import linen
 
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve, resolve_served
@@ -33,7 +30,6 @@ class SiteContext:
         listener: is called with each `Site` that is traced.
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.
-        delayed_calls: by pass over a model, the called sites with delayed scaling.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -43,9 +39,6 @@ class SiteContext:
     listener: Callable[[Any], None] | None = None
     device: Device | None = None
     called: set[str] = dataclasses.field(default_factory=set)
-    delayed_calls: weakref.WeakKeyDictionary = dataclasses.field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     def plan(
         self,
@@ -72,23 +65,6 @@ class SiteContext:
         if implementation is None:
             return resolve_served(spec, recipe, device)
         return resolve(spec, Choice(implementation, recipe), device)
-
-    def refuse_second_call(self, module: linen.Module):
-        """Raises ValueError if a site with delayed scaling is called again in a pass.
-
-        JAX adds up the gradients of a value that is used twice, and a sum of states is
-        not a state: scales would double every step. (Flax's transforms make new roots:
-        two calls of a module under `linen.remat` go unnoticed.)
-        """
-        assert module.scope is not None
-        paths = self.delayed_calls.setdefault(module.scope.root, set())
-        if module.path in paths:
-            raise ValueError(
-                f"site {'/'.join(module.path)!r} is called twice in one pass; delayed "
-                "scaling needs one call a step: use a current-scaling recipe such as "
-                "'fp8_tensorwise' there."
-            )
-        paths.add(module.path)
 
 
 _PLAIN = SiteContext()

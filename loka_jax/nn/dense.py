@@ -172,7 +172,6 @@ def _with_state(
     if xla.why_not(_ANY_BATCH, spec.k, spec.n):
         choice = dataclasses.replace(plan.choice, recipe=_in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
-    current().refuse_second_call(module)
     state = module.variable(
         OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe
     )

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array
 
+from loka_jax import scaling
 from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.site import ProbeConfig, SiteStats
-from loka_jax.scaling import DelayedScaling, stored_scales
+from loka_jax.scaling import DelayedScaling
 
 PROBE = "probe"  # the collection
 
@@ -47,7 +48,9 @@ def site_tap(
         return None
     init = functools.partial(observer.init, spec.m, spec.k, spec.n)
     stats = module.variable(PROBE, "stats", init).value
-    scales = stored_scales(state, plan.choice.recipe)
+    # Its gradient is left to the product: this use contributes nothing.
+    readable = None if state is None else jax.lax.stop_gradient(scaling.readable(state))
+    scales = scaling.stored_scales(readable, plan.choice.recipe)
     return _observe(observer, axis_names, scales, stats)
 
 

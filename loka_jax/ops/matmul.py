@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.products import Activations, Products, check_state
+from loka_jax.ops.products import Activations, Products, read_state
 from loka_jax.scaling import DelayedScaling
 
 
@@ -34,9 +34,8 @@ def matmul(
     """Returns `lhs @ rhs` in the recipe's precision and compute dtype.
 
     Differentiable in lhs and rhs; gradients have their operands' dtypes. The gradient
-    with respect to `state` is its value for the next step. `state` must belong to one
-    call a step: JAX adds up the gradients of several calls, and a sum of states is not
-    a state.
+    with respect to `state` is its value for the next step; of several calls, the
+    maximum.
 
     Args:
         lhs: usually activations. If another site handed them on in FP8, fwd reads that
@@ -52,7 +51,7 @@ def matmul(
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
     """
-    check_state(plan.choice.recipe, state)
+    state = read_state(plan.choice.recipe, state)
     fp8_lhs = None
     if isinstance(lhs, Activations):
         lhs, fp8_lhs = lhs.y, (lhs.fp8.data, lhs.fp8.scale_inv)

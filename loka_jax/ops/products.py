@@ -13,13 +13,15 @@ and keeps the operand in high precision only where a backward role reads that.
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax import fp8, triton, xla
+from loka_jax import fp8, scaling, triton, xla
 from loka_jax.fp8 import Fp8Array, fp8_max
+from loka_jax.max_merge import manual_axes, tracks_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import (
     BLOCK,
@@ -30,7 +32,7 @@ from loka_jax.recipe import (
     Recipe,
     Role,
 )
-from loka_jax.scaling import DelayedScaling, delayed_scale_inv, update_delayed
+from loka_jax.scaling import DelayedScaling, delayed_scale_inv
 from loka_jax.site import Fp8Scaling
 
 
@@ -70,8 +72,8 @@ class Activations:
         return Activations(y, Fp8Array(self.fp8.data.reshape(y.shape), scale_inv))
 
 
-def check_state(recipe: Recipe, state: DelayedScaling | None):
-    """Checks that there is a state if and only if the recipe is delayed.
+def read_state(recipe: Recipe, state: DelayedScaling | None) -> DelayedScaling | None:
+    """Returns the state of a site for one call, see `scaling.readable`.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
@@ -79,6 +81,7 @@ def check_state(recipe: Recipe, state: DelayedScaling | None):
     if (state is not None) != recipe.is_delayed:
         need = "needs a" if recipe.is_delayed else "takes no"
         raise ValueError(f"recipe {recipe.name!r} {need} delayed-scaling state.")
+    return None if state is None else scaling.readable(state)
 
 
 @struct.dataclass
@@ -242,16 +245,33 @@ class Products(NamedTuple):
         return delayed_scale_inv(state, operand, unused_amax, cast, self.recipe)
 
     def next_state(self, state, *operands: SiteOperand):
-        """Returns the state for the next step; unchanged if no operand was measured.
+        """Returns the gradient of the state, see `scaling.contribution`."""
+        if state is None:
+            return None
+        return scaling.contribution(
+            state, self._amaxes(state, operands), self.plan.choice.recipe
+        )
 
-        The rows of operands that were not measured stay as they are.
-        """
-        if state is None or all(x.amaxes is None for x in operands):
-            return state
+    def _amaxes(self, state, operands: tuple[SiteOperand, ...]) -> Array | None:
+        """Returns the amaxes over all devices that share the state."""
+        if all(x.amaxes is None for x in operands):
+            return None
         missing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
         parts = [missing if x.amaxes is None else x.amaxes for x in operands]
         amaxes = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
-        return update_delayed(state, amaxes, self.plan.choice.recipe)
+        return fp8.amax_over_devices(amaxes, _unmerged_axes(self, state, amaxes))
+
+
+def _unmerged_axes(products: Products, state, amaxes: Array) -> tuple[str, ...]:
+    """Returns the mesh axes over which amaxes differ, but not the state.
+
+    These are all axes where `shard_map` does not say, and nobody named any.
+    """
+    axes = manual_axes()
+    if tracks_varying(axes):
+        own = jax.typeof(state.table).mat.varying
+        return tuple(sorted(jax.typeof(amaxes).mat.varying - own))
+    return () if products.axis_names else axes
 
 
 def with_copy(x: Array, copy: Fp8Array, amaxes: Array) -> SiteOperand:

@@ -20,7 +20,7 @@ from loka_jax.ops.kernel_site import KernelRun, run
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.products import Activations, check_state
+from loka_jax.ops.products import Activations, read_state
 from loka_jax.scaling import DelayedScaling
 
 
@@ -76,7 +76,6 @@ def run_site(
     """
     spec, recipe = plan.spec, plan.choice.recipe
     _check(plan, arrays)
-    check_state(recipe, state)
     lhs, rhs, *vectors = arrays
     leading = lhs.shape[:-1]
     rows = lhs.reshape(spec.m, spec.k)
@@ -129,6 +128,7 @@ def _by_kernels(site: KernelRun, arrays: SiteArrays, state):
 
     Padding is zeros in both passes, which add nothing to the gradients of the weights.
     """
+    state = read_state(site.plan.choice.recipe, state)
     m, padding = site.plan.spec.m, site.plan.padding
     lhs, fp8_lhs = arrays.lhs, None
     if isinstance(lhs, Activations):

@@ -93,44 +93,6 @@ def test_evaluation_leaves_the_state_alone():
     chex.assert_trees_all_equal(states(updated), states(variables))
 
 
-class Twice(linen.Module):
-    recipe: str
-
-    @linen.compact
-    def __call__(self, x):
-        layer = Dense(64, recipe=self.recipe, name="shared")
-        return layer(layer(x))
-
-
-def test_a_second_call_of_a_delayed_site_is_refused():
-    with pytest.raises(ValueError, match="'shared' is called twice"):
-        Twice(DELAYED).init(jax.random.key(0), jnp.ones((16, 64)))
-
-
-def test_current_scaling_may_share_a_layer():
-    y, _ = Twice("fp8_rowwise").init_with_output(jax.random.key(0), jnp.ones((16, 64)))
-    chex.assert_shape(y, (16, 64))
-
-
-def test_a_second_call_through_a_method_is_refused():
-    class Setup(linen.Module):
-        def setup(self):
-            self.shared = Dense(64, recipe=DELAYED)
-
-        def __call__(self, x):
-            return self.shared(jax.nn.relu(self.shared(x)))
-
-    with pytest.raises(ValueError, match="'shared' is called twice"):
-        Setup().init(jax.random.key(0), jnp.ones((16, 64)))
-
-
-def test_a_site_may_be_called_again_in_the_next_pass():
-    layer, x = Dense(32, recipe=DELAYED), jnp.ones((16, 64))
-    variables = init(layer, x)
-    once = layer.apply(variables, x)
-    chex.assert_trees_all_equal(layer.apply(variables, x), once)
-
-
 def test_remat_of_a_delayed_layer_changes_nothing():
     x = support.normal(16, 64)
 

@@ -208,14 +208,3 @@ def test_remat_of_a_site_changes_nothing(device):
 
     found, expected = gradients(linen.remat(NormDense)), gradients(NormDense)
     chex.assert_trees_all_close(found, expected, rtol=1e-2, atol=1e-2)
-
-
-def test_a_second_call_of_a_delayed_site_is_refused():
-    class Twice(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            layer = NormDense(32, recipe=DELAYED, name="shared")
-            return layer(layer(x))
-
-    with pytest.raises(ValueError, match="'shared' is called twice"):
-        Twice().init(jax.random.key(0), jnp.ones((16, 32)))
