@@ -75,7 +75,7 @@ def restamp(path: pathlib.Path, *, record: bool = False, workers: int = 1) -> in
         for site, entry in table.sites.items()
     }
     header = dataclasses.replace(table.header, kernels=sources.digest())
-    tables.write(path, Table(header, sites))
+    tables.write(path, dataclasses.replace(table, header=header, sites=sites))
     print(f"{path.name}: {'recorded' if record else 'all programs equal, stamped'}")
     return 0
 

@@ -42,8 +42,7 @@ class Local(NamedTuple):
 def local_performance() -> Local:
     """Returns what is known of this machine; measures its roofline at the first call.
 
-    Shipped measurements that do not hold here, and a damaged cache, are left out with a
-    note.
+    Shipped measurements that do not hold here are left out with a note.
     """
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -127,14 +126,15 @@ def _patch_notes(measured: Header, here: Header) -> tuple[str, ...]:
 
 
 def _cached() -> tuple[Table, tuple[str, ...]]:
-    """Returns the user's measurements; none if the file does not exist, or is bad."""
+    """Returns the user's measurements; a damaged file is removed, as a cache can be."""
     path, header = cache_path(), header_here()
     if not path.exists():
         return Table(header), ()
     try:
         return tables.read(path), ()
     except BadTable as error:
-        return Table(header), (f"Earlier measurements are ignored: {error}",)
+        path.unlink(missing_ok=True)
+        return Table(header), (f"Earlier measurements were removed: {error}",)
 
 
 def _measured_roofline() -> Roofline:
