@@ -1,0 +1,289 @@
+"""How far results are from the reference, compared with what rounding explains.
+
+Of each result, and of the same under perturbations that stand for rounding:
+
+    row       relative L2 error of each row
+    tile      of each tile of 64 x 64, all rows scaled to one size
+    gain      least-squares slope of the error on the reference, over 64 rows or columns
+    offset    mean error over 64 rows or columns, in units of the root mean square
+    cast      slope of the error of a product on what it changes if an operand is not
+              cast: 0 if it is cast as the recipe says, 1 if it is not
+    share     slope of the error of drhs on what 64 rows add to it: 1 if it lacks them
+
+What is allowed is a floor and a few times what the perturbations do. The floors are
+about one rounding to bfloat16 (2^-9, or 0.2 %); those of `cast` and `share` lie well
+between 0 and 1.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax.measure.check_reference import Expected, Flip
+from loka_jax.measure.compiling import UNTUNED
+
+TILE = 64
+INFERENCE = "inference "
+
+
+class Limits(NamedTuple):
+    """What is allowed of a score: floor + slack x the score under perturbations."""
+
+    floor: float
+    slack: float
+
+
+_ROUNDING = Limits(0.003, 2.0)
+_LIMITS = {"cast": Limits(0.25, 2.0), "share": Limits(0.25, 6.0)}
+_FLIPS = 0.75  # of the code that matters most to a row, times the slack
+
+
+class Score(NamedTuple):
+    """The worst of a result's scores of one kind; arrays, later numbers.
+
+    Attributes:
+        excess: the score over what is allowed; infinite instead of NaN.
+        value: the score.
+        allowed: what is allowed there.
+        index: place among the scores of its kind.
+    """
+
+    excess: Any
+    value: Any
+    allowed: Any
+    index: Any
+
+
+class Finding(NamedTuple):
+    """A score of a result.
+
+    Attributes:
+        name: of the result.
+        shape: of the result.
+        kind: of the score; for casts followed by the operand.
+        score: the worst of its kind.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    score: Score
+
+    def __str__(self) -> str:
+        """Returns what is wrong, and where."""
+        kind, _, operand = self.kind.partition(" ")
+        off = f"by {self.score.value:.2g}, above {self.score.allowed:.2g}"
+        place = f"{self.name}{self._place(kind)}"
+        return {
+            "row": f"{place} is off {off} (relative L2)",
+            "tile": f"{place} is off {off} (relative L2)",
+            "gain": f"{place} is too large or too small {off}",
+            "offset": f"{place} is shifted {off} of its size",
+            "cast": f"{place} is off {off} along the cast of {operand}",
+            "share": f"{place}: the part of these rows is off {off}",
+        }[kind]
+
+    def _place(self, kind: str) -> str:
+        """Returns the rows and columns in which the score was the worst."""
+        index = int(self.score.index)
+        rows, columns = (1, *self.shape)[-2:]
+        row_blocks, column_blocks = -(-rows // TILE), -(-columns // TILE)
+        match kind:
+            case "row":
+                return f"[{index}]" if len(self.shape) > 1 else ""
+            case "tile":
+                at = divmod(index, column_blocks)
+                return f"[{_block(at[0], rows)}, {_block(at[1], columns)}]"
+            case "gain" | "offset" if index >= row_blocks:
+                return f"[:, {_block(index - row_blocks, columns)}]"
+            case "gain" | "offset":
+                return f"[{_block(index, rows)}]"
+            case "share":
+                return f", rows {index * TILE} to {(index + 1) * TILE} of lhs"
+        return ""
+
+
+def _block(index: int, size: int) -> str:
+    return f"{index * TILE}:{min((index + 1) * TILE, size)}"
+
+
+def scores(
+    found: dict[str, Array], exact: Expected, perturbed: Sequence[Expected]
+) -> list[Finding]:
+    """Returns the worst scores of each result and kind, worst first.
+
+    Args:
+        found: the results of a candidate, by name; those of inference begin with
+            `INFERENCE`.
+        exact: the reference.
+        perturbed: the same, perturbed as rounding may.
+    """
+    worst = []
+    for name, result in found.items():
+        of = name if name in exact.results else name.removeprefix(INFERENCE)
+        ref = exact.results[of]
+        others = [result, *(other.results[of] for other in perturbed)]
+        kinds = _matrix_scores(ref, others, exact.flips.get(of))
+        for (changed, operand), change in exact.uncast.items():
+            if changed == of:
+                kinds[f"cast {operand}"] = _cast_score(ref, others, change)
+        if of == "drhs":
+            kinds["share"] = _share_score(exact.lhs, exact.g, ref, others)
+        worst += [Finding(name, result.shape, *item) for item in kinds.items()]
+    worst = jax.device_get(worst)
+    return sorted(worst, key=lambda finding: -finding.score.excess)
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _matrix_scores(
+    ref: Array, others: list[Array], flips: Flip | None
+) -> dict[str, Score]:
+    """Returns the scores of rows, tiles and blocks of a result.
+
+    Args:
+        ref: the reference.
+        others: the result, and the reference as it was perturbed.
+        flips: as in `Expected`.
+    """
+    ref, errors = _errors(ref, others)
+    lengths = jnp.sqrt(jnp.sum(errors**2, axis=2))
+    noise = jnp.mean(lengths[1:] ** 2, axis=0)
+    size = jnp.sqrt(jnp.sum(ref**2, axis=1) + noise)[:, None]
+    unit = jnp.where(size > 0, size, 1.0)
+    scale = ref.shape[1] ** 0.5 / unit
+    # Where nothing is expected any error is infinitely large.
+    is_nothing = (size[None, :, 0] == 0) & (lengths > 0)
+    rows = _typical(jnp.where(is_nothing, jnp.inf, lengths / unit[None, :, 0]))
+    parts = jax.vmap(_blocks, in_axes=(None, 0))(ref * scale, errors * scale[None])
+    compared = {kind: _largest(x) for kind, x in parts.items()}
+    compared |= {"tile": _typical(parts["tile"]), "row": rows}
+    noise = {kind: x.noise for kind, x in compared.items()}
+    if flips is not None:
+        # Where few codes make a result, perturbations may miss the one that flips.
+        tile = _FLIPS * jnp.sqrt(jnp.mean((flips.tile / unit[:, 0]) ** 2))
+        noise["row"] += _FLIPS * flips.row / unit[:, 0]
+        noise["tile"] += tile
+        noise["gain"] += tile / TILE**0.5
+        noise["offset"] += tile / TILE**0.5
+    return {
+        kind: _worst(kind, _Compared(x.values, noise[kind]))
+        for kind, x in compared.items()
+    }
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _cast_score(ref: Array, others: list[Array], change: Array) -> Score:
+    """Returns how much of an operand's cast a product lacks.
+
+    Args:
+        ref: the reference.
+        others: the result, and the reference as it was perturbed.
+        change: of the reference, if the operand is not cast.
+    """
+    _, errors = _errors(ref, others)
+
+    def mean_slope(axis: int) -> Array:
+        total = jnp.sum(change**2, axis=axis - 1)[None]
+        along = jnp.sum(errors * change[None], axis=axis)
+        return jnp.abs(jnp.mean(along / jnp.where(total > 0, total, jnp.inf), axis=1))
+
+    # One code that flips moves a row or a column, and hardly the mean over the others.
+    slopes = jnp.minimum(mean_slope(1), mean_slope(2))
+    return _worst("cast", _largest(slopes[:, None]))
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Score:
+    """Returns what share of some rows is missing in lhs^T g, or added to it.
+
+    Args:
+        lhs, g: the operands, (m, k) and (m, n).
+        ref: the reference of the product.
+        others: the result, and the reference as it was perturbed.
+    """
+    _, errors = _errors(ref, others)
+    on_rows = jnp.einsum("mk,ekn,mn->em", lhs, errors, g)
+    whole = jnp.sum(lhs**2, axis=1) * jnp.sum(g**2, axis=1)
+    total = _tile_sums(whole[:, None])[:, 0]
+    along = jax.vmap(_tile_sums)(on_rows[:, :, None])[:, :, 0]
+    total = jnp.where(total > 0, total, 1.0)
+    return _worst("share", _typical(jnp.abs(along) / total[None]))
+
+
+class _Compared(NamedTuple):
+    """The scores of a kind, and what the perturbations make of them at each place."""
+
+    values: Array
+    noise: Array
+
+
+def _errors(ref: Array, others: list[Array]) -> tuple[Array, Array]:
+    """Returns the reference and the errors as matrices, the errors stacked."""
+    ref = jnp.atleast_2d(ref)
+    others = [jnp.atleast_2d(x).astype(jnp.float32) for x in others]
+    return ref, jnp.stack(others) - ref[None]
+
+
+def _blocks(ref: Array, error: Array) -> dict[str, Array]:
+    """Returns scores of tiles, and of blocks of rows followed by blocks of columns.
+
+    The rows of the reference have a root mean square of at most 1.
+    """
+
+    def along(x: Array) -> Array:
+        sums = _tile_sums(x)
+        return jnp.concatenate([jnp.sum(sums, axis=1), jnp.sum(sums, axis=0)])
+
+    count = along(jnp.ones_like(ref))
+    # Blocks that are nearly zero have no slope.
+    references = jnp.maximum(along(ref**2), 0.1 * count)
+    return {
+        # Partial tiles count as much as their elements: few say little.
+        "tile": jnp.sqrt(_tile_sums(error**2) / _full_tile(ref)),
+        "gain": jnp.abs(along(error * ref) / references),
+        "offset": jnp.abs(along(error) / count),
+    }
+
+
+def _full_tile(x: Array) -> int:
+    """Returns the elements of the largest tile."""
+    return min(TILE, x.shape[0]) * min(TILE, x.shape[1])
+
+
+def _typical(scores: Array) -> _Compared:
+    """Returns scores with the noise at each place, at least that of most places.
+
+    Args:
+        scores: of the result and of the perturbations, stacked.
+    """
+    square = jnp.mean(scores[1:] ** 2, axis=0)
+    # The geometric mean: some places with much noise hardly count.
+    usual = jnp.exp(jnp.mean(jnp.log(square + 1e-8)))
+    return _Compared(scores[0], jnp.sqrt(square + usual))
+
+
+def _largest(scores: Array) -> _Compared:
+    """Returns scores with the largest noise of all places, of which there are few."""
+    return _Compared(scores[0], jnp.max(scores[1:]))
+
+
+def _worst(kind: str, compared: _Compared) -> Score:
+    limits = _LIMITS.get(kind, _ROUNDING)
+    allowed = limits.floor + limits.slack * compared.noise
+    value, allowed = jnp.broadcast_arrays(compared.values, allowed)
+    excess = (value / allowed).ravel()
+    excess = jnp.where(jnp.isnan(excess), jnp.inf, excess)
+    at = jnp.argmax(excess)
+    return Score(excess[at], value.ravel()[at], allowed.ravel()[at], at)
+
+
+def _tile_sums(x: Float[Array, "m n"]) -> Float[Array, "a b"]:
+    """Returns the sums over tiles; the last ones may be partial."""
+    m, n = x.shape
+    x = jnp.pad(x, ((0, -m % TILE), (0, -n % TILE)))
+    tiles = x.reshape(x.shape[0] // TILE, TILE, x.shape[1] // TILE, TILE)
+    return jnp.sum(tiles, axis=(1, 3))
