@@ -1,7 +1,7 @@
 """Measures every candidate at one site, in this process.
 
-correct  the whole site, forward and backward, against XLA in float32: a kernel may add
-         little to the error that its recipe has by XLA
+right    the whole site, forward and backward, against the float32 product of the same
+         quantized operands: see `measure.checking`
 errors   of each product in each recipe, on operands drawn from Probe's statistics
 times    kernel time of the whole site, its operands out of the L2
 """
@@ -14,17 +14,16 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
-from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
+from loka_jax.measure.checking import chain_spec, why_wrong
+from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.passes import (
     Operands,
     as_read,
-    exact,
     in_chains,
     inference,
     num_rotated,
@@ -36,21 +35,18 @@ from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.probe.capture import Operands as Drawn
 from loka_jax.probe.site import SiteStats
-from loka_jax.quality import relative_l2
 from loka_jax.recipe import RECIPES
 from loka_jax.site import BF16, Choice, SiteSpec
 from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
-# A kernel's error may exceed its recipe's by this factor and relative L2.
-_SLACK, _ROUNDING = 1.25, 0.01
-_MAX_ERROR = 0.5  # relative L2 beyond which no candidate is correct, XLA's included
 _MAX_CHAINED = 3
 
 # By pass: a function and its sets of arguments.
 type _Programs = dict[str, Case]
 type _Times = dict[str, dict[str, float]]
 type _Begin = Callable[[str], None]
+type _Check = Callable[[SiteSpec, Choice], str | None]
 
 
 class Job(NamedTuple):
@@ -82,6 +78,7 @@ def measure_site(
     begin: _Begin,
     alone: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     errors_of: Callable[[Job], RoleErrors] | None = None,
+    check: _Check = why_wrong,
 ) -> Entry:
     """Returns the measurements of a site.
 
@@ -91,6 +88,7 @@ def measure_site(
             time: the last name is known if a candidate ends the process.
         alone: a context in which no other process uses the GPU, for times.
         errors_of: returns the errors of all products; `measure_errors` if None.
+        check: returns what is wrong with a candidate, or None.
     """
     begin("")
     errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
@@ -99,11 +97,16 @@ def measure_site(
     draw = _draw(job, job.spec.m)
     sets = [as_read(draw(key)) for key in _keys(job, num_rotated(job.spec))]
     compiled, failures = _compile_candidates(job, sets, begin)
-    correct = _check_all(job, compiled, failures, sets, begin)
+    alone_specs = dict.fromkeys(job.choices, job.spec)
+    right = _right(alone_specs, failures, begin, check)
     begin("")
     with alone():
-        times = _time(correct)
-    cases = _chain_cases(job, _fastest_kernels(times), sets, begin)
+        times = _time({choice.name: compiled[choice.name] for choice in right})
+    fastest = _fastest_kernels(times)
+    chain_specs = {choice: chain_spec(job.spec, choice) for choice in fastest}
+    chained = _right(chain_specs, failures, begin, check)
+    times = _without(times, failures)
+    cases = _chain_cases(job, chained, sets, begin)
     if cases:
         with alone():
             times |= _by_pass(time_kernels(cases))
@@ -213,62 +216,29 @@ def _compile(
     }
 
 
-def _check_all(
-    job: Job,
-    compiled: dict[str, _Programs],
+def _right(
+    specs: Mapping[Choice, SiteSpec],
     failures: dict[str, str],
-    sets: Sequence[Operands],
     begin: _Begin,
-) -> dict[str, _Programs]:
-    """Returns the candidates that are correct; adds the others to `failures`."""
-    reference = _reference(job.spec, sets[0])
-    correct: dict[str, _Programs] = {}
-    errors: dict[str, dict[str, float]] = {}
-    for choice in job.choices:
+    check: _Check,
+) -> list[Choice]:
+    """Returns the candidates that are right; adds the others to `failures`.
+
+    Args:
+        specs: the site by candidate, in the form in which that is checked.
+        failures: by name; candidates with one are not checked.
+        begin, check: as in `measure_site`.
+    """
+    for choice, spec in specs.items():
         if choice.name in failures:
             continue
         begin(choice.name)
-        by_xla = errors.get(Choice("xla", choice.recipe).name, {})
-        try:
-            errors[choice.name] = _errors_of_run(compiled[choice.name], reference)
-        except Exception as error:  # of any kind: the other candidates go on
-            failures[choice.name] = f"does not run: {one_line(error)}"
-            continue
-        why_not = _why_incorrect(errors[choice.name], by_xla)
-        if why_not is None:
-            correct[choice.name] = compiled[choice.name]
-        else:
-            failures[choice.name] = why_not
-    return correct
-
-
-def _reference(spec: SiteSpec, operands: Operands) -> tuple[Array, Array, Array]:
-    """Returns y, dlhs and drhs in float32."""
-    function, arguments = exact(spec, operands)
-    options = UNTUNED if jax.default_backend() == "gpu" else {}
-    y, (dlhs, drhs) = jax.jit(function, compiler_options=dict(options))(*arguments)
-    return y, dlhs, drhs
-
-
-def _errors_of_run(programs: _Programs, reference) -> dict[str, float]:
-    """Returns the relative L2 errors of a candidate's results."""
-    y, (dlhs, drhs) = _run_once(programs["training"])
-    inferred = _run_once(programs["inference"])
-    results = {"y": y, "dlhs": dlhs, "drhs": drhs, "inferred y": inferred}
-    references = (*reference, reference[0])
-    return {
-        name: float(relative_l2(ref, x.astype(jnp.float32)))
-        for (name, x), ref in zip(results.items(), references, strict=True)
-    }
-
-
-def _why_incorrect(errors: dict[str, float], by_xla: dict[str, float]) -> str | None:
-    """Returns which result is too far off, or None."""
-    for name, error in errors.items():
-        bound = min(_MAX_ERROR, _SLACK * by_xla.get(name, _MAX_ERROR) + _ROUNDING)
-        if not error <= bound:
-            return f"{name} is off by {error:.3g} (relative L2), above {bound:.3g}"
-    return None
+        why = check(spec, choice)
+        if why is not None:
+            failures[choice.name] = (
+                why if spec.out == "compute" else f"{why}, in chains"
+            )
+    return [choice for choice in specs if choice.name not in failures]
 
 
 def _run_once(case: Case):
@@ -291,6 +261,14 @@ def _time(candidates: dict[str, _Programs]) -> _Times:
             for pass_name, case in programs.items()
         }
     )
+
+
+def _without(times: _Times, failures: Mapping[str, str]) -> _Times:
+    """Returns the times of candidates that did not fail."""
+    return {
+        pass_name: {name: us for name, us in by_name.items() if name not in failures}
+        for pass_name, by_name in times.items()
+    }
 
 
 def _fastest_kernels(times: _Times) -> list[Choice]:

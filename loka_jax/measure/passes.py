@@ -24,7 +24,7 @@ from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.probe.capture import Operands as Drawn
-from loka_jax.recipe import Recipe, get_recipe
+from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
 from loka_jax.serving import fold
 from loka_jax.site import Choice, SiteSpec
@@ -32,7 +32,6 @@ from loka_jax.site import Choice, SiteSpec
 # lhs and g in bfloat16, rhs in float32; lhs in FP8 too where another site hands it on.
 type Operands = tuple[Array | Activations, Array, Array]
 
-_FLOAT32 = Choice("xla", get_recipe("f32"))
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
 
@@ -113,13 +112,6 @@ def inference(
     lhs, rhs, _ = sets[0]
     folded = fold(infer, rhs, lhs)
     return Case(folded.function, [(folded.ready, lhs) for lhs, _, _ in sets])
-
-
-def exact(spec: SiteSpec, operands: Operands) -> tuple[Callable, tuple]:
-    """Returns training in float32 by XLA, and its arguments."""
-    lhs, rhs, g = operands
-    lhs, g = _high_precision(lhs).astype(jnp.float32), g.astype(jnp.float32)
-    return training(_FLOAT32, spec, [(lhs, rhs, g)]).function, (lhs, rhs, g)
 
 
 def in_chains(
