@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen
 
@@ -154,13 +155,20 @@ class Run:
         return jax.jit(make_eval_step(self.planned, self.tables), donate_argnums=1)
 
     def evaluate(self, state: TrainState, dataset: Dataset) -> dict[str, Any]:
-        """Returns the metrics of `state` on all of `dataset`, in order."""
-        seen = metrics.init()
+        """Returns the metrics of `state` on all of `dataset`, in order.
+
+        Logits and labels stay on the device until the last batch, 12 bytes an example:
+        fetching them batch by batch would stall it.
+        """
+        seen, scored = metrics.init(), []
         size = self.config.loop.batch_size
         for step in range(dataset.num_batches(size)):
             batch = dataset.batch(Position(0, step, 0), size, shuffle=False)
-            seen = self.eval_step(state, seen, batch)
-        return metrics.compute(seen)
+            seen, logits = self.eval_step(state, seen, batch)
+            scored.append((logits, batch.labels, batch.weights))
+        columns = zip(*jax.device_get(scored), strict=True)
+        auc = metrics.auc(*map(np.concatenate, columns))
+        return {"auc": auc} | metrics.compute(seen)
 
     def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
         step = make_train_step(

@@ -126,7 +126,8 @@ def logloss(
 ) -> float:
     """Returns the log loss of a batch, infinite if it is not a finite number."""
     step = jax.jit(make_eval_step(model, tables))
-    value = metrics.compute(step(state, metrics.init(), batch))["logloss"]
+    seen, _ = step(state, metrics.init(), batch)
+    value = metrics.compute(seen)["logloss"]
     return value if value is not None and math.isfinite(value) else math.inf
 
 

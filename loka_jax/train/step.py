@@ -127,13 +127,19 @@ def make_train_step(
 
 def make_eval_step(
     model: Model, tables: embedding.TableSpec
-) -> Callable[[TrainState, metrics.MetricState, Batch], metrics.MetricState]:
-    """Returns the evaluation step, which adds one batch to the metrics."""
+) -> Callable[
+    [TrainState, metrics.MetricState, Batch],
+    tuple[metrics.MetricState, Float[Array, "B"]],
+]:
+    """Returns the evaluation step: it adds a batch to the metrics, and has its logits.
+
+    The logits are float32.
+    """
 
     def step(state: TrainState, seen: metrics.MetricState, batch: Batch):
-        logits = logits_of(model, tables, state, batch)
+        logits = logits_of(model, tables, state, batch).astype(jnp.float32)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return metrics.update(seen, logits, labels, weights)
+        return metrics.update(seen, logits, labels, weights), logits
 
     return step
 

@@ -1,10 +1,14 @@
 """What is made from a configuration before anything is trained."""
 
+import numpy as np
 import pytest
 
+from loka_jax.data import Position
 from loka_jax.models import Dlrm
+from loka_jax.train import metrics
 from loka_jax.train.build import build
 from loka_jax.train.config import DlrmConfig
+from loka_jax.train.step import logits_of
 from tests.train import support
 from tests.train.support import digest
 
@@ -45,5 +49,10 @@ def test_a_recipe_without_delayed_scales_compiles_one_step():
 
 def test_an_evaluation_sees_every_example_once():
     run = build(support.config(batch_size=48))  # 64 examples: one and a third batch
-    found = run.evaluate(run.init(), run.splits.valid)
+    state, valid = run.init(), run.splits.valid
+    found = run.evaluate(state, valid)
     assert found["count"] == 64
+    whole = valid.batch(Position(0, 0, 0), 64, shuffle=False)
+    logits = logits_of(run.planned, run.tables, state, whole)
+    expected = metrics.auc(*map(np.asarray, (logits, whole.labels, whole.weights)))
+    assert found["auc"] == pytest.approx(expected, abs=1e-3)

@@ -303,7 +303,7 @@ def test_evaluation_uses_no_dropout_and_changes_no_state():
     model = F32.clone(dropout_rate=0.5)
     state, batch = make_state(model), make_batch()
     before = digest(state)
-    dropped = jax.jit(make_eval_step(model, TABLES))(state, metrics.init(), batch)
-    plain = jax.jit(make_eval_step(F32, TABLES))(state, metrics.init(), batch)
+    dropped, _ = jax.jit(make_eval_step(model, TABLES))(state, metrics.init(), batch)
+    plain, _ = jax.jit(make_eval_step(F32, TABLES))(state, metrics.init(), batch)
     assert digest(dropped) == digest(plain)
     assert digest(state) == before
