@@ -36,6 +36,7 @@ def _frappe_optim(rows_l2: float) -> OptimConfig:
         rows_lr=1e-3,
         rows_l2=rows_l2,
         clip_norm=10.0,
+        best_by="auc",
         plateau_patience=2,
     )
 

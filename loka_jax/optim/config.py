@@ -20,9 +20,13 @@ class OptimConfig:
         eps: added to denominators by `rowwise_adagrad` and the Adams.
         warmup_steps: steps over which both rates grow linearly from 0.
         decay: both rates after the warm-up: constant, or falling to 0 at the last step.
-        plateau_factor: factor on both rates whenever the validation AUC stalls.
-        plateau_patience: stalls in a row after which training stops; None turns off
-            both the factor and early stopping.
+        best_by: measure of an evaluation by which it is the best so far, or a stall.
+            AUC ignores how far off the predictions are: while it still grows, the log
+            loss may be long past its best.
+        plateau_factor: factor on both rates whenever that measure stalls.
+        plateau_patience: stalls in a row after which training stops, and the best
+            state is taken; None turns off the factor, early stopping and the best
+            state.
     """
 
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
@@ -35,6 +39,7 @@ class OptimConfig:
     eps: float = 1e-8
     warmup_steps: int = 0
     decay: Literal["constant", "cosine", "linear"] = "constant"
+    best_by: Literal["ne", "logloss", "auc"] = "ne"
     plateau_factor: float = 0.1
     plateau_patience: int | None = None
 

@@ -20,7 +20,7 @@ class Progress:
         examples: training examples seen.
         seconds: time spent training, without evaluations and checkpoints.
         plateau: the state of the plateau schedule and of early stopping.
-        best: the evaluation with the best AUC so far, as in metrics.jsonl.
+        best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
         demotions: a sentence for each site that fell back to bfloat16.
         returns: a sentence for each return to a checkpoint after a divergence.
         watch: the looks at delayed scales so far.

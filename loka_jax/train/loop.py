@@ -120,10 +120,9 @@ class Loop:
             verdict.refuse_ruin(self.run, self.state, self.progress)
 
     def best_state(self) -> Moment:
-        """Returns the run at its best validation AUC if that was saved, or at its end.
+        """Returns the run at its best evaluation if that was saved, or at its end.
 
-        It is saved if `plateau_patience` is set, as in the BARS benchmark. Sites may
-        have been demoted since.
+        It is saved if `plateau_patience` is set. Sites may have been demoted since.
         """
         saved = self._best.newest()
         if saved is None:
@@ -278,13 +277,12 @@ class Loop:
         line = log_lines.evaluation(self.progress, values)
         self._record.log(line)
         self._display.evaluation(self.progress.step, line)
-        plateau = self.progress.plateau
-        auc = None if line["auc"] is None else float(line["auc"])
-        after = plateau.after(auc, self.run.config.optim)
+        plateau, optim = self.progress.plateau, self.run.config.optim
+        after = plateau.after(line[optim.best_by], optim)
         self.progress = dataclasses.replace(self.progress, plateau=after)
-        if after.best_auc != plateau.best_auc:
+        if after.best != plateau.best:
             self.progress = dataclasses.replace(self.progress, best=line)
-            if self.run.config.optim.plateau_patience is not None:
+            if optim.plateau_patience is not None:
                 self._best.save(self.progress.step, self.state, self._meta())
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)

@@ -8,6 +8,7 @@
     sites.json      what runs at each site, and why not FP8
     summary.json    the run in numbers, written last
     checkpoints/    a folder for each saved step, named by its number
+    best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
 
 Lines are flushed one by one, and a resumed run drops those after its checkpoint, so

@@ -16,6 +16,7 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import plan_rows
+from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
@@ -51,6 +52,8 @@ _MAY_CHANGE = (
     "loop.max_skipped_steps",
     "loop.on_divergence",
 )
+# The values of OptimConfig.best_by, as they are printed.
+_MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}
 
 
 class Trained(NamedTuple):
@@ -309,10 +312,11 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
     split, held_out = "test", splits.test
     if held_out is None:
         split, held_out = "valid", splits.valid
-    final, final_step = None, None
+    final, final_step, final_state = None, None, None
     if not stop.is_set:
         best = loop.best_state()
         final_step = best.progress.step
+        final_state = _which(run.config.optim, progress, final_step)
         final = quality(best.run, best.state, held_out)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
@@ -332,6 +336,7 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "final_eval": final,
         "final_split": split,
         "final_step": final_step,
+        "final_state": final_state,
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(run.sites), "fp8": in_fp8},
         "plan": plan_rows(run.plan),
@@ -340,6 +345,13 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "warnings": progress.scale_watch.warnings,
         "data": splits.report,
     }
+
+
+def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
+    """Returns which state the final evaluation judges, as a phrase."""
+    if optim.plateau_patience is None or progress.best is None:
+        return f"step {step:,}, the last"
+    return f"step {step:,}, the best by {_MEASURES[optim.best_by]}"
 
 
 def _print_end(
@@ -358,7 +370,7 @@ def _print_end(
     console.print(
         f"{summary['final_split']}: AUC {numbers['auc']}  log loss "
         f"{numbers['logloss']}  NE {numbers['ne']}  calibration "
-        f"{numbers['calibration']}"
+        f"{numbers['calibration']}  ({summary['final_state']})"
     )
     best = summary["best_possible_ne"]
     share = gap_closed(final["ne"], best)

@@ -6,26 +6,26 @@ import pytest
 
 from loka_jax.optim import OptimConfig, Plateau
 
-CONFIG = OptimConfig(plateau_factor=0.1, plateau_patience=2)
+CONFIG = OptimConfig(best_by="auc", plateau_factor=0.1, plateau_patience=2)
 
 
-def follow(aucs, config=CONFIG):
+def follow(values, config=CONFIG):
     plateau = Plateau()
-    for auc in aucs:
-        plateau = plateau.after(auc, config)
+    for value in values:
+        plateau = plateau.after(value, config)
     return plateau
 
 
 def test_each_stall_lowers_the_rates_and_the_second_in_a_row_stops():
-    assert follow([0.7, 0.6]) == Plateau(best_auc=0.7, stalls=1, lr_scale=0.1)
+    assert follow([0.7, 0.6]) == Plateau(best=0.7, stalls=1, lr_scale=0.1)
     after = follow([0.7, 0.6, 0.7])
-    assert after.stop and after.best_auc == 0.7
+    assert after.stop and after.best == 0.7
     assert after.lr_scale == pytest.approx(0.01)
 
 
 def test_a_better_auc_resets_the_stalls_but_not_the_rates():
     after = follow([0.7, 0.6, 0.8])
-    assert after == Plateau(best_auc=0.8, stalls=0, lr_scale=0.1)
+    assert after == Plateau(best=0.8, stalls=0, lr_scale=0.1)
     assert not follow([0.7, 0.6, 0.8, 0.7]).stop
 
 
@@ -34,15 +34,23 @@ def test_a_gain_of_a_millionth_is_a_stall():
     assert follow([0.7, 0.7 + 2e-6]).stalls == 0
 
 
+@pytest.mark.parametrize("measure", ["ne", "logloss"])
+def test_a_lower_loss_is_better(measure):
+    config = dataclasses.replace(CONFIG, best_by=measure)
+    assert follow([0.9, 0.8, 0.7], config) == Plateau(best=0.7)
+    assert follow([0.9, 0.8, 0.85, 0.8 - 5e-7], config).stop
+    assert follow([7.0], config).best == 7.0  # worse than predicting the mean, so far
+
+
 @pytest.mark.parametrize("auc", [None, math.nan])
 def test_an_undefined_auc_is_a_stall_and_never_the_best(auc):
-    assert follow([0.7, auc]) == Plateau(best_auc=0.7, stalls=1, lr_scale=0.1)
-    assert follow([auc]).best_auc is None
+    assert follow([0.7, auc]) == Plateau(best=0.7, stalls=1, lr_scale=0.1)
+    assert follow([auc]).best is None
 
 
 def test_without_patience_only_the_best_is_remembered():
-    after = follow([0.7, 0.6, 0.5, 0.4], OptimConfig())
-    assert after == Plateau(best_auc=0.7)
+    after = follow([0.7, 0.6, 0.5, 0.4], OptimConfig(best_by="auc"))
+    assert after == Plateau(best=0.7)
 
 
 def test_the_state_survives_json():

@@ -62,6 +62,7 @@ SUMMARY = {
     "examples_per_second": 12_345_678.9,
     "skipped_steps": 1,
     "final_eval": {"auc": 0.75123, "logloss": 0.45, "ne": 0.85, "calibration": 1.01},
+    "final_state": "step 10, the best by NE",
     "best_possible_ne": 0.8,
     "sites": {"total": 2, "fp8": 1},
     "plan": [
@@ -115,6 +116,7 @@ def test_the_page_tells_the_headline_numbers(page):
     assert page.tiles["Examples/s"][0] == "12.3 M"
     assert page.tiles["FP8 sites"][0] == "1 of 2"
     assert "finished recipe fp8_rowwise on cpu seed 3 steps 20" in page.text
+    assert "evaluated at step 10, the best by NE" in page.text
     assert "2 min 05 s" in page.text and "1 step was skipped" in page.text
 
 

@@ -156,8 +156,8 @@ def demoted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         support.share_steps(patch)
         drift(patch, "top_mlp/dense_0", since=6)
-        aucs = iter([0.9, 0.5, 0.5, 0.5])
-        patch.setattr(loop_lib, "quality", lambda *_: _quality(next(aucs)))
+        nes = iter([0.8, 0.9, 0.9, 0.9])
+        patch.setattr(loop_lib, "quality", lambda *_: _quality(next(nes)))
         code, _ = train(planned(workdir, **DEMOTED))
     assert code == 0
     return workdir
@@ -166,8 +166,8 @@ def demoted(tmp_path_factory):
 DEMOTED = dict(patience=50, log_every=3, eval_every=4, max_steps=16)
 
 
-def _quality(auc):
-    return {"auc": auc, "logloss": 0.5, "ne": 0.9, "calibration": 1.0}
+def _quality(ne):
+    return {"auc": 0.7, "logloss": 0.5, "ne": ne, "calibration": 1.0}
 
 
 @pytest.mark.slow

@@ -57,12 +57,13 @@ def files(workdir):
     return lines(workdir), lines(workdir, "scales.jsonl")
 
 
-def fixed_evaluations(monkeypatch, aucs):
-    """Lets validation find these AUCs in turn."""
-    found = iter(aucs)
+def fixed_evaluations(monkeypatch, nes, aucs=None):
+    """Lets validation find these NEs and AUCs in turn."""
+    found = zip(nes, aucs or [0.7] * len(nes), strict=True)
 
     def quality(run, state, dataset):
-        return {"auc": next(found), "logloss": 0.5, "ne": 0.9, "calibration": 1.0}
+        ne, auc = next(found)
+        return {"auc": auc, "logloss": ne / 2, "ne": ne, "calibration": 1.0}
 
     monkeypatch.setattr(loop_lib, "quality", quality)
 
@@ -199,7 +200,7 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_state(
     best, plain = [], Loop.best_state
     monkeypatch.setattr(Loop, "best_state", lambda x: best.append(plain(x)) or best[-1])
     for name, steps in (("early", None), ("best", 4)):
-        fixed_evaluations(monkeypatch, [0.6, 0.7, 0.65, 0.64])
+        fixed_evaluations(monkeypatch, [0.9, 0.8, 0.85, 0.86])
         train(config(tmp_path / name, patience=2, eval_every=2, max_steps=steps))
     found = summary(tmp_path / "early")
     assert (found["steps"], found["final_step"]) == (8, 4)
@@ -208,15 +209,40 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_state(
     assert (progress.step, digest(state)) == (4, last_state[1])
 
 
+@pytest.mark.parametrize(
+    "best_by, step, name",
+    [("ne", 4, "NE"), ("logloss", 4, "log loss"), ("auc", 8, "AUC")],
+)
+def test_the_best_state_is_chosen_by_the_measure(
+    tmp_path, monkeypatch, best_by, step, name
+):
+    # The AUC still grows where the loss is long past its best.
+    fixed_evaluations(monkeypatch, [0.9, 0.8, 1.2, 1.4, 1.5], [0.6, 0.7, 0.71, 0.72, 0])
+    base = config(tmp_path, patience=50, eval_every=2, max_steps=8)
+    optim = dataclasses.replace(base.optim, best_by=best_by)
+    code, out = train(dataclasses.replace(base, optim=optim))
+    found = summary(tmp_path)
+    assert (code, found["final_step"], found["best_valid"]["step"]) == (0, step, step)
+    assert found["final_state"] == f"step {step}, the best by {name}"
+    assert f"({found['final_state']})" in out
+
+
+def test_without_patience_the_last_state_is_evaluated(tmp_path, monkeypatch):
+    fixed_evaluations(monkeypatch, [0.8, 0.9])
+    _, out = train(config(tmp_path, eval_every=2, max_steps=4))
+    assert summary(tmp_path)["final_state"] == "step 4, the last"
+    assert "(step 4, the last)" in out
+
+
 def test_stalls_lower_the_learning_rate(tmp_path, monkeypatch):
-    fixed_evaluations(monkeypatch, [0.7, 0.6, 0.75, 0.6])
+    fixed_evaluations(monkeypatch, [0.8, 0.9, 0.75, 0.9])
     train(config(tmp_path, patience=3, eval_every=2, log_every=1, max_steps=8))
     rates = [x["lr"] for x in lines(tmp_path) if x["kind"] == "train"]
     assert rates[2:] == pytest.approx([0.01] * 2 + [0.001] * 4)
 
 
 def test_a_run_that_stopped_early_takes_no_step_when_resumed(tmp_path, monkeypatch):
-    fixed_evaluations(monkeypatch, [0.7, 0.6])
+    fixed_evaluations(monkeypatch, [0.8, 0.9])
     train(config(tmp_path, patience=1, eval_every=2))
     train(config(tmp_path, patience=1, eval_every=2, resume=True))
     assert summary(tmp_path)["steps"] == 4
@@ -229,12 +255,12 @@ def test_a_best_state_from_after_the_resumed_step_is_dropped(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        fixed_evaluations(patch, [0.6, 0.7])
+        fixed_evaluations(patch, [0.9, 0.8])
         at_step(patch, 5, die)
         with pytest.raises(KeyboardInterrupt):
             train(config(tmp_path, **options))
     assert [x.name for x in (tmp_path / "best").iterdir()] == ["4"]
-    fixed_evaluations(monkeypatch, [0.9, 0.5, 0.5])
+    fixed_evaluations(monkeypatch, [0.7, 0.9, 0.9])
     train(config(tmp_path, **options, resume=True))  # from the start: nothing was saved
     assert summary(tmp_path)["final_step"] == 2
 

@@ -60,7 +60,9 @@ _made: dict = {}
 def build(config, saved=None):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
     run = build_lib.build(config, saved)
-    optim = dataclasses.replace(config.optim, plateau_patience=None, plateau_factor=0.1)
+    optim = dataclasses.replace(
+        config.optim, plateau_patience=None, plateau_factor=0.1, best_by="ne"
+    )
     steps = None if optim.decay == "constant" else run.total_steps
     sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
     model = (repr(config.model), run.plan.choices)
