@@ -94,8 +94,11 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
 def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleErrors:
     """Returns the errors of a site: live ones, and corrected ones of other products.
 
-    Drawn errors without a ratio to correct them are left out.
+    Drawn errors without a ratio to correct them are left out, unless nothing was seen
+    live at all.
     """
+    if not any(live.values()) and not any(ratios.values()):
+        return drawn
     found: RoleErrors = {}
     for role in ROLES:
         by_measure = ratios.get(role, {})
@@ -120,19 +123,23 @@ def with_live(
         live: live errors by path.
         config: name of the model in the table.
     """
-    keys = {site.path: table_key(site.spec) for site in sites if site.path in live}
+    keys = {
+        site.path: key
+        for site in sites
+        if site.path in live and (key := table_key(site.spec)) in table.sites
+    }
     drawn = {
         path: table.sites[key].errors.get(f"{config} {path}", {})
         for path, key in keys.items()
-        if key in table.sites
     }
     drawn = {path: errors for path, errors in drawn.items() if errors}
     by_role = ratios(live, drawn)
     entries: dict = {}
     for path, key in keys.items():
         own = own_errors(live[path], drawn.get(path, {}), by_role)
-        entry = entries.setdefault(key, Entry())
-        entry.errors[f"{config} {path}"] = own
+        if own:
+            entry = entries.setdefault(key, Entry())
+            entry.errors[f"{config} {path}"] = own
     return dataclasses.replace(table, sites=entries)
 
 

@@ -103,6 +103,8 @@ def test_what_cannot_be_corrected_is_left_out():
     by_role = live.ratios({"a": _errors(0.06)}, {"a": _errors(0.03)})  # of one site
     own = live.own_errors(_errors(0.06), drawn, by_role)
     assert list(own["fwd"]) == ["fp8_rowwise"]
+    # Draws count as they are if nothing at all was seen live.
+    assert live.own_errors({role: {} for role in ROLES}, drawn, {}) == drawn
 
 
 def _site(path="top/dense_0", n=64) -> Site:
