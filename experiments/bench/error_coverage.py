@@ -41,8 +41,8 @@ from loka_jax.train.build import Run, build
 from loka_jax.train.config import Config, ProbeOptions
 from loka_jax.train.step import make_observe_step
 
-GENERATED = ("fp8_dlrm", "fp8_dcnv2")
 NEW = ("norm_dlrm", "deep_dcnv2")  # see `_new`
+MODELS = ("fp8_dlrm", "fp8_dcnv2", *NEW)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class Arguments:
 
     Attributes:
         out: where to write the JSON; printed only if None.
-        frappe, criteo: data of the configurations on them, which else are left out.
+        models: to train.
+        frappe, criteo: data of the configurations on them, which are trained too.
         tiny: the `_tiny` variants, and small ones of the new models.
         steps: of training before the intervals are taken.
         every: Probe observes every so many of these steps.
@@ -59,6 +60,7 @@ class Arguments:
     """
 
     out: pathlib.Path | None = None
+    models: tuple[str, ...] = MODELS
     frappe: pathlib.Path | None = None
     criteo: pathlib.Path | None = None
     tiny: bool = False
@@ -171,15 +173,13 @@ def _share(values) -> float:
 
 def _configs(arguments: Arguments) -> Iterator[tuple[str, Config]]:
     suffix = "_tiny" if arguments.tiny else ""
-    for name in GENERATED:
-        yield name, get_config(name + suffix)
+    for name in arguments.models:
+        yield name, _new(name, suffix) if name in NEW else get_config(name + suffix)
     for name, path in (("frappe", arguments.frappe), ("criteo", arguments.criteo)):
         for model in ("dlrm", "dcnv2") if path is not None else ():
             config = get_config(f"{name}_{model}{suffix}")
             data = dataclasses.replace(config.data, path=path)
             yield f"{name}_{model}", dataclasses.replace(config, data=data)
-    for name in NEW:
-        yield name, _new(name, suffix)
 
 
 def _new(name: str, suffix: str) -> Config:
