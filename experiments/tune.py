@@ -4,28 +4,37 @@
 
 Trains, or continues the run in the workdir, while Probe observes every site; then
 measures every candidate at every site in a separate process, on operands drawn from the
-learned statistics. Times that the table already holds are kept, so that only the errors
-of this model are measured; name a new file to measure everything again. Options are
-those of train.py, `--table` and `--tune.*`. `train.py --plan table.json` follows the
-table.
+learned statistics. Errors that were seen on the operands of the training itself replace
+those on drawn ones. Last, the plan that follows from the table is compared with
+bfloat16 on held-out data, and sites that raise the loss too much are given up in FP8.
+
+Times that the table already holds are kept, so that only the errors of this model are
+measured; name a new file to measure everything again. Options are those of train.py,
+`--table` and `--tune.*`. `train.py --plan table.json` follows the table.
 
 Exit codes: those of train.py.
 """
 
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 from experiments.cli import parse_with, run_cli
 from experiments.probe import observed
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.table import BadTable, Table, header_here
+from loka_jax.dispatch.live import live_intervals, with_live
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import make_plan
+from loka_jax.dispatch.table import BadTable, Entry, Table, header_here
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.dispatch.tuning import tune as measure
 from loka_jax.measure.intervals import Interval
+from loka_jax.probe.site import SiteStats
 from loka_jax.survey.sensitivity import ALL, sensitivity
+from loka_jax.survey.whole_plan import refusals
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
 from loka_jax.train.progress import plain
@@ -65,8 +74,53 @@ def tune(
     # Written after every site, because measuring all of them can take long.
     for table in measured:
         tables.add(path, table)
+    _add_own_errors(path, run, stats)
+    _add_refusals(path, run, done.state, options.held_out_batches, say)
     say(f"Table: {path}")
     return 0
+
+
+def _add_own_errors(path: pathlib.Path, run: Run, stats: Mapping[str, SiteStats]):
+    """Replaces drawn errors by those that were seen while training, where they were."""
+    live = {
+        site.path: live_intervals(stats[site.path].errors, run.config.probe.recipes)
+        for site in run.sites
+        if site.has_choice and site.path in stats
+    }
+    table = tables.read(path)
+    tables.add(path, with_live(table, run.sites, live, run.config.name))
+
+
+def _add_refusals(
+    path: pathlib.Path,
+    run: Run,
+    state: TrainState,
+    max_batches: int,
+    say: Callable[[str], None],
+):
+    """Measures the plan that follows from the table, and notes what it gives up."""
+    table, options, name = tables.read(path), run.config.dispatch, run.config.name
+    plan = make_plan(
+        run.sites,
+        PerformanceModel(table),
+        limits=options.limits,
+        rules=options.by_pattern,
+        config=name,
+    )
+    refused = refusals(
+        run,
+        state,
+        plan,
+        limit=options.limits.loss,
+        max_batches=max_batches,
+        say=say,
+    )
+    sources = {f"{name} {site}": reason for site, reason in refused.items()}
+    entries = {
+        key: Entry(refused={s: sources[s] for s in sources if s in entry.errors})
+        for key, entry in table.sites.items()
+    }
+    tables.add(path, dataclasses.replace(table, sites=entries))
 
 
 def _effects(

@@ -123,6 +123,7 @@ class PerformanceModel:
             times=times,
             errors=_at_any_rows(self.table, spec, "errors"),
             effects=_at_any_rows(self.table, spec, "effects"),
+            refused=_at_any_rows(self.table, spec, "refused"),
         )
         return Estimates(entry, spreads)
 
@@ -187,7 +188,7 @@ class PerformanceModel:
 
 
 def _at_any_rows(table: Table, spec: SiteSpec, name: str) -> dict[str, Any]:
-    """Returns errors, or effects, of a site by source, from the nearest rows with any.
+    """Returns a field of a site by source, from the nearest rows that have it.
 
     They are those of a model's operands, of which the rows of a batch are draws.
     """

@@ -15,6 +15,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.chains import chain_times, fastest
+from loka_jax.dispatch.loss import total, why_harmful
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
@@ -25,7 +26,8 @@ from loka_jax.dispatch.policy import (
     decide,
     largest_error,
 )
-from loka_jax.dispatch.table import Entry
+from loka_jax.dispatch.table import Entry, RoleErrors
+from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import BF16, PROVIDERS, Choice
@@ -62,6 +64,7 @@ def make_plan(
     rules: Mapping[str, str] | None = None,
     config: str = "",
     roles: tuple[Role, ...] = ROLES,
+    errors: Mapping[str, RoleErrors] | None = None,
 ) -> DispatchPlan:
     """Returns the plan of a model.
 
@@ -71,15 +74,18 @@ def make_plan(
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
-        config: the configuration whose operands' errors count, if there are any.
+        config: the configuration whose operands' errors count. In training, a site of
+            which there are only errors of other operands runs in bfloat16.
         roles: the roles that run: all in training, "fwd" alone in inference.
+        errors: of the model's own products, by path, in place of those in tables.
 
     Raises:
         ValueError: for a rule that matches no site, names no choice, or cannot run.
     """
     decisions: dict[str, Decision] = {}
     if performance is not None:
-        decisions = _decide(sites, _Options(performance, limits, config, roles))
+        options = _Options(performance, limits, config, roles, errors or {})
+        decisions = _decide(sites, options)
     for pattern, name in (rules or {}).items():
         matched = [
             site
@@ -101,6 +107,7 @@ class _Options(NamedTuple):
     limits: Limits
     config: str
     roles: tuple[Role, ...]
+    errors: Mapping[str, RoleErrors]
 
     def estimates(self, site: Site) -> Estimates:
         return self.performance.estimates(site.spec)
@@ -108,10 +115,13 @@ class _Options(NamedTuple):
     def source(self, site: Site) -> str:
         return f"{self.config} {site.path}"
 
-    def effect(self, site: Site) -> float:
-        """Returns a lower bound on the relative rise of the loss from FP8 at a site."""
-        effect = self.estimates(site).entry.effects.get(self.source(site))
-        return 0.0 if effect is None else max(0.0, effect.low)
+    def effect(self, site: Site) -> Interval | None:
+        """Returns the relative rise of the loss from FP8 at a site, if measured."""
+        return self.estimates(site).entry.effects.get(self.source(site))
+
+    def refused(self, site: Site) -> str | None:
+        """Returns why a site has no FP8, by measurements of a whole plan."""
+        return self.estimates(site).entry.refused.get(self.source(site))
 
 
 def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
@@ -119,28 +129,29 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
     chains = _chains(sites)
     by_path = {site.path: site for chain in chains for site in chain}
     not_fp8 = {
-        path: "its recipe is bf16"
+        path: reason
         for path, site in by_path.items()
-        if site.recipe == "bf16"
+        if (reason := _why_bf16(site, options)) is not None
     }
-    limit = options.limits.loss
     while True:
         decisions: dict[str, Decision] = {}
         for chain in chains:
             decisions |= _decide_chain(chain, options, not_fp8)
         effects = {
-            path: options.effect(by_path[path])
+            path: effect
             for path, decision in decisions.items()
             if decision.choice.recipe.fwd is not None
+            and (effect := options.effect(by_path[path])) is not None
         }
-        total = sum(effects.values())
-        if total <= limit:
+        reason = why_harmful(total(effects.values()), options.limits.loss)
+        if reason is None:
             return decisions
-        worst = max(effects, key=lambda path: effects[path])
-        not_fp8[worst] = (
-            f"FP8 in the forward products raises the loss by {total:.2%} or more, "
-            f"above {limit:.2%}, and here by {effects[worst]:.2%}"
-        )
+        worst = max(effects, key=lambda path: effects[path].high)
+        not_fp8[worst] = f"{reason}; here by {effects[worst].mean:.3%}"
+
+
+def _why_bf16(site: Site, options: _Options) -> str | None:
+    return "its recipe is bf16" if site.recipe == "bf16" else options.refused(site)
 
 
 def is_open(site: Site) -> bool:
@@ -175,6 +186,7 @@ def _decide_chain(
     terms = [
         Terms(
             source=options.source(site),
+            errors=options.errors.get(site.path),
             roles=options.roles,
             why_not_fp8=not_fp8.get(site.path),
             why_not=functools.partial(why_not, spec=site.spec),

@@ -3,7 +3,8 @@
     healthy(role)  relative L2 of the role's formats on Gaussian operands:
                    0.037 with E4M3 twice, 0.059 with E5M2 and E4M3
     accurate       every FP8 product within its limits, at its interval's upper end
-    harmless       the effects of all FP8 sites on the loss, lower ends added up, small
+    harmless       the effects of all FP8 sites on the loss, added up, small at their
+                   upper end
     fast           the whole site at least `speedup` times as fast as bfloat16, and
                    `leave_xla` times as fast as XLA's bfloat16 if kernels run it
 
@@ -39,8 +40,9 @@ class Limits:
         worst_row: largest relative L2 error of a row, likewise.
         mere: largest mean element-wise relative error; None for no such limit. The
             paper names 0.2, which hardly any product of zero mean meets in FP8.
-        loss: largest relative rise of the loss that FP8 causes: the effects that Probe
-            measured site by site, the lower ends of their intervals added up.
+        loss: largest relative rise of the loss that FP8 causes, at the upper end of its
+            interval: of the effects measured site by site, added up, and in tuning that
+            of the whole plan.
         speedup: least speedup of FP8 over the fastest bfloat16.
         leave_xla: least speedup over XLA's bfloat16 of kernels that are not XLA's: a
             site timed alone does not show what XLA fuses with its neighbours.
@@ -117,14 +119,18 @@ class Terms(NamedTuple):
     """The terms on which a site is decided.
 
     Attributes:
-        source: of the operands whose errors count. If None, or if the table has no
-            errors of this source, a candidate's largest error counts.
+        source: of the operands whose errors count. Errors of others are borrowed: they
+            make no FP8 safe for training, and in inference the largest counts. If None,
+            the errors of all sources count as the site's own, the largest first.
+        errors: of the site itself in place of the table's, such as live ones; None for
+            the table's.
         roles: the roles that run: all in training, "fwd" alone in inference.
         why_not_fp8: why nothing may be in FP8 here, or None.
         why_not: why a choice cannot run here, or None.
     """
 
     source: str | None = None
+    errors: RoleErrors | None = None
     roles: tuple[Role, ...] = ROLES
     why_not_fp8: str | None = None
     why_not: Callable[[Choice], str | None] = lambda choice: None
@@ -194,7 +200,7 @@ def largest_error(choice: Choice, entry: Entry, terms: Terms) -> float | None:
         measures["relative_l2"].mean
         for role in terms.roles
         if (gemm := choice.recipe.gemm(role)) is not None
-        for measures in _errors_of(entry, terms.source, role, gemm)
+        for measures in _errors_of(entry, terms, role, gemm)
     ]
     return max(errors, default=None)
 
@@ -220,13 +226,16 @@ def _multiplies_in_fp8(choice: Choice, terms: Terms) -> bool:
 
 def _why_inaccurate(choice: Choice, entry: Entry, limits: Limits, terms: Terms):
     """Returns which limit on errors a candidate breaks, or None."""
-    if _multiplies_in_fp8(choice, terms) and terms.why_not_fp8 is not None:
-        return terms.why_not_fp8
+    if not _multiplies_in_fp8(choice, terms):
+        return None
+    why_not = terms.why_not_fp8 or _why_borrowed(entry, terms)
+    if why_not is not None:
+        return why_not
     for role in terms.roles:
         gemm = choice.recipe.gemm(role)
         if gemm is None:
             continue
-        errors = _errors_of(entry, terms.source, role, gemm)
+        errors = _errors_of(entry, terms, role, gemm)
         if not errors:
             return f"{role}: its error was not measured"
         for measures in errors:
@@ -236,13 +245,30 @@ def _why_inaccurate(choice: Choice, entry: Entry, limits: Limits, terms: Terms):
     return None
 
 
+def _why_borrowed(entry: Entry, terms: Terms) -> str | None:
+    """Returns why a site's errors, all borrowed, are not enough; None if they are."""
+    has_own = terms.errors is not None or terms.source in (None, *entry.errors)
+    if has_own or terms.roles != ROLES:
+        return None
+    if not entry.errors:
+        return "its error was not measured"
+    first, *others = entry.errors
+    names = f"{first} and {len(others)} more" if others else first
+    return (
+        f"its errors are borrowed from {names}: observe this model (--probe.every 100) "
+        "or tune"
+    )
+
+
 def _errors_of(
-    entry: Entry, source: str | None, role: Role, gemm: GemmRecipe
+    entry: Entry, terms: Terms, role: Role, gemm: GemmRecipe
 ) -> list[Errors]:
-    """Returns the errors of a product with these casts, by each source with some."""
+    """Returns the errors of a product with these casts, by each source that counts."""
     sources: list[RoleErrors] = list(entry.errors.values())
-    if source in entry.errors:
-        sources = [entry.errors[source]]
+    if terms.errors is not None:
+        sources = [terms.errors]
+    elif terms.source in entry.errors:
+        sources = [entry.errors[terms.source]]
     return [
         measures
         for errors in sources

@@ -41,6 +41,7 @@ PASSES = tuple(
 # A table's sites have no form of input or output: those are passes.
 _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
 _ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects", "programs")
+_OPTIONAL_FIELDS = ("refused",)
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
@@ -111,6 +112,8 @@ class Entry:
         effects: by source, as `errors`, the relative change of the model's loss
             on held-out data if the forward product of this site alone is in FP8.
         programs: by candidate, the digest of the programs of all its passes.
+        refused: by source, why a site has no FP8: with it the whole plan raised the
+            loss too much. Holds until the effect of this source is measured again.
     """
 
     times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -118,6 +121,7 @@ class Entry:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
     programs: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def passes(self) -> dict[str, Collection[str]]:
         """Returns the passes that were timed, by candidate."""
@@ -170,10 +174,17 @@ class Table:
                 failures,
                 old.effects | entry.effects,
                 old.programs | entry.programs,
+                _still_refused(old, entry) | entry.refused,
             )
         triton = self.header.triton or other.header.triton
         header = dataclasses.replace(self.header, triton=triton)
         return Table(header, sites, other.roofline or self.roofline)
+
+
+def _still_refused(old: Entry, new: Entry) -> dict[str, str]:
+    return {
+        source: why for source, why in old.refused.items() if source not in new.effects
+    }
 
 
 def _is_measured(name: str, entry: Entry) -> bool:
@@ -268,6 +279,7 @@ def to_json(table: Table) -> dict[str, Any]:
                     source: list(effect) for source, effect in entry.effects.items()
                 },
                 "programs": entry.programs,
+                "refused": entry.refused,
             }
             for key, entry in sorted(table.sites.items())
         ],
@@ -301,7 +313,7 @@ def from_json(value: Any) -> Table:
     header = {k: text(v) for k, v in fields(value["header"], names).items()}
     sites: dict[SiteSpec, Entry] = {}
     for item in items(value["sites"]):
-        item = fields(item, _ENTRY_FIELDS)
+        item = fields(item, _ENTRY_FIELDS, _OPTIONAL_FIELDS)
         key = _site(item["site"])
         if key in sites:
             raise ValueError(f"site {key} occurs twice.")
@@ -311,6 +323,7 @@ def from_json(value: Any) -> Table:
             failures=_pairs(item["failures"], _choice, text),
             effects=_pairs(item["effects"], text, _interval),
             programs=_pairs(item["programs"], _choice, _hex),
+            refused=_pairs(item.get("refused", {}), text, text),
         )
     return Table(Header(**header), sites, _roofline(value["roofline"]))
 

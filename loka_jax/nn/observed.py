@@ -8,6 +8,7 @@
 Outside of `probing`, modules neither have nor read the collection, at no cost.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from loka_jax import scaling
 from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.site import ProbeConfig, SiteStats
-from loka_jax.scaling import DelayedScaling
+from loka_jax.recipe import Recipe
+from loka_jax.scaling import DelayedScaling, readable, stored_scales
 
 PROBE = "probe"  # the collection
 
@@ -49,9 +50,27 @@ def site_tap(
     init = functools.partial(observer.init, spec.m, spec.k, spec.n)
     stats = module.variable(PROBE, "stats", init).value
     # Its gradient is left to the product: this use contributes nothing.
-    readable = None if state is None else jax.lax.stop_gradient(scaling.readable(state))
-    scales = scaling.stored_scales(readable, plan.choice.recipe)
+    seen = None if state is None else jax.lax.stop_gradient(readable(state))
+    scales = _scales(seen, plan.choice.recipe)
     return _observe(observer, axis_names, scales, stats)
+
+
+def _scales(
+    state: DelayedScaling | None, recipe: Recipe
+) -> tuple[Float[Array, ""] | None, ...]:
+    """Returns the stored factors of lhs, rhs and g; 0 before an operand's first amax.
+
+    None for an operand without a delayed cast.
+    """
+    initialized = dataclasses.replace(recipe, scales_initialized=True)
+    stored = stored_scales(state, initialized)
+    if state is None or recipe.scales_initialized:
+        return stored
+    is_seen = jnp.any(state.amax_history > 0, axis=1)
+    return tuple(
+        None if scale is None else jnp.where(seen, scale, 0.0)
+        for scale, seen in zip(stored, is_seen, strict=True)
+    )
 
 
 def per_sample_tap(

@@ -15,11 +15,20 @@ from jaxtyping import Array, Float
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.options import require
-from loka_jax.probe import blocks, matrix_normal, moments, row_norms, tails
+from loka_jax.probe import (
+    blocks,
+    live_errors,
+    matrix_normal,
+    moments,
+    row_norms,
+    tails,
+)
+from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
 from loka_jax.probe.row_norms import RowNorms
 from loka_jax.probe.tails import Tails
+from loka_jax.recipe import get_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,8 @@ class ProbeSettings:
         mean_momentum: momentum of the means of weights.
         decay: factor on the weight of earlier rows at every observed batch; with 1 the
             first steps of training count as much as the last.
+        recipes: whose products are multiplied on the operands themselves, to measure
+            their errors: at every site, whatever runs there.
     """
 
     max_rows: int = 2048
@@ -40,6 +51,7 @@ class ProbeSettings:
     momentum: float = matrix_normal.MOMENTUM
     mean_momentum: float = matrix_normal.MEAN_MOMENTUM
     decay: float = 1.0
+    recipes: tuple[str, ...] = live_errors.RECIPES
 
     def __post_init__(self):  # noqa: D105
         require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
@@ -48,6 +60,8 @@ class ProbeSettings:
             value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
             require(0 < value < 1, option, value, "in (0, 1)")
         require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
+        for name in self.recipes:
+            get_recipe(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,11 +120,13 @@ class SiteStats(NamedTuple):
         lhs: those of the input's rows.
         rhs: those of the weight, or of its columns if every sample has its own.
         g: those of the rows of the product's gradient.
+        errors: of its products in FP8; of no recipe if every sample has its own weight.
     """
 
     lhs: Rows
     rhs: Weight | Rows
     g: Rows
+    errors: LiveErrors
 
 
 def weight_of(stats: SiteStats) -> Weight:
@@ -136,9 +152,14 @@ def empty_stats(
         return Rows(empty, row_norms.empty_norms(), tails.empty_tails())
 
     if is_per_sample:
-        return SiteStats(rows(k), rows(k), rows(n))
+        return SiteStats(rows(k), rows(k), rows(n), live_errors.empty_errors(0))
     weight = matrix_normal.empty_weights(k, n, max_bytes=max_bytes)
-    return SiteStats(rows(k), Weight(weight, tails.empty_tails()), rows(n))
+    return SiteStats(
+        lhs=rows(k),
+        rhs=Weight(weight, tails.empty_tails()),
+        g=rows(n),
+        errors=live_errors.empty_errors(len(config.recipes)),
+    )
 
 
 def observe(
@@ -154,15 +175,17 @@ def observe(
 
     Args:
         stats: the statistics so far. Of lhs and g only their means are used, as
-            centres.
+            centres; of the errors, the number of steps.
         lhs, rhs, g: the operands of a step. If every sample has a weight of its own,
             the samples' lhs and g are stacked, and their rhs stand side by side.
-        scales: `scale_inv` with which lhs, rhs and g are cast; None to compute it from
-            the operand's amax.
+        scales: `scale_inv` with which lhs, rhs and g are cast; None, or 0, to compute
+            it from the operand's amax.
         config: how sites are observed.
         axis_names: mesh axes over which the rows of the batch are spread; the result
             covers all of them.
     """
+    operands = live_errors.Operands(lhs, rhs, g, scales)
+    errors = _errors(stats.errors, operands, config, axis_names)
     # Materialized once; otherwise every reduction would compute them again.
     lhs, g = jax.lax.optimization_barrier(
         tuple(some_rows(x, config.max_rows) for x in (lhs, g))
@@ -171,8 +194,20 @@ def observe(
         lhs=_rows(stats.lhs, lhs, scales[0], E4M3, axis_names),
         rhs=_rhs(stats.rhs, rhs, scales[1], config, axis_names),
         g=_rows(stats.g, g, scales[2], E5M2, axis_names),
+        errors=errors,
     )
     return _merge_over_devices(batch, axis_names)
+
+
+def _errors(
+    earlier: LiveErrors,
+    operands: live_errors.Operands,
+    config: ProbeConfig,
+    axis_names: tuple[str, ...],
+) -> LiveErrors:
+    if not earlier.moments.size:
+        return earlier
+    return live_errors.live_errors(operands, config.recipes, earlier.steps, axis_names)
 
 
 def _rhs(stats: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | Rows:
@@ -212,7 +247,10 @@ def merge(stats: SiteStats, batch: SiteStats, config: ProbeConfig) -> SiteStats:
         return Weight(b.normal, Tails(last))
 
     return SiteStats(
-        rows(stats.lhs, batch.lhs), rhs(stats.rhs, batch.rhs), rows(stats.g, batch.g)
+        lhs=rows(stats.lhs, batch.lhs),
+        rhs=rhs(stats.rhs, batch.rhs),
+        g=rows(stats.g, batch.g),
+        errors=live_errors.merge(stats.errors, batch.errors, config.decay),
     )
 
 
@@ -225,7 +263,7 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
         )
 
     rhs = rows(batch.rhs) if isinstance(batch.rhs, Rows) else batch.rhs
-    return SiteStats(rows(batch.lhs), rhs, rows(batch.g))
+    return batch._replace(lhs=rows(batch.lhs), rhs=rhs, g=rows(batch.g))
 
 
 def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
@@ -259,8 +297,11 @@ def _tails(
     """Returns the tails of an operand, empty if it is not finite."""
     if x.size == 0:
         return tails.empty_tails()
+    amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
+    current = fp8.compute_scale_inv(amax, dtype)
     if scale_inv is None:
-        amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
-        scale_inv = fp8.compute_scale_inv(amax, dtype)
+        scale_inv = current
+    else:
+        scale_inv = jnp.where(scale_inv > 0, scale_inv, current)
     batch = tails.tails_of(x, fp8.cast(x, scale_inv, dtype), centre=earlier.mean)
     return Tails(jnp.where(tails.is_finite(batch), batch.values, 0.0))

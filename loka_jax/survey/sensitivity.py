@@ -5,7 +5,7 @@ held-out batches in bfloat16, with one site at a time in FP8, and with all sites
 The examples are the same, so that their losses can be compared one by one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from loka_jax import nn, xla
 from loka_jax.data import Batch, Position
 from loka_jax.measure.intervals import interval
+from loka_jax.site import Choice
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of
@@ -47,39 +48,52 @@ def sensitivity(
         bfloat16. Most moved first, `ALL` last.
     """
     paths = [site.path for site in run.sites if can_be_fp8(site)]
-    valid, size = run.splits.valid, run.config.loop.batch_size
-    count = min(valid.num_batches(size), max_batches)
-    batches = [
-        valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)
-    ]
-    plain = _losses(run, state, batches, {})
+    batches = held_out(run, max_batches)
+    plain = losses(run, state, batches, {})
     effects = {}
     for path in paths:
-        losses = _losses(run, state, batches, {path: recipe})
-        effects[path] = _compare(plain, losses)
+        changed = losses(run, state, batches, {path: recipe})
+        effects[path] = compare(plain, changed)
     effects = dict(sorted(effects.items(), key=lambda item: -item[1]["moved"]))
     if paths:
-        losses = _losses(run, state, batches, dict.fromkeys(paths, recipe))
-        effects[ALL] = _compare(plain, losses)
+        changed = losses(run, state, batches, dict.fromkeys(paths, recipe))
+        effects[ALL] = compare(plain, changed)
     return effects
 
 
-def _losses(
-    run: Run, state: TrainState, batches: Sequence[Batch], recipes: dict[str, str]
+def held_out(run: Run, max_batches: int) -> list[Batch]:
+    """Returns the first batches of the validation data."""
+    valid, size = run.splits.valid, run.config.loop.batch_size
+    count = min(valid.num_batches(size), max_batches)
+    return [valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)]
+
+
+def losses(
+    run: Run,
+    state: TrainState,
+    batches: Sequence[Batch],
+    recipes: Mapping[str, str | Choice],
 ) -> np.ndarray:
-    """Returns the losses of all weighted examples, some sites in other recipes."""
+    """Returns the losses of all weighted examples in bfloat16.
+
+    Args:
+        run: the model.
+        state: the trained model.
+        batches: of examples.
+        recipes: of sites that run otherwise, or choices, by path.
+    """
     step = jax.jit(_loss_step(run, recipes))
     parts = [step(state, batch) for batch in batches]
     return np.concatenate(
         [
-            np.asarray(losses)[np.asarray(batch.weights) > 0]
-            for losses, batch in zip(parts, batches, strict=True)
+            np.asarray(part)[np.asarray(batch.weights) > 0]
+            for part, batch in zip(parts, batches, strict=True)
         ]
     )
 
 
 def _loss_step(
-    run: Run, recipes: dict[str, str]
+    run: Run, recipes: Mapping[str, str | Choice]
 ) -> Callable[[TrainState, Batch], Float[Array, "B"]]:
     model = run.model.clone(recipe="bf16")
 
@@ -92,7 +106,8 @@ def _loss_step(
     return step
 
 
-def _compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, float]:
+def compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, float]:
+    """Returns how losses changed, as `sensitivity` does, example by example."""
     difference = changed.astype(np.float64) - plain.astype(np.float64)
     change = interval(difference)
     loss = float(np.mean(plain, dtype=np.float64))

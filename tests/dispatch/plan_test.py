@@ -36,8 +36,12 @@ def _errors(value=0.03):
     return {role: {"fp8_rowwise": measures} for role in ROLES}
 
 
+def _of_model(sites, errors=None):
+    return {f"model {site.path}": errors or _errors() for site in sites}
+
+
 def _table(site, times, errors=None) -> Table:
-    entry = Entry({"training": times}, {"model": errors or _errors()})
+    entry = Entry({"training": times}, _of_model([site], errors))
     return Table(HEADER, {table_key(site.spec): entry})
 
 
@@ -77,40 +81,92 @@ def test_fp8_is_no_candidate_where_sizes_forbid_it():
 
 def test_a_plan_takes_what_the_table_says():
     site = _site()
-    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))
+    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}), config="model")
     assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
 
 
-def _with_effects(effects: dict[str, float]):
-    """Returns sites and a table in which FP8 is twice as fast at each of them."""
+def _with_effects(*effects: tuple[float, float]):
+    """Returns sites and a table in which FP8 is twice as fast at each of them.
+
+    Args:
+        effects: mean and half width of the relative rise of the loss at each site.
+    """
     sites = [_site(f"top/dense_{i}", n=64 * (i + 1)) for i in range(len(effects))]
     table = Table(HEADER)
-    for site, (_, low) in zip(sites, effects.items(), strict=True):
+    for site, (mean, half) in zip(sites, effects, strict=True):
         found = _table(site, {"xla bf16": 2.0, ROW: 1.0})
         (entry,) = found.sites.values()
-        entry.effects["model " + site.path] = Interval(low + 1e-5, low, low + 2e-5)
+        effect = Interval(mean, mean - half, mean + half)
+        entry.effects[f"model {site.path}"] = effect
         table = table.merged(found)
     return sites, table
 
 
-def test_fp8_that_surely_raises_the_loss_is_not_taken():
-    sites, table = _with_effects({"a": 0.003, "b": -0.001})
+def _in_fp8(plan) -> list[bool]:
+    return [choice.is_fp8 for _, choice in plan.choices]
+
+
+def test_fp8_that_raises_the_loss_is_not_taken():
+    sites, table = _with_effects((0.003, 1e-5), (-0.001, 1e-5))
     plan = make_plan(sites, table, config="model")
-    first, second = dict(plan.decisions).values()
-    assert first.choice == BF16 and second.choice == Choice.parse(ROW)
-    assert first.runner_up is not None and "raises the loss by 0.30%" in first.runner_up
-    # Of another model nothing is known, and the user may allow more.
-    free = [make_plan(sites, table, config="other")]
-    free.append(make_plan(sites, table, config="model", limits=Limits(loss=0.01)))
-    for one in free:
-        assert {choice for _, choice in one.choices} == {Choice.parse(ROW)}
+    first, _ = dict(plan.decisions).values()
+    assert _in_fp8(plan) == [False, True]
+    assert first.runner_up is not None and "loss by 0.200%" in first.runner_up
+    free = make_plan(sites, table, config="model", limits=Limits(loss=0.01))
+    assert _in_fp8(free) == [True, True]
 
 
 def test_effects_on_the_loss_add_up():
-    sites, table = _with_effects({"a": 0.00012, "b": 0.00015, "c": 0.00001})
-    plan = make_plan(sites, table, config="model")
-    taken = [choice.is_fp8 for _, choice in plan.choices]
-    assert taken == [True, False, True]
+    effects = (0.00012, 1e-6), (0.00015, 1e-6), (0.00001, 1e-6)
+    assert _in_fp8(make_plan(*_with_effects(*effects), config="model")) == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_where_data_cannot_tell_it_is_said_how_many_examples_would():
+    # The interval must shrink from 0.0003 to 0.0002: 2.25 times as many examples.
+    plan = make_plan(*_with_effects((0.0, 0.0003)), config="model")
+    ((_, decision),) = plan.decisions
+    assert decision.choice == BF16 and decision.runner_up is not None
+    assert "cannot tell, 2.2 times as many" in decision.runner_up
+    assert _in_fp8(make_plan(*_with_effects((0.0, 0.0002)), config="model")) == [True]
+    # Intervals of independent effects add up in squares: 0.00014 twice is 0.000198.
+    two = _with_effects((0.0, 0.00014), (0.0, 0.00014))
+    assert _in_fp8(make_plan(*two, config="model")) == [True, True]
+
+
+def test_borrowed_errors_make_fp8_safe_for_inference_only():
+    site = _site()
+    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+    (entry,) = table.sites.values()
+    entry.times["inference"] = {"xla bf16": 2.0, ROW: 1.0}
+    ((_, decision),) = make_plan([site], table, config="other").decisions
+    assert decision.choice == BF16 and decision.runner_up is not None
+    assert "borrowed from model top/dense_0" in decision.runner_up
+    assert "--probe.every" in decision.runner_up
+    inference = make_plan([site], table, config="other", roles=("fwd",))
+    assert _in_fp8(inference) == [True]
+    # Live errors of the site itself are its own.
+    live = {site.path: _errors()}
+    own = make_plan([site], table, config="other", errors=live)
+    assert _in_fp8(own) == [True]
+    live = {site.path: _errors(0.2)}
+    assert _in_fp8(make_plan([site], table, config="model", errors=live)) == [False]
+
+
+def test_a_site_that_was_refused_stays_in_bfloat16():
+    site = _site()
+    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+    (entry,) = table.sites.values()
+    entry.refused[f"model {site.path}"] = "too harmful"
+    ((_, decision),) = make_plan([site], table, config="model").decisions
+    assert decision.choice == BF16 and decision.runner_up == f"{ROW}: too harmful"
+    # Until its effect is measured again.
+    again = Entry(effects={f"model {site.path}": Interval(0.0, 0.0, 0.0)})
+    table = table.merged(Table(HEADER, {table_key(site.spec): again}))
+    assert _in_fp8(make_plan([site], table, config="model")) == [True]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +190,12 @@ def test_sites_without_a_choice_are_left_to_their_modules():
 
 def test_rules_have_the_last_word():
     sites = [_site("top/dense_0"), _site("top/dense_1"), _site("head")]
-    table = _table(sites[0], {"xla bf16": 2.0, ROW: 1.0})
+    times = {"xla bf16": 2.0, ROW: 1.0}
+    table = Table(
+        HEADER, {table_key(sites[0].spec): Entry({"training": times}, _of_model(sites))}
+    )
     rules = {"top/*": "fp8_tensorwise", "top/dense_1": "xla bf16"}
-    plan = dict(make_plan(sites, table, rules=rules).choices)
+    plan = dict(make_plan(sites, table, rules=rules, config="model").choices)
     assert plan["top/dense_0"].name == "xla fp8_tensorwise"
     assert plan["top/dense_1"] == BF16 and plan["head"].name == ROW
 
@@ -165,9 +224,7 @@ def test_a_row_is_decided_together():
         "training in": {kernel: 4.0},
         "training out": {kernel: 9.0},
     }
-    table = Table(
-        HEADER, {table_key(sites[0].spec): Entry(times, {"model": _errors()})}
-    )
+    table = Table(HEADER, {table_key(sites[0].spec): Entry(times, _of_model(sites))})
     plan = make_plan(sites, table, config="model")
     assert [c.name for _, c in plan.choices] == [kernel, kernel]
     # Of its own operands, where the table has them.
@@ -196,12 +253,12 @@ def test_a_row_takes_the_fastest_way_if_fp8_is_worth_it_there():
     }
     table = Table(HEADER)
     for site, times in zip(sites, (first, second), strict=True):
-        table.sites[table_key(site.spec)] = Entry(times, {"model": _errors()})
-    plan = make_plan(sites, table)
+        table.sites[table_key(site.spec)] = Entry(times, _of_model(sites))
+    plan = make_plan(sites, table, config="model")
     assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
     # Were bfloat16 nearly as fast in all, it would stay.
     first["training"]["pallas bf16"] = first["training out"]["pallas bf16"] = 8.1
-    plan = make_plan(sites, table)
+    plan = make_plan(sites, table, config="model")
     assert [choice.name for _, choice in plan.choices][1] == "pallas bf16"
 
 
@@ -217,10 +274,10 @@ def test_a_row_leaves_xla_if_that_is_worth_it_there():
     table = Table(HEADER)
     for site, times in zip(sites, (first, second), strict=True):
         table.sites[table_key(site.spec)] = Entry(times, {})
-    plan = make_plan(sites, table)
+    plan = make_plan(sites, table, config="model")
     assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
     first["training"]["xla bf16"] = 10.5
-    plan = make_plan(sites, table)
+    plan = make_plan(sites, table, config="model")
     assert [choice for _, choice in plan.choices] == [BF16, BF16]
 
 
@@ -236,7 +293,7 @@ def test_a_pass_that_was_not_measured_leaves_a_row_in_bfloat16():
 
 def test_a_plan_is_a_file(tmp_path):
     site = _site()
-    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}))
+    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}), config="model")
     path = tmp_path / "plan.json"
     save(path, plan)
     assert load(path, [site]) == plan

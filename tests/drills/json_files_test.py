@@ -86,10 +86,11 @@ def make_table(folder: Path) -> Path:
     errors = {role: {"fp8_rowwise": measures} for role in ROLES}
     entry = Entry(
         {"training": {BF16.name: 2.0, ROW: 1.0}, "inference": {BF16.name: 1.0}},
-        {"fp8_dlrm top_mlp/dense_0": errors},
+        {f"fp8_dlrm {site.path}": errors for site in sites()},
         {"pallas bf16": "does not run: [no Hopper GPU]"},
         {"fp8_dlrm top_mlp/dense_0": Interval(1e-4, -1e-5, 2e-4)},
         {BF16.name: "0123456789abcdef"},
+        {"another site": "it raises the loss [by far]"},
     )
     known = {table_key(site.spec): entry for site in sites()}
     tables.write(folder / "table.json", Table(header_here(), known))
@@ -98,7 +99,9 @@ def make_table(folder: Path) -> Path:
 
 def make_plan(folder: Path) -> Path:
     table = tables.read(make_table(folder))
-    plans.save(folder / "plan.json", plans.make_plan(sites(), PerformanceModel(table)))
+    performance = PerformanceModel(table)
+    plan = plans.make_plan(sites(), performance, config="fp8_dlrm")
+    plans.save(folder / "plan.json", plan)
     return folder / "plan.json"
 
 

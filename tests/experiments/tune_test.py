@@ -82,6 +82,8 @@ def tuned(tmp_path, monkeypatch):
     run = SimpleNamespace(config=config, sites=())
     done = SimpleNamespace(exit_code=0, run=run, state=SimpleNamespace(probe={}))
     monkeypatch.setattr(script, "train", lambda *_, **__: done)
+    for after in ("_add_own_errors", "_add_refusals"):
+        monkeypatch.setattr(script, after, lambda *_: None)
 
     def tuned(effects, measure):
         monkeypatch.setattr(script, "sensitivity", lambda *_, **__: effects)

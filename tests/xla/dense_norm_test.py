@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import fp8, xla
+from loka_jax import fp8, quality, xla
 from loka_jax.normed import (
     XHAT_SCALE_INV,
     Epilogue,
@@ -131,3 +131,26 @@ def test_backward_of_a_partial_last_block():
     residuals = NormResiduals(xhat, rstd)
     dz, _, _ = xla.norm_backward(dy, residuals, epilogue=Epilogue("block"))
     chex.assert_trees_all_close(dz, pull(dy)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "swish"])
+def test_normalized_rows_in_e4m3_add_little_to_the_gradient(activation):
+    z, dy = support.normal(256, 384), support.normal(256, 384, seed=1)
+    gamma, beta = jnp.ones((384,)), jnp.zeros((384,))
+    mean = jnp.mean(z, axis=1, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.var(z, axis=1))
+    xhat = (z - mean) * rstd[:, None]
+
+    def gradients(xhat):
+        vectors = NormVectors(None, gamma, beta)
+        epilogue = Epilogue("layer", activation)
+        residuals = NormResiduals(xhat, rstd)
+        return xla.norm_backward(dy, residuals, vectors, epilogue=epilogue)
+
+    exact = gradients(xhat)
+    rounded = gradients(fp8.saturate(xhat / XHAT_SCALE_INV, fp8.E4M3))
+    dz, dgamma, _ = jax.tree.map(quality.relative_l2, exact, rounded)
+    # E4M3 rounds by 2^-4 at most, uniformly: 0.026 in the mean square. dz sees it only
+    # through the activation's slope and the projection on one direction in 384; a
+    # product of it in FP8 is off by 0.037 or more.
+    assert dz < 0.012 and dgamma < 0.037

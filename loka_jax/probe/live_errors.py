@@ -1,0 +1,275 @@
+"""Errors of FP8 products on the operands of the steps that Probe observes.
+
+Each product contracts its whole dim, over all rows of the batch for drhs, but only some
+of its elements are computed:
+
+    fwd    256 rows of lhs        x  the whole rhs
+    dlhs   256 rows of g          x  the whole rhs
+    drhs   64 columns of lhs      x  64 columns of g
+
+Rows and columns are spread evenly, others at each step. Operands are cast as the site
+casts them, with its stored scales where a recipe's scales are delayed; a site without
+such a state would cast with the scale of equal earlier amaxes, and so is measured.
+
+The errors of the steps are averaged. Their spread over the steps tells how far the
+error of another step may lie from the mean.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax import fp8, xla
+from loka_jax.fp8 import Fp8Array
+from loka_jax.recipe import (
+    BLOCK,
+    OPERANDS,
+    ROLE_OPERANDS,
+    ROLES,
+    Cast,
+    GemmRecipe,
+    Operand,
+    Recipe,
+    Role,
+    get_recipe,
+)
+
+MEASURES = ("relative_l2", "worst_row", "mere")
+# One of each family of casts; their roles can be combined.
+RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
+_ROWS, _COLUMNS = 256, 64  # of a product that are computed
+_ANY_ROWS = 16  # a number of rows that FP8 allows
+_GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1)
+# Of each measure: the sums of the steps' weights and of their squares, and the weighted
+# mean and sum of squared deviations.
+_WEIGHT, _SQUARES, _MEAN, _M2 = range(4)
+
+
+class LiveErrors(NamedTuple):
+    """The errors of a site's products over the observed steps.
+
+    Attributes:
+        steps: number of observed steps, or microbatches.
+        moments: of each recipe, role and measure; recipes in the order of the
+            `ProbeConfig` that observes.
+    """
+
+    steps: Float[Array, ""]
+    moments: Float[Array, "recipes 3 3 4"]
+
+
+class Operands(NamedTuple):
+    """The operands of a site, as `ops.tap` sees them, and the scales of their casts."""
+
+    lhs: Float[Array, "m k"]
+    rhs: Float[Array, "k n"]
+    g: Float[Array, "m n"]
+    scales: tuple[Float[Array, ""] | None, ...]
+
+
+def empty_errors(recipes: int) -> LiveErrors:
+    """Returns the errors of a number of recipes before the first step."""
+    shape = (recipes, len(ROLES), len(MEASURES), 4)
+    return LiveErrors(jnp.zeros(()), jnp.zeros(shape, jnp.float32))
+
+
+def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
+    """Returns the errors after another step, or after several.
+
+    Args:
+        a, b: the errors; `b` those of the later steps.
+        decay: factor on the weight of the earlier steps.
+    """
+    kept = jnp.where(b.steps > 0, decay, 1.0)
+    factors = jnp.stack([kept, kept**2, jnp.ones(()), kept])
+    before = a.moments * factors.reshape(1, 1, 1, 4)
+    weight = before[..., _WEIGHT] + b.moments[..., _WEIGHT]
+    share = b.moments[..., _WEIGHT] / jnp.where(weight > 0, weight, 1.0)
+    difference = b.moments[..., _MEAN] - before[..., _MEAN]
+    between = before[..., _WEIGHT] * share * difference**2
+    moments = jnp.stack(
+        [
+            weight,
+            before[..., _SQUARES] + b.moments[..., _SQUARES],
+            before[..., _MEAN] + share * difference,
+            before[..., _M2] + b.moments[..., _M2] + between,
+        ],
+        axis=-1,
+    )
+    return LiveErrors(a.steps + b.steps, moments)
+
+
+def live_errors(
+    operands: Operands,
+    recipes: tuple[str, ...],
+    steps: Float[Array, ""] | float = 0.0,
+    axis_names: tuple[str, ...] = (),
+) -> LiveErrors:
+    """Returns the errors of one step.
+
+    A product whose errors are not finite is left out, and so are products of recipes
+    that do not run in FP8 at this k and n.
+
+    Args:
+        operands: of the site.
+        recipes: names of recipes, whatever runs at the site.
+        steps: number of steps before, by which rows and columns are chosen.
+        axis_names: mesh axes over which the rows of the batch are spread.
+    """
+    operands = Operands(*jax.lax.stop_gradient(operands))
+    shift = jnp.mod(steps * _GOLDEN, 1.0)
+    by_role = [
+        _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
+    ]
+    values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
+    weight = jnp.all(jnp.isfinite(values), axis=2, keepdims=True).astype(jnp.float32)
+    weights = jnp.broadcast_to(weight, values.shape)
+    means = jnp.where(weights > 0, values, 0.0)
+    moments = jnp.stack([weights, weights, means, jnp.zeros_like(means)], axis=-1)
+    return LiveErrors(jnp.ones(()), moments)
+
+
+def _role_errors(
+    operands: Operands,
+    recipes: tuple[str, ...],
+    role: Role,
+    shift: Float[Array, ""],
+    axis_names: tuple[str, ...],
+) -> Float[Array, "recipes measures"]:
+    """Returns the errors of each recipe's product; NaN where it has none in FP8."""
+    first, second = _blocks(operands, role, shift)
+    gemms = [get_recipe(name).gemm(role) for name in recipes]
+    nothing = jnp.full((len(MEASURES),), jnp.nan, jnp.float32)
+    # Kernels pad rows, but not k and n.
+    is_fp8 = xla.why_not(_ANY_ROWS, *operands.rhs.shape) is None
+    if not (any(gemms) and is_fp8 and first.size):
+        return jnp.broadcast_to(nothing[None], (len(recipes), len(MEASURES)))
+    f32 = jnp.float32
+    ref = xla.high_precision_matmul(first, second, compute_dtype=f32, out_dtype=f32)
+    total = functools.partial(_total, role, axis_names)
+    rows = []
+    for name, gemm in zip(recipes, gemms, strict=True):
+        if gemm is None:
+            rows.append(nothing)
+            continue
+        recipe = get_recipe(name)
+        casts = _casts(operands, role, gemm, recipe, axis_names)
+        out = xla.fp8_matmul(
+            *(cast(x) for cast, x in zip(casts, (first, second), strict=True)),
+            out_dtype=f32 if role == "drhs" else recipe.compute_dtype,
+            fast_accumulation=gemm.fast_accumulation,
+        )
+        # Otherwise the compiler would omit the rounding of a product to bfloat16.
+        out = jax.lax.optimization_barrier(out)
+        rows.append(_errors(total(ref), total(out.astype(f32)), role, axis_names))
+    return jnp.stack(rows)
+
+
+def _total(role: Role, axis_names: tuple[str, ...], product: Array) -> Array:
+    """Returns a product, summed over devices where they hold parts of it."""
+    if role != "drhs" or not axis_names:
+        return product
+    return jax.lax.psum(product, axis_names)
+
+
+def _blocks(
+    operands: Operands, role: Role, shift: Float[Array, ""]
+) -> tuple[Array, Array]:
+    """Returns the rows of both operands to multiply, contracting their last dim."""
+    lhs, rhs, g, _ = operands
+    if role == "drhs":
+        return _some(lhs, _COLUMNS, shift, axis=1).T, _some(g, _COLUMNS, shift, 1).T
+    if role == "dlhs":
+        return _some(g, _ROWS, shift, axis=0), rhs
+    return _some(lhs, _ROWS, shift, axis=0), rhs.T
+
+
+def _some(x: Array, limit: int, shift: Float[Array, ""], axis: int) -> Array:
+    """Returns up to `limit` rows or columns, spread evenly, the first at a share."""
+    stride = max(1, x.shape[axis] // limit)
+    count = min(limit, x.shape[axis] // stride)
+    first = jnp.floor(shift * stride).astype(jnp.int32)
+    return jnp.take(x, first + stride * jnp.arange(count), axis=axis)
+
+
+def _casts(
+    operands: Operands,
+    role: Role,
+    gemm: GemmRecipe,
+    recipe: Recipe,
+    axis_names: tuple[str, ...],
+) -> Iterator[functools.partial[Fp8Array]]:
+    """Yields the cast of each operand of a role."""
+    names = ROLE_OPERANDS[role]
+    for name, cast in zip(names, (gemm.first, gemm.second), strict=True):
+        scale_inv = None
+        if cast.granularity == "tensorwise":
+            over = () if name == "rhs" else axis_names
+            scale_inv = _scale_inv(operands, name, cast, recipe, over)
+        yield functools.partial(_quantized, cast, name, scale_inv)
+
+
+def _scale_inv(
+    operands: Operands,
+    name: Operand,
+    cast: Cast,
+    recipe: Recipe,
+    axis_names: tuple[str, ...],
+) -> Float[Array, ""]:
+    """Returns the factor that a whole operand is cast with."""
+    amax = fp8.amax_over_devices(fp8.amax(getattr(operands, name)), axis_names)
+    is_delayed = cast.scaling == "delayed"
+    margin = recipe.margin if is_delayed else 0
+    current = fp8.compute_scale_inv(
+        amax, cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
+    )
+    stored = operands.scales[OPERANDS.index(name)] if is_delayed else None
+    return current if stored is None else jnp.where(stored > 0, stored, current)
+
+
+def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
+    """Returns rows in FP8, contracting their last dim."""
+    if scale_inv is not None:
+        return fp8.cast(x, scale_inv, cast.dtype)
+    if cast.granularity == "rowwise":
+        return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
+    tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
+    return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+
+
+def _errors(
+    ref: Float[Array, "r c"],
+    out: Float[Array, "r c"],
+    role: Role,
+    axis_names: tuple[str, ...],
+) -> Float[Array, "3"]:
+    """Returns the measures of a product, over all devices."""
+    # The blocks of drhs are the same on all devices, those of other roles are not.
+    names = () if role == "drhs" else axis_names
+    unit = fp8.amax_over_devices(fp8.amax(ref), names)
+    unit = jnp.where(unit > 0, unit, 1.0)  # so that squares do not underflow
+    ref, noise = ref / unit, jnp.abs(out - ref) / unit
+    is_counted = ref != 0
+    signals, noises = jnp.sum(ref**2, axis=1), jnp.sum(noise**2, axis=1)
+    relative = noise / jnp.where(is_counted, jnp.abs(ref), 1.0)
+    sums = jnp.stack(
+        [
+            jnp.sum(signals),
+            jnp.sum(noises),
+            jnp.sum(jnp.where(is_counted, relative, 0.0)),
+            jnp.sum(is_counted, dtype=jnp.float32),
+        ]
+    )
+    worst = jnp.max(jnp.where(signals > 0, noises / signals, 0.0))
+    if names:
+        sums = jax.lax.psum(sums, names)
+        worst = jax.lax.pmax(worst, names)
+    signal, noise, relative, count = sums
+    total = jnp.where(noise > 0, jnp.sqrt(noise / signal), 0.0)
+    # A maximum may lose a NaN, a sum does not.
+    worst = jnp.sqrt(worst) + 0.0 * total
+    return jnp.stack([total, worst, relative / jnp.maximum(count, 1.0)])
