@@ -57,9 +57,9 @@ _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
 _made: dict = {}
 
 
-def build(config, saved=None):
+def build(config, saved=None, say=print):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
-    run = build_lib.build(config, saved)
+    run = build_lib.build(config, saved, say)
     optim = dataclasses.replace(
         config.optim, plateau_patience=None, plateau_factor=0.1, best_by="ne"
     )
