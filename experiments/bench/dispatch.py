@@ -101,11 +101,11 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     arms, plans = _arms(model, sites, table, name, arguments.recipes)
     programs = {}
     for arm, planned in arms.items():
-        variables = _initialized(planned.by_xla(), inputs[0])
+        variables = initialized(planned.by_xla(), inputs[0])
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
         if arm != "dispatch inference":
-            run = functools.partial(_train, planned)
+            run = functools.partial(train_pass, planned)
             programs[f"training {arm}"] = (run, variables)
         if arm != "dispatch":
             folded = fold(planned.apply, variables, *inputs[0])
@@ -143,14 +143,14 @@ def _complete(name: str, sites, arguments: Arguments) -> Table:
 def _arms(model, sites, table: Table, name: str, recipes):
     """Returns the planned model of each arm, and the names in the plans of Dispatch."""
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
-    arms = {"xla bf16": _forced(model, free, "xla bf16")}
+    arms = {"xla bf16": forced(model, free, "xla bf16")}
     arms["auto bf16"] = nn.Planned(model.clone(recipe="bf16"))
     for recipe in recipes:
-        arms[f"xla {recipe}"] = _forced(model, free, f"xla {recipe}")
+        arms[f"xla {recipe}"] = forced(model, free, f"xla {recipe}")
         arms[f"auto {recipe}"] = nn.Planned(model.clone(recipe=recipe))
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
         through = [s for s in free if passes_torchao(recipe, s.spec.k, s.spec.n)]
-        arms[f"torchao {recipe}"] = _forced(model, through, f"xla {recipe}")
+        arms[f"torchao {recipe}"] = forced(model, through, f"xla {recipe}")
     plans, performance = {}, PerformanceModel(table)
     # Times are compared, also of models whose errors were measured on N(0, 1) only.
     has_own = any(f"{name} {site.path}" in _errors_at(table, site) for site in free)
@@ -169,7 +169,7 @@ def _errors_at(table: Table, site) -> Collection[str]:
     return () if entry is None else entry.errors
 
 
-def _forced(model, sites, choice: str) -> nn.Planned:
+def forced(model, sites, choice: str) -> nn.Planned:
     """Returns a model by XLA alone, a choice at some sites, bfloat16 elsewhere."""
     choices = tuple((site.path, Choice.parse(choice)) for site in sites)
     others = model.clone(recipe="bf16", implementation="xla")
@@ -194,19 +194,21 @@ def make_inputs(shapes, seed: int) -> tuple:
     )
 
 
-def _initialized(planned: nn.Planned, inputs) -> dict[str, Any]:
+def initialized(planned: nn.Planned, inputs) -> dict[str, Any]:
     """Returns variables whose delayed scales are set."""
     options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
     init = jax.jit(planned.init, compiler_options=options)
     variables = init(jax.random.key(0), *inputs)
     if planned.is_delayed:
-        train = jax.jit(functools.partial(_train, planned), compiler_options=options)
+        train = jax.jit(
+            functools.partial(train_pass, planned), compiler_options=options
+        )
         _, grads = train(variables, *inputs)
         variables |= {OVERWRITE_WITH_GRADIENT: grads[0][OVERWRITE_WITH_GRADIENT]}
     return variables
 
 
-def _train(planned: nn.Planned, variables, *inputs):
+def train_pass(planned: nn.Planned, variables, *inputs):
     """Returns the loss, and the gradients of variables and inputs."""
 
     def loss(variables, inputs):

@@ -230,10 +230,12 @@ def expect(
     }
     uncast = {key: x for key, x in uncast.items() if x is not None}
     flips, columns = {}, results["y"].shape[1] ** 0.5
-    if numerics.dlhs is not None:  # all of a row moves
+    moved = _moved_by_codes(numerics, trial, normed, rounding, dz)
+    if numerics.dlhs is not None:
+        moved += code_step(numerics.dlhs.first.dtype) * jnp.abs(dlhs_g.value)
+    if numerics.dlhs is not None or numerics.xhat_is_e4m3:  # all of a row moves
         sizes = jnp.sqrt(jnp.sum(rhs.value**2, axis=0))
-        step = code_step(numerics.dlhs.first.dtype)
-        row = step * jnp.max(jnp.abs(dlhs_g.value) * sizes[None], axis=1)
+        row = jnp.max(moved * sizes[None], axis=1)
         flips["dlhs"] = Flip(row, row / _TILE_ROOT)
     if numerics.drhs is not None:  # all of a column moves
         largest = jnp.max(jnp.abs(g.value), axis=0)
@@ -324,6 +326,17 @@ def _norm_backward(
     dbias = None if trial.vectors.bias is None else jnp.sum(dz, axis=0)
     gradients = {"dgamma": dgamma, "dbeta": dbeta, "dbias": dbias}
     return dz, {name: x for name, x in gradients.items() if x is not None}
+
+
+def _moved_by_codes(
+    numerics: Numerics, trial: Trial, normed: _Normed, rounding: Rounding, dz: Array
+) -> Array:
+    """Returns how far dz moves if codes of xhat are the next ones; 0 without codes."""
+    if not numerics.xhat_is_e4m3:
+        return jnp.zeros_like(dz)
+    above = normed._replace(xhat=normed.xhat * (1 + code_step(E4M3)))
+    moved, _ = _norm_backward(numerics, trial, above, rounding)
+    return jnp.abs(moved - dz)
 
 
 def _stored_scales(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:

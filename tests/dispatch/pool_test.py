@@ -56,7 +56,7 @@ while line := sys.stdin.readline():
     entry |= {"site": site, "times": {"training": times}}
     names = ("device_kind", "jax", "jaxlib", "triton", "kernels")
     header = dict.fromkeys(names, "")
-    table = {"schema": 2, "header": header, "sites": [entry]}
+    table = {"schema": 3, "header": header, "roofline": None, "sites": [entry]}
     print(json.dumps({"result": table}), flush=True)
 """
 

@@ -1,0 +1,261 @@
+"""Times models whose sites no table has: what Dispatch chooses, and what is possible.
+
+    python experiments/bench/unseen.py --out unseen.json
+
+Compute only, as in dispatch.py: kernel time of the dense part in training and in
+inference. Arms:
+
+    xla bf16      XLA alone
+    auto RECIPE   a recipe at every site, with kernels where they serve
+    predicted     Dispatch by predictions, as `--plan auto` on a new model
+    tuned         Dispatch after `--plan tune`
+    best          Dispatch after all candidates of all sites were measured
+
+FP8 counts as accurate enough here: whether it is, a model has to be trained to say.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import tyro
+from flax import linen
+
+from experiments.bench import dispatch as bench
+from experiments.bench import result as results
+from loka_jax import nn
+from loka_jax.dispatch.at_start import jobs_worth_measuring
+from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.local import fitted_table
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import is_open, make_plan
+from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.table import MEASURES, RoleErrors, Table, header_here
+from loka_jax.dispatch.work import roles_of
+from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.intervals import Interval
+from loka_jax.measure.timing import Case, time_kernels
+from loka_jax.models import Dlrm
+from loka_jax.normed import ActivationName, NormName
+from loka_jax.ops.device import local_device
+from loka_jax.recipe import RECIPES, ROLES
+from loka_jax.serving import fold
+from loka_jax.site import Provider
+
+_FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
+_NO_ERROR: dict[str, Interval] = {name: Interval(0.0, 0.0, 0.0) for name in MEASURES}
+_NO_ERRORS: RoleErrors = {role: {name: _NO_ERROR for name in _FP8} for role in ROLES}
+_SETS = 2  # of inputs; one alone exceeds the L2
+
+
+class Layers(linen.Module):
+    """Layers of one kind and a linear head, from float32 rows to a logit a row."""
+
+    features: tuple[int, ...]
+    norm: NormName = "layer"
+    activation: ActivationName = "swish"
+    recipe: str = "bf16"
+    implementation: Provider | None = None
+
+    @linen.compact
+    def __call__(self, x):
+        """Returns float32 logits."""
+        x = nn.Mlp(
+            self.features,
+            recipe=self.recipe,
+            norm=self.norm,
+            activation=self.activation,
+            implementation=self.implementation,
+            name="layers",
+        )(x.astype(jnp.bfloat16))
+        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
+
+
+# By name: the model, its rows, and the shape of an example's inputs. Few of the rows
+# are powers of two; one number is no multiple of 16.
+MODELS: dict[str, tuple[linen.Module, int, tuple[tuple[int, ...], ...]]] = {
+    "tower of 1,024": (Layers((1024,) * 5), 8192, ((1024,),)),
+    "rms tower": (Layers((768, 512, 384), norm="rms"), 20_000, ((640,),)),
+    "wide relu": (
+        Layers((4096, 4096, 1024), norm="none", activation="relu"),
+        8192,
+        ((384,),),
+    ),
+    "block tower": (
+        Layers((1024, 512, 256), norm="block", activation="hard_swish"),
+        49_999,
+        ((512,),),
+    ),
+    "layer dlrm": (
+        Dlrm(bottom_mlp=(256,), top_mlp=(768, 512, 256), norm="layer", recipe="bf16"),
+        12_000,
+        ((13,), (26, 64)),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON; printed only if None.
+        models: of those above.
+        shrink: by which the rows are divided, to try the benchmark.
+        recipes: forced everywhere.
+        seconds: the budget of tuning a model.
+        workers: processes that compile at a time.
+        exhaustive: measure all candidates, for the arm "best".
+    """
+
+    out: pathlib.Path | None = None
+    models: tuple[str, ...] = tuple(MODELS)
+    shrink: int = 1
+    recipes: tuple[str, ...] = (
+        "fp8_tensorwise",
+        "fp8_rowwise",
+        "fp8_tensorwise_delayed_bf16_drhs",
+    )
+    seconds: float = 90.0
+    workers: int = 8
+    exhaustive: bool = True
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    result = results.head("unseen", arguments) | {"models": {}}
+    for name in arguments.models:
+        result["models"][name] = measure(name, arguments)
+        results.write(arguments.out, result)
+    return result
+
+
+def measure(name: str, arguments: Arguments) -> dict[str, Any]:
+    """Returns the times of all arms of a model, and the plans."""
+    model, rows, shapes = MODELS[name]
+    rows = max(rows // arguments.shrink, 1)
+    shapes = tuple((rows, *shape) for shape in shapes)
+    inputs = [bench.make_inputs(shapes, seed) for seed in range(_SETS)]
+    sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs[0])
+    fitted = fitted_table("NVIDIA H200")
+    models = {"predicted": _model(Table(header_here()), fitted)}
+    jobs = jobs_worth_measuring(sites, models["predicted"])
+    start = time.monotonic()
+    tuned = _measured(jobs, arguments)
+    seconds = time.monotonic() - start
+    models["tuned"] = _model(tuned, fitted)
+    if arguments.exhaustive:
+        models["best"] = _model(_measured(_all_jobs(sites), arguments), None)
+    arms, plans = _arms(model, sites, models, arguments.recipes)
+    times = _times(arms, inputs)
+    _print(name, times)
+    return {
+        "rows": rows,
+        "times": times,
+        "plans": plans,
+        "tuning": {
+            "sites": len(jobs),
+            "measured": len(tuned.sites),
+            "seconds": round(seconds, 1),
+        },
+    }
+
+
+def _model(table: Table, fitted: Table | None) -> PerformanceModel:
+    return PerformanceModel(table, fitted=fitted, device=local_device())
+
+
+def _all_jobs(sites) -> list[Job]:
+    specs = dict.fromkeys(table_key(site.spec) for site in filter(is_open, sites))
+    return [
+        Job(
+            spec=spec,
+            choices=tuple(candidates(spec, local_device())),
+            stats=None,
+            source="N(0, 1)",
+            pairs=0,
+            rows=0,
+            seed=0,
+        )
+        for spec in specs
+    ]
+
+
+def _measured(jobs: list[Job], arguments: Arguments) -> Table:
+    table = Table(header_here())
+    workers = min(arguments.workers, max(len(jobs), 1))
+    seconds = arguments.seconds
+    for job, entry in measure_all(jobs, workers, print, seconds=seconds):
+        table.sites[job.spec] = entry
+        for choice, why in entry.failures.items():
+            print(f"{job.spec}: {choice}: {why}", flush=True)
+    return table
+
+
+def _arms(model, sites, models: dict[str, PerformanceModel], recipes):
+    """Returns the planned model of each arm by pass, and the names in its plans."""
+    free = list(filter(is_open, sites))
+    both = {"xla bf16": bench.forced(model, free, "xla bf16")}
+    for recipe in ("bf16", *recipes):
+        both[f"auto {recipe}"] = nn.Planned(model.clone(recipe=recipe))
+    arms = {"training": dict(both), "inference": dict(both)}
+    plans: dict[str, Any] = {}
+    errors = {site.path: _NO_ERRORS for site in free}
+    for arm, performance in models.items():
+        for name in arms:
+            roles = roles_of(name)
+            plan = make_plan(sites, performance, roles=roles, errors=errors)
+            arms[name][arm] = nn.Planned(model.clone(recipe="bf16"), plan.choices)
+            plans[f"{name} {arm}"] = {
+                path: {
+                    "choice": decision.choice.name,
+                    "speedup": decision.speedup,
+                    "spread": decision.spread,
+                }
+                for path, decision in plan.decisions
+            }
+    return arms, plans
+
+
+def _times(arms, inputs) -> dict[str, dict[str, Any]]:
+    programs = {}
+    for arm, planned in arms["training"].items():
+        variables = bench.initialized(planned.by_xla(), inputs[0])
+        if planned.is_delayed:
+            planned = planned.with_initialized_scales()
+        run = functools.partial(bench.train_pass, planned)
+        programs[f"training {arm}"] = (run, variables)
+    for arm, planned in arms["inference"].items():
+        variables = bench.initialized(planned.by_xla(), inputs[0])
+        if planned.is_delayed:
+            planned = planned.with_initialized_scales()
+        folded = fold(planned.apply, variables, *inputs[0])
+        programs[f"inference {arm}"] = (folded.function, folded.ready)
+    compiled = compile_all(
+        {key: (run, (params, *inputs[0])) for key, (run, params) in programs.items()}
+    )
+    cases = {}
+    for key, program in compiled.items():
+        if isinstance(program, Exception):
+            print(f"{key} does not compile: {str(program)[:300]}", flush=True)
+            continue
+        params = programs[key][1]
+        cases[key] = Case(program, [leaves((params, *arrays)) for arrays in inputs])
+    return {key: taken._asdict() for key, taken in time_kernels(cases).items()}
+
+
+def _print(name: str, times: dict[str, dict[str, Any]]):
+    print(f"{name}: kernel time, and over the fastest arm of the pass")
+    for key, taken in sorted(times.items(), key=lambda item: item[1]["median_us"]):
+        pass_name = key.partition(" ")[0]
+        best = min(t["median_us"] for k, t in times.items() if k.startswith(pass_name))
+        us = taken["median_us"]
+        print(f"  {us:7.0f} us  {us / best:5.2f}x  {key}", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
