@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dlrm
@@ -24,32 +22,16 @@ _EMBEDDING = EmbeddingConfig(dim=16, init_stddev=0.05)
 _LOOP = LoopConfig(batch_size=4096, eval_every=256)
 
 
-# FP8 pays from about 2,048 features on, which a CPU would train for hours.
-_TOP_MLP, _TOP_MLP_ON_GPU = (256, 128), (4096, 4096, 1024)
-_BATCH_SIZE_ON_GPU = 8192
-_NOTE = (
-    "The top MLP of this configuration is 256-128 wide on a CPU, and 4096-4096-1024 at "
-    "batch 8,192 on a GPU, where FP8 pays."
-)
-
-
 @register
 def fp8_dlrm() -> DlrmConfig:
-    """A DLRM in FP8: small, and about two minutes, on two CPU cores; wide on a GPU."""
-    is_gpu = jax.default_backend() == "gpu"
-    top_mlp = _TOP_MLP_ON_GPU if is_gpu else _TOP_MLP
-    loop, optim = _LOOP, _OPTIM
-    if is_gpu:
-        loop = dataclasses.replace(loop, batch_size=_BATCH_SIZE_ON_GPU)
-        optim = dataclasses.replace(optim, lr=5e-4, warmup_steps=128)
+    """A small DLRM in FP8: about two minutes on two CPU cores."""
     return DlrmConfig(
         name="fp8_dlrm",
-        model=Dlrm(bottom_mlp=(64,), top_mlp=top_mlp, recipe=FP8),
+        model=Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe=FP8),
         data=_DATA,
         embedding=_EMBEDDING,
-        optim=optim,
-        loop=loop,
-        note=_NOTE,
+        optim=_OPTIM,
+        loop=_LOOP,
     )
 
 

@@ -230,7 +230,6 @@ class Config:
             table (from tune.py) or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
         run: options of this execution only.
-        note: a sentence on the configuration, printed first.
     """
 
     name: Annotated[str, tyro.conf.Suppress]
@@ -244,7 +243,6 @@ class Config:
     plan: str = "auto"
     dispatch: DispatchOptions = DispatchOptions()
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
-    note: Annotated[str, tyro.conf.Suppress] = ""
 
     def __post_init__(self):  # noqa: D105
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
@@ -257,8 +255,8 @@ class Config:
         _check_model(self.model)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the configuration without `run` and `note`, as JSON values."""
-        names = {field.name for field in dataclasses.fields(self)} - {"run", "note"}
+        """Returns the configuration without `run`, as JSON values."""
+        names = {field.name for field in dataclasses.fields(self)} - {"run"}
         return _fields_as_json(self, names)
 
 

@@ -101,8 +101,6 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         console.print(device_notice(config.run.require_gpu))
-        if config.note:
-            console.print(plain(config.note))
         if config.run.dry_run:
             return Trained(_compile(_build(config, console, None), console))
         workdir = choose_workdir(config)
