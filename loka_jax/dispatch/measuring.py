@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -42,7 +41,6 @@ from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 _MAX_CHAINED = 3
-_CHECKED_AT_A_TIME = 3
 
 # By pass: a function and its sets of arguments.
 type _Programs = dict[str, Case]
@@ -100,13 +98,13 @@ def measure_site(
     sets = [as_read(draw(key)) for key in _keys(job, num_rotated(job.spec))]
     compiled, failures = _compile_candidates(job, sets, begin)
     alone_specs = dict.fromkeys(job.choices, job.spec)
-    right = _right(job, alone_specs, failures, begin, check)
+    right = _right(alone_specs, failures, begin, check)
     begin("")
     with alone():
         times = _time({choice.name: compiled[choice.name] for choice in right})
     fastest = _fastest_kernels(times)
     chain_specs = {choice: chain_spec(job.spec, choice) for choice in fastest}
-    chained = _right(job, chain_specs, failures, begin, check)
+    chained = _right(chain_specs, failures, begin, check)
     times = _without(times, failures)
     cases = _chain_cases(job, chained, sets, begin)
     if cases:
@@ -219,7 +217,6 @@ def _compile(
 
 
 def _right(
-    job: Job,
     specs: Mapping[Choice, SiteSpec],
     failures: dict[str, str],
     begin: _Begin,
@@ -228,23 +225,18 @@ def _right(
     """Returns the candidates that are right; adds the others to `failures`.
 
     Args:
-        job: decides whether one is checked after another.
         specs: the site by candidate, in the form in which that is checked.
         failures: by name; candidates with one are not checked.
         begin, check: as in `measure_site`.
     """
-    left = [choice for choice in specs if choice.name not in failures]
-
-    def why_wrong_of(choice: Choice) -> str | None:
-        begin(choice.name if job.is_serial else "")
-        return check(specs[choice], choice)
-
-    # Few at a time: a check compiles most of its time, and holds many copies of arrays.
-    with futures.ThreadPoolExecutor(1 if job.is_serial else _CHECKED_AT_A_TIME) as pool:
-        for choice, why in zip(left, pool.map(why_wrong_of, left), strict=True):
-            if why is not None:
-                is_alone = specs[choice].out == "compute"
-                failures[choice.name] = why if is_alone else f"{why}, in chains"
+    for choice, spec in specs.items():
+        if choice.name in failures:
+            continue
+        begin(choice.name)
+        why = check(spec, choice)
+        if why is not None:
+            is_alone = spec.out == "compute"
+            failures[choice.name] = why if is_alone else f"{why}, in chains"
     return [choice for choice in specs if choice.name not in failures]
 
 

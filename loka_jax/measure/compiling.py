@@ -1,6 +1,7 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,16 +27,17 @@ def compile_all(
         programs: functions with the arguments they are compiled for.
         options: of the compiler.
     """
-    compiled: dict[str, Any] = {}
-    # One program is traced, which Python does alone, while others are compiled.
+    lowered: dict[str, Any] = {}
+    for name, (function, arguments) in programs.items():
+        try:
+            lowered[name] = _of_leaves(function, arguments).lower(*leaves(arguments))
+        except Exception as error:  # a candidate may not run here
+            lowered[name] = error
+    # Not while programs are lowered: a Mosaic kernel that was lowered beside a
+    # compilation has ended the process.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        for name, (function, arguments) in programs.items():
-            try:
-                lowered = _of_leaves(function, arguments).lower(*leaves(arguments))
-                compiled[name] = pool.submit(lowered.compile, dict(options))
-            except Exception as error:  # of any kind: the caller sees which it was
-                compiled[name] = error
-    return {name: _outcome(x) for name, x in compiled.items()}
+        compile_one = functools.partial(_compiled, options=dict(options))
+        return dict(zip(lowered, pool.map(compile_one, lowered.values()), strict=True))
 
 
 def leaves(arguments: tuple) -> tuple:
@@ -50,7 +52,11 @@ def _of_leaves(function, arguments):
     return jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
 
 
-def _outcome(compiled):
-    if isinstance(compiled, Exception):
-        return compiled
-    return compiled.exception() or compiled.result()
+def _compiled(lowered: Any, options: dict[str, str]) -> Any:
+    """Returns a compiled program, or the exception that it or its lowering raised."""
+    if isinstance(lowered, Exception):
+        return lowered
+    try:
+        return lowered.compile(options)
+    except Exception as error:  # a candidate may not compile here
+        return error
