@@ -57,3 +57,23 @@ def test_a_jump_demotes_a_site_and_it_returns_with_the_data(
     assert [x.split(":")[0] for x in of_site] == ["step 16", "step 40"]
     assert "in bfloat16 now: " in of_site[0] and f"xla {recipe} again" in of_site[1]
     assert len(changes) % 2 == 0  # every site that left is back
+
+
+@pytest.mark.slow
+def test_looks_change_nothing(tmp_path, monkeypatch):
+    support.share_steps(monkeypatch)
+    ends, plain = [], loop_lib.Loop.train
+
+    def spy(self, stop):
+        plain(self, stop)
+        ends.append((support.digest(self.state), self.progress.drift.sites))
+
+    monkeypatch.setattr(loop_lib.Loop, "train", spy)
+    for every in (3, 1000):
+        workdir = tmp_path / str(every)
+        support.train(
+            support.config(workdir, look_every=every, microbatches=2, max_steps=8)
+        )
+    (looked, sites), (not_looked, none) = ends
+    assert looked == not_looked
+    assert not none and {site.looks for site in sites.values()} == {2}
