@@ -5,6 +5,7 @@ table       their measurements on a device: times, errors, failures
 policy      limits on errors, and the fastest choice within them
 chains      the fastest choices of sites that hand FP8 on
 plan        the choices for a model, site by site
-drift       whether delayed scales still fit, while training
+drift       whether operands are still what they were, while training, by what
+            `operand_health` measures of them
 tuning      measures the sites of a model; `measuring` one site, in worker processes
 """

@@ -48,12 +48,9 @@ class DispatchPlan:
         """Pairs of path and choice, as `nn.Planned` takes them."""
         return tuple((path, decision.choice) for path, decision in self.decisions)
 
-    def demoted(self, path: str, choice: Choice, reason: str) -> "DispatchPlan":
-        """Returns the plan with another choice at a path."""
-        decisions = dict(self.decisions)
-        assert path in decisions
-        decisions[path] = Decision(choice, reason)
-        return DispatchPlan(tuple(decisions.items()))
+    def changed(self, decisions: Mapping[str, Decision]) -> "DispatchPlan":
+        """Returns the plan with other decisions at some paths."""
+        return DispatchPlan(tuple({**dict(self.decisions), **decisions}.items()))
 
 
 def make_plan(

@@ -22,7 +22,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
-from loka_jax.probe.capture import Operands
+from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling, readable, stored_scales
@@ -104,7 +104,7 @@ def by_path(collection: Any) -> dict[str, Any]:
 
 
 def _is_of_site(x: Any) -> bool:
-    return isinstance(x, SiteStats | Operands)
+    return isinstance(x, SiteStats | Operands | Sample)
 
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:

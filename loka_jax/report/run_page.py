@@ -67,7 +67,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         curves=_curves(run),
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
-        demotions=_sentences(summary.get("demotions")),
+        changes=_sentences(summary.get("changes")),
         scales=_scales(run.scales),
         data=_data(as_dict(summary.get("data"))),
         command=command,

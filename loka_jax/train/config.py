@@ -59,6 +59,7 @@ class LoopConfig:
         epochs: maximum number of passes over the training data.
         max_steps: maximum number of steps; None for all steps of the epochs.
         eval_every: steps between evaluations; None to evaluate after each epoch.
+        look_every: steps between looks at the operands of FP8 sites, for their drift.
         log_every: steps between lines in metrics.jsonl.
         save_every: steps between checkpoints; None to save after each evaluation.
         keep_checkpoints: number of newest checkpoints to keep.
@@ -73,6 +74,7 @@ class LoopConfig:
     epochs: int = 1
     max_steps: int | None = None
     eval_every: int | None = None
+    look_every: int = 64
     log_every: int = 50
     save_every: int | None = None
     keep_checkpoints: int = 2

@@ -21,9 +21,11 @@ class Progress:
         seconds: time spent training, without evaluations and checkpoints.
         plateau: the state of the plateau schedule and of early stopping.
         best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
-        demotions: a sentence for each site that fell back to bfloat16.
+        changes: a sentence for each site that left FP8, or is in FP8 again.
         returns: a sentence for each return to a checkpoint after a divergence.
-        watch: the looks at delayed scales so far.
+        drift: the looks at the operands of FP8 sites so far.
+        planned: the decisions on sites that have drifted, as JSON values by path.
+        replanned: the step of the newest change of the plan.
         guard: the losses so far.
         scale_watch: the amaxes that were far off their delayed scales so far.
     """
@@ -34,9 +36,11 @@ class Progress:
     seconds: float = 0.0
     plateau: Plateau = Plateau()
     best: dict[str, Any] | None = None
-    demotions: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
-    watch: Watch = Watch()
+    drift: Watch = Watch()
+    planned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    replanned: int = 0
     guard: Guard = Guard()
     scale_watch: ScaleWatch = ScaleWatch()
 
@@ -55,9 +59,9 @@ class Progress:
             read = {
                 "position": Position(*data["position"]),
                 "plateau": Plateau(**data["plateau"]),
-                "demotions": tuple(data["demotions"]),
+                "changes": tuple(data["changes"]),
                 "returns": tuple(data["returns"]),
-                "watch": Watch(**data["watch"]),
+                "drift": Watch.from_json(data["drift"]),
                 "guard": Guard(**data["guard"]),
                 "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
             }

@@ -5,7 +5,6 @@ numerics are in `step.py`; a checkpoint holds `TrainState` and `Progress`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from loka_jax.train import log_lines, metrics, operands, replan, verdict
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.clock import Clock
+from loka_jax.train.drift_looks import DriftLooks
 from loka_jax.train.guard import Diverged
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
@@ -73,6 +73,7 @@ class Loop:
         self._scales_initialized = False
         self._batch: Batch | None = None
         self._looks = Looks(display.say)
+        self._drift = DriftLooks()
         self._clock = Clock(progress)
 
     def train(self, stop: StopRequest):
@@ -102,13 +103,14 @@ class Loop:
             num_batches=self._remaining(),
         ) as batches:
             for position, batch in batches:
+                self._look_at_operands(batch)
                 self.step(position, batch)
                 self._take_look(batch)
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
                     self._evaluate()
-                    self._demote_drifted()
+                    self._follow_drift()
                 if self._save_is_due():
                     self._save()
                 if stop.is_set or self.progress.plateau.stop:
@@ -153,7 +155,7 @@ class Loop:
             reasons = replan.why_demoted(self.run.plan, error)
             if take_step.has_run or not reasons:
                 raise
-            self._demote(reasons)
+            self._change(replan.demoted(self.run, step, reasons))
             return self.step(position, batch)
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
@@ -166,29 +168,38 @@ class Loop:
         )
         self._display.step(step + 1)
 
-    def _demote(self, reasons: Mapping[str, str]):
-        """Runs sites in XLA's bfloat16 from now on, given the reasons by path."""
-        plan = replan.demoted(self.run.plan, reasons)
-        self.run, self.state = replan.replanned(self.run, self.state, plan)
-        self._record.write_plan(plan)
-        said = replan.sentences(self.progress.step, reasons)
-        demotions = (*self.progress.demotions, *said)
-        self.progress = dataclasses.replace(self.progress, demotions=demotions)
-        for sentence in said:
+    def _change(self, change: replan.Change):
+        """Follows another plan from now on."""
+        self.run, self.state = replan.replanned(self.run, self.state, change.plan)
+        self._record.write_plan(change.plan)
+        changes = (*self.progress.changes, *change.said)
+        self.progress = dataclasses.replace(
+            self.progress, changes=changes, replanned=self.progress.step
+        )
+        self._scales_initialized = False
+        for sentence in change.said:
             self._display.say(sentence)
 
-    def _demote_drifted(self):
-        """Demotes the sites that have drifted, before the next checkpoint."""
-        watch = self.progress.watch
-        if watch.drifted and not self._ends():
-            self._demote(watch.drifted)
-        watch = dataclasses.replace(watch, drifted={})
-        self.progress = dataclasses.replace(self.progress, watch=watch)
+    def _look_at_operands(self, batch: Batch):
+        """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
+        if self.progress.step and self._is_due(self.run.config.loop.look_every):
+            self.progress = self._drift.after(
+                self.run, self.state, self.progress, batch
+            )
+
+    def _follow_drift(self):
+        """Demotes drifted sites, and returns others, before the next checkpoint."""
+        self.progress = self._drift.read(self.progress)
+        followed = replan.after_drift(self.run, self.progress)
+        if followed is not None and not self._ends():
+            change, self.progress = followed
+            self._change(change)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""
         if not self._scales_initialized:
-            is_late = self.progress.step >= _MAX_FIRST_STEPS
+            steps = self.progress.step - self.progress.replanned
+            is_late = steps >= _MAX_FIRST_STEPS
             self._scales_initialized = is_late or scales_initialized(self.state)
         return self._scales_initialized
 
@@ -223,9 +234,6 @@ class Loop:
         self.progress = verdict.judged(self.run, self.state, self.progress)
         if scales := operands.scales(self.state):
             self._record.log_scales(step, scales)
-        ratios = operands.drift_ratios(self.state, self.run.plan)
-        watch = self.progress.watch.after(ratios)
-        self.progress = dataclasses.replace(self.progress, watch=watch)
         self.progress = self._looks.read(self.run, self.progress)
         if amaxes := operands.amaxes(self.state):
             self._record.log_amaxes(step, amaxes)
@@ -267,6 +275,7 @@ class Loop:
         self._record.truncate(self.progress.step)
         self._clock.rewind(self.progress)
         self._looks.drop()
+        self._drift.drop()
         self._scales_initialized = False
         return True
 
@@ -292,6 +301,7 @@ class Loop:
         """Saves the state, unless it is not healthy: older checkpoints may be."""
         self._tick()
         self.progress = self._looks.read(self.run, self.progress)
+        self.progress = self._drift.read(self.progress)
         if not verdict.is_healthy(self.run, self.state, self.progress):
             self._display.say(
                 f"step {self.progress.step:,}: not saved, as the loss is out of bounds."

@@ -1,11 +1,9 @@
-"""Scales, amaxes and drift of the operands of a model's sites, for the log lines."""
+"""Scales and amaxes of the operands of a model's sites, for the log lines."""
 
 from typing import Any
 
 import jax
 
-from loka_jax.dispatch.drift import amax_ratio
-from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import by_path
 from loka_jax.recipe import OPERANDS
 from loka_jax.train.state import TrainState
@@ -26,17 +24,6 @@ def amaxes(state: TrainState) -> dict[str, float]:
             for path, stats in by_path(state.probe).items()
         }
     )
-
-
-def drift_ratios(state: TrainState, plan: DispatchPlan) -> dict[str, float]:
-    """Returns `amax_ratio` of every site that a plan runs in FP8, by path."""
-    choices = dict(plan.choices)
-    sites = {
-        path: amax_ratio(site, choices[path].recipe)
-        for path, site in named_sites(state).items()
-        if path in choices and choices[path].is_fp8
-    }
-    return {path: float(x) for path, x in jax.device_get(sites).items()}
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:

@@ -338,7 +338,7 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(run.sites), "fp8": in_fp8},
         "plan": plan_rows(run.plan),
-        "demotions": progress.demotions,
+        "changes": progress.changes,
         "returns": progress.returns,
         "warnings": progress.scale_watch.warnings,
         "data": splits.report,

@@ -1,46 +1,206 @@
-"""How far operands have left their delayed scales, and for how long."""
+"""Planted drifts are caught, healthy operands raise nothing, and sites return."""
 
+import dataclasses
+import functools
+import json
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import scaling
-from loka_jax.dispatch.drift import LOOKS, MOST, Watch, amax_ratio
-from loka_jax.recipe import get_recipe
-
-RECIPE = get_recipe("fp8_tensorwise_delayed")
-
-
-def _seen(*amaxes):
-    """Returns the state of a site whose operands all had these amaxes in turn."""
-    state = scaling.init_delayed(RECIPE)
-    for amax in amaxes:
-        state = scaling.update_delayed(state, jnp.full(3, amax, jnp.float32), RECIPE)
-    return state
-
-
-@pytest.mark.parametrize(
-    "amaxes, ratio",
-    [
-        ((), 0.0),
-        ((3.0,), 0.0),  # its scale was made for itself
-        ((1.0, 2.0), 1.0),  # the margin is one bit
-        ((1.0, 4.0, 1.0), 0.125),
-        ((1.0, 32.0), 16.0),
-    ],
+from loka_jax import fp8, scaling
+from loka_jax.dispatch.drift import (
+    HOME_LOOKS,
+    LOOKS,
+    RULES,
+    SETTLING,
+    SiteDrift,
+    Watch,
 )
-def test_the_ratio_is_to_what_the_scale_reached(amaxes, ratio):
-    found = amax_ratio(_seen(*amaxes), RECIPE)
-    np.testing.assert_allclose(found, ratio)
+from loka_jax.dispatch.operand_health import Health, health
+from loka_jax.probe.capture import Operands, Sample
+from loka_jax.recipe import get_recipe
+from tests.support import slow_except
+
+M, K, N = 128, 32, 32
+RECIPES = (
+    "fp8_tensorwise",
+    "fp8_rowwise",
+    "fp8_rowwise_bf16_drhs",
+    "fp8_tensorwise_delayed",
+    "fp8_tensorwise_delayed_bf16_drhs",
+    "fp8_blockwise",
+)
+BEFORE, AFTER = (
+    50,
+    50,
+)  # healthy looks before the plant, looks within which it is caught
+
+FRESH = SiteDrift()
+
+# By name, the factor on the columns of lhs t steps after the plant began.
+PLANTS = {
+    "jump": lambda t: np.full(K, 1000.0),
+    "growth of 1.05": lambda t: np.full(K, 1.05**t),
+    "growth of 1.9": lambda t: np.full(K, 1.9 ** min(t, 100)),
+    "column": lambda t: np.where(np.arange(K) == 3, 1.1**t, 1.0),
+    "collapse": lambda t: np.full(K, 1e-6),
+}
 
 
-def test_one_look_proves_nothing_and_two_in_a_row_do():
-    watch, off = Watch(), {"a": 2 * MOST, "b": 0.9 * MOST}
-    for _ in range(LOOKS - 1):
-        watch = watch.after(off)
-        assert watch.drifted == {}
-    assert set(watch.after(off).drifted) == {"a"}
+def healthy(key, step):
+    """Returns operands as healthy training has them, about 1.
+
+    ReLU zeros in lhs, rows of log-normal size in g, whose size follows a warm-up, a
+    decay and a random walk.
+    """
+    keys = jax.random.split(jax.random.fold_in(key, step.astype(int)), 5)
+    lhs = jax.nn.relu(jax.random.normal(keys[0], (M, K)))
+    rhs = jax.random.normal(jax.random.key(1), (K, N))
+    rhs += 0.1 * jax.random.normal(keys[1], (K, N))
+    rows = jnp.exp(1.5 * jax.random.normal(keys[2], (M, 1)))
+    g = rows * jax.random.normal(keys[3], (M, N))
+    walk = 1.5 * jnp.sin(step / 5000 + jnp.arange(3.0)) + 0.3 * jax.random.normal(
+        keys[4], (3,)
+    )
+    walk = walk.at[2].add(-jnp.minimum(step / 4000, 4.0))
+    return [x * jnp.exp2(walk[i]) for i, x in enumerate((lhs, rhs, g))]
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def looks(key, factors, name):
+    """Returns the health of a site over steps, `[steps, 3, 4]`.
+
+    Args:
+        key: of the operands.
+        factors: on the columns of lhs, `[steps, K]`.
+        name: of the recipe.
+    """
+    recipe = get_recipe(name)
+
+    def step(state, at):
+        lhs, rhs, g = healthy(key, at[0])
+        arrays = (lhs * at[1][None], rhs, g)
+        amaxes = jnp.stack([fp8.amax(x) for x in arrays])
+        found = health(Sample(Operands(*arrays), amaxes), recipe, state)
+        if state is not None:
+            state = scaling.update_delayed(state, amaxes, recipe)
+        return state, jnp.stack(found, 1)
+
+    state = scaling.init_delayed(recipe) if recipe.is_delayed else None
+    steps = jnp.arange(len(factors), dtype=jnp.float32)
+    return jax.lax.scan(step, state, (steps, factors))[1]
+
+
+@functools.cache
+def with_plant(name, plant):
+    """Returns the health over healthy steps and as many with a plant."""
+    factors = np.ones((BEFORE + AFTER, K), np.float32)
+    for t in range(AFTER):
+        factors[BEFORE + t] = PLANTS[plant](t)
+    return np.asarray(looks(jax.random.key(0), factors, name))
+
+
+def fed(measures, site=FRESH):
+    """Returns what a site knows after looks, until it has drifted."""
+    for found in measures:
+        site = site.after(found)
+        if site.has_drifted:
+            break
+    return site
+
+
+def good_and_bad():
+    """Returns measures before and after a jump."""
+    measures = with_plant("fp8_tensorwise", "jump")
+    return measures[BEFORE - 1], measures[-1]
+
+
+def test_every_measure_has_a_rule():
+    assert tuple(RULES) == Health._fields
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("name", slow_except(RECIPES, "fp8_tensorwise"))
+def test_a_planted_drift_is_caught_and_named(name, plant):
+    site = fed(with_plant(name, plant))
+    assert site.has_drifted
+    assert BEFORE + LOOKS <= site.looks <= BEFORE + AFTER
+    assert "lhs" in site.why
+
+
+def test_growth_from_the_first_look_on_is_caught_too():
+    assert fed(with_plant("fp8_tensorwise", "growth of 1.05")[BEFORE:]).has_drifted
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", RECIPES)
+def test_healthy_steps_raise_nothing(name):
+    steps = 20_000
+    site = fed(np.asarray(looks(jax.random.key(0), np.ones((steps, K), "f4"), name)))
+    assert not site.has_drifted
+    assert site.looks == steps
+
+
+def test_a_site_returns_when_its_operands_do_and_waits_longer_each_time():
+    good, bad = good_and_bad()
+    watch = Watch().after({"a": good})
+    for _ in range(SETTLING):
+        watch = watch.after({"a": good})
+    for time in range(3):
+        for _ in range(LOOKS):
+            assert not watch.drifted
+            watch = watch.after({"a": bad})
+        assert list(watch.drifted) == ["a"]
+        watch = watch.changed(watch.drifted, ())
+        assert watch.away == ["a"] and not watch.drifted
+        assert not watch.after({"a": bad}).back
+        waited = 0
+        while not watch.back:
+            watch, waited = watch.after({"a": good}), waited + 1
+        assert waited == HOME_LOOKS * 2**time
+        watch = watch.changed((), watch.back)
+        assert not watch.away
+
+
+def test_a_look_away_from_home_starts_the_wait_anew():
+    good, bad = good_and_bad()
+    site = fed([good] * SETTLING + [bad] * LOOKS)
+    site = dataclasses.replace(site, away=True, demotions=1)
+    site = fed([good] * (HOME_LOOKS - 1) + [bad] + [good] * (HOME_LOOKS - 1), site)
+    assert not site.is_back and site.after(good).is_back
+
+
+def test_a_batch_or_two_prove_nothing():
+    good, bad = good_and_bad()
+    rounds = [*[bad] * (LOOKS - 1), good]
+    assert not fed([good] * SETTLING + rounds * 5).has_drifted
+
+
+def test_live_errors_above_their_limit_are_drift():
+    good, _ = good_and_bad()
     watch = Watch()
-    for ratio in (2 * MOST, 0.5, 2 * MOST, 0.5):
-        watch = watch.after({"a": ratio})
-        assert watch.drifted == {}
+    for _ in range(LOOKS):
+        watch = watch.after({"a": good, "b": good}, {"a": {"fwd": 0.9, "drhs": 1.6}})
+    assert watch.drifted == {"a": "the live error of its drhs is 1.60 times its limit"}
+
+
+def test_what_is_not_measured_changes_nothing():
+    good, _ = good_and_bad()
+    site = fed([good] * SETTLING)
+    assert site.after(np.full_like(good, np.nan)) == site
+    zeros = good.copy()
+    zeros[2, 2:] = np.nan  # a gradient of zeros has no size
+    assert fed([zeros] * LOOKS, site).off == 0
+    assert fed([good] * LOOKS, fed([zeros] * (SETTLING + 1))).off == 0
+
+
+def test_a_watch_goes_on_from_json():
+    measures = with_plant("fp8_tensorwise", "jump")[: BEFORE + LOOKS]
+    whole = cut = Watch()
+    for found in measures:
+        whole = whole.after({"a": found})
+        cut = Watch.from_json(json.loads(json.dumps(dataclasses.asdict(cut))))
+        cut = cut.after({"a": found})
+    assert whole == cut and whole.drifted

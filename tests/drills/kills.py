@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from experiments.configs import get_config
-from loka_jax.train import operands
+from loka_jax.train import drift_looks
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # By a signal before the run handles it, or by the run after saving.
 _STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
 _ROOT = Path(__file__).parents[2]
-_DRIFTS_AT = 20
+_DRIFTS_AT, _BACK_AT = 20, 50
 # What depends on when a run was killed.
 _TIMES = ("seconds", "examples_per_second", "command", "config")
 
@@ -53,6 +53,7 @@ def config(model: str, seed: int, workdir: Path) -> Config:
         eval_every=12,
         save_every=6,
         log_every=3,
+        look_every=2,
     )
     return dataclasses.replace(
         base,
@@ -67,16 +68,20 @@ def config(model: str, seed: int, workdir: Path) -> Config:
 
 def run(model: str, seed: int, workdir: Path) -> int:
     """Trains in this process, with a drift at one site, and returns the exit code."""
-    plain = operands.drift_ratios
+    plain = drift_looks.look_step
 
-    def ratios(state, plan):
-        found = plain(state, plan)
-        last = sorted(found)[-1:]
-        if last and int(state.step) >= _DRIFTS_AT:
-            found[last[0]] = 9.0
-        return found
+    def planted(run, recipes):
+        look, last = plain(run, recipes), max(recipes)
 
-    operands.drift_ratios = ratios
+        def look_and_plant(state, batch):
+            found = look(state, batch)
+            if _DRIFTS_AT <= int(state.step) < _BACK_AT:
+                found[last] = found[last].at[0, 2].add(9.0)
+            return found
+
+        return look_and_plant
+
+    drift_looks.look_step = planted
     cache = workdir.parent / "xla"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -176,7 +181,8 @@ def drill(model: str, seed: int, folder: Path, deadline: float) -> tuple[int, in
         AssertionError: if anything differs.
     """
     expected, longest = train_whole(model, seed, folder / f"{model}-{seed}-first")
-    assert json.loads(expected["summary.json"])["demotions"], "nothing was demoted"
+    changes = json.loads(expected["summary.json"])["changes"]
+    assert len(changes) == 2, f"a site was to leave FP8 and to return: {changes}"
     # Again, as programs are compiled now: kills are to fall into training.
     again, longest = train_whole(model, seed, folder / f"{model}-{seed}-second")
     assert again == expected, "two runs without a kill differ"

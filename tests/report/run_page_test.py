@@ -69,7 +69,7 @@ SUMMARY = {
         {"path": "top_mlp/dense_0", "choice": "pallas fp8_rowwise", "speedup": 1.25}
         | {"error": 0.0371, "reason": "the fastest", "runner_up": "xla bf16"}
     ],
-    "demotions": ["top_mlp/dense_1 did not compile"],
+    "changes": ["top_mlp/dense_1 did not compile"],
     "returns": ["Went back to step 8, learning rates halved."],
     "warnings": ["step 12: top_mlp/dense_0/lhs was clipped at 1/50,000 of its amax."],
     "command": "uv run python experiments/train.py --config fp8_dlrm --seed 3",

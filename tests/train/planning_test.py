@@ -20,7 +20,7 @@ from loka_jax.ops.device import HOPPER
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
-from loka_jax.train import operands, planning
+from loka_jax.train import planning
 from loka_jax.train.config import DispatchOptions, EmbeddingConfig
 from loka_jax.train.progress import print_plan
 from tests.train import support
@@ -220,22 +220,6 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     assert json.loads((workdir / "plan.json").read_text()) == saved
 
 
-def _drift(monkeypatch, ratio, path="top_mlp/dense_0"):
-    """Lets one site be off its scales at every look."""
-    plain = operands.named_sites
-
-    def named(state):
-        found = plain(state)
-        if path in found:
-            history = found[path].amax_history.at[:, 0].set(1.0).at[:, 1:].set(1.0)
-            off = history.at[:, 0].set(ratio * 2.0)
-            site = found[path]
-            found[path] = type(site)(site.table.at[:, 1:].set(off))
-        return found
-
-    monkeypatch.setattr(operands, "named_sites", named)
-
-
 def _delayed(workdir, **options):
     rules = ("*_mlp/dense_[01]=fp8_tensorwise_delayed",)
     return _config(workdir, rules=rules, **options)
@@ -243,19 +227,20 @@ def _delayed(workdir, **options):
 
 @pytest.mark.slow
 def test_a_site_that_drifts_is_demoted_once_and_resumes_so(tmp_path, monkeypatch):
-    _drift(monkeypatch, ratio=9.0)
+    support.plant_drift(monkeypatch, "top_mlp/dense_0", since=5)
     workdir = tmp_path / "run"
-    config = _delayed(workdir, epochs=1, eval_every=8, log_every=2)
+    looks = {"look_every": 1, "eval_every": 8}
+    config = _delayed(workdir, epochs=1, **looks)
     code, said = support.train(config)
     assert code == 0 and said.count("runs in bfloat16 now") == 1
-    (note,) = support.summary(workdir)["demotions"]
-    assert "top_mlp/dense_0" in note and "9.0 times" in note and "step 8" in note
+    (note,) = support.summary(workdir)["changes"]
+    assert "step 8: top_mlp/dense_0" in note and "times its usual size" in note
     plan = json.loads((workdir / "plan.json").read_text())
     assert plan["top_mlp/dense_0"]["choice"] == BF16.name
     assert plan["bottom_mlp/dense_1"]["choice"] == "xla fp8_tensorwise_delayed"
-    code, said = support.train(_delayed(workdir, epochs=2, eval_every=8, resume=True))
+    code, said = support.train(_delayed(workdir, epochs=2, resume=True, **looks))
     assert code == 0 and "Resuming at step 10" in said
-    assert len(support.summary(workdir)["demotions"]) == 1
+    assert len(support.summary(workdir)["changes"]) == 1
 
 
 @pytest.mark.slow
@@ -272,4 +257,4 @@ def test_kernels_that_do_not_compile_are_left_once(tmp_path, monkeypatch):
     with nn.site_context(device=HOPPER):
         code, said = support.train(config)
     assert code == 0 and said.count("runs in bfloat16 now") == 1
-    assert "did not compile" in support.summary(tmp_path / "run")["demotions"][0]
+    assert "did not compile" in support.summary(tmp_path / "run")["changes"][0]

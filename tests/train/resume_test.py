@@ -9,7 +9,6 @@ import pytest
 
 from loka_jax.data import DataConfig
 from loka_jax.train import loop as loop_lib
-from loka_jax.train import operands
 from loka_jax.train.config import DispatchOptions
 from loka_jax.train.loop import Loop
 from tests.train import support
@@ -95,19 +94,6 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path, quick):
     assert not list(tmp_path.glob("*/.unfinished"))
 
 
-def drift(monkeypatch, path, since):
-    """Lets one site be off its scales at every look from a step on."""
-    plain = operands.drift_ratios
-
-    def ratios(state, plan):
-        found = plain(state, plan)
-        if path in found and int(state.step) >= since:
-            found[path] = 9.0
-        return found
-
-    monkeypatch.setattr(operands, "drift_ratios", ratios)
-
-
 def planned(workdir, **options):
     return dataclasses.replace(config(workdir, **options), dispatch=RULES)
 
@@ -124,11 +110,14 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(Loop, "step", spy)
 
 
+DRIFT = dict(look_every=1, eval_every=4)
+
+
 @pytest.mark.slow
 def test_a_watch_goes_on_where_it_was(tmp_path, monkeypatch, quick):
-    # Looks at steps 6 and 9, a checkpoint at 8, the demotion at 12.
-    drift(monkeypatch, "top_mlp/dense_0", since=6)
-    options = {"log_every": 3, "eval_every": 4, "max_steps": 16}
+    # Off at looks 7 to 11, demoted at step 12; home from 12 on, back at 16.
+    support.plant_drift(monkeypatch, "top_mlp/dense_0", since=7, until=12)
+    options = {"log_every": 3, "max_steps": 22, "epochs": 3, **DRIFT}
     ends, plain = [], Loop.train
 
     def spy(self, stop):
@@ -137,16 +126,22 @@ def test_a_watch_goes_on_where_it_was(tmp_path, monkeypatch, quick):
 
     monkeypatch.setattr(Loop, "train", spy)
     train(planned(tmp_path / "whole", **options))
-    with monkeypatch.context() as patch:
-        stop_at(patch, 11)
-        with pytest.raises(KeyboardInterrupt):
-            train(planned(tmp_path / "cut", **options))
+    for number, step in enumerate((11, 15, 19)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, step)
+            with pytest.raises(KeyboardInterrupt):
+                train(planned(tmp_path / "cut", resume=number > 0, **options))
     train(planned(tmp_path / "cut", resume=True, **options))
     whole, cut = summary(tmp_path / "whole"), summary(tmp_path / "cut")
-    assert len(whole["demotions"]) == 1
-    assert cut["demotions"] == whole["demotions"]
+    left, back = whole["changes"]
+    assert left.startswith("step 12: top_mlp/dense_0 runs in bfloat16 now: lhs is ")
+    assert back.startswith("step 16: top_mlp/dense_0 runs by xla fp8_tensorwise_del")
+    assert cut["changes"] == whole["changes"]
     assert ends[0] == ends[1]
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    plan = json.loads((tmp_path / "cut" / "plan.json").read_text())["top_mlp/dense_0"]
+    assert plan["choice"] == "xla fp8_tensorwise_delayed"
+    assert plan["reason"] == "its operands are back at step 16"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +150,7 @@ def demoted(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("demoted")
     with pytest.MonkeyPatch.context() as patch:
         support.share_steps(patch)
-        drift(patch, "top_mlp/dense_0", since=6)
+        support.plant_drift(patch, "top_mlp/dense_0", since=7)
         nes = iter([0.8, 0.9, 0.9, 0.9])
         patch.setattr(loop_lib, "quality", lambda *_: _quality(next(nes)))
         code, _ = train(planned(workdir, **DEMOTED))
@@ -163,7 +158,7 @@ def demoted(tmp_path_factory):
     return workdir
 
 
-DEMOTED = dict(patience=50, log_every=3, eval_every=4, max_steps=16)
+DEMOTED = dict(patience=50, log_every=3, max_steps=16, **DRIFT)
 
 
 def _quality(ne):
@@ -173,7 +168,7 @@ def _quality(ne):
 @pytest.mark.slow
 def test_a_best_state_from_before_a_demotion_is_judged(demoted):
     found = summary(demoted)
-    assert (found["final_step"], len(found["demotions"])) == (4, 1)
+    assert (found["final_step"], len(found["changes"])) == (4, 1)
     assert found["final_eval"]["auc"] is not None
     plan = json.loads((demoted / "plan.json").read_text())
     assert plan["top_mlp/dense_0"]["choice"] == "xla bf16"

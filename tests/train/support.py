@@ -19,7 +19,7 @@ from loka_jax.data import DataConfig, open_data
 from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
 from loka_jax.train import build as build_lib
-from loka_jax.train import session
+from loka_jax.train import drift_looks, session
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
@@ -76,6 +76,24 @@ def build(config, saved=None, say=print):
         }
     vars(run).update(_made[key])
     return run
+
+
+def plant_drift(monkeypatch, path, since, until=10**9):
+    """Lets lhs of a site look 512 times as large before some steps."""
+    plain = drift_looks.look_step
+
+    def planted(run, recipes):
+        look = plain(run, recipes)
+
+        def look_and_plant(state, batch):
+            found = look(state, batch)
+            if since <= int(state.step) < until:
+                found[path] = found[path].at[0, 2].add(9.0)
+            return found
+
+        return look_and_plant
+
+    monkeypatch.setattr(drift_looks, "look_step", planted)
 
 
 def share_data(monkeypatch):

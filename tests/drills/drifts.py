@@ -1,0 +1,98 @@
+"""Trains healthy runs, in which no site may leave FP8.
+
+    python -m tests.drills.drifts fp8_dlrm fp8_dcnv2 frappe_dlrm=FILE criteo_dlrm=FILE
+
+Each configuration, with `=FILE` on its data, trains `--steps` steps with delayed and
+with current scaling, and looks at its operands every `--look-every` steps. It prints
+JSON: for each run its looks, the sites that left FP8 and the sentences on scales. The
+exit code is 1 if any site did, or if a run had no look.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.configs import get_config
+from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.config import Config, RunOptions
+from loka_jax.train.session import train
+
+RECIPES = ("fp8_tensorwise_delayed_bf16_drhs", "fp8_tensorwise", "fp8_rowwise")
+
+
+def config(name: str, recipe: str, workdir: Path, options) -> Config:
+    """Returns a configuration, on a file if it has one, for a number of steps."""
+    name, _, path = name.partition("=")
+    base = get_config(name)
+    data, size = base.data, options.batch_size or base.loop.batch_size
+    if path:
+        data = dataclasses.replace(data, path=path)
+    if data.kind == "generated":
+        data = dataclasses.replace(data, examples=size * options.steps)
+    loop = dataclasses.replace(
+        base.loop,
+        batch_size=size,
+        epochs=options.steps,
+        max_steps=options.steps,
+        look_every=options.look_every,
+        eval_every=max(options.steps // 10, 1),
+        log_every=max(options.steps // 100, 1),
+    )
+    return dataclasses.replace(
+        base,
+        model=base.model.clone(recipe=recipe),
+        data=data,
+        loop=loop,
+        optim=dataclasses.replace(base.optim, plateau_patience=None),
+        plan="off",  # the recipe at every site, however slow
+        run=RunOptions(workdir=workdir),
+    )
+
+
+def trained(config: Config) -> dict[str, Any]:
+    """Trains a run and returns what its looks have shown."""
+    workdir = train(config, [], Console(stderr=True, quiet=True)).workdir
+    assert workdir is not None
+    summary = json.loads((workdir / "summary.json").read_text())
+    with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
+        saved = checkpoints.newest()
+    assert saved is not None
+    sites = saved.meta["progress"]["drift"]["sites"]
+    return {
+        "config": config.name,
+        "recipe": config.model.recipe,
+        "steps": summary["steps"],
+        "ne": summary["final_eval"]["ne"],
+        "looks": {path: site["looks"] for path, site in sites.items()},
+        "changes": summary["changes"],
+        "warnings": summary["warnings"],
+    }
+
+
+def main() -> int:
+    """Runs the drill and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", nargs="+", metavar="NAME[=FILE]")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--look-every", type=int, default=64)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    options = parser.parse_args()
+    runs = []
+    for name in options.configs:
+        for recipe in options.recipes:
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(trained(config(name, recipe, Path(folder), options)))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    print(json.dumps(runs, indent=1))
+    return int(any(run["changes"] or not run["looks"] for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
