@@ -26,9 +26,10 @@ from experiments.cli import run_cli
 from experiments.restamp import SHIPPED
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import candidates
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Entry, Table, header_here
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.site import SiteSpec
 

@@ -35,9 +35,10 @@ from experiments.bench import result as results
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
-from loka_jax.dispatch.table import Table, header_here
+from loka_jax.dispatch.table import Table
 from loka_jax.dispatch.tuning import TuneConfig, tune
 from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
 from loka_jax.measure.timing import Case, time_kernels

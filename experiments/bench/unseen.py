@@ -29,12 +29,13 @@ from experiments.bench import result as results
 from loka_jax import nn
 from loka_jax.dispatch.at_start import jobs_worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import fitted_table
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open, make_plan
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import MEASURES, RoleErrors, Table, header_here
+from loka_jax.dispatch.table import MEASURES, RoleErrors, Table
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.intervals import Interval

@@ -2,10 +2,13 @@
 
 candidates  the choices that can run at a site
 table       their measurements on a device: times, errors, failures
+local       the measurements that hold on this machine
+performance the times of all candidates, measured or predicted: `work`, `regression`
 policy      limits on errors, and the fastest choice within them
 chains      the fastest choices of sites that hand FP8 on
 plan        the choices for a model, site by site
 drift       whether operands are still what they were, while training, by what
             `operand_health` measures of them
 tuning      measures the sites of a model; `measuring` one site, in worker processes
+at_start    measures what may matter, within a budget
 """

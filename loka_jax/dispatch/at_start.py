@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Table, header_here
+from loka_jax.dispatch.table import Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec

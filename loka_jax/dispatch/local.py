@@ -16,8 +16,9 @@ import jax
 
 from loka_jax.cache_folder import cache_folder
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import BadTable, Header, Table, header_here
+from loka_jax.dispatch.table import BadTable, Table
 from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.ops.device import local_device
 

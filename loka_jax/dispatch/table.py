@@ -19,11 +19,9 @@ from collections.abc import Callable, Collection, Iterator
 from reprlib import repr as short
 from typing import Any, get_args
 
-import jax
-
 from loka_jax import jsonfile
-from loka_jax.dispatch import sources
 from loka_jax.dispatch.fields import fields, items, mapping, number, positive, text
+from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
@@ -50,49 +48,6 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 class BadTable(ValueError):
     """The error of an invalid table: one sentence with the file and the reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """The device, versions and sources that a table was measured with.
-
-    Attributes:
-        device_kind: as JAX names it.
-        jax, jaxlib: versions.
-        triton: versions of jax-triton and Triton; empty if they are not installed.
-        kernels: digest of the sources, see `sources.digest`.
-    """
-
-    device_kind: str
-    jax: str
-    jaxlib: str
-    triton: str
-    kernels: str
-
-    def why_not(self, here: "Header") -> str | None:
-        """Returns which part differs here, or None.
-
-        A machine without Triton runs none of its candidates, and the times of others
-        hold there. Patch versions of JAX do not count: its compiler changes with minor
-        ones.
-        """
-        for field in dataclasses.fields(self):
-            measured, current = getattr(self, field.name), getattr(here, field.name)
-            is_missing = field.name == "triton" and not (measured and current)
-            if measured == current or is_missing:
-                continue
-            if field.name in ("jax", "jaxlib") and _minor(measured) == _minor(current):
-                continue
-            if field.name == "kernels":
-                return "the kernels have changed since"
-            name = field.name.replace("_", " ")
-            return f"it was measured with {name} {measured}, but here it is {current}"
-        return None
-
-
-def _minor(version: str) -> list[str]:
-    """Returns the parts of a version that matter for speed: 0 and 11 of 0.11.2."""
-    return version.split(".")[:2]
 
 
 # By measure, of one product of a candidate.
@@ -189,17 +144,6 @@ def _still_refused(old: Entry, new: Entry) -> dict[str, str]:
 
 def _is_measured(name: str, entry: Entry) -> bool:
     return any(name in times for times in entry.times.values())
-
-
-def header_here() -> Header:
-    """Returns the header of a table that holds in this process."""
-    return Header(
-        device_kind=jax.devices()[0].device_kind,
-        jax=jax.__version__,
-        jaxlib=sources.version("jaxlib"),
-        triton=sources.triton_versions(),
-        kernels=sources.digest(),
-    )
 
 
 def write(path: pathlib.Path, table: Table):

@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Table, header_here
+from loka_jax.dispatch.table import Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.options import require

@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.measuring import Job, measure_site
-from loka_jax.dispatch.table import Header, Table
+from loka_jax.dispatch.table import Table
 from loka_jax.probe.site import ProbeConfig, SiteStats, empty_stats
 from loka_jax.site import Choice, SiteSpec
 

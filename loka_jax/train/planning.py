@@ -9,6 +9,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
@@ -90,7 +91,7 @@ def _performance_of(path: pathlib.Path) -> PerformanceModel:
         ValueError: if it is no table, or does not hold here.
     """
     table = tables.read(path)
-    reason = table.header.why_not(tables.header_here())
+    reason = table.header.why_not(header_here())
     if reason is not None:
         raise ValueError(
             f"{path} does not hold here, because {reason}: measure a table with "

@@ -8,9 +8,10 @@ from loka_jax import nn
 from loka_jax.dispatch import at_start, local
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import jobs_worth_measuring, worth_measuring
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.local import Local
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
-from loka_jax.dispatch.table import Entry, Header, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, SiteSpec

@@ -10,11 +10,12 @@ from scipy.stats import t as student
 
 from loka_jax.dispatch import live
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.review import review
-from loka_jax.dispatch.table import MEASURES, Entry, Header, Table
+from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve

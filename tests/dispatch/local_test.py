@@ -6,8 +6,9 @@ import pytest
 
 from loka_jax.dispatch import local
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.local import cache_path, fitted_table, local_performance
-from loka_jax.dispatch.table import Entry, Header, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import Device
 from loka_jax.site import BF16, SiteSpec

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from loka_jax.dispatch import local
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.policy import Limits, Terms, decide
 from loka_jax.dispatch.regression import LEAST_POINTS, Regression
-from loka_jax.dispatch.table import Entry, Header, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.site import BF16, Choice, SiteSpec

@@ -7,11 +7,12 @@ import pytest
 
 from loka_jax import nn
 from loka_jax.dispatch.candidates import candidates, table_key, why_not
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import load, save
 from loka_jax.dispatch.plan import make_plan as make_plan_of
 from loka_jax.dispatch.policy import Decision, Limits
-from loka_jax.dispatch.table import MEASURES, Entry, Header, Table
+from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import ROLES, get_recipe

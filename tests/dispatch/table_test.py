@@ -11,13 +11,12 @@ import pytest
 from hypothesis import strategies as st
 
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.table import (
     BadTable,
     Entry,
-    Header,
     Table,
     from_json,
-    header_here,
     read,
     to_json,
     write,

@@ -28,8 +28,9 @@ from loka_jax import jsonfile, nn
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.report import RunFiles, charts, write_run_page

@@ -7,7 +7,8 @@ import pytest
 from experiments import restamp
 from loka_jax.dispatch import sources
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.table import Entry, Table, header_here
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.site import SiteSpec
 
 SITE = SiteSpec(64, 32, 32, "none", "relu", True)

@@ -12,7 +12,8 @@ from experiments.bench import dispatch as bench
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch import tuning
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice

@@ -12,9 +12,10 @@ from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.plan import DispatchPlan, save
 from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.table import MEASURES, Entry, Table, header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.ops.device import HOPPER
 from loka_jax.recipe import ROLES
