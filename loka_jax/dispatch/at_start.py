@@ -18,7 +18,7 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
-from loka_jax.dispatch.plan import is_open
+from loka_jax.dispatch.plan import chains_of, is_open
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Table
 from loka_jax.dispatch.tuning import TuneConfig
@@ -70,6 +70,8 @@ def jobs_worth_measuring(
     """Returns a job for each site that is not known, what may cost most first."""
     stakes: dict[SiteSpec, float] = {}
     jobs: dict[SiteSpec, Job] = {}
+    chains = [chain for chain in chains_of(sites) if len(chain) > 1]
+    chained = {table_key(site.spec) for chain in chains for site in chain}
     for site in filter(is_open, sites):
         spec = table_key(site.spec)
         estimates = performance.estimates(spec)
@@ -79,7 +81,7 @@ def jobs_worth_measuring(
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = _job(spec, choices)
+        jobs[spec] = _job(spec, choices, in_chain=spec in chained)
     return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
 
 
@@ -100,7 +102,7 @@ def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
     return tuple(map(Choice.parse, dict.fromkeys([BF16.name, *names] if names else [])))
 
 
-def _job(spec: SiteSpec, choices: tuple[Choice, ...]) -> Job:
+def _job(spec: SiteSpec, choices: tuple[Choice, ...], *, in_chain: bool) -> Job:
     return Job(
         spec=spec,
         choices=choices,
@@ -109,6 +111,8 @@ def _job(spec: SiteSpec, choices: tuple[Choice, ...]) -> Job:
         pairs=0,
         rows=0,
         seed=0,
+        passes=(_PASS,),
+        in_chain=in_chain,
     )
 
 

@@ -61,6 +61,8 @@ class Job(NamedTuple):
         rows: most rows of these draws.
         seed: of all draws.
         is_serial: compile one program after another, to find the one that crashes.
+        passes: to time, "training" and "inference".
+        in_chain: whether to time the passes as parts of a chain, too.
     """
 
     spec: SiteSpec
@@ -71,6 +73,8 @@ class Job(NamedTuple):
     rows: int
     seed: int
     is_serial: bool = False
+    passes: tuple[str, ...] = ("training", "inference")
+    in_chain: bool = True
 
 
 def measure_site(
@@ -102,7 +106,7 @@ def measure_site(
     begin("")
     with alone():
         times = _time({choice.name: compiled[choice.name] for choice in right})
-    fastest = _fastest_kernels(times)
+    fastest = _fastest_kernels(times) if job.in_chain else []
     chain_specs = {choice: chain_spec(job.spec, choice) for choice in fastest}
     chained = _right(chain_specs, failures, begin, check)
     times = _without(times, failures)
@@ -163,7 +167,8 @@ def _compile_candidates(
         if why_not is not None:
             failures[choice.name] = f"does not run: {why_not}"
             continue
-        for pass_name, make in (("training", training), ("inference", inference)):
+        for pass_name in job.passes:
+            make = {"training": training, "inference": inference}[pass_name]
             name = _program_name(pass_name, choice)
             if name not in cases:
                 cases[name], owners[name] = make(choice, job.spec, sets), choice.name
@@ -172,7 +177,7 @@ def _compile_candidates(
     for choice in job.choices:
         if choice.name in failures:
             continue
-        for pass_name in ("training", "inference"):
+        for pass_name in job.passes:
             program = programs[_program_name(pass_name, choice)]
             if isinstance(program, Exception):
                 failures[choice.name] = f"does not compile: {one_line(program)}"
@@ -292,6 +297,8 @@ def _chain_cases(
     passes, owners = {}, {}
     for choice in choices:
         for pass_name, case in in_chains(choice, job.spec, sets).items():
+            if not pass_name.startswith(job.passes):
+                continue
             name = f"{pass_name}:{choice.name}"
             passes[name], owners[name] = case, choice.name
     cases = {}

@@ -123,7 +123,7 @@ class _Options(NamedTuple):
 
 def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
     """Returns the decisions on all sites, within the limit on the loss."""
-    chains = _chains(sites)
+    chains = chains_of(sites)
     by_path = {site.path: site for chain in chains for site in chain}
     not_fp8 = {
         path: reason
@@ -156,7 +156,7 @@ def is_open(site: Site) -> bool:
     return site.has_choice and site.recipe != "f32"
 
 
-def _chains(sites: Sequence[Site]) -> list[list[Site]]:
+def chains_of(sites: Sequence[Site]) -> list[list[Site]]:
     """Returns the sites that are decided, those that follow each other together."""
     chains: list[list[Site]] = []
     before: Site | None = None

@@ -55,6 +55,7 @@ def from_line(line: str) -> Job:
         | {
             "spec": spec,
             "choices": tuple(map(Choice.parse, value["choices"])),
+            "passes": tuple(value["passes"]),
             "stats": None if stats is None else load_stats(pathlib.Path(stats), spec),
         }
     )

@@ -57,6 +57,16 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     jobs = jobs_worth_measuring(sites, model)
     assert [job.spec.m for job in jobs] == [60_000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
+    assert all(job.passes == ("training",) and not job.in_chain for job in jobs)
+
+
+def test_sites_of_a_chain_are_timed_as_parts_of_it():
+    model = PerformanceModel(
+        Table(Header("", "", "", "", "")), fitted=local.fitted_table("NVIDIA H200")
+    )
+    first, second = _site("a", m=60_000), _site("b", m=60_000, n=448)
+    second = dataclasses.replace(second, follows=True)
+    assert all(job.in_chain for job in jobs_worth_measuring([first, second], model))
 
 
 @pytest.fixture

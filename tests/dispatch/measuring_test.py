@@ -35,6 +35,11 @@ def test_all_candidates_have_times_of_both_passes(entry):
     assert entry.failures == {}
 
 
+def test_only_the_passes_of_a_job_are_timed():
+    job = _job("xla bf16")._replace(passes=("training",), in_chain=False)
+    assert set(measured(job).times) == {"training"}
+
+
 def test_products_have_errors_with_intervals(entry):
     errors = entry.errors["model dense"]
     assert set(errors) == set(ROLES)
