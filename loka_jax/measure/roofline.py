@@ -34,7 +34,9 @@ class Roofline:
     launch_us: float
     sms: int
 
-    def floor_us(self, num_bytes: float, flops: float, dtype: GemmDtype) -> float:
+    def floor_us(
+        self, num_bytes: float | int, flops: float | int, dtype: GemmDtype
+    ) -> float:
         """Returns the least time for that much traffic and arithmetic."""
         rate = self.fp8_flops_per_us if dtype == "fp8" else self.bf16_flops_per_us
         return max(num_bytes / self.bytes_per_us, flops / rate)
