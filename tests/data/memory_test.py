@@ -16,14 +16,15 @@ from tests.data.support import HEADER, open_table, write
 LIMIT = 2 << 30
 
 CONVERT = """
-import resource, sys
+import pathlib, sys
 from loka_jax.data import DataConfig, open_data
 path, cache, dense, categorical = sys.argv[1:]
 columns = {"dense": dense.split(), "categorical": categorical.split()}
 columns = {kind: tuple(names) for kind, names in columns.items()}
 config = DataConfig(kind="table", path=path, cache=cache, **columns)
 open_data(config, seed=0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+status = pathlib.Path("/proc/self/status").read_text()
+print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 """
 
 

@@ -189,7 +189,8 @@ def test_why_not(problem, reason):
     [
         (TuningConfig(pipeline_stages=1), "takes 2 pipeline stages"),
         (TuningConfig(store_subtile_bytes=256), "multiple of a store"),
-        (TuningConfig(pipeline_stages=64), "bytes of shared memory"),
+        (TuningConfig(pipeline_stages=16), "bytes of shared memory"),
+        (TuningConfig(pipeline_stages=17), "more than 32 barriers"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(config, reason):
