@@ -71,7 +71,8 @@ def time_sites(options: Options) -> int:
     done = tables.read(options.out).sites if options.out.exists() else {}
     left = [site for site in entries if site not in done]
     sites = left[options.part - 1 :: options.parts]
-    for job, entry in measure_all([_job(s) for s in sites], options.workers, print):
+    jobs = [Job(site, tuple(candidates(site))) for site in sites]
+    for job, entry in measure_all(jobs, options.workers, print):
         old = entries[job.spec]
         entry = dataclasses.replace(entry, errors=old.errors, effects=old.effects)
         tables.add(options.out, Table(header_here(), {job.spec: entry}))
@@ -109,18 +110,6 @@ def _rounded(
     if multiple > high:
         return 1 << round(math.log2(size))
     return max(multiple, round(size / multiple) * multiple)
-
-
-def _job(site: SiteSpec) -> Job:
-    return Job(
-        spec=site,
-        choices=tuple(candidates(site)),
-        stats=None,
-        source="N(0, 1)",
-        pairs=0,
-        rows=0,
-        seed=0,
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -172,18 +172,8 @@ def _model(table: Table, fitted: Table | None) -> PerformanceModel:
 
 def _all_jobs(sites) -> list[Job]:
     specs = dict.fromkeys(table_key(site.spec) for site in filter(is_open, sites))
-    return [
-        Job(
-            spec=spec,
-            choices=tuple(candidates(spec, local_device())),
-            stats=None,
-            source="N(0, 1)",
-            pairs=0,
-            rows=0,
-            seed=0,
-        )
-        for spec in specs
-    ]
+    device = local_device()
+    return [Job(spec, tuple(candidates(spec, device))) for spec in specs]
 
 
 def _measured(jobs: list[Job], arguments: Arguments) -> Table:

@@ -81,7 +81,7 @@ def jobs_worth_measuring(
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = _job(spec, choices, in_chain=spec in chained)
+        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=spec in chained)
     return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
 
 
@@ -100,20 +100,6 @@ def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
     names = [name for _, name in close[:_MOST_CANDIDATES]]
     names += [name for name in spreads if not Choice.parse(name).is_fp8]
     return tuple(map(Choice.parse, dict.fromkeys([BF16.name, *names] if names else [])))
-
-
-def _job(spec: SiteSpec, choices: tuple[Choice, ...], *, in_chain: bool) -> Job:
-    return Job(
-        spec=spec,
-        choices=choices,
-        stats=None,
-        source="N(0, 1)",
-        pairs=0,
-        rows=0,
-        seed=0,
-        passes=(_PASS,),
-        in_chain=in_chain,
-    )
 
 
 def _quiet(sentence: str):

@@ -67,11 +67,11 @@ class Job(NamedTuple):
 
     spec: SiteSpec
     choices: tuple[Choice, ...]
-    stats: SiteStats | None
-    source: str
-    pairs: int
-    rows: int
-    seed: int
+    stats: SiteStats | None = None
+    source: str = "N(0, 1)"
+    pairs: int = 0
+    rows: int = 0
+    seed: int = 0
     is_serial: bool = False
     passes: tuple[str, ...] = ("training", "inference")
     in_chain: bool = True
