@@ -11,6 +11,7 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.normed import ActivationName, NormName
 from loka_jax.site import Provider
 
 TOWER_FEATURES = (512, 512, 256, 256)
@@ -26,11 +27,14 @@ class Tower(linen.Module):
         features: widths of the layers.
         recipe: of their sites.
         implementation: "xla" for XLA alone; None for kernels where they serve.
+        norm, activation: of every layer.
     """
 
     features: tuple[int, ...] = TOWER_FEATURES
     recipe: str = "bf16"
     implementation: Provider | None = None
+    norm: NormName = "layer"
+    activation: ActivationName = "swish"
 
     @linen.compact
     def __call__(self, x):
@@ -38,8 +42,8 @@ class Tower(linen.Module):
         x = nn.Mlp(
             self.features,
             recipe=self.recipe,
-            norm="layer",
-            activation="swish",
+            norm=self.norm,
+            activation=self.activation,
             implementation=self.implementation,
             name="tower",
         )(x.astype(jnp.bfloat16))

@@ -20,12 +20,12 @@ import pathlib
 import time
 from typing import Any
 
-import jax.numpy as jnp
 import tyro
 from flax import linen
 
 from experiments.bench import dispatch as bench
 from experiments.bench import result as results
+from experiments.bench.models import Tower
 from loka_jax import nn
 from loka_jax.dispatch.at_start import jobs_worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
@@ -41,11 +41,9 @@ from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.models import Dlrm
-from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.device import local_device
 from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.serving import fold
-from loka_jax.site import Provider
 
 _FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
 _NO_ERROR: dict[str, Interval] = {name: Interval(0.0, 0.0, 0.0) for name in MEASURES}
@@ -53,41 +51,18 @@ _NO_ERRORS: RoleErrors = {role: {name: _NO_ERROR for name in _FP8} for role in R
 _SETS = 2  # of inputs; one alone exceeds the L2
 
 
-class Layers(linen.Module):
-    """Layers of one kind and a linear head, from float32 rows to a logit a row."""
-
-    features: tuple[int, ...]
-    norm: NormName = "layer"
-    activation: ActivationName = "swish"
-    recipe: str = "bf16"
-    implementation: Provider | None = None
-
-    @linen.compact
-    def __call__(self, x):
-        """Returns float32 logits."""
-        x = nn.Mlp(
-            self.features,
-            recipe=self.recipe,
-            norm=self.norm,
-            activation=self.activation,
-            implementation=self.implementation,
-            name="layers",
-        )(x.astype(jnp.bfloat16))
-        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
-
-
 # By name: the model, its rows, and the shape of an example's inputs. Few of the rows
 # are powers of two; one number is no multiple of 16.
 MODELS: dict[str, tuple[linen.Module, int, tuple[tuple[int, ...], ...]]] = {
-    "tower of 1,024": (Layers((1024,) * 5), 8192, ((1024,),)),
-    "rms tower": (Layers((768, 512, 384), norm="rms"), 20_000, ((640,),)),
+    "tower of 1,024": (Tower((1024,) * 5), 8192, ((1024,),)),
+    "rms tower": (Tower((768, 512, 384), norm="rms"), 20_000, ((640,),)),
     "wide relu": (
-        Layers((4096, 4096, 1024), norm="none", activation="relu"),
+        Tower((4096, 4096, 1024), norm="none", activation="relu"),
         8192,
         ((384,),),
     ),
     "block tower": (
-        Layers((1024, 512, 256), norm="block", activation="hard_swish"),
+        Tower((1024, 512, 256), norm="block", activation="hard_swish"),
         49_999,
         ((512,),),
     ),

@@ -1,7 +1,7 @@
 """The measured limits of the device: copy bandwidth, rates of large GEMMs, a launch.
 
 A floor is the longer of moving the bytes at that bandwidth and doing the products at
-that rate, without the time of a launch. Measuring takes about two seconds.
+that rate, without the time of a launch.
 """
 
 import dataclasses
