@@ -9,7 +9,7 @@ inference. Arms:
     auto RECIPE   a recipe at every site, with kernels where they serve
     predicted     Dispatch by predictions, as `--plan auto` on a new model
     tuned         Dispatch after `--plan tune`
-    best          Dispatch after all candidates of all sites were measured
+    best          Dispatch after all candidates of all sites were measured, alone
 
 FP8 counts as accurate enough here: whether it is, a model has to be trained to say.
 """
@@ -27,7 +27,7 @@ from experiments.bench import dispatch as bench
 from experiments.bench import result as results
 from experiments.bench.models import Tower
 from loka_jax import nn
-from loka_jax.dispatch.at_start import jobs_worth_measuring
+from loka_jax.dispatch.at_start import by_candidate, jobs_worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import fitted_table
@@ -97,7 +97,7 @@ class Arguments:
         "fp8_tensorwise_delayed_bf16_drhs",
     )
     seconds: float = 90.0
-    workers: int = 8
+    workers: int = 14
     exhaustive: bool = True
 
 
@@ -121,7 +121,7 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     models = {"predicted": _model(Table(header_here()), fitted)}
     jobs = jobs_worth_measuring(sites, models["predicted"])
     start = time.monotonic()
-    tuned = _measured(jobs, arguments)
+    tuned = _measured(by_candidate(jobs), arguments)
     seconds = time.monotonic() - start
     models["tuned"] = _model(tuned, fitted)
     if arguments.exhaustive:
@@ -135,7 +135,8 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
         "plans": plans,
         "tuning": {
             "sites": len(jobs),
-            "measured": len(tuned.sites),
+            "candidates": sum(len(job.choices) for job in jobs),
+            "measured": sum(len(x.times["training"]) for x in tuned.sites.values()),
             "seconds": round(seconds, 1),
         },
     }
@@ -148,18 +149,26 @@ def _model(table: Table, fitted: Table | None) -> PerformanceModel:
 def _all_jobs(sites) -> list[Job]:
     specs = dict.fromkeys(table_key(site.spec) for site in filter(is_open, sites))
     device = local_device()
-    return [Job(spec, tuple(candidates(spec, device))) for spec in specs]
+    return [
+        Job(spec, (choice,), in_chain=False, digests=False)
+        for spec in specs
+        for choice in candidates(spec, device)
+    ]
 
 
 def _measured(jobs: list[Job], arguments: Arguments) -> Table:
     table = Table(header_here())
     workers = min(arguments.workers, max(len(jobs), 1))
     seconds = arguments.seconds
-    for job, entry in measure_all(jobs, workers, print, seconds=seconds):
-        table.sites[job.spec] = entry
+    for job, entry in measure_all(jobs, workers, _quiet, seconds=seconds):
+        table = table.merged(Table(table.header, {job.spec: entry}))
         for choice, why in entry.failures.items():
             print(f"{job.spec}: {choice}: {why}", flush=True)
     return table
+
+
+def _quiet(sentence: str):
+    """Takes the lines of the workers."""
 
 
 def _arms(model, sites, models: dict[str, PerformanceModel], recipes):

@@ -3,13 +3,16 @@
     worth measuring   XLA's bfloat16, and whatever may be the fastest of the site, going
                       by the lower ends of the predictions
 
-Sites come in the order of what their uncertainty may cost, until the budget is spent.
-Measurements go to the user's cache, which later runs read too; several processes may
-add to it at once.
+Sites come in the order of what their uncertainty may cost, until the budget is spent;
+each candidate is a job, so that several processes work at one site. Only the training
+pass is timed, alone: what a chain adds is predicted. Measurements go to the user's
+cache, which later runs read too; several processes may add to it at once.
 """
 
 import math
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from loka_jax.dispatch import table as tables
@@ -18,16 +21,16 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
-from loka_jax.dispatch.plan import chains_of, is_open
+from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Table
-from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
 
 _MOST_CANDIDATES = 6  # of a site, besides XLA's bfloat16
 _DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
 _PASS = "training"
+_WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
 
 
 def tune_at_start(
@@ -54,14 +57,23 @@ def tune_at_start(
         say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
         return local
     say(f"{name}: tuning {len(jobs)} sites, for {seconds:g} seconds at most.")
-    start, measured = time.monotonic(), 0
-    workers = min(TuneConfig().workers, len(jobs))
-    for job, entry in measure_all(jobs, workers, _quiet, seconds=seconds):
+    start, left = (
+        time.monotonic(),
+        Counter({job.spec: len(job.choices) for job in jobs}),
+    )
+    for job, entry in measure_all(
+        by_candidate(jobs), _WORKERS, _quiet, seconds=seconds
+    ):
         tables.add(cache_path(), Table(header_here(), {job.spec: entry}))
-        measured += 1
-    took = time.monotonic() - start
+        left[job.spec] -= 1
+    took, measured = time.monotonic() - start, sum(n == 0 for n in left.values())
     say(f"{name}: {measured} of {len(jobs)} sites tuned in {took:.0f} seconds.")
     return local_performance()
+
+
+def by_candidate(jobs: Sequence[Job]) -> list[Job]:
+    """Returns a job for each candidate, in the order of the sites."""
+    return [job._replace(choices=(choice,)) for job in jobs for choice in job.choices]
 
 
 def jobs_worth_measuring(
@@ -70,8 +82,6 @@ def jobs_worth_measuring(
     """Returns a job for each site that is not known, what may cost most first."""
     stakes: dict[SiteSpec, float] = {}
     jobs: dict[SiteSpec, Job] = {}
-    chains = [chain for chain in chains_of(sites) if len(chain) > 1]
-    chained = {table_key(site.spec) for chain in chains for site in chain}
     for site in filter(is_open, sites):
         spec = table_key(site.spec)
         estimates = performance.estimates(spec)
@@ -81,7 +91,7 @@ def jobs_worth_measuring(
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=spec in chained)
+        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False, digests=False)
     return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
 
 

@@ -1,9 +1,12 @@
-"""Measures every candidate at one site, in this process.
+"""Measures candidates at one site, in this process.
 
 right    the whole site, forward and backward, against the float32 product of the same
          quantized operands: see `measure.checking`
 errors   of each product in each recipe, on operands drawn from Probe's statistics
 times    kernel time of the whole site, its operands out of the L2
+
+Programs are lowered at any time, compiled while no process takes times, as the search
+for the fastest kernels uses the GPU, and run alone.
 """
 
 import contextlib
@@ -18,8 +21,15 @@ from jaxtyping import Array
 
 from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
-from loka_jax.measure.checking import chain_spec, why_wrong
-from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.checking import Check, chain_spec, lower_check
+from loka_jax.measure.compiling import (
+    UNTUNED,
+    Lowered,
+    abstract,
+    compile_lowered,
+    leaves,
+    lower,
+)
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.passes import (
     Operands,
@@ -30,23 +40,21 @@ from loka_jax.measure.passes import (
     training,
 )
 from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
-from loka_jax.measure.timing import Case, KernelTime, time_kernels
+from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.probe.capture import Operands as Drawn
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import RECIPES
-from loka_jax.site import BF16, Choice, SiteSpec
+from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 _MAX_CHAINED = 3
 
-# By pass: a function and its sets of arguments.
-type _Programs = dict[str, Case]
 type _Times = dict[str, dict[str, float]]
 type _Begin = Callable[[str], None]
-type _Check = Callable[[SiteSpec, Choice], str | None]
+type _LowerCheck = Callable[[SiteSpec, Choice], Check]
 
 
 class Job(NamedTuple):
@@ -63,6 +71,7 @@ class Job(NamedTuple):
         is_serial: compile one program after another, to find the one that crashes.
         passes: to time, "training" and "inference".
         in_chain: whether to time the passes as parts of a chain, too.
+        digests: whether to digest the programs, for tables that are shipped.
     """
 
     spec: SiteSpec
@@ -75,14 +84,46 @@ class Job(NamedTuple):
     is_serial: bool = False
     passes: tuple[str, ...] = ("training", "inference")
     in_chain: bool = True
+    digests: bool = True
+
+
+class GpuUse(NamedTuple):
+    """Contexts that share the GPU between processes.
+
+    Attributes:
+        together: other processes may compile, and none takes times.
+        alone: no other process uses the GPU.
+    """
+
+    together: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    alone: Callable[[], AbstractContextManager] = contextlib.nullcontext
+
+
+_UNSHARED = GpuUse()
+
+
+class _Candidate(NamedTuple):
+    """A candidate in one form: alone, or in a chain.
+
+    Attributes:
+        choice: of provider and recipe.
+        cases: its passes by their names in a table, not compiled.
+        check: of this form.
+        suffix: of a reason why it is wrong.
+    """
+
+    choice: Choice
+    cases: Mapping[str, Case]
+    check: Check
+    suffix: str = ""
 
 
 def measure_site(
     job: Job,
     begin: _Begin,
-    alone: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    gpu: GpuUse = _UNSHARED,
     errors_of: Callable[[Job], RoleErrors] | None = None,
-    check: _Check = why_wrong,
+    check: _LowerCheck = lower_check,
 ) -> Entry:
     """Returns the measurements of a site.
 
@@ -90,32 +131,34 @@ def measure_site(
         job: the site and its candidates.
         begin: called with the name of the candidate that runs next, "" for several at a
             time: the last name is known if a candidate ends the process.
-        alone: a context in which no other process uses the GPU, for times.
+        gpu: contexts in which the GPU is used.
         errors_of: returns the errors of all products; `measure_errors` if None.
-        check: returns what is wrong with a candidate, or None.
+        check: returns the check of a candidate.
     """
     begin("")
-    errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
-    if not job.choices:
-        return Entry(errors=errors)
-    draw = _draw(job, job.spec.m)
-    sets = [as_read(draw(key)) for key in _keys(job, num_rotated(job.spec))]
-    compiled, failures = _compile_candidates(job, sets, begin)
-    alone_specs = dict.fromkeys(job.choices, job.spec)
-    right = _right(alone_specs, failures, begin, check)
-    begin("")
-    with alone():
-        times = _time({choice.name: compiled[choice.name] for choice in right})
-    fastest = _fastest_kernels(times) if job.in_chain else []
-    chain_specs = {choice: chain_spec(job.spec, choice) for choice in fastest}
-    chained = _right(chain_specs, failures, begin, check)
-    times = _without(times, failures)
-    cases = _chain_cases(job, chained, sets, begin)
-    if cases:
-        with alone():
-            times |= _by_pass(time_kernels(cases))
-    entry = Entry(times, errors, failures)
-    entry.programs = site_programs(job.spec, entry.passes())
+    with gpu.together():
+        errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
+        if not job.choices:
+            return Entry(errors=errors)
+        sets = _operands(job)
+    entry = Entry(errors=errors)
+    candidates = []
+    for choice in job.choices:
+        why_not = resolve(job.spec, choice, local_device()).why_not
+        if why_not is not None:
+            entry.failures[choice.name] = f"does not run: {why_not}"
+            continue
+        candidates.append(_alone(job, choice, sets, check))
+    measure = functools.partial(_measure, job=job, begin=begin, gpu=gpu)
+    times = measure(candidates, failures=entry.failures)
+    if job.in_chain:
+        chained = [
+            _chained(job, choice, sets, check) for choice in _fastest_kernels(times)
+        ]
+        times |= measure(chained, failures=entry.failures)
+    entry = Entry(_without(times, entry.failures), errors, entry.failures)
+    if job.digests:
+        entry.programs = site_programs(job.spec, entry.passes())
     return entry
 
 
@@ -146,10 +189,6 @@ def _rounded(interval: Interval) -> Interval:
     return Interval(*(float(f"{value:.4g}") for value in interval))
 
 
-def _keys(job: Job, count: int) -> Array:
-    return jax.random.split(jax.random.key(job.seed), count)
-
-
 def _draw(job: Job, rows: int) -> Callable[[Array], Drawn]:
     if job.stats is None:
         sizes = (rows, job.spec.k, job.spec.n)
@@ -157,33 +196,100 @@ def _draw(job: Job, rows: int) -> Callable[[Array], Drawn]:
     return functools.partial(draw_learned, stats=job.stats, rows=rows)
 
 
-def _compile_candidates(
-    job: Job, sets: Sequence[Operands], begin: _Begin
-) -> tuple[dict[str, _Programs], dict[str, str]]:
-    """Returns each candidate's compiled passes, and why others have none."""
-    cases, owners, failures = {}, {}, {}
-    for choice in job.choices:
-        why_not = resolve(job.spec, choice, local_device()).why_not
-        if why_not is not None:
-            failures[choice.name] = f"does not run: {why_not}"
-            continue
-        for pass_name in job.passes:
-            make = {"training": training, "inference": inference}[pass_name]
-            name = _program_name(pass_name, choice)
-            if name not in cases:
-                cases[name], owners[name] = make(choice, job.spec, sets), choice.name
-    programs = _compile(job, cases, owners, begin)
-    compiled: dict[str, _Programs] = {}
-    for choice in job.choices:
-        if choice.name in failures:
-            continue
-        for pass_name in job.passes:
-            program = programs[_program_name(pass_name, choice)]
-            if isinstance(program, Exception):
-                failures[choice.name] = f"does not compile: {one_line(program)}"
+def _keys(job: Job, count: int) -> Array:
+    return jax.random.split(jax.random.key(job.seed), count)
+
+
+def _operands(job: Job) -> list[Operands]:
+    """Returns sets of operands, as the site reads them."""
+    draw = _draw(job, job.spec.m)
+    make = jax.jit(lambda key: as_read(draw(key)), compiler_options=UNTUNED)
+    return [make(key) for key in _keys(job, num_rotated(job.spec))]
+
+
+def _alone(
+    job: Job, choice: Choice, sets: Sequence[Operands], check: _LowerCheck
+) -> _Candidate:
+    makers = {"training": training, "inference": inference}
+    cases = {name: makers[name](choice, job.spec, sets) for name in job.passes}
+    return _Candidate(choice, cases, check(job.spec, choice))
+
+
+def _chained(
+    job: Job, choice: Choice, sets: Sequence[Operands], check: _LowerCheck
+) -> _Candidate:
+    cases = {
+        name: case
+        for name, case in in_chains(choice, job.spec, sets).items()
+        if name.startswith(job.passes)
+    }
+    in_chain = check(chain_spec(job.spec, choice), choice)
+    return _Candidate(choice, cases, in_chain, ", in chains")
+
+
+def _measure(
+    candidates: Sequence[_Candidate],
+    failures: dict[str, str],
+    job: Job,
+    begin: _Begin,
+    gpu: GpuUse,
+) -> _Times:
+    """Returns the times of candidates that are right; adds the others to `failures`.
+
+    Args:
+        candidates: in one form.
+        failures: why a candidate does not compile, or what is wrong with it, by name.
+        job, begin, gpu: as in `measure_site`.
+    """
+    lowered = _lower(candidates, job, begin)
+    with gpu.together():
+        compiled = _compile(lowered, job, begin)
+    with gpu.alone():
+        right = []
+        for candidate in candidates:
+            name = candidate.choice.name
+            begin(name)
+            reason = _why_failed(candidate, compiled)
+            if reason is None:
+                right.append(candidate)
             else:
-                compiled.setdefault(choice.name, {})[pass_name] = program
-    return compiled, failures
+                failures[name] = reason
+        begin("")
+        return _time(right, compiled)
+
+
+def _lower(
+    candidates: Sequence[_Candidate], job: Job, begin: _Begin
+) -> dict[str, dict[str, Lowered]]:
+    """Returns the programs by name of the candidate that they are first needed for."""
+    lowered: dict[str, dict[str, Lowered]] = {}
+    seen = set()
+    for choice, cases, check, _ in candidates:
+        if job.is_serial:
+            begin(choice.name)
+        programs = {_checked(choice, name): x for name, x in check.programs.items()}
+        for pass_name, case in cases.items():
+            name = _program_name(pass_name, choice)
+            if name not in seen:
+                programs[name] = lower(case.function, abstract(case.arguments[0]))
+        seen |= set(programs)
+        lowered[choice.name] = programs
+    return lowered
+
+
+def _compile(
+    lowered: Mapping[str, Mapping[str, Lowered]], job: Job, begin: _Begin
+) -> dict[str, Any]:
+    """Returns the compiled programs, or why one does not compile, by their names."""
+    if not job.is_serial:
+        return compile_lowered(
+            {name: x for programs in lowered.values() for name, x in programs.items()}
+        )
+    compiled: dict[str, Any] = {}
+    for name, programs in lowered.items():
+        begin(name)
+        compiled |= compile_lowered(programs)
+    return compiled
 
 
 def _program_name(pass_name: str, choice: Choice) -> str:
@@ -191,80 +297,41 @@ def _program_name(pass_name: str, choice: Choice) -> str:
 
     Inference has no backward pass.
     """
-    if pass_name == "inference":
+    if pass_name.startswith("inference"):
         return f"{pass_name}:{choice.provider} {choice.recipe.fwd}"
     return f"{pass_name}:{choice.name}"
 
 
-def _compile(
-    job: Job, cases: dict[str, Case], owners: dict[str, str], begin: _Begin
-) -> dict[str, Case | Exception]:
-    """Returns passes as they are timed, or why one does not compile."""
-    programs = {
-        name: (case.function, case.arguments[0]) for name, case in cases.items()
-    }
-    compiled: dict[str, Any] = {}
-    if job.is_serial:
-        for name, program in programs.items():
-            begin(owners[name])
-            compiled |= compile_all({name: program})
-    else:
-        # Autotuning of bfloat16 finds kernels that the other programs share.
-        first = {k: v for k, v in programs.items() if owners[k] == BF16.name}
-        compiled = compile_all(first) if first else {}
-        compiled |= compile_all({k: v for k, v in programs.items() if k not in first})
-    return {
-        name: program
-        if isinstance(program, Exception)
-        else Case(program, [leaves(arguments) for arguments in cases[name].arguments])
-        for name, program in compiled.items()
-    }
+def _checked(choice: Choice, name: str) -> str:
+    return f"check {name}:{choice.name}"
 
 
-def _right(
-    specs: Mapping[Choice, SiteSpec],
-    failures: dict[str, str],
-    begin: _Begin,
-    check: _Check,
-) -> list[Choice]:
-    """Returns the candidates that are right; adds the others to `failures`.
-
-    Args:
-        specs: the site by candidate, in the form in which that is checked.
-        failures: by name; candidates with one are not checked.
-        begin, check: as in `measure_site`.
-    """
-    for choice, spec in specs.items():
-        if choice.name in failures:
-            continue
-        begin(choice.name)
-        why = check(spec, choice)
-        if why is not None:
-            is_alone = spec.out == "compute"
-            failures[choice.name] = why if is_alone else f"{why}, in chains"
-    return [choice for choice in specs if choice.name not in failures]
+def _why_failed(candidate: _Candidate, compiled: Mapping[str, Any]) -> str | None:
+    """Returns why a candidate cannot be timed, or what is wrong with it; else None."""
+    choice, cases, check, suffix = candidate
+    for pass_name in cases:
+        program = compiled[_program_name(pass_name, choice)]
+        if isinstance(program, Exception):
+            return f"does not compile: {one_line(program)}{suffix}"
+    programs = {name: compiled[_checked(choice, name)] for name in check.programs}
+    reason = check.why_wrong(programs)
+    return None if reason is None else f"{reason}{suffix}"
 
 
-def _run_once(case: Case):
-    return jax.block_until_ready(case.function(*case.arguments[0]))
-
-
-def _time(candidates: dict[str, _Programs]) -> _Times:
+def _time(candidates: Sequence[_Candidate], compiled: Mapping[str, Any]) -> _Times:
     """Returns microseconds by pass and candidate."""
-    # Some candidates share the program of a pass, which is timed once.
-    cases: dict[str, Case] = {
-        str(id(case)): case
-        for programs in candidates.values()
-        for case in programs.values()
-    }
-    times = time_kernels(cases)
-    return _by_pass(
-        {
-            f"{pass_name}:{name}": times[str(id(case))]
-            for name, programs in candidates.items()
-            for pass_name, case in programs.items()
-        }
-    )
+    cases: dict[str, Case] = {}
+    for choice, passes, *_ in candidates:
+        for pass_name, case in passes.items():
+            name = _program_name(pass_name, choice)
+            arguments = [leaves(arguments) for arguments in case.arguments]
+            cases.setdefault(name, Case(compiled[name], arguments))
+    times, by_pass = time_kernels(cases) if cases else {}, {}
+    for choice, passes, *_ in candidates:
+        for pass_name in passes:
+            us = times[_program_name(pass_name, choice)].median_us
+            by_pass.setdefault(pass_name, {})[choice.name] = round(us, 2)
+    return by_pass
 
 
 def _without(times: _Times, failures: Mapping[str, str]) -> _Times:
@@ -285,38 +352,3 @@ def _fastest_kernels(times: _Times) -> list[Choice]:
         if choice.provider == "pallas" and is_new:
             chained.append(choice)
     return chained[:_MAX_CHAINED]
-
-
-def _chain_cases(
-    job: Job, choices: Sequence[Choice], sets: Sequence[Operands], begin: _Begin
-) -> dict[str, Case]:
-    """Returns the passes of choices in chains, by pass and name.
-
-    Each runs once, so that a crash is attributed to its candidate.
-    """
-    passes, owners = {}, {}
-    for choice in choices:
-        for pass_name, case in in_chains(choice, job.spec, sets).items():
-            if not pass_name.startswith(job.passes):
-                continue
-            name = f"{pass_name}:{choice.name}"
-            passes[name], owners[name] = case, choice.name
-    cases = {}
-    for name, program in _compile(job, passes, owners, begin).items():
-        if isinstance(program, Exception):
-            continue
-        cases[name] = program
-        begin(owners[name])
-        _run_once(program)
-    if cases:
-        begin("")
-    return cases
-
-
-def _by_pass(times: Mapping[str, KernelTime]) -> _Times:
-    """Returns microseconds by pass, and by candidate, from keys "PASS:CANDIDATE"."""
-    by_pass: _Times = {}
-    for key, time in times.items():
-        pass_name, _, name = key.partition(":")
-        by_pass.setdefault(pass_name, {})[name] = round(time.median_us, 2)
-    return by_pass

@@ -22,6 +22,7 @@ from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import HOPPER, Device
+from loka_jax.recipe import GemmRecipe
 from loka_jax.site import Choice, SiteSpec
 
 _PASSES = ("training", "inference")
@@ -140,7 +141,7 @@ class PerformanceModel:
             return
         for form in _FORMS:
             name = f"{pass_name}{form}"
-            factors = self._differences.get((name, choice.recipe.fwd))
+            factors = self._differences.get((name, *_handed(choice)))
             if choice.name not in times.get(name, {}) and factors is not None:
                 us = alone + float(_traffic(spec, self._roofline) @ factors)
                 yield name, Prediction(max(us, alone / 2), spread)
@@ -169,7 +170,7 @@ class PerformanceModel:
 
     @functools.cached_property
     def _differences(self) -> dict:
-        """The factors of the difference that a chain makes, by pass and cast of lhs."""
+        """The factors of the difference that a chain makes, by pass and `_handed`."""
         roofline, points = self._fitted.roofline, {}
         if roofline is None:
             return {}
@@ -177,7 +178,7 @@ class PerformanceModel:
             for pass_name, form in itertools.product(_PASSES, _FORMS):
                 alone = entry.times.get(pass_name, {})
                 for name, us in entry.times.get(f"{pass_name}{form}", {}).items():
-                    key = f"{pass_name}{form}", Choice.parse(name).recipe.fwd
+                    key = f"{pass_name}{form}", *_handed(Choice.parse(name))
                     point = _traffic(spec, roofline), us - alone[name], alone[name]
                     points.setdefault(key, []).append(point)
         return {
@@ -197,6 +198,14 @@ def _at_any_rows(table: Table, spec: SiteSpec, name: str) -> dict[str, Any]:
         if dataclasses.replace(other, m=spec.m) == spec:
             found |= getattr(table.sites[other], name)
     return found
+
+
+def _handed(choice: Choice) -> tuple[GemmRecipe | None, bool]:
+    """Returns what a chain saves or costs with: the cast of lhs, and if drhs needs one.
+
+    A drhs in FP8 reads another layout than is handed on.
+    """
+    return choice.recipe.fwd, choice.recipe.drhs is not None
 
 
 def _traffic(spec: SiteSpec, roofline: Roofline) -> np.ndarray:

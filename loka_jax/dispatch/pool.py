@@ -1,7 +1,7 @@
 """Hands jobs to worker processes, and finds the candidate that ended a process.
 
-Several workers compile at a time, which is most of the work; they take times one after
-another, while no worker compiles.
+Several workers lower and compile at a time, which is most of the work; they take times
+one after another, while no worker compiles.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from loka_jax.dispatch.table import Entry
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import (
     ALONE,
+    APART,
     BEGIN,
     GO,
     RESULT,
@@ -138,7 +139,6 @@ class Worker:
     def _try(self, job: Job) -> tuple[Entry | None, str]:
         """Returns the entry, or None and the last candidate if the worker ended."""
         with contextlib.ExitStack() as turn:
-            turn.enter_context(self._turns.together())
             entry, last = self._ask(job, turn)
             if entry is None:
                 self._stop()  # before another worker takes times
@@ -148,7 +148,11 @@ class Worker:
 
     def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
         """Returns the entry and the last candidate; `turn` holds the worker's turn."""
-        grants = {ALONE: self._turns.alone, TOGETHER: self._turns.together}
+        grants = {
+            ALONE: self._turns.alone,
+            TOGETHER: self._turns.together,
+            APART: contextlib.nullcontext,
+        }
         process = self._started()
         last = ""
         with tempfile.TemporaryDirectory() as folder:

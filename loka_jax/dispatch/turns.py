@@ -8,10 +8,8 @@ from collections.abc import Iterator
 class Turns:
     """Grants turns to threads; a turn alone takes precedence.
 
-    No shared turn begins while a thread waits for, or has, a turn alone. So threads
-    that compile finish, those that are ready take times one after another, and then
-    all compile again. If a thread could compile right after taking times, all threads
-    that wait to take times would wait for that compilation too.
+    No shared turn begins while a thread waits for, or has, a turn alone: it would keep
+    all that wait to take times waiting for one more compilation.
     """
 
     def __init__(self):

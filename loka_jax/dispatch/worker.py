@@ -1,13 +1,14 @@
 """The process in which candidates run, so that a crash costs one candidate only.
 
 Reads jobs as lines of JSON from its input, and answers in lines on its output: which
-candidate begins, then the measurements. Before taking times it asks to be alone, and
-afterwards to work together again; each time it waits for a line of input. All other
-output goes to the error output.
+candidate begins, then the measurements. Before it uses the GPU it asks for a turn, to
+compile together with others or to run alone, and afterwards gives it back; each time it
+waits for a line of input. All other output goes to the error output.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -20,14 +21,14 @@ import numpy as np
 
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.measuring import Job, measure_site
+from loka_jax.dispatch.measuring import GpuUse, Job, measure_site
 from loka_jax.dispatch.table import Table
 from loka_jax.probe.site import ProbeConfig, SiteStats, empty_stats
 from loka_jax.site import Choice, SiteSpec
 
 BEGIN, RESULT = "begin", "result"
-ALONE, TOGETHER = "alone", "together"
-GO = "go\n"  # the answer to either
+ALONE, TOGETHER, APART = "alone", "together", "apart"
+GO = "go\n"  # the answer to each
 
 
 def to_line(job: Job, stats: pathlib.Path | None) -> str:
@@ -89,15 +90,16 @@ def main():
             sys.exit("the parent process ended")
 
     @contextlib.contextmanager
-    def alone() -> Iterator[None]:
-        wait_for(ALONE)
+    def turn(kind: str) -> Iterator[None]:
+        wait_for(kind)
         try:
             yield
         finally:
-            wait_for(TOGETHER)
+            wait_for(APART)
 
+    gpu = GpuUse(*(functools.partial(turn, kind) for kind in (TOGETHER, ALONE)))
     while line := sys.stdin.readline():
         job = from_line(line)
-        entry = measure_site(job, lambda name: say(BEGIN, name), alone)
+        entry = measure_site(job, lambda name: say(BEGIN, name), gpu)
         table = Table(Header("", "", "", "", ""), {job.spec: entry})
         say(RESULT, tables.to_json(table))

@@ -17,7 +17,6 @@ corner of the activation that rounding decides its slope (`settled` drops the gr
 there): what is right differs from the reference by rounding alone.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
@@ -82,8 +82,7 @@ class Trial(NamedTuple):
     headroom: Float[Array, "3"]
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "dtype"))
-def draw(spec: SiteSpec, dtype, aim: Aim, seed) -> Trial:
+def draw(spec: SiteSpec, dtype: DTypeLike, aim: Aim, seed) -> Trial:
     """Returns the operands of a site.
 
     Args:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -33,7 +32,6 @@ from loka_jax.measure.check_casts import (
     scale_inv_of,
 )
 from loka_jax.measure.check_operands import Trial
-from loka_jax.measure.compiling import UNTUNED
 from loka_jax.normed import NO_VECTORS, XHAT_SCALE_INV, Epilogue, NormResiduals
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.pallas import norm_quantize, rows
@@ -185,7 +183,6 @@ class Expected(NamedTuple):
     g: Array
 
 
-@functools.partial(jax.jit, static_argnames="numerics", compiler_options=UNTUNED)
 def settle(numerics: Numerics, trial: Trial) -> tuple[Trial, Float[Array, "3"]]:
     """Returns the operands, and delayed scales of lhs, rhs and dz.
 
@@ -200,7 +197,6 @@ def settle(numerics: Numerics, trial: Trial) -> tuple[Trial, Float[Array, "3"]]:
     return trial, _stored_scales(numerics, trial, dz)
 
 
-@functools.partial(jax.jit, static_argnames="numerics", compiler_options=UNTUNED)
 def expect(
     numerics: Numerics, trial: Trial, stored: Float[Array, "3"], rounding: Rounding
 ) -> Expected:
@@ -245,7 +241,6 @@ def expect(
     return Expected(results, uncast, flips, lhs.value.T, g.value.T)
 
 
-@functools.partial(jax.jit, static_argnames="name", compiler_options=UNTUNED)
 def in_fp8(name: str, expected: Expected, scale_inv: Array) -> Expected:
     """Returns the results with the activations in E4M3 under these scales too."""
     y = expected.results["y"]

@@ -15,8 +15,7 @@ about one rounding to bfloat16 (2^-9, or 0.2 %); those of `cast` and `share` lie
 between 0 and 1.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.measure.check_reference import Expected, Flip
-from loka_jax.measure.compiling import UNTUNED
 
 TILE = 64
 INFERENCE = "inference "
@@ -39,7 +37,7 @@ class Limits(NamedTuple):
 
 _ROUNDING = Limits(0.003, 2.0)
 _LIMITS = {"cast": Limits(0.25, 2.0), "share": Limits(0.25, 6.0)}
-_FLIPS = 0.75  # of the code that matters most to a row, times the slack
+_FLIPS = 1.0  # of the code that matters most to a row, times the slack: two flip
 
 
 class Score(NamedTuple):
@@ -112,33 +110,51 @@ def _block(index: int, size: int) -> str:
 
 
 def scores(
-    found: dict[str, Array], exact: Expected, perturbed: Sequence[Expected]
-) -> list[Finding]:
-    """Returns the worst scores of each result and kind, worst first.
+    found: Mapping[str, Array],
+    exact: Expected,
+    perturbed: Sequence[Mapping[str, Array]],
+) -> dict[str, dict[str, Score]]:
+    """Returns the worst score of each kind, by result and kind.
 
     Args:
         found: the results of a candidate, by name; those of inference begin with
             `INFERENCE`.
         exact: the reference.
-        perturbed: the same, perturbed as rounding may.
+        perturbed: results of the reference, perturbed as rounding may.
     """
-    worst = []
+    by_result = {}
     for name, result in found.items():
         of = name if name in exact.results else name.removeprefix(INFERENCE)
         ref = exact.results[of]
-        others = [result, *(other.results[of] for other in perturbed)]
+        others = [result, *(results[of] for results in perturbed)]
         kinds = _matrix_scores(ref, others, exact.flips.get(of))
         for (changed, operand), change in exact.uncast.items():
             if changed == of:
                 kinds[f"cast {operand}"] = _cast_score(ref, others, change)
         if of == "drhs":
             kinds["share"] = _share_score(exact.lhs, exact.g, ref, others)
-        worst += [Finding(name, result.shape, *item) for item in kinds.items()]
-    worst = jax.device_get(worst)
-    return sorted(worst, key=lambda finding: -finding.score.excess)
+        by_result[name] = kinds
+    return by_result
 
 
-@functools.partial(jax.jit, compiler_options=UNTUNED)
+def worst_finding(
+    by_result: Mapping[str, Mapping[str, Score]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Finding:
+    """Returns the worst of all scores.
+
+    Args:
+        by_result: what `scores` returned, as numbers.
+        shapes: of the results.
+    """
+    findings = [
+        Finding(name, shapes[name], kind, score)
+        for name, kinds in by_result.items()
+        for kind, score in kinds.items()
+    ]
+    return max(findings, key=lambda finding: finding.score.excess)
+
+
 def _matrix_scores(
     ref: Array, others: list[Array], flips: Flip | None
 ) -> dict[str, Score]:
@@ -175,7 +191,6 @@ def _matrix_scores(
     }
 
 
-@functools.partial(jax.jit, compiler_options=UNTUNED)
 def _cast_score(ref: Array, others: list[Array], change: Array) -> Score:
     """Returns how much of an operand's cast a product lacks.
 
@@ -196,7 +211,6 @@ def _cast_score(ref: Array, others: list[Array], change: Array) -> Score:
     return _worst("cast", _largest(slopes[:, None]))
 
 
-@functools.partial(jax.jit, compiler_options=UNTUNED)
 def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Score:
     """Returns what share of some rows is missing in lhs^T g, or added to it.
 

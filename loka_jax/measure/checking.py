@@ -7,22 +7,34 @@ which `measure.site_errors` answers.
 The candidate runs as it is used: the training pass with its gradients, and inference
 with its weight prepared, in the form of chain that the spec names. Few programs are
 compiled: arrays are arguments, so that all sets of operands run through the same ones.
+They can be lowered, compiled and run apart, as only the last needs the GPU alone.
 """
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 from loka_jax.measure.check_casts import Rounding
 from loka_jax.measure.check_operands import AIMS, Trial, draw
 from loka_jax.measure.check_reference import Numerics, expect, in_fp8, settle
-from loka_jax.measure.check_scores import INFERENCE, scores
-from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.check_scores import INFERENCE, scores, worst_finding
+from loka_jax.measure.compiling import (
+    NO_CAPTURE,
+    UNTUNED,
+    Abstract,
+    Lowered,
+    abstract,
+    compile_lowered,
+    evaluated,
+    leaves,
+    lower,
+)
 from loka_jax.normed import NormVectors, norm_features
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve
@@ -36,15 +48,8 @@ from loka_jax.terminal import one_line
 EPSILON = 1e-6
 # A fused kernel's row scales are no smaller, so that half precision holds the inverse.
 _LEAST_ROW_SCALE = 2.0**-14
-_SEEDS = (1, 2)  # of the perturbations that stand for rounding
-
-
-class Passes(NamedTuple):
-    """The compiled passes of a candidate."""
-
-    training: Any
-    prepare: Any
-    inference: Any
+# Of the perturbations that stand for rounding, after none.
+_SEEDS, _STRENGTHS = (0, 1, 2), (0.0, 1.0, 1.0)
 
 
 class Inputs(NamedTuple):
@@ -55,6 +60,94 @@ class Inputs(NamedTuple):
     rhs: Float[Array, "k n"]
     vectors: NormVectors
     state: DelayedScaling | None
+
+
+class Outcome(NamedTuple):
+    """What a candidate returns.
+
+    Attributes:
+        results: of the training pass, by name: "y", "dlhs", "drhs" and so on.
+        y_fp8: the activations in FP8 of the training pass, if these leave.
+        inferred: the activations of inference, in FP8 if these leave.
+    """
+
+    results: dict[str, Array]
+    y_fp8: Fp8Array | None
+    inferred: Array | Fp8Array
+
+    @property
+    def in_fp8(self) -> dict[str, Fp8Array]:
+        """The activations in FP8, by name."""
+        found = {"y_fp8": self.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
+        return {name: x for name, x in found.items() if isinstance(x, Fp8Array)}
+
+
+class Check(NamedTuple):
+    """The check of a candidate.
+
+    Attributes:
+        numerics: what its numbers should be.
+        programs: lowered, by name: "draw" and "begin" make operands, "training",
+            "prepare" and "inference" are the candidate's, "judge" compares.
+        refusal: why there are no programs; None if there are.
+    """
+
+    numerics: Numerics | None
+    programs: Mapping[str, Lowered]
+    refusal: str | None = None
+
+    def why_wrong(self, compiled: Mapping[str, Any]) -> str | None:
+        """Returns what is wrong with a candidate's results, or None if they are right.
+
+        Args:
+            compiled: its programs, compiled.
+        """
+        if self.refusal is not None:
+            return self.refusal
+        for program in compiled.values():
+            if isinstance(program, Exception):
+                return f"does not compile: {one_line(program)}"
+        for seed, (name, aim) in enumerate(AIMS.items()):
+            trial = compiled["draw"](*leaves(_arguments(aim, seed)))
+            reason = self._why_wrong_on(compiled, trial)
+            if reason is not None:
+                return f"{reason}, on {name} operands"
+        return None
+
+    def _why_wrong_on(self, compiled: Mapping[str, Any], trial: Trial) -> str | None:
+        assert self.numerics is not None
+        trial, stored, inputs = compiled["begin"](*leaves((trial,)))
+        try:
+            outcome = _run_passes(compiled, inputs, trial.g)
+        except Exception as error:  # of any kind: the caller gets it as a reason
+            return f"does not run: {one_line(error)}"
+        reason = _why_misshapen(self.numerics.spec, outcome, trial)
+        if reason is not None:
+            return reason
+        arguments = trial, stored, outcome
+        judged = jax.device_get(compiled["judge"](*leaves(arguments)))
+        for name, is_right in judged.scales_are_right.items():
+            if not is_right:
+                return (
+                    f"{name}: scale_inv is not the amax of the activations, or their "
+                    "bound, over 448"
+                )
+        shapes = {name: trial.g.shape for name in judged.scores}
+        shapes |= {name: x.shape for name, x in outcome.results.items()}
+        worst = worst_finding(judged.scores, shapes)
+        return str(worst) if worst.score.excess > 1 else None
+
+
+class Judgement(NamedTuple):
+    """How far a candidate's results are from the reference.
+
+    Attributes:
+        scales_are_right: by name of activations in FP8.
+        scores: the worst of each kind, by result and kind.
+    """
+
+    scales_are_right: dict[str, Any]
+    scores: dict[str, dict[str, Any]]
 
 
 def why_wrong(
@@ -72,23 +165,39 @@ def why_wrong(
         device: that kernels are planned for; JAX's default device if None.
         epsilon: added to the variance or mean square.
     """
+    check = lower_check(spec, choice, device, epsilon=epsilon)
+    return check.why_wrong(compile_lowered(check.programs))
+
+
+def lower_check(
+    spec: SiteSpec,
+    choice: Choice,
+    device: Device | None = None,
+    *,
+    epsilon: float = EPSILON,
+) -> Check:
+    """Returns the check of a candidate, to be compiled and run; see `why_wrong`."""
     choice = choice.with_initialized_scales() if choice.recipe.is_delayed else choice
     plan = resolve(spec, choice, device or local_device())
     if plan.why_not is not None:
-        return f"does not run: {plan.why_not}"
+        return Check(None, {}, f"does not run: {plan.why_not}")
     numerics = Numerics.of(plan, epsilon)
-    passes = None
-    for seed, (name, aim) in enumerate(AIMS.items()):
-        trial = draw(numerics.spec, numerics.compute_dtype.name, aim, seed)
-        trial, stored = settle(numerics, trial)
-        inputs = _inputs(plan, trial, stored)
-        passes = passes or _compile(plan, inputs, trial.g, epsilon)
-        if isinstance(passes, str):
-            return passes
-        reason = _why_wrong_on(passes, numerics, trial, stored, inputs)
-        if reason is not None:
-            return f"{reason}, on {name} operands"
-    return None
+    draw_one = functools.partial(draw, numerics.spec, numerics.compute_dtype.name)
+    begin_one = functools.partial(_begin, plan, numerics)
+    judge_one = functools.partial(_judge, numerics)
+    aimed = abstract(_arguments(next(iter(AIMS.values())), 0))
+    drawn = evaluated(lambda *arguments: (draw_one(*arguments),), aimed)
+    try:
+        begun = evaluated(begin_one, drawn)
+        passes, judged = _lower_passes(plan, epsilon, begun)
+    except Exception as error:  # of any kind: the caller gets it as a reason
+        return Check(None, {}, f"does not compile: {one_line(error)}")
+    programs = passes | {
+        "draw": lower(draw_one, aimed, UNTUNED),
+        "begin": lower(begin_one, drawn, UNTUNED),
+        "judge": lower(judge_one, judged, UNTUNED),
+    }
+    return Check(numerics, programs)
 
 
 def chain_spec(spec: SiteSpec, choice: Choice) -> SiteSpec:
@@ -98,45 +207,67 @@ def chain_spec(spec: SiteSpec, choice: Choice) -> SiteSpec:
     return dataclasses.replace(spec, fp8_in=fp8_in, out="fp8")
 
 
-def _inputs(plan: KernelPlan, trial: Trial, stored: Float[Array, "3"]) -> Inputs:
-    """Returns what the passes take."""
+def _arguments(aim, seed: int) -> tuple:
+    """Returns what `draw` takes besides the site."""
+    return jax.tree.map(jnp.float32, aim), jnp.uint32(seed)
+
+
+def _begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
+    """Returns the settled operands, the delayed scales, and what the passes take."""
+    trial, stored = settle(numerics, trial)
     recipe, state = plan.choice.recipe, None
     if recipe.is_delayed:
         # The history matters to the next step only.
         history = jnp.ones((len(stored), recipe.amax_history_length))
         table = jnp.concatenate([stored[:, None], history], axis=1)
         state = DelayedScaling(table.astype(jnp.float32))
-    return Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
+    inputs = Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
+    return trial, stored, inputs
 
 
-def _compile(
-    plan: KernelPlan, inputs: Inputs, g: Array, epsilon: float
-) -> Passes | str:
-    """Returns the passes of a candidate, or why they do not compile."""
+def _lower_passes(
+    plan: KernelPlan, epsilon: float, begun: Abstract
+) -> tuple[dict[str, Lowered], Abstract]:
+    """Returns the passes of a candidate, and what "judge" takes.
+
+    Args:
+        plan: of the candidate.
+        epsilon: added to the variance or mean square.
+        begun: what `_begin` returns.
+
+    Raises:
+        Exception: of any kind, if the passes cannot be traced.
+    """
     run = functools.partial(_run, plan, epsilon)
-    weights, lhs = _split(inputs)
     later: Any = None
 
-    def prepare(weights):
+    def prepare(weights, *lhs):
         nonlocal later
         folded = fold(functools.partial(_infer, run), weights, *lhs)
         later = folded.function
         return folded.ready
 
-    try:
-        ready = jax.eval_shape(prepare, weights)
-    except Exception as error:  # of any kind: the caller gets it as a reason
-        return f"does not compile: {one_line(error)}"
-    programs = {
-        "training": (functools.partial(_train, run), (inputs, g)),
-        "prepare": (prepare, (weights,)),
-        "inference": (later, (ready, *lhs)),
-    }
-    compiled = compile_all(programs)
-    for program in compiled.values():
-        if isinstance(program, Exception):
-            return f"does not compile: {one_line(program)}"
-    return Passes(**compiled)
+    def whole(trial, stored, inputs):
+        weights, lhs = _split(inputs)
+        results, y_fp8 = _train(run, inputs, trial.g)
+        ready = prepare(weights, *lhs)
+        inferred = later(ready, *lhs)
+        return trial, stored, Outcome(results, y_fp8, inferred)
+
+    def for_inference(trial, stored, inputs):
+        weights, lhs = _split(inputs)
+        return prepare(weights, *lhs), *lhs
+
+    train = functools.partial(_train, run)
+    judged = evaluated(whole, begun)
+    to_train = evaluated(lambda trial, _, inputs: (inputs, trial.g), begun)
+    to_prepare = evaluated(lambda *x: (_split(x[2])[0], *_split(x[2])[1]), begun)
+    to_infer = evaluated(for_inference, begun)
+    return {
+        "training": lower(train, to_train, NO_CAPTURE),
+        "prepare": lower(prepare, to_prepare, NO_CAPTURE),
+        "inference": lower(later, to_infer, NO_CAPTURE),
+    }, judged
 
 
 def _run(plan: KernelPlan, epsilon: float, inputs: Inputs) -> Array | Activations:
@@ -180,59 +311,62 @@ def _infer(run, weights: Inputs, lhs: Array, lhs_fp8: Fp8Array | None):
     return out.fp8 if isinstance(out, Activations) else out
 
 
-def _why_wrong_on(
-    passes: Passes, numerics: Numerics, trial: Trial, stored, inputs: Inputs
-) -> str | None:
-    """Returns what is wrong with the results on some operands."""
+def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
+    """Returns what a candidate returns."""
     weights, lhs = _split(inputs)
-    try:
-        results, y_fp8 = passes.training(*leaves((inputs, trial.g)))
-        ready = passes.prepare(*leaves((weights,)))
-        inferred = passes.inference(*leaves((ready, *lhs)))
-        jax.block_until_ready((results, y_fp8, inferred))
-    except Exception as error:  # of any kind: the caller gets it as a reason
-        return f"does not run: {one_line(error)}"
+    results, y_fp8 = compiled["training"](*leaves((inputs, g)))
+    ready = compiled["prepare"](*leaves((weights, *lhs)))
+    inferred = compiled["inference"](*leaves((ready, *lhs)))
+    return jax.block_until_ready(Outcome(results, y_fp8, inferred))
+
+
+def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None:
+    """Returns which result has a wrong shape, if any."""
+    inferred = outcome.inferred
     shape = inferred.data.shape if isinstance(inferred, Fp8Array) else inferred.shape
     if shape != trial.g.shape:
         return f"{INFERENCE}y has shape {shape}, not {trial.g.shape}"
-    reference = functools.partial(expect, numerics, trial, stored)
-    exact = reference(Rounding(jnp.uint32(0), jnp.float32(0)))
-    perturbed = [reference(Rounding(jnp.uint32(s), jnp.float32(1))) for s in _SEEDS]
-    found, in_e4m3 = dict(results), {"y_fp8": y_fp8}
-    name = f"{INFERENCE}y"
-    if isinstance(inferred, Fp8Array):
-        in_e4m3[f"{name}_fp8"] = inferred
-    else:
-        found[name] = inferred
-    for name, out in in_e4m3.items():
-        if out is None:
-            continue
-        why = _why_wrong_scales(numerics.spec, out, exact.results["y"], trial.vectors)
-        if why is not None:
-            return f"{name}: {why}"
+    expected = (spec.m, 1) if spec.fp8_out == "rowwise" else ()
+    for name, out in outcome.in_fp8.items():
+        if out.scale_inv.shape != expected:
+            return f"{name}: scale_inv has shape {out.scale_inv.shape}, not {expected}"
+    return None
+
+
+def _judge(numerics: Numerics, trial: Trial, stored, outcome: Outcome) -> Judgement:
+    """Returns how far results are from the reference, which this computes."""
+    rounding = Rounding(jnp.uint32(_SEEDS), jnp.float32(_STRENGTHS))
+    # One after another in one loop: the reference is compiled once.
+    references = jax.lax.map(
+        functools.partial(expect, numerics, trial, stored), rounding
+    )
+    exact, *perturbed = (
+        jax.tree.map(lambda x, i=i: x[i], references) for i in range(len(_SEEDS))
+    )
+    found, are_right = dict(outcome.results), {}
+    if not isinstance(outcome.inferred, Fp8Array):
+        found[f"{INFERENCE}y"] = outcome.inferred
+    for name, out in outcome.in_fp8.items():
+        y = exact.results["y"]
+        are_right[name] = _are_scales_right(numerics.spec, out, y, trial.vectors)
         found[name] = out.data.astype(jnp.float32) * out.scale_inv
         exact = in_fp8(name, exact, out.scale_inv)
         perturbed = [in_fp8(name, x, out.scale_inv) for x in perturbed]
-    worst, *_ = scores(found, exact, perturbed)
-    return str(worst) if worst.score.excess > 1 else None
+    others = [reference.results for reference in perturbed]
+    return Judgement(are_right, scores(found, exact, others))
 
 
-def _why_wrong_scales(
+def _are_scales_right(
     spec: SiteSpec, out: Fp8Array, y: Float[Array, "m n"], vectors: NormVectors
-) -> str | None:
-    """Returns what is wrong with the scales of activations that leave in FP8."""
-    shape = (spec.m, 1) if spec.fp8_out == "rowwise" else ()
-    if out.scale_inv.shape != shape:
-        return f"scale_inv has shape {out.scale_inv.shape}, not {shape}"
+) -> Bool[Array, ""]:
+    """Returns whether activations leave in FP8 under the scales that they need."""
     if spec.fp8_out == "tensorwise":
         _, gamma, beta = (0.0 if v is None else jnp.abs(v) for v in vectors)
         gamma = 1.0 if vectors.gamma is None else gamma
         bound = norm_features(spec.norm, spec.n) ** 0.5 * gamma + beta
-        least = most = float(jnp.max(bound)) / fp8_max(E4M3)
+        least = most = jnp.max(bound) / fp8_max(E4M3)
     else:
         least = jnp.max(jnp.abs(y), axis=1, keepdims=True) / fp8_max(E4M3)
         most = jnp.maximum(2 * least, _LEAST_ROW_SCALE)
     ratios = (0.95 * least <= out.scale_inv) & (out.scale_inv <= 1.05 * most)
-    if bool(jnp.all(ratios)):
-        return None
-    return "scale_inv is not the amax of the activations, or their bound, over 448"
+    return jnp.all(ratios)

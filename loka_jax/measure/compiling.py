@@ -1,11 +1,11 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # Kernels of a command buffer are not profiled one by one.
 NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
@@ -13,6 +13,18 @@ NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
 # is most of a compilation.
 UNTUNED = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
+
+
+class Lowered(NamedTuple):
+    """A lowered program, or the exception that lowering raised, and how to compile it.
+
+    Attributes:
+        program: what `jax.jit(...).lower` returned, or raised.
+        options: of the compiler.
+    """
+
+    program: Any
+    options: Mapping[str, str]
 
 
 def compile_all(
@@ -27,17 +39,78 @@ def compile_all(
         programs: functions with the arguments they are compiled for.
         options: of the compiler.
     """
-    lowered: dict[str, Any] = {}
-    for name, (function, arguments) in programs.items():
-        try:
-            lowered[name] = _of_leaves(function, arguments).lower(*leaves(arguments))
-        except Exception as error:  # a candidate may not run here
-            lowered[name] = error
-    # Not while programs are lowered: a Mosaic kernel that was lowered beside a
-    # compilation has ended the process.
+    return compile_lowered(
+        {
+            name: lower(function, abstract(arguments), options)
+            for name, (function, arguments) in programs.items()
+        }
+    )
+
+
+class Abstract(NamedTuple):
+    """Arguments without values: `Fp8Array` refuses shapes in the place of arrays.
+
+    Attributes:
+        leaves: shapes and dtypes.
+        structure: of the tuple of arguments.
+    """
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    structure: Any
+
+
+def abstract(arguments: tuple) -> Abstract:
+    """Returns arguments without their values."""
+    flat, structure = jax.tree.flatten(arguments)
+    return Abstract(tuple(map(_shape, flat)), structure)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def evaluated(function: Callable[..., tuple], arguments: Abstract) -> Abstract:
+    """Returns the results of a function, which are a tuple, without values."""
+    structure: Any = None
+
+    def run(*leaves):
+        nonlocal structure
+        results = function(*jax.tree.unflatten(arguments.structure, leaves))
+        flat, structure = jax.tree.flatten(results)
+        return flat
+
+    flat = jax.eval_shape(run, *arguments.leaves)
+    return Abstract(tuple(flat), structure)
+
+
+def lower(
+    function: Callable[..., Any],
+    arguments: Abstract,
+    options: Mapping[str, str] = NO_CAPTURE,
+) -> Lowered:
+    """Returns a lowered function of the leaves of its arguments; uses no GPU.
+
+    Not to be called while this process compiles: a Mosaic kernel that was lowered
+    beside a compilation has ended the process.
+
+    Args:
+        function: to be compiled.
+        arguments: that it takes.
+        options: of the compiler.
+    """
+    flat, structure = arguments
+    run = jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+    try:
+        program = run.lower(*flat)
+    except Exception as error:  # a candidate may not run here
+        program = error
+    return Lowered(program, options)
+
+
+def compile_lowered(lowered: Mapping[str, Lowered]) -> dict[str, Any]:
+    """Returns compiled functions by name, or the exception where one failed."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        compile_one = functools.partial(_compiled, options=dict(options))
-        return dict(zip(lowered, pool.map(compile_one, lowered.values()), strict=True))
+        return dict(zip(lowered, pool.map(_compiled, lowered.values()), strict=True))
 
 
 def leaves(arguments: tuple) -> tuple:
@@ -45,18 +118,12 @@ def leaves(arguments: tuple) -> tuple:
     return tuple(jax.tree.leaves(arguments))
 
 
-def _of_leaves(function, arguments):
-    # Ahead-of-time compilation builds trees of argument descriptions, which `Fp8Array`
-    # refuses as leaves where types are checked at run time.
-    structure = jax.tree.structure(arguments)
-    return jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
-
-
-def _compiled(lowered: Any, options: dict[str, str]) -> Any:
+def _compiled(lowered: Lowered) -> Any:
     """Returns a compiled program, or the exception that it or its lowering raised."""
-    if isinstance(lowered, Exception):
-        return lowered
+    program, options = lowered
+    if isinstance(program, Exception):
+        return program
     try:
-        return lowered.compile(options)
+        return program.compile(dict(options))
     except Exception as error:  # a candidate may not compile here
         return error

@@ -77,9 +77,13 @@ def site_run(
     if not choice.recipe.is_delayed:
         return SiteRun(spec, choice, None, device)
     lhs, rhs, g = operands
-    amaxes = operand_amaxes((_high_precision(lhs), rhs, g))
-    state = scaling_state(choice.recipe, amaxes)
+    state = _initialized(choice.recipe, (_high_precision(lhs), rhs, g))
     return SiteRun(spec, choice.with_initialized_scales(), state, device)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initialized(recipe: Recipe, operands: tuple[Array, Array, Array]):
+    return scaling_state(recipe, operand_amaxes(operands))
 
 
 def training(

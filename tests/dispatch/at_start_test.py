@@ -7,14 +7,19 @@ import pytest
 from loka_jax import nn
 from loka_jax.dispatch import at_start, local
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.at_start import jobs_worth_measuring, worth_measuring
+from loka_jax.dispatch.at_start import (
+    by_candidate,
+    jobs_worth_measuring,
+    worth_measuring,
+)
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.local import Local
+from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import get_recipe
-from loka_jax.site import BF16, SiteSpec
+from loka_jax.site import BF16, Choice, SiteSpec
 from tests.ops import stand_ins
 
 ROW, KERNEL = "xla fp8_rowwise", "pallas bf16"
@@ -60,13 +65,13 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     assert all(job.passes == ("training",) and not job.in_chain for job in jobs)
 
 
-def test_sites_of_a_chain_are_timed_as_parts_of_it():
-    model = PerformanceModel(
-        Table(Header("", "", "", "", "")), fitted=local.fitted_table("NVIDIA H200")
-    )
-    first, second = _site("a", m=60_000), _site("b", m=60_000, n=448)
-    second = dataclasses.replace(second, follows=True)
-    assert all(job.in_chain for job in jobs_worth_measuring([first, second], model))
+def test_each_candidate_is_a_job_sites_in_order():
+    both = (BF16, Choice.parse(KERNEL))
+    jobs = [Job(_site("a", m=m).spec, both) for m in (60_000, 1000)]
+    single = by_candidate(jobs)
+    assert [(job.spec.m, job.choices) for job in single] == [
+        (m, (choice,)) for m in (60_000, 1000) for choice in both
+    ]
 
 
 @pytest.fixture
@@ -85,11 +90,10 @@ def tuned(monkeypatch, tmp_path):
     lines, calls = [], []
 
     def measure_all(jobs, workers, say, *, seconds):
-        calls.append((len(jobs), seconds))
-        for job in jobs:
-            names = [choice.name for choice in job.choices]
-            times = {name: 5.0 + i for i, name in enumerate(names)}
-            yield job, Entry({"training": times})
+        calls.append((len({job.spec for job in jobs}), seconds))
+        for i, job in enumerate(jobs):
+            (choice,) = job.choices
+            yield job, Entry({"training": {choice.name: 5.0 + i}})
 
     monkeypatch.setattr(at_start, "measure_all", measure_all)
 

@@ -1,8 +1,11 @@
 """What is measured of candidates at a site, on a CPU."""
 
+import contextlib
+from typing import NamedTuple
+
 import pytest
 
-from loka_jax.dispatch.measuring import Job, measure_errors, measure_site
+from loka_jax.dispatch.measuring import GpuUse, Job, measure_errors, measure_site
 from loka_jax.measure import checking
 from loka_jax.ops.run_site import run_site
 from loka_jax.probe.site import ProbeConfig, empty_stats, observe
@@ -19,8 +22,19 @@ def _job(*names, stats=None):
     return Job(SITE, choices, stats, "model dense", pairs=2, rows=32, seed=0)
 
 
+class _Finds(NamedTuple):
+    """A check without programs."""
+
+    reason: str | None
+    programs: dict = {}
+
+    def why_wrong(self, compiled):
+        return self.reason
+
+
 def _right(spec, choice):
     """A check that finds nothing; that which is used is tested by itself."""
+    return _Finds(None)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +81,7 @@ def measured(job, begin=lambda name: None, check=_right):
 
 def test_who_is_wrong_has_no_time():
     def check(spec, choice):
-        return "y is wrong" if choice.recipe.name == "fp8_rowwise" else None
+        return _Finds("y is wrong" if choice.recipe.name == "fp8_rowwise" else None)
 
     found = measured(_job("xla bf16", "xla fp8_rowwise"), check=check)
     assert set(found.times["training"]) == {"xla bf16"}
@@ -81,7 +95,8 @@ def test_the_check_runs_the_candidates(monkeypatch):
         return out * 2 if plan.choice.recipe.name == "fp8_rowwise" else out
 
     monkeypatch.setattr(checking, "run_site", doubled)
-    found = measured(_job("xla bf16", "xla fp8_rowwise"), check=checking.why_wrong)
+    names = ("xla bf16", "xla fp8_rowwise")
+    found = measured(_job(*names), check=checking.lower_check)
     assert set(found.times["training"]) == {"xla bf16"}
     assert "too large" in found.failures["xla fp8_rowwise"]
 
@@ -97,6 +112,27 @@ def test_kernels_that_do_not_run_here_fail_with_a_reason():
 def test_times_that_are_known_are_not_taken_again():
     found = measured(_job()._replace(choices=()))
     assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
+
+
+def test_the_gpu_is_used_in_turn():
+    using, log = [], []
+
+    @contextlib.contextmanager
+    def turn(kind):
+        assert not using, using
+        using.append(kind)
+        log.append(kind)
+        yield
+        using.clear()
+
+    def check(spec, choice):
+        assert not using  # lowering needs no turn
+        return _Finds(None)
+
+    gpu = GpuUse(lambda: turn("together"), lambda: turn("alone"))
+    job = _job("xla bf16")._replace(pairs=0, digests=False)
+    entry = measure_site(job, lambda name: None, gpu, check=check)
+    assert log[:3] == ["together", "together", "alone"] and entry.programs == {}
 
 
 def test_it_is_told_who_is_next():

@@ -35,6 +35,7 @@ def turn(name):
 while line := sys.stdin.readline():
     job = json.loads(line)
     times = {}
+    turn("together")
     note("begins to compile")
     for name in job["choices"]:
         if ACTS_UP: ACT
@@ -43,13 +44,16 @@ while line := sys.stdin.readline():
         times[name] = 1.0
     for _ in range(2):
         note("ends to compile")
+        turn("apart")
         turn("alone")
         note("begins to time")
         if ALONE_ACTS_UP: ACT
         note("ends to time")
+        turn("apart")
         turn("together")
         note("begins to compile")
     note("ends to compile")
+    turn("apart")
     del job["spec"]["fp8_in"], job["spec"]["out"]
     site = job["spec"]
     entry = dict.fromkeys(("errors", "failures", "effects", "programs"), {})

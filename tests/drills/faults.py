@@ -243,7 +243,12 @@ def toward_zero(saturate):
 
 
 def by_e5m2(saturate):
-    return lambda x, dtype: saturate(saturate(x, E5M2).astype(jnp.float32), dtype)
+    def changed(x, dtype):
+        # XLA would drop a cast whose result is cast again.
+        in_e5m2 = jax.lax.optimization_barrier(saturate(x, E5M2))
+        return saturate(in_e5m2.astype(jnp.float32), dtype)
+
+    return changed
 
 
 def without_last_terms(multiply):

@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from loka_jax.measure import checking
 from loka_jax.measure.check_operands import AIMS, draw
 from loka_jax.measure.check_reference import Expected
-from loka_jax.measure.check_scores import scores
+from loka_jax.measure.check_scores import scores, worst_finding
 from loka_jax.measure.checking import chain_spec, why_wrong
 from loka_jax.ops.device import Device
 from loka_jax.ops.run_site import run_site
@@ -94,7 +95,12 @@ def _found(change):
     def expected(y):
         return Expected({"y": y}, {}, {}, nothing, nothing)
 
-    return scores({"y": change(y)}, expected(y), [expected(y * (1 + noise))])[0]
+    @jax.jit
+    def score(y, found, perturbed):
+        return scores({"y": found}, expected(y), [{"y": perturbed}])
+
+    by_result = jax.device_get(score(y, change(y), y * (1 + noise)))
+    return worst_finding(by_result, {"y": y.shape})
 
 
 @pytest.mark.parametrize(
