@@ -27,7 +27,7 @@ from experiments.bench import dispatch as bench
 from experiments.bench import result as results
 from experiments.bench.models import Tower
 from loka_jax import nn
-from loka_jax.dispatch.at_start import by_candidate, jobs_worth_measuring
+from loka_jax.dispatch.at_start import jobs_worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import fitted_table
@@ -121,11 +121,13 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     models = {"predicted": _model(Table(header_here()), fitted)}
     jobs = jobs_worth_measuring(sites, models["predicted"])
     start = time.monotonic()
-    tuned = _measured(by_candidate(jobs), arguments)
+    single = [part for job in jobs for part in job.split(len(job.choices))]
+    tuned = _measured(single, arguments.workers, arguments.seconds)
     seconds = time.monotonic() - start
     models["tuned"] = _model(tuned, fitted)
     if arguments.exhaustive:
-        models["best"] = _model(_measured(_all_jobs(sites), arguments), None)
+        every = _measured(_all_jobs(sites), arguments.workers)
+        models["best"] = _model(every, fitted)
     arms, plans = _arms(model, sites, models, arguments.recipes)
     times = _times(arms, inputs)
     _print(name, times)
@@ -156,10 +158,8 @@ def _all_jobs(sites) -> list[Job]:
     ]
 
 
-def _measured(jobs: list[Job], arguments: Arguments) -> Table:
+def _measured(jobs: list[Job], workers: int, seconds: float | None = None) -> Table:
     table = Table(header_here())
-    workers = min(arguments.workers, max(len(jobs), 1))
-    seconds = arguments.seconds
     for job, entry in measure_all(jobs, workers, _quiet, seconds=seconds):
         table = table.merged(Table(table.header, {job.spec: entry}))
         for choice, why in entry.failures.items():

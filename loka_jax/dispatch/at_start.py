@@ -57,23 +57,15 @@ def tune_at_start(
         say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
         return local
     say(f"{name}: tuning {len(jobs)} sites, for {seconds:g} seconds at most.")
-    start, left = (
-        time.monotonic(),
-        Counter({job.spec: len(job.choices) for job in jobs}),
-    )
-    for job, entry in measure_all(
-        by_candidate(jobs), _WORKERS, _quiet, seconds=seconds
-    ):
+    start = time.monotonic()
+    single = [part for job in jobs for part in job.split(len(job.choices))]
+    left = Counter(part.spec for part in single)
+    for job, entry in measure_all(single, _WORKERS, _quiet, seconds=seconds):
         tables.add(cache_path(), Table(header_here(), {job.spec: entry}))
         left[job.spec] -= 1
     took, measured = time.monotonic() - start, sum(n == 0 for n in left.values())
     say(f"{name}: {measured} of {len(jobs)} sites tuned in {took:.0f} seconds.")
     return local_performance()
-
-
-def by_candidate(jobs: Sequence[Job]) -> list[Job]:
-    """Returns a job for each candidate, in the order of the sites."""
-    return [job._replace(choices=(choice,)) for job in jobs for choice in job.choices]
 
 
 def jobs_worth_measuring(

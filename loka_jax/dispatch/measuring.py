@@ -86,6 +86,15 @@ class Job(NamedTuple):
     in_chain: bool = True
     digests: bool = True
 
+    def split(self, parts: int) -> list["Job"]:
+        """Returns jobs that together measure the same, for several processes.
+
+        The candidates are dealt out; the first job measures the errors.
+        """
+        parts = max(1, min(parts, len(self.choices)))
+        jobs = [self._replace(choices=self.choices[i::parts]) for i in range(parts)]
+        return [jobs[0], *(job._replace(pairs=0) for job in jobs[1:])]
+
 
 class GpuUse(NamedTuple):
     """Contexts that share the GPU between processes.

@@ -57,7 +57,7 @@ def tune(
     timed: Collection[SiteSpec] = (),
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
-    """Yields the measurements of all candidates, a table for each site of a model.
+    """Yields the measurements of all candidates, each a table of a part of a site.
 
     Args:
         name: of the model, under which the table keeps errors.
@@ -73,7 +73,10 @@ def tune(
     by_source = {
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
-    for job, entry in measure_all(jobs, config.workers, say):
+    # All processes have work until the last site is measured.
+    parts = -(-2 * config.workers // max(len(jobs), 1))
+    split = [part for job in jobs for part in job.split(parts)]
+    for job, entry in measure_all(split, config.workers, say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
         yield Table(header, {job.spec: entry})

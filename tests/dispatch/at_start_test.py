@@ -8,18 +8,16 @@ from loka_jax import nn
 from loka_jax.dispatch import at_start, local
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import (
-    by_candidate,
     jobs_worth_measuring,
     worth_measuring,
 )
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.local import Local
-from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import get_recipe
-from loka_jax.site import BF16, Choice, SiteSpec
+from loka_jax.site import BF16, SiteSpec
 from tests.ops import stand_ins
 
 ROW, KERNEL = "xla fp8_rowwise", "pallas bf16"
@@ -63,15 +61,6 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     assert [job.spec.m for job in jobs] == [60_000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
     assert all(job.passes == ("training",) and not job.in_chain for job in jobs)
-
-
-def test_each_candidate_is_a_job_sites_in_order():
-    both = (BF16, Choice.parse(KERNEL))
-    jobs = [Job(_site("a", m=m).spec, both) for m in (60_000, 1000)]
-    single = by_candidate(jobs)
-    assert [(job.spec.m, job.choices) for job in single] == [
-        (m, (choice,)) for m in (60_000, 1000) for choice in both
-    ]
 
 
 @pytest.fixture

@@ -135,6 +135,14 @@ def test_the_gpu_is_used_in_turn():
     assert log[:3] == ["together", "together", "alone"] and entry.programs == {}
 
 
+def test_the_parts_of_a_job_measure_the_same():
+    job = _job()
+    first, second = job.split(2)
+    assert {*first.choices, *second.choices} == set(job.choices)
+    assert (first.pairs, second.pairs) == (job.pairs, 0)
+    assert job._replace(choices=()).split(4) == [job._replace(choices=())]
+
+
 def test_it_is_told_who_is_next():
     said = []
     measured(_job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), said.append)
