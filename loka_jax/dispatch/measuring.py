@@ -51,6 +51,7 @@ from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 _MAX_CHAINED = 3
+_HELD = 40  # float32 arrays of the size of the largest operand, at once
 
 type _Times = dict[str, dict[str, float]]
 type _Begin = Callable[[str], None]
@@ -94,6 +95,15 @@ class Job(NamedTuple):
         parts = max(1, min(parts, len(self.choices)))
         jobs = [self._replace(choices=self.choices[i::parts]) for i in range(parts)]
         return [jobs[0], *(job._replace(pairs=0) for job in jobs[1:])]
+
+
+def bytes_needed(spec: SiteSpec) -> int:
+    """Returns the bytes of the GPU that measuring a site takes, about.
+
+    Most is the check's, which holds a few references and their errors in float32: a
+    site of 8,192 x 4,096 x 4,096 took 5 GB.
+    """
+    return 4 * _HELD * max(spec.m * spec.k, spec.m * spec.n, spec.k * spec.n)
 
 
 class GpuUse(NamedTuple):

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
+import jax
+
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.measuring import Job, bytes_needed
 from loka_jax.dispatch.table import Entry
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import (
@@ -51,11 +53,11 @@ def measure_all(
 
     Args:
         jobs: to measure.
-        workers: number of processes.
+        workers: number of processes, fewer where the GPU's memory does not hold more.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """
-    turns = Turns()
+    turns, workers = Turns(), _fitting(workers, jobs)
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
@@ -80,6 +82,17 @@ def measure_all(
         finally:
             for future in running:
                 future.cancel()
+
+
+def _fitting(workers: int, jobs: Sequence[Job]) -> int:
+    """Returns how many processes have the memory for any of the jobs at a time."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None or not jobs:
+        return workers
+    # By default JAX takes three quarters of a GPU, which this process may have done.
+    left = limit / 3
+    most = max(bytes_needed(job.spec) for job in jobs)
+    return max(1, min(workers, int(left // most)))
 
 
 class Worker:

@@ -146,6 +146,19 @@ def test_who_ends_alone_gives_its_turn_back(act):
         pass
 
 
+@pytest.mark.parametrize(
+    "gigabytes, expected", [(None, 22), (141, 8), (1000, 22), (1, 1)]
+)
+def test_as_many_processes_run_as_the_memory_holds(monkeypatch, gigabytes, expected):
+    class Gpu:
+        def memory_stats(self):
+            return gigabytes and {"bytes_limit": gigabytes * 1e9}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    wide = JOB._replace(spec=SiteSpec(8192, 4096, 4096))
+    assert pool._fitting(22, [JOB, wide]) == expected
+
+
 def test_waiting_for_a_turn_is_no_silence():
     turns, ended = Turns(), threading.Event()
 
