@@ -104,35 +104,43 @@ def _facts(run: RunFiles) -> list[str]:
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
-    final = as_dict(run.summary.get("final_eval"))
-    where = "final evaluation"
-    if not final and run.evals:
-        final = run.evals[-1]
-        where = f"step {number(final.get('step'))}"
-    if split := final.get("split"):
-        where = f"{split}, {where}"
+    final, split, where = _final(run)
     best = real(run.summary.get("best_possible_ne"))
     bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
+    bound = f"normalized entropy; {bound}"
     tiles = [
-        Tile("AUC", number(final.get("auc"), ".5f"), where),
-        Tile("Log loss", number(final.get("logloss"), ".5f"), where),
-        Tile("NE", number(final.get("ne"), ".5f"), f"normalized entropy; {bound}"),
+        Tile(f"AUC, {split}", number(final.get("auc"), ".5f"), where),
+        Tile(f"Log loss, {split}", number(final.get("logloss"), ".5f"), where),
+        Tile(f"NE, {split}", number(final.get("ne"), ".5f"), bound),
     ]
     if best is not None:
         share = gap_closed(final.get("ne"), best)
         note = "(1 − NE) / (1 − best)"
-        tiles.append(Tile("NE gap closed", number(share, ".1%"), note, share))
+        label = f"NE gap closed, {split}"
+        tiles.append(Tile(label, number(share, ".1%"), note, share))
     calibration = number(final.get("calibration"), ".4f")
-    tiles.append(Tile("Calibration", calibration, "mean p / mean label"))
+    tiles.append(Tile(f"Calibration, {split}", calibration, "mean p / mean label"))
     speed = run.summary.get("examples_per_second")
     if speed is None and run.train:
         speed = run.train[-1].get("examples_per_second")
-    tiles.append(Tile("Examples/s", _compact(speed), "training"))
+    note = "training, without steps that compile"
+    tiles.append(Tile("Examples/s", _compact(speed), note))
     total, fp8 = _site_counts(run)
     if total:
         recipe = _recipe(run) or ""
         tiles.append(Tile("FP8 sites", f"{fp8} of {total}", recipe, fp8 / total))
     return tiles
+
+
+def _final(run: RunFiles) -> tuple[dict[str, Any], str, str]:
+    """Returns the final evaluation or the newest one, its split, and which it is."""
+    summary = run.summary
+    if final := as_dict(summary.get("final_eval")):
+        where = summary.get("final_state") or "final evaluation"
+        return final, str(summary.get("final_split") or "final"), str(where)
+    newest = run.evals[-1] if run.evals else {}
+    where = f"step {number(newest.get('step'))}" if newest else "not evaluated"
+    return newest, str(newest.get("split") or "evaluation"), where
 
 
 def gap_closed(ne: object, best: object) -> float | None:
@@ -159,6 +167,7 @@ def _curves(run: RunFiles) -> dict[str, Any]:
     return {
         "skipped": skipped,
         "can_draw": charts.can_draw(),
+        "split": _most_frequent_split(run.evals)[0],
         "figures": _figures(run, _thinned(marks, _MAX_MARKS)),
         "evals": run.evals,
         "train": _thinned(run.train, _MAX_LINES),
@@ -179,11 +188,11 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
 
     def series(train: str, evaluated: str) -> list[Series]:
         return [
-            Series("training", _points(run.train, train), "accent"),
+            Series("train", _points(run.train, train), "accent"),
             Series(split, _points(evals, evaluated), "second"),
         ]
 
-    speed = [Series("training", _points(run.train, "examples_per_second"), "accent")]
+    speed = [Series("train", _points(run.train, "examples_per_second"), "accent")]
     return [
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
         *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),

@@ -12,7 +12,7 @@ from loka_jax.train.state import TrainState
 
 
 def training(
-    run: Run, state: TrainState, progress: Progress, rate: float
+    run: Run, state: TrainState, progress: Progress, rate: float | None
 ) -> dict[str, Any]:
     """Returns the line on the training examples since the line before.
 
@@ -20,7 +20,7 @@ def training(
         run: the run.
         state: the device's state.
         progress: the host's state.
-        rate: examples per second since the line before.
+        rate: examples per second since the line before, without compilation.
     """
     values = metrics.compute(state.metrics)
     skipped = int(state.skipped)

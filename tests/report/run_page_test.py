@@ -12,6 +12,7 @@ from tests.report.support import (
     assert_escaped,
     assert_self_contained,
     hostile,
+    text,
 )
 
 
@@ -62,6 +63,7 @@ SUMMARY = {
     "examples_per_second": 12_345_678.9,
     "skipped_steps": 1,
     "final_eval": {"auc": 0.75123, "logloss": 0.45, "ne": 0.85, "calibration": 1.01},
+    "final_split": "test",
     "final_state": "step 10, the best by NE",
     "best_possible_ne": 0.8,
     "sites": {"total": 2, "fp8": 1},
@@ -109,15 +111,24 @@ def page_of(tmp_path):
 
 
 def test_the_page_tells_the_headline_numbers(page):
-    assert page.tiles["AUC"] == ("0.75123", "final evaluation")
+    assert page.tiles["AUC, test"] == ("0.75123", "step 10, the best by NE")
     bound = "normalized entropy; best possible 0.80000"
-    assert page.tiles["NE"] == ("0.85000", bound)
-    assert page.tiles["NE gap closed"][0] == "75.0 %"  # (1 - 0.85) / (1 - 0.8)
-    assert page.tiles["Examples/s"][0] == "12.3 M"
+    assert page.tiles["NE, test"] == ("0.85000", bound)
+    assert page.tiles["NE gap closed, test"][0] == "75.0 %"  # (1 - 0.85) / (1 - 0.8)
+    speed = page.tiles["Examples/s"]
+    assert speed == ("12.3 M", "training, without steps that compile")
     assert page.tiles["FP8 sites"][0] == "1 of 2"
     assert "finished recipe fp8_rowwise on cpu seed 3 steps 20" in page.text
     assert "evaluated at step 10, the best by NE" in page.text
     assert "2 min 05 s" in page.text and "1 step was skipped" in page.text
+
+
+def test_cards_and_curves_name_their_split(page):
+    quality = ("AUC", "Log loss", "NE", "NE gap closed", "Calibration")
+    assert {f"{name}, test" for name in quality} <= set(page.tiles)
+    loss, *_ = page.root.iter("figcaption")
+    assert text(loss) == "Log loss train valid skipped step"
+    assert "valid: the whole split" in page.text
 
 
 def test_the_page_tells_sites_plan_data_and_command(page):
@@ -199,7 +210,7 @@ def test_any_file_may_be_missing(missing, page_of):
 def test_an_interrupted_run_says_so_and_shows_its_last_evaluation(page_of):
     page = page_of(RUN._replace(summary={}))
     assert "not finished" in page.text and "The run has not ended" in page.text
-    assert page.tiles["AUC"] == ("0.75000", "valid, step 20")
+    assert page.tiles["AUC, valid"] == ("0.75000", "step 20")
     assert page.tiles["FP8 sites"][0] == "1 of 2"
     assert "--config fp8_dlrm with the overrides" in page.text
 
@@ -213,7 +224,7 @@ def test_values_that_do_not_exist_read_na(page_of):
     final = {"auc": None, "ne": None, "logloss": 0.4, "calibration": float("nan")}
     tiles = page_of(RUN._replace(summary=SUMMARY | {"final_eval": final})).tiles
     for label in ("AUC", "NE", "NE gap closed", "Calibration"):
-        assert tiles[label][0] == "n/a"
+        assert tiles[f"{label}, test"][0] == "n/a"
 
 
 def test_values_of_a_wrong_kind_do_no_harm(page_of):
@@ -296,7 +307,7 @@ def test_a_run_of_skipped_steps_has_a_page(page_of):
 def test_where_nothing_can_be_learned_there_is_no_gap_to_close(best, page_of):
     assert gap_closed(0.9, best) is None
     page = page_of(RUN._replace(summary=SUMMARY | {"best_possible_ne": best}))
-    assert page.tiles.get("NE gap closed", ("n/a",))[0] == "n/a"
+    assert page.tiles.get("NE gap closed, test", ("n/a",))[0] == "n/a"
 
 
 def test_a_stopped_run_is_not_finished(page_of):
@@ -307,7 +318,7 @@ def test_a_stopped_run_is_not_finished(page_of):
 def test_a_run_worse_than_the_mean_has_an_empty_bar(page_of):
     summary = SUMMARY | {"final_eval": {"ne": 1.1}}
     page = page_of(RUN._replace(summary=summary))
-    assert page.tiles["NE gap closed"][0] == "-50.0 %"
+    assert page.tiles["NE gap closed, test"][0] == "-50.0 %"
     assert "width:0.0%" in page.html
 
 
