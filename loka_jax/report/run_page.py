@@ -65,6 +65,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         ],
         tiles=_tiles(run),
         curves=_curves(run),
+        roles=ROLES,
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
         changes=_sentences(summary.get("changes")),

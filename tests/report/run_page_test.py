@@ -9,6 +9,7 @@ from loka_jax.report import RunFiles, charts, gap_closed, write_run_page
 from tests.report.support import (
     HOSTILE,
     Page,
+    assert_cards_are_labelled,
     assert_escaped,
     assert_self_contained,
     hostile,
@@ -154,6 +155,10 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     assert bad == [["file", "row", "reason"], ["a.tsv", "9", "short"]]
     assert SUMMARY["command"] in page.text
     assert "model.hidden 32 32" in page.text and "format tsv" in page.text
+
+
+def test_a_narrow_page_labels_cells_like_their_columns(page):
+    assert_cards_are_labelled(page)
 
 
 def test_the_page_asks_nothing_from_anywhere(page):
