@@ -193,12 +193,23 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
             Series(split, _points(evals, evaluated), "second"),
         ]
 
-    speed = [Series("train", _points(run.train, "examples_per_second"), "accent")]
+    def of_training(name: str) -> list[Series]:
+        return [Series("train", _points(run.train, name), "accent")]
+
+    memory = [
+        Series("host", _points(run.train, "host_bytes"), "accent"),
+        Series("device peak", _points(run.train, "device_peak_bytes"), "second"),
+    ]
     return [
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
         *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),
         *charts.curves("AUC", series("auc", "auc")),
-        *charts.curves("Examples per second", speed, from_zero=True),
+        *charts.curves("Learning rate", of_training("lr"), from_zero=True),
+        *charts.curves("Gradient norm", of_training("grad_norm"), marks=marks),
+        *charts.curves(
+            "Examples per second", of_training("examples_per_second"), from_zero=True
+        ),
+        *charts.curves("Memory in bytes", memory, from_zero=True),
     ]
 
 

@@ -8,6 +8,7 @@ from loka_jax.data import Dataset
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.host_state import Progress
+from loka_jax.train.memory import memory_bytes
 from loka_jax.train.state import TrainState
 
 
@@ -30,8 +31,10 @@ def training(
         "ne": values["ne"],
         "examples_per_second": rate,
         "lr": lr * progress.plateau.lr_scale,
+        "grad_norm": float(state.grad_norm),
         "skipped_steps": skipped,
         "bad_ids": int(state.bad_ids),
+        **memory_bytes(),
     }
 
 

@@ -12,8 +12,8 @@
     tensorboard/    events, if requested
 
 Lines are flushed one by one, and a resumed run drops those after its checkpoint, so
-that except for timings its files equal those of a run that was never stopped. For that,
-log everything of a step before saving its checkpoint.
+that except for times and memory its files equal those of a run that was never stopped.
+For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
 """
 
