@@ -48,6 +48,15 @@ class Series(NamedTuple):
         ]
 
 
+class Interval(NamedTuple):
+    """A point with an interval of y."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
 class Figure(NamedTuple):
     """A chart for a page: its title, its legend as (label, color), its drawing."""
 
@@ -130,6 +139,26 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
 
     legend = [(cloud.label, cloud.color) for cloud in series]
     return [Figure(title, legend, _draw(title, f"{title}, {x} and {y}", draw))]
+
+
+def intervals(
+    title: str, label: str, points: Sequence[Interval], x: str, y: str
+) -> list[Figure]:
+    """Returns a figure of intervals and the line where x = y, or none if empty."""
+    points = [p for p in points if all(0 <= value <= _LARGEST for value in p)]
+    if not points:
+        return []
+    ends = (0.0, 1.08 * max(max(p.x, p.high) for p in points))
+
+    def draw(axes) -> None:
+        axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
+        xs, ys, low, high = zip(*points, strict=True)
+        axes.vlines(xs, low, high, color=_COLORS["accent"], lw=1.6)
+        axes.plot(xs, ys, "o", ms=4, color=_COLORS["accent"])
+        axes.set(xlim=ends, ylim=ends, xlabel=x, ylabel=y)
+
+    legend = [(label, "accent")]
+    return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
 
 
 def sparkline(values: Sequence[float | None]) -> Spark | None:

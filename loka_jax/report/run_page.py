@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
+from loka_jax.report.breakdown_view import breakdown_view
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import Tile, flat, number, real, write_page
 
@@ -32,6 +33,7 @@ class RunFiles(NamedTuple):
         evals: a line per evaluation.
         sites: a row per site, with a description of each role.
         scales: a line of delayed scales per logged step.
+        evaluation: the final evaluation by predictions, and by values of columns.
         notes: sentences on problems of the files.
     """
 
@@ -41,6 +43,7 @@ class RunFiles(NamedTuple):
     evals: list[dict[str, Any]]
     sites: list[dict[str, Any]]
     scales: list[dict[str, Any]]
+    evaluation: dict[str, Any]
     notes: list[str]
 
 
@@ -65,6 +68,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         ],
         tiles=_tiles(run),
         curves=_curves(run),
+        breakdown=breakdown_view(run.evaluation),
         roles=ROLES,
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],

@@ -45,7 +45,11 @@ def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    values = run.evaluate(state, dataset)
+    return chosen(run.evaluate(state, dataset).values)
+
+
+def chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the metrics that are logged."""
     return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
 
 

@@ -6,6 +6,8 @@
     scales.jsonl    one line of delayed scales per logged step, by site and operand
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
+    evaluation.json the final evaluation by predictions, and by values of columns
+    scores.npz      logits, labels and weights of the examples behind it
     summary.json    the run in numbers, written last
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
@@ -20,6 +22,7 @@ Versions and configs are recorded, environment variables are not.
 import fcntl
 import importlib.metadata
 import importlib.util
+import io
 import os
 import platform
 import re
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
+import numpy as np
 
 import loka_jax
 from loka_jax import jsonfile
@@ -35,10 +39,11 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import RunFiles
+from loka_jax.train.breakdown import Scores, breakdown
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
-PLAN = "plan.json"
+PLAN, EVALUATION, SCORES = "plan.json", "evaluation.json", "scores.npz"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _PACKAGES = (
@@ -117,7 +122,8 @@ class RunRecord:
         """
         self._made = []
         self.write(CONFIG, self._config)
-        (self.workdir / SUMMARY).unlink(missing_ok=True)  # this run has not ended
+        for name in (SUMMARY, EVALUATION, SCORES):  # this run has not ended
+            (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
 
     def truncate(self, step: int) -> None:
@@ -152,6 +158,11 @@ class RunRecord:
     def write_plan(self, plan: DispatchPlan) -> None:
         """Writes plan.json, the plan that the run follows now."""
         save_plan(self.workdir / PLAN, plan)
+
+    def write_scores(self, scores: Scores, split: str, columns: Sequence[str]) -> None:
+        """Writes scores.npz, and the breakdown of these examples to evaluation.json."""
+        self.write(EVALUATION, {"split": split} | breakdown(scores, columns))
+        jsonfile.write_bytes(self.workdir / SCORES, _npz(scores))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""
@@ -197,6 +208,12 @@ class RunRecord:
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
 
 
+def _npz(scores: Scores) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, logits=scores.logits, labels=scores.labels, weights=scores.weights)
+    return file.getvalue()
+
+
 def steps_in(directory: Path) -> list[int]:
     """Returns the steps in a folder of checkpoints, ignoring other files."""
     names = (path.name for path in directory.iterdir())
@@ -236,6 +253,7 @@ def read_run(workdir: Path) -> RunFiles:
         evals=[line for line in lines if line.get("kind") == "eval"],
         sites=[as_dict(site) for site in read(SITES, list)],
         scales=read_lines(SCALES),
+        evaluation=read(EVALUATION, dict),
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):

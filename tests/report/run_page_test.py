@@ -91,6 +91,19 @@ SUMMARY = {
     },
 }
 
+RATES = {"count": 150, "mean_prediction": 0.25, "mean_label": 0.2}
+RATES |= {"mean_label_low": 0.15, "mean_label_high": 0.3, "calibration": 1.25}
+RATES |= {"calibration_low": 0.8, "calibration_high": 1.6}
+EVALUATION = {
+    "split": "test",
+    "examples": 1234,
+    "calibration_curve": [RATES, RATES | {"mean_prediction": 0.5}],
+    "columns": [
+        {"column": "C1", "num_values": 17, "auc_within": 0.7, "covered": 0.875}
+        | {"values": [{"id": 0, "auc": 0.65} | RATES, {"id": 3, "auc": None} | RATES]}
+    ],
+}
+
 RUN = RunFiles(
     summary=SUMMARY,
     config=SUMMARY["config"],
@@ -98,6 +111,7 @@ RUN = RunFiles(
     evals=[eval_line(10), eval_line(20)],
     sites=SITES,
     scales=[{"step": s, "top_mlp/dense_0/lhs": 2.0 ** (s - 9)} for s in range(1, 9)],
+    evaluation=EVALUATION,
     notes=[],
 )
 
@@ -164,12 +178,21 @@ def test_a_narrow_page_labels_cells_like_their_columns(page):
     assert_cards_are_labelled(page)
 
 
+def test_the_page_tells_calibration_and_quality_by_column(page):
+    rows = page.rows("Calibration and columns, test")
+    rates = ["150", "0.2500", "0.2000", "1.250", "0.800 … 1.600"]
+    assert rows[1] == rates and ["C1", "17", "0.70000", "87.5 %"] in rows
+    assert ["C1", "missing or rare", "0.65000", *rates] in rows
+    assert ["", "3", "n/a", *rates] in rows
+    assert "Of 1,234 examples of the final evaluation" in page.text
+
+
 def test_the_page_asks_nothing_from_anywhere(page):
     assert_self_contained(page)
 
 
 def test_ids_are_unique_over_all_drawings(page):
-    assert page.tags().count("figure") == 7
+    assert page.tags().count("figure") == 8
     ids = [e.get("id") for e in page.root.iter() if e.get("id")]
     assert len(set(ids)) == len(ids)
     for name in re.findall(r'(?:url\(#|href="#)([^)"]+)', page.html):
@@ -195,6 +218,7 @@ def test_names_of_a_run_are_no_html(page_of):
         evals=[eval_line(20, split=HOSTILE)],
         sites=hostile(SITES),
         scales=[{"step": 1, f"{HOSTILE}/lhs": 1.0, HOSTILE: 2.0}],
+        evaluation=hostile(EVALUATION),
         notes=[HOSTILE],
     )
     assert_escaped(page_of(run))
@@ -205,9 +229,9 @@ def test_names_of_a_run_are_no_html(page_of):
     [
         ("summary",),
         ("train", "evals"),
-        ("sites", "scales"),
+        ("sites", "scales", "evaluation"),
         ("summary", "sites", "scales", "config"),
-        ("summary", "sites", "scales", "train", "evals"),
+        ("summary", "sites", "scales", "train", "evals", "evaluation"),
     ],
 )
 def test_any_file_may_be_missing(missing, page_of):
@@ -244,6 +268,7 @@ def test_values_of_a_wrong_kind_do_no_harm(page_of):
         evals=[line],
         sites=[{}, {"m": "x"}],
         scales=[{"step": 1, "a/lhs": "x", "b/g": -1}],
+        evaluation={"columns": [1], "calibration_curve": [{"mean_label": "x"}]},
         notes=[],
     )
     page = page_of(run)
@@ -283,19 +308,25 @@ def _containers(value, path=()):
             yield from _containers(item, (*path, key))
 
 
+def _replaced(file, path, value):
+    """Returns a file of `RUN` with another value at a place."""
+    whole = at = copy.deepcopy(getattr(RUN, file))
+    for name in path[:-1]:
+        at = at[name]
+    at[path[-1]] = value
+    return whole
+
+
 @pytest.mark.parametrize("value", _STRANGE.values(), ids=_STRANGE)
 def test_a_strange_value_in_any_field_does_no_harm(value, page_of, monkeypatch):
     monkeypatch.setattr(charts, "can_draw", lambda: False)  # drawing is slow
     leaves = {k: _with_leaves(v, value) for k, v in RUN._asdict().items()}
     page = page_of(RunFiles(**leaves))
     assert page.tags().count("h1") == 1 and "script" not in page.tags()
-    for *path, last in _containers(SUMMARY):
-        summary = at = copy.deepcopy(SUMMARY)
-        for name in path:
-            at = at[name]
-        at[last] = value
-        page = page_of(RUN._replace(summary=summary))
-        assert page.tags().count("h1") == 1 and "script" not in page.tags()
+    for file in ("summary", "evaluation"):
+        for path in _containers(getattr(RUN, file)):
+            page = page_of(RUN._replace(**{file: _replaced(file, path, value)}))
+            assert page.tags().count("h1") == 1 and "script" not in page.tags()
 
 
 def test_huge_numbers_are_not_drawn(page_of):

@@ -304,6 +304,20 @@ def test_rates_leave_out_the_steps_that_compile(tmp_path, monkeypatch):
     assert summary(tmp_path)["examples_per_second"] > 2 * with_compilation
 
 
+def test_the_final_evaluation_is_broken_down(tmp_path):
+    train(config(tmp_path, max_steps=4, batch_size=48))  # 64 examples: 1 1/3 batches
+    found = jsonfile.read(tmp_path / "evaluation.json")
+    assert isinstance(found, dict) and found["split"] == "test"
+    assert found["examples"] == 64 and len(found["columns"]) == 4
+    scores = np.load(tmp_path / "scores.npz")
+    logits, labels = scores["logits"].astype(np.float64), scores["labels"]
+    logloss = np.mean(np.logaddexp(0, np.where(labels == 1, -logits, logits)))
+    final = summary(tmp_path)["final_eval"]
+    assert final["logloss"] == pytest.approx(logloss, rel=1e-5)
+    counted = sum(row["count"] for row in found["calibration_curve"])
+    assert counted == len(labels) == 64
+
+
 @pytest.mark.parametrize("log_every", [2, 50])
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, monkeypatch, log_every):
     def poison(loop):
