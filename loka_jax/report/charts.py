@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+RUN_COLORS = tuple(f"run{i}" for i in range(8))  # of runs over one another
 # Placeholders that appear nowhere else in an SVG.
 _COLORS = {
     name: f"#0102{i:02x}"
     for i, name in enumerate(
-        ("ink", "muted", "line", "accent", "second", "good", "bad", "card"), start=3
+        (
+            *("ink", "muted", "line", "accent", "second", "good", "bad", "card"),
+            *RUN_COLORS,
+        ),
+        start=3,
     )
 }
 _LARGEST = 1e100  # of what is drawn: the size of an axis must not overflow
@@ -32,12 +37,17 @@ class Series(NamedTuple):
     Attributes:
         label: their name in the legend.
         points: (x, y); those whose y is None, not finite or huge are left out.
-        color: "accent" (thin, many points) or "second" (thick, few, with dots).
+        color: "accent" (thin, many points), "second" (thick, few, with dots), or one of
+            `RUN_COLORS`.
+        is_dashed: whether the curve is dashed.
+        has_dots: whether points are dots, if they are few; those of "second" are.
     """
 
     label: str
     points: Sequence[tuple[float, float | None]]
     color: str
+    is_dashed: bool = False
+    has_dots: bool = False
 
     def finite(self) -> list[tuple[float, float]]:
         """Returns the points that can be drawn."""
@@ -98,7 +108,7 @@ def curves(
     series = [line for line in series if line.finite()]
     if not series:
         return []
-    legend = [(line.label, line.color) for line in series]
+    legend = [(line.label, _key(line)) for line in series]
     legend += [("best possible", "good")] if floor is not None else []
     legend += [("skipped step", "bad")] if marks else []
     low, high = limits(series, floor)
@@ -120,6 +130,10 @@ def curves(
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
     return [Figure(title, legend, _draw(title, f"{title} over examples", draw))]
+
+
+def _key(series: Series) -> str:
+    return f"{series.color} key-dashed" if series.is_dashed else series.color
 
 
 def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure]:
@@ -228,12 +242,13 @@ def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
 
 def _plot(axes, series: Series) -> None:
     xs, ys = zip(*series.finite(), strict=True)
-    is_dotted = series.color == "second" and len(xs) <= 60
+    is_dotted = (series.has_dots or series.color == "second") and len(xs) <= 60
     axes.plot(
         xs,
         ys,
         color=_COLORS[series.color],
         lw=2 if series.color == "second" else 1.3,
+        ls=(0, (4, 2)) if series.is_dashed else "-",
         marker="o" if is_dotted or len(xs) == 1 else None,
         ms=4,
         solid_joinstyle="round",

@@ -6,7 +6,7 @@ shown as absent.
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
@@ -14,6 +14,7 @@ from loka_jax.report import charts
 from loka_jax.report.breakdown_view import breakdown_view
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.run_files import RunFiles, final_of, points, thinned
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
@@ -21,30 +22,6 @@ _MAX_COLUMNS = 100  # of a data set, shown by name
 _LEAST_GAP = 1e-6  # between the best NE and 1; less is rounding
 _MAX_MARKS = 100  # of skipped steps, in a chart
 _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
-
-
-class RunFiles(NamedTuple):
-    """The contents of a run's files; empty where a file is missing or broken.
-
-    Attributes:
-        summary: the run in numbers; empty for a run that has not ended.
-        config: the resolved config.
-        train: a line per logged step.
-        evals: a line per evaluation.
-        sites: a row per site, with a description of each role.
-        scales: a line of delayed scales per logged step.
-        evaluation: the final evaluation by predictions, and by values of columns.
-        notes: sentences on problems of the files.
-    """
-
-    summary: dict[str, Any]
-    config: dict[str, Any]
-    train: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    sites: list[dict[str, Any]]
-    scales: list[dict[str, Any]]
-    evaluation: dict[str, Any]
-    notes: list[str]
 
 
 def write_run_page(path: Path, run: RunFiles) -> Path:
@@ -109,7 +86,7 @@ def _facts(run: RunFiles) -> list[str]:
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
-    final, split, where = _final(run)
+    final, split, where = final_of(run)
     best = real(run.summary.get("best_possible_ne"))
     bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
     bound = f"normalized entropy; {bound}"
@@ -137,17 +114,6 @@ def _tiles(run: RunFiles) -> list[Tile]:
     return tiles
 
 
-def _final(run: RunFiles) -> tuple[dict[str, Any], str, str]:
-    """Returns the final evaluation or the newest one, its split, and which it is."""
-    summary = run.summary
-    if final := as_dict(summary.get("final_eval")):
-        where = summary.get("final_state") or "final evaluation"
-        return final, str(summary.get("final_split") or "final"), str(where)
-    newest = run.evals[-1] if run.evals else {}
-    where = f"step {number(newest.get('step'))}" if newest else "not evaluated"
-    return newest, str(newest.get("split") or "evaluation"), where
-
-
 def gap_closed(ne: object, best: object) -> float | None:
     """Returns (1 - NE) / (1 - best possible NE): 0 is the mean, 1 the best model.
 
@@ -173,15 +139,10 @@ def _curves(run: RunFiles) -> dict[str, Any]:
         "skipped": skipped,
         "can_draw": charts.can_draw(),
         "split": _most_frequent_split(run.evals)[0],
-        "figures": _figures(run, _thinned(marks, _MAX_MARKS)),
+        "figures": _figures(run, thinned(marks, _MAX_MARKS)),
         "evals": run.evals,
-        "train": _thinned(run.train, _MAX_LINES),
+        "train": thinned(run.train, _MAX_LINES),
     }
-
-
-def _thinned[T](lines: list[T], count: int) -> list[T]:
-    """Returns every so many lines, the last among them: fewer than twice `count`."""
-    return lines[::-1][:: max(1, len(lines) // count)][::-1]
 
 
 def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
@@ -193,16 +154,16 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
 
     def series(train: str, evaluated: str) -> list[Series]:
         return [
-            Series("train", _points(run.train, train), "accent"),
-            Series(split, _points(evals, evaluated), "second"),
+            Series("train", points(run.train, train), "accent"),
+            Series(split, points(evals, evaluated), "second"),
         ]
 
     def of_training(name: str) -> list[Series]:
-        return [Series("train", _points(run.train, name), "accent")]
+        return [Series("train", points(run.train, name), "accent")]
 
     memory = [
-        Series("host", _points(run.train, "host_bytes"), "accent"),
-        Series("device peak", _points(run.train, "device_peak_bytes"), "second"),
+        Series("host", points(run.train, "host_bytes"), "accent"),
+        Series("device peak", points(run.train, "device_peak_bytes"), "second"),
     ]
     return [
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
@@ -223,11 +184,6 @@ def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:
     (name, _), *_ = Counter(splits).most_common(1) or [("evaluation", 0)]
     pairs = zip(evals, splits, strict=True)
     return name, [line for line, split in pairs if split == name]
-
-
-def _points(lines: list[dict], name: str) -> list[tuple[float, float | None]]:
-    points = [(real(line.get("examples")), real(line.get(name))) for line in lines]
-    return [(x, y) for x, y in points if x is not None]
 
 
 def _skipped(run: RunFiles) -> tuple[float, list[float]]:

@@ -7,7 +7,7 @@
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
-    scores.npz      logits, labels and weights of the examples behind it
+    scores.npy      logits, labels and weights of the examples behind it
     summary.json    the run in numbers, written last
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
@@ -38,12 +38,12 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
-from loka_jax.report import RunFiles
+from loka_jax.report import RunFiles, Scored
 from loka_jax.train.breakdown import Scores, breakdown
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
-PLAN, EVALUATION, SCORES = "plan.json", "evaluation.json", "scores.npz"
+PLAN, EVALUATION, SCORES = "plan.json", "evaluation.json", "scores.npy"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _PACKAGES = (
@@ -160,9 +160,9 @@ class RunRecord:
         save_plan(self.workdir / PLAN, plan)
 
     def write_scores(self, scores: Scores, split: str, columns: Sequence[str]) -> None:
-        """Writes scores.npz, and the breakdown of these examples to evaluation.json."""
+        """Writes scores.npy, and the breakdown of these examples to evaluation.json."""
         self.write(EVALUATION, {"split": split} | breakdown(scores, columns))
-        jsonfile.write_bytes(self.workdir / SCORES, _npz(scores))
+        jsonfile.write_bytes(self.workdir / SCORES, _npy(scores))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""
@@ -208,9 +208,14 @@ class RunRecord:
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
 
 
-def _npz(scores: Scores) -> bytes:
+def _npy(scores: Scores) -> bytes:
+    """Returns a NumPy file with a record for each example."""
+    dtype = [(name, np.float32) for name in Scored._fields]
+    records = np.empty(len(scores.logits), dtype)
+    for name in Scored._fields:
+        records[name] = getattr(scores, name)
     file = io.BytesIO()
-    np.savez(file, logits=scores.logits, labels=scores.labels, weights=scores.weights)
+    np.save(file, records)
     return file.getvalue()
 
 
@@ -262,6 +267,28 @@ def read_run(workdir: Path) -> RunFiles:
             "--workdir of one."
         )
     return run
+
+
+def read_scores(workdir: Path) -> Scored | None:
+    """Returns the scored examples of a run; None if it has none.
+
+    Raises:
+        ValueError: if the file is not what a run writes.
+    """
+    path = workdir / SCORES
+    if not path.exists():
+        return None
+    try:
+        with open(path, "rb") as file:
+            records = np.load(file, allow_pickle=False)
+        columns = [np.ascontiguousarray(records[name]) for name in Scored._fields]
+        logits, labels, weights = columns
+        is_usable = np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)
+        if records.ndim == 1 and is_usable.all():
+            return Scored(*(column.astype(np.float32) for column in columns))
+    except (OSError, EOFError, ValueError, IndexError, TypeError):
+        pass
+    raise ValueError(f"{path} is broken: delete it, to do without it.")
 
 
 def _step(line: Mapping[str, Any]) -> int:

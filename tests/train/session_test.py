@@ -309,7 +309,7 @@ def test_the_final_evaluation_is_broken_down(tmp_path):
     found = jsonfile.read(tmp_path / "evaluation.json")
     assert isinstance(found, dict) and found["split"] == "test"
     assert found["examples"] == 64 and len(found["columns"]) == 4
-    scores = np.load(tmp_path / "scores.npz")
+    scores = np.load(tmp_path / "scores.npy")
     logits, labels = scores["logits"].astype(np.float64), scores["labels"]
     logloss = np.mean(np.logaddexp(0, np.where(labels == 1, -logits, logits)))
     final = summary(tmp_path)["final_eval"]
