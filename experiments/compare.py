@@ -17,7 +17,8 @@ from collections import Counter
 
 from experiments.cli import run_cli
 from loka_jax.report import ComparedRun, write_compare_page
-from loka_jax.train.record import read_run, read_scores
+from loka_jax.train.record import read_run
+from loka_jax.train.scores_file import read_scores
 
 
 def compare(

@@ -22,7 +22,6 @@ Versions and configs are recorded, environment variables are not.
 import fcntl
 import importlib.metadata
 import importlib.util
-import io
 import os
 import platform
 import re
@@ -31,20 +30,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import numpy as np
 
 import loka_jax
 from loka_jax import jsonfile
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
-from loka_jax.report import RunFiles, Scored
+from loka_jax.report import RunFiles
+from loka_jax.train import scores_file
 from loka_jax.train.breakdown import Scores, breakdown
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
-PLAN, EVALUATION, SCORES = "plan.json", "evaluation.json", "scores.npy"
+PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
+EVALUATION = "evaluation.json"
 _LOCK = ".lock"
 _PACKAGES = (
     "jax",
@@ -122,7 +122,7 @@ class RunRecord:
         """
         self._made = []
         self.write(CONFIG, self._config)
-        for name in (SUMMARY, EVALUATION, SCORES):  # this run has not ended
+        for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
 
@@ -162,7 +162,7 @@ class RunRecord:
     def write_scores(self, scores: Scores, split: str, columns: Sequence[str]) -> None:
         """Writes scores.npy, and the breakdown of these examples to evaluation.json."""
         self.write(EVALUATION, {"split": split} | breakdown(scores, columns))
-        jsonfile.write_bytes(self.workdir / SCORES, _npy(scores))
+        scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""
@@ -206,17 +206,6 @@ class RunRecord:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
-
-
-def _npy(scores: Scores) -> bytes:
-    """Returns a NumPy file with a record for each example."""
-    dtype = [(name, np.float32) for name in Scored._fields]
-    records = np.empty(len(scores.logits), dtype)
-    for name in Scored._fields:
-        records[name] = getattr(scores, name)
-    file = io.BytesIO()
-    np.save(file, records)
-    return file.getvalue()
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -267,28 +256,6 @@ def read_run(workdir: Path) -> RunFiles:
             "--workdir of one."
         )
     return run
-
-
-def read_scores(workdir: Path) -> Scored | None:
-    """Returns the scored examples of a run; None if it has none.
-
-    Raises:
-        ValueError: if the file is not what a run writes.
-    """
-    path = workdir / SCORES
-    if not path.exists():
-        return None
-    try:
-        with open(path, "rb") as file:
-            records = np.load(file, allow_pickle=False)
-        columns = [np.ascontiguousarray(records[name]) for name in Scored._fields]
-        logits, labels, weights = columns
-        is_usable = np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)
-        if records.ndim == 1 and is_usable.all():
-            return Scored(*(column.astype(np.float32) for column in columns))
-    except (OSError, EOFError, ValueError, IndexError, TypeError):
-        pass
-    raise ValueError(f"{path} is broken: delete it, to do without it.")
 
 
 def _step(line: Mapping[str, Any]) -> int:

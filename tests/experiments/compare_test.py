@@ -3,8 +3,9 @@ import pytest
 
 from experiments.compare import main
 from loka_jax import jsonfile
+from loka_jax.train import scores_file
 from loka_jax.train.breakdown import Scores
-from loka_jax.train.record import EVALUATION, SCORES, SUMMARY, RunRecord
+from loka_jax.train.record import EVALUATION, SUMMARY, RunRecord
 
 CONFIG = {"name": "small", "seed": 0, "data": {"kind": "table", "label": "click"}}
 
@@ -59,7 +60,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys, second, sente
     first = leave_run(tmp_path / "first", ne=0.8)
     leave_run(tmp_path / "buy", ne=0.8, label="buy")
     leave_run(tmp_path / "broken", ne=0.9)
-    (tmp_path / "broken" / SCORES).write_bytes(b"\x93NUMPY")
+    (tmp_path / "broken" / scores_file.NAME).write_bytes(b"\x93NUMPY")
     out = tmp_path / "page.html"
     assert main([first, str(tmp_path / second), "--out", str(out)]) == 2
     error = capsys.readouterr().err
@@ -81,4 +82,4 @@ def test_a_resumed_run_drops_its_evaluation(tmp_path):
     with RunRecord(tmp_path / "run", config=CONFIG, resume=True) as record:
         record.start(0)
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left.isdisjoint({EVALUATION, SCORES, SUMMARY})
+    assert left.isdisjoint({EVALUATION, scores_file.NAME, SUMMARY})
