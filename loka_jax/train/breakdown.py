@@ -40,39 +40,59 @@ class Scores(NamedTuple):
     ids: Int[np.ndarray, "N F"]
 
 
+class _Sums(NamedTuple):
+    """Sums over the examples of each group."""
+
+    count: Int[np.ndarray, "G"]
+    weight: Float[np.ndarray, "G"]
+    squared_weight: Float[np.ndarray, "G"]
+    prediction: Float[np.ndarray, "G"]
+    label: Float[np.ndarray, "G"]
+
+
 def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
     """Returns the calibration curve, and the quality by columns, as JSON values."""
+    scores = by_logit(scores)
     return {
         "examples": len(scores.logits),
         "calibration_curve": calibration_curve(scores),
         "columns": [
-            {"column": name} | by_value(scores, scores.ids[:, field])
+            {"column": name} | by_value(scores, field)
             for field, name in enumerate(columns)
         ],
     }
 
 
+def by_logit(scores: Scores) -> Scores:
+    """Returns the examples in the order of their logits."""
+    order = np.argsort(scores.logits, kind="stable")
+    return Scores(*(part[order] for part in scores))
+
+
 def calibration_curve(scores: Scores, bins: int = BINS) -> list[dict[str, Any]]:
     """Returns mean prediction and mean label of bins of equally many examples.
 
-    Bins hold the examples in the order of their logits; equal logits share a bin, so
-    that there can be fewer.
+    Equal logits share a bin, so that there can be fewer.
+
+    Args:
+        scores: in the order of their logits.
+        bins: their number.
     """
-    order = np.argsort(scores.logits, kind="stable")
-    logits = scores.logits[order]
+    logits = scores.logits
     edges = logits[np.arange(1, bins) * len(logits) // bins] if len(logits) else []
-    starts = np.unique(np.searchsorted(logits, [-np.inf, *edges]))
-    return [
-        _rates(scores, order[start:end])
-        for start, end in zip(starts, [*starts[1:], len(logits)], strict=True)
-        if end > start
-    ]
+    starts = np.unique(np.searchsorted(logits, edges))
+    groups = np.searchsorted(starts, np.arange(len(logits)), side="right")
+    sums = _sums(scores, groups, len(starts) + 1)
+    return [_rates(sums, i) for i in np.flatnonzero(sums.count).tolist()]
 
 
-def by_value(
-    scores: Scores, ids: Int[np.ndarray, "N"], count: int = VALUES
-) -> dict[str, Any]:
+def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
     """Returns the AUC within the values of a column, and its most frequent values.
+
+    Args:
+        scores: in the order of their logits.
+        field: the column's place in `Scores.ids`.
+        count: the number of values.
 
     Returns:
         auc_within: None if no value has both labels.
@@ -80,58 +100,63 @@ def by_value(
         values: for each of them its id, AUC, and what a bin of the calibration curve
             has; the most frequent first.
     """
-    aucs, weights, found = _auc_by_value(scores, ids)
+    values, groups = np.unique(scores.ids[:, field], return_inverse=True)
+    sums = _sums(scores, groups, len(values))
+    aucs = _aucs(scores, groups)
     has_auc = np.isfinite(aucs)
-    covered = float(weights[has_auc].sum())
-    sizes = np.bincount(np.searchsorted(found, ids), minlength=len(found))
-    frequent = np.argsort(-sizes, kind="stable")[:count]
+    covered = float(sums.weight[has_auc].sum())
+    frequent = np.argsort(-sums.count, kind="stable")[:count]
     return {
-        "num_values": len(found),
-        "auc_within": _ratio(float((aucs * weights)[has_auc].sum()), covered),
-        "covered": _ratio(covered, float(weights.sum())),
+        "num_values": len(values),
+        "auc_within": _ratio(float((aucs * sums.weight)[has_auc].sum()), covered),
+        "covered": _ratio(covered, float(sums.weight.sum())),
         "values": [
-            {"id": int(found[i]), "auc": float(aucs[i]) if has_auc[i] else None}
-            | _rates(scores, np.flatnonzero(ids == found[i]))
-            for i in frequent
+            {"id": int(values[i]), "auc": float(aucs[i]) if has_auc[i] else None}
+            | _rates(sums, i)
+            for i in frequent.tolist()
         ],
     }
 
 
-def _auc_by_value(scores: Scores, ids: np.ndarray):
-    """Returns the AUC of the examples of each value, their weight, and the values.
+def _aucs(scores: Scores, groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "G"]:
+    """Returns the AUC of the examples of each group; NaN for a single label.
 
-    The AUC is NaN for a single label. It is the weight of pairs in the right order, and
-    half of that of pairs with equal logits, over the weight of all pairs.
+    It is the weight of pairs in the right order, and half of that of pairs with equal
+    logits, over the weight of all pairs.
     """
-    order = np.lexsort((scores.logits, ids))
-    ids, logits = ids[order], scores.logits[order]
+    order = np.argsort(groups, kind="stable")  # by logit in each group
+    groups, logits = groups[order], scores.logits[order]
     weights = scores.weights[order].astype(np.float64)
     clicks = weights * (scores.labels[order] == 1)
     others = weights - clicks
-    values, starts = np.unique(ids, return_index=True)
-    is_new = np.r_[True, (ids[1:] != ids[:-1]) | (logits[1:] != logits[:-1])]
-    ties = np.flatnonzero(is_new[: len(ids)])  # where a run of equal logits begins
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    is_new = (np.diff(groups, prepend=-1) != 0) | (np.diff(logits, prepend=0) != 0)
+    ties = np.flatnonzero(is_new)  # where a run of equal logits begins
     clicks_of_tie, others_of_tie = (np.add.reduceat(x, ties) for x in (clicks, others))
     below = np.cumsum(others_of_tie) - others_of_tie
-    first = np.searchsorted(ties, starts)  # the first tie of each value
-    value_of_tie = np.repeat(np.arange(len(values)), np.diff([*first, len(ties)]))
-    below -= below[first][value_of_tie]
+    first = np.searchsorted(ties, starts)  # the first tie of each group
+    below -= below[first][groups[ties]]
     right = np.add.reduceat(clicks_of_tie * (below + others_of_tie / 2), first)
     clicks, others = (np.add.reduceat(x, starts) for x in (clicks, others))
     with np.errstate(invalid="ignore"):
-        return right / (clicks * others), clicks + others, values
+        return right / (clicks * others)
 
 
-def _rates(scores: Scores, rows: Int[np.ndarray, "n"]) -> dict[str, Any]:
+def _sums(scores: Scores, groups: Int[np.ndarray, "N"], count: int) -> _Sums:
+    weights = scores.weights.astype(np.float64)
+    predictions = 1 / (1 + np.exp(-scores.logits.astype(np.float64)))
+    terms = (weights, weights**2, weights * predictions, weights * scores.labels)
+    counts = np.bincount(groups, minlength=count)
+    return _Sums(counts, *(np.bincount(groups, x, count) for x in terms))
+
+
+def _rates(sums: _Sums, group: int) -> dict[str, Any]:
     """Returns count, mean prediction and label, calibration, and their intervals."""
-    weights = scores.weights[rows].astype(np.float64)
-    predictions = 1 / (1 + np.exp(-scores.logits[rows].astype(np.float64)))
-    total = float(weights.sum())
-    label = float(weights @ scores.labels[rows]) / total
-    prediction = float(weights @ predictions) / total
-    low, high = wilson(label, total**2 / float(weights @ weights))
+    count, total, squares, prediction, label = (float(x[group]) for x in sums)
+    prediction, label = prediction / total, label / total
+    low, high = wilson(label, total**2 / squares)
     return {
-        "count": len(rows),
+        "count": int(count),
         "mean_prediction": prediction,
         "mean_label": label,
         "mean_label_low": low,

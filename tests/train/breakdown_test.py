@@ -5,6 +5,7 @@ from sklearn import metrics as oracle
 from loka_jax.train.breakdown import (
     Scores,
     breakdown,
+    by_logit,
     by_value,
     calibration_curve,
     wilson,
@@ -49,7 +50,7 @@ def test_the_auc_of_each_value_is_that_of_scikit_learn(weigh):
 
 
 def test_the_most_frequent_values_come_first():
-    values = by_value(scores(), scores().ids[:, 1])["values"]
+    values = by_value(by_logit(scores()), 1)["values"]
     assert [value["id"] for value in values] == [1, 2, 3, 4, 5]  # geometric
     assert [value["count"] for value in values] == sorted(
         (value["count"] for value in values), reverse=True
@@ -63,14 +64,14 @@ def test_a_value_with_one_label_has_no_auc():
         weights=np.ones(6, np.float32),
         ids=np.array([[7, 7, 7, 7, 9, 9]], np.int32).T,
     )
-    column = by_value(found, found.ids[:, 0])
+    column = by_value(found, 0)
     assert [value["auc"] for value in column["values"]] == [0.75, None]
     assert column["auc_within"] == 0.75 and column["covered"] == pytest.approx(2 / 3)
 
 
 def test_bins_of_a_calibrated_model_cover_its_labels_and_all_examples():
     found = scores(60_000, decimals=6)
-    curve = calibration_curve(equally_weighted(found), bins=20)
+    curve = calibration_curve(by_logit(equally_weighted(found)), bins=20)
     assert [row["count"] for row in curve] == [3000] * 20
     inside = [
         row["mean_label_low"] < row["mean_prediction"] < row["mean_label_high"]
@@ -80,7 +81,7 @@ def test_bins_of_a_calibrated_model_cover_its_labels_and_all_examples():
 
 
 def test_bins_of_a_model_that_is_off_show_by_how_much():
-    for row in calibration_curve(scores(60_000, shift=1.0)):
+    for row in calibration_curve(by_logit(scores(60_000, shift=1.0))):
         assert row["mean_prediction"] < row["mean_label_low"]
         assert row["calibration"] < 1 and row["calibration_high"] < 1
 
