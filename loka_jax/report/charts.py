@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+RUN_COLORS = tuple(f"run{i}" for i in range(8))  # of runs over one another
 # Placeholders that appear nowhere else in an SVG.
 _COLORS = {
     name: f"#0102{i:02x}"
     for i, name in enumerate(
-        ("ink", "muted", "line", "accent", "second", "good", "bad", "card"), start=3
+        (
+            *("ink", "muted", "line", "accent", "second", "good", "bad", "card"),
+            *RUN_COLORS,
+        ),
+        start=3,
     )
 }
 _LARGEST = 1e100  # of what is drawn: the size of an axis must not overflow
@@ -32,12 +37,17 @@ class Series(NamedTuple):
     Attributes:
         label: their name in the legend.
         points: (x, y); those whose y is None, not finite or huge are left out.
-        color: "accent" (thin, many points) or "second" (thick, few, with dots).
+        color: "accent" (thin, many points), "second" (thick, few, with dots), or one of
+            `RUN_COLORS`.
+        is_dashed: whether the curve is dashed.
+        has_dots: whether points are dots, if they are few; those of "second" are.
     """
 
     label: str
     points: Sequence[tuple[float, float | None]]
     color: str
+    is_dashed: bool = False
+    has_dots: bool = False
 
     def finite(self) -> list[tuple[float, float]]:
         """Returns the points that can be drawn."""
@@ -46,6 +56,15 @@ class Series(NamedTuple):
             for x, y in self.points
             if y is not None and max(abs(x), abs(y)) <= _LARGEST
         ]
+
+
+class Interval(NamedTuple):
+    """A point with an interval of y."""
+
+    x: float
+    y: float
+    low: float
+    high: float
 
 
 class Figure(NamedTuple):
@@ -89,7 +108,7 @@ def curves(
     series = [line for line in series if line.finite()]
     if not series:
         return []
-    legend = [(line.label, line.color) for line in series]
+    legend = [(line.label, _key(line)) for line in series]
     legend += [("best possible", "good")] if floor is not None else []
     legend += [("skipped step", "bad")] if marks else []
     low, high = limits(series, floor)
@@ -113,6 +132,10 @@ def curves(
     return [Figure(title, legend, _draw(title, f"{title} over examples", draw))]
 
 
+def _key(series: Series) -> str:
+    return f"{series.color} key-dashed" if series.is_dashed else series.color
+
+
 def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure]:
     """Returns a figure of points and the line where x = y, or none if empty."""
     series = [cloud for cloud in series if cloud.finite()]
@@ -130,6 +153,26 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
 
     legend = [(cloud.label, cloud.color) for cloud in series]
     return [Figure(title, legend, _draw(title, f"{title}, {x} and {y}", draw))]
+
+
+def intervals(
+    title: str, label: str, points: Sequence[Interval], x: str, y: str
+) -> list[Figure]:
+    """Returns a figure of intervals and the line where x = y, or none if empty."""
+    points = [p for p in points if all(0 <= value <= _LARGEST for value in p)]
+    if not points:
+        return []
+    ends = (0.0, 1.08 * max(max(p.x, p.high) for p in points))
+
+    def draw(axes) -> None:
+        axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
+        xs, ys, low, high = zip(*points, strict=True)
+        axes.vlines(xs, low, high, color=_COLORS["accent"], lw=1.6)
+        axes.plot(xs, ys, "o", ms=4, color=_COLORS["accent"])
+        axes.set(xlim=ends, ylim=ends, xlabel=x, ylabel=y)
+
+    legend = [(label, "accent")]
+    return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
 
 
 def sparkline(values: Sequence[float | None]) -> Spark | None:
@@ -199,12 +242,13 @@ def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
 
 def _plot(axes, series: Series) -> None:
     xs, ys = zip(*series.finite(), strict=True)
-    is_dotted = series.color == "second" and len(xs) <= 60
+    is_dotted = (series.has_dots or series.color == "second") and len(xs) <= 60
     axes.plot(
         xs,
         ys,
         color=_COLORS[series.color],
         lw=2 if series.color == "second" else 1.3,
+        ls=(0, (4, 2)) if series.is_dashed else "-",
         marker="o" if is_dotted or len(xs) == 1 else None,
         ms=4,
         solid_joinstyle="round",

@@ -50,6 +50,12 @@ def number(value: object, spec: str = ",.0f") -> str:
     return "n/a" if finite is None else f"{finite:{spec}}".replace("%", " %")
 
 
+def mebibytes(value: object) -> str:
+    """Returns a number of bytes in MiB; "n/a" for NaN and for other objects."""
+    finite = real(value)
+    return number(None if finite is None else finite / 2**20)
+
+
 def exponent(value: float) -> str:
     """Returns the base-2 logarithm of a positive number, to be set as an exponent."""
     log = math.log2(value)
@@ -77,5 +83,9 @@ _environment = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_environment.filters |= {"number": number, "exponent": exponent}
+_environment.filters |= {
+    "number": number,
+    "exponent": exponent,
+    "mebibytes": mebibytes,
+}
 _environment.globals["sparkline"] = charts.sparkline

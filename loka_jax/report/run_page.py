@@ -6,13 +6,15 @@ shown as absent.
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
+from loka_jax.report.breakdown_view import breakdown_view
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.run_files import RunFiles, final_of, points, thinned
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
@@ -20,28 +22,6 @@ _MAX_COLUMNS = 100  # of a data set, shown by name
 _LEAST_GAP = 1e-6  # between the best NE and 1; less is rounding
 _MAX_MARKS = 100  # of skipped steps, in a chart
 _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
-
-
-class RunFiles(NamedTuple):
-    """The contents of a run's files; empty where a file is missing or broken.
-
-    Attributes:
-        summary: the run in numbers; empty for a run that has not ended.
-        config: the resolved config.
-        train: a line per logged step.
-        evals: a line per evaluation.
-        sites: a row per site, with a description of each role.
-        scales: a line of delayed scales per logged step.
-        notes: sentences on problems of the files.
-    """
-
-    summary: dict[str, Any]
-    config: dict[str, Any]
-    train: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    sites: list[dict[str, Any]]
-    scales: list[dict[str, Any]]
-    notes: list[str]
 
 
 def write_run_page(path: Path, run: RunFiles) -> Path:
@@ -65,6 +45,8 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         ],
         tiles=_tiles(run),
         curves=_curves(run),
+        breakdown=breakdown_view(run.evaluation),
+        roles=ROLES,
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
         changes=_sentences(summary.get("changes")),
@@ -104,30 +86,27 @@ def _facts(run: RunFiles) -> list[str]:
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
-    final = as_dict(run.summary.get("final_eval"))
-    where = "final evaluation"
-    if not final and run.evals:
-        final = run.evals[-1]
-        where = f"step {number(final.get('step'))}"
-    if split := final.get("split"):
-        where = f"{split}, {where}"
+    final, split, where = final_of(run)
     best = real(run.summary.get("best_possible_ne"))
     bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
+    bound = f"normalized entropy; {bound}"
     tiles = [
-        Tile("AUC", number(final.get("auc"), ".5f"), where),
-        Tile("Log loss", number(final.get("logloss"), ".5f"), where),
-        Tile("NE", number(final.get("ne"), ".5f"), f"normalized entropy; {bound}"),
+        Tile(f"AUC, {split}", number(final.get("auc"), ".5f"), where),
+        Tile(f"Log loss, {split}", number(final.get("logloss"), ".5f"), where),
+        Tile(f"NE, {split}", number(final.get("ne"), ".5f"), bound),
     ]
     if best is not None:
         share = gap_closed(final.get("ne"), best)
         note = "(1 − NE) / (1 − best)"
-        tiles.append(Tile("NE gap closed", number(share, ".1%"), note, share))
+        label = f"NE gap closed, {split}"
+        tiles.append(Tile(label, number(share, ".1%"), note, share))
     calibration = number(final.get("calibration"), ".4f")
-    tiles.append(Tile("Calibration", calibration, "mean p / mean label"))
+    tiles.append(Tile(f"Calibration, {split}", calibration, "mean p / mean label"))
     speed = run.summary.get("examples_per_second")
     if speed is None and run.train:
         speed = run.train[-1].get("examples_per_second")
-    tiles.append(Tile("Examples/s", _compact(speed), "training"))
+    note = "training, without steps that compile"
+    tiles.append(Tile("Examples/s", _compact(speed), note))
     total, fp8 = _site_counts(run)
     if total:
         recipe = _recipe(run) or ""
@@ -159,15 +138,11 @@ def _curves(run: RunFiles) -> dict[str, Any]:
     return {
         "skipped": skipped,
         "can_draw": charts.can_draw(),
-        "figures": _figures(run, _thinned(marks, _MAX_MARKS)),
+        "split": _most_frequent_split(run.evals)[0],
+        "figures": _figures(run, thinned(marks, _MAX_MARKS)),
         "evals": run.evals,
-        "train": _thinned(run.train, _MAX_LINES),
+        "train": thinned(run.train, _MAX_LINES),
     }
-
-
-def _thinned[T](lines: list[T], count: int) -> list[T]:
-    """Returns every so many lines, the last among them: fewer than twice `count`."""
-    return lines[::-1][:: max(1, len(lines) // count)][::-1]
 
 
 def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
@@ -179,16 +154,27 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
 
     def series(train: str, evaluated: str) -> list[Series]:
         return [
-            Series("training", _points(run.train, train), "accent"),
-            Series(split, _points(evals, evaluated), "second"),
+            Series("train", points(run.train, train), "accent"),
+            Series(split, points(evals, evaluated), "second"),
         ]
 
-    speed = [Series("training", _points(run.train, "examples_per_second"), "accent")]
+    def of_training(name: str) -> list[Series]:
+        return [Series("train", points(run.train, name), "accent")]
+
+    memory = [
+        Series("host", points(run.train, "host_bytes"), "accent"),
+        Series("device peak", points(run.train, "device_peak_bytes"), "second"),
+    ]
     return [
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
         *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),
         *charts.curves("AUC", series("auc", "auc")),
-        *charts.curves("Examples per second", speed, from_zero=True),
+        *charts.curves("Learning rate", of_training("lr"), from_zero=True),
+        *charts.curves("Gradient norm", of_training("grad_norm"), marks=marks),
+        *charts.curves(
+            "Examples per second", of_training("examples_per_second"), from_zero=True
+        ),
+        *charts.curves("Memory in bytes", memory, from_zero=True),
     ]
 
 
@@ -198,11 +184,6 @@ def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:
     (name, _), *_ = Counter(splits).most_common(1) or [("evaluation", 0)]
     pairs = zip(evals, splits, strict=True)
     return name, [line for line, split in pairs if split == name]
-
-
-def _points(lines: list[dict], name: str) -> list[tuple[float, float | None]]:
-    points = [(real(line.get("examples")), real(line.get(name))) for line in lines]
-    return [(x, y) for x, y in points if x is not None]
 
 
 def _skipped(run: RunFiles) -> tuple[float, list[float]]:

@@ -30,6 +30,7 @@ def write_survey_page(
         survey=survey,
         sites=[_site(site, survey["sensitivity"], amaxes) for site in survey["sites"]],
         effects=_effects(survey),
+        roles=ROLES,
         draws=_DRAWS,
         figures=_figures(survey["sites"]) if charts.can_draw() else [],
         command=survey.get("command"),

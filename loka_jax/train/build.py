@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
+from jaxtyping import Float
 
 from loka_jax import nn
 from loka_jax.data import Batch, Dataset, Position, Splits, open_data
@@ -50,6 +51,22 @@ class TrainStep:
 
     def _seen(self, state: TrainState) -> TrainState:
         return state if self._is_observed else dataclasses.replace(state, probe={})
+
+
+class Evaluated(NamedTuple):
+    """Every row of a data set, in order and with padding, and the metrics of all.
+
+    Attributes:
+        values: the metrics.
+        logits: float32.
+        labels: 0 or 1.
+        weights: 0 for padding.
+    """
+
+    values: dict[str, Any]
+    logits: Float[np.ndarray, "N"]
+    labels: Float[np.ndarray, "N"]
+    weights: Float[np.ndarray, "N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +171,8 @@ class Run:
         """The evaluation step."""
         return jax.jit(make_eval_step(self.planned, self.tables), donate_argnums=1)
 
-    def evaluate(self, state: TrainState, dataset: Dataset) -> dict[str, Any]:
-        """Returns the metrics of `state` on all of `dataset`, in order.
+    def evaluate(self, state: TrainState, dataset: Dataset) -> Evaluated:
+        """Returns logits and metrics of `state` on all of `dataset`, in order.
 
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
@@ -167,8 +184,9 @@ class Run:
             seen, logits = self.eval_step(state, seen, batch)
             scored.append((logits, batch.labels, batch.weights))
         columns = zip(*jax.device_get(scored), strict=True)
-        auc = metrics.auc(*map(np.concatenate, columns))
-        return {"auc": auc} | metrics.compute(seen)
+        rows = tuple(map(np.concatenate, columns))
+        values = {"auc": metrics.auc(*rows)} | metrics.compute(seen)
+        return Evaluated(values, *rows)
 
     def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
         step = make_train_step(

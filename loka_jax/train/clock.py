@@ -1,6 +1,13 @@
-"""The training time of a session, and its examples per second."""
+"""The training time of a session, and its examples per second without compilation.
+
+    examples/s = examples / seconds        over the steps since the last compilation
+
+of a window between two log lines. The device is waited for where a log line waits
+anyway, and after a step in which something was compiled.
+"""
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -8,22 +15,27 @@ import jax
 from loka_jax.train.host_state import Progress
 from loka_jax.train.state import TrainState
 
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
 
 class Clock:
     """Measures training time, without evaluations and checkpoints."""
 
     def __init__(self, progress: Progress):
         """Starts at the progress of a run that begins or resumes."""
+        self._compiled = _compilations()
+        self._count = self._compiled.count
         self._since = time.perf_counter()
         self._marked = progress
-        self._first: Progress | None = None
+        self._examples, self._seconds = 0, 0.0
 
     def restart(self) -> None:
-        """Leaves out the time since the last `tick`."""
+        """Leaves out the time since the last `tick`, and what was compiled in it."""
         self._since = time.perf_counter()
+        self._count = self._compiled.count
 
     def rewind(self, progress: Progress) -> None:
-        """Makes the next `rate` one since `progress`."""
+        """Leaves out of all rates what was since the last `mark` or `rewind`."""
         self._marked = progress
 
     def tick(self, state: TrainState, progress: Progress) -> Progress:
@@ -33,22 +45,53 @@ class Clock:
         seconds = progress.seconds + self._since - before
         return dataclasses.replace(progress, seconds=seconds)
 
-    def rate(self, progress: Progress) -> float:
-        """Returns the examples per second since the last `mark` or `rewind`."""
-        elapsed = max(progress.seconds - self._marked.seconds, 1e-9)
-        return (progress.examples - self._marked.examples) / elapsed
+    def has_compiled(self) -> bool:
+        """Returns whether anything was compiled since the last call or `restart`."""
+        before, self._count = self._count, self._compiled.count
+        return self._count != before
+
+    def rate(self, progress: Progress) -> float | None:
+        """Returns the examples per second since the last `mark` or `rewind`.
+
+        None if there was no step since.
+        """
+        return _rate(*self._elapsed(progress))
 
     def mark(self, progress: Progress) -> None:
-        """Makes the next `rate` one since `progress`, which is of a log line."""
+        """Begins a window, and adds the one before to the rate of the session."""
+        examples, seconds = self._elapsed(progress)
+        self._examples += examples
+        self._seconds += seconds
         self._marked = progress
-        self._first = self._first or progress
 
     def session_rate(self, progress: Progress) -> float | None:
-        """Returns the examples per second since the first `mark`, or None before it.
+        """Returns the examples per second of all windows; None without a step."""
+        examples, seconds = self._elapsed(progress)
+        return _rate(self._examples + examples, self._seconds + seconds)
 
-        What precedes that is mostly compilation.
-        """
-        if self._first is None or progress.seconds <= self._first.seconds:
-            return None
-        elapsed = progress.seconds - self._first.seconds
-        return (progress.examples - self._first.examples) / elapsed
+    def _elapsed(self, progress: Progress) -> tuple[int, float]:
+        marked = self._marked
+        return progress.examples - marked.examples, progress.seconds - marked.seconds
+
+
+def _rate(examples: int, seconds: float) -> float | None:
+    return examples / seconds if examples and seconds > 0 else None
+
+
+class _Compilations:
+    """Counts the programs that this process has compiled."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, event: str, duration_secs: float, **kwargs: str | int):
+        """Counts an event of jax."""
+        self.count += event == _COMPILED
+
+
+@functools.cache
+def _compilations() -> _Compilations:
+    """Returns the counter of this process; it counts from the first call on."""
+    counter = _Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    return counter

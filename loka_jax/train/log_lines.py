@@ -8,11 +8,12 @@ from loka_jax.data import Dataset
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.host_state import Progress
+from loka_jax.train.memory import memory_bytes
 from loka_jax.train.state import TrainState
 
 
 def training(
-    run: Run, state: TrainState, progress: Progress, rate: float
+    run: Run, state: TrainState, progress: Progress, rate: float | None
 ) -> dict[str, Any]:
     """Returns the line on the training examples since the line before.
 
@@ -20,7 +21,7 @@ def training(
         run: the run.
         state: the device's state.
         progress: the host's state.
-        rate: examples per second since the line before.
+        rate: examples per second since the line before, without compilation.
     """
     values = metrics.compute(state.metrics)
     skipped = int(state.skipped)
@@ -30,8 +31,10 @@ def training(
         "ne": values["ne"],
         "examples_per_second": rate,
         "lr": lr * progress.plateau.lr_scale,
+        "grad_norm": float(state.grad_norm),
         "skipped_steps": skipped,
         "bad_ids": int(state.bad_ids),
+        **memory_bytes(),
     }
 
 
@@ -42,7 +45,11 @@ def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    values = run.evaluate(state, dataset)
+    return chosen(run.evaluate(state, dataset).values)
+
+
+def chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the metrics that are logged."""
     return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
 
 

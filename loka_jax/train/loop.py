@@ -106,6 +106,7 @@ class Loop:
                 self._look_at_operands(batch)
                 self.step(position, batch)
                 self._take_look(batch)
+                self._leave_out_compilation()
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
@@ -136,7 +137,7 @@ class Loop:
         return self._checkpoints.latest_step()
 
     def examples_per_second(self) -> float | None:
-        """Returns this session's rate after its first log line, without compilation."""
+        """Returns this session's rate without compilation; None without such steps."""
         return self._clock.session_rate(self.progress)
 
     def step(self, position: Position, batch: Batch):
@@ -225,6 +226,12 @@ class Loop:
 
     def _tick(self):
         self.progress = self._clock.tick(self.state, self.progress)
+
+    def _leave_out_compilation(self):
+        """Begins a new window for the rate after a step that compiled something."""
+        if self._clock.has_compiled():
+            self._tick()
+            self._clock.rewind(self.progress)
 
     def _log(self):
         self._tick()

@@ -72,7 +72,7 @@ class TrainingProgress:
         """Shows the values of a line of metrics.jsonl."""
         text = (
             f"loss {_show(line['loss'])}  NE {_show(line['ne'])}  "
-            f"{line['examples_per_second']:,.0f} examples/s"
+            f"{_show_rate(line['examples_per_second'])} examples/s"
         )
         if line["skipped_steps"]:
             text += f"  skipped {line['skipped_steps']}"
@@ -186,3 +186,7 @@ def _by_role(site: Site) -> tuple[list[str], list[str]]:
 
 def _show(value: float | None, digits: int = 4) -> str:
     return "n/a" if value is None else f"{value:.{digits}f}"
+
+
+def _show_rate(rate: float | None) -> str:
+    return "n/a" if rate is None else f"{rate:,.0f}"

@@ -6,14 +6,16 @@
     scales.jsonl    one line of delayed scales per logged step, by site and operand
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
+    evaluation.json the final evaluation by predictions, and by values of columns
+    scores.npy      logits, labels and weights of the examples behind it
     summary.json    the run in numbers, written last
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
 
 Lines are flushed one by one, and a resumed run drops those after its checkpoint, so
-that except for timings its files equal those of a run that was never stopped. For that,
-log everything of a step before saving its checkpoint.
+that except for times and memory its files equal those of a run that was never stopped.
+For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
 """
 
@@ -35,11 +37,14 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import RunFiles
+from loka_jax.train import scores_file
+from loka_jax.train.breakdown import Scores, breakdown
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
+EVALUATION = "evaluation.json"
 _LOCK = ".lock"
 _PACKAGES = (
     "jax",
@@ -117,7 +122,8 @@ class RunRecord:
         """
         self._made = []
         self.write(CONFIG, self._config)
-        (self.workdir / SUMMARY).unlink(missing_ok=True)  # this run has not ended
+        for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
+            (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
 
     def truncate(self, step: int) -> None:
@@ -152,6 +158,11 @@ class RunRecord:
     def write_plan(self, plan: DispatchPlan) -> None:
         """Writes plan.json, the plan that the run follows now."""
         save_plan(self.workdir / PLAN, plan)
+
+    def write_scores(self, scores: Scores, split: str, columns: Sequence[str]) -> None:
+        """Writes scores.npy, and the breakdown of these examples to evaluation.json."""
+        self.write(EVALUATION, {"split": split} | breakdown(scores, columns))
+        scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json."""
@@ -236,6 +247,7 @@ def read_run(workdir: Path) -> RunFiles:
         evals=[line for line in lines if line.get("kind") == "eval"],
         sites=[as_dict(site) for site in read(SITES, list)],
         scales=read_lines(SCALES),
+        evaluation=read(EVALUATION, dict),
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):

@@ -21,8 +21,8 @@ from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
+from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
-from loka_jax.train.log_lines import quality
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.profiler import Profiler
@@ -116,7 +116,7 @@ def train(
             loop.train(stop)
         run = loop.run  # sites may have been demoted
         record.write_sites([site.as_row() for site in run.sites])
-        summary = _finish(loop, stop)
+        summary = _finish(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
         record.write_summary(summary | {"command": command})
         page = write_run_page(workdir / "report.html", read_run(workdir))
@@ -303,7 +303,7 @@ def _compile(run: Run, console: Console) -> int:
     return 0
 
 
-def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
+def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
     """Returns the summary, with the final evaluation unless the run was stopped."""
     run, progress = loop.run, loop.progress
     splits = run.splits
@@ -315,7 +315,9 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         best = loop.best_state()
         final_step = best.progress.step
         final_state = _which(run.config.optim, progress, final_step)
-        final = quality(best.run, best.state, held_out)
+        final, sample = evaluate_finally(best.run, best.state, held_out)
+        if sample is not None:
+            record.write_scores(sample, split, held_out.schema.categorical)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
         "config": run.config.identity(),

@@ -36,6 +36,8 @@ class TrainState:
         skipped: number of skipped steps.
         skipped_in_a_row: number of skipped steps since the last that was not.
         bad_ids: number of ids out of range; they read zeros and update nothing.
+        grad_norm: global norm of the dense gradients, before clipping, of the newest
+            step that was not skipped.
         metrics: metrics of the training examples since the last log line.
     """
 
@@ -51,6 +53,7 @@ class TrainState:
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
     bad_ids: Int[Array, ""]
+    grad_norm: Float[Array, ""]
     metrics: metrics.MetricState
 
 
@@ -99,5 +102,6 @@ def init_state(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         bad_ids=jnp.zeros((), jnp.int32),
+        grad_norm=jnp.zeros((), jnp.float32),
         metrics=metrics.init(),
     )

@@ -97,7 +97,8 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
-        is_finite = _all_finite(loss, grads, batch.dense)
+        grad_norm = optax.tree.norm(grads.params)
+        is_finite = _all_finite(loss, grad_norm, grads.rows, batch.dense)
         with jax.named_scope("optimizer"):
             params, opt_state = _updated(optimizer, state, grads.params)
         proposed = {
@@ -105,6 +106,7 @@ def make_train_step(
             "opt_state": opt_state,
             "fp8": grads.fp8,
             "batch_stats": batch_stats,
+            "grad_norm": grad_norm,
         }
         if probe is not None:
             proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
@@ -283,11 +285,10 @@ def _accumulated(
     return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8, stats)
 
 
-def _all_finite(loss, grads: _Gradients, features):
+def _all_finite(loss, grad_norm, row_grads, features):
     # Features too: an infinite feature saturates in a cast with a delayed scale, and if
     # all roles of the first layer are FP8, no gradient reveals it.
-    norms = optax.tree.norm(grads.params), optax.tree.norm(grads.rows)
-    values = (loss, *norms, features)
+    values = (loss, grad_norm, optax.tree.norm(row_grads), features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
 
 

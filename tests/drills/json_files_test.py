@@ -139,6 +139,7 @@ def make_run(folder: Path, name: str) -> Path:
     jsonfile.write(folder / "summary.json", SUMMARY)
     jsonfile.write(folder / "config.json", support.config().identity())
     jsonfile.write(folder / "sites.json", SITES)
+    jsonfile.write(folder / "evaluation.json", RUN.evaluation)
     for file, lines in (
         ("metrics.jsonl", [*RUN.train, *RUN.evals]),
         ("scales.jsonl", RUN.scales),
@@ -186,6 +187,7 @@ KINDS = {
     "config": _run_file("config.json", resume, support.config().identity()),
     "summary": _run_file("summary.json", report, RUN),
     "sites": _run_file("sites.json", report, RUN),
+    "evaluation": _run_file("evaluation.json", report, RUN),
     "metrics": _run_file("metrics.jsonl", report, RUN),
     "scales": _run_file("scales.jsonl", report, RUN),
     "resumed lines": _run_file(

@@ -40,7 +40,8 @@ _STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
 _ROOT = Path(__file__).parents[2]
 _DRIFTS_AT, _BACK_AT = 20, 50
 # What depends on when a run was killed.
-_TIMES = ("seconds", "examples_per_second", "command", "config")
+_MEMORY = ("device_peak_bytes", "host_bytes")
+_TIMES = ("seconds", "examples_per_second", "command", "config", *_MEMORY)
 
 
 def config(model: str, seed: int, workdir: Path) -> Config:

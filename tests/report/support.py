@@ -65,6 +65,20 @@ def assert_self_contained(page):
     assert page.html.count("url(") == page.html.count("url(#")
 
 
+def assert_cards_are_labelled(page):
+    """Fails if a cell that a narrow page labels has not the head of its column."""
+    labelled = 0
+    for table in page.root.iter("table"):
+        if "cards" not in table.get("class", ""):
+            continue
+        heads = [text(head) for head in table.iter("th")]
+        for row in table.find("tbody"):
+            for head, cell in zip(heads, row, strict=False):  # one may span several
+                assert cell.get("data-label") in (None, head)
+                labelled += cell.get("data-label") is not None
+    assert labelled
+
+
 def hostile(value):
     """Returns a value from JSON in which every text is HTML."""
     if isinstance(value, dict):

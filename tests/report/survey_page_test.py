@@ -4,6 +4,7 @@ from loka_jax.report import write_survey_page
 from tests.report.support import (
     HOSTILE,
     Page,
+    assert_cards_are_labelled,
     assert_escaped,
     assert_self_contained,
     hostile,
@@ -125,6 +126,10 @@ def test_every_candidate_effect_and_distribution_is_shown(page_of):
     lhs, rhs, _ = page.rows("Distributions")[1:]
     assert lhs[:10] == ["a", "lhs", *numbers] and rhs[:2] == ["", "rhs"]
     assert lhs[11] == "amax of a/lhs" and rhs[11] == "no value"
+
+
+def test_a_narrow_page_labels_cells_like_their_columns(page_of):
+    assert_cards_are_labelled(page_of(SURVEY))
 
 
 def test_the_page_asks_nothing_from_anywhere(page_of):

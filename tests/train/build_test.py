@@ -51,8 +51,8 @@ def test_an_evaluation_sees_every_example_once():
     run = build(support.config(batch_size=48))  # 64 examples: one and a third batch
     state, valid = run.init(), run.splits.valid
     found = run.evaluate(state, valid)
-    assert found["count"] == 64
+    assert found.values["count"] == 64
     whole = valid.batch(Position(0, 0, 0), 64, shuffle=False)
     logits = logits_of(run.planned, run.tables, state, whole)
     expected = metrics.auc(*map(np.asarray, (logits, whole.labels, whole.weights)))
-    assert found["auc"] == pytest.approx(expected, abs=1e-3)
+    assert found.values["auc"] == pytest.approx(expected, abs=1e-3)

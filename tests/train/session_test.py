@@ -6,12 +6,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loka_jax import jsonfile
 from loka_jax.train import loop as loop_lib
 from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
@@ -287,6 +289,33 @@ def test_the_guard_for_first_steps_is_dropped_in_the_end(tmp_path, taken, monkey
     monkeypatch.setattr(loop_lib, "scales_initialized", lambda _: False)
     train(config(tmp_path, max_steps=18))
     assert taken == ["first_step"] * 16 + ["step"] * 2
+
+
+def test_rates_leave_out_the_steps_that_compile(tmp_path, monkeypatch):
+    def compile_slowly(_):
+        jax.jit(lambda x: x + tmp_path.stat().st_ino)(1.0)  # like no other program
+        time.sleep(1)
+
+    at_step(monkeypatch, 0, compile_slowly)
+    train(config(tmp_path, max_steps=6, log_every=6, eval_every=6))
+    (line, *_) = jsonfile.read_lines(tmp_path / "metrics.jsonl")
+    with_compilation = line["examples"] / line["seconds"]
+    assert line["examples_per_second"] > 2 * with_compilation
+    assert summary(tmp_path)["examples_per_second"] > 2 * with_compilation
+
+
+def test_the_final_evaluation_is_broken_down(tmp_path):
+    train(config(tmp_path, max_steps=4, batch_size=48))  # 64 examples: 1 1/3 batches
+    found = jsonfile.read(tmp_path / "evaluation.json")
+    assert isinstance(found, dict) and found["split"] == "test"
+    assert found["examples"] == 64 and len(found["columns"]) == 4
+    scores = np.load(tmp_path / "scores.npy")
+    logits, labels = scores["logits"].astype(np.float64), scores["labels"]
+    logloss = np.mean(np.logaddexp(0, np.where(labels == 1, -logits, logits)))
+    final = summary(tmp_path)["final_eval"]
+    assert final["logloss"] == pytest.approx(logloss, rel=1e-5)
+    counted = sum(row["count"] for row in found["calibration_curve"])
+    assert counted == len(labels) == 64
 
 
 @pytest.mark.parametrize("log_every", [2, 50])

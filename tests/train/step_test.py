@@ -132,6 +132,14 @@ def test_every_scale_and_history_moves_in_every_step(warm):
         assert np.all(np.asarray(site.amax_history[:, 0] != before)), path
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_gradient_norm_is_that_of_the_dense_gradients(microbatches):
+    state = make_state()
+    after = make_step(microbatches=microbatches)(state, make_batch())
+    moved = jax.tree.map(lambda a, b: a - b, state.params, after.params)
+    np.testing.assert_allclose(after.grad_norm, optax.tree.norm(moved) / 0.1, rtol=1e-4)
+
+
 def test_a_model_scales_initialized_once_every_operand_was_seen(warm):
     assert not scales_initialized(make_state(FP8))
     assert scales_initialized(warm)

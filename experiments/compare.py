@@ -1,0 +1,80 @@
+"""Writes one page of training runs over one another.
+
+    python experiments/compare.py runs/bf16-s0 runs/fp8-s0 --out compare.html
+
+Names the folders of two runs or more; each is compared with the first one. The page
+holds final metrics, paired differences with 95 % intervals, speed, curves, and what
+differs in the configurations.
+
+Exit codes: those of train.py.
+"""
+
+import argparse
+import pathlib
+import shlex
+import sys
+from collections import Counter
+
+from experiments.cli import run_cli
+from loka_jax.report import ComparedRun, write_compare_page
+from loka_jax.train.record import read_run
+from loka_jax.train.scores_file import read_scores
+
+
+def compare(
+    folders: list[pathlib.Path], out: pathlib.Path, command: str
+) -> pathlib.Path:
+    """Writes the page of the runs in `folders` to `out` and returns the path.
+
+    Args:
+        folders: of the runs.
+        out: the page.
+        command: the command line, for the page.
+
+    Raises:
+        ValueError: if a folder holds no run, or one is given twice, or the runs have
+            nothing in common, or the page cannot be written.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if repeated := [path for path, count in Counter(paths).items() if count > 1]:
+        raise ValueError(f"{repeated[0]} is named twice: name each run once.")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} is in no folder that exists: create that first.")
+    runs = [
+        ComparedRun(name, read_run(path), read_scores(path))
+        for name, path in zip(_names(paths), paths, strict=True)
+    ]
+    return write_compare_page(out, runs, command)
+
+
+def _names(paths: list[pathlib.Path]) -> list[str]:
+    """Returns the shortest ends of the paths that tell them apart."""
+    for length in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="compare.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default="compare.html")
+    arguments = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args(arguments)
+    line = shlex.join(["python", "experiments/compare.py", *arguments])
+
+    def command() -> int:
+        print(f"Comparison: {compare(options.runs, options.out, line)}")
+        return 0
+
+    return run_cli(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The page of runs over one another: each is compared with the first one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loka_jax.report import charts
+from loka_jax.report.charts import RUN_COLORS, Figure, Series
+from loka_jax.report.comparison import (
+    ComparedRun,
+    Difference,
+    by_examples,
+    by_seeds,
+    by_steps,
+    common_steps,
+    seed_groups,
+    seed_of,
+    why_not_comparable,
+)
+from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.run_files import final_of, points, thinned
+
+MAX_RUNS = 2 * len(RUN_COLORS)  # as many as curves can be told apart
+_MAX_POINTS = 300  # of a curve; fewer than twice as many
+_ABSENT = object()
+
+
+def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) -> Path:
+    """Writes the page of several runs to `path` and returns the path.
+
+    Args:
+        path: of the page.
+        runs: the runs, of different names.
+        command: the command line that compares them.
+
+    Raises:
+        ValueError: if there are fewer than two or too many, or none was evaluated on
+            examples like the first one's.
+    """
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ValueError(
+            f"the number of runs is {len(runs)}: name 2 to {MAX_RUNS} of them."
+        )
+    first, *others = runs
+    reasons = {run.name: why_not_comparable(first.files, run.files) for run in others}
+    if all(reasons.values()):
+        name, why = next(iter(reasons.items()))
+        raise ValueError(
+            f"{name} has nothing in common with {first.name} ({why}): compare runs on "
+            "the same data."
+        )
+    comparable = [run for run in others if reasons[run.name] is None]
+    return write_page(
+        path,
+        "compare.html",
+        title=f"{len(runs)} runs over one another",
+        command=command,
+        settings={},
+        tiles=_tiles([first, *comparable]),
+        first=first.name,
+        reasons={name: why for name, why in reasons.items() if why is not None},
+        finals=[_final(run) for run in runs],
+        pairs=[_pair(first, run) for run in comparable],
+        seeds=_seeds([first, *comparable]),
+        runs=[run.name for run in runs],
+        changed=_differing(runs),
+        can_draw=charts.can_draw(),
+        figures=_figures(runs, comparable) if charts.can_draw() else [],
+    )
+
+
+def _tiles(runs: Sequence[ComparedRun]) -> list[Tile]:
+    """Returns the best run by each of three measures, among those on the same data."""
+    split = final_of(runs[0].files).split
+    measures = (
+        (f"Lowest NE, {split}", min, "ne", ".5f"),
+        (f"Highest AUC, {split}", max, "auc", ".5f"),
+        ("Most examples/s", max, "examples_per_second", ",.0f"),
+    )
+    tiles = []
+    for label, choose, name, spec in measures:
+        values = {run.name: real(_numbers(run).get(name)) for run in runs}
+        known = {run: value for run, value in values.items() if value is not None}
+        if known:
+            best = choose(known, key=known.__getitem__)
+            tiles.append(Tile(label, number(known[best], spec), best))
+    return tiles
+
+
+def _numbers(run: ComparedRun) -> dict[str, Any]:
+    """Returns the metrics of the final evaluation, and the speed."""
+    rate = run.files.summary.get("examples_per_second")
+    if rate is None and run.files.train:
+        rate = run.files.train[-1].get("examples_per_second")
+    return final_of(run.files).values | {"examples_per_second": rate}
+
+
+def _final(run: ComparedRun) -> dict[str, Any]:
+    summary, (_, split, where) = run.files.summary, final_of(run.files)
+    return _numbers(run) | {
+        "name": run.name,
+        "split": split,
+        "where": where,
+        "steps": summary.get("steps"),
+        "seconds": summary.get("seconds"),
+        "device": summary.get("device"),
+    }
+
+
+def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
+    """Returns the paired differences of a run, by examples and by steps."""
+    base, rate = (
+        real(_numbers(each).get("examples_per_second")) for each in (first, run)
+    )
+    return {
+        "name": run.name,
+        "examples": _shown(by_examples(first, run) or {}),
+        "steps": _shown(by_steps(first.files, run.files)),
+        "speedup": rate / base if base and rate else None,
+    }
+
+
+def _shown(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
+    """Returns the differences with whether 0 lies outside of their intervals."""
+    return {
+        name: found._asdict()
+        | {"is_clear": found.half is not None and abs(found.mean) > found.half}
+        for name, found in differences.items()
+    }
+
+
+def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Returns the differences by seed of groups of runs from the first run's group."""
+    base, *others = seed_groups(runs)
+    return [
+        {
+            "base": [run.name for run in base],
+            "names": [run.name for run in group],
+            "seeds": sorted({seed_of(r) for r in base} & {seed_of(r) for r in group}),
+            "differences": _shown(found),
+        }
+        for group in others
+        if (found := by_seeds(base, group))
+    ]
+
+
+def _differing(runs: Sequence[ComparedRun]) -> list[tuple[str, list[object]]]:
+    """Returns the settings and versions in which runs differ, with their values."""
+    columns = [
+        flat(run.files.config) | flat({"versions": run.files.summary.get("versions")})
+        for run in runs
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [c.get(name, _ABSENT) for c in columns]) for name in names]
+    return [
+        (name, ["not set" if value is _ABSENT else value for value in values])
+        for name, values in rows
+        if any(repr(value) != repr(values[0]) for value in values)
+    ]
+
+
+def _figures(
+    runs: Sequence[ComparedRun], comparable: Sequence[ComparedRun]
+) -> list[Figure]:
+    """Returns the curves of all runs, and their differences from the first one's."""
+    split = next((line.get("split") for r in runs for line in r.files.evals), "valid")
+
+    def over(title: str, file: str, name: str, **options: Any) -> list[Figure]:
+        lines = [_lines(getattr(run.files, file), file, split) for run in runs]
+        curves = [points(each, name) for each in lines]
+        series = _series(runs, runs, curves, has_dots=file == "evals")
+        return charts.curves(title, series, **options)
+
+    minus = [_minus_first(runs[0], run) for run in comparable]
+    differences = _series(runs, comparable, minus, has_dots=True)
+    return [
+        *over(f"NE, {split}", "evals", "ne"),
+        *over(f"AUC, {split}", "evals", "auc"),
+        *over(f"Log loss, {split}", "evals", "logloss"),
+        *charts.curves(f"NE minus the first run's, {split}", differences),
+        *over("Log loss, train", "train", "loss"),
+        *over("Learning rate", "train", "lr", from_zero=True),
+        *over("Gradient norm", "train", "grad_norm"),
+        *over("Examples per second", "train", "examples_per_second", from_zero=True),
+    ]
+
+
+def _lines(lines: list[dict[str, Any]], file: str, split: object) -> list[dict]:
+    if file == "evals":
+        lines = [line for line in lines if line.get("split") == split]
+    return thinned(lines, _MAX_POINTS)
+
+
+def _minus_first(
+    first: ComparedRun, run: ComparedRun
+) -> list[tuple[float, float | None]]:
+    """Returns (examples, difference of NE) at the steps evaluated in both."""
+    found = []
+    for one, two in common_steps(first.files, run.files):
+        x, ne, base = map(real, (two.get("examples"), two.get("ne"), one.get("ne")))
+        if x is not None and ne is not None and base is not None:
+            found.append((x, ne - base))
+    return found
+
+
+def _series(
+    runs: Sequence[ComparedRun],
+    drawn: Sequence[ComparedRun],
+    curves: Sequence[list[tuple[float, float | None]]],
+    *,
+    has_dots: bool,
+) -> list[Series]:
+    """Returns the curves of the drawn runs, each in its color among all runs."""
+    series = []
+    for run, curve in zip(drawn, curves, strict=True):
+        place = [other.name for other in runs].index(run.name)
+        color = RUN_COLORS[place % len(RUN_COLORS)]
+        is_dashed = place >= len(RUN_COLORS)
+        series.append(Series(run.name, curve, color, is_dashed, has_dots))
+    return series

@@ -1,0 +1,220 @@
+"""Numbers of runs over one another: paired differences with 95 % intervals.
+
+A difference is that of a run minus that of the run it is compared with, over pairs
+
+    of examples:    both scored the same ones; DeLong's interval for the AUC, and
+                    z sqrt(sum (w (d - mean d))^2) / sum w for the log loss
+    of steps:       evaluations of both at the same step: Student's t over these
+    of seeds:       runs alike but for their seed, and of equal seeds: Student's t
+
+References:
+    DeLong, DeLong, Clarke-Pearson: Comparing the areas under two or more correlated ROC
+    curves. Biometrics 44 (1988).
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import stdtrit
+
+from loka_jax.jsonfile import as_dict
+from loka_jax.report.render import flat, real
+from loka_jax.report.run_files import RunFiles, final_of
+
+METRICS = ("ne", "logloss", "auc", "calibration")
+_Z = 1.959964  # of a 95 % interval
+
+
+class Scored(NamedTuple):
+    """Scored examples of the final evaluation.
+
+    Attributes:
+        logits: float32.
+        labels: 0 or 1.
+        weights: positive.
+    """
+
+    logits: Float[np.ndarray, "N"]
+    labels: Float[np.ndarray, "N"]
+    weights: Float[np.ndarray, "N"]
+
+
+class ComparedRun(NamedTuple):
+    """A run among others.
+
+    Attributes:
+        name: a name that no other of them has.
+        files: its files.
+        scored: its scored examples; None if they were not kept.
+    """
+
+    name: str
+    files: RunFiles
+    scored: Scored | None
+
+
+class Difference(NamedTuple):
+    """A mean difference over pairs.
+
+    Attributes:
+        mean: the mean difference.
+        half: half its 95 % interval; None for a single pair.
+        count: the number of pairs.
+    """
+
+    mean: float
+    half: float | None
+    count: int
+
+
+def why_not_comparable(base: RunFiles, other: RunFiles) -> str | None:
+    """Returns what the examples differ in that two runs were evaluated on, or None."""
+    for name in ("kind", "label"):
+        one, two = (as_dict(run.config.get("data")).get(name) for run in (base, other))
+        if one != two:
+            return f"data.{name} is {one} and {two}"
+    one, two = final_of(base).split, final_of(other).split
+    if one != two:
+        return f"one was evaluated on {one}, the other on {two}"
+    one, two = (_examples(run, one) for run in (base, other))
+    if None not in (one, two) and one != two:
+        return f"they were evaluated on {one} and {two} examples"
+    return None
+
+
+def _examples(run: RunFiles, split: str) -> object:
+    return as_dict(as_dict(run.summary.get("data")).get("examples")).get(split)
+
+
+def by_examples(base: ComparedRun, other: ComparedRun) -> dict[str, Difference] | None:
+    """Returns the differences of log loss, NE in percent and AUC over examples.
+
+    None if the runs did not score the same examples.
+    """
+    one, two = base.scored, other.scored
+    if one is None or two is None or not len(one.labels):
+        return None
+    if not all(np.array_equal(a, b) for a, b in zip(one[1:], two[1:], strict=True)):
+        return None
+    losses = [_losses(scored) for scored in (one, two)]
+    logloss = _weighted(losses[1] - losses[0], one.weights)
+    found = {"logloss": logloss}
+    if base_loss := float(np.average(losses[0], weights=one.weights)):
+        found["ne_delta_pct"] = _times(logloss, 100 / base_loss)
+    auc = _auc_difference(one, two)
+    return found if auc is None else found | {"auc": auc}
+
+
+def _losses(scored: Scored) -> Float[np.ndarray, "N"]:
+    x = scored.logits.astype(np.float64)
+    return np.logaddexp(0, np.where(scored.labels == 1, -x, x))
+
+
+def _weighted(values: Float[np.ndarray, "N"], weights: np.ndarray) -> Difference:
+    weights = weights.astype(np.float64)
+    mean = float(weights @ values / weights.sum())
+    error = float(np.linalg.norm(weights * (values - mean)) / weights.sum())
+    return Difference(mean, _Z * error, len(values))
+
+
+def _times(difference: Difference, factor: float) -> Difference:
+    mean, half, count = difference
+    return Difference(mean * factor, None if half is None else half * factor, count)
+
+
+def _auc_difference(one: Scored, two: Scored) -> Difference | None:
+    """Returns the difference of the AUCs; None with weights, or for a single label."""
+    clicked = one.labels == 1
+    sizes = int(clicked.sum()), int((~clicked).sum())
+    if min(sizes) < 2 or not np.all(one.weights == 1):
+        return None
+    clicks, others = (
+        b - a
+        for a, b in zip(
+            *(_placements(x.logits, clicked) for x in (one, two)), strict=True
+        )
+    )
+    variance = clicks.var(ddof=1) / sizes[0] + others.var(ddof=1) / sizes[1]
+    return Difference(float(clicks.mean()), _Z * float(variance) ** 0.5, sum(sizes))
+
+
+def _placements(
+    logits: Float[np.ndarray, "N"], clicked: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each click the share of others below it, for others of clicks above.
+
+    Equal logits count one half.
+    """
+    clicks, others = logits[clicked], logits[~clicked]
+    return _below(clicks, others), 1 - _below(others, clicks)
+
+
+def _below(values: np.ndarray, among: np.ndarray) -> np.ndarray:
+    among = np.sort(among)
+    sides = (np.searchsorted(among, values, side=side) for side in ("left", "right"))
+    return np.add(*sides) / (2 * len(among))
+
+
+def by_steps(base: RunFiles, other: RunFiles) -> dict[str, Difference]:
+    """Returns the differences of the metrics over the steps at which both have them."""
+    return _over_pairs(common_steps(base, other))
+
+
+def common_steps(
+    base: RunFiles, other: RunFiles
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the evaluations of both runs at the same steps and on the same split."""
+    lines = {_place(line): line for line in base.evals if _place(line)}
+    return [(lines[k], line) for line in other.evals if (k := _place(line)) in lines]
+
+
+def _place(line: dict[str, Any]) -> tuple[float, str] | None:
+    step = real(line.get("step"))
+    return None if step is None else (step, str(line.get("split")))
+
+
+def by_seeds(
+    base: Sequence[ComparedRun], other: Sequence[ComparedRun]
+) -> dict[str, Difference]:
+    """Returns the differences of the final metrics over the seeds that both have."""
+    one, two = ({seed_of(run): final_of(run.files) for run in g} for g in (base, other))
+    return _over_pairs([(one[s].values, two[s].values) for s in one if s in two])
+
+
+def _over_pairs(
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+) -> dict[str, Difference]:
+    """Returns the difference of each metric over the pairs in which both have it."""
+    found = {}
+    for name in METRICS:
+        values = [(real(a.get(name)), real(b.get(name))) for a, b in pairs]
+        minus = [b - a for a, b in values if a is not None and b is not None]
+        if minus:
+            found[name] = _student(minus)
+    return found
+
+
+def seed_groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Returns the runs in groups that are alike but for their seeds."""
+    groups = defaultdict(list)
+    for run in runs:
+        config = {k: v for k, v in flat(run.files.config).items() if k != "seed"}
+        groups[json.dumps(config, sort_keys=True, default=str)].append(run)
+    return list(groups.values())
+
+
+def seed_of(run: ComparedRun) -> str:
+    """Returns the seed of a run as text, so that any value from a file serves."""
+    return str(run.files.config.get("seed"))
+
+
+def _student(values: Sequence[float]) -> Difference:
+    count, mean = len(values), float(np.mean(values))
+    if count < 2:
+        return Difference(mean, None, count)
+    half = float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / count**0.5)
+    return Difference(mean, half, count)

@@ -1,0 +1,179 @@
+"""What one number hides: calibration by prediction, quality by values of columns.
+
+All are of scored examples on the host. For a set of examples with weights w, labels y
+and predictions p = sigmoid(logit)
+
+    mean label, mean prediction   = sum w y / sum w,  sum w p / sum w
+    calibration                   = sum w p / sum w y
+    AUC within values of a column = mean over its values of the AUC among the examples
+                                    of a value, weighted by their weight; values with
+                                    one label only have none
+
+Intervals are Wilson's, 95 %, of the mean label; that of the calibration divides the
+mean prediction by its ends. With weights, n is (sum w)^2 / sum w^2.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+BINS = 15  # of predictions, with equally many examples
+VALUES = 5  # of a column, the most frequent ones
+_Z = 1.959964  # of a 95 % interval
+
+
+class Scores(NamedTuple):
+    """Scored examples, without padding rows.
+
+    Attributes:
+        logits: float32, finite.
+        labels: 0 or 1.
+        weights: positive.
+        ids: of each categorical column.
+    """
+
+    logits: Float[np.ndarray, "N"]
+    labels: Float[np.ndarray, "N"]
+    weights: Float[np.ndarray, "N"]
+    ids: Int[np.ndarray, "N F"]
+
+
+class _Sums(NamedTuple):
+    """Sums over the examples of each group."""
+
+    count: Int[np.ndarray, "G"]
+    weight: Float[np.ndarray, "G"]
+    squared_weight: Float[np.ndarray, "G"]
+    prediction: Float[np.ndarray, "G"]
+    label: Float[np.ndarray, "G"]
+
+
+def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
+    """Returns the calibration curve, and the quality by columns, as JSON values."""
+    scores = by_logit(scores)
+    return {
+        "examples": len(scores.logits),
+        "calibration_curve": calibration_curve(scores),
+        "columns": [
+            {"column": name} | by_value(scores, field)
+            for field, name in enumerate(columns)
+        ],
+    }
+
+
+def by_logit(scores: Scores) -> Scores:
+    """Returns the examples in the order of their logits."""
+    order = np.argsort(scores.logits, kind="stable")
+    return Scores(*(part[order] for part in scores))
+
+
+def calibration_curve(scores: Scores, bins: int = BINS) -> list[dict[str, Any]]:
+    """Returns mean prediction and mean label of bins of equally many examples.
+
+    Equal logits share a bin, so that there can be fewer.
+
+    Args:
+        scores: in the order of their logits.
+        bins: their number.
+    """
+    logits = scores.logits
+    edges = logits[np.arange(1, bins) * len(logits) // bins] if len(logits) else []
+    starts = np.unique(np.searchsorted(logits, edges))
+    groups = np.searchsorted(starts, np.arange(len(logits)), side="right")
+    sums = _sums(scores, groups, len(starts) + 1)
+    return [_rates(sums, i) for i in np.flatnonzero(sums.count).tolist()]
+
+
+def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
+    """Returns the AUC within the values of a column, and its most frequent values.
+
+    Args:
+        scores: in the order of their logits.
+        field: the column's place in `Scores.ids`.
+        count: the number of values.
+
+    Returns:
+        auc_within: None if no value has both labels.
+        covered: share of the weight at values that have.
+        values: for each of them its id, AUC, and what a bin of the calibration curve
+            has; the most frequent first.
+    """
+    values, groups = np.unique(scores.ids[:, field], return_inverse=True)
+    sums = _sums(scores, groups, len(values))
+    aucs = _aucs(scores, groups)
+    has_auc = np.isfinite(aucs)
+    covered = float(sums.weight[has_auc].sum())
+    frequent = np.argsort(-sums.count, kind="stable")[:count]
+    return {
+        "num_values": len(values),
+        "auc_within": _ratio(float((aucs * sums.weight)[has_auc].sum()), covered),
+        "covered": _ratio(covered, float(sums.weight.sum())),
+        "values": [
+            {"id": int(values[i]), "auc": float(aucs[i]) if has_auc[i] else None}
+            | _rates(sums, i)
+            for i in frequent.tolist()
+        ],
+    }
+
+
+def _aucs(scores: Scores, groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "G"]:
+    """Returns the AUC of the examples of each group; NaN for a single label.
+
+    It is the weight of pairs in the right order, and half of that of pairs with equal
+    logits, over the weight of all pairs.
+    """
+    order = np.argsort(groups, kind="stable")  # by logit in each group
+    groups, logits = groups[order], scores.logits[order]
+    weights = scores.weights[order].astype(np.float64)
+    clicks = weights * (scores.labels[order] == 1)
+    others = weights - clicks
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    is_new = (np.diff(groups, prepend=-1) != 0) | (np.diff(logits, prepend=0) != 0)
+    ties = np.flatnonzero(is_new)  # where a run of equal logits begins
+    clicks_of_tie, others_of_tie = (np.add.reduceat(x, ties) for x in (clicks, others))
+    below = np.cumsum(others_of_tie) - others_of_tie
+    first = np.searchsorted(ties, starts)  # the first tie of each group
+    below -= below[first][groups[ties]]
+    right = np.add.reduceat(clicks_of_tie * (below + others_of_tie / 2), first)
+    clicks, others = (np.add.reduceat(x, starts) for x in (clicks, others))
+    with np.errstate(invalid="ignore"):
+        return right / (clicks * others)
+
+
+def _sums(scores: Scores, groups: Int[np.ndarray, "N"], count: int) -> _Sums:
+    weights = scores.weights.astype(np.float64)
+    predictions = 1 / (1 + np.exp(-scores.logits.astype(np.float64)))
+    terms = (weights, weights**2, weights * predictions, weights * scores.labels)
+    counts = np.bincount(groups, minlength=count)
+    return _Sums(counts, *(np.bincount(groups, x, count) for x in terms))
+
+
+def _rates(sums: _Sums, group: int) -> dict[str, Any]:
+    """Returns count, mean prediction and label, calibration, and their intervals."""
+    count, total, squares, prediction, label = (float(x[group]) for x in sums)
+    prediction, label = prediction / total, label / total
+    low, high = wilson(label, total**2 / squares)
+    return {
+        "count": int(count),
+        "mean_prediction": prediction,
+        "mean_label": label,
+        "mean_label_low": low,
+        "mean_label_high": high,
+        "calibration": _ratio(prediction, label),
+        "calibration_low": _ratio(prediction, high),
+        "calibration_high": _ratio(prediction, low),
+    }
+
+
+def wilson(rate: float, count: float) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a rate that was seen in so many examples."""
+    spread = _Z**2 / count
+    middle = (rate + spread / 2) / (1 + spread)
+    half = _Z * (rate * (1 - rate) / count + spread / (4 * count)) ** 0.5 / (1 + spread)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

@@ -1,0 +1,39 @@
+import dataclasses
+
+import jax
+
+from loka_jax.data import Position
+from loka_jax.train.clock import Clock
+from loka_jax.train.host_state import Progress
+
+START = Progress(position=Position(0, 0, 0))
+
+
+def after(examples, seconds):
+    return dataclasses.replace(START, examples=examples, seconds=seconds)
+
+
+def test_what_was_left_out_is_in_no_rate():
+    clock = Clock(START)
+    clock.rewind(after(100, 50.0))  # 100 examples while something was compiled
+    assert clock.rate(after(100, 50.0)) is None
+    assert clock.rate(after(500, 52.0)) == 200
+    clock.mark(after(500, 52.0))
+    clock.rewind(after(600, 99.0))
+    assert clock.session_rate(after(1400, 101.0)) == 300  # 1200 in 4 s
+
+
+def test_a_session_without_steps_has_no_rate():
+    assert Clock(START).session_rate(START) is None
+
+
+def test_only_what_compiles_is_noticed_and_once():
+    double = jax.jit(lambda x: x * 2)
+    clock = Clock(START)
+    double(1.0)
+    assert clock.has_compiled() and not clock.has_compiled()
+    double(3.0)
+    assert not clock.has_compiled()
+    double(1)  # another dtype
+    clock.restart()
+    assert not clock.has_compiled()
