@@ -1,6 +1,7 @@
 """The command line of the experiments: a named configuration and typed overrides."""
 
 import dataclasses
+import difflib
 import pathlib
 import sys
 from collections.abc import Callable
@@ -87,9 +88,11 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     if asks_for_help(rest):
         print(short_help(script))
         raise SystemExit(0)
+    near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
+    hint = f"did you mean --config by {near[0]}? Else " if near else ""
     raise ValueError(
-        f"--config NAME is missing: use one of {', '.join(names())}; or resume a run "
-        "with --resume --workdir FOLDER."
+        f"--config NAME is missing: {hint}use one of {', '.join(names())}; or resume a "
+        "run with --resume --workdir FOLDER."
     )
 
 

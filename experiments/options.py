@@ -72,7 +72,11 @@ def _unknown(argument: str, text: str, prog: str) -> str:
     wrong = argument.partition("=")[0].replace("_", "-")
     options = sorted(set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text)))
     near = " or ".join(near_options(wrong, options))
-    hint = f"did you mean {near}? " if near else ""
+    group = wrong.partition(".")[0]
+    peers = [name for name in options if name.startswith(f"{group}.")]
+    hint = f"there are {', '.join(peers)}; " if peers else ""
+    if near:
+        hint = f"did you mean {near}? "
     return f"there is no option {wrong}: {hint}{prog} --help lists all."
 
 
