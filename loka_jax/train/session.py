@@ -19,7 +19,7 @@ from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, require_space
 from loka_jax.train.config import Config
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
@@ -284,9 +284,8 @@ def _open_loop(
     elif config.run.resume:
         display.say("Nothing was saved yet: starting at step 0.")
     folders.best.drop_after(progress.step)
-    folders.newest.require_space(state)
-    if config.optim.plateau_patience is not None:
-        folders.best.require_space(state)
+    keeps_best = config.optim.plateau_patience is not None
+    require_space(folders if keeps_best else [folders.newest], state)
     record.start(progress.step)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
