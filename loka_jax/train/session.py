@@ -19,7 +19,7 @@ from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, require_space
 from loka_jax.train.config import Config
 from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
@@ -100,26 +100,36 @@ def train(
         return Trained(0)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
-        console.print(device_notice(config.run.require_gpu))
+        display = TrainingProgress(console, is_stopping=lambda: stop.is_set)
+        stack.enter_context(display)
+        with display.doing("looking for a GPU"):
+            notice = device_notice(config.run.require_gpu)
+        console.print(notice)
         if config.run.dry_run:
-            return Trained(_compile(_build(config, console, None), console))
+            run = _build(config, console, None, display)
+            with display.doing("compiling"):
+                return Trained(_compile(run, console))
         workdir = choose_workdir(config)
         # Locked before the data are read, which can take long.
         record = stack.enter_context(_record(config, workdir))
         folders = _open_folders(stack, config, workdir)
-        saved = folders.newest.newest() if config.run.resume else None
-        run = _build(config, console, saved)
-        loop = _open_loop(stack, run, saved, record, folders, console)
+        with display.doing("checking the checkpoint"):
+            saved = folders.newest.newest() if config.run.resume else None
+        run = _build(config, console, saved, display)
+        loop = _open_loop(stack, run, saved, record, folders, display)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
         with stop.deferred():
             loop.train(stop)
         run = loop.run  # sites may have been demoted
         record.write_sites([site.as_row() for site in run.sites])
-        summary = _finish(loop, stop, record)
+        with display.doing("evaluating"):
+            summary = _finish(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
         record.write_summary(summary | {"command": command})
-        page = write_run_page(workdir / "report.html", read_run(workdir))
+        with display.doing("writing the report"):
+            page = write_run_page(workdir / "report.html", read_run(workdir))
+        display.close()
         _print_end(console, summary, page, loop.saved_step())
         return Trained(stop.exit_code, workdir, run, loop.state)
 
@@ -135,10 +145,13 @@ def standard_output() -> Console:
     return console
 
 
-def _build(config: Config, console: Console, saved: Saved | None) -> Run:
+def _build(
+    config: Config, console: Console, saved: Saved | None, display: TrainingProgress
+) -> Run:
     """Builds the run and prints its data, sites and plan."""
     plan = None if saved is None else saved.meta.get("plan", {})
-    run = build(config, plan, lambda sentence: console.print(plain(sentence)))
+    with display.doing("preparing data, model and plan"):
+        run = build(config, plan, display.say)
     if saved is not None:
         _require_same_data(saved, run)
     print_data(console, run.splits.report)
@@ -256,27 +269,27 @@ def _open_loop(
     saved: Saved | None,
     record: RunRecord,
     folders: _Folders,
-    console: Console,
+    display: TrainingProgress,
 ) -> Loop:
     """Returns the loop, at the checkpoint or at step 0."""
     config = run.config
-    state = run.init()
+    with display.doing("initializing"):
+        state = run.init()
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
-        state = folders.newest.read(saved, state, config=config.identity())
+        with display.doing("reading the checkpoint"):
+            state = folders.newest.read(saved, state, config=config.identity())
         progress = Progress.from_json(saved.meta.get("progress", {}))
-        console.print(f"Resuming at step {saved.step:,}.")
+        display.say(f"Resuming at step {saved.step:,}.")
     elif config.run.resume:
-        console.print("Nothing was saved yet: starting at step 0.")
+        display.say("Nothing was saved yet: starting at step 0.")
     folders.best.drop_after(progress.step)
-    folders.newest.require_space(state)
-    if config.optim.plateau_patience is not None:
-        folders.best.require_space(state)
+    keeps_best = config.optim.plateau_patience is not None
+    require_space(folders if keeps_best else [folders.newest], state)
     record.start(progress.step)
-    display = TrainingProgress(console, run.total_steps, progress.step)
+    display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
-    stack.enter_context(display)
     return Loop(
         run,
         state,
