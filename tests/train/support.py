@@ -16,8 +16,15 @@ import numpy as np
 from rich.console import Console
 
 from loka_jax.data import DataConfig, open_data
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table
+from loka_jax.measure.intervals import Interval
 from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
+from loka_jax.recipe import ROLES
+from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train import drift_looks, session
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
@@ -28,6 +35,7 @@ MODEL = Dlrm(
 )
 OPTIM = OptimConfig(lr=0.01, rows_lr=0.1, warmup_steps=2)
 LOOP = LoopConfig(batch_size=32, epochs=2, eval_every=5, log_every=3)
+ROW = "xla fp8_rowwise"
 TIMINGS = ("seconds", "examples_per_second")
 
 
@@ -76,6 +84,23 @@ def build(config, saved=None, say=print):
         }
     vars(run).update(_made[key])
     return run
+
+
+def write_table(path, header=None, *, source="small"):
+    """Writes a table in which FP8 by rows is twice as fast everywhere.
+
+    Its errors are those of the configuration `source`.
+    """
+    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
+    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
+    sites = build_lib.build(config()).sites
+    entry = Entry(
+        {"training": {BF16.name: 2.0, ROW: 1.0}},
+        {f"{source} {site.path}": errors for site in sites},
+    )
+    entries = {table_key(site.spec): entry for site in sites}
+    tables.write(path, Table(header or header_here(), entries))
+    return path
 
 
 def plant_drift(monkeypatch, path, since, until=10**9):
