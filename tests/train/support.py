@@ -104,16 +104,19 @@ def write_table(path, header=None, *, source="small"):
 
 
 def plant_drift(monkeypatch, path, since, until=10**9):
-    """Lets lhs of a site look 512 times as large before some steps."""
+    """Lets lhs of a site look 512 times as large before some steps.
+
+    The site is the last by name if `path` is None.
+    """
     plain = drift_looks.look_step
 
     def planted(run, recipes):
-        look = plain(run, recipes)
+        look, site = plain(run, recipes), path or max(recipes)
 
         def look_and_plant(state, batch):
             found = look(state, batch)
             if since <= int(state.step) < until:
-                found[path] = found[path].at[0, 2].add(9.0)
+                found[site] = found[site].at[0, 2].add(9.0)
             return found
 
         return look_and_plant
@@ -138,7 +141,16 @@ def share_steps(monkeypatch):
 def lines(workdir, name="metrics.jsonl"):
     """Returns the lines of a run without their timings."""
     found = [json.loads(text) for text in (workdir / name).read_text().splitlines()]
-    return [{k: v for k, v in x.items() if k not in TIMINGS} for x in found]
+    return without(TIMINGS, found)
+
+
+def without(names, value):
+    """Returns JSON values without the fields of some names."""
+    if isinstance(value, dict):
+        return {k: without(names, v) for k, v in value.items() if k not in names}
+    if isinstance(value, list):
+        return [without(names, v) for v in value]
+    return value
 
 
 def summary(workdir):
