@@ -59,29 +59,38 @@ def fastest(
         allowed: the choices of each site, all of them measured.
         name: of the pass, "training" or "inference".
     """
-    # By the choices of the previous and this site, whose cost depends on the next.
-    best: dict[tuple[Choice | None, Choice], tuple[float, list[Choice]]] = {
-        (None, choice): (0.0, [choice]) for choice in allowed[0]
-    }
+    best: _Chains = {("", choice.name): (0.0, [choice]) for choice in allowed[0]}
     for i, following in enumerate(allowed[1:]):
         best = _step(best, entries[i], following, name)
     ends = [
-        (cost + _cost(entries[-1], before, choice, None, name), chain)
-        for (before, choice), (cost, chain) in best.items()
+        (cost + _cost(entries[-1], _before_last(chain), chain[-1], None, name), chain)
+        for cost, chain in best.values()
     ]
     return min(ends, key=lambda end: end[0])[1]
 
 
-def _step(best, entry: Entry, following: Sequence[Choice], name: str):
+# Times and choices by the names of the last two, whose cost depends on the next. Names
+# are hashed many times as fast as choices.
+type _Chains = dict[tuple[str, str], tuple[float, list[Choice]]]
+
+
+def _step(
+    best: _Chains, entry: Entry, following: Sequence[Choice], name: str
+) -> _Chains:
     """Returns the cheapest chains with one more site."""
-    longer: dict[tuple[Choice | None, Choice], tuple[float, list[Choice]]] = {}
-    for (before, choice), (cost, chain) in best.items():
+    longer: _Chains = {}
+    for cost, chain in best.values():
+        before, choice = _before_last(chain), chain[-1]
         for after in following:
             total = cost + _cost(entry, before, choice, after, name)
-            old = longer.get((choice, after))
+            old = longer.get((choice.name, after.name))
             if old is None or total < old[0]:
-                longer[choice, after] = (total, [*chain, after])
+                longer[choice.name, after.name] = (total, [*chain, after])
     return longer
+
+
+def _before_last(chain: list[Choice]) -> Choice | None:
+    return chain[-2] if len(chain) > 1 else None
 
 
 def _cost(entry: Entry, before, choice: Choice, after, name: str) -> float:

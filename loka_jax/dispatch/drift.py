@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loka_jax.recipe import OPERANDS, Role
+from loka_jax.recipe import OPERANDS
 
 SETTLING = 4  # first looks of a site, in which training itself moves the most
 LOOKS = 3  # looks in a row that are off, and are drift; a single batch proves nothing
@@ -86,15 +86,8 @@ class SiteDrift:
     away: bool = False
     demotions: int = 0
 
-    def after(
-        self, measures: Measures, errors: Mapping[Role, float] | None = None
-    ) -> "SiteDrift":
-        """Returns what is known after a look; the same if that is not finite.
-
-        Args:
-            measures: of the look.
-            errors: live errors of the site by role, each divided by its limit.
-        """
+    def after(self, measures: Measures) -> "SiteDrift":
+        """Returns what is known after a look; the same if that is not finite."""
         known = np.isfinite(measures)
         if not np.any(known):
             return self
@@ -107,16 +100,14 @@ class SiteDrift:
             usual = usual + np.where(known, step, 0.0)
         change = np.where(known, measures - usual, 0.0)
         excess = np.maximum(change / _RISE, -change / _FALL)
-        worst = max((errors or {}).values(), default=0.0)
-        is_off = max(np.max(excess), worst) > 1
-        is_home = max(np.max(excess), worst) <= HOME
-        why = _describe(excess, measures, change, errors or {}) if is_off else self.why
+        is_off = np.max(excess) > 1
+        why = _describe(excess, measures, change) if is_off else self.why
         return dataclasses.replace(
             self,
             looks=self.looks + 1,
             usual=[[None if np.isnan(x) else float(x) for x in row] for row in usual],
             off=self.off + 1 if is_off else 0,
-            home=self.home + 1 if is_home else 0,
+            home=self.home + 1 if np.max(excess) <= HOME else 0,
             why=why,
         )
 
@@ -132,13 +123,8 @@ class SiteDrift:
         return self.away and self.home >= HOME_LOOKS * 2**doublings
 
 
-def _describe(
-    excess: Measures, measures: Measures, change: Measures, errors: Mapping[Role, float]
-) -> str:
+def _describe(excess: Measures, measures: Measures, change: Measures) -> str:
     """Returns a clause on what is off most."""
-    role = max(errors, key=lambda role: errors[role], default=None)
-    if role is not None and errors[role] > np.max(excess):
-        return f"the live error of its {role} is {errors[role]:.2f} times its limit"
     place = np.unravel_index(np.argmax(excess), excess.shape)
     return list(RULES.values())[place[1]].text.format(
         name=OPERANDS[place[0]],
@@ -163,20 +149,10 @@ class Watch:
         sites = {path: SiteDrift(**site) for path, site in data["sites"].items()}
         return cls(sites=sites)
 
-    def after(
-        self,
-        measures: Mapping[str, Measures],
-        errors: Mapping[str, Mapping[Role, float]] | None = None,
-    ) -> "Watch":
-        """Returns the watch after a look.
-
-        Args:
-            measures: by path, see `SiteDrift.after`.
-            errors: live errors by path and role, each divided by its limit.
-        """
-        errors = errors or {}
+    def after(self, measures: Mapping[str, Measures]) -> "Watch":
+        """Returns the watch after a look, with its measures by path."""
         seen = {
-            path: self.sites.get(path, SiteDrift()).after(found, errors.get(path))
+            path: self.sites.get(path, SiteDrift()).after(found)
             for path, found in measures.items()
         }
         return Watch(sites={**self.sites, **seen})
@@ -195,6 +171,11 @@ class Watch:
     def away(self) -> list[str]:
         """Paths of the demoted sites."""
         return [path for path, x in self.sites.items() if x.away]
+
+    def without(self, paths: Iterable[str]) -> "Watch":
+        """Returns the watch as if some sites had never been looked at."""
+        kept = self.sites.keys() - set(paths)
+        return Watch(sites={path: x for path, x in self.sites.items() if path in kept})
 
     def changed(self, demoted: Iterable[str], returned: Iterable[str]) -> "Watch":
         """Returns the watch after sites were demoted, and others have returned."""

@@ -65,6 +65,22 @@ def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
     return found
 
 
+def seen_errors(
+    errors: Mapping[str, LiveErrors], recipes: Sequence[str]
+) -> dict[str, RoleErrors]:
+    """Returns the live errors of the sites that were seen in enough steps.
+
+    Args:
+        errors: by the path of the site.
+        recipes: of the `ProbeConfig` that observed them.
+    """
+    found = {
+        path: live_intervals(of_site, recipes)
+        for path, of_site in jax.device_get(dict(errors)).items()
+    }
+    return {path: by_role for path, by_role in found.items() if any(by_role.values())}
+
+
 def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> Ratios:
     """Returns the ratios of live to drawn errors of a model.
 

@@ -23,7 +23,7 @@ from loka_jax.dispatch.table import Entry, Errors, RoleErrors
 from loka_jax.fp8 import E5M2
 from loka_jax.measure.intervals import Interval
 from loka_jax.options import require
-from loka_jax.recipe import ROLES, GemmRecipe, Role, get_recipe
+from loka_jax.recipe import ROLES, GemmRecipe, Recipe, Role, get_recipe
 from loka_jax.site import BF16, Choice
 
 # Relative L2 of products of Gaussian operands, by whether one of them is in E5M2.
@@ -103,16 +103,45 @@ def why_unsafe(
         unit: the healthy relative L2 error of its formats.
         limits: on errors.
     """
+    for name, bound in _bounds(unit, limits).items():
+        high = errors[name].high
+        if not high <= bound:
+            return f"{name.replace('_', ' ')} {high:.3g} is above {bound:.3g}"
+    return None
+
+
+def shares_of_limits(
+    recipe: Recipe, errors: RoleErrors, limits: Limits, end: str = "high"
+) -> dict[Role, float]:
+    """Returns by role how far a recipe's errors go towards their limits; 1 is at one.
+
+    The worst measure counts. Products that are not in FP8, or whose errors are not
+    known, are left out.
+
+    Args:
+        recipe: of a site.
+        errors: of the site's products.
+        limits: on errors.
+        end: "high" or "mean": which value of the intervals counts.
+    """
+    shares: dict[Role, float] = {}
+    for role in ROLES:
+        gemm = recipe.gemm(role)
+        for name, measures in errors.get(role, {}).items():
+            if gemm is not None and get_recipe(name).gemm(role) == gemm:
+                bounds = _bounds(healthy(gemm), limits)
+                values = {x: getattr(measures[x], end) for x in bounds}
+                shares[role] = max(values[x] / bounds[x] for x in bounds)
+    return shares
+
+
+def _bounds(unit: float, limits: Limits) -> dict[str, float]:
+    """Returns the largest errors that are within the limits, by measure."""
     bounds = {
         "relative_l2": limits.healthy * unit,
         "worst_row": limits.worst_row * unit,
-        "mere": limits.mere,
     }
-    for name, bound in bounds.items():
-        high = errors[name].high
-        if bound is not None and not high <= bound:
-            return f"{name.replace('_', ' ')} {high:.3g} is above {bound:.3g}"
-    return None
+    return bounds if limits.mere is None else bounds | {"mere": limits.mere}
 
 
 class Terms(NamedTuple):

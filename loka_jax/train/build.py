@@ -14,12 +14,14 @@ from jaxtyping import Float
 
 from loka_jax import nn
 from loka_jax.data import Batch, Dataset, Position, Splits, open_data
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
-from loka_jax.train.planning import ChosenPlan, choose_plan, saved_plan
+from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
@@ -81,6 +83,8 @@ class Run:
         list_sites: from a plan to every GEMM of the model at the training batch size.
         plan: choices for the sites; the modules decide for a site without one.
         plan_notes: sentences on the plan for the user.
+        reviewer: changes the plan by live errors; None where they change nothing, as
+            Probe observes none, or the plan was not made by times.
         optimizer: of the dense parameters.
         schedule: the dense learning rate of a step number.
         row_update: of the tables.
@@ -95,6 +99,7 @@ class Run:
     list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
     plan: DispatchPlan
     plan_notes: tuple[str, ...]
+    reviewer: Reviewer | None
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     row_update: RowUpdate
@@ -236,7 +241,7 @@ def build(config: Config, saved: Any = None, say: Callable[[str], None] = print)
     if saved is None:
         planned = choose_plan(config, sites, say)
     else:
-        planned = ChosenPlan(saved_plan(saved, sites))
+        planned = resumed_plan(config, saved, sites)
     optim = config.optim
     return Run(
         config=config,
@@ -246,6 +251,7 @@ def build(config: Config, saved: Any = None, say: Callable[[str], None] = print)
         list_sites=list_sites,
         plan=planned.plan,
         plan_notes=planned.notes,
+        reviewer=_reviewer(config, sites, planned.performance),
         optimizer=make_dense_optimizer(optim, total_steps),
         schedule=jax.jit(make_schedule(optim.lr, optim, total_steps)),
         row_update=RowUpdate(
@@ -256,6 +262,20 @@ def build(config: Config, saved: Any = None, say: Callable[[str], None] = print)
         ),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
+    )
+
+
+def _reviewer(
+    config: Config, sites: tuple[nn.Site, ...], performance: PerformanceModel | None
+) -> Reviewer | None:
+    if performance is None or config.probe.every is None:
+        return None
+    return Reviewer(
+        sites,
+        performance,
+        limits=config.dispatch.limits,
+        rules=config.dispatch.by_pattern,
+        config=config.name,
     )
 
 

@@ -21,10 +21,12 @@ class Progress:
         seconds: time spent training, without evaluations and checkpoints.
         plateau: the state of the plateau schedule and of early stopping.
         best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
-        changes: a sentence for each site that left FP8, or is in FP8 again.
+        changes: a sentence for each site that left FP8, or entered it.
         returns: a sentence for each return to a checkpoint after a divergence.
         drift: the looks at the operands of FP8 sites so far.
         planned: the decisions on sites that have drifted, as JSON values by path.
+        unsafe: paths of the sites that live errors have demoted.
+        broken: paths of the sites whose kernels did not compile.
         replanned: the step of the newest change of the plan.
         guard: the losses so far.
         scale_watch: the amaxes that were far off their delayed scales so far.
@@ -40,6 +42,8 @@ class Progress:
     returns: tuple[str, ...] = ()
     drift: Watch = Watch()
     planned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unsafe: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
     replanned: int = 0
     guard: Guard = Guard()
     scale_watch: ScaleWatch = ScaleWatch()
@@ -61,6 +65,8 @@ class Progress:
                 "plateau": Plateau(**data["plateau"]),
                 "changes": tuple(data["changes"]),
                 "returns": tuple(data["returns"]),
+                "unsafe": tuple(data["unsafe"]),
+                "broken": tuple(data["broken"]),
                 "drift": Watch.from_json(data["drift"]),
                 "guard": Guard(**data["guard"]),
                 "scale_watch": ScaleWatch.from_json(data["scale_watch"]),

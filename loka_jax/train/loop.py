@@ -111,7 +111,7 @@ class Loop:
                     self._log()
                 if self._evaluation_is_due():
                     self._evaluate()
-                    self._follow_drift()
+                    self._review_plan()
                 if self._save_is_due():
                     self._save()
                 if stop.is_set or self.progress.plateau.stop:
@@ -156,10 +156,10 @@ class Loop:
                 self.state = take_step(self.state, batch)
         except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.
-            reasons = replan.why_demoted(self.run.plan, error)
-            if take_step.has_run or not reasons:
+            followed = replan.after_failure(self.run, self.progress, error)
+            if take_step.has_run or followed is None:
                 raise
-            self._change(replan.demoted(self.run, step, reasons))
+            self._change(*followed)
             return self.step(position, batch)
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
@@ -172,13 +172,13 @@ class Loop:
         )
         self._display.step(step + 1)
 
-    def _change(self, change: replan.Change):
-        """Follows another plan from now on."""
+    def _change(self, change: replan.Change, progress: Progress):
+        """Follows another plan from now on, with the progress that goes with it."""
         self.run, self.state = replan.replanned(self.run, self.state, change.plan)
         self._record.write_plan(change.plan)
-        changes = (*self.progress.changes, *change.said)
+        changes = (*progress.changes, *change.said)
         self.progress = dataclasses.replace(
-            self.progress, changes=changes, replanned=self.progress.step
+            progress, changes=changes, replanned=progress.step
         )
         self._scales_initialized = False
         for sentence in change.said:
@@ -192,13 +192,16 @@ class Loop:
                     self.run, self.state, self.progress, batch
                 )
 
-    def _follow_drift(self):
-        """Demotes drifted sites, and returns others, before the next checkpoint."""
+    def _review_plan(self):
+        """Changes the plan by drift and by live errors, before the next checkpoint."""
         self.progress = self._drift.read(self.progress)
-        followed = replan.after_drift(self.run, self.progress)
-        if followed is not None and not self._ends():
-            change, self.progress = followed
-            self._change(change)
+        if self._ends():
+            return
+        probe = self.state.probe
+        if followed := replan.after_drift(self.run, probe, self.progress):
+            self._change(*followed)
+        if followed := replan.after_review(self.run, probe, self.progress):
+            self._change(*followed)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""

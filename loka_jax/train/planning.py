@@ -10,7 +10,7 @@ from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.header import header_here
-from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.local import Local, local_performance
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
@@ -26,10 +26,12 @@ class ChosenPlan(NamedTuple):
     Attributes:
         plan: without the sites for which the modules decide.
         notes: sentences.
+        performance: by which it was made; None without one.
     """
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
+    performance: PerformanceModel | None = None
 
 
 def choose_plan(
@@ -46,24 +48,15 @@ def choose_plan(
         ValueError: if it names a file that is no plan and no table for this machine, or
             a rule matches no site.
     """
-    performance: PerformanceModel | None = None
-    notes: tuple[str, ...] = ()
+    path = _file(config)
+    if path is not None and _is_plan(path):
+        return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
     if config.plan == TUNE:
         performance, notes = tune_at_start(
             sites, config.dispatch.tune_seconds, name=config.name, say=say
         )
-    elif config.plan == AUTO:
-        performance, notes = local_performance()
-    elif config.plan != OFF:
-        path = pathlib.Path(config.plan)
-        if not path.is_file():
-            raise ValueError(
-                f"--plan {path} is not a file: give a table that tune.py wrote, a "
-                f"plan, or one of {AUTO!r}, {TUNE!r} and {OFF!r}."
-            )
-        if _is_plan(path):
-            return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
-        performance = _performance_of(path)
+    else:
+        performance, notes = _known(config)
     plan = plans.make_plan(
         sites,
         performance,
@@ -71,7 +64,28 @@ def choose_plan(
         rules=config.dispatch.by_pattern,
         config=config.name,
     )
-    return ChosenPlan(plan, notes)
+    return ChosenPlan(plan, notes, performance)
+
+
+def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
+    """Returns the plan of a checkpoint, with what live errors may change it by.
+
+    Args:
+        config: the run.
+        value: the plan as JSON values.
+        sites: of its model.
+
+    Raises:
+        ValueError: if the plan cannot run here.
+    """
+    plan = saved_plan(value, sites)
+    if config.probe.every is None:
+        return ChosenPlan(plan)
+    try:
+        return ChosenPlan(plan, performance=_known(config).performance)
+    except ValueError as error:  # the plan needs no table any more
+        note = f"Live errors will not change the plan: {error}"
+        return ChosenPlan(plan, (note,))
 
 
 def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
@@ -82,6 +96,37 @@ def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
     """
     source = "the checkpoint's plan"
     return _runnable(plans.from_json(value, sites, source), source, sites)
+
+
+def _file(config: Config) -> pathlib.Path | None:
+    """Returns the file that `--plan` names, if it names one.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    if config.plan in (AUTO, TUNE, OFF):
+        return None
+    path = pathlib.Path(config.plan)
+    if not path.is_file():
+        raise ValueError(
+            f"--plan {path} is not a file: give a table that tune.py wrote, a plan, or "
+            f"one of {AUTO!r}, {TUNE!r} and {OFF!r}."
+        )
+    return path
+
+
+def _known(config: Config) -> Local:
+    """Returns what is known of the times here, without measuring any.
+
+    Raises:
+        ValueError: if `--plan` names a table that does not hold here, or no file.
+    """
+    if config.plan == OFF:
+        return Local(None)
+    path = _file(config)
+    if path is None:
+        return local_performance()
+    return Local(None if _is_plan(path) else _performance_of(path))
 
 
 def _performance_of(path: pathlib.Path) -> PerformanceModel:

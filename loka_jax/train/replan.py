@@ -1,13 +1,16 @@
 """Changes the plan of a run in progress."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from loka_jax.dispatch.live import seen_errors
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.table import RoleErrors
+from loka_jax.nn import by_path
 from loka_jax.site import BF16
 from loka_jax.terminal import one_line
 from loka_jax.train.build import Run
@@ -44,7 +47,114 @@ def replanned(
     return run, dataclasses.replace(state, fp8=_merged(state.fp8, initial))
 
 
-def demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
+def after_failure(
+    run: Run, progress: Progress, error: Exception
+) -> tuple[Change, Progress] | None:
+    """Returns the plan without kernels, for a step of them that did not compile.
+
+    None if that would not help: no site has a kernel, or memory ran out.
+
+    Args:
+        run: the run.
+        progress: its progress.
+        error: what a step raised that had never run.
+    """
+    kernels = [path for path, choice in run.plan.choices if choice.provider != "xla"]
+    if not kernels or "RESOURCE_EXHAUSTED" in str(error):
+        return None
+    reason = f"its step did not compile ({one_line(error)})"
+    broken = (*progress.broken, *kernels)
+    change = _demoted(run, progress.step, dict.fromkeys(kernels, reason))
+    return change, dataclasses.replace(progress, broken=broken)
+
+
+def after_drift(
+    run: Run, probe: Any, progress: Progress
+) -> tuple[Change, Progress] | None:
+    """Returns the plan that the newest looks ask for; None if it is the run's.
+
+    Sites that have drifted run in bfloat16; those whose operands are back, and whose
+    live errors are within the limits where these count, run as they did before.
+
+    Args:
+        run: the run.
+        probe: Probe's statistics.
+        progress: of the run, with the looks.
+    """
+    watch, step = progress.drift, progress.step
+    in_fp8 = {site.path for site in run.sites if site.is_fp8}
+    drifted = {path: why for path, why in watch.drifted.items() if path in in_fp8}
+    returning = _returning(run, probe, progress)
+    if not drifted and not returning:
+        return None
+    change = _demoted(run, step, drifted)
+    decisions = _decisions(run)
+    left = as_json(DispatchPlan(tuple((path, decisions[path]) for path in drifted)))
+    said = tuple(
+        f"step {step:,}: {path} runs by {decision.choice.name} again: its operands are "
+        "back."
+        for path, decision in returning.items()
+    )
+    progress = dataclasses.replace(
+        progress,
+        planned=progress.planned | left,
+        drift=watch.changed(drifted, returning),
+    )
+    return Change(change.plan.changed(returning), change.said + said), progress
+
+
+def _returning(run: Run, probe: Any, progress: Progress) -> dict[str, Decision]:
+    """Returns the decisions on the sites that return from drift, by path."""
+    planned = dict(from_json(progress.planned, run.sites, "the checkpoint").decisions)
+    errors = _live_errors(run, probe, progress.drift.back)
+    reason = f"its operands are back at step {progress.step:,}"
+    return {
+        path: planned[path]._replace(reason=reason)
+        for path in progress.drift.back
+        if run.reviewer is None
+        or run.reviewer.is_well_within(planned[path].choice, errors.get(path, {}))
+    }
+
+
+def after_review(
+    run: Run, probe: Any, progress: Progress
+) -> tuple[Change, Progress] | None:
+    """Returns the plan that live errors ask for; None if it is the run's.
+
+    Sites that drift has demoted, and those with kernels that did not compile, stay as
+    they are.
+
+    Args:
+        run: the run.
+        probe: Probe's statistics.
+        progress: of the run.
+    """
+    if run.reviewer is None:
+        return None
+    left_alone = {*progress.drift.away, *progress.broken}
+    reviewed = [path for path, _ in run.plan.choices if path not in left_alone]
+    errors = _live_errors(run, probe, reviewed)
+    demoted, promoted = run.reviewer.review(run.plan, errors, progress.unsafe)
+    changed = {**demoted, **promoted}
+    if not changed:
+        return None
+    said = tuple(_sentence(progress.step, path, x) for path, x in changed.items())
+    progress = dataclasses.replace(
+        progress,
+        unsafe=tuple(dict.fromkeys((*progress.unsafe, *demoted))),
+        drift=progress.drift.without(changed),  # its measures were of other casts
+    )
+    return Change(run.plan.changed(changed), said), progress
+
+
+def _live_errors(run: Run, probe: Any, paths: Iterable[str]) -> dict[str, RoleErrors]:
+    """Returns the live errors of sites that were seen in enough steps, by path."""
+    stats = by_path(probe)
+    found = {path: stats[path].errors for path in paths if path in stats}
+    return seen_errors(found, run.config.probe.recipes)
+
+
+def _demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
     """Returns the plan with sites in XLA's bfloat16.
 
     Args:
@@ -53,59 +163,14 @@ def demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
         reasons: why, by path.
     """
     decisions = {path: Decision(BF16, reason) for path, reason in reasons.items()}
-    said = tuple(
-        f"step {step:,}: {path} runs in bfloat16 now: {reason}."
-        for path, reason in reasons.items()
-    )
+    said = tuple(_sentence(step, path, x) for path, x in decisions.items())
     return Change(run.plan.changed(decisions), said)
 
 
-def after_drift(run: Run, progress: Progress) -> tuple[Change, Progress] | None:
-    """Returns the plan that the newest looks ask for; None if it is the run's.
-
-    Sites that have drifted run in bfloat16; those whose operands are back run as they
-    did before they drifted first.
-    """
-    watch, step = progress.drift, progress.step
-    in_fp8 = {site.path for site in run.sites if site.is_fp8}
-    drifted = {path: why for path, why in watch.drifted.items() if path in in_fp8}
-    if not drifted and not watch.back:
-        return None
-    change = demoted(run, step, drifted)
-    planned = dict(from_json(progress.planned, run.sites, "the checkpoint").decisions)
-    before = _decisions(run)
-    planned = {path: before[path] for path in drifted} | planned
-    returning = {
-        path: planned[path]._replace(reason=f"its operands are back at step {step:,}")
-        for path in watch.back
-    }
-    said = tuple(
-        f"step {step:,}: {path} runs by {decision.choice.name} again: its operands are "
-        "back."
-        for path, decision in returning.items()
-    )
-    progress = dataclasses.replace(
-        progress,
-        planned=as_json(DispatchPlan(tuple(planned.items()))),
-        drift=watch.changed(drifted, watch.back),
-    )
-    return Change(change.plan.changed(returning), change.said + said), progress
-
-
-def why_demoted(plan: DispatchPlan, error: Exception) -> dict[str, str]:
-    """Returns why the sites with kernels are demoted when their step failed.
-
-    Empty if that would not help: no site has a kernel, or memory ran out.
-
-    Args:
-        plan: the plan of the step.
-        error: what a step raised that had never run.
-    """
-    kernels = [path for path, choice in plan.choices if choice.provider != "xla"]
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return {}
-    reason = f"its step did not compile ({one_line(error)})"
-    return dict.fromkeys(kernels, reason)
+def _sentence(step: int, path: str, decision: Decision) -> str:
+    choice = decision.choice
+    how = f"by {choice.name}" if choice.is_fp8 else "in bfloat16"
+    return f"step {step:,}: {path} runs {how} now: {decision.reason}."
 
 
 def _decisions(run: Run) -> dict[str, Decision]:

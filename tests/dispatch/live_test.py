@@ -11,17 +11,13 @@ from scipy.stats import t as student
 from loka_jax.dispatch import live
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.review import review
 from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
 from loka_jax.probe import live_errors
 from loka_jax.recipe import ROLES
-from loka_jax.site import BF16, Choice, SiteSpec
+from loka_jax.site import Choice, SiteSpec
 from tests.ops import stand_ins
 
 ROW = "xla fp8_rowwise"
@@ -80,6 +76,12 @@ def test_too_few_steps_say_nothing(count):
     assert found == {role: {} for role in ROLES}
 
 
+def test_sites_that_were_not_seen_are_left_out():
+    seen = {"a": _steps([0.03] * 3), "b": _steps([])}
+    found = live.seen_errors(seen, ("fp8_rowwise",))
+    assert found == {"a": live.live_intervals(seen["a"], ("fp8_rowwise",))}
+
+
 def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
     drawn = {path: _errors(0.03) | {} for path in "abc"}
     for errors in drawn.values():
@@ -126,19 +128,3 @@ def test_a_table_takes_the_errors_of_the_model():
     (entry,) = found.sites.values()
     assert entry.errors == {"model top/dense_0": _errors(0.03)}
     assert not entry.times
-
-
-def test_sites_are_promoted_and_demoted_by_their_own_errors():
-    sites = [_site(f"top/dense_{i}", n=64 * (i + 1)) for i in range(3)]
-    paths = [site.path for site in sites]
-    fp8 = Choice.parse(ROW)
-    chosen = zip(paths, (BF16, fp8, fp8), strict=True)
-    plan = DispatchPlan(tuple((p, Decision(c, "at first")) for p, c in chosen))
-    errors = {paths[0]: _errors(0.03), paths[1]: _errors(0.2)}
-    performance = PerformanceModel(_table(*sites))
-    after = review(plan, sites, performance, errors, config="model")
-    assert [choice for _, choice in after.choices] == [fp8, BF16, fp8]
-    reasons = [decision.reason for _, decision in after.decisions]
-    assert reasons[0] != "at first" and reasons[2] == "at first"
-    # Without errors nothing changes.
-    assert review(plan, sites, performance, {}) == plan

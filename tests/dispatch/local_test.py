@@ -9,18 +9,11 @@ from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.local import cache_path, fitted_table, local_performance
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import Device
 from loka_jax.site import BF16, SiteSpec
+from tests.ops.stand_ins import ROOFLINE
 
 SPEC = SiteSpec(5000, 448, 256, "none", "relu", True)
-ROOFLINE = Roofline(
-    bytes_per_us=1e6,
-    fp8_flops_per_us=6e8,
-    bf16_flops_per_us=3e8,
-    launch_us=2.0,
-    sms=142,
-)
 
 
 class Gpu:

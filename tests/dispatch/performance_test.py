@@ -13,18 +13,11 @@ from loka_jax.dispatch.policy import Limits, Terms, decide
 from loka_jax.dispatch.regression import LEAST_POINTS, Regression
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
-from loka_jax.measure.roofline import Roofline
 from loka_jax.site import BF16, Choice, SiteSpec
+from tests.ops.stand_ins import ROOFLINE
 
 H200 = "NVIDIA H200"
 HEADER = Header(H200, "1", "1", "", "x")
-ROOFLINE = Roofline(
-    bytes_per_us=4e6,
-    fp8_flops_per_us=1.5e9,
-    bf16_flops_per_us=8e8,
-    launch_us=2.0,
-    sms=132,
-)
 KERNEL = Choice.parse("pallas bf16")
 
 

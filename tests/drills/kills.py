@@ -12,7 +12,6 @@ and exits with 1 at the first difference.
 
 import argparse
 import dataclasses
-import hashlib
 import itertools
 import json
 import random
@@ -26,12 +25,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from experiments.configs import get_config
-from loka_jax.train import drift_looks
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
+from tests.train import support
 
 MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -40,8 +40,7 @@ _STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
 _ROOT = Path(__file__).parents[2]
 _DRIFTS_AT, _BACK_AT = 20, 50
 # What depends on when a run was killed.
-_MEMORY = ("device_peak_bytes", "host_bytes")
-_TIMES = ("seconds", "examples_per_second", "command", "config", *_MEMORY)
+_TIMES = (*support.MEASURED, "command", "config")
 
 
 def config(model: str, seed: int, workdir: Path) -> Config:
@@ -69,20 +68,7 @@ def config(model: str, seed: int, workdir: Path) -> Config:
 
 def run(model: str, seed: int, workdir: Path) -> int:
     """Trains in this process, with a drift at one site, and returns the exit code."""
-    plain = drift_looks.look_step
-
-    def planted(run, recipes):
-        look, last = plain(run, recipes), max(recipes)
-
-        def look_and_plant(state, batch):
-            found = look(state, batch)
-            if _DRIFTS_AT <= int(state.step) < _BACK_AT:
-                found[last] = found[last].at[0, 2].add(9.0)
-            return found
-
-        return look_and_plant
-
-    drift_looks.look_step = planted
+    support.plant_drift(pytest.MonkeyPatch(), None, _DRIFTS_AT, _BACK_AT)
     cache = workdir.parent / "xla"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -110,10 +96,10 @@ def start(model: str, seed: int, workdir: Path) -> subprocess.Popen:
 def outcome(workdir: Path) -> dict[str, str]:
     """Returns what a finished run leaves behind, by name, without times."""
     found = {
-        name: json.dumps([_timeless(line) for line in _lines(workdir / name)])
+        name: json.dumps(support.lines(workdir, name))
         for name in ("metrics.jsonl", "scales.jsonl", "amaxes.jsonl")
     }
-    summary = _timeless(json.loads((workdir / "summary.json").read_text()))
+    summary = support.without(_TIMES, support.summary(workdir))
     found["summary.json"] = json.dumps(summary, sort_keys=True)
     found["plan.json"] = (workdir / "plan.json").read_text()
     for name in ("checkpoints", "best"):
@@ -121,18 +107,8 @@ def outcome(workdir: Path) -> dict[str, str]:
     return found
 
 
-def _lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _timeless(value):
-    if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in value.items() if k not in _TIMES}
-    return value
-
-
 def _digest(directory: Path) -> str:
-    """Returns a digest of the leaves of the newest checkpoint."""
+    """Returns the step of the newest checkpoint, and a digest of its leaves."""
     with Checkpoints(directory) as checkpoints:
         saved = checkpoints.newest()
         assert saved is not None
@@ -141,10 +117,7 @@ def _digest(directory: Path) -> str:
             for name, leaf in saved.leaves.items()
         }
         state = checkpoints.read(saved, template)
-    digest = hashlib.sha256(str(saved.step).encode())
-    for name in sorted(state):
-        digest.update(name.encode() + np.asarray(state[name]).tobytes())
-    return digest.hexdigest()
+    return f"{saved.step} {support.digest(state)}"
 
 
 def kill_until_done(

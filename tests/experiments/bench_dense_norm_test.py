@@ -9,16 +9,9 @@ import pytest
 
 from experiments.bench import dense_norm, tower
 from experiments.bench import dense_norm_forms as forms
-from loka_jax.measure.roofline import Roofline
 from loka_jax.site import SiteSpec
+from tests.ops.stand_ins import ROOFLINE
 
-ROOFLINE = Roofline(
-    bytes_per_us=4e6,
-    fp8_flops_per_us=1e9,
-    bf16_flops_per_us=5e8,
-    launch_us=1.0,
-    sms=132,
-)
 TINY = dense_norm.Arguments(m=(1024,), shapes=("64x64",))
 
 

@@ -1,8 +1,9 @@
-"""XLA's references in the place of the Pallas kernels, and devices that have them."""
+"""XLA's references in the place of the Pallas kernels, devices, and a roofline."""
 
 import jax.numpy as jnp
 
 from loka_jax import fp8, pallas, xla
+from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import NormGradients
 from loka_jax.ops.device import Device
 from loka_jax.ops.matmul import matmul
@@ -50,6 +51,14 @@ def hopper(**refusals: str) -> Device:
 
 HOPPER = hopper()
 CPU = Device(platform="cpu")
+# In round numbers that are those of no device.
+ROOFLINE = Roofline(
+    bytes_per_us=4e6,
+    fp8_flops_per_us=1e9,
+    bf16_flops_per_us=5e8,
+    launch_us=1.0,
+    sms=132,
+)
 
 
 def xla_matmul(recipe, axis_names=()):

@@ -10,15 +10,10 @@ from rich.console import Console
 
 from loka_jax import nn
 from loka_jax.data import Position
-from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.plan import DispatchPlan, save
 from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.table import MEASURES, Entry, Table
-from loka_jax.measure.intervals import Interval
 from loka_jax.ops.device import HOPPER
-from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import planning
@@ -26,7 +21,7 @@ from loka_jax.train.config import DispatchOptions, EmbeddingConfig
 from loka_jax.train.progress import print_plan
 from tests.train import support
 
-ROW = "xla fp8_rowwise"
+ROW = support.ROW
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +35,6 @@ def _config(workdir=None, *, plan="auto", rules=(), **options):
     return dataclasses.replace(config, plan=plan, dispatch=dispatch)
 
 
-def _table(path, header=None):
-    """Writes a table in which FP8 by rows is twice as fast everywhere."""
-    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
-    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
-    sites = build_lib.build(support.config()).sites
-    entry = Entry(
-        {"training": {BF16.name: 2.0, ROW: 1.0}},
-        {f"small {site.path}": errors for site in sites},
-    )
-    entries = {table_key(site.spec): entry for site in sites}
-    tables.write(path, Table(header or header_here(), entries))
-    return path
-
-
 def _choices(config):
     return {path: one.name for path, one in build_lib.build(config).plan.choices}
 
@@ -65,7 +46,7 @@ def test_without_a_table_modules_decide():
 
 
 def test_a_table_decides(tmp_path):
-    path = _table(tmp_path / "table.json")
+    path = support.write_table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
     assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.spec.n > 1}
     planned = {site.path: site.recipe for site in run.sites if site.spec.n > 1}
@@ -81,7 +62,7 @@ def test_a_step_follows_the_plan(tmp_path, monkeypatch):
         return lambda state, batch: traces.append(state) or step(state, batch)
 
     monkeypatch.setattr(build_lib, "make_train_step", make_counted)
-    path = _table(tmp_path / "table.json")
+    path = support.write_table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
     assert not jax.tree.leaves(run.init().fp8)  # current scales have no state
     state, train = run.init(), run.splits.train
@@ -93,7 +74,7 @@ def test_a_step_follows_the_plan(tmp_path, monkeypatch):
 
 
 def test_equal_plans_are_one_program(tmp_path):
-    path = _table(tmp_path / "table.json")
+    path = support.write_table(tmp_path / "table.json")
     first, second = (build_lib.build(_config(plan=str(path))) for _ in range(2))
     step = jax.jit(lambda planned: 1, static_argnums=0)
     for run in (first, second):
@@ -113,7 +94,7 @@ def test_equal_plans_are_one_program(tmp_path):
     ids=["truncated", "schema", "device", "version", "kernels"],
 )
 def test_a_table_that_does_not_hold_is_refused(tmp_path, spoil, why):
-    path = _table(tmp_path / "table.json")
+    path = support.write_table(tmp_path / "table.json")
     spoil(path)
     with pytest.raises(ValueError, match=f"{path}.*{why}"):
         build_lib.build(_config(plan=str(path)))
@@ -153,7 +134,7 @@ def test_texts_of_a_plan_are_printed_as_they_are(tmp_path):
 
 
 def _foreign(path, **header):
-    _table(path, dataclasses.replace(header_here(), **header))
+    support.write_table(path, dataclasses.replace(header_here(), **header))
 
 
 def test_a_plan_file_decides(tmp_path):
@@ -205,7 +186,7 @@ def test_rules_hold_without_a_table():
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_plan(tmp_path):
-    path = _table(tmp_path / "table.json")
+    path = support.write_table(tmp_path / "table.json")
     workdir = tmp_path / "run"
     begun = _config(workdir, plan=str(path), epochs=1)
     code, said = support.train(begun)

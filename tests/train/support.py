@@ -16,8 +16,15 @@ import numpy as np
 from rich.console import Console
 
 from loka_jax.data import DataConfig, open_data
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.table import MEASURES, Entry, Table
+from loka_jax.measure.intervals import Interval
 from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
+from loka_jax.recipe import ROLES
+from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train import drift_looks, session
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
@@ -30,6 +37,7 @@ OPTIM = OptimConfig(lr=0.01, rows_lr=0.1, warmup_steps=2)
 LOOP = LoopConfig(batch_size=32, epochs=2, eval_every=5, log_every=3)
 # Of a line: what differs between a run and the same run resumed.
 MEASURED = ("seconds", "examples_per_second", "device_peak_bytes", "host_bytes")
+ROW = "xla fp8_rowwise"
 
 
 def config(workdir=None, *, seed=0, patience=None, data=None, **loop):
@@ -79,17 +87,37 @@ def build(config, saved=None, say=print):
     return run
 
 
+def write_table(path, header=None, *, source="small"):
+    """Writes a table in which FP8 by rows is twice as fast everywhere.
+
+    Its errors are those of the configuration `source`.
+    """
+    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
+    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
+    sites = build_lib.build(config()).sites
+    entry = Entry(
+        {"training": {BF16.name: 2.0, ROW: 1.0}},
+        {f"{source} {site.path}": errors for site in sites},
+    )
+    entries = {table_key(site.spec): entry for site in sites}
+    tables.write(path, Table(header or header_here(), entries))
+    return path
+
+
 def plant_drift(monkeypatch, path, since, until=10**9):
-    """Lets lhs of a site look 512 times as large before some steps."""
+    """Lets lhs of a site look 512 times as large before some steps.
+
+    The site is the last by name if `path` is None.
+    """
     plain = drift_looks.look_step
 
     def planted(run, recipes):
-        look = plain(run, recipes)
+        look, site = plain(run, recipes), path or max(recipes)
 
         def look_and_plant(state, batch):
             found = look(state, batch)
             if since <= int(state.step) < until:
-                found[path] = found[path].at[0, 2].add(9.0)
+                found[site] = found[site].at[0, 2].add(9.0)
             return found
 
         return look_and_plant
@@ -114,7 +142,16 @@ def share_steps(monkeypatch):
 def lines(workdir, name="metrics.jsonl"):
     """Returns the lines of a run without what was measured on the machine."""
     found = [json.loads(text) for text in (workdir / name).read_text().splitlines()]
-    return [{k: v for k, v in x.items() if k not in MEASURED} for x in found]
+    return without(MEASURED, found)
+
+
+def without(names, value):
+    """Returns JSON values without the fields of some names."""
+    if isinstance(value, dict):
+        return {k: without(names, v) for k, v in value.items() if k not in names}
+    if isinstance(value, list):
+        return [without(names, v) for v in value]
+    return value
 
 
 def summary(workdir):
