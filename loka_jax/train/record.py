@@ -7,6 +7,7 @@
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     summary.json    the run in numbers, written last
+    encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
@@ -39,7 +40,8 @@ from loka_jax.report import RunFiles
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BEST = "checkpoints", "best"
+ENCODING = "encoding"
 _LOCK = ".lock"
 _PACKAGES = (
     "jax",

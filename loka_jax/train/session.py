@@ -15,9 +15,11 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.data import Position
+from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
+from loka_jax.train import run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
@@ -34,6 +36,7 @@ from loka_jax.train.progress import (
     print_sites,
 )
 from loka_jax.train.record import (
+    BEST,
     CHECKPOINTS,
     RunRecord,
     read_run,
@@ -102,13 +105,14 @@ def train(
         stop = stack.enter_context(stop_on_signals())
         console.print(device_notice(config.run.require_gpu))
         if config.run.dry_run:
-            return Trained(_compile(_build(config, console, None), console))
+            return Trained(_compile(_build(config, console), console))
         workdir = choose_workdir(config)
         # Locked before the data are read, which can take long.
         record = stack.enter_context(_record(config, workdir))
         folders = _open_folders(stack, config, workdir)
         saved = folders.newest.newest() if config.run.resume else None
-        run = _build(config, console, saved)
+        base = None if saved is None else run_encoding.read(saved, workdir)
+        run = _build(config, console, saved, base)
         loop = _open_loop(stack, run, saved, record, folders, console)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
@@ -135,10 +139,15 @@ def standard_output() -> Console:
     return console
 
 
-def _build(config: Config, console: Console, saved: Saved | None) -> Run:
+def _build(
+    config: Config,
+    console: Console,
+    saved: Saved | None = None,
+    base: ShardFolder | None = None,
+) -> Run:
     """Builds the run and prints its data, sites and plan."""
     plan = None if saved is None else saved.meta.get("plan", {})
-    run = build(config, plan, lambda sentence: console.print(plain(sentence)))
+    run = build(config, plan, lambda sentence: console.print(plain(sentence)), base)
     if saved is not None:
         _require_same_data(saved, run)
     print_data(console, run.splits.report)
@@ -243,7 +252,7 @@ def _open_folders(
     keep = config.loop.keep_checkpoints
     folders = _Folders(
         stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep)),
-        stack.enter_context(Checkpoints(workdir / "best", keep=1)),
+        stack.enter_context(Checkpoints(workdir / BEST, keep=1)),
     )
     for folder in folders:
         folder.remove_unfinished()
@@ -273,6 +282,7 @@ def _open_loop(
     if config.optim.plateau_patience is not None:
         folders.best.require_space(state)
     record.start(progress.step)
+    run_encoding.keep(run.splits, record.workdir)
     display = TrainingProgress(console, run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)

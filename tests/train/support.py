@@ -57,9 +57,9 @@ _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
 _made: dict = {}
 
 
-def build(config, saved=None, say=print):
+def build(config, saved=None, say=print, base=None):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
-    run = build_lib.build(config, saved, say)
+    run = build_lib.build(config, saved, say, base)
     optim = dataclasses.replace(
         config.optim, plateau_patience=None, plateau_factor=0.1, best_by="ne"
     )
@@ -99,7 +99,7 @@ def plant_drift(monkeypatch, path, since, until=10**9):
 def share_data(monkeypatch):
     """Opens each data set once in a test session."""
     monkeypatch.setattr(
-        build_lib, "open_data", lambda data, *, seed: _open_data(data, seed)
+        build_lib, "open_data", lambda data, *, seed, base: _open_data(data, seed)
     )
 
 
