@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.configs import get_config, names
+from experiments.configs import find_config, names
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
+from loka_jax.train.config_file import read_config
 from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.record import CONFIG
 
 _USAGE = "usage: python experiments/{script} --config NAME [--option value ...]"
 
@@ -62,15 +64,31 @@ def _type(value: Any) -> type:
 
 
 def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
-    """Returns the configuration named by `--config`, and the other arguments."""
-    name, rest = _take_config_name(arguments)
-    if name is None:
-        if "--help" in rest or "-h" in rest:
-            print(_USAGE.format(script=script))
-            print(f"configurations: {', '.join(names())}")
-            raise SystemExit(0)
-        raise ValueError(f"--config NAME is missing: use one of {', '.join(names())}.")
-    return get_config(name), rest
+    """Returns the configuration before overrides, and the arguments without `--config`.
+
+    It is the one named by `--config`, or else that of the run in `--workdir`.
+    """
+    name, rest = _take(arguments, "--config")
+    if name is not None:
+        return find_config(name), rest
+    workdir, _ = _take(rest, "--workdir")
+    if workdir is not None:
+        saved = pathlib.Path(workdir) / CONFIG
+        if saved.exists():
+            return read_config(saved), rest
+        if "--resume" in rest:
+            raise ValueError(
+                f"{workdir} holds no run to resume ({CONFIG} is missing): name the "
+                "folder of a run, or begin one with --config NAME."
+            )
+    if "--help" in rest or "-h" in rest:
+        print(_USAGE.format(script=script))
+        print(f"configurations: {', '.join(names())}")
+        raise SystemExit(0)
+    raise ValueError(
+        f"--config NAME is missing: use one of {', '.join(names())}; or resume a run "
+        "with --resume --workdir FOLDER."
+    )
 
 
 def run_cli(command: Callable[[], int]) -> int:
@@ -106,12 +124,12 @@ def _fail(sentence: str, code: int) -> int:
     return code
 
 
-def _take_config_name(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Returns the value of `--config`, or None, and the other arguments."""
+def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Returns the value of an option, or None, and the other arguments."""
     for i, argument in enumerate(arguments):
-        if argument.startswith("--config="):
+        if argument.startswith(f"{option}="):
             return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
-        if argument == "--config":
+        if argument == option:
             values = arguments[i + 1 : i + 2]
             if not values or values[0].startswith("-"):
                 return None, arguments[:i] + arguments[i + 1 :]

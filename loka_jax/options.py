@@ -1,7 +1,36 @@
-"""A check of an option's value, with a message that names option and remedy."""
+"""Options in messages: their names, checks of their values, and names near a wrong one.
+
+A field `loop.batch_size` of a configuration is the option `--loop.batch-size`.
+"""
+
+import difflib
+from collections.abc import Iterable
 
 
 def require(holds: bool, option: str, value, requirement: str):
     """Raises ValueError "option value must be requirement." unless `holds`."""
     if not holds:
         raise ValueError(f"{option} {value} must be {requirement}.")
+
+
+def option_of(field: str) -> str:
+    """Returns the option that sets a field, given by dotted name.
+
+    The fields of the model, and those of this execution only, have no prefix.
+    """
+    if field in ("name", "model.kind"):
+        return "--config"
+    name = field.removeprefix("model.").removeprefix("run.")
+    return f"--{name.replace('_', '-')}"
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns "did you mean 'X'? " with the name that is nearest, or nothing.
+
+    Args:
+        name: the wrong name.
+        names: the right ones.
+        cutoff: the least similarity, from 0 to 1.
+    """
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""

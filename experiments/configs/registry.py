@@ -1,8 +1,8 @@
 """The registry of configurations."""
 
-import difflib
 from collections.abc import Callable
 
+from loka_jax.options import did_you_mean
 from loka_jax.train.config import Config
 
 _CONFIGS: dict[str, Callable[[], Config]] = {}
@@ -28,9 +28,10 @@ def get_config(name: str) -> Config:
         ValueError: if there is none; the message suggests the nearest name.
     """
     if name not in _CONFIGS:
-        near = difflib.get_close_matches(name, _CONFIGS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, _CONFIGS, cutoff=0.4)
         raise ValueError(
-            f"unknown configuration {name!r}: {hint}Use one of {', '.join(names())}."
+            f"unknown configuration {name!r}: {hint}Use one of {', '.join(names())}, "
+            "a file that --print-config printed (FILE.json), or a function of your own "
+            "(FILE.py:FUNCTION)."
         )
     return _CONFIGS[name]()

@@ -7,6 +7,7 @@ and are not part of a run's identity.
 
 import dataclasses
 import pathlib
+import re
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -219,7 +220,7 @@ class Config:
     """A training run; a subclass for each model family sets the model.
 
     Attributes:
-        name: name of the registered configuration.
+        name: name of the configuration, which names the folders of its runs.
         seed: seed of initial weights, dropout, the order of examples and generated
             data.
         data: the source of the examples.
@@ -247,6 +248,8 @@ class Config:
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
     def __post_init__(self):  # noqa: D105
+        is_plain = re.fullmatch(r"\w[\w.-]*", self.name) is not None
+        require(is_plain, "name", self.name, "letters, digits and any of _ . -")
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         get_recipe(self.model.recipe)
         if self.model.recipe.endswith(INITIALIZED):

@@ -1,5 +1,6 @@
 """The command line: what a user can get wrong ends in one sentence and a code."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -8,6 +9,7 @@ import jax
 import pytest
 
 from experiments import cli, configs, train
+from loka_jax import jsonfile
 from loka_jax.train import session
 from loka_jax.train.guard import TrainingFailed
 
@@ -160,8 +162,124 @@ def test_a_workdir_that_holds_a_run_is_refused(run, tmp_path):
 def test_a_workdir_of_another_config_is_refused(run, tmp_path):
     (tmp_path / "config.json").write_text('{"seed": 5}')
     result = run(*GENERATED, "--workdir", tmp_path, "--resume")
-    assert_refused(result, "holds a run with another config", "resume with the config")
+    assert_refused(result, "holds a run with other options (--seed: saved 5, now 0; ")
     assert (tmp_path / "config.json").read_text() == '{"seed": 5}'
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A folder with the configuration of a run."""
+    config = configs.get_config("fp8_dlrm_tiny")
+    config = dataclasses.replace(config, seed=7)
+    jsonfile.write(tmp_path / "config.json", config.identity())
+    return tmp_path
+
+
+def test_the_configuration_of_a_resumed_run_is_in_its_workdir(workdir):
+    config = cli.parse(["--resume", "--workdir", str(workdir), "--loop.epochs", "3"])
+    expected = configs.get_config("fp8_dlrm_tiny")
+    loop = dataclasses.replace(expected.loop, epochs=3)
+    run = dataclasses.replace(expected.run, resume=True, workdir=workdir)
+    assert config == dataclasses.replace(expected, seed=7, loop=loop, run=run)
+
+
+@pytest.mark.usefixtures("no_data")
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (["--optim.lr", "0.5"], ["(--optim.lr: saved 0.002, now 0.5): leave these"]),
+        (["--recipe", "bf16"], ["--recipe: saved 'fp8_", "now 'bf16'"]),
+        (["--config", "bf16_dlrm_tiny"], ["--config: saved 'fp8_dlrm_tiny', now 'bf"]),
+    ],
+)
+def test_an_option_that_may_not_change_is_refused_on_resume(
+    run, workdir, options, parts
+):
+    result = run("--resume", "--workdir", workdir, *options)
+    assert_refused(result, *parts, "or choose another --workdir")
+
+
+@pytest.mark.usefixtures("no_data")
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        (None, ["holds no run to resume (config.json is missing)"]),
+        ("{", ["config.json is not JSON"]),
+        ("{}", ["config.json: model.kind is None, which is none of Dcnv2, Dlrm"]),
+    ],
+)
+def test_a_workdir_without_a_configuration_is_refused(run, tmp_path, content, parts):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert_refused(run("--resume", "--workdir", tmp_path), *parts)
+
+
+def test_what_print_config_prints_is_a_configuration(run, tmp_path):
+    options = ["--seed", "3", "--data.rows", "9", "8", "--norm", "layer"]
+    _, printed, _ = run(*GENERATED, "--print-config", *options)
+    (tmp_path / "mine.json").write_text(printed)
+    code, again, _ = run("--config", tmp_path / "mine.json", "--print-config")
+    assert (code, again) == (0, printed)
+    _, other, _ = run(f"--config={tmp_path}/mine.json", "--print-config", "--seed", "4")
+    assert other == printed.replace('"seed": 3', '"seed": 4')
+
+
+OWN = """
+import dataclasses
+from experiments.configs import get_config
+from sibling import SEED
+
+def my_dlrm():
+    return dataclasses.replace(get_config("fp8_dlrm_tiny"), name="mine", seed=SEED)
+
+def none():
+    pass
+
+def broken():
+    return dataclasses.replace(my_dlrm(), seed=-1)
+
+def bug():
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A user's file with configurations, and another file that it imports."""
+    (tmp_path / "sibling.py").write_text("SEED = 11")
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def test_a_configuration_may_be_a_function_in_the_users_file(own):
+    expected = configs.get_config("fp8_dlrm_tiny")
+    expected = dataclasses.replace(expected, name="mine", seed=12)
+    assert cli.parse(["--config", f"{own}:my_dlrm", "--seed", "12"]) == expected
+
+
+@pytest.mark.parametrize(
+    "function, parts",
+    [
+        ("my_dlmr", ["did you mean 'my_dlrm'?", "There are my_dlrm, none, broken"]),
+        ("", ["own.py:FUNCTION must name a function", "There are my_dlrm"]),
+        ("none", ["own.py:none returned a NoneType", "DlrmConfig"]),
+        ("broken", ["own.py, line 13: --seed -1 must be in 0..2147483647"]),
+        ("bug", ["own.py, line 16: ZeroDivisionError: division by zero"]),
+    ],
+)
+def test_a_users_function_that_gives_no_configuration_is_refused(
+    run, own, function, parts
+):
+    result = run("--config", f"{own}:{function}")
+    assert_refused(result, *parts)
+
+
+def test_a_users_file_that_is_no_python_is_refused(run, tmp_path):
+    (tmp_path / "own.py").write_text("x = 1\ndef f(:\n")
+    result = run("--config", tmp_path / "own.py:f")
+    assert_refused(result, f"{tmp_path}/own.py, line 2: SyntaxError: invalid syntax")
+    missing = run("--config", tmp_path / "other.py:f")
+    assert_refused(missing, "other.py: this file does not exist")
 
 
 @pytest.mark.usefixtures("no_data")
