@@ -159,14 +159,17 @@ class _Conversion:
                 yield split, Block(part, block.rows[chosen], block.file)
 
     def _learn(self) -> Encoding:
-        """Returns the encoding; reads the training rows only if it depends on them."""
+        """Returns the encoding; reads one block if it depends on no training rows."""
         learner = Learner(self.config, self.base)
-        if learner.needs_all_rows:
-            bad_rows = BadRows(self.config.max_bad_rows)
-            for _, block in self._blocks(("train",), bad_rows, "reading"):
-                self.rows_learned += block.table.num_rows
-                learner.add(block)
-        return learner.encoding()
+        bad_rows = BadRows(self.config.max_bad_rows)
+        for _, block in self._blocks(("train",), bad_rows, "reading"):
+            self.rows_learned += block.table.num_rows
+            learner.add(block)
+            if not learner.needs_all_rows:
+                break
+        encoding = learner.encoding()
+        self.facts = learner.facts(encoding)
+        return encoding
 
     def _standardizer(self) -> dict[str, list[float]] | None:
         if self.config.transform != "standardize":
@@ -223,6 +226,7 @@ class _Conversion:
             "policies": {name: getattr(self.config, name) for name in policies}
             | {"transform": self.config.transform, "encoding": self.config.encoding},
             "bad_rows": {"count": bad_rows.count, "samples": bad_rows.samples},
+            "categorical": self.facts,
             "totals": _sum_totals(splits),
             "splits": splits,
         }

@@ -110,11 +110,11 @@ class ValueCounter:
         order = [("count", "descending"), ("value", "ascending")]
         return self._merged().sort_by(order)
 
-    def vocabulary(self, min_count: int) -> pa.Array:
-        """Returns the values seen `min_count` times or more, most frequent first."""
-        table = self.ranked()
-        table = table.filter(pc.greater_equal(table["count"], min_count))
-        return table["value"].combine_chunks()
+
+def frequent(ranked: pa.Table, min_count: int) -> pa.Array:
+    """Returns the values that were counted `min_count` times or more, in order."""
+    is_frequent = pc.greater_equal(ranked["count"], min_count)
+    return ranked["value"].filter(is_frequent).combine_chunks()
 
 
 class VocabularyEncoder:

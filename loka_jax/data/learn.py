@@ -3,10 +3,13 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import functools
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from loka_jax.data.blocks import Block
+from loka_jax.data.column_facts import column_facts
 from loka_jax.data.config import MAX_ROWS, DataConfig
 from loka_jax.data.encoding import (
     Encoder,
@@ -14,6 +17,7 @@ from loka_jax.data.encoding import (
     ValueCounter,
     VocabularyEncoder,
     as_text,
+    frequent,
 )
 from loka_jax.data.records import Encoding
 from loka_jax.data.room import memory_bytes
@@ -39,18 +43,24 @@ class Learner:
         self._counters = [
             ValueCounter(MERGE_BYTES // max(len(names), 1)) for _ in names
         ]
+        self._num_counted = 0
         self._moments = Moments(len(self.columns.dense))
 
     @property
     def needs_all_rows(self) -> bool:
         """Whether the encoding depends on the training rows."""
+        return self._counts_all or self._standardizes
+
+    @property
+    def _counts_all(self) -> bool:
+        """Whether all values are counted; else those of the first block are."""
         if self._base is not None:
             return any(_has_room(encoder) for encoder in self._base.encoders)
-        return self._config.encoding != "hash" or self._standardizes
+        return self._config.encoding != "hash"
 
     @property
     def _standardizes(self) -> bool:
-        return self._config.transform == "standardize"
+        return self._base is None and self._config.transform == "standardize"
 
     def add(self, block: Block) -> None:
         """Adds the rows of a block.
@@ -62,11 +72,25 @@ class Learner:
         if self._standardizes:
             dense = clean_dense(block, self._config, self.columns.dense, Counts())
             self._moments.add(dense)
-        if self._config.encoding != "hash":
+        if self._counts_all or not self._num_counted:
+            self._num_counted += block.table.num_rows
             pairs = zip(self.columns.categorical, self._counters, strict=True)
             for column, counter in pairs:
                 counter.add(as_text(block, column))
             self._check_memory()
+
+    @functools.cached_property
+    def _ranked(self) -> list[pa.Table]:
+        """The counted values of each column; read once all rows are added."""
+        return [counter.ranked() for counter in self._counters]
+
+    def facts(self, encoding: Encoding) -> dict[str, dict]:
+        """Returns the facts on each categorical column, see `column_facts`."""
+        names, encoders = self.columns.categorical, encoding.encoders
+        return {
+            name: column_facts(name, encoder, ranked, self._num_counted)
+            for name, encoder, ranked in zip(names, encoders, self._ranked, strict=True)
+        }
 
     def encoding(self) -> Encoding:
         """Returns the encoding that the rows so far give.
@@ -89,7 +113,7 @@ class Learner:
             return self._extended(self._base.encoders[field], field)
         if config.encoding == "hash":
             return HashEncoder(column, config.hash_buckets)
-        values = self._counters[field].vocabulary(config.min_count)
+        values = frequent(self._ranked[field], config.min_count)
         if len(values) + config.reserve_rows >= MAX_ROWS:
             raise ValueError(
                 f"Column {column!r} has {len(values)} values, more than an int32 id "
@@ -102,7 +126,7 @@ class Learner:
         """Returns the encoder with new values in its reserved rows."""
         if not isinstance(known, VocabularyEncoder) or not known.reserved:
             return known
-        values = self._counters[field].vocabulary(self._config.min_count)
+        values = frequent(self._ranked[field], self._config.min_count)
         is_new = pc.invert(pc.is_in(values, value_set=known.values))
         new = values.filter(is_new)[: known.reserved]
         extended = pa.concat_arrays([known.values, new.cast(known.values.type)])

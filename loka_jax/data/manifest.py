@@ -116,8 +116,25 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
             counts = _typed(report, part, dict)
             for name in counts.keys() - {"samples"}:
                 _count(counts, name)
+        for facts in _typed(report, "categorical", dict).values():
+            _check_facts(facts)
     except _Refused as error:
         raise unusable(folder / MANIFEST, f"in its report, {error}") from None
+
+
+def _check_facts(facts: object) -> None:
+    """Refuses facts on a column that are not those of `column_facts`."""
+    if not isinstance(facts, dict):
+        raise _Refused("its 'categorical' has a column without facts")
+    _count(facts, "rows")
+    if facts.get("values") is not None:
+        _count(facts, "values")
+    if facts.get("warning") is not None:
+        _typed(facts, "warning", str)
+    for pair in _typed(facts, "most_frequent", list):
+        kinds = [type(part) for part in pair] if isinstance(pair, list) else None
+        if kinds != [str, int]:
+            raise _Refused("its 'most_frequent' are not values with counts")
 
 
 class _Refused(Exception):

@@ -22,6 +22,7 @@ from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train import run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
@@ -151,6 +152,7 @@ def _build(
     if saved is not None:
         _require_same_data(saved, run)
     print_data(console, run.splits.report)
+    print_columns(console, run.splits.report, run.tables.dim)
     print_sites(console, run.sites)
     print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
