@@ -86,11 +86,15 @@ class Learner:
 
     def facts(self, encoding: Encoding) -> dict[str, dict]:
         """Returns the facts on each categorical column, see `column_facts`."""
-        names, encoders = self.columns.categorical, encoding.encoders
-        return {
-            name: column_facts(name, encoder, ranked, self._num_counted)
-            for name, encoder, ranked in zip(names, encoders, self._ranked, strict=True)
-        }
+        facts, names = {}, self.columns.categorical
+        for field, (name, encoder) in enumerate(
+            zip(names, encoding.encoders, strict=True)
+        ):
+            ranked = self._ranked[field]
+            facts[name] = column_facts(name, encoder, ranked, self._num_counted)
+            if self._base is not None and self._counts_all:
+                facts[name] |= _growth(self._base.encoders[field], encoder, ranked)
+        return facts
 
     def encoding(self) -> Encoding:
         """Returns the encoding that the rows so far give.
@@ -127,8 +131,7 @@ class Learner:
         if not isinstance(known, VocabularyEncoder) or not known.reserved:
             return known
         values = frequent(self._ranked[field], self._config.min_count)
-        is_new = pc.invert(pc.is_in(values, value_set=known.values))
-        new = values.filter(is_new)[: known.reserved]
+        new = _unknown(values, known)[: known.reserved]
         extended = pa.concat_arrays([known.values, new.cast(known.values.type)])
         return VocabularyEncoder(extended, known.reserved - len(new))
 
@@ -145,3 +148,20 @@ class Learner:
 
 def _has_room(encoder: Encoder) -> bool:
     return isinstance(encoder, VocabularyEncoder) and encoder.reserved > 0
+
+
+def _unknown(values: pa.Array, known: VocabularyEncoder) -> pa.Array:
+    return values.filter(pc.invert(pc.is_in(values, value_set=known.values)))
+
+
+def _growth(before: Encoder, after: Encoder, ranked: pa.Table) -> dict[str, int]:
+    """Returns the number of new values, and of those with a row of their own."""
+    if not isinstance(before, VocabularyEncoder) or not isinstance(
+        after, VocabularyEncoder
+    ):
+        return {}
+    new = _unknown(ranked["value"].combine_chunks(), before)
+    return {
+        "new_values": len(new),
+        "new_rows": len(after.values) - len(before.values),
+    }

@@ -127,8 +127,10 @@ def _check_facts(facts: object) -> None:
     if not isinstance(facts, dict):
         raise _Refused("its 'categorical' has a column without facts")
     _count(facts, "rows")
-    if facts.get("values") is not None:
-        _count(facts, "values")
+    growth = ("new_values", "new_rows", "reserved") if "new_values" in facts else ()
+    values = () if facts.get("values") is None else ("values",)
+    for name in (*values, *growth):
+        _count(facts, name)
     if facts.get("warning") is not None:
         _typed(facts, "warning", str)
     for pair in _typed(facts, "most_frequent", list):

@@ -12,8 +12,8 @@ from loka_jax.data.files import existing, find_sources
 from loka_jax.data.identity import identity_of_generated, identity_of_shards
 from loka_jax.data.manifest import check_report
 from loka_jax.data.reader import ShardDataset
-from loka_jax.data.saved_encoding import digest_of
-from loka_jax.data.settings import SETTINGS, settings_of
+from loka_jax.data.saved_encoding import config_of, digest_of
+from loka_jax.data.settings import ENCODING_SETTINGS, SETTINGS, settings_of
 from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
 
 
@@ -58,6 +58,8 @@ def open_data(
     Raises:
         ValueError: one sentence with the file, row or option, and the remedy.
     """
+    if base is not None:
+        config = _with_encoding(config, base)
     if config.kind == "generated":
         return _open_generated(config, seed)
     if config.path is not None and is_shard_folder(existing(config.path)):
@@ -96,6 +98,24 @@ def _splits(folder: ShardFolder) -> Splits:
     )
 
 
+def _with_encoding(config: DataConfig, base: ShardFolder) -> DataConfig:
+    """Returns the options with those of an encoding.
+
+    Raises:
+        ValueError: if one that differs from the default is another there.
+    """
+    names = (*ENCODING_SETTINGS, "reserve_rows")
+    if config.kind != base.kind:
+        raise ValueError(
+            f"{base.path} encodes data of kind {base.kind}, not {config.kind}: set "
+            f"--data.kind {base.kind}."
+        )
+    _require_settings(config, base, names, "encodes with", "train a new run")
+    stored = config_of(base)
+    values = {name: getattr(stored, name) for name in names}
+    return dataclasses.replace(config, **values)
+
+
 def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
     """Checks that options differing from the defaults agree with the shards.
 
@@ -107,15 +127,28 @@ def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
             raise ValueError(
                 f"{folder.path} holds shards of all splits: leave out --data.{name}."
             )
+    _require_settings(
+        config, folder, SETTINGS, "was converted with", "convert the data again"
+    )
+
+
+def _require_settings(
+    config: DataConfig,
+    folder: ShardFolder,
+    names: tuple[str, ...],
+    relation: str,
+    remedy: str,
+) -> None:
+    """Raises ValueError for an option that is no default and not that of the folder."""
     defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
     requested = settings_of(config)
-    for name in SETTINGS:
+    for name in names:
         stored = folder.settings.get(name)
         if getattr(config, name) != defaults[name] and requested[name] != stored:
             raise ValueError(
-                f"{folder.path} was converted with {name} {str(stored)[:80]}, not "
+                f"{folder.path} {relation} {name} {str(stored)[:80]}, not "
                 f"{requested[name]}: leave out --data.{name.replace('_', '-')} or "
-                "convert the data again."
+                f"{remedy}."
             )
 
 

@@ -100,14 +100,18 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     if folder.standardizer is not None:
         mean, std = (np.array(folder.standardizer[part]) for part in ("mean", "std"))
     return Encoding(
-        config=_config(folder),
+        config=config_of(folder),
         encoders=tuple(_encoders(folder)),
         standardizer=Standardizer(mean, std),
     )
 
 
-def _config(folder: ShardFolder) -> DataConfig:
-    """Returns the options that a conversion was made with, but for its files."""
+def config_of(folder: ShardFolder) -> DataConfig:
+    """Returns the options that a conversion was made with, but for its files.
+
+    Raises:
+        ValueError: if they are not what conversions write.
+    """
     hints = typing.get_type_hints(DataConfig)
     values: dict[str, typing.Any] = {"kind": folder.kind}
     values |= {name: folder.settings.get(name) for name in SETTINGS}

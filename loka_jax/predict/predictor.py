@@ -27,14 +27,11 @@ from loka_jax.data.saved_encoding import load_encoding
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.optim.rows import Sgd
-from loka_jax.train import metrics, run_encoding
+from loka_jax.train import metrics
 from loka_jax.train.build import Network, network
-from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import read_config
-from loka_jax.train.manifest import Saved
 from loka_jax.train.planning import saved_plan
-from loka_jax.train.record import BEST, CHECKPOINTS, CONFIG, steps_in
+from loka_jax.train.source_run import SourceRun, open_run
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import make_eval_step
 
@@ -162,55 +159,21 @@ def load(
         ValueError: if the folder holds no run, none of its checkpoints is whole, or it
             was trained on generated clicks.
     """
-    workdir = pathlib.Path(run).expanduser()
-    if not (workdir / CONFIG).is_file():
-        raise ValueError(
-            f"{workdir} holds no run ({CONFIG} is missing): name the --workdir of one."
-        )
-    config = read_config(workdir / CONFIG)
-    checkpoints, saved = newest_checkpoint(workdir)
-    folder = run_encoding.read(saved, workdir)
-    if folder is None:
-        raise ValueError(
-            f"{workdir} was trained on generated clicks, or by a version that kept no "
-            "vocabulary in the run: train on files to score files."
-        )
-    encoding = load_encoding(folder)
+    source = open_run(pathlib.Path(run), best=True)
+    config, saved = source.config, source.saved
+    encoding = load_encoding(source.encoding())
     net = network(config, encoding.schema)
     sites = net.list_sites(DispatchPlan())
     chosen = saved_plan(saved.meta["plan"], sites) if plan == "saved" else None
     model = nn.Planned(config.model, () if chosen is None else chosen.choices)
-    state = _read_state(checkpoints, saved, config, net, len(encoding.schema.dense))
+    state = _read_state(source, net, len(encoding.schema.dense))
     run_step = jax.jit(make_eval_step(model, net.tables), donate_argnums=1)
     return Predictor(config, encoding, saved.step, state, run_step)
 
 
-def newest_checkpoint(workdir: pathlib.Path) -> tuple[Checkpoints, Saved]:
-    """Returns the checkpoint that a run's final evaluation judged, and its folder.
-
-    Raises:
-        ValueError: if nothing was saved, or nothing whole is left.
-    """
-    for name in (BEST, CHECKPOINTS):
-        path = workdir / name
-        if path.is_dir() and steps_in(path):
-            checkpoints = Checkpoints(path)
-            saved = checkpoints.newest()
-            if saved is not None:
-                return checkpoints, saved
-    raise ValueError(
-        f"{workdir} has no checkpoint yet: wait for its first one, or train it again."
-    )
-
-
-def _read_state(
-    checkpoints: Checkpoints,
-    saved: Saved,
-    config: Config,
-    net: Network,
-    num_dense: int,
-) -> TrainState:
+def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
     """Returns the part of a checkpoint's state that scores depend on."""
+    config = source.config
 
     def initial() -> dict[str, Any]:
         state = init_state(
@@ -224,16 +187,7 @@ def _read_state(
         )
         return {name: getattr(state, name) for name in _READ}
 
-    leaves = {
-        name: leaf
-        for name, leaf in saved.leaves.items()
-        if name.split("/", 1)[0] in _READ
-    }
-    read = checkpoints.read(
-        saved._replace(leaves=leaves),
-        jax.eval_shape(initial),
-        config=config.identity(),
-    )
+    read = source.checkpoints.read(source.saved.only(_READ), jax.eval_shape(initial))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         **read,

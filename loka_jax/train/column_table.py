@@ -1,4 +1,4 @@
-"""Prints the categorical columns: their tables and what is in them."""
+"""Prints what is in the categorical columns, and the quality by day."""
 
 from typing import Any
 
@@ -46,6 +46,31 @@ def print_columns(console: Console, report: dict[str, Any], dim: int):
     hidden = f" ({more:,} columns are not shown)" if more > 0 else ""
     total = f"{rows:,} rows x {dim} = {rows * dim:,} parameters in tables{hidden}."
     console.print(total)
-    for facts in columns.values():
+    for name, facts in columns.items():
+        if facts.get("new_values") is not None:
+            console.print(plain(_growth(name, facts)))
         if facts.get("warning"):
             console.print(plain(f"Warning: {facts['warning']}"))
+
+
+def _growth(name: str, facts: dict[str, Any]) -> str:
+    new, rows = facts["new_values"], facts["new_rows"]
+    return (
+        f"{name}: {new:,} new values, {rows:,} of them in reserved rows, of which "
+        f"{facts['reserved']:,} are left; {new - rows:,} share id 0."
+    )
+
+
+def print_days(console: Console, days: tuple[dict[str, Any], ...]):
+    """Prints the quality of each day, newest last, before it was trained on."""
+    for day in days:
+        values = (
+            f"{name} {'n/a' if day[key] is None else format(day[key], '.5f')}"
+            for name, key in (("AUC", "auc"), ("log loss", "logloss"), ("NE", "ne"))
+        )
+        console.print(
+            plain(
+                f"Before training on {day['data']} ({day['examples']:,} rows): "
+                f"{'  '.join(values)}"
+            )
+        )

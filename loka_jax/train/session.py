@@ -19,7 +19,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
-from loka_jax.train import run_encoding
+from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.column_table import print_columns
@@ -44,6 +44,7 @@ from loka_jax.train.record import (
     versions,
 )
 from loka_jax.train.signals import StopRequest, stop_on_signals
+from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 
 # Options in which a resumed run may differ from the stopped one.
@@ -112,9 +113,16 @@ def train(
         record = stack.enter_context(_record(config, workdir))
         folders = _open_folders(stack, config, workdir)
         saved = folders.newest.newest() if config.run.resume else None
-        base = None if saved is None else run_encoding.read(saved, workdir)
-        run = _build(config, console, saved, base)
-        loop = _open_loop(stack, run, saved, record, folders, console)
+        source = next_day.source_of(config) if saved is None else None
+        base = source and source.encoding()
+        if saved is not None:
+            base = run_encoding.read(saved, workdir)
+        run = _build(config, console, saved or (source and source.saved), base)
+        if saved is not None:
+            _require_same_data(saved, run)
+        loop = _open_loop(stack, run, saved or source, record, folders, console)
+        if source is not None:
+            next_day.begin(loop, source, record, console)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
         with stop.deferred():
@@ -146,11 +154,9 @@ def _build(
     saved: Saved | None = None,
     base: ShardFolder | None = None,
 ) -> Run:
-    """Builds the run and prints its data, sites and plan."""
+    """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
     plan = None if saved is None else saved.meta.get("plan", {})
     run = build(config, plan, lambda sentence: console.print(plain(sentence)), base)
-    if saved is not None:
-        _require_same_data(saved, run)
     print_data(console, run.splits.report)
     print_columns(console, run.splits.report, run.tables.dim)
     print_sites(console, run.sites)
@@ -264,14 +270,16 @@ def _open_folders(
 def _open_loop(
     stack: contextlib.ExitStack,
     run: Run,
-    saved: Saved | None,
+    start: Saved | SourceRun | None,
     record: RunRecord,
     folders: _Folders,
     console: Console,
 ) -> Loop:
-    """Returns the loop, at the checkpoint or at step 0."""
+    """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
     config = run.config
-    state = run.init()
+    saved = start if isinstance(start, Saved) else None
+    is_next = isinstance(start, SourceRun)
+    state = next_day.initial_state(run, start) if is_next else run.init()
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         state = folders.newest.read(saved, state, config=config.identity())
@@ -283,7 +291,8 @@ def _open_loop(
     folders.newest.require_space(state)
     if config.optim.plateau_patience is not None:
         folders.best.require_space(state)
-    record.start(progress.step)
+    # A run that begins again scores its day again.
+    record.start(-1 if saved is None else progress.step)
     run_encoding.keep(run.splits, record.workdir)
     display = TrainingProgress(console, run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
@@ -353,6 +362,7 @@ def _finish(loop: Loop, stop: StopRequest) -> dict[str, Any]:
         "changes": progress.changes,
         "returns": progress.returns,
         "warnings": progress.scale_watch.warnings,
+        "days": progress.days,
         "data": splits.report,
     }
 

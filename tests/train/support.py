@@ -20,7 +20,13 @@ from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
 from loka_jax.train import build as build_lib
 from loka_jax.train import drift_looks, session
-from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
+from loka_jax.train.config import (
+    Config,
+    DlrmConfig,
+    EmbeddingConfig,
+    LoopConfig,
+    RunOptions,
+)
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
 MODEL = Dlrm(
@@ -46,7 +52,7 @@ def config(workdir=None, *, seed=0, patience=None, data=None, **loop):
     )
 
 
-def train(config: DlrmConfig) -> tuple[int, str]:
+def train(config: Config) -> tuple[int, str]:
     """Trains in this process; returns the exit code and what was printed."""
     out = io.StringIO()
     done = session.train(config, [], Console(file=out, width=120, soft_wrap=True))
