@@ -77,6 +77,7 @@ class Learner:
             pairs = zip(self.columns.categorical, self._counters, strict=True)
             for column, counter in pairs:
                 counter.add(as_text(block, column))
+        if self._counts_all:
             self._check_memory()
 
     @functools.cached_property
