@@ -1,6 +1,7 @@
 """The command line of the experiments: a named configuration and typed overrides."""
 
 import dataclasses
+import difflib
 import pathlib
 import sys
 from collections.abc import Callable
@@ -9,7 +10,10 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from experiments.arguments import asks_for_help, take
 from experiments.configs import find_config, names
+from experiments.first_help import short_help
+from experiments.options import parse_options
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.config_file import read_config
@@ -17,20 +21,23 @@ from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.next_day import default_config
 from loka_jax.train.record import CONFIG
 
-_USAGE = "usage: python experiments/{script} --config NAME [--option value ...]"
 
+def parse(arguments: list[str], script: str = "train.py") -> Config:
+    """Returns the configuration that the command line describes.
 
-def parse(arguments: list[str]) -> Config:
-    """Returns the configuration that `--config NAME` and the overrides describe.
+    It is that of `--config`, or of the run in `--workdir`, with the other options over
+    it.
+
+    Args:
+        arguments: the command line.
+        script: name of the script in experiments/.
 
     Raises:
-        ValueError: if the name is missing or unknown.
-        SystemExit: with code 2 for an unknown option or a bad value (tyro's message),
-            with 0 after `--help`.
+        ValueError: in one sentence, for an unknown configuration or option.
+        SystemExit: with code 2 for a bad value (tyro's message), with 0 after `--help`.
     """
-    default, rest = _default(arguments, "train.py")
-    prog = f"train.py --config {default.name}"
-    return tyro.cli(type(default), default=default, args=rest, prog=prog)
+    default, rest = _default(arguments, script)
+    return parse_options(default, rest, script, config=default.name)
 
 
 def parse_with(
@@ -51,11 +58,8 @@ def parse_with(
             *((name, _type(value)) for name, value in options.items()),
         ],
     )
-    parsed = tyro.cli(
-        combined,
-        default=combined(default, **options),
-        args=rest,
-        prog=f"{script} --config {default.name}",
+    parsed = parse_options(
+        combined(default, **options), rest, script, config=default.name
     )
     return parsed.run, {name: getattr(parsed, name) for name in options}
 
@@ -70,13 +74,13 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     It is the one named by `--config`, or else that of the run in `--init-from`, or in
     `--workdir`.
     """
-    name, rest = _take(arguments, "--config")
+    name, rest = take(arguments, "--config")
     if name is not None:
         return find_config(name), rest
-    source, _ = _take(rest, "--init-from")
+    source, _ = take(rest, "--init-from")
     if source is not None:
         return default_config(pathlib.Path(source)), rest
-    workdir, _ = _take(rest, "--workdir")
+    workdir, _ = take(rest, "--workdir")
     if workdir is not None:
         saved = pathlib.Path(workdir) / CONFIG
         if saved.exists():
@@ -86,13 +90,14 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
                 f"{workdir} holds no run to resume ({CONFIG} is missing): name the "
                 "folder of a run, or begin one with --config NAME."
             )
-    if "--help" in rest or "-h" in rest:
-        print(_USAGE.format(script=script))
-        print(f"configurations: {', '.join(names())}")
+    if asks_for_help(rest):
+        print(short_help(script))
         raise SystemExit(0)
+    near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
+    hint = f"did you mean --config by {near[0]}? Else " if near else ""
     raise ValueError(
-        f"--config NAME is missing: use one of {', '.join(names())}; or resume a run "
-        "with --resume --workdir FOLDER."
+        f"--config NAME is missing: {hint}use one of {', '.join(names())}; or resume a "
+        "run with --resume --workdir FOLDER."
     )
 
 
@@ -127,16 +132,3 @@ def run_cli(command: Callable[[], int]) -> int:
 def _fail(sentence: str, code: int) -> int:
     print(f"error: {printable(sentence)}", file=sys.stderr)
     return code
-
-
-def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Returns the value of an option, or None, and the other arguments."""
-    for i, argument in enumerate(arguments):
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
-        if argument == option:
-            values = arguments[i + 1 : i + 2]
-            if not values or values[0].startswith("-"):
-                return None, arguments[:i] + arguments[i + 1 :]
-            return values[0], arguments[:i] + arguments[i + 2 :]
-    return None, arguments

@@ -1,23 +1,28 @@
 """Converts click logs to memory-mapped shards, or checks a folder of them.
 
-    python experiments/convert.py --kind criteo --path train.txt.gz --out shards/
-    python experiments/convert.py --path clicks.csv --label click \\
-        --categorical user item --dense price --out shards/
+    python experiments/convert.py --data.kind criteo --data.path clicks.txt.gz \\
+        --out shards/
+    python experiments/convert.py --data.path clicks.csv --data.label click \\
+        --data.categorical user item --data.dense price --out shards/
     python experiments/convert.py --verify shards/
 
 Train on the result with `--data.path shards/`. An error in the input ends the
 conversion with one sentence and exit code 2, and leaves nothing behind.
 """
 
+import sys
+
+from experiments.first_help import first_help
+
+if __name__ == "__main__":  # the imports below take seconds
+    first_help(sys.argv[1:], "convert.py")
+
 import dataclasses
 import json
 import pathlib
 import signal
-import sys
-from typing import Annotated
 
-import tyro
-
+from experiments.options import parse_options
 from loka_jax.data.config import DataConfig
 from loka_jax.data.convert import convert
 from loka_jax.data.files import existing, find_sources
@@ -34,7 +39,7 @@ class Arguments:
         verify: a folder of shards to check by sizes and digests; nothing is converted.
     """
 
-    data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig(kind="table")
+    data: DataConfig = DataConfig(kind="table")
     out: str | None = None
     verify: str | None = None
 
@@ -43,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so cleans up
     try:
-        _run(tyro.cli(Arguments, args=argv, description=__doc__))
+        arguments = sys.argv[1:] if argv is None else argv
+        _run(parse_options(Arguments(), arguments, "convert.py"))
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         return 130
@@ -52,8 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error.strerror or error}{name}", file=sys.stderr)
         return 2
     except ValueError as error:
-        # This script's options lack the prefix of the training script's.
-        print(f"error: {str(error).replace('--data.', '--')}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -67,7 +72,8 @@ def _run(arguments: Arguments) -> None:
         raise ValueError("The target is missing: name a new folder with --out.")
     if arguments.data.kind == "generated":
         raise ValueError(
-            "Generated data needs no conversion: use --kind criteo or --kind table."
+            "Generated data needs no conversion: use --data.kind criteo or "
+            "--data.kind table."
         )
     target = pathlib.Path(arguments.out).expanduser()
     convert(arguments.data, find_sources(arguments.data), target, progress=_show)

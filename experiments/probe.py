@@ -10,10 +10,16 @@ probe.json and probe.html into the workdir. Options are those of train.py, and
 Exit codes: those of train.py.
 """
 
+import sys
+
+from experiments.first_help import first_help
+
+if __name__ == "__main__":  # the imports below take seconds
+    first_help(sys.argv[1:], "probe.py")
+
 import dataclasses
 import pathlib
 import shlex
-import sys
 
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile

@@ -10,6 +10,12 @@ training itself failed; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
 
 import sys
 
+from experiments.first_help import first_help
+
+if __name__ == "__main__":  # the imports below take seconds
+    first_help(sys.argv[1:], "train.py")
+
+
 from experiments.cli import parse, run_cli
 from loka_jax.train.session import train
 

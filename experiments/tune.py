@@ -15,9 +15,15 @@ measured; name a new file to measure everything again. Options are those of trai
 Exit codes: those of train.py.
 """
 
+import sys
+
+from experiments.first_help import first_help
+
+if __name__ == "__main__":  # the imports below take seconds
+    first_help(sys.argv[1:], "tune.py")
+
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
 

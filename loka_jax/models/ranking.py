@@ -14,7 +14,9 @@ class RankingModel(linen.Module):
 
     Attributes:
         recipe: precision of every site but the head, which is float32: a logit in
-            bfloat16 would cost more NE than FP8 does.
+            bfloat16 would cost more NE than FP8 does. One of bf16, f32, fp8_tensorwise,
+            fp8_tensorwise_delayed, fp8_tensorwise_delayed_bf16_drhs, fp8_rowwise,
+            fp8_rowwise_bf16_drhs, fp8_blockwise.
         norm: norm of every layer of the MLPs.
         activation: activation of every layer of the MLPs.
         dropout_rate: dropout rate of the last MLP.

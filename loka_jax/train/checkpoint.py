@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +90,15 @@ class Checkpoints:
         """Closes the checkpoints."""
         self.close()
 
-    def require_space(self, state: Any) -> None:
-        """Checks, before the first step, that the checkpoints of a run will fit.
+    @property
+    def directory(self) -> Path:
+        """The folder of the steps."""
+        return self._directory
 
-        Args:
-            state: a pytree of arrays or `jax.ShapeDtypeStruct`.
-
-        Raises:
-            ValueError: if the disk has less space than the checkpoints that are kept
-                and the one in progress need beside those that are there.
-        """
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+    def copies_to_come(self) -> int:
+        """Returns how many checkpoints there will be at most beside those there are."""
         # The oldest checkpoint is removed after the newest has been saved.
-        copies = max(self._keep - len(self._steps()), 0) + 1
-        self._require_copies(copies, sum(sizes))
+        return max(self._keep - len(self._steps()), 0) + 1
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts saving `state` as `step`, after any earlier save has ended.
@@ -135,7 +131,8 @@ class Checkpoints:
         meta = jsonfile.as_dict(jsonfile.jsonable(meta, nan_as_null=False))
         saved = Saved(step, meta, shapes)
         arrays = {name: array for name, (array, _) in leaves.items()}
-        self._require_copies(1, sum(array.nbytes for array in arrays.values()))
+        size = sum(array.nbytes for array in arrays.values())
+        _require_copies(self._directory, 1, size)
         # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
             target=self._save_twice, args=(saved, arrays), name="checkpoint"
@@ -256,16 +253,6 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         return steps_in(self._directory)
 
-    def _require_copies(self, copies: int, state_bytes: int) -> None:
-        needed = int(_DISK_BYTES * copies * state_bytes)
-        free = shutil.disk_usage(self._directory).free
-        if free < needed:
-            raise ValueError(
-                f"{self._directory} needs {needed:,} bytes for {copies} more "
-                f"checkpoints, and {free:,} are free there: free {needed - free:,} "
-                "bytes, lower --loop.keep-checkpoints, or choose another --workdir."
-            )
-
     def _save_twice(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
         """Saves in the background thread, trying twice; `wait` raises a failure."""
         what = f"step {saved.step}"
@@ -344,6 +331,42 @@ class Checkpoints:
         )
         with _manager(self._directory) as manager:
             return manager.restore(step, args=args)
+
+
+def require_space(folders: Sequence[Checkpoints], state: Any) -> None:
+    """Checks, before the first step, that the checkpoints of a run will fit.
+
+    Args:
+        folders: all that the run saves to. Those on one file system share its space.
+        state: a pytree of arrays or `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: if a file system has less space than the checkpoints that are kept
+            and those in progress need beside the ones that are there.
+    """
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+    by_device: dict[int, list[Checkpoints]] = {}
+    for folder in folders:
+        by_device.setdefault(folder.directory.stat().st_dev, []).append(folder)
+    for together in by_device.values():
+        copies = sum(folder.copies_to_come() for folder in together)
+        _require_copies(together[0].directory, copies, sum(sizes))
+
+
+def _require_copies(directory: Path, copies: int, state_bytes: int) -> None:
+    """Raises ValueError if a file system has no space for so many more checkpoints."""
+    needed = int(_DISK_BYTES * copies * state_bytes)
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        folders = (directory, *directory.parents)
+        mount = next(folder for folder in folders if folder.is_mount())
+        more = "checkpoint" if copies == 1 else "checkpoints"
+        raise ValueError(
+            f"{directory} needs {needed:,} bytes for {copies} more {more}, and "
+            f"{free:,} are free on its file system ({mount}): free "
+            f"{needed - free:,} bytes there, lower --loop.keep-checkpoints, or choose "
+            "another --workdir."
+        )
 
 
 def _manager(directory: Path) -> ocp.CheckpointManager:

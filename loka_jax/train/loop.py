@@ -117,7 +117,8 @@ class Loop:
                     break
         if not self._save_is_due():
             self._save()
-        self._checkpoints.wait()
+        with self._display.doing("saving"):
+            self._checkpoints.wait()
         if not stop.is_set:
             verdict.refuse_ruin(self.run, self.state, self.progress)
 
@@ -148,8 +149,10 @@ class Loop:
             scales_initialized=self._ready_for_initialized_step(),
             probe=self.run.config.probe.config_at(step),
         )
+        activity = "training" if take_step.has_run else "compiling"
         try:
-            self.state = take_step(self.state, batch)
+            with self._display.doing(activity):
+                self.state = take_step(self.state, batch)
         except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.
             reasons = replan.why_demoted(self.run.plan, error)
@@ -183,9 +186,10 @@ class Loop:
     def _look_at_operands(self, batch: Batch):
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
         if self.progress.step and self._is_due(self.run.config.loop.look_every):
-            self.progress = self._drift.after(
-                self.run, self.state, self.progress, batch
-            )
+            with self._display.doing("looking at operands"):
+                self.progress = self._drift.after(
+                    self.run, self.state, self.progress, batch
+                )
 
     def _follow_drift(self):
         """Demotes drifted sites, and returns others, before the next checkpoint."""
@@ -249,9 +253,10 @@ class Loop:
     def _take_look(self, batch: Batch):
         """Looks at delayed scales at fixed steps, so that resumed runs do the same."""
         if self._is_due(LOOK_STEPS) or self._ends():
-            self.progress = self._looks.after(
-                self.run, self.state, self.progress, batch
-            )
+            with self._display.doing("looking at scales"):
+                self.progress = self._looks.after(
+                    self.run, self.state, self.progress, batch
+                )
 
     def _explained(self, symptom: Diverged) -> Diverged:
         self._checkpoints.wait()
@@ -282,7 +287,8 @@ class Loop:
     def _evaluate(self):
         self._tick()
         self._refuse_skipping()
-        values = quality(self.run, self.state, self.run.splits.valid)
+        with self._display.doing("evaluating"):
+            values = quality(self.run, self.state, self.run.splits.valid)
         line = log_lines.evaluation(self.progress, values)
         self._record.log(line)
         self._display.evaluation(self.progress.step, line)
@@ -292,7 +298,8 @@ class Loop:
         if after.best != plateau.best:
             self.progress = dataclasses.replace(self.progress, best=line)
             if optim.plateau_patience is not None:
-                self._best.save(self.progress.step, self.state, self._meta())
+                with self._display.doing("saving"):
+                    self._best.save(self.progress.step, self.state, self._meta())
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
         self._clock.restart()
@@ -307,8 +314,9 @@ class Loop:
                 f"step {self.progress.step:,}: not saved, as the loss is out of bounds."
             )
             return
-        self._best.wait()  # so that a kill cannot lose the best state of a checkpoint
-        self._checkpoints.save(self.progress.step, self.state, self._meta())
+        with self._display.doing("saving"):
+            self._best.wait()  # so that a kill cannot lose a checkpoint's best state
+            self._checkpoints.save(self.progress.step, self.state, self._meta())
         self._clock.restart()
 
     def _meta(self) -> dict[str, Any]:

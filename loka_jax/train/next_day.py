@@ -16,13 +16,15 @@ import optax
 from rich.console import Console
 
 from loka_jax import jsonfile
-from loka_jax.train import log_lines
+from loka_jax.data.shards import ShardFolder
+from loka_jax.train import log_lines, run_encoding
 from loka_jax.train.build import Run
 from loka_jax.train.column_table import print_days
 from loka_jax.train.config import Config
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
 from loka_jax.train.loop import Loop
+from loka_jax.train.manifest import Saved
 from loka_jax.train.progress import plain
 from loka_jax.train.record import RunRecord
 from loka_jax.train.source_run import SourceRun, open_run, read_config_of
@@ -61,6 +63,19 @@ def source_of(config: Config) -> SourceRun | None:
             f"({'; '.join(changed[:5])}): leave out these options, and --config."
         )
     return source
+
+
+def base_of(
+    saved: Saved | None, source: SourceRun | None, workdir: pathlib.Path
+) -> ShardFolder | None:
+    """Returns the encoding of a resumed run, or of the run to go on from, or None.
+
+    Raises:
+        ValueError: if it is missing, damaged, or another one.
+    """
+    if saved is not None:
+        return run_encoding.read(saved, workdir)
+    return None if source is None else source.encoding()
 
 
 def _is_fixed(field: str) -> bool:

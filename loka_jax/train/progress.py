@@ -4,18 +4,25 @@ Texts come from files, compilers and paths too. So none is read as markup of Ric
 control characters are shown as escapes.
 """
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from loka_jax.dispatch.plan import DispatchPlan
@@ -24,6 +31,7 @@ from loka_jax.recipe import ROLES
 from loka_jax.terminal import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SILENT_SECONDS = 2.0  # what takes longer is named
 
 
 def plain(text: str) -> Text:
@@ -31,37 +39,97 @@ def plain(text: str) -> Text:
     return Text(printable(text))
 
 
+class _Now(ProgressColumn):
+    """Shows a text that is asked for whenever the line is drawn."""
+
+    def __init__(self, text: Callable[[], str]):
+        super().__init__(Column(no_wrap=True))
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text(), style="bold")
+
+
+class _Line(Progress):
+    """A line that leaves room for what the terminal adds on Ctrl-C.
+
+    If "^C" went to a line of its own, this one would not be found again, and stay.
+    """
+
+    def get_renderable(self) -> RenderableType:
+        return _Narrow(super().get_renderable())
+
+
+class _Narrow:
+    def __init__(self, content: RenderableType):
+        self._content = content
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Segment]:
+        width = max(options.max_width - len("^C") - 1, 1)
+        yield from console.render(self._content, options.update_width(width))
+
+
 class TrainingProgress:
-    """A progress bar with loss, NE, examples/s and time left.
+    """What a run is doing, on one line: while training a bar with loss, NE and rate.
 
     If the output is not a terminal (a log file), a line every ten seconds instead.
     """
 
-    def __init__(self, console: Console, total_steps: int, first_step: int):
-        """Prepares for steps `first_step` to `total_steps`."""
+    def __init__(
+        self, console: Console, *, is_stopping: Callable[[], bool] = lambda: False
+    ):
+        """Prepares to show what is being done.
+
+        Args:
+            console: where.
+            is_stopping: whether the user has asked the run to stop.
+        """
         self._console = console
-        self._total = total_steps
+        self._is_stopping = is_stopping
+        self._activity = "starting"
+        self._total: int | None = None
         self._last_line = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            TimeRemainingColumn(),
+        self._bar = _Line(
+            SpinnerColumn("line"),
+            _Now(self._now),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(
-            "training", total=total_steps, completed=first_step, numbers=""
-        )
+        self._task = self._bar.add_task("", total=None, numbers="")
 
     def __enter__(self) -> "TrainingProgress":
-        """Shows the bar."""
+        """Shows what is being done."""
         self._bar.start()
         return self
 
     def __exit__(self, *_):
-        """Leaves the bar as it is."""
+        """Closes the line."""
+        self.close()
+
+    def begin(self, total_steps: int, first_step: int):
+        """Shows a bar from now on, of the steps `first_step` to `total_steps`."""
+        self._total = total_steps
+        self._activity = "training"
+        self._bar.columns = (
+            *self._bar.columns,
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn(
+                "{task.fields[numbers]}",
+                markup=False,
+                table_column=Column(no_wrap=True),
+            ),
+            TimeRemainingColumn(),
+        )
+        self._bar.update(self._task, total=total_steps, completed=first_step)
+
+    def close(self):
+        """Leaves the bar as it is, if there is one."""
+        if self._is_stopping():
+            self._activity = "stopped"
+        self._bar.live.transient = self._total is None
         self._bar.stop()
 
     def step(self, step: int):
@@ -86,6 +154,37 @@ class TrainingProgress:
     def say(self, text: str):
         """Prints a sentence."""
         self._console.print(plain(text))
+
+    @contextlib.contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Shows what takes the time within the block, such as "compiling".
+
+        If the output is not a terminal, a line says so after two seconds.
+        """
+        if activity == self._activity:
+            yield
+            return
+        before = self._activity
+        self._show(activity)
+        note = threading.Timer(_SILENT_SECONDS, self.say, [f"{activity} ..."])
+        note.daemon = True
+        if not self._console.is_terminal:
+            note.start()
+        try:
+            yield
+        finally:
+            note.cancel()
+            self._show(before)
+
+    def _show(self, activity: str):
+        self._activity = activity
+        self._bar.refresh()
+
+    def _now(self) -> str:
+        """Returns what is being done, as the line shows it."""
+        if self._is_stopping() and self._activity != "stopped":
+            return f"stopping, {self._activity}"
+        return self._activity
 
     def evaluation(self, step: int, line: dict):
         """Prints the results of an evaluation."""

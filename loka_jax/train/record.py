@@ -35,6 +35,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
+from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
@@ -351,14 +352,20 @@ def _check_owner(
             "another --workdir."
         )
     changed = [
-        line
+        line.split(": ", 1)
         for line in jsonfile.explain_mismatch(jsonfile.read(path), dict(config))
-        if not any(_covers(name, line.split(": ", 1)[0]) for name in may_change)
     ]
-    if changed:
+    refused = [
+        f"{option_of(field)}: {values}"
+        for field, values in changed
+        if not any(_covers(name, field) for name in may_change)
+    ]
+    if refused:
+        refused.sort(key=lambda line: ": not saved" in line)  # those given come first
         raise ValueError(
-            f"{workdir} holds a run with another config ({'; '.join(changed[:5])}): "
-            "resume with the config it began with, or choose another --workdir."
+            f"{workdir} holds a run with other options ({'; '.join(refused[:5])}): "
+            "leave these options out to go on as it began (--resume --workdir "
+            f"{workdir}), or choose another --workdir."
         )
 
 

@@ -5,7 +5,6 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import os
 import pathlib
 import shlex
 from typing import Any, NamedTuple
@@ -21,9 +20,10 @@ from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, require_space
 from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
+from loka_jax.train.device_notice import device_notice
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
 from loka_jax.train.loop import Loop
@@ -105,34 +105,43 @@ def train(
         return Trained(0)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
-        console.print(device_notice(config.run.require_gpu))
+        display = TrainingProgress(console, is_stopping=lambda: stop.is_set)
+        stack.enter_context(display)
+        with display.doing("looking for a GPU"):
+            notice = device_notice(config.run.require_gpu)
+        console.print(notice)
         if config.run.dry_run:
-            return Trained(_compile(_build(config, console), console))
+            run = _build(config, console, display)
+            with display.doing("compiling"):
+                return Trained(_compile(run, console))
         workdir = choose_workdir(config)
         # Locked before the data are read, which can take long.
         record = stack.enter_context(_record(config, workdir))
         folders = _open_folders(stack, config, workdir)
-        saved = folders.newest.newest() if config.run.resume else None
-        source = next_day.source_of(config) if saved is None else None
-        base = source and source.encoding()
-        if saved is not None:
-            base = run_encoding.read(saved, workdir)
-        run = _build(config, console, saved or (source and source.saved), base)
+        with display.doing("checking the checkpoint"):
+            saved = folders.newest.newest() if config.run.resume else None
+            source = next_day.source_of(config) if saved is None else None
+        base = next_day.base_of(saved, source, workdir)
+        run = _build(config, console, display, saved or source, base)
         if saved is not None:
             _require_same_data(saved, run)
-        loop = _open_loop(stack, run, saved or source, record, folders, console)
+        loop = _open_loop(stack, run, saved or source, record, folders, display)
         if source is not None:
-            next_day.begin(loop, source, record, console)
+            with display.doing("evaluating"):
+                next_day.begin(loop, source, record, console)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
         with stop.deferred():
             loop.train(stop)
         run = loop.run  # sites may have been demoted
         record.write_sites([site.as_row() for site in run.sites])
-        summary = _finish(loop, stop)
+        with display.doing("evaluating"):
+            summary = _finish(loop, stop)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
         record.write_summary(summary | {"command": command})
-        page = write_run_page(workdir / "report.html", read_run(workdir))
+        with display.doing("writing the report"):
+            page = write_run_page(workdir / "report.html", read_run(workdir))
+        display.close()
         _print_end(console, summary, page, loop.saved_step())
         return Trained(stop.exit_code, workdir, run, loop.state)
 
@@ -151,12 +160,15 @@ def standard_output() -> Console:
 def _build(
     config: Config,
     console: Console,
-    saved: Saved | None = None,
+    display: TrainingProgress,
+    start: Saved | SourceRun | None = None,
     base: ShardFolder | None = None,
 ) -> Run:
     """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
+    saved = start.saved if isinstance(start, SourceRun) else start
     plan = None if saved is None else saved.meta.get("plan", {})
-    run = build(config, plan, lambda sentence: console.print(plain(sentence)), base)
+    with display.doing("preparing data, model and plan"):
+        run = build(config, plan, display.say, base)
     print_data(console, run.splits.report)
     print_columns(console, run.splits.report, run.tables.dim)
     print_sites(console, run.sites)
@@ -178,37 +190,6 @@ def _require_same_data(saved: Saved, run: Run):
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "
             "--workdir."
         )
-
-
-def device_notice(require_gpu: bool) -> str:
-    """Returns a sentence that names the device.
-
-    Raises:
-        ValueError: if a GPU is required and there is none, or it has no FP8 units, or
-            JAX_PLATFORMS names a platform that is not available.
-    """
-    try:
-        device = jax.devices()[0]
-    except (RuntimeError, AssertionError):  # the latter if a plugin is not installed
-        platforms = os.environ.get("JAX_PLATFORMS")
-        raise ValueError(
-            f"JAX cannot run on JAX_PLATFORMS={platforms}: install the extra cuda13 "
-            "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
-        ) from None
-    if device.platform == "gpu":
-        capability = getattr(device, "compute_capability", "0")
-        if float(capability) < 8.9:
-            raise ValueError(
-                f"{device.device_kind} has compute capability {capability}, and FP8 "
-                "needs 8.9: run with JAX_PLATFORMS=cpu to emulate it."
-            )
-        return f"Running on {device.device_kind}."
-    if require_gpu:
-        raise ValueError(
-            f"--require-gpu was given, but JAX found only a {device.platform}: install "
-            "the extra cuda13 (uv run --extra cuda13 ...) or leave the option out."
-        )
-    return "No GPU found: running on the CPU, where FP8 is emulated."
 
 
 def choose_workdir(config: Config) -> pathlib.Path:
@@ -273,31 +254,31 @@ def _open_loop(
     start: Saved | SourceRun | None,
     record: RunRecord,
     folders: _Folders,
-    console: Console,
+    display: TrainingProgress,
 ) -> Loop:
     """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
     config = run.config
     saved = start if isinstance(start, Saved) else None
     is_next = isinstance(start, SourceRun)
-    state = next_day.initial_state(run, start) if is_next else run.init()
+    with display.doing("initializing"):
+        state = next_day.initial_state(run, start) if is_next else run.init()
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
-        state = folders.newest.read(saved, state, config=config.identity())
+        with display.doing("reading the checkpoint"):
+            state = folders.newest.read(saved, state, config=config.identity())
         progress = Progress.from_json(saved.meta.get("progress", {}))
-        console.print(f"Resuming at step {saved.step:,}.")
+        display.say(f"Resuming at step {saved.step:,}.")
     elif config.run.resume:
-        console.print("Nothing was saved yet: starting at step 0.")
+        display.say("Nothing was saved yet: starting at step 0.")
     folders.best.drop_after(progress.step)
-    folders.newest.require_space(state)
-    if config.optim.plateau_patience is not None:
-        folders.best.require_space(state)
+    keeps_best = config.optim.plateau_patience is not None
+    require_space(folders if keeps_best else [folders.newest], state)
     # A run that begins again scores its day again.
     record.start(-1 if saved is None else progress.step)
     run_encoding.keep(run.splits, record.workdir)
-    display = TrainingProgress(console, run.total_steps, progress.step)
+    display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
-    stack.enter_context(display)
     return Loop(
         run,
         state,

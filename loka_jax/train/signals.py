@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_SHOW_CURSOR = b"\x1b[?25h\n"
+
 
 class StopRequest:
     """A signal handler that records whether the run should stop, and its exit code.
@@ -42,6 +44,8 @@ class StopRequest:
     def __call__(self, number: int, _frame):
         """Handles a signal."""
         if self.is_set:
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)  # a progress bar hides it
             os._exit(128 + number)
         self._signal = number
         if not self._is_deferred:

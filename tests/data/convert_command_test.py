@@ -13,7 +13,9 @@ from experiments import convert
 from tests.data.support import HEADER, criteo_line, rows_text, write
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "experiments" / "convert.py"
-COLUMNS = "--label click --dense price age --categorical user item".split()
+COLUMNS = (
+    "--data.label click --data.dense price age --data.categorical user item".split()
+)
 
 
 def run(*arguments):
@@ -25,7 +27,9 @@ def run(*arguments):
 def test_criteo_file_is_converted_and_verified(tmp_path):
     text = "".join(criteo_line(str(i % 2)) for i in range(60))
     path = write(tmp_path / "train.txt", text)
-    made = run("--kind", "criteo", "--path", path, "--out", tmp_path / "shards")
+    made = run(
+        "--data.kind", "criteo", "--data.path", path, "--out", tmp_path / "shards"
+    )
     assert made.returncode == 0, made.stderr
     report = json.loads(made.stdout)
     assert report["examples"]["train"] + report["examples"]["valid"] == 60
@@ -35,17 +39,21 @@ def test_criteo_file_is_converted_and_verified(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--path", "PATH/clicks.csv"], "name a new folder with --out."),
-        (["--path", "PATH/clikcs.csv", "--out", "OUT"], "did you mean clicks.csv?"),
-        (["--path", "PATH/clicks.csv", "--out", "OUT"], "no features"),
+        (["--data.path", "PATH/clicks.csv"], "name a new folder with --out."),
         (
-            ["--path", "PATH/clicks.csv", "--dense", "x", "--out", "OUT"],
+            ["--data.path", "PATH/clikcs.csv", "--out", "OUT"],
+            "did you mean clicks.csv?",
+        ),
+        (["--data.path", "PATH/clicks.csv", "--out", "OUT"], "no features"),
+        (
+            ["--data.path", "PATH/clicks.csv", "--data.dense", "x", "--out", "OUT"],
             "only click, price, age",
         ),
-        (["--out", "OUT", "--kind", "criteo"], "needs --path"),
-        (["--out", "OUT", "--kind", "generated"], "needs no conversion"),
-        (["--out", "OUT", "--min-count", "0"], "must lie between"),
-        (["--out", "OUT", "--min-count", "x"], "min-count"),
+        (["--out", "OUT", "--data.kind", "criteo"], "needs --data.path"),
+        (["--out", "OUT", "--data.kind", "generated"], "needs no conversion"),
+        (["--out", "OUT", "--data.min-count", "0"], "must lie between"),
+        (["--out", "OUT", "--data.min-count", "x"], "min-count"),
+        (["--path", "x", "--out", "OUT"], "did you mean --data.path"),
         (["--verify", "PATH"], "manifest.json cannot be used"),
     ],
 )
@@ -68,7 +76,7 @@ def test_wrong_arguments_exit_with_two_and_one_sentence(
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_without_leaving_anything(tmp_path, signal_number):
     source = write(tmp_path / "clicks.csv", HEADER + rows_text(1_000_000))
-    command = [sys.executable, str(SCRIPT), "--path", source, *COLUMNS]
+    command = [sys.executable, str(SCRIPT), "--data.path", source, *COLUMNS]
     command += ["--out", str(tmp_path / "shards")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

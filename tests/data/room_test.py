@@ -67,8 +67,8 @@ def test_a_full_disk_ends_a_conversion_in_one_sentence(tmp_path, size, message):
     mount = f"mount -t tmpfs -o size={size} none {disk}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
         pytest.skip("needs the right to mount a disk of its own (unshare -rm)")
-    columns = "--label click --dense price age --categorical user item"
-    command = f"{sys.executable} {SCRIPT} --path {tmp_path / 'a.csv'} {columns}"
+    columns = "--data.label click --data.dense price age --data.categorical user item"
+    command = f"{sys.executable} {SCRIPT} --data.path {tmp_path / 'a.csv'} {columns}"
     command = f"{mount} && {command} --out {disk / 'shards'}; code=$?; ls -A {disk}; "
     result = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command + "exit $code"],

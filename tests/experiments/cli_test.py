@@ -4,18 +4,27 @@ import dataclasses
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from experiments import cli, configs, train
+from experiments import cli, configs, first_help, train
 from loka_jax import jsonfile
+from loka_jax.recipe import RECIPES
 from loka_jax.train import session
 from loka_jax.train.guard import TrainingFailed
 
 GENERATED = ["--config", "fp8_dlrm_tiny"]
 CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]
 CSV += ["user", "--data.dense", "age"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Keeps the help that is kept out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -45,17 +54,58 @@ def assert_refused(result, *parts):
         assert err.endswith((".\n", "?\n")), err
 
 
-def test_help_without_a_configuration_lists_them(run):
+def test_help_without_a_configuration_lists_them_and_ten_options(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert all(name in out for name in configs.names())
+    large = [name for name in configs.names() if not name.endswith("_tiny")]
+    assert all(f"\n  {name} " in out for name in large)
+    assert len(out.splitlines()) <= 32
+    assert all(f" {name}" in out for name in RECIPES)
 
 
 def test_help_shows_the_defaults_of_the_configuration(run):
     code, out, _ = run("--config", "frappe_dlrm", "--help")
+    text = " ".join(out.split())
     assert code == 0
     assert "train.py --config frappe_dlrm" in out
-    assert "(default: 100)" in re.sub(r"[│\s]+", " ", out)  # its epochs
+    assert "(default: 100)" in text  # its epochs
+    assert all(f"{name}," in text or f"{name}." in text for name in RECIPES)
+
+
+def test_the_short_help_names_options_that_there_are(run):
+    _, out, _ = run("--config", "csv_dlrm", "--help")
+    short = first_help.short_help("tune.py") + first_help.short_help("probe.py")
+    option = r"--[a-z][a-z.-]*[a-z]"
+    missing = set(re.findall(option, short)) - set(re.findall(option, out))
+    others = {"--option", "--table", "--tune", "--survey"}
+    assert missing == others
+
+
+def test_all_of_the_help_is_kept_until_a_source_changes(run, monkeypatch, capsys):
+    _, out, _ = run("--config", "fp8_dlrm", "--help")
+    with pytest.raises(SystemExit) as ended:
+        first_help.first_help(["--config", "fp8_dlrm", "-h"], "train.py")
+    assert ended.value.code == 0
+    short = first_help.short_help("train.py")
+    assert capsys.readouterr().out == f"{short}\n{out}"
+    monkeypatch.setenv("COLUMNS", "77")
+    assert first_help.kept_help("train.py", "fp8_dlrm") is None
+
+
+LIGHT = """
+import sys
+from experiments.first_help import first_help
+try:
+    first_help(["--help"], "train.py")
+finally:
+    print(*sorted({"jax", "flax", "numpy", "tyro", "pyarrow"} & sys.modules.keys()))
+"""
+
+
+def test_the_short_help_imports_nothing_heavy():
+    command = [sys.executable, "-c", LIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +116,13 @@ def test_help_shows_the_defaults_of_the_configuration(run):
         (["--config", "--seed", "3"], ["--config NAME is missing"]),
         (["--config", "fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
         (["--config=fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
-        ([*GENERATED, "--optm.lr", "1"], ["--optm.lr", "--optim.lr FLOAT"]),
+        ([*GENERATED, "--optm.lr", "1"], ["no option --optm.lr: did you mean --optim"]),
+        ([*GENERATED, "--lr=1"], ["no option --lr: did you mean --optim.lr? train.py"]),
+        ([*GENERATED, "--data.weight", "w"], ["--data.weight: there are --data.c"]),
+        (["--confg", "fp8_dlrm"], ["did you mean --config by --confg?"]),
+        ([*GENERATED, "--data.lable", "w"], ["did you mean --data.label? train.py"]),
+        ([*GENERATED, "--loop.batch_sizes", "8"], ["did you mean --loop.batch-size"]),
+        ([*GENERATED, "--norm", "layer", "rms"], ["'rms' belongs to no option"]),
         ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
         ([*GENERATED, "--loop.batch-size", "1.5"], ["--loop.batch-size", "1.5"]),
         ([*GENERATED, "--optim.dense", "adamm"], ["--optim.dense", "adamw"]),

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoint import Checkpoints, require_space
 
 
 class State(NamedTuple):
@@ -342,9 +342,23 @@ def test_space_for_all_checkpoints_is_checked_before_the_first_step(
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1319))
         with pytest.raises(ValueError, match="needs 1,320 bytes for 3 more checkpoint"):
-            checkpoints.require_space(state)
+            require_space([checkpoints], state)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1320))
-        checkpoints.require_space(state)
+        require_space([checkpoints], state)
+
+
+def test_folders_of_one_file_system_share_its_space(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    state = {"a": jax.ShapeDtypeStruct((100,), jnp.float32)}
+    newest = Checkpoints(tmp_path / "checkpoints", keep=2)
+    best = Checkpoints(tmp_path / "best", keep=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1320))
+    with newest, best:
+        require_space([newest], state)
+        require_space([best], state)
+        mount = r"1,320 are free on its file system \(/.*\): free 880 bytes there"
+        with pytest.raises(ValueError, match=f"2,200 bytes for 5 more .*{mount}"):
+            require_space([newest, best], state)
 
 
 @pytest.mark.parametrize("name", ["run[1]", "a*", "b?"])

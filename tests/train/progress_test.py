@@ -2,6 +2,9 @@
 
 import dataclasses
 import io
+import itertools
+import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +123,8 @@ def test_a_log_file_gets_a_line_every_ten_seconds(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
 
     def show(console):
-        with TrainingProgress(console, 1000, 0) as display:
+        with TrainingProgress(console) as display:
+            display.begin(1000, 0)
             for step in range(1, 8):
                 now[0] += 4.0
                 display.step(step)
@@ -134,13 +138,68 @@ def test_a_log_file_gets_a_line_every_ten_seconds(monkeypatch):
 
 def test_a_terminal_gets_a_bar_with_loss_ne_rate_and_time_left():
     def show(console):
-        with TrainingProgress(console, 1000, 0) as display:
+        with TrainingProgress(console) as display:
+            display.begin(1000, 0)
             display.numbers(500, LINE | {"ne": 0.9, "skipped_steps": 0})
 
     text = printed(show, terminal=True, width=120)
     assert "500/1000" in text
     assert "loss 0.5000  NE 0.9000  12,346 examples/s" in text
     assert ":" in text.split("examples/s")[-1]  # the time left
+
+
+def lines_of(text: str) -> list[str]:
+    """Returns what was drawn, without what moves the cursor or sets a colour."""
+    return re.split("[\r\n]+", re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_bar_is_one_line_with_room_for_the_echo_of_ctrl_c(width):
+    def show(console):
+        with TrainingProgress(console, is_stopping=lambda: True) as display:
+            display.begin(1000, 0)
+            display.numbers(500, LINE)
+
+    bars = [
+        line for line in lines_of(printed(show, terminal=True, width=width)) if line
+    ]
+    assert bars and all("stop" in line for line in bars)
+    assert max(map(len, bars)) <= width - len("^C") - 1
+    assert "stopped" in bars[-1]
+
+
+def test_a_terminal_shows_what_is_being_done_and_keeps_the_bar_only():
+    def show(console):
+        with TrainingProgress(console) as display:
+            with display.doing("reading"), display.doing("converting"):
+                pass
+            display.begin(10, 0)
+            with display.doing("compiling"):
+                pass
+
+    lines = lines_of(printed(show, terminal=True))
+    shown = [line.split()[1] for line in lines if line.strip()]
+    order = ["starting", "reading", "converting", "reading", "starting"]
+    order += ["compiling", "training"]
+    assert [what for what, _ in itertools.groupby(shown)] == order
+
+
+def test_a_log_file_names_what_takes_long(monkeypatch):
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", 0.01)
+    out = io.StringIO()
+    display = TrainingProgress(Console(file=out, width=80))
+    with display, display.doing("compiling"):
+        while not out.getvalue():
+            time.sleep(0.01)
+    assert out.getvalue() == "compiling ...\n"
+
+
+def test_a_log_file_says_nothing_of_what_is_quick():
+    def show(console):
+        with TrainingProgress(console) as display, display.doing("compiling"):
+            pass
+
+    assert printed(show) == ""
 
 
 HOSTILE = "[/b] [bold]x :smile: \x1b]0;title\x07 \r\n"
@@ -159,7 +218,7 @@ def test_texts_of_others_are_printed_as_they_are(terminal):
         print_data(console, report)
         print_sites(console, (site,))
         print_plan(console, plan, (HOSTILE,))
-        with TrainingProgress(console, 10, 0) as display:
+        with TrainingProgress(console) as display:
             display.say(f"the step did not compile: {HOSTILE}")
             display.evaluation(5, line)
 
@@ -179,7 +238,7 @@ def test_an_evaluation_is_one_line():
     }
 
     def show(console):
-        TrainingProgress(console, 10, 0).evaluation(5, line)
+        TrainingProgress(console).evaluation(5, line)
 
     assert printed(show) == (
         "step 5  valid: AUC n/a  log loss 0.50000  NE 0.90000  calibration 1.0000\n"

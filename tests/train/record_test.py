@@ -133,7 +133,7 @@ def test_a_refused_run_does_not_keep_the_lock(tmp_path):
 def test_another_config_is_refused_and_explained(tmp_path):
     run(tmp_path, 1)
     other = CONFIG | {"optim": {"lr": 0.3}}
-    with pytest.raises(ValueError, match=r"another config \(optim.lr: saved 0.1, now"):
+    with pytest.raises(ValueError, match=r"other options \(--optim.lr: saved 0.1, now"):
         RunRecord(tmp_path, config=other, resume=True)
     assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
 

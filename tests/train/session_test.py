@@ -17,6 +17,7 @@ from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
 from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
+from loka_jax.train.progress import TrainingProgress
 from tests.train import support
 from tests.train.support import config, digest, lines, summary, train
 
@@ -26,6 +27,23 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     support.share_steps(monkeypatch)
+
+
+STARTED = ["looking for a GPU", "checking the checkpoint"]
+STARTED += ["preparing data, model and plan", "initializing"]
+
+
+@pytest.fixture
+def activities(monkeypatch):
+    """Lists what the user is told to wait for."""
+    found, plain = [], TrainingProgress.doing
+
+    def spy(self, activity):
+        found.append(activity)
+        return plain(self, activity)
+
+    monkeypatch.setattr(TrainingProgress, "doing", spy)
+    return found
 
 
 @pytest.fixture
@@ -138,11 +156,16 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, last_state):
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
-def test_a_run_that_ended_resumes_to_the_same_summary(tmp_path):
+def test_a_run_that_ended_resumes_to_the_same_summary(tmp_path, activities):
     train(config(tmp_path, max_steps=4))
     before = summary(tmp_path)
+    evaluated = ["evaluating", "writing the report"]
+    assert activities[:4] == STARTED
+    assert activities[-3:] == ["saving", *evaluated]
+    activities.clear()
     assert train(config(tmp_path, max_steps=4, resume=True))[0] == 0
     assert summary(tmp_path)["final_eval"] == before["final_eval"]
+    assert activities == [*STARTED, "reading the checkpoint", "saving", *evaluated]
 
 
 def test_a_resumed_run_may_be_longer(tmp_path, last_state):
