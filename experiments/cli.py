@@ -18,6 +18,7 @@ from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.config_file import read_config
 from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.next_day import default_config
 from loka_jax.train.record import CONFIG
 
 
@@ -70,11 +71,15 @@ def _type(value: Any) -> type:
 def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     """Returns the configuration before overrides, and the arguments without `--config`.
 
-    It is the one named by `--config`, or else that of the run in `--workdir`.
+    It is the one named by `--config`, or else that of the run in `--init-from`, or in
+    `--workdir`.
     """
     name, rest = take(arguments, "--config")
     if name is not None:
         return find_config(name), rest
+    source, _ = take(rest, "--init-from")
+    if source is not None:
+        return default_config(pathlib.Path(source)), rest
     workdir, _ = take(rest, "--workdir")
     if workdir is not None:
         saved = pathlib.Path(workdir) / CONFIG

@@ -1,3 +1,22 @@
 """FP8 that pays in large recommendation models: Probe, Mods, Dispatch, in JAX."""
 
+import os
+import typing
+
+if typing.TYPE_CHECKING:
+    from loka_jax.predict import Predictor
+
 __version__ = "0.1.0"
+
+
+def load(
+    run: str | os.PathLike, *, plan: typing.Literal["saved", "off"] = "saved"
+) -> "Predictor":
+    """Returns a trained run, ready to score rows: see `loka_jax.predict.load`.
+
+    model = loka_jax.load("runs/my_run")
+    scores = model.scores(table)  # pandas, pyarrow, or a dict of columns
+    """
+    from loka_jax import predict  # not before it is needed: it imports all of JAX
+
+    return predict.load(run, plan=plan)

@@ -18,7 +18,7 @@ LAYERS = (
     ("measure",),
     ("dispatch",),
     ("train",),
-    ("survey",),
+    ("survey", "predict"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

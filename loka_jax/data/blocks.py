@@ -74,8 +74,8 @@ def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> N
     for name in requested:
         if name not in counts:
             raise ValueError(
-                f"{file} has no column {name!r}, only {_shortened(header)}: correct "
-                "--data.label, --data.dense or --data.categorical."
+                f"{file} has no column {name!r}, only {_shortened(header)}: name "
+                "another column, or another file."
             )
         if (count := counts[name]) > 1:
             raise ValueError(

@@ -9,29 +9,56 @@ from loka_jax.cache_folder import cache_folder
 from loka_jax.data import convert, shards
 from loka_jax.data.config import DataConfig
 from loka_jax.data.files import Sources
+from loka_jax.data.saved_encoding import digest_of, load_encoding
+from loka_jax.data.settings import settings_of
+from loka_jax.data.shards import ShardFolder
 from loka_jax.data.stamps import stamp_of
 
 
-def cached_shards(config: DataConfig, sources: Sources) -> pathlib.Path:
+def cached_shards(
+    config: DataConfig, sources: Sources, base: ShardFolder | None = None
+) -> pathlib.Path:
     """Returns the cached folder of the sources' shards, converting them if needed.
 
     The folder's name is a digest of the files' paths and stamps and of the options, so
     a changed file or option gets a new folder. If two runs convert at the same time,
     the first to finish wins.
+
+    Args:
+        config: columns and policies.
+        sources: the files of each split.
+        base: a folder with the encoding to start from; None to learn one.
     """
-    target = _root(config) / _digest(config, sources)
+    name = _digest(config, sources)
+    if base is not None:
+        if (same := _with_encoding(_root(config), name, digest_of(base))) is not None:
+            return same
+        name = f"{name}-{digest_of(base)[:16]}"
+    target = _root(config) / name
     if shards.is_shard_folder(target):
         try:
             shards.open_shards(target)
             return target
         except ValueError:  # damaged; a cached folder can be rebuilt
             shutil.rmtree(target)
+    encoding = None if base is None else load_encoding(base)
     try:
-        convert.convert(config, sources, target)
+        convert.convert(config, sources, target, base=encoding)
     except ValueError:
         if not shards.is_shard_folder(target):  # no other run finished it meanwhile
             raise
     return target
+
+
+def _with_encoding(root: pathlib.Path, name: str, encoding: str) -> pathlib.Path | None:
+    """Returns a folder of the same files and options with this encoding, or None."""
+    for folder in sorted(root.glob(f"{name}*")):
+        try:
+            if digest_of(shards.open_shards(folder)) == encoding:
+                return folder
+        except ValueError:  # damaged, or in another format
+            continue
+    return None
 
 
 def _digest(config: DataConfig, sources: Sources) -> str:
@@ -40,7 +67,7 @@ def _digest(config: DataConfig, sources: Sources) -> str:
         for split, paths in sources._asdict().items()
         for path in paths
     ]
-    settings = convert.settings_of(config)
+    settings = settings_of(config)
     key = [shards.VERSION, config.kind, settings, files]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 

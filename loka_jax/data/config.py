@@ -33,6 +33,8 @@ class DataConfig:
         encoding: how values become ids. `vocabulary` numbers the training values;
             `hash` is a 64-bit hash of column name and value, modulo buckets.
         min_count: values seen fewer times in training share id 0 (`vocabulary`).
+        reserve_rows: rows of each table for values that the training rows do not hold,
+            which a later day may bring; see `--init-from` (`vocabulary`).
         hash_buckets: rows of each table, including id 0 for missing values (`hash`).
         unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
         missing: empty dense values: `zero` (before the transform) or `error`. Empty
@@ -70,6 +72,7 @@ class DataConfig:
     categorical: tuple[str, ...] = ()
     encoding: Literal["vocabulary", "hash"] = "vocabulary"
     min_count: int = 1
+    reserve_rows: int = 0
     hash_buckets: int = 100_000
     unknown: Literal["oov", "error"] = "oov"
     missing: Literal["zero", "error"] = "zero"
@@ -124,6 +127,7 @@ MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
     ("min_count", 1, 2**62),
+    ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
     ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
     ("valid_fraction", 0.0, 0.9),

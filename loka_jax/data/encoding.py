@@ -101,14 +101,20 @@ class ValueCounter:
         table = pa.concat_tables(self._parts).group_by("value")
         return table.aggregate([("count", "sum")]).rename_columns(["value", "count"])
 
-    def vocabulary(self, min_count: int) -> pa.Array:
-        """Returns the values seen `min_count` times or more, most frequent first."""
+    def ranked(self) -> pa.Table:
+        """Returns the columns `value` and `count`, the most frequent values first."""
         if not self._parts:
-            return pa.array([], pa.large_string())
-        table = self._merged()
-        table = table.filter(pc.greater_equal(table["count"], min_count))
+            return pa.table(
+                {"value": pa.array([], pa.large_string()), "count": pa.array([], "i8")}
+            )
         order = [("count", "descending"), ("value", "ascending")]
-        return table.sort_by(order)["value"].combine_chunks()
+        return self._merged().sort_by(order)
+
+
+def frequent(ranked: pa.Table, min_count: int) -> pa.Array:
+    """Returns the values that were counted `min_count` times or more, in order."""
+    is_frequent = pc.greater_equal(ranked["count"], min_count)
+    return ranked["value"].filter(is_frequent).combine_chunks()
 
 
 class VocabularyEncoder:
@@ -116,16 +122,18 @@ class VocabularyEncoder:
 
     Attributes:
         values: the vocabulary; `values[i]` has id i + 1.
+        reserved: the rows after these, for values of later days.
     """
 
-    def __init__(self, values: pa.Array):
+    def __init__(self, values: pa.Array, reserved: int = 0):
         """Takes the vocabulary, without an entry for unknown values."""
         self.values = values
+        self.reserved = reserved
 
     @property
     def rows(self) -> int:
         """The number of rows of the field's table, including id 0."""
-        return len(self.values) + 1
+        return len(self.values) + 1 + self.reserved
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values."""

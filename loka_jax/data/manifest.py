@@ -5,6 +5,7 @@ stranger's numbers would otherwise become sizes, offsets and lines on the consol
 """
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -16,7 +17,7 @@ from loka_jax.data.batch import Schema
 
 MANIFEST = "manifest.json"
 FORMAT = "loka_jax shards"
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "valid", "test")
 MAX_MANIFEST_BYTES = 16 << 20
 _FILE_NAME = re.compile(r"[a-z]+-[0-9]{2,6}\.(npy|parquet)")
@@ -50,19 +51,37 @@ class Manifest:
         files: all files by name.
         splits: the names of each split's shards.
         report: the conversion's counts, policies and sources.
+        kind: the kind of the converted data.
         settings: the options of the conversion.
+        standardizer: mean and standard deviation of each dense column, if they were
+            standardized.
     """
 
     schema: Schema
     files: dict[str, FileEntry]
     splits: dict[str, list[str]]
     report: dict
+    kind: str
     settings: dict
+    standardizer: dict[str, list[float]] | None
 
 
-def unusable(path: pathlib.Path, reason: str) -> ValueError:
+class Unusable(ValueError):
+    """A file or folder has to be made again.
+
+    Attributes:
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: pathlib.Path, reason: str):
+        """Takes the file or folder, and what is wrong with it."""
+        super().__init__(f"{path} cannot be used ({reason}): convert the data again.")
+        self.reason = reason
+
+
+def unusable(path: pathlib.Path, reason: str) -> Unusable:
     """Returns the error for a file or folder that has to be made again."""
-    return ValueError(f"{path} cannot be used ({reason}): convert the data again.")
+    return Unusable(path, reason)
 
 
 def check_regular(path: pathlib.Path) -> None:
@@ -97,8 +116,27 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
             counts = _typed(report, part, dict)
             for name in counts.keys() - {"samples"}:
                 _count(counts, name)
+        for facts in _typed(report, "categorical", dict).values():
+            _check_facts(facts)
     except _Refused as error:
         raise unusable(folder / MANIFEST, f"in its report, {error}") from None
+
+
+def _check_facts(facts: object) -> None:
+    """Refuses facts on a column that are not those of `column_facts`."""
+    if not isinstance(facts, dict):
+        raise _Refused("its 'categorical' has a column without facts")
+    _count(facts, "rows")
+    growth = ("new_values", "new_rows", "reserved") if "new_values" in facts else ()
+    values = () if facts.get("values") is None else ("values",)
+    for name in (*values, *growth):
+        _count(facts, name)
+    if facts.get("warning") is not None:
+        _typed(facts, "warning", str)
+    for pair in _typed(facts, "most_frequent", list):
+        kinds = [type(part) for part in pair] if isinstance(pair, list) else None
+        if kinds != [str, int]:
+            raise _Refused("its 'most_frequent' are not values with counts")
 
 
 class _Refused(Exception):
@@ -130,13 +168,28 @@ def _parse(value: object) -> Manifest:
         _file_name(name): _file_entry(entry, name)
         for name, entry in _typed(value, "files", dict).items()
     }
+    schema = _schema(_typed(value, "schema", dict))
     return Manifest(
-        schema=_schema(_typed(value, "schema", dict)),
+        schema=schema,
         files=files,
         splits=_splits(_typed(value, "splits", dict), files),
         report=_typed(value, "report", dict),
+        kind=_typed(value, "kind", str),
         settings=_typed(value, "settings", dict),
+        standardizer=_standardizer(value, len(schema.dense)),
     )
+
+
+def _standardizer(parent: dict, num_dense: int) -> dict[str, list[float]] | None:
+    if parent.get("standardizer") is None:
+        return None
+    entry = _typed(parent, "standardizer", dict)
+    parts = {name: _typed(entry, name, list) for name in ("mean", "std")}
+    for name, part in parts.items():
+        is_finite = all(type(x) is float and math.isfinite(x) for x in part)
+        if len(part) != num_dense or not is_finite:
+            raise _Refused(f"its {name!r} is not a number for each dense column")
+    return parts
 
 
 def _typed(parent: dict, name: str, kind: type) -> Any:

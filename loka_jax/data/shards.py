@@ -57,7 +57,10 @@ class ShardFolder:
         vocabulary_digests: a SHA-256 digest of the values of each field with a
             vocabulary.
         report: the conversion's counts, policies and sources.
+        kind: the kind of the converted data.
         settings: the options of the conversion.
+        standardizer: mean and standard deviation of each dense column, if they were
+            standardized.
     """
 
     path: pathlib.Path
@@ -66,7 +69,9 @@ class ShardFolder:
     digests: dict[str, list[str]]
     vocabulary_digests: dict[str, str]
     report: dict
+    kind: str
     settings: dict
+    standardizer: dict[str, list[float]] | None
 
 
 def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
@@ -126,7 +131,14 @@ class ShardWriter:
         self._files[name] = {"rows": rows, "bytes": size, "sha256": digest}
 
     def finish(
-        self, schema: Schema, *, sources: list[dict], settings: dict, report: dict
+        self,
+        schema: Schema,
+        *,
+        sources: list[dict],
+        settings: dict,
+        report: dict,
+        kind: str = "table",
+        standardizer: dict[str, list[float]] | None = None,
     ) -> None:
         """Writes the remaining rows and the manifest, which completes the folder."""
         for split, waiting in self._waiting.items():
@@ -138,8 +150,10 @@ class ShardWriter:
             "schema": asdict(schema),
             "splits": self._splits,
             "files": self._files,
+            "kind": kind,
             "sources": sources,
             "settings": settings,
+            "standardizer": standardizer,
             "report": report,
         }
         with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -166,8 +180,14 @@ def _digest_of_values(values: pa.Array) -> str:
 
 
 @contextmanager
-def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def new_folder(
+    target: pathlib.Path, options: str = "--out or --data.cache"
+) -> Iterator[pathlib.Path]:
     """Yields a temporary folder, renamed to `target` on success or else removed.
+
+    Args:
+        target: the folder, which must not exist yet.
+        options: those that name another folder, for messages.
 
     Raises:
         ValueError: if the target exists already or cannot be written.
@@ -185,7 +205,7 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     except OSError as error:
         raise ValueError(
             f"{target} cannot be written ({_reason(error, partial)}): mend that, or "
-            "choose another folder with --out or --data.cache."
+            f"choose another folder with {options}."
         ) from None
     finally:  # also after Ctrl-C; after the rename there is nothing to remove
         if partial is not None:
@@ -250,7 +270,9 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
             if (name := vocabulary_name(field)) in files
         },
         report=manifest.report,
+        kind=manifest.kind,
         settings=manifest.settings,
+        standardizer=manifest.standardizer,
     )
 
 

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator
 
 from loka_jax.data.blocks import BadRows, Block, Reader
+from loka_jax.data.config import DataConfig
 from loka_jax.data.files import data_format
 from loka_jax.data.parquet import read_parquet
 from loka_jax.data.text import read_text
@@ -15,6 +16,15 @@ from loka_jax.data.text import read_text
 CRITEO_LABEL = "label"
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
+
+
+def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
+    """Returns the reader of a file of the data that `config` describes.
+
+    Raises:
+        ValueError: if the file's name implies no format.
+    """
+    return read_criteo if config.kind == "criteo" else reader(path)
 
 
 def reader(path: pathlib.Path) -> Reader:

@@ -51,7 +51,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
         changes=_sentences(summary.get("changes")),
         scales=_scales(run.scales),
-        data=_data(as_dict(summary.get("data"))),
+        data=_data(as_dict(summary.get("data")), _dim(run)),
         command=command,
         is_guessed=is_guessed,
         settings={
@@ -246,8 +246,13 @@ def _scale(lines: list[dict], name: str) -> dict[str, Any] | None:
     return {"name": name, "values": values} | ends
 
 
-def _data(data: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the examples, split rule, values by policy, and bad rows."""
+def _dim(run: RunFiles) -> int | None:
+    dim = as_dict(run.config.get("embedding")).get("dim")
+    return dim if isinstance(dim, int) else None
+
+
+def _data(data: dict[str, Any], dim: int | None) -> dict[str, Any] | None:
+    """Returns the examples, split rule, tables, values by policy, and bad rows."""
     if not data:
         return None
     splits = {k: as_dict(v) for k, v in as_dict(data.get("splits")).items()}
@@ -256,13 +261,36 @@ def _data(data: dict[str, Any]) -> dict[str, Any] | None:
         for name, split in (splits or {"": data}).items()
     ]
     shown = {"examples", "splits", "totals", "columns", "bad_rows", "split_rule"}
+    shown |= {"categorical"}
     return {
         "split_rule": data.get("split_rule"),
         "examples": as_dict(data.get("examples")),
         "counts": [part for part in counts if part["totals"]],
         "bad_rows": _bad_rows(data.get("bad_rows")),
+        "tables": _tables(as_dict(data.get("categorical")), dim),
         "others": flat({k: v for k, v in data.items() if k not in shown}),
     }
+
+
+def _tables(columns: dict[str, Any], dim: int | None) -> list[dict[str, Any]]:
+    """Returns a row for each categorical column: its table and what is in it."""
+    rows = []
+    for name, value in list(columns.items())[:_MAX_COLUMNS]:
+        facts = as_dict(value)
+        num_rows = real(facts.get("rows"))
+        top = facts.get("most_frequent")
+        pairs = [x for x in top if isinstance(x, list)] if isinstance(top, list) else []
+        rows.append(
+            {
+                "column": name,
+                "values": facts.get("values"),
+                "rows": num_rows,
+                "parameters": num_rows * dim if num_rows and dim else None,
+                "top": ", ".join(" x ".join(map(str, pair)) for pair in pairs),
+                "warning": facts.get("warning"),
+            }
+        )
+    return rows
 
 
 def _column_counts(split: str, columns: dict[str, Any]) -> dict[str, Any]:

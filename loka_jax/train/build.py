@@ -13,7 +13,8 @@ from flax import linen
 from jaxtyping import Float
 
 from loka_jax import nn
-from loka_jax.data import Batch, Dataset, Position, Splits, open_data
+from loka_jax.data import Batch, Dataset, Position, Schema, Splits, open_data
+from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
@@ -206,7 +207,44 @@ class Run:
         return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
 
-def build(config: Config, saved: Any = None, say: Callable[[str], None] = print) -> Run:
+class Network(NamedTuple):
+    """The model of a run without its data.
+
+    Attributes:
+        tables: the embedding tables.
+        list_sites: from a plan to every GEMM of the model at the training batch size.
+    """
+
+    tables: embedding.TableSpec
+    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+
+
+def network(config: Config, schema: Schema) -> Network:
+    """Returns the tables and sites of the model for data of this schema.
+
+    Raises:
+        ValueError: if the data have no categorical column.
+    """
+    if not schema.categorical:
+        raise ValueError(
+            "the model needs at least one categorical column: name them with "
+            "--data.categorical A B C."
+        )
+    tables = embedding.TableSpec(rows=schema.vocab_sizes, dim=config.embedding.dim)
+    rows = config.loop.batch_size // config.loop.microbatches
+    inputs = (
+        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
+        jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
+    )
+    return Network(tables, functools.partial(_list_sites, config.model, inputs))
+
+
+def build(
+    config: Config,
+    saved: Any = None,
+    say: Callable[[str], None] = print,
+    base: ShardFolder | None = None,
+) -> Run:
     """Returns the run that `config` describes.
 
     Args:
@@ -214,29 +252,18 @@ def build(config: Config, saved: Any = None, say: Callable[[str], None] = print)
         saved: the plan of the checkpoint being resumed, as JSON values; None to choose
             a plan by the configuration.
         say: takes lines on the progress of tuning.
+        base: a folder with the encoding to use; None to learn one from the data.
 
     Raises:
         ValueError: one sentence with the option or file and the remedy.
     """
-    splits = open_data(config.data, seed=config.seed)
-    schema = splits.train.schema
-    if not schema.categorical:
-        raise ValueError(
-            "the model needs at least one categorical column: name them with "
-            "--data.categorical A B C."
-        )
-    tables = embedding.TableSpec(rows=schema.vocab_sizes, dim=config.embedding.dim)
+    splits = open_data(config.data, seed=config.seed, base=base)
+    tables, list_sites = network(config, splits.train.schema)
     loop = config.loop
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
     total_steps = steps_per_epoch * loop.epochs
     if loop.max_steps is not None:
         total_steps = min(total_steps, loop.max_steps)
-    rows = loop.batch_size // loop.microbatches
-    inputs = (
-        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
-        jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
-    )
-    list_sites = functools.partial(_list_sites, config.model, inputs)
     sites = list_sites(DispatchPlan())
     if saved is None:
         planned = choose_plan(config, sites, say)

@@ -325,7 +325,9 @@ class Checkpoints:
             return {}
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
         args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, as_numpy)
+            item=dict.fromkeys(names, 0),
+            restore_args=dict.fromkeys(names, as_numpy),
+            partial_restore=True,  # `require_fit` has compared the names
         )
         with _manager(self._directory) as manager:
             return manager.restore(step, args=args)

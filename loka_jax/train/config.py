@@ -232,6 +232,8 @@ class Config:
             speed, measured or predicted; "tune" measures first what is not; a file is a
             table (from tune.py) or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
+        init_from: the folder of a run to go on from, with the data of a later day: with
+            its weights, its optimizer states, its plan and its vocabulary.
         run: options of this execution only.
     """
 
@@ -245,6 +247,7 @@ class Config:
     probe: ProbeOptions = ProbeOptions()
     plan: str = "auto"
     dispatch: DispatchOptions = DispatchOptions()
+    init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
     def __post_init__(self):  # noqa: D105

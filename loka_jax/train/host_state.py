@@ -30,6 +30,8 @@ class Progress:
         replanned: the step of the newest change of the plan.
         guard: the losses so far.
         scale_watch: the amaxes that were far off their delayed scales so far.
+        days: the quality on each day's training rows before it was trained on them, in
+            a run that goes on from another one; see `train.next_day`.
     """
 
     step: int = 0
@@ -47,6 +49,7 @@ class Progress:
     replanned: int = 0
     guard: Guard = Guard()
     scale_watch: ScaleWatch = ScaleWatch()
+    days: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the progress as JSON values."""
@@ -70,6 +73,7 @@ class Progress:
                 "drift": Watch.from_json(data["drift"]),
                 "guard": Guard(**data["guard"]),
                 "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
+                "days": tuple(data.get("days", ())),
             }
             return cls(**data | read)
         except (KeyError, TypeError) as error:

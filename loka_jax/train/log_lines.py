@@ -43,6 +43,11 @@ def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
     return _line("eval", progress) | {"split": "valid"} | values
 
 
+def day(progress: Progress) -> dict[str, Any]:
+    """Returns the line on a day's rows before the run is trained on them."""
+    return _line("day", progress) | {"split": "train"} | progress.days[-1]
+
+
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
     return chosen(run.evaluate(state, dataset).values)

@@ -335,4 +335,5 @@ class Loop:
             "config": self.run.config.identity(),
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
+            "encoding": self.run.splits.encoding_digest,
         }

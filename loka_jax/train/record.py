@@ -9,6 +9,7 @@
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it
     summary.json    the run in numbers, written last
+    encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
@@ -44,8 +45,9 @@ from loka_jax.train.breakdown import Scores, breakdown
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BEST = "checkpoints", "best"
 EVALUATION = "evaluation.json"
+ENCODING = "encoding"
 _LOCK = ".lock"
 _PACKAGES = (
     "jax",

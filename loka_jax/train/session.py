@@ -5,7 +5,6 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import os
 import pathlib
 import shlex
 from typing import Any, NamedTuple
@@ -15,12 +14,16 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.data import Position
+from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
+from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints, require_space
+from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
+from loka_jax.train.device_notice import device_notice
 from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
@@ -34,12 +37,14 @@ from loka_jax.train.progress import (
     print_sites,
 )
 from loka_jax.train.record import (
+    BEST,
     CHECKPOINTS,
     RunRecord,
     read_run,
     versions,
 )
 from loka_jax.train.signals import StopRequest, stop_on_signals
+from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 
 # Options in which a resumed run may differ from the stopped one.
@@ -106,7 +111,7 @@ def train(
             notice = device_notice(config.run.require_gpu)
         console.print(notice)
         if config.run.dry_run:
-            run = _build(config, console, None, display)
+            run = _build(config, console, display)
             with display.doing("compiling"):
                 return Trained(_compile(run, console))
         workdir = choose_workdir(config)
@@ -115,8 +120,15 @@ def train(
         folders = _open_folders(stack, config, workdir)
         with display.doing("checking the checkpoint"):
             saved = folders.newest.newest() if config.run.resume else None
-        run = _build(config, console, saved, display)
-        loop = _open_loop(stack, run, saved, record, folders, display)
+            source = next_day.source_of(config) if saved is None else None
+        base = next_day.base_of(saved, source, workdir)
+        run = _build(config, console, display, saved or source, base)
+        if saved is not None:
+            _require_same_data(saved, run)
+        loop = _open_loop(stack, run, saved or source, record, folders, display)
+        if source is not None:
+            with display.doing("evaluating"):
+                next_day.begin(loop, source, record, console)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
         with stop.deferred():
@@ -146,15 +158,19 @@ def standard_output() -> Console:
 
 
 def _build(
-    config: Config, console: Console, saved: Saved | None, display: TrainingProgress
+    config: Config,
+    console: Console,
+    display: TrainingProgress,
+    start: Saved | SourceRun | None = None,
+    base: ShardFolder | None = None,
 ) -> Run:
-    """Builds the run and prints its data, sites and plan."""
+    """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
+    saved = start.saved if isinstance(start, SourceRun) else start
     plan = None if saved is None else saved.meta.get("plan", {})
     with display.doing("preparing data, model and plan"):
-        run = build(config, plan, display.say)
-    if saved is not None:
-        _require_same_data(saved, run)
+        run = build(config, plan, display.say, base)
     print_data(console, run.splits.report)
+    print_columns(console, run.splits.report, run.tables.dim)
     print_sites(console, run.sites)
     print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
@@ -174,37 +190,6 @@ def _require_same_data(saved: Saved, run: Run):
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "
             "--workdir."
         )
-
-
-def device_notice(require_gpu: bool) -> str:
-    """Returns a sentence that names the device.
-
-    Raises:
-        ValueError: if a GPU is required and there is none, or it has no FP8 units, or
-            JAX_PLATFORMS names a platform that is not available.
-    """
-    try:
-        device = jax.devices()[0]
-    except (RuntimeError, AssertionError):  # the latter if a plugin is not installed
-        platforms = os.environ.get("JAX_PLATFORMS")
-        raise ValueError(
-            f"JAX cannot run on JAX_PLATFORMS={platforms}: install the extra cuda13 "
-            "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
-        ) from None
-    if device.platform == "gpu":
-        capability = getattr(device, "compute_capability", "0")
-        if float(capability) < 8.9:
-            raise ValueError(
-                f"{device.device_kind} has compute capability {capability}, and FP8 "
-                "needs 8.9: run with JAX_PLATFORMS=cpu to emulate it."
-            )
-        return f"Running on {device.device_kind}."
-    if require_gpu:
-        raise ValueError(
-            f"--require-gpu was given, but JAX found only a {device.platform}: install "
-            "the extra cuda13 (uv run --extra cuda13 ...) or leave the option out."
-        )
-    return "No GPU found: running on the CPU, where FP8 is emulated."
 
 
 def choose_workdir(config: Config) -> pathlib.Path:
@@ -256,7 +241,7 @@ def _open_folders(
     keep = config.loop.keep_checkpoints
     folders = _Folders(
         stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep)),
-        stack.enter_context(Checkpoints(workdir / "best", keep=1)),
+        stack.enter_context(Checkpoints(workdir / BEST, keep=1)),
     )
     for folder in folders:
         folder.remove_unfinished()
@@ -266,15 +251,17 @@ def _open_folders(
 def _open_loop(
     stack: contextlib.ExitStack,
     run: Run,
-    saved: Saved | None,
+    start: Saved | SourceRun | None,
     record: RunRecord,
     folders: _Folders,
     display: TrainingProgress,
 ) -> Loop:
-    """Returns the loop, at the checkpoint or at step 0."""
+    """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
     config = run.config
+    saved = start if isinstance(start, Saved) else None
+    is_next = isinstance(start, SourceRun)
     with display.doing("initializing"):
-        state = run.init()
+        state = next_day.initial_state(run, start) if is_next else run.init()
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         with display.doing("reading the checkpoint"):
@@ -286,7 +273,9 @@ def _open_loop(
     folders.best.drop_after(progress.step)
     keeps_best = config.optim.plateau_patience is not None
     require_space(folders if keeps_best else [folders.newest], state)
-    record.start(progress.step)
+    # A run that begins again scores its day again.
+    record.start(-1 if saved is None else progress.step)
+    run_encoding.keep(run.splits, record.workdir)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
@@ -356,6 +345,7 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
         "changes": progress.changes,
         "returns": progress.returns,
         "warnings": progress.scale_watch.warnings,
+        "days": progress.days,
         "data": splits.report,
     }
 

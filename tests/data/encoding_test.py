@@ -5,7 +5,13 @@ import pyarrow as pa
 import pytest
 
 from loka_jax.data.blocks import Block
-from loka_jax.data.encoding import HashEncoder, ValueCounter, VocabularyEncoder, as_text
+from loka_jax.data.encoding import (
+    HashEncoder,
+    ValueCounter,
+    VocabularyEncoder,
+    as_text,
+    frequent,
+)
 from tests.data.support import HEADER, open_table, rows_of, rows_text, write
 
 
@@ -19,7 +25,7 @@ def vocabulary(*blocks, min_count=1, **options):
     counter = ValueCounter(**options)
     for values in blocks:
         counter.add(text(values))
-    return VocabularyEncoder(counter.vocabulary(min_count))
+    return VocabularyEncoder(frequent(counter.ranked(), min_count))
 
 
 @pytest.mark.parametrize(

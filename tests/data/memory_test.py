@@ -151,8 +151,8 @@ def test_columns_without_bytes_count_as_numbers(tmp_path):
 
 
 def test_vocabularies_larger_than_half_the_memory_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("loka_jax.data.convert.memory_bytes", lambda: 100_000)
-    monkeypatch.setattr("loka_jax.data.convert.MERGE_BYTES", 1000)
+    monkeypatch.setattr("loka_jax.data.learn.memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("loka_jax.data.learn.MERGE_BYTES", 1000)
     lines = (f"{i % 2},1,2,{i}{'x' * 200},i\n" for i in range(1000))
     path = write(tmp_path / "a.csv", HEADER + "".join(lines))
     message = "most of them in 'user', and 50,000 are allowed.*--data.encoding hash"

@@ -17,7 +17,9 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.recipe import RECIPES
 from loka_jax.site import BF16
+from loka_jax.terminal import printable
 from loka_jax.train import progress
+from loka_jax.train.column_table import print_columns
 from loka_jax.train.progress import (
     TrainingProgress,
     print_data,
@@ -89,6 +91,26 @@ def test_data_is_described_by_sizes_rule_and_what_was_mended():
         "Examples: 1,234 train, 10 valid; rows by hash.",
         "Irregular values, handled as configured: 5 missing, 2 bad rows.",
     ]
+
+
+def test_columns_are_described_by_their_tables_and_warnings():
+    facts = {"rows": 11, "values": 9, "most_frequent": [["a", 1200], ["b", 3]]}
+    report = {
+        "categorical": {
+            "user": facts | {"warning": None},
+            HOSTILE: facts | {"values": None, "warning": f"{HOSTILE} is odd."},
+        }
+    }
+
+    def show(console):
+        print_columns(console, report, 16)
+
+    lines = printed(show, width=200).splitlines()
+    (user,) = (line.split() for line in lines if line.startswith(" user"))
+    assert user == ["user", "9", "11", "176", "a", "(1,200),", "b", "(3)"]
+    assert lines[-2] == "22 rows x 16 = 352 parameters in tables."
+    assert lines[-1] == f"Warning: {printable(f'{HOSTILE} is odd.')}"
+    assert any("hashed" in line for line in lines)
 
 
 def test_data_without_defects_says_nothing_of_them():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig
+from loka_jax.data.saved_encoding import digest_of
+from loka_jax.data.shards import open_shards
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import DispatchOptions
 from loka_jax.train.loop import Loop
@@ -73,6 +75,20 @@ def test_other_data_are_refused(tmp_path, change, part):
     assert lines(tmp_path / "run") == before
     table(tmp_path / "table.csv")
     assert train(on_table(tmp_path, max_steps=4, resume=True))[0] == 0
+
+
+def test_a_run_goes_on_with_the_encoding_it_keeps(tmp_path):
+    table(tmp_path / "table.csv")
+    train(on_table(tmp_path, max_steps=2))
+    shutil.rmtree(tmp_path / "cache")
+    assert train(on_table(tmp_path, max_steps=4, resume=True))[0] == 0
+    # Not learned anew: the folder in the cache says which encoding it came from.
+    kept = open_shards(tmp_path / "run" / "encoding")
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name.endswith(f"-{digest_of(kept)[:16]}")
+    flip(tmp_path / "run" / "encoding" / "vocabulary-00.parquet")
+    with pytest.raises(ValueError, match="encoding of the run, cannot be used"):
+        train(on_table(tmp_path, max_steps=6, resume=True))
 
 
 def test_only_damaged_checkpoints_never_start_the_run_anew(tmp_path, quick):

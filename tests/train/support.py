@@ -27,7 +27,13 @@ from loka_jax.recipe import ROLES
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train import drift_looks, session
-from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig, RunOptions
+from loka_jax.train.config import (
+    Config,
+    DlrmConfig,
+    EmbeddingConfig,
+    LoopConfig,
+    RunOptions,
+)
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
 MODEL = Dlrm(
@@ -55,7 +61,7 @@ def config(workdir=None, *, seed=0, patience=None, data=None, **loop):
     )
 
 
-def train(config: DlrmConfig) -> tuple[int, str]:
+def train(config: Config) -> tuple[int, str]:
     """Trains in this process; returns the exit code and what was printed."""
     out = io.StringIO()
     done = session.train(config, [], Console(file=out, width=120, soft_wrap=True))
@@ -66,9 +72,9 @@ _open_data = functools.cache(lambda data, seed: open_data(data, seed=seed))
 _made: dict = {}
 
 
-def build(config, saved=None, say=print):
+def build(config, saved=None, say=print, base=None):
     """Returns the run, with the steps and the start of an earlier one of its kind."""
-    run = build_lib.build(config, saved, say)
+    run = build_lib.build(config, saved, say, base)
     optim = dataclasses.replace(
         config.optim, plateau_patience=None, plateau_factor=0.1, best_by="ne"
     )
@@ -128,7 +134,7 @@ def plant_drift(monkeypatch, path, since, until=10**9):
 def share_data(monkeypatch):
     """Opens each data set once in a test session."""
     monkeypatch.setattr(
-        build_lib, "open_data", lambda data, *, seed: _open_data(data, seed)
+        build_lib, "open_data", lambda data, *, seed, base: _open_data(data, seed)
     )
 
 

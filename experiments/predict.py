@@ -1,0 +1,93 @@
+"""Scores the rows of a file with a trained run.
+
+    python experiments/predict.py --workdir runs/csv_dlrm-... --data.path new.csv \\
+        --out scores.parquet --data.keys user item
+
+Writes the key columns and `score`, the click probability, for every row in its order.
+Labels are not needed. An error that the user can mend ends with one sentence and exit
+code 2, and leaves no file.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from typing import Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows to score.
+
+    Attributes:
+        path: a file with the feature columns of the run's training data: CSV, TSV (.gz
+            too), Parquet, or Criteo's format if the run was trained on that.
+        keys: columns to copy to the output, such as a user and an item.
+    """
+
+    path: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Scores the rows of a file with a trained run.
+
+    Attributes:
+        workdir: the folder of the run.
+        data: the rows.
+        out: the new file, .parquet or .csv.
+        plan: "saved" runs each site as in training; "off" runs all by XLA in the
+            model's recipe, on machines that lack the kernels of the saved plan.
+    """
+
+    workdir: pathlib.Path
+    data: Rows
+    out: pathlib.Path
+    plan: Literal["saved", "off"] = "saved"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line; returns the exit code."""
+    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    from experiments.cli import run_cli  # imports JAX: not before --help
+
+    return run_cli(lambda: _run(arguments))
+
+
+def _run(arguments: Arguments) -> int:
+    from loka_jax.predict import load, score_file
+
+    predictor = load(arguments.workdir, plan=arguments.plan)
+    print(f"{arguments.workdir}: step {predictor.step:,}.", flush=True)
+    scored = score_file(
+        predictor,
+        arguments.data.path,
+        arguments.out,
+        keys=arguments.data.keys,
+        progress=_show,
+    )
+    if scored.bad_rows:
+        print(f"{scored.bad_rows:,} rows with a wrong number of columns left out.")
+    for column, kinds in scored.counts["columns"].items():
+        counts = (f"{kinds[kind]:,} {_WORDS.get(kind, kind)}" for kind in kinds)
+        print(f"{column}: {', '.join(counts)}")
+    rate = scored.rows / scored.seconds
+    print(
+        f"{scored.rows:,} rows scored in {scored.seconds:,.1f} s ({rate:,.0f} rows a "
+        f"second): {arguments.out}"
+    )
+    return 0
+
+
+_WORDS = {"oov": "not in the vocabulary"}
+
+
+def _show(rows: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{rows:,} rows", end="\r", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

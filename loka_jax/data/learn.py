@@ -1,0 +1,168 @@
+"""Learns an encoding from training rows, block by block."""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
+
+import functools
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from loka_jax.data.blocks import Block
+from loka_jax.data.column_facts import column_facts
+from loka_jax.data.config import MAX_ROWS, DataConfig
+from loka_jax.data.encoding import (
+    Encoder,
+    HashEncoder,
+    ValueCounter,
+    VocabularyEncoder,
+    as_text,
+    frequent,
+)
+from loka_jax.data.records import Encoding
+from loka_jax.data.room import memory_bytes
+from loka_jax.data.settings import columns_of
+from loka_jax.data.values import Counts, Moments, clean_dense
+
+MERGE_BYTES = 1 << 28  # of counts in all fields that are merged together
+
+
+class Learner:
+    """Counts values and accumulates moments, and makes an encoding of them."""
+
+    def __init__(self, config: DataConfig, base: Encoding | None = None):
+        """Starts with no rows.
+
+        Args:
+            config: the columns, their encoding and their transform.
+            base: the encoding to extend; None to learn one.
+        """
+        self._config, self._base = config, base
+        self.columns = columns_of(config)
+        names = self.columns.categorical
+        self._counters = [
+            ValueCounter(MERGE_BYTES // max(len(names), 1)) for _ in names
+        ]
+        self._num_counted = 0
+        self._moments = Moments(len(self.columns.dense))
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the encoding depends on the training rows."""
+        return self._counts_all or self._standardizes
+
+    @property
+    def _counts_all(self) -> bool:
+        """Whether all values are counted; else those of the first block are."""
+        if self._base is not None:
+            return any(_has_room(encoder) for encoder in self._base.encoders)
+        return self._config.encoding != "hash"
+
+    @property
+    def _standardizes(self) -> bool:
+        return self._base is None and self._config.transform == "standardize"
+
+    def add(self, block: Block) -> None:
+        """Adds the rows of a block.
+
+        Raises:
+            ValueError: for a value that is refused, or if the different values take
+                half of the memory.
+        """
+        if self._standardizes:
+            dense = clean_dense(block, self._config, self.columns.dense, Counts())
+            self._moments.add(dense)
+        if self._counts_all or not self._num_counted:
+            self._num_counted += block.table.num_rows
+            pairs = zip(self.columns.categorical, self._counters, strict=True)
+            for column, counter in pairs:
+                counter.add(as_text(block, column))
+        if self._counts_all:
+            self._check_memory()
+
+    @functools.cached_property
+    def _ranked(self) -> list[pa.Table]:
+        """The counted values of each column; read once all rows are added."""
+        return [counter.ranked() for counter in self._counters]
+
+    def facts(self, encoding: Encoding) -> dict[str, dict]:
+        """Returns the facts on each categorical column, see `column_facts`."""
+        facts, names = {}, self.columns.categorical
+        for field, (name, encoder) in enumerate(
+            zip(names, encoding.encoders, strict=True)
+        ):
+            ranked = self._ranked[field]
+            facts[name] = column_facts(name, encoder, ranked, self._num_counted)
+            if self._base is not None and self._counts_all:
+                facts[name] |= _growth(self._base.encoders[field], encoder, ranked)
+        return facts
+
+    def encoding(self) -> Encoding:
+        """Returns the encoding that the rows so far give.
+
+        Raises:
+            ValueError: if a column has more values than there are ids.
+        """
+        fields = range(len(self._counters))
+        return Encoding(
+            config=self._config,
+            encoders=tuple(self._encoder(field) for field in fields),
+            standardizer=(
+                self._base.standardizer if self._base else self._moments.result()
+            ),
+        )
+
+    def _encoder(self, field: int) -> Encoder:
+        config, column = self._config, self.columns.categorical[field]
+        if self._base is not None:
+            return self._extended(self._base.encoders[field], field)
+        if config.encoding == "hash":
+            return HashEncoder(column, config.hash_buckets)
+        values = frequent(self._ranked[field], config.min_count)
+        if len(values) + config.reserve_rows >= MAX_ROWS:
+            raise ValueError(
+                f"Column {column!r} has {len(values)} values, more than an int32 id "
+                "can tell apart with --data.reserve-rows: use --data.encoding hash or "
+                "a larger --data.min-count."
+            )
+        return VocabularyEncoder(values, config.reserve_rows)
+
+    def _extended(self, known: Encoder, field: int) -> Encoder:
+        """Returns the encoder with new values in its reserved rows."""
+        if not isinstance(known, VocabularyEncoder) or not known.reserved:
+            return known
+        values = frequent(self._ranked[field], self._config.min_count)
+        new = _unknown(values, known)[: known.reserved]
+        extended = pa.concat_arrays([known.values, new.cast(known.values.type)])
+        return VocabularyEncoder(extended, known.reserved - len(new))
+
+    def _check_memory(self) -> None:
+        sizes = [counter.merged_bytes for counter in self._counters]
+        if (total := sum(sizes)) > (limit := memory_bytes() // 2):
+            largest = self.columns.categorical[sizes.index(max(sizes))]
+            raise ValueError(
+                f"The different values of the categorical columns take {total:,} "
+                f"bytes, most of them in {largest!r}, and {limit:,} are allowed, half "
+                "of the memory: leave the column out, or use --data.encoding hash."
+            )
+
+
+def _has_room(encoder: Encoder) -> bool:
+    return isinstance(encoder, VocabularyEncoder) and encoder.reserved > 0
+
+
+def _unknown(values: pa.Array, known: VocabularyEncoder) -> pa.Array:
+    return values.filter(pc.invert(pc.is_in(values, value_set=known.values)))
+
+
+def _growth(before: Encoder, after: Encoder, ranked: pa.Table) -> dict[str, int]:
+    """Returns the number of new values, and of those with a row of their own."""
+    if not isinstance(before, VocabularyEncoder) or not isinstance(
+        after, VocabularyEncoder
+    ):
+        return {}
+    new = _unknown(ranked["value"].combine_chunks(), before)
+    return {
+        "new_values": len(new),
+        "new_rows": len(after.values) - len(before.values),
+    }

@@ -1,0 +1,156 @@
+"""The encoding of a run on disk: a folder of shards without rows.
+
+It holds what turns raw rows into a model's inputs (columns, policies, vocabularies,
+means) and nothing else, so that a trained model outlives the files that it was trained
+on, and its ids never move.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import typing
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from loka_jax.data.config import DataConfig
+from loka_jax.data.encoding import Encoder, HashEncoder, VocabularyEncoder
+from loka_jax.data.manifest import Unusable, unusable
+from loka_jax.data.records import Encoding
+from loka_jax.data.settings import ENCODING_SETTINGS, SETTINGS
+from loka_jax.data.shards import (
+    ShardFolder,
+    ShardWriter,
+    new_folder,
+    open_shards,
+    vocabulary_name,
+)
+from loka_jax.data.values import Standardizer
+
+
+def digest_of(folder: ShardFolder) -> str:
+    """Returns a digest of the encoding: equal if all rows get equal inputs."""
+    parts = {
+        "kind": folder.kind,
+        "schema": dataclasses.asdict(folder.schema),
+        "settings": {name: folder.settings.get(name) for name in ENCODING_SETTINGS},
+        "standardizer": folder.standardizer,
+        "vocabulary": folder.vocabulary_digests,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
+    """Copies the encoding of a folder of shards to a new folder, in one step.
+
+    Raises:
+        ValueError: if the target exists already or cannot be written.
+    """
+    with new_folder(target, "--workdir") as partial:
+        writer = ShardWriter(partial)
+        for field, column in enumerate(folder.schema.categorical):
+            if column in folder.vocabulary_digests:
+                writer.add_vocabulary(field, _values(folder, field))
+        writer.finish(
+            folder.schema,
+            sources=[],
+            settings=folder.settings,
+            report={},
+            kind=folder.kind,
+            standardizer=folder.standardizer,
+        )
+
+
+def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
+    """Returns the folder that `save_encoding` wrote, after comparing all digests.
+
+    Args:
+        path: the folder.
+        digest: the encoding's digest, as a checkpoint names it.
+
+    Raises:
+        ValueError: if it is missing, damaged, or another encoding.
+    """
+    try:
+        folder = open_shards(path, verify=True)
+    except Unusable as error:
+        raise _lost(path, error.reason) from None
+    if digest_of(folder) != digest:
+        raise _lost(path, "it is not the one that the checkpoint was trained with")
+    return folder
+
+
+def _lost(path: pathlib.Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{path}, the encoding of the run, cannot be used ({reason}): restore it from "
+        "a copy, or train again."
+    )
+
+
+def load_encoding(folder: ShardFolder) -> Encoding:
+    """Returns the encoding of a folder of shards.
+
+    Raises:
+        ValueError: if its settings or vocabularies are not what conversions write.
+    """
+    mean, std = np.zeros(len(folder.schema.dense)), np.ones(1)
+    if folder.standardizer is not None:
+        mean, std = (np.array(folder.standardizer[part]) for part in ("mean", "std"))
+    return Encoding(
+        config=config_of(folder),
+        encoders=tuple(_encoders(folder)),
+        standardizer=Standardizer(mean, std),
+    )
+
+
+def config_of(folder: ShardFolder) -> DataConfig:
+    """Returns the options that a conversion was made with, but for its files.
+
+    Raises:
+        ValueError: if they are not what conversions write.
+    """
+    hints = typing.get_type_hints(DataConfig)
+    values: dict[str, typing.Any] = {"kind": folder.kind}
+    values |= {name: folder.settings.get(name) for name in SETTINGS}
+    if folder.kind == "criteo":  # whose columns are fixed
+        values = {k: v for k, v in values.items() if k not in ("dense", "categorical")}
+    for name, value in values.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+        if not _fits(values[name], hints[name]):
+            raise unusable(folder.path, f"its {name!r} is {str(value)[:40]}")
+    try:
+        return DataConfig(**values)
+    except ValueError as error:
+        raise unusable(folder.path, str(error)) from None
+
+
+def _fits(value: object, hint: typing.Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(x, str) for x in value)
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
+    sizes = zip(folder.schema.categorical, folder.schema.vocab_sizes, strict=True)
+    for field, (column, rows) in enumerate(sizes):
+        if column not in folder.vocabulary_digests:
+            yield HashEncoder(column, rows)
+            continue
+        values = _values(folder, field)
+        if (reserved := rows - 1 - len(values)) < 0:
+            raise unusable(folder.path, f"{column!r} has more values than rows")
+        yield VocabularyEncoder(values, reserved)
+
+
+def _values(folder: ShardFolder, field: int) -> pa.Array:
+    path = folder.path / vocabulary_name(field)
+    try:
+        values = parquet.read_table(path, page_checksum_verification=True)["value"]
+        return values.combine_chunks().cast(pa.large_string())
+    except (pa.ArrowException, KeyError, OSError) as error:
+        raise unusable(path, f"it is no vocabulary: {str(error)[:80]}") from None

@@ -1,0 +1,51 @@
+"""The options that decide what shards hold, as the shards' manifest keeps them."""
+
+from typing import NamedTuple
+
+from loka_jax.data.config import DataConfig
+from loka_jax.data.table import CRITEO_CATEGORICAL, CRITEO_DENSE, CRITEO_LABEL
+
+# They decide how a row is encoded, whatever the other rows are.
+ENCODING_SETTINGS = (
+    "label",
+    "dense",
+    "categorical",
+    "encoding",
+    "hash_buckets",
+    "missing",
+    "nan",
+    "negative",
+    "huge",
+    "huge_limit",
+    "transform",
+)
+SETTINGS = (
+    *ENCODING_SETTINGS,
+    "min_count",
+    "reserve_rows",
+    "unknown",
+    "valid_fraction",
+    "max_bad_rows",
+)
+
+
+class Columns(NamedTuple):
+    """The names of the columns by role."""
+
+    label: str
+    dense: tuple[str, ...]
+    categorical: tuple[str, ...]
+
+
+def columns_of(config: DataConfig) -> Columns:
+    """Returns the columns that `config` names; those of Criteo's files are fixed."""
+    if config.kind == "criteo":
+        return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
+    return Columns(config.label, config.dense, config.categorical)
+
+
+def settings_of(config: DataConfig) -> dict:
+    """Returns the options that determine the shards' contents, as JSON values."""
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings |= columns_of(config)._asdict()
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -1,0 +1,118 @@
+"""Scores a file of any size, in constant memory, to a file that is whole or absent."""
+
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyarrow import csv, parquet
+
+from loka_jax.data.blocks import BadRows
+from loka_jax.data.files import existing
+from loka_jax.data.stamps import stamp_of, unchanged
+from loka_jax.data.table import reader_of
+from loka_jax.data.values import Counts
+from loka_jax.predict.predictor import Predictor
+
+SCORE = "score"
+_WRITERS = {".csv": csv.CSVWriter, ".parquet": parquet.ParquetWriter}
+
+
+class Scored(NamedTuple):
+    """What was scored.
+
+    Attributes:
+        rows: their number.
+        bad_rows: rows that were left out for a wrong number of columns.
+        seconds: the time it took, compilation included.
+        counts: the values that a policy applied to, by kind, in total (`totals`) and by
+            column (`columns`); `oov` counts those without an id of their own.
+    """
+
+    rows: int
+    bad_rows: int
+    seconds: float
+    counts: dict[str, Any]
+
+
+def score_file(
+    predictor: Predictor,
+    path: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    keys: tuple[str, ...] = (),
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Scored:
+    """Scores the rows of a file, in their order.
+
+    Args:
+        predictor: the run.
+        path: a file like those that the run was trained on; labels are not needed.
+        out: a new .parquet or .csv file: the key columns, then `score`, the click
+            probability.
+        keys: columns that are copied to `out`.
+        progress: called with the number of rows scored so far.
+
+    Raises:
+        ValueError: one sentence with the file, the row or the column and the remedy.
+        OSError: if `out` cannot be written.
+    """
+    path, out = existing(pathlib.Path(path)), pathlib.Path(out).expanduser()
+    _check_names(path, out, keys)
+    start, rows, counts = time.monotonic(), 0, Counts()
+    config = predictor.encoding.config
+    bad_rows = BadRows(config.max_bad_rows)
+    columns = tuple(dict.fromkeys((*predictor.columns, *keys)))
+    blocks = reader_of(config, path)(str(path), columns, bad_rows)
+    with unchanged({path: stamp_of(path)}), _new_file(out) as write:
+        for part in predictor.scored(blocks, counts):
+            write(part.rows.select(keys).append_column(SCORE, pa.array(part.scores)))
+            rows += len(part.scores)
+            progress(rows)
+        if not rows:
+            raise ValueError(f"{path} has no rows to score: name a file that has some.")
+    seconds = time.monotonic() - start
+    return Scored(rows, bad_rows.count, seconds, counts.report())
+
+
+def _check_names(path: pathlib.Path, out: pathlib.Path, keys: tuple[str, ...]):
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name one file with --data.path.")
+    if out.suffix.lower() not in _WRITERS:
+        raise ValueError(f"--out {out} must end in .parquet or .csv: rename it.")
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists already: remove it, or choose another --out.")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent}: create it for --out.")
+    if SCORE in keys:
+        raise ValueError(
+            f"--data.keys {SCORE} is the name of the new column: rename it in {path}."
+        )
+
+
+@contextmanager
+def _new_file(out: pathlib.Path) -> Iterator[Callable[[pa.Table], None]]:
+    """Yields a function that appends rows to `out`, which appears when all is well."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    writer: Any = None
+
+    def write(rows: pa.Table):
+        nonlocal writer
+        if writer is None:
+            writer = _WRITERS[out.suffix.lower()](temporary, rows.schema)
+        writer.write_table(rows)
+
+    try:
+        try:
+            yield write
+        finally:
+            if writer is not None:
+                writer.close()
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,244 @@
+"""A trained run as a function from raw rows to scores.
+
+It needs the run's folder and nothing else: configuration, encoding, plan and weights
+are in there. Batches, padding and the compiled program are those of an evaluation, so
+equal rows in equal order get equal scores, bit for bit.
+"""
+
+import collections
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pyarrow as pa
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.data import Position
+from loka_jax.data.blocks import Block, check_columns
+from loka_jax.data.reader import ShardDataset
+from loka_jax.data.records import Encoding
+from loka_jax.data.saved_encoding import load_encoding
+from loka_jax.data.values import Counts
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.optim.rows import Sgd
+from loka_jax.train import metrics
+from loka_jax.train.build import Network, network
+from loka_jax.train.config import Config
+from loka_jax.train.planning import saved_plan
+from loka_jax.train.source_run import SourceRun, open_run
+from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.step import make_eval_step
+
+_READ = ("params", "fp8", "batch_stats", "table")  # of a checkpoint's state
+_GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
+_REFUSAL = (
+    "which is not in the run's vocabulary, and the run has --data.unknown error: "
+    "correct it."
+)
+
+
+class Scores(NamedTuple):
+    """Scored rows.
+
+    Attributes:
+        rows: raw columns of the rows.
+        scores: float32 probabilities, one for each row.
+    """
+
+    rows: pa.Table
+    scores: Float[np.ndarray, "N"]
+
+
+class Predictor:
+    """A trained run that scores rows.
+
+    Attributes:
+        config: the run's configuration.
+        encoding: how the run encodes rows.
+        step: the training step of its weights.
+    """
+
+    def __init__(
+        self, config: Config, encoding: Encoding, step: int, state: TrainState, run_step
+    ):
+        """Takes the parts of a run; `load` reads them from its folder."""
+        self.config, self.encoding, self.step = config, encoding, step
+        self._state, self._run_step = state, run_step
+        self._schema = encoding.schema
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that a row must have."""
+        return (*self._schema.dense, *self._schema.categorical)
+
+    def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
+        """Returns the click probability of each row, float32, `1 / (1 + exp(-logit))`.
+
+        Args:
+            rows: a pandas data frame, a pyarrow table, or a dict of columns; the label
+                is not needed, and columns that the run does not know are ignored.
+            counts: counts missing and unknown values by column.
+
+        Raises:
+            ValueError: if a column is missing, or holds a value that is refused.
+        """
+        table = pa.table(rows)
+        check_columns("the table", self.columns, table.column_names)
+        numbers = np.arange(1, table.num_rows + 1, dtype=np.int64)
+        block = Block(table.select(self.columns), numbers, "the table")
+        scored = self.scored([block], counts or Counts())
+        return np.concatenate([np.zeros(0, np.float32), *(s.scores for s in scored)])
+
+    def scored(self, blocks: Iterable[Block], counts: Counts) -> Iterator[Scores]:
+        """Yields the rows of the blocks with their scores, in their order.
+
+        Memory is bounded, however many blocks there are.
+
+        Args:
+            blocks: raw rows.
+            counts: counts missing and unknown values by column.
+        """
+        waiting: collections.deque[pa.Table] = collections.deque()
+
+        def records() -> Iterator[np.ndarray]:
+            for group in _groups(blocks):
+                waiting.append(pa.concat_tables([block.table for block in group]))
+                yield self.encoding.records(
+                    group, counts, with_labels=False, unknown_refusal=self._refusal
+                )
+
+        ready = np.zeros(0, np.float32)
+        for logits in self._logits(records()):
+            ready = np.concatenate([ready, _probabilities(logits)])
+            while waiting and len(ready) >= (size := waiting[0].num_rows):
+                yield Scores(waiting.popleft(), ready[:size])
+                ready = ready[size:]
+
+    @property
+    def _refusal(self) -> str | None:
+        return _REFUSAL if self.encoding.config.unknown == "error" else None
+
+    def _logits(self, records: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields the logits of all records, batch by batch.
+
+        The device computes a batch while the host makes the next one.
+        """
+        running: tuple[Array, int] | None = None
+        size = self.config.loop.batch_size
+        for rows, count in _batches(records, size):
+            data = ShardDataset(self._schema, [rows], "the rows")
+            batch = data.batch(Position(0, 0, 0), size, shuffle=False)
+            _, logits = self._run_step(self._state, metrics.init(), batch)
+            if running is not None:
+                yield np.asarray(running[0])[: running[1]]
+            running = logits, count
+        if running is not None:
+            yield np.asarray(running[0])[: running[1]]
+
+
+def load(
+    run: str | os.PathLike, *, plan: Literal["saved", "off"] = "saved"
+) -> Predictor:
+    """Returns a trained run, ready to score rows.
+
+    Its weights are those that its final evaluation judged: the best ones if it kept
+    them (`plateau_patience`), else the newest.
+
+    Args:
+        run: the folder of the run, its `--workdir`.
+        plan: "saved" runs each site as in training; "off" runs all by XLA in the
+            model's recipe, on machines that lack the kernels of the saved plan.
+
+    Raises:
+        ValueError: if the folder holds no run, none of its checkpoints is whole, or it
+            was trained on generated clicks.
+    """
+    source = open_run(pathlib.Path(run), best=True)
+    config, saved = source.config, source.saved
+    encoding = load_encoding(source.encoding())
+    net = network(config, encoding.schema)
+    sites = net.list_sites(DispatchPlan())
+    chosen = saved_plan(saved.meta["plan"], sites) if plan == "saved" else None
+    model = nn.Planned(config.model, () if chosen is None else chosen.choices)
+    state = _read_state(source, net, len(encoding.schema.dense))
+    run_step = jax.jit(make_eval_step(model, net.tables), donate_argnums=1)
+    return Predictor(config, encoding, saved.step, state, run_step)
+
+
+def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
+    """Returns the part of a checkpoint's state that scores depend on."""
+    config = source.config
+
+    def initial() -> dict[str, Any]:
+        state = init_state(
+            jax.random.key(0),
+            model=nn.Planned(config.model, ()).by_xla(),
+            tables=net.tables,
+            num_dense=num_dense,
+            optimizer=optax.identity(),
+            row_optimizer=Sgd(),
+            init_stddev=config.embedding.init_stddev,
+        )
+        return {name: getattr(state, name) for name in _READ}
+
+    read = source.checkpoints.read(source.saved.only(_READ), jax.eval_shape(initial))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        **read,
+        step=zero,
+        probe={},
+        opt_state=(),
+        row_state=(),
+        lr_scale=jnp.ones((), jnp.float32),
+        skipped=zero,
+        skipped_in_a_row=zero,
+        bad_ids=zero,
+        metrics=metrics.init(),
+    )
+
+
+def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yields the blocks in groups that are encoded in one call."""
+    group: list[Block] = []
+    for block in blocks:
+        group.append(block)
+        if sum(one.nbytes for one in group) >= _GROUP_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _batches(
+    records: Iterable[np.ndarray], size: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the records `size` by `size`, with the number of those that count.
+
+    The last batch is padded with the first records, as an evaluation pads it.
+    """
+    first = waiting = None
+    for part in records:
+        first = part[:0] if first is None else first
+        if len(first) < size:
+            first = np.concatenate([first, part[: size - len(first)]])
+        waiting = part if waiting is None else np.concatenate([waiting, part])
+        full = len(waiting) // size * size
+        for start in range(0, full, size):
+            yield waiting[start : start + size], size
+        waiting = waiting[full:]
+    if waiting is not None and first is not None and len(waiting):
+        padding = np.resize(first, size - len(waiting))
+        yield np.concatenate([waiting, padding]), len(waiting)
+
+
+def _probabilities(logits: np.ndarray) -> np.ndarray:
+    """Returns `1 / (1 + exp(-logit))` as float32, computed in float64."""
+    x = logits.astype(np.float64)
+    small = np.exp(-np.abs(x))  # never overflows
+    return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)

@@ -1,0 +1,127 @@
+"""A run that goes on from another one, with the data of a later day.
+
+It starts from the weights, FP8 scales and optimizer states of the other run's newest
+checkpoint, and encodes its data as that run does. Steps, schedules and metrics start
+anew. Its rows are scored before it is trained on them: progressive evaluation, which
+judges a model by rows that no training has seen.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from loka_jax import jsonfile
+from loka_jax.data.shards import ShardFolder
+from loka_jax.train import log_lines, run_encoding
+from loka_jax.train.build import Run
+from loka_jax.train.column_table import print_days
+from loka_jax.train.config import Config
+from loka_jax.train.host_state import Progress
+from loka_jax.train.log_lines import quality
+from loka_jax.train.loop import Loop
+from loka_jax.train.manifest import Saved
+from loka_jax.train.progress import plain
+from loka_jax.train.record import RunRecord
+from loka_jax.train.source_run import SourceRun, open_run, read_config_of
+from loka_jax.train.state import TrainState
+
+_CARRIED = ("params", "fp8", "batch_stats", "opt_state", "table", "row_state")
+# What decides the shapes of these, beside all of `model`.
+_FIXED = ("embedding.dim", "optim.dense", "optim.rows", "optim.clip_norm")
+
+
+def default_config(workdir: pathlib.Path) -> Config:
+    """Returns the configuration of a run without its files, to go on with others.
+
+    Raises:
+        ValueError: if the folder holds no run.
+    """
+    config = read_config_of(workdir)
+    data = dataclasses.replace(config.data, path=None, valid=None, test=None)
+    return dataclasses.replace(config, data=data, init_from=workdir)
+
+
+def source_of(config: Config) -> SourceRun | None:
+    """Returns the run that `--init-from` names, or None.
+
+    Raises:
+        ValueError: if it holds no checkpoint, or that of another model or optimizer.
+    """
+    if config.init_from is None:
+        return None
+    source = open_run(config.init_from, best=False)
+    pairs = jsonfile.explain_mismatch(source.config.identity(), config.identity())
+    changed = [line for line in pairs if _is_fixed(line.split(": ", 1)[0])]
+    if changed:
+        raise ValueError(
+            f"--init-from {config.init_from} is a run with another model or optimizer "
+            f"({'; '.join(changed[:5])}): leave out these options, and --config."
+        )
+    return source
+
+
+def base_of(
+    saved: Saved | None, source: SourceRun | None, workdir: pathlib.Path
+) -> ShardFolder | None:
+    """Returns the encoding of a resumed run, or of the run to go on from, or None.
+
+    Raises:
+        ValueError: if it is missing, damaged, or another one.
+    """
+    if saved is not None:
+        return run_encoding.read(saved, workdir)
+    return None if source is None else source.encoding()
+
+
+def _is_fixed(field: str) -> bool:
+    return field in _FIXED or field.startswith("model.")
+
+
+def initial_state(run: Run, source: SourceRun) -> TrainState:
+    """Returns the state before the first step of a run that goes on from another.
+
+    The counters of schedules start anew; those of Adam's moments go on.
+    """
+
+    def fresh() -> dict[str, Any]:
+        state = vars(run.init())
+        return {name: value for name, value in state.items() if name not in _CARRIED}
+
+    def carried() -> dict[str, Any]:
+        return {name: getattr(run.init(), name) for name in _CARRIED}
+
+    saved = source.saved.only(_CARRIED)
+    state = source.checkpoints.read(saved, jax.eval_shape(carried))
+    state["opt_state"] = _restarted(state["opt_state"])
+    return TrainState(**state, **jax.jit(fresh)())  # makes no second table
+
+
+def _restarted(opt_state: Any) -> Any:
+    def is_schedule(node: object) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def restart(node: Any) -> Any:
+        if not is_schedule(node):
+            return node
+        return node._replace(count=jnp.zeros_like(node.count))
+
+    return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
+
+
+def begin(loop: Loop, source: SourceRun, record: RunRecord, console: Console):
+    """Scores the rows that a run will be trained on, for record and console."""
+    run, train = loop.run, loop.run.splits.train
+    step = f"step {source.saved.step:,} of {source.workdir}"
+    console.print(plain(f"Going on from {step}."))
+    before = Progress.from_json(source.saved.meta.get("progress", {})).days
+    path = pathlib.Path(run.config.data.path or "")
+    day = {"data": path.name, "examples": train.num_examples}
+    day |= quality(run, loop.state, train)
+    loop.progress = dataclasses.replace(loop.progress, days=(*before, day))
+    record.log(log_lines.day(loop.progress))
+    print_days(console, loop.progress.days)

@@ -1,0 +1,101 @@
+"""A run scores rows from its own folder as its evaluation did."""
+
+import json
+import shutil
+
+import chex
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv
+
+import loka_jax
+from loka_jax.data.values import Counts
+from tests.predict import support
+from tests.predict.support import RECIPE
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return support.train_and_lose_the_data(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    return loka_jax.load(trained.workdir)
+
+
+def probabilities(logits):
+    return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
+
+
+def test_scores_are_the_evaluations_without_the_files_it_was_trained_on(trained, model):
+    table = csv.read_csv(trained.test)
+    scores = model.scores(table.drop_columns(["label"]))
+    assert (model.config.model.recipe, scores.dtype) == (RECIPE, np.float32)
+    assert np.array_equal(scores, probabilities(trained.logits))
+    label = np.asarray(table["label"])
+    loss = -np.mean(np.where(label, np.log(scores), np.log1p(-scores)))
+    chex.assert_trees_all_close(
+        float(loss), trained.summary["final_eval"]["logloss"], rtol=1e-6
+    )
+
+
+def test_rows_may_come_in_a_dict_of_any_types(trained, model):
+    table = csv.read_csv(trained.test)
+    columns = {name: table[name].to_numpy() for name in ("price", "user")}
+    columns["item"] = pa.array(table["item"]).cast(pa.string()).dictionary_encode()
+    assert np.array_equal(model.scores(columns), probabilities(trained.logits))
+
+
+def test_unknown_and_missing_values_are_counted(model):
+    counts = Counts()
+    rows = {"price": [1.0, None], "user": ["u99", None], "item": [3, 3]}
+    assert model.scores(rows, counts).shape == (2,)
+    assert counts.report()["columns"] == {
+        "price": {"missing": 1},
+        "user": {"missing": 1, "oov": 1},
+    }
+
+
+def test_no_rows_have_no_scores(model):
+    rows = {"price": pa.array([], "f4"), "user": pa.array([], "str"), "item": []}
+    assert model.scores(pa.table(rows)).shape == (0,)
+
+
+def test_a_missing_column_is_named(model):
+    with pytest.raises(ValueError, match="no column 'item', only price, user"):
+        model.scores({"price": [1.0], "user": ["u1"]})
+
+
+def copied(trained, tmp_path):
+    return shutil.copytree(trained.workdir, tmp_path / "run")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no run .* name the --workdir of one"):
+        loka_jax.load(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_checkpoint_is_refused(trained, tmp_path):
+    workdir = copied(trained, tmp_path)
+    shutil.rmtree(workdir / "checkpoints")
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        loka_jax.load(workdir)
+
+
+@pytest.mark.parametrize("change", ["missing", "another", "damaged"])
+def test_a_lost_encoding_is_refused(trained, tmp_path, change):
+    workdir = copied(trained, tmp_path)
+    manifest = workdir / "encoding" / "manifest.json"
+    if change == "missing":
+        shutil.rmtree(manifest.parent)
+    elif change == "another":
+        value = json.loads(manifest.read_text())
+        value["settings"]["transform"] = "none"
+        manifest.write_text(json.dumps(value))
+    else:
+        (manifest.parent / "vocabulary-00.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="encoding of the run, cannot be used .*again"):
+        loka_jax.load(workdir)
