@@ -47,7 +47,10 @@ class DataConfig:
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
             `(x - mean) / std` with the statistics of the training rows; or `none`.
         valid_fraction: share of the training rows used for validation when there is no
-            validation file: rows whose hashed row number, in [0, 1), falls below it.
+            validation file: rows whose hashed row number, in [0, 1), falls below it, or
+            the last rows by `time`.
+        time: column of numbers or dates; if given, validation rows are the last ones
+            (`table`).
         max_bad_rows: number of rows with too few or too many columns that are skipped;
             one more fails the conversion.
         cache: folder for converted shards; if None, the user's private cache.
@@ -82,6 +85,7 @@ class DataConfig:
     huge_limit: float = 1e12
     transform: Literal["log1p", "standardize", "none"] = "log1p"
     valid_fraction: float = 0.1
+    time: str | None = None
     max_bad_rows: int = 0
     cache: str | None = None
 
@@ -121,8 +125,21 @@ class DataConfig:
                 "Criteo files have fixed columns: leave out --data.dense and "
                 "--data.categorical, or use --data.kind table."
             )
+        for name in _TABLE_ONLY:
+            if self.kind != "table" and getattr(self, name) != _default(name):
+                raise ValueError(
+                    f"--data.{name.replace('_', '-')} names a column of a table, and "
+                    f"data of kind {self.kind} have fixed columns: leave it out, or "
+                    "use --data.kind table."
+                )
 
 
+def _default(name: str) -> object:
+    return DataConfig.__dataclass_fields__[name].default
+
+
+# Options that name columns, beside `dense` and `categorical`.
+_TABLE_ONLY = ("time",)
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (

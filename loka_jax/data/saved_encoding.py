@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import types
 import typing
 from collections.abc import Iterator
 
@@ -130,6 +131,8 @@ def config_of(folder: ShardFolder) -> DataConfig:
 def _fits(value: object, hint: typing.Any) -> bool:
     if typing.get_origin(hint) is typing.Literal:
         return value in typing.get_args(hint)
+    if typing.get_origin(hint) is types.UnionType:
+        return any(_fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(isinstance(x, str) for x in value)
     return type(value) is hint or (hint is float and type(value) is int)

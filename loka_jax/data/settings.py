@@ -25,6 +25,7 @@ SETTINGS = (
     "reserve_rows",
     "unknown",
     "valid_fraction",
+    "time",
     "max_bad_rows",
 )
 

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
+from loka_jax.terminal import shown
 
 # Spellings of a missing value in a dense column. Categorical columns keep them: NA may
 # be Namibia. `nan` is not among them: it is parsed, and counted as NaN.
@@ -50,31 +51,36 @@ class Standardizer(NamedTuple):
     std: np.ndarray
 
 
-def parse_numbers(block: Block, column: str) -> tuple[np.ndarray, np.ndarray]:
+def parse_numbers(
+    block: Block, column: str, remedy: str = "name the column with --data.categorical"
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the column's values as float64, and a mask of the missing ones.
 
     Missing values are 0; NaN and infinities are kept.
+
+    Raises:
+        ValueError: with file and row, if a value is no number; it ends with `remedy`.
     """
     array = block.table.column(column).combine_chunks()
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        array = _parse_text(block, column, array)
+        array = _parse_text(block, column, array, remedy)
     kind = array.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
     elif not (is_number or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
         raise ValueError(
-            f"{block.file} column {column!r} holds {kind}, not numbers: name it with "
-            "--data.categorical, or leave it out."
+            f"{block.file} column {column!r} holds {shown(kind)}, not numbers: "
+            f"{remedy}, or leave it out."
         )
     missing = np.asarray(array.is_null())
     array = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0)
     return np.asarray(array, np.float64), missing
 
 
-def _parse_text(block: Block, column: str, array) -> pa.Array:
+def _parse_text(block: Block, column: str, array, remedy: str) -> pa.Array:
     array = pc.utf8_trim_whitespace(array)
     words = pa.array(MISSING_WORDS, array.type)
     array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
@@ -84,8 +90,7 @@ def _parse_text(block: Block, column: str, array) -> pa.Array:
         at = next(i for i, value in enumerate(array) if not _is_number(value))
         raise ValueError(
             f"{block.file} row {block.rows[at]} column {column!r} holds "
-            f"{str(array[at])[:40]!r}, not a number: correct it, or name the column "
-            "with --data.categorical."
+            f"{str(array[at])[:40]!r}, not a number: correct it, or {remedy}."
         ) from None
 
 
