@@ -22,7 +22,8 @@ class Batch(NamedTuple):
         dense: float32, already transformed (finite); n may be 0.
         ids: int32, the row in each field's table, `0 <= id < vocab_sizes[f]`.
         labels: float32, 0 or 1.
-        weights: float32; 1 for an example, 0 for a padding row.
+        weights: float32; 0 for a padding row, 1 for an example unless the data are
+            weighted.
     """
 
     dense: Float[Array, "B n"]
@@ -41,12 +42,14 @@ class Schema:
         categorical: names of the fields, in the order of `Batch.ids`.
         vocab_sizes: number of rows of each field's table, including row 0, which
             stands for values that are missing or too rare in training.
+        weighted: whether examples have weights other than 1.
     """
 
     label: str
     dense: tuple[str, ...]
     categorical: tuple[str, ...]
     vocab_sizes: tuple[int, ...]
+    weighted: bool = False
 
     def __post_init__(self):
         """Checks that each feature has exactly one role and each field a table size."""

@@ -46,6 +46,10 @@ class DataConfig:
         transform: applied to dense values after the policies. `log1p` is
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
             `(x - mean) / std` with the statistics of the training rows; or `none`.
+        weight: column of the examples' weights, 0 or more, in loss and metrics; all
+            are 1 if None (`table`).
+        keep_negatives: share of the training rows without a click that are kept, by
+            hashed row number, each with its weight divided by this share.
         valid_fraction: share of the training rows used for validation when there is no
             validation file: rows whose hashed row number, in [0, 1), falls below it, or
             the last rows by `time`.
@@ -84,6 +88,8 @@ class DataConfig:
     huge: Literal["clip", "error"] = "clip"
     huge_limit: float = 1e12
     transform: Literal["log1p", "standardize", "none"] = "log1p"
+    weight: str | None = None
+    keep_negatives: float = 1.0
     valid_fraction: float = 0.1
     time: str | None = None
     max_bad_rows: int = 0
@@ -125,6 +131,16 @@ class DataConfig:
                 "Criteo files have fixed columns: leave out --data.dense and "
                 "--data.categorical, or use --data.kind table."
             )
+        if self.kind == "generated" and self.keep_negatives < 1:
+            raise ValueError(
+                "Generated data keep all rows: leave out --data.keep-negatives, or "
+                "lower --data.examples."
+            )
+        if self.weight is not None and self.weight == self.label:
+            raise ValueError(
+                f"Column {self.weight!r} is both label and weight, so that only clicks "
+                "would count: correct --data.label or --data.weight."
+            )
         for name in _TABLE_ONLY:
             if self.kind != "table" and getattr(self, name) != _default(name):
                 raise ValueError(
@@ -133,13 +149,18 @@ class DataConfig:
                     "use --data.kind table."
                 )
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether examples have weights other than 1."""
+        return self.weight is not None or self.keep_negatives < 1
+
 
 def _default(name: str) -> object:
     return DataConfig.__dataclass_fields__[name].default
 
 
 # Options that name columns, beside `dense` and `categorical`.
-_TABLE_ONLY = ("time",)
+_TABLE_ONLY = ("time", "weight")
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
@@ -147,6 +168,7 @@ _RANGES = (
     ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
     ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
+    ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),

@@ -24,6 +24,7 @@ from loka_jax.data.settings import columns_of, settings_of
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
 from loka_jax.data.values import Counts
+from loka_jax.terminal import shown
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
 
@@ -68,11 +69,14 @@ class _Conversion:
         Schema(**self.columns._asdict(), vocab_sizes=(1,) * num_fields)
         label, dense, categorical = self.columns
         self.rows = Rows(config, sources, (label, *dense, *categorical), progress)
-        self.dtype = record_dtype(len(self.columns.dense), num_fields)
+        self.dtype = record_dtype(
+            len(self.columns.dense), num_fields, weighted=config.is_weighted
+        )
         self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.positives: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        self.weights: dict[str, float] = dict.fromkeys(SPLITS, 0.0)
 
     def run(self, folder: pathlib.Path) -> None:
         self.rows.learn_split()
@@ -131,6 +135,12 @@ class _Conversion:
         records = self.encoding.records(
             blocks, self.counts[split], unknown_refusal=self._unknown_refusal(split)
         )
+        if split == "train" and self.config.keep_negatives < 1:
+            # Each stands for 1 / rate rows, so that sums over them are unbiased.
+            negative = records["label"] == 0
+            records["weight"][negative] /= self.config.keep_negatives
+        if self.config.is_weighted:
+            self.weights[split] += float(records["weight"].sum(dtype=np.float64))
         writer.add_rows(split, records)
         self.examples[split] += len(records)
         self.positives[split] += int(records["label"].sum(dtype=np.float64))
@@ -156,6 +166,15 @@ class _Conversion:
                     f"{names_of(paths)} has no rows for the {split} split: name a file "
                     "that has some."
                 )
+            if (
+                self.config.is_weighted
+                and self.examples[split]
+                and not (self.weights[split] > 0)
+            ):
+                raise ValueError(
+                    f"All {split} rows have weight 0 in column {self.config.weight!r}: "
+                    "correct it or --data.weight."
+                )
         if not self.examples["valid"]:
             raise ValueError(
                 f"No row of {names_of(self.sources.train)} fell into the validation "
@@ -172,6 +191,7 @@ class _Conversion:
         return {
             "source": self.config.kind,
             "split_rule": self.rows.split_rule(),
+            "notes": _notes(self.config),
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies}
             | {"transform": self.config.transform, "encoding": self.config.encoding},
@@ -186,8 +206,25 @@ class _Conversion:
             "files": [path.name for path in getattr(self.sources, split)],
             "examples": self.examples[split],
             "positives": self.positives[split],
+            **({"weight": self.weights[split]} if self.config.is_weighted else {}),
             **self.counts[split].report(),
         }
+
+
+def _notes(config: DataConfig) -> list[str]:
+    """Returns sentences on what was done to whole rows, for output and report."""
+    notes = []
+    if config.weight is not None:
+        notes.append(
+            f"Loss and metrics are weighted by column {shown(repr(config.weight))}."
+        )
+    if (rate := config.keep_negatives) < 1:
+        notes.append(
+            f"Of the training rows without a click the fraction {rate:.6g} is kept, by "
+            f"hashed row number, with {1 / rate:.6g} times the weight, so that "
+            "predictions stay calibrated."
+        )
+    return notes
 
 
 def _sum_totals(splits: dict) -> dict:

@@ -112,6 +112,7 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
     """Raises ValueError if the report lacks what a training run prints."""
     try:
         _typed(report, "split_rule", str)
+        _names(report, "notes")
         for part in ("examples", "totals", "bad_rows"):
             counts = _typed(report, part, dict)
             for name in counts.keys() - {"samples"}:
@@ -270,6 +271,7 @@ def _schema(entry: dict) -> Schema:
             dense=tuple(_names(entry, "dense")),
             categorical=tuple(_names(entry, "categorical")),
             vocab_sizes=tuple(sizes),
+            weighted=_typed(entry, "weighted", bool),
         )
     except ValueError:
         raise _Refused("its schema contradicts itself") from None

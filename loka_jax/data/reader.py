@@ -77,14 +77,27 @@ class ShardDataset:
         return out
 
     def _split_columns(self, words: np.ndarray, weights: np.ndarray) -> Batch:
-        n = len(self.schema.dense)
         floats = words.view(np.float32)
-        ids = np.ascontiguousarray(words[:, 1 + n :])
+        dense_at = 1 + self.schema.weighted
+        ids_at = dense_at + len(self.schema.dense)
+        ids = np.ascontiguousarray(words[:, ids_at:])
         self._check_ids(ids)
         labels = floats[:, 0].copy()
         self._check_labels(labels)
-        dense = np.ascontiguousarray(floats[:, 1 : 1 + n])
+        if self.schema.weighted:
+            weights = weights * floats[:, 1]
+            self._check_weights(weights)
+        dense = np.ascontiguousarray(floats[:, dense_at:ids_at])
         return Batch(dense, ids, labels, weights)
+
+    def _check_weights(self, weights: np.ndarray) -> None:
+        """Raises ValueError for a weight that is negative or not finite."""
+        wrong = ~((weights >= 0) & (weights < np.inf))
+        if wrong.any():
+            raise ValueError(
+                f"{self._name} holds the weight {weights[np.argmax(wrong)]:g}, where "
+                "only finite ones of 0 or more are allowed: convert the data again."
+            )
 
     def _check_labels(self, labels: np.ndarray) -> None:
         """Raises ValueError for a label that is not 0 or 1."""

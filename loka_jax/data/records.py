@@ -14,12 +14,13 @@ from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
 from loka_jax.data.encoding import Encoder, as_text
 from loka_jax.data.settings import Columns, columns_of
-from loka_jax.data.shards import record_dtype
+from loka_jax.data.shards import record_dtype_of
 from loka_jax.data.values import (
     Counts,
     Standardizer,
     clean_dense,
     parse_labels,
+    parse_weights,
     transform_dense,
 )
 
@@ -47,7 +48,8 @@ class Encoding:
     def schema(self) -> Schema:
         """The columns and table sizes."""
         sizes = tuple(encoder.rows for encoder in self.encoders)
-        return Schema(**self.columns._asdict(), vocab_sizes=sizes)
+        weighted = self.config.is_weighted
+        return Schema(**self.columns._asdict(), vocab_sizes=sizes, weighted=weighted)
 
     def records(
         self,
@@ -62,7 +64,8 @@ class Encoding:
         Args:
             blocks: raw rows.
             counts: counts the values that policies apply to, and the unknown ones.
-            with_labels: whether the blocks have the label column; labels are 0 if not.
+            with_labels: whether the blocks have the label column, and that of the
+                weights; labels are 0 and weights 1 if not.
             unknown_refusal: what is wrong with a value that has no id, as the end of a
                 sentence; None if it gets id 0.
 
@@ -71,13 +74,16 @@ class Encoding:
         """
         columns = self.columns
         sizes = [block.table.num_rows for block in blocks]
-        dtype = record_dtype(len(columns.dense), len(columns.categorical))
-        records = np.zeros(sum(sizes), dtype)
+        records = np.zeros(sum(sizes), record_dtype_of(self.schema))
+        if self.config.is_weighted:
+            records["weight"] = 1
         start = 0
         for block, size in zip(blocks, sizes, strict=True):
             rows = records[start : start + size]
             if with_labels:
                 rows["label"] = parse_labels(block, columns.label)
+                if self.config.weight is not None:
+                    rows["weight"] = parse_weights(block, self.config.weight)
             dense = clean_dense(block, self.config, columns.dense, counts)
             rows["dense"] = transform_dense(dense, self.config, self.standardizer)
             start += size

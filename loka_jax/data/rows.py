@@ -3,13 +3,17 @@
 import pathlib
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pyarrow as pa
 
 from loka_jax.data import table
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig
 from loka_jax.data.files import Sources
-from loka_jax.data.split import SplitAtRandom, SplitRule, split_by_time
+from loka_jax.data.split import SplitAtRandom, SplitRule, hashed, split_by_time
+from loka_jax.data.values import parse_labels
+
+_KEEP = 1  # the stream of hashed row numbers that decides; 0 splits
 
 
 class Rows:
@@ -27,7 +31,7 @@ class Rows:
         Args:
             config: the kind of the files and the split rule.
             sources: the files.
-            columns: the columns to read.
+            columns: the columns to read, the label first.
             progress: called with the stage's name and the number of rows read so far.
 
         Raises:
@@ -44,8 +48,9 @@ class Rows:
                 "are split off by time: leave out --data.time, or that file."
             )
         self._config, self._sources, self._progress = config, sources, progress
-        times = () if config.time is None else (config.time,)
-        self._columns = tuple(dict.fromkeys((*columns, *times)))
+        further = [name for name in (config.time, config.weight) if name is not None]
+        self._columns = tuple(dict.fromkeys((*columns, *further)))
+        self._label = columns[0]
         self._split: SplitRule = SplitAtRandom(config.valid_fraction)
 
     def learn_split(self) -> None:
@@ -67,13 +72,15 @@ class Rows:
     def blocks(
         self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
     ) -> Iterator[tuple[str, Block]]:
-        """Yields each block with its split, splitting off validation rows if needed."""
-        found = self._read(splits, self._columns, bad_rows, stage)
-        for split, first, block in found:
-            if split == "train" and not self._sources.valid:
-                yield from self._split_off(block, first, splits)
-            else:
+        """Yields each block with its split, without the negatives that are not kept."""
+        for split, first, block in self._read(splits, self._columns, bad_rows, stage):
+            if split != "train":
                 yield split, block
+                continue
+            is_train, is_valid = self._masks(block, first)
+            for part, chosen in (("train", is_train), ("valid", is_valid)):
+                if part in splits and chosen.any():
+                    yield part, _chosen(block, chosen)
 
     def _read(
         self,
@@ -95,14 +102,23 @@ class Rows:
                     yield split, done, block
                     done += rows
 
-    def _split_off(
-        self, block: Block, first: int, splits: tuple[str, ...]
-    ) -> Iterator[tuple[str, Block]]:
-        is_valid = self._split.is_valid(block, first)
-        for split, chosen in (("train", ~is_valid), ("valid", is_valid)):
-            if split in splits and chosen.any():
-                part = block.table.filter(pa.array(chosen))
-                yield split, Block(part, block.rows[chosen], block.file)
+    def _masks(self, block: Block, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which of the training file's rows are for training and validation."""
+        rows = block.table.num_rows
+        is_valid = np.zeros(rows, bool)
+        if not self._sources.valid:
+            is_valid = self._split.is_valid(block, first)
+        if (rate := self._config.keep_negatives) == 1:
+            return ~is_valid, is_valid
+        is_kept = hashed(np.arange(first, first + rows), _KEEP) < rate
+        is_kept |= parse_labels(block, self._label) == 1
+        return ~is_valid & is_kept, is_valid
+
+
+def _chosen(block: Block, chosen: np.ndarray) -> Block:
+    if chosen.all():
+        return block
+    return Block(block.table.filter(pa.array(chosen)), block.rows[chosen], block.file)
 
 
 def names_of(paths: tuple[pathlib.Path, ...]) -> str:

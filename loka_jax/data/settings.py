@@ -24,6 +24,8 @@ SETTINGS = (
     "min_count",
     "reserve_rows",
     "unknown",
+    "weight",
+    "keep_negatives",
     "valid_fraction",
     "time",
     "max_bad_rows",

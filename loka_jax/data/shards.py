@@ -74,10 +74,20 @@ class ShardFolder:
     standardizer: dict[str, list[float]] | None
 
 
-def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
-    """Returns the type of one row: 4 (1 + n + F) bytes without gaps."""
+def record_dtype(
+    num_dense: int, num_fields: int, *, weighted: bool = False
+) -> np.dtype:
+    """Returns the type of one row: numbers of 4 bytes without gaps."""
+    weight = [("weight", "<f4")] if weighted else []
     dense, ids = ("dense", "<f4", (num_dense,)), ("ids", "<i4", (num_fields,))
-    return np.dtype([("label", "<f4"), dense, ids])
+    return np.dtype([("label", "<f4"), *weight, dense, ids])
+
+
+def record_dtype_of(schema: Schema) -> np.dtype:
+    """Returns the type of one row of data with this schema."""
+    return record_dtype(
+        len(schema.dense), len(schema.categorical), weighted=schema.weighted
+    )
 
 
 class ShardWriter:
@@ -248,7 +258,7 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
     """
     manifest = read_manifest(folder)
     files, splits, schema = manifest.files, manifest.splits, manifest.schema
-    dtype = record_dtype(len(schema.dense), len(schema.categorical))
+    dtype = record_dtype_of(schema)
     total = sum(entry.bytes for entry in files.values())
     digests = total <= MAX_DIGEST_BYTES if verify is None else verify
     for name, entry in files.items():

@@ -22,6 +22,9 @@ from loka_jax.terminal import shown
 # be Namibia. `nan` is not among them: it is parsed, and counted as NaN.
 MISSING_WORDS = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
 
+# Of an example; sums over a data set stay finite in float32.
+MAX_WEIGHT = 1e12
+
 
 class Counts:
     """Counts the values that each policy applies to, by column."""
@@ -116,6 +119,27 @@ def parse_labels(block: Block, column: str) -> np.ndarray:
         raise ValueError(
             f"{block.file} row {block.rows[at]} has {shown} in label column "
             f"{column!r}, where only 0 and 1 are allowed: correct it or --data.label."
+        )
+    return values.astype(np.float32)
+
+
+def parse_weights(block: Block, column: str) -> np.ndarray:
+    """Returns the weights of examples as float32.
+
+    Raises:
+        ValueError: with file, row and value, if one is missing, negative, NaN or larger
+            than `MAX_WEIGHT`.
+    """
+    remedy = "name another column with --data.weight"
+    values, missing = parse_numbers(block, column, remedy)
+    wrong = missing | ~((values >= 0) & (values <= MAX_WEIGHT))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        shown = "no value" if missing[at] else f"{values[at]:g}"
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {shown} in weight column "
+            f"{column!r}, where 0 to {MAX_WEIGHT:g} are allowed: correct it or "
+            "--data.weight."
         )
     return values.astype(np.float32)
 

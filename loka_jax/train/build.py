@@ -111,7 +111,14 @@ class Run:
             init_stddev=self.config.embedding.init_stddev,
             probe=self.config.probe.config_at(0),
         )
-        return jax.jit(init)(jax.random.key(self.config.seed))
+        weighted = self.splits.train.schema.weighted
+
+        def init_weighted(key):
+            return dataclasses.replace(
+                init(key), metrics=metrics.init(weighted=weighted)
+            )
+
+        return jax.jit(init_weighted)(jax.random.key(self.config.seed))
 
     @property
     def first_step(self) -> TrainStep:
@@ -161,7 +168,7 @@ class Run:
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
         """
-        seen, scored = metrics.init(), []
+        seen, scored = metrics.init_like(state.metrics), []
         size = self.config.loop.batch_size
         for step in range(dataset.num_batches(size)):
             batch = dataset.batch(Position(0, step, 0), size, shuffle=False)

@@ -233,13 +233,20 @@ def _gradients(
             )
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
         losses = jnp.where(batch.weights > 0, losses * batch.weights, 0.0)
-        loss = jnp.sum(losses) / jnp.maximum(total_weight, 1.0)
+        loss = jnp.sum(losses) / _divisor(state, total_weight)
         return loss, (logits, updated.get("batch_stats", {}))
 
     stats = {} if probe is None else state.probe
     grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
     (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
     return loss, logits, batch_stats, _Gradients(*grads)
+
+
+def _divisor(state: TrainState, total_weight: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns the batch's total weight, or 1 if that is 0."""
+    if state.metrics.weight is None:  # a total of whole numbers
+        return jnp.maximum(total_weight, 1.0)
+    return jnp.where(total_weight > 0, total_weight, 1.0)
 
 
 def _accumulated(
