@@ -6,6 +6,9 @@ It is flat so that command lines read well: `--data.path clicks.csv --data.label
 from dataclasses import dataclass
 from typing import Literal
 
+from loka_jax.data.batch import MAX_SLOTS
+from loka_jax.options import pairs
+
 # Rows of the generated tables: a few are huge, most are small, as in Criteo's logs.
 GENERATED_ROWS = (
     *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
@@ -30,6 +33,13 @@ class DataConfig:
         label: the label column (`table`).
         dense: the dense columns (`table`).
         categorical: the categorical columns (`table`).
+        multi: the multi-valued columns: lists in Parquet, or text with a `separator`
+            (`table`).
+        multi_weights: "COLUMN=WEIGHTS" names, for a multi-valued column, the column
+            with a list of as many weights, which are not negative.
+        separator: what stands between the values of a multi-valued column of text.
+        max_values: values of a list that are used, its first ones; further ones are
+            left out and counted.
         encoding: how values become ids. `vocabulary` numbers the training values;
             `hash` is a 64-bit hash of column name and value, modulo buckets.
         min_count: values seen fewer times in training share id 0 (`vocabulary`).
@@ -77,6 +87,10 @@ class DataConfig:
     label: str = "label"
     dense: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
+    multi: tuple[str, ...] = ()
+    multi_weights: tuple[str, ...] = ()
+    separator: str | None = None
+    max_values: int = 32
     encoding: Literal["vocabulary", "hash"] = "vocabulary"
     min_count: int = 1
     reserve_rows: int = 0
@@ -131,6 +145,9 @@ class DataConfig:
                 "Criteo files have fixed columns: leave out --data.dense and "
                 "--data.categorical, or use --data.kind table."
             )
+        if self.separator == "":
+            raise ValueError("--data.separator is empty: name a character, as in '|'.")
+        _ = self.weights_of_multi
         if self.kind == "generated" and self.keep_negatives < 1:
             raise ValueError(
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
@@ -150,6 +167,11 @@ class DataConfig:
                 )
 
     @property
+    def weights_of_multi(self) -> dict[str, str]:
+        """The columns with the weights of multi-valued columns, by these."""
+        return pairs("--data.multi-weights", self.multi_weights, self.multi)
+
+    @property
     def is_weighted(self) -> bool:
         """Whether examples have weights other than 1."""
         return self.weight is not None or self.keep_negatives < 1
@@ -160,7 +182,7 @@ def _default(name: str) -> object:
 
 
 # Options that name columns, beside `dense` and `categorical`.
-_TABLE_ONLY = ("time", "weight")
+_TABLE_ONLY = ("time", "weight", "multi")
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
@@ -168,6 +190,7 @@ _RANGES = (
     ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
     ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
+    ("max_values", 1, MAX_SLOTS),
     ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),

@@ -20,8 +20,8 @@ from loka_jax.data.learn import Learner
 from loka_jax.data.records import Encoding
 from loka_jax.data.room import check_disk
 from loka_jax.data.rows import Rows, names_of
-from loka_jax.data.settings import columns_of, settings_of
-from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
+from loka_jax.data.settings import columns_of, features_of, settings_of
+from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
 from loka_jax.data.values import Counts
 from loka_jax.terminal import shown
@@ -65,13 +65,13 @@ class _Conversion:
         self.stamps = {path: stamp_of(path) for paths in sources for path in paths}
         self.columns = columns_of(config)
         # Check the columns before anything is read.
-        num_fields = len(self.columns.categorical)
-        Schema(**self.columns._asdict(), vocab_sizes=(1,) * num_fields)
-        label, dense, categorical = self.columns
-        self.rows = Rows(config, sources, (label, *dense, *categorical), progress)
-        self.dtype = record_dtype(
-            len(self.columns.dense), num_fields, weighted=config.is_weighted
+        Schema(
+            **self.columns._asdict(),
+            vocab_sizes=(1,) * len(self.columns.fields),
+            slots=(1,) * len(self.columns.multi),
         )
+        columns = (self.columns.label, *features_of(config))
+        self.rows = Rows(config, sources, columns, progress)
         self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -82,7 +82,8 @@ class _Conversion:
         self.rows.learn_split()
         self.encoding = self._learn()
         check_unchanged(self.stamps)
-        needed = self.rows_learned * self.dtype.itemsize
+        itemsize = record_dtype_of(self.encoding.schema).itemsize
+        needed = self.rows_learned * itemsize
         check_disk(folder, needed, f"{self.rows_learned:,} training rows")
         writer = ShardWriter(folder)
         bad_rows = BadRows(self.config.max_bad_rows)
@@ -191,7 +192,7 @@ class _Conversion:
         return {
             "source": self.config.kind,
             "split_rule": self.rows.split_rule(),
-            "notes": _notes(self.config),
+            "notes": [*_notes(self.config), *_notes_on_lists(self.encoding)],
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies}
             | {"transform": self.config.transform, "encoding": self.config.encoding},
@@ -227,7 +228,18 @@ def _notes(config: DataConfig) -> list[str]:
     return notes
 
 
+def _notes_on_lists(encoding: Encoding) -> list[str]:
+    """Returns a sentence on the room for each multi-valued column."""
+    limit = encoding.config.max_values
+    return [
+        f"Column {shown(repr(column))}: the first {slots} values of a list are used, "
+        + ("the limit." if slots == limit else "the most in a training row.")
+        for column, slots in zip(encoding.columns.multi, encoding.slots, strict=True)
+    ]
+
+
 def _sum_totals(splits: dict) -> dict:
-    kinds = ("missing", "nan", "inf", "huge", "negative", "oov")
+    kinds = ["missing", "nan", "inf", "huge", "negative", "oov"]
     totals = [split["totals"] for split in splits.values()]
+    kinds += ["cut lists"] if any("cut lists" in total for total in totals) else []
     return {kind: sum(total.get(kind, 0) for total in totals) for kind in kinds}

@@ -52,7 +52,7 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
     """
     with new_folder(target, "--workdir") as partial:
         writer = ShardWriter(partial)
-        for field, column in enumerate(folder.schema.categorical):
+        for field, column in enumerate(folder.schema.fields):
             if column in folder.vocabulary_digests:
                 writer.add_vocabulary(field, _values(folder, field))
         writer.finish(
@@ -103,6 +103,7 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     return Encoding(
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
+        slots=folder.schema.slots,
         standardizer=Standardizer(mean, std),
     )
 
@@ -139,7 +140,7 @@ def _fits(value: object, hint: typing.Any) -> bool:
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
-    sizes = zip(folder.schema.categorical, folder.schema.vocab_sizes, strict=True)
+    sizes = zip(folder.schema.fields, folder.schema.vocab_sizes, strict=True)
     for field, (column, rows) in enumerate(sizes):
         if column not in folder.vocabulary_digests:
             yield HashEncoder(column, rows)

@@ -74,20 +74,29 @@ class ShardFolder:
     standardizer: dict[str, list[float]] | None
 
 
-def record_dtype(
-    num_dense: int, num_fields: int, *, weighted: bool = False
-) -> np.dtype:
-    """Returns the type of one row: numbers of 4 bytes without gaps."""
-    weight = [("weight", "<f4")] if weighted else []
+def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
+    """Returns the type of one row: 4 (1 + n + F) bytes without gaps."""
     dense, ids = ("dense", "<f4", (num_dense,)), ("ids", "<i4", (num_fields,))
-    return np.dtype([("label", "<f4"), *weight, dense, ids])
+    return np.dtype([("label", "<f4"), dense, ids])
 
 
 def record_dtype_of(schema: Schema) -> np.dtype:
-    """Returns the type of one row of data with this schema."""
-    return record_dtype(
-        len(schema.dense), len(schema.categorical), weighted=schema.weighted
-    )
+    """Returns the type of one row: numbers of 4 bytes without gaps.
+
+    After label, dense columns and ids come the example's weight, the ids of each
+    multi-valued field, and the weights of those values that have some.
+    """
+    plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
+    weight = [("weight", "<f4")] if schema.weighted else []
+    lists = [
+        (f"bag_{field}", "<i4", (slots,)) for field, slots in enumerate(schema.slots)
+    ]
+    weights = [
+        (f"bag_weights_{field}", "<f4", (slots,))
+        for field, slots in enumerate(schema.slots)
+        if schema.multi[field] in schema.weighted_multi
+    ]
+    return np.dtype([*plain, *weight, *lists, *weights])
 
 
 class ShardWriter:
@@ -276,7 +285,7 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
         },
         vocabulary_digests={
             column: files[name].values_sha256
-            for field, column in enumerate(schema.categorical)
+            for field, column in enumerate(schema.fields)
             if (name := vocabulary_name(field)) in files
         },
         report=manifest.report,

@@ -209,18 +209,32 @@ def network(config: Config, schema: Schema) -> Network:
     Raises:
         ValueError: if the data have no categorical column.
     """
-    if not schema.categorical:
+    if not schema.fields:
         raise ValueError(
             "the model needs at least one categorical column: name them with "
             "--data.categorical A B C."
         )
-    tables = embedding.TableSpec(rows=schema.vocab_sizes, dim=config.embedding.dim)
+    tables = embedding.TableSpec(
+        rows=schema.vocab_sizes,
+        dim=config.embedding.dim,
+        pooling=config.embedding.pooling_of(schema.multi),
+    )
+    _check_ids(config.loop.batch_size, schema)
     rows = config.loop.batch_size // config.loop.microbatches
     inputs = (
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
         jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
     )
     return Network(tables, functools.partial(_list_sites, config.model, inputs))
+
+
+def _check_ids(batch_size: int, schema: Schema):
+    ids = len(schema.categorical) + sum(schema.slots)
+    if not batch_size * ids < 2**31:
+        raise ValueError(
+            f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
+            "int32: lower it, or --data.max-values."
+        )
 
 
 def build(

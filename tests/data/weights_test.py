@@ -68,7 +68,7 @@ def test_weights_that_are_all_zero_are_refused(tmp_path):
 def test_a_stored_weight_is_checked_again(tmp_path, bad):
     train = open_table(csv_of([1] * 50, tmp_path), weight="w", **COLUMNS).train
     words = train._words[0].copy()
-    words.view(np.float32)[5, 1] = bad
+    words.view(np.float32)[5, -1] = bad
     train._words = [words]
     with pytest.raises(ValueError, match="holds the weight .* convert the data again"):
         train.batch(Position(0, 0, 0), train.num_examples, shuffle=False)
