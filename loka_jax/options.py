@@ -34,3 +34,31 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:
+    """Returns what an option of entries NAME=VALUE says, by name.
+
+    Args:
+        option: its name, for messages.
+        values: the entries.
+        names: the names that it may speak of.
+
+    Raises:
+        ValueError: for an entry of another form, a name that is not among `names`, or
+            one that is named twice.
+    """
+    found: dict[str, str] = {}
+    for entry in values:
+        # A name may hold "=", too.
+        known = [name for name in names if entry.startswith(f"{name}=")]
+        name = max(known, key=len, default="")
+        if not known or not entry.removeprefix(f"{name}="):
+            choice = ", ".join(names) or "none"
+            raise ValueError(
+                f"{option} {entry!r} must be COLUMN=VALUE; the columns are {choice}."
+            )
+        if name in found:
+            raise ValueError(f"{option} names {name!r} twice: leave one of them out.")
+        found[name] = entry.removeprefix(f"{name}=")
+    return found

@@ -12,7 +12,20 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+MAX_SLOTS = 1024  # values in a list
 Array = jax.Array | np.ndarray  # NumPy if read from files, on the device if generated
+
+
+class Bag(NamedTuple):
+    """The values of a multi-valued field, padded to H of them.
+
+    Attributes:
+        ids: int32, rows in the field's table; -1 where a list is shorter than H.
+        weights: float32, of each value; None if all are 1.
+    """
+
+    ids: Int[Array, "B H"]
+    weights: Float[Array, "B H"] | None
 
 
 class Batch(NamedTuple):
@@ -22,13 +35,16 @@ class Batch(NamedTuple):
         dense: float32, already transformed (finite); n may be 0.
         ids: int32, the row in each field's table, `0 <= id < vocab_sizes[f]`.
         labels: float32, 0 or 1.
-        weights: float32; 1 for an example, 0 for a padding row.
+        weights: float32; 0 for a padding row, 1 for an example unless the data are
+            weighted.
+        bags: the multi-valued fields, in the order of `Schema.multi`.
     """
 
     dense: Float[Array, "B n"]
     ids: Int[Array, "B F"]
     labels: Float[Array, "B"]
     weights: Float[Array, "B"]
+    bags: tuple[Bag, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,36 +54,59 @@ class Schema:
     Attributes:
         label: name of the label column.
         dense: names of the dense columns, in the order of `Batch.dense`.
-        categorical: names of the fields, in the order of `Batch.ids`.
+        categorical: names of the fields with one value, in the order of `Batch.ids`.
+        multi: names of the multi-valued fields, in the order of `Batch.bags`.
         vocab_sizes: number of rows of each field's table, including row 0, which
-            stands for values that are missing or too rare in training.
+            stands for values that are missing or too rare in training; first those of
+            `categorical`, then those of `multi`.
+        slots: H, the most values in a list of each multi-valued field.
+        weighted_multi: those of `multi` whose values have weights.
+        weighted: whether examples have weights other than 1.
     """
 
     label: str
     dense: tuple[str, ...]
     categorical: tuple[str, ...]
     vocab_sizes: tuple[int, ...]
+    multi: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    weighted_multi: tuple[str, ...] = ()
+    weighted: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of all fields, in the order of `vocab_sizes`."""
+        return (*self.categorical, *self.multi)
 
     def __post_init__(self):
         """Checks that each feature has exactly one role and each field a table size."""
-        if not self.dense and not self.categorical:
+        if not self.dense and not self.fields:
             raise ValueError(
                 "The data has no features: name at least one column with "
                 "--data.dense or --data.categorical."
             )
-        names = (self.label, *self.dense, *self.categorical)
+        names = (self.label, *self.dense, *self.fields)
         repeated = sorted(name for name, n in Counter(names).items() if n > 1)
         if repeated:
             raise ValueError(
-                f"Column {repeated[0]!r} is named more than once among label, dense "
-                "and categorical columns: give each column one role."
+                f"Column {repeated[0]!r} is named more than once among label, dense, "
+                "categorical and multi columns: give each column one role."
             )
-        if len(self.vocab_sizes) != len(self.categorical):
+        if len(self.vocab_sizes) != len(self.fields):
             raise ValueError(
-                f"{len(self.vocab_sizes)} table sizes for {len(self.categorical)} "
+                f"{len(self.vocab_sizes)} table sizes for {len(self.fields)} "
                 "categorical columns: give one size for each."
             )
-        for name, rows in zip(self.categorical, self.vocab_sizes, strict=True):
+        if len(self.slots) != len(self.multi) or not all(
+            1 <= slots <= MAX_SLOTS for slots in self.slots
+        ):
+            raise ValueError(
+                f"slots {self.slots} must have a number in 1..{MAX_SLOTS} for each of "
+                f"{len(self.multi)} multi columns."
+            )
+        if not set(self.weighted_multi) <= set(self.multi):
+            raise ValueError(f"{self.weighted_multi=} must be among {self.multi=}.")
+        for name, rows in zip(self.fields, self.vocab_sizes, strict=True):
             if not 1 <= rows < 2**31:
                 raise ValueError(
                     f"The table of column {name!r} has {rows} rows: give it 1 or more, "

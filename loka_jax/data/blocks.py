@@ -1,11 +1,15 @@
 """Blocks of raw rows: Arrow columns as read from a file, before any policy."""
 
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
+
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from loka_jax.terminal import shown
 
@@ -82,6 +86,18 @@ def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> N
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."
             )
+
+
+def element_type(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of a list's elements, or the type itself if it is no list."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return kind.value_type if is_list or pa.types.is_fixed_size_list(kind) else kind
+
+
+def list_lengths(column: pa.Array) -> np.ndarray:
+    """Returns the number of elements of each list in int64, 0 for a missing one."""
+    lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+    return np.where(column.is_null(), 0, lengths)
 
 
 def _shortened(names: list[str], limit: int = 12) -> str:

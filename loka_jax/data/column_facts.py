@@ -59,9 +59,11 @@ def _warning(column: str, ranked: pa.Table, num_rows: int) -> str | None:
         return (
             f"{shown(column)} looks multi-valued: {share:.0%} of its rows hold "
             f"{separator!r}, and {values:,} values are made of {parts:,} parts, but "
-            "each is trained as one value."
+            "each is trained as one value: name the column with --data.multi, and "
+            "--data.separator."
         )
-    if len(ranked) >= 0.8 * num_rows:
+    counted = pc.sum(ranked["count"]).as_py() or 0  # of lists, more than rows
+    if len(ranked) >= 0.8 * max(num_rows, counted):
         return (
             f"{shown(column)} has {len(ranked):,} values in {num_rows:,} rows: nothing "
             "is learned from a value that is seen once; leave the column out, or raise "

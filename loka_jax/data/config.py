@@ -6,6 +6,9 @@ It is flat so that command lines read well: `--data.path clicks.csv --data.label
 from dataclasses import dataclass
 from typing import Literal
 
+from loka_jax.data.batch import MAX_SLOTS
+from loka_jax.options import pairs
+
 # Rows of the generated tables: a few are huge, most are small, as in Criteo's logs.
 GENERATED_ROWS = (
     *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
@@ -30,6 +33,13 @@ class DataConfig:
         label: the label column (`table`).
         dense: the dense columns (`table`).
         categorical: the categorical columns (`table`).
+        multi: the multi-valued columns: lists in Parquet, or text with a `separator`
+            (`table`).
+        multi_weights: "COLUMN=WEIGHTS" names, for a multi-valued column, the column
+            with a list of as many weights, which are not negative.
+        separator: what stands between the values of a multi-valued column of text.
+        max_values: values of a list that are used, its first ones; further ones are
+            left out and counted.
         encoding: how values become ids. `vocabulary` numbers the training values;
             `hash` is a 64-bit hash of column name and value, modulo buckets.
         min_count: values seen fewer times in training share id 0 (`vocabulary`).
@@ -46,8 +56,15 @@ class DataConfig:
         transform: applied to dense values after the policies. `log1p` is
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
             `(x - mean) / std` with the statistics of the training rows; or `none`.
+        weight: column of the examples' weights, 0 or more, in loss and metrics; all
+            are 1 if None (`table`).
+        keep_negatives: share of the training rows without a click that are kept, by
+            hashed row number, each with its weight divided by this share.
         valid_fraction: share of the training rows used for validation when there is no
-            validation file: rows whose hashed row number, in [0, 1), falls below it.
+            validation file: rows whose hashed row number, in [0, 1), falls below it, or
+            the last rows by `time`.
+        time: column of numbers or dates; if given, validation rows are the last ones
+            (`table`).
         max_bad_rows: number of rows with too few or too many columns that are skipped;
             one more fails the conversion.
         cache: folder for converted shards; if None, the user's private cache.
@@ -70,6 +87,10 @@ class DataConfig:
     label: str = "label"
     dense: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
+    multi: tuple[str, ...] = ()
+    multi_weights: tuple[str, ...] = ()
+    separator: str | None = None
+    max_values: int = 32
     encoding: Literal["vocabulary", "hash"] = "vocabulary"
     min_count: int = 1
     reserve_rows: int = 0
@@ -81,7 +102,10 @@ class DataConfig:
     huge: Literal["clip", "error"] = "clip"
     huge_limit: float = 1e12
     transform: Literal["log1p", "standardize", "none"] = "log1p"
+    weight: str | None = None
+    keep_negatives: float = 1.0
     valid_fraction: float = 0.1
+    time: str | None = None
     max_bad_rows: int = 0
     cache: str | None = None
 
@@ -121,8 +145,44 @@ class DataConfig:
                 "Criteo files have fixed columns: leave out --data.dense and "
                 "--data.categorical, or use --data.kind table."
             )
+        if self.separator == "":
+            raise ValueError("--data.separator is empty: name a character, as in '|'.")
+        _ = self.weights_of_multi
+        if self.kind == "generated" and self.keep_negatives < 1:
+            raise ValueError(
+                "Generated data keep all rows: leave out --data.keep-negatives, or "
+                "lower --data.examples."
+            )
+        if self.weight is not None and self.weight == self.label:
+            raise ValueError(
+                f"Column {self.weight!r} is both label and weight, so that only clicks "
+                "would count: correct --data.label or --data.weight."
+            )
+        for name in _TABLE_ONLY:
+            if self.kind != "table" and getattr(self, name) != _default(name):
+                raise ValueError(
+                    f"--data.{name.replace('_', '-')} names a column of a table, and "
+                    f"data of kind {self.kind} have fixed columns: leave it out, or "
+                    "use --data.kind table."
+                )
+
+    @property
+    def weights_of_multi(self) -> dict[str, str]:
+        """The columns with the weights of multi-valued columns, by these."""
+        return pairs("--data.multi-weights", self.multi_weights, self.multi)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether examples have weights other than 1."""
+        return self.weight is not None or self.keep_negatives < 1
 
 
+def _default(name: str) -> object:
+    return DataConfig.__dataclass_fields__[name].default
+
+
+# Options that name columns, beside `dense` and `categorical`.
+_TABLE_ONLY = ("time", "weight", "multi")
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
@@ -130,6 +190,8 @@ _RANGES = (
     ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
     ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
+    ("max_values", 1, MAX_SLOTS),
+    ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),

@@ -7,10 +7,9 @@ validation or test rows.
 
 import pathlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
-import pyarrow as pa
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
@@ -18,14 +17,14 @@ from loka_jax.data.config import DataConfig
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.data.files import Sources
 from loka_jax.data.learn import Learner
-from loka_jax.data.permutation import key_of, mix
 from loka_jax.data.records import Encoding
 from loka_jax.data.room import check_disk
-from loka_jax.data.settings import columns_of, settings_of
-from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype
+from loka_jax.data.rows import Rows, names_of
+from loka_jax.data.settings import columns_of, features_of, settings_of
+from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
-from loka_jax.data.table import reader_of
 from loka_jax.data.values import Counts
+from loka_jax.terminal import shown
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
 
@@ -57,52 +56,40 @@ def convert(
         conversion.run(folder)
 
 
-def split_rule(sources: Sources, config: DataConfig) -> str:
-    """Returns a phrase that says which rows are the validation rows."""
-    if sources.valid:
-        return f"validation rows are those of {_names(sources.valid)}"
-    return (
-        f"validation rows are the fraction {config.valid_fraction:g} of the training "
-        "file's rows with the lowest hashed row number (SplitMix64)"
-    )
-
-
-def _names(paths: tuple[pathlib.Path, ...]) -> str:
-    return ", ".join(path.name for path in paths)
-
-
 class _Conversion:
     """A conversion in progress: its columns, counts and encoding."""
 
     def __init__(self, config: DataConfig, sources: Sources, progress, base):
-        self.config, self.sources, self.progress = config, sources, progress
+        self.config, self.sources = config, sources
         self.base: Encoding | None = base
         self.stamps = {path: stamp_of(path) for paths in sources for path in paths}
         self.columns = columns_of(config)
         # Check the columns before anything is read.
-        num_fields = len(self.columns.categorical)
-        Schema(**self.columns._asdict(), vocab_sizes=(1,) * num_fields)
-        if not sources.valid and not config.valid_fraction > 0:
-            raise ValueError(
-                "There are no validation rows: name a file with --data.valid, or set "
-                "--data.valid-fraction above 0."
-            )
-        self.dtype = record_dtype(len(self.columns.dense), num_fields)
+        Schema(
+            **self.columns._asdict(),
+            vocab_sizes=(1,) * len(self.columns.fields),
+            slots=(1,) * len(self.columns.multi),
+        )
+        columns = (self.columns.label, *features_of(config))
+        self.rows = Rows(config, sources, columns, progress)
         self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.positives: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        self.weights: dict[str, float] = dict.fromkeys(SPLITS, 0.0)
 
     def run(self, folder: pathlib.Path) -> None:
+        self.rows.learn_split()
         self.encoding = self._learn()
         check_unchanged(self.stamps)
-        needed = self.rows_learned * self.dtype.itemsize
+        itemsize = record_dtype_of(self.encoding.schema).itemsize
+        needed = self.rows_learned * itemsize
         check_disk(folder, needed, f"{self.rows_learned:,} training rows")
         writer = ShardWriter(folder)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
         held: Counter[str] = Counter()  # bytes
-        for split, block in self._blocks(SPLITS, bad_rows, "encoding"):
+        for split, block in self.rows.blocks(SPLITS, bad_rows, "encoding"):
             pending[split].append(block)
             held[split] += block.nbytes
             if held[split] >= PENDING_BYTES:
@@ -126,43 +113,11 @@ class _Conversion:
             report=self._report(bad_rows),
         )
 
-    def _blocks(
-        self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
-    ) -> Iterator[tuple[str, Block]]:
-        """Yields each block with its split, splitting off validation rows if needed."""
-        label, dense, categorical = self.columns
-        columns = (label, *dense, *categorical)
-        read = 0
-        for split in splits:
-            done = 0  # rows read of this split's files
-            for path in getattr(self.sources, split):
-                read_file = reader_of(self.config, path)
-                for block in read_file(str(path), columns, bad_rows):
-                    rows = block.table.num_rows
-                    read += rows
-                    self.progress(stage, read)
-                    if split == "train" and not self.sources.valid:
-                        yield from self._split_off(block, done, splits)
-                    else:
-                        yield split, block
-                    done += rows
-
-    def _split_off(
-        self, block: Block, done: int, splits: tuple[str, ...]
-    ) -> Iterator[tuple[str, Block]]:
-        is_valid = is_validation_row(
-            np.arange(done, done + block.table.num_rows), self.config.valid_fraction
-        )
-        for split, chosen in (("train", ~is_valid), ("valid", is_valid)):
-            if split in splits and chosen.any():
-                part = block.table.filter(pa.array(chosen))
-                yield split, Block(part, block.rows[chosen], block.file)
-
     def _learn(self) -> Encoding:
         """Returns the encoding; reads one block if it depends on no training rows."""
         learner = Learner(self.config, self.base)
         bad_rows = BadRows(self.config.max_bad_rows)
-        for _, block in self._blocks(("train",), bad_rows, "reading"):
+        for _, block in self.rows.blocks(("train",), bad_rows, "reading"):
             self.rows_learned += block.table.num_rows
             learner.add(block)
             if not learner.needs_all_rows:
@@ -181,6 +136,12 @@ class _Conversion:
         records = self.encoding.records(
             blocks, self.counts[split], unknown_refusal=self._unknown_refusal(split)
         )
+        if split == "train" and self.config.keep_negatives < 1:
+            # Each stands for 1 / rate rows, so that sums over them are unbiased.
+            negative = records["label"] == 0
+            records["weight"][negative] /= self.config.keep_negatives
+        if self.config.is_weighted:
+            self.weights[split] += float(records["weight"].sum(dtype=np.float64))
         writer.add_rows(split, records)
         self.examples[split] += len(records)
         self.positives[split] += int(records["label"].sum(dtype=np.float64))
@@ -203,12 +164,21 @@ class _Conversion:
             paths = getattr(self.sources, split)
             if paths and not self.examples[split]:
                 raise ValueError(
-                    f"{_names(paths)} has no rows for the {split} split: name a file "
+                    f"{names_of(paths)} has no rows for the {split} split: name a file "
                     "that has some."
+                )
+            if (
+                self.config.is_weighted
+                and self.examples[split]
+                and not (self.weights[split] > 0)
+            ):
+                raise ValueError(
+                    f"All {split} rows have weight 0 in column {self.config.weight!r}: "
+                    "correct it or --data.weight."
                 )
         if not self.examples["valid"]:
             raise ValueError(
-                f"No row of {_names(self.sources.train)} fell into the validation "
+                f"No row of {names_of(self.sources.train)} fell into the validation "
                 f"split: name a file with --data.valid, or raise --data.valid-fraction "
                 f"{self.config.valid_fraction:g}."
             )
@@ -221,7 +191,8 @@ class _Conversion:
             sample["file"] = pathlib.Path(sample["file"]).name
         return {
             "source": self.config.kind,
-            "split_rule": split_rule(self.sources, self.config),
+            "split_rule": self.rows.split_rule(),
+            "notes": [*_notes(self.config), *_notes_on_lists(self.encoding)],
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies}
             | {"transform": self.config.transform, "encoding": self.config.encoding},
@@ -236,18 +207,39 @@ class _Conversion:
             "files": [path.name for path in getattr(self.sources, split)],
             "examples": self.examples[split],
             "positives": self.positives[split],
+            **({"weight": self.weights[split]} if self.config.is_weighted else {}),
             **self.counts[split].report(),
         }
 
 
-def is_validation_row(row: np.ndarray, fraction: float) -> np.ndarray:
-    """Returns a mask of the rows, numbered from 0 over all files, to validate on."""
-    hashed = mix(row.astype(np.uint64) ^ key_of(0))
-    # 53 bits, so that the comparison is exact in float64.
-    return (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+def _notes(config: DataConfig) -> list[str]:
+    """Returns sentences on what was done to whole rows, for output and report."""
+    notes = []
+    if config.weight is not None:
+        notes.append(
+            f"Loss and metrics are weighted by column {shown(repr(config.weight))}."
+        )
+    if (rate := config.keep_negatives) < 1:
+        notes.append(
+            f"Of the training rows without a click the fraction {rate:.6g} is kept, by "
+            f"hashed row number, with {1 / rate:.6g} times the weight, so that "
+            "predictions stay calibrated."
+        )
+    return notes
+
+
+def _notes_on_lists(encoding: Encoding) -> list[str]:
+    """Returns a sentence on the room for each multi-valued column."""
+    limit = encoding.config.max_values
+    return [
+        f"Column {shown(repr(column))}: the first {slots} values of a list are used, "
+        + ("the limit." if slots == limit else "the most in a training row.")
+        for column, slots in zip(encoding.columns.multi, encoding.slots, strict=True)
+    ]
 
 
 def _sum_totals(splits: dict) -> dict:
-    kinds = ("missing", "nan", "inf", "huge", "negative", "oov")
+    kinds = ["missing", "nan", "inf", "huge", "negative", "oov"]
     totals = [split["totals"] for split in splits.values()]
+    kinds += ["cut lists"] if any("cut lists" in total for total in totals) else []
     return {kind: sum(total.get(kind, 0) for total in totals) for kind in kinds}

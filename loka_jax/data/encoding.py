@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.blocks import Block
+from loka_jax.data.blocks import Block, element_type
+from loka_jax.terminal import shown
 
 
 @runtime_checkable
@@ -38,13 +39,26 @@ def as_text(block: Block, column: str) -> pa.Array:
     Raises:
         ValueError: if the column's type has no text form, such as lists.
     """
-    array = block.table.column(column).combine_chunks()
+    return text_of(block.table.column(column).combine_chunks(), block, column)
+
+
+def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
+    """Returns values of a column as strings, and missing ones (empty, NaN) as null.
+
+    Raises:
+        ValueError: if their type has no text form, such as lists.
+    """
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     if pa.types.is_floating(array.type):
         array = _floats_as_text(array.cast(pa.float64()))
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
+    if element_type(array.type) != array.type:
+        raise ValueError(
+            f"{block.file} column {column!r} holds {shown(array.type)}, no single "
+            "values: name it with --data.multi, or leave it out."
+        )
     try:
         array = array.cast(pa.large_string())  # a column can exceed 2 GiB of text
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):

@@ -6,7 +6,7 @@ depends on what the data hold, not on paths or times.
 """
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import fields
 
 from loka_jax.data import generated
 from loka_jax.data.batch import Schema
@@ -58,7 +58,12 @@ def identity_of_generated(config: DataConfig, seed: int) -> dict:
 
 
 def _schema(schema: Schema) -> dict:
-    parts = asdict(schema)
+    # What data have by default is left out, so that it can be added to a schema.
+    parts = {
+        field.name: value
+        for field in fields(schema)
+        if (value := getattr(schema, field.name)) != field.default
+    }
     return {k: list(v) if isinstance(v, tuple) else v for k, v in parts.items()}
 
 

@@ -19,6 +19,7 @@ from loka_jax.data.encoding import (
     as_text,
     frequent,
 )
+from loka_jax.data.lists import read_lists
 from loka_jax.data.records import Encoding
 from loka_jax.data.room import memory_bytes
 from loka_jax.data.settings import columns_of
@@ -39,17 +40,19 @@ class Learner:
         """
         self._config, self._base = config, base
         self.columns = columns_of(config)
-        names = self.columns.categorical
+        names = self.columns.fields
         self._counters = [
             ValueCounter(MERGE_BYTES // max(len(names), 1)) for _ in names
         ]
         self._num_counted = 0
         self._moments = Moments(len(self.columns.dense))
+        self._longest = [1] * len(self.columns.multi)
 
     @property
     def needs_all_rows(self) -> bool:
         """Whether the encoding depends on the training rows."""
-        return self._counts_all or self._standardizes
+        has_lists = self._base is None and bool(self.columns.multi)
+        return self._counts_all or self._standardizes or has_lists
 
     @property
     def _counts_all(self) -> bool:
@@ -72,11 +75,18 @@ class Learner:
         if self._standardizes:
             dense = clean_dense(block, self._config, self.columns.dense, Counts())
             self._moments.add(dense)
+        lists = [
+            read_lists(block, column, None, self._config.separator)
+            for column in self.columns.multi
+        ]
+        lengths = (int(part.lengths.max(initial=0)) for part in lists)
+        self._longest = [*map(max, self._longest, lengths)]
         if self._counts_all or not self._num_counted:
             self._num_counted += block.table.num_rows
-            pairs = zip(self.columns.categorical, self._counters, strict=True)
-            for column, counter in pairs:
-                counter.add(as_text(block, column))
+            values = [as_text(block, column) for column in self.columns.categorical]
+            values += [part.values for part in lists]
+            for counter, part in zip(self._counters, values, strict=True):
+                counter.add(part)
         if self._counts_all:
             self._check_memory()
 
@@ -86,8 +96,8 @@ class Learner:
         return [counter.ranked() for counter in self._counters]
 
     def facts(self, encoding: Encoding) -> dict[str, dict]:
-        """Returns the facts on each categorical column, see `column_facts`."""
-        facts, names = {}, self.columns.categorical
+        """Returns the facts on each field, see `column_facts`."""
+        facts, names = {}, self.columns.fields
         for field, (name, encoder) in enumerate(
             zip(names, encoding.encoders, strict=True)
         ):
@@ -110,10 +120,11 @@ class Learner:
             standardizer=(
                 self._base.standardizer if self._base else self._moments.result()
             ),
+            slots=self._base.slots if self._base else self._slots(),
         )
 
     def _encoder(self, field: int) -> Encoder:
-        config, column = self._config, self.columns.categorical[field]
+        config, column = self._config, self.columns.fields[field]
         if self._base is not None:
             return self._extended(self._base.encoders[field], field)
         if config.encoding == "hash":
@@ -127,6 +138,10 @@ class Learner:
             )
         return VocabularyEncoder(values, config.reserve_rows)
 
+    def _slots(self) -> tuple[int, ...]:
+        """Returns how many values of each list are used: all, or up to the limit."""
+        return tuple(min(n, self._config.max_values) for n in self._longest)
+
     def _extended(self, known: Encoder, field: int) -> Encoder:
         """Returns the encoder with new values in its reserved rows."""
         if not isinstance(known, VocabularyEncoder) or not known.reserved:
@@ -139,7 +154,7 @@ class Learner:
     def _check_memory(self) -> None:
         sizes = [counter.merged_bytes for counter in self._counters]
         if (total := sum(sizes)) > (limit := memory_bytes() // 2):
-            largest = self.columns.categorical[sizes.index(max(sizes))]
+            largest = self.columns.fields[sizes.index(max(sizes))]
             raise ValueError(
                 f"The different values of the categorical columns take {total:,} "
                 f"bytes, most of them in {largest!r}, and {limit:,} are allowed, half "

@@ -112,6 +112,7 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
     """Raises ValueError if the report lacks what a training run prints."""
     try:
         _typed(report, "split_rule", str)
+        _names(report, "notes")
         for part in ("examples", "totals", "bad_rows"):
             counts = _typed(report, part, dict)
             for name in counts.keys() - {"samples"}:
@@ -264,12 +265,19 @@ def _schema(entry: dict) -> Schema:
     sizes = _typed(entry, "vocab_sizes", list)
     if not all(type(rows) is int and 1 <= rows < 2**31 for rows in sizes):
         raise _Refused("its 'vocab_sizes' are not all whole numbers in [1, 2^31)")
+    slots = _typed(entry, "slots", list)
+    if not all(type(count) is int for count in slots):
+        raise _Refused("its 'slots' are not all whole numbers")
     try:
         return Schema(
             label=_typed(entry, "label", str),
             dense=tuple(_names(entry, "dense")),
             categorical=tuple(_names(entry, "categorical")),
             vocab_sizes=tuple(sizes),
+            multi=tuple(_names(entry, "multi")),
+            slots=tuple(slots),
+            weighted_multi=tuple(_names(entry, "weighted_multi")),
+            weighted=_typed(entry, "weighted", bool),
         )
     except ValueError:
         raise _Refused("its schema contradicts itself") from None

@@ -3,6 +3,7 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -11,7 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.data.blocks import (
+    BadRows,
+    Block,
+    check_columns,
+    element_type,
+    list_lengths,
+)
 from loka_jax.data.text import damage
 from loka_jax.terminal import shown
 
@@ -55,7 +62,7 @@ def _parquet_blocks(
     schema = metadata.schema.to_arrow_schema()
     check_columns(path, columns, schema.names)
     for name in columns:
-        if pa.types.is_nested(kind := schema.field(name).type):
+        if pa.types.is_nested(element_type(kind := schema.field(name).type)):
             raise ValueError(
                 f"{path} column {name!r} holds {shown(kind)}, neither numbers nor "
                 "text: leave it out, or convert it first."
@@ -67,7 +74,7 @@ def _parquet_blocks(
         page_checksum_verification=True,
         # Equal values, and text in its several types, come as indices into a
         # dictionary: a small file may hold far more text than fits the memory.
-        read_dictionary=list(columns),
+        read_dictionary=_leaves(metadata, columns),
         pre_buffer=False,
         buffer_size=_buffer_bytes(path, len(columns)),
     ) as file:
@@ -111,9 +118,8 @@ def _rows_at_once(
 
 def _unpacked(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.Table]:
     """Yields the batch in plain types, in parts of about `block_bytes` of text."""
-    texts = [c for c in batch.columns if pa.types.is_dictionary(c.type)]
-    longest = sum(pc.max(pc.binary_length(c.dictionary)).as_py() or 0 for c in texts)
-    if longest * batch.num_rows <= block_bytes:
+    texts = [c for c in batch.columns if pa.types.is_dictionary(element_type(c.type))]
+    if _most_bytes(texts) * batch.num_rows <= block_bytes:
         yield _plain_table(batch)
         return
     ends = np.cumsum(sum(map(_text_bytes, texts)))  # bytes up to the end of each row
@@ -126,8 +132,27 @@ def _unpacked(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.Table]:
         start += part.num_rows
 
 
-def _text_bytes(column: pa.DictionaryArray) -> np.ndarray:
+def _leaves(metadata: parquet.FileMetaData, columns: tuple[str, ...]) -> list[str]:
+    """Returns the paths of the columns and of their lists' elements."""
+    paths = (metadata.schema.column(i).path for i in range(metadata.num_columns))
+    starts = tuple(f"{name}." for name in columns)
+    return [path for path in paths if path in columns or path.startswith(starts)]
+
+
+def _most_bytes(texts: list[pa.Array]) -> float:
+    """Returns a bound on the bytes of a row's text; none is known for lists."""
+    if any(not pa.types.is_dictionary(column.type) for column in texts):
+        return math.inf
+    longest = (pc.max(pc.binary_length(c.dictionary)).as_py() or 0 for c in texts)
+    return float(sum(longest))
+
+
+def _text_bytes(column: pa.Array) -> np.ndarray:
     """Returns the length of each row's text, at most, in bytes."""
+    if not pa.types.is_dictionary(column.type):
+        ends = np.cumsum(list_lengths(column))
+        done = np.append(0, np.cumsum(_text_bytes(pc.list_flatten(column))))
+        return np.diff(done[np.append(0, ends)])
     lengths = np.asarray(pc.binary_length(column.dictionary), np.int64)
     lengths = np.append(lengths, 0)  # the last is for null
     return lengths[np.asarray(pc.fill_null(column.indices, -1))]
@@ -142,6 +167,10 @@ def _plain(column: pa.Array) -> pa.Array:
     """Returns the column without dictionary, extension type or views."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
+    if element_type(column.type) != column.type:
+        offsets = np.append(0, np.cumsum(list_lengths(column)))
+        values = _plain(pc.list_flatten(column))
+        return pa.LargeListArray.from_arrays(offsets, values)  # null becomes empty
     if pa.types.is_dictionary(column.type):
         return column.dictionary_decode()
     if pa.types.is_string_view(column.type):

@@ -3,8 +3,9 @@
 import numpy as np
 
 from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import Batch, Position, Schema
+from loka_jax.data.batch import Bag, Batch, Position, Schema
 from loka_jax.data.permutation import key_of, permute
+from loka_jax.data.shards import record_dtype_of
 
 
 class ShardDataset:
@@ -32,6 +33,7 @@ class ShardDataset:
         self.num_examples = int(self._ends[-1]) if shards else 0
         if not self.num_examples:
             raise ValueError(f"{name} has no rows: name a file that has some.")
+        self._places = _places(schema)
         self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
 
     def num_batches(self, batch_size: int) -> int:
@@ -77,14 +79,42 @@ class ShardDataset:
         return out
 
     def _split_columns(self, words: np.ndarray, weights: np.ndarray) -> Batch:
-        n = len(self.schema.dense)
+        places = self._places
         floats = words.view(np.float32)
-        ids = np.ascontiguousarray(words[:, 1 + n :])
+        ids = np.ascontiguousarray(words[:, places["ids"]])
         self._check_ids(ids)
         labels = floats[:, 0].copy()
         self._check_labels(labels)
-        dense = np.ascontiguousarray(floats[:, 1 : 1 + n])
-        return Batch(dense, ids, labels, weights)
+        if self.schema.weighted:
+            weights = weights * floats[:, places["weight"]].ravel()
+            self._check_weights(weights)
+        dense = np.ascontiguousarray(floats[:, places["dense"]])
+        bags = tuple(self._bag(words, field) for field in range(len(self.schema.slots)))
+        return Batch(dense, ids, labels, weights, bags)
+
+    def _bag(self, words: np.ndarray, field: int) -> Bag:
+        """Returns a multi-valued field's ids and, if they have some, their weights."""
+        ids = np.ascontiguousarray(words[:, self._places[f"bag_{field}"]])
+        column = len(self.schema.categorical) + field
+        # -1 is padding; any other negative number is a huge unsigned one, again.
+        outside = (ids + 1).view(np.uint32) > np.uint32(self._vocab_sizes[column])
+        if outside.any():
+            self._refuse_id(int(ids[outside][0]), column)
+        place = self._places.get(f"bag_weights_{field}")
+        if place is None:
+            return Bag(ids, None)
+        weights = np.ascontiguousarray(words.view(np.float32)[:, place])
+        self._check_weights(weights)
+        return Bag(ids, weights)
+
+    def _check_weights(self, weights: np.ndarray) -> None:
+        """Raises ValueError for a weight that is negative or not finite."""
+        wrong = ~((weights >= 0) & (weights < np.inf))
+        if wrong.any():
+            raise ValueError(
+                f"{self._name} holds the weight {weights[wrong][0]:g}, where "
+                "only finite ones of 0 or more are allowed: convert the data again."
+            )
 
     def _check_labels(self, labels: np.ndarray) -> None:
         """Raises ValueError for a label that is not 0 or 1."""
@@ -98,11 +128,24 @@ class ShardDataset:
     def _check_ids(self, ids: np.ndarray) -> None:
         """Raises ValueError for an id outside its table, which JAX would not notice."""
         # A negative id is a huge unsigned number: one comparison catches both.
-        outside = ids.view(np.uint32) >= self._vocab_sizes.view(np.uint32)
+        sizes = self._vocab_sizes[: ids.shape[1]]
+        outside = ids.view(np.uint32) >= sizes.view(np.uint32)
         if outside.any():
             row, field = np.argwhere(outside)[0]
-            raise ValueError(
-                f"{self._name} column {self.schema.categorical[field]!r} holds id "
-                f"{ids[row, field]}, outside its table of {self._vocab_sizes[field]} "
-                "rows: convert the data again."
-            )
+            self._refuse_id(int(ids[row, field]), int(field))
+
+    def _refuse_id(self, found: int, field: int) -> None:
+        raise ValueError(
+            f"{self._name} column {self.schema.fields[field]!r} holds id {found}, "
+            f"outside its table of {self._vocab_sizes[field]} rows: convert the data "
+            "again."
+        )
+
+
+def _places(schema: Schema) -> dict[str, slice]:
+    """Returns where each part of a record lies, in words of 4 bytes."""
+    parts = record_dtype_of(schema).fields or {}
+    return {
+        name: slice(offset // 4, (offset + kind.itemsize) // 4)
+        for name, (kind, offset, *_) in parts.items()
+    }

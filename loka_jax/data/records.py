@@ -5,6 +5,7 @@ prediction all go through `Encoding.records`, so equal rows give equal inputs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,15 @@ from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
 from loka_jax.data.encoding import Encoder, as_text
+from loka_jax.data.lists import PADDING, padded, read_lists
 from loka_jax.data.settings import Columns, columns_of
-from loka_jax.data.shards import record_dtype
+from loka_jax.data.shards import record_dtype_of
 from loka_jax.data.values import (
     Counts,
     Standardizer,
     clean_dense,
     parse_labels,
+    parse_weights,
     transform_dense,
 )
 
@@ -30,13 +33,15 @@ class Encoding:
 
     Attributes:
         config: the columns and the policies for their values.
-        encoders: the encoder of each categorical column.
+        encoders: the encoder of each field.
         standardizer: of the dense columns; used by `transform="standardize"` only.
+        slots: the most values in a list of each multi-valued column.
     """
 
     config: DataConfig
     encoders: tuple[Encoder, ...]
     standardizer: Standardizer
+    slots: tuple[int, ...] = ()
 
     @property
     def columns(self) -> Columns:
@@ -47,7 +52,13 @@ class Encoding:
     def schema(self) -> Schema:
         """The columns and table sizes."""
         sizes = tuple(encoder.rows for encoder in self.encoders)
-        return Schema(**self.columns._asdict(), vocab_sizes=sizes)
+        return Schema(
+            **self.columns._asdict(),
+            vocab_sizes=sizes,
+            slots=self.slots,
+            weighted_multi=tuple(self.config.weights_of_multi),
+            weighted=self.config.is_weighted,
+        )
 
     def records(
         self,
@@ -62,7 +73,8 @@ class Encoding:
         Args:
             blocks: raw rows.
             counts: counts the values that policies apply to, and the unknown ones.
-            with_labels: whether the blocks have the label column; labels are 0 if not.
+            with_labels: whether the blocks have the label column, and that of the
+                weights; labels are 0 and weights 1 if not.
             unknown_refusal: what is wrong with a value that has no id, as the end of a
                 sentence; None if it gets id 0.
 
@@ -71,26 +83,69 @@ class Encoding:
         """
         columns = self.columns
         sizes = [block.table.num_rows for block in blocks]
-        dtype = record_dtype(len(columns.dense), len(columns.categorical))
-        records = np.zeros(sum(sizes), dtype)
+        records = np.zeros(sum(sizes), record_dtype_of(self.schema))
+        if self.config.is_weighted:
+            records["weight"] = 1
         start = 0
         for block, size in zip(blocks, sizes, strict=True):
             rows = records[start : start + size]
             if with_labels:
                 rows["label"] = parse_labels(block, columns.label)
+                if self.config.weight is not None:
+                    rows["weight"] = parse_weights(block, self.config.weight)
             dense = clean_dense(block, self.config, columns.dense, counts)
             rows["dense"] = transform_dense(dense, self.config, self.standardizer)
             start += size
-        for field in range(len(self.encoders)):
-            # All blocks in one call, as each call may build a large lookup table.
-            records["ids"][:, field] = self._ids(blocks, field, counts, unknown_refusal)
+        for field, column in enumerate(columns.categorical):
+            values = pa.chunked_array([as_text(block, column) for block in blocks])
+            where = _Where(blocks, column)
+            ids = self._ids(values, field, where, counts, unknown_refusal)
+            records["ids"][:, field] = ids
+        for number in range(len(columns.multi)):
+            self._fill_bag(records, blocks, number, counts, unknown_refusal)
         return records
 
+    def _fill_bag(
+        self,
+        records: np.ndarray,
+        blocks: list[Block],
+        number: int,
+        counts: Counts,
+        refusal: str | None,
+    ) -> None:
+        """Writes ids and weights of a multi-valued column into the records."""
+        column, slots = self.columns.multi[number], self.slots[number]
+        weights = self.config.weights_of_multi.get(column)
+        parts = [
+            read_lists(block, column, weights, self.config.separator)
+            for block in blocks
+        ]
+        lengths = np.concatenate([part.lengths for part in parts])
+        values = pa.chunked_array([part.values for part in parts])
+        where = _Where(blocks, column, lengths)
+        field = len(self.columns.categorical) + number
+        ids = self._ids(values, field, where, counts, refusal)
+        counts.add(column, "missing", sum(part.missing for part in parts))
+        counts.add(column, "cut lists", int(np.count_nonzero(lengths > slots)))
+        records[f"bag_{number}"] = padded(ids, lengths, slots, PADDING)
+        if weights is not None:
+            flat = [part.weights for part in parts if part.weights is not None]
+            padded_weights = padded(np.concatenate(flat), lengths, slots, 0)
+            records[f"bag_weights_{number}"] = padded_weights
+
     def _ids(
-        self, blocks: list[Block], field: int, counts: Counts, refusal: str | None
+        self,
+        values: pa.ChunkedArray,
+        field: int,
+        where: "_Where",
+        counts: Counts,
+        refusal: str | None,
     ) -> np.ndarray:
-        column = self.columns.categorical[field]
-        values = pa.chunked_array([as_text(block, column) for block in blocks])
+        """Returns the ids of the values of all blocks.
+
+        All blocks in one call, as each call may build a large lookup table.
+        """
+        column = where.column
         ids = self.encoders[field].encode(values)
         missing = np.asarray(values.is_null())
         unknown = (ids == 0) & ~missing
@@ -98,10 +153,32 @@ class Encoding:
         counts.add(column, "oov", int(np.count_nonzero(unknown)))
         if unknown.any() and refusal:
             at = int(np.argmax(unknown))
-            rows = np.concatenate([block.rows for block in blocks])
-            file = np.repeat([b.file for b in blocks], [len(b.rows) for b in blocks])
             raise ValueError(
-                f"{file[at]} row {rows[at]} column {column!r} holds "
+                f"{where.of(at)} column {column!r} holds "
                 f"{values[at].as_py()[:40]!r}, {refusal}"
             )
         return ids
+
+
+class _Where(NamedTuple):
+    """Where the values of a column come from.
+
+    Attributes:
+        blocks: the raw rows.
+        column: the column.
+        lengths: the number of values in each row; None if each has one.
+    """
+
+    blocks: list[Block]
+    column: str
+    lengths: np.ndarray | None = None
+
+    def of(self, at: int) -> str:
+        """Returns the file and the row of a value."""
+        if self.lengths is not None:
+            at = int(np.searchsorted(np.cumsum(self.lengths), at, side="right"))
+        for block in self.blocks:
+            if at < len(block.rows):
+                return f"{block.file} row {block.rows[at]}"
+            at -= len(block.rows)
+        raise IndexError(at)

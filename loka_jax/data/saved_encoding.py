@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import types
 import typing
 from collections.abc import Iterator
 
@@ -51,7 +52,7 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
     """
     with new_folder(target, "--workdir") as partial:
         writer = ShardWriter(partial)
-        for field, column in enumerate(folder.schema.categorical):
+        for field, column in enumerate(folder.schema.fields):
             if column in folder.vocabulary_digests:
                 writer.add_vocabulary(field, _values(folder, field))
         writer.finish(
@@ -102,6 +103,7 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     return Encoding(
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
+        slots=folder.schema.slots,
         standardizer=Standardizer(mean, std),
     )
 
@@ -130,13 +132,15 @@ def config_of(folder: ShardFolder) -> DataConfig:
 def _fits(value: object, hint: typing.Any) -> bool:
     if typing.get_origin(hint) is typing.Literal:
         return value in typing.get_args(hint)
+    if typing.get_origin(hint) is types.UnionType:
+        return any(_fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(isinstance(x, str) for x in value)
     return type(value) is hint or (hint is float and type(value) is int)
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
-    sizes = zip(folder.schema.categorical, folder.schema.vocab_sizes, strict=True)
+    sizes = zip(folder.schema.fields, folder.schema.vocab_sizes, strict=True)
     for field, (column, rows) in enumerate(sizes):
         if column not in folder.vocabulary_digests:
             yield HashEncoder(column, rows)

@@ -10,6 +10,9 @@ ENCODING_SETTINGS = (
     "label",
     "dense",
     "categorical",
+    "multi",
+    "multi_weights",
+    "separator",
     "encoding",
     "hash_buckets",
     "missing",
@@ -21,10 +24,14 @@ ENCODING_SETTINGS = (
 )
 SETTINGS = (
     *ENCODING_SETTINGS,
+    "max_values",
     "min_count",
     "reserve_rows",
     "unknown",
+    "weight",
+    "keep_negatives",
     "valid_fraction",
+    "time",
     "max_bad_rows",
 )
 
@@ -35,13 +42,26 @@ class Columns(NamedTuple):
     label: str
     dense: tuple[str, ...]
     categorical: tuple[str, ...]
+    multi: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields, in the order of their tables."""
+        return (*self.categorical, *self.multi)
 
 
 def columns_of(config: DataConfig) -> Columns:
     """Returns the columns that `config` names; those of Criteo's files are fixed."""
     if config.kind == "criteo":
         return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
-    return Columns(config.label, config.dense, config.categorical)
+    return Columns(config.label, config.dense, config.categorical, config.multi)
+
+
+def features_of(config: DataConfig) -> tuple[str, ...]:
+    """Returns the columns that a model's inputs are made of."""
+    columns = columns_of(config)
+    weights = config.weights_of_multi.values()
+    return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
 
 
 def settings_of(config: DataConfig) -> dict:

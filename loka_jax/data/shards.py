@@ -80,6 +80,25 @@ def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
     return np.dtype([("label", "<f4"), dense, ids])
 
 
+def record_dtype_of(schema: Schema) -> np.dtype:
+    """Returns the type of one row: numbers of 4 bytes without gaps.
+
+    After label, dense columns and ids come the example's weight, the ids of each
+    multi-valued field, and the weights of those values that have some.
+    """
+    plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
+    weight = [("weight", "<f4")] if schema.weighted else []
+    lists = [
+        (f"bag_{field}", "<i4", (slots,)) for field, slots in enumerate(schema.slots)
+    ]
+    weights = [
+        (f"bag_weights_{field}", "<f4", (slots,))
+        for field, slots in enumerate(schema.slots)
+        if schema.multi[field] in schema.weighted_multi
+    ]
+    return np.dtype([*plain, *weight, *lists, *weights])
+
+
 class ShardWriter:
     """Writes the files of a new folder of shards."""
 
@@ -248,7 +267,7 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
     """
     manifest = read_manifest(folder)
     files, splits, schema = manifest.files, manifest.splits, manifest.schema
-    dtype = record_dtype(len(schema.dense), len(schema.categorical))
+    dtype = record_dtype_of(schema)
     total = sum(entry.bytes for entry in files.values())
     digests = total <= MAX_DIGEST_BYTES if verify is None else verify
     for name, entry in files.items():
@@ -266,7 +285,7 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
         },
         vocabulary_digests={
             column: files[name].values_sha256
-            for field, column in enumerate(schema.categorical)
+            for field, column in enumerate(schema.fields)
             if (name := vocabulary_name(field)) in files
         },
         report=manifest.report,

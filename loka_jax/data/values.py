@@ -16,10 +16,14 @@ import pyarrow.compute as pc
 
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
+from loka_jax.terminal import shown
 
 # Spellings of a missing value in a dense column. Categorical columns keep them: NA may
 # be Namibia. `nan` is not among them: it is parsed, and counted as NaN.
 MISSING_WORDS = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
+
+# Of an example; sums over a data set stay finite in float32.
+MAX_WEIGHT = 1e12
 
 
 class Counts:
@@ -50,31 +54,36 @@ class Standardizer(NamedTuple):
     std: np.ndarray
 
 
-def parse_numbers(block: Block, column: str) -> tuple[np.ndarray, np.ndarray]:
+def parse_numbers(
+    block: Block, column: str, remedy: str = "name the column with --data.categorical"
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the column's values as float64, and a mask of the missing ones.
 
     Missing values are 0; NaN and infinities are kept.
+
+    Raises:
+        ValueError: with file and row, if a value is no number; it ends with `remedy`.
     """
     array = block.table.column(column).combine_chunks()
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        array = _parse_text(block, column, array)
+        array = _parse_text(block, column, array, remedy)
     kind = array.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
     elif not (is_number or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
         raise ValueError(
-            f"{block.file} column {column!r} holds {kind}, not numbers: name it with "
-            "--data.categorical, or leave it out."
+            f"{block.file} column {column!r} holds {shown(kind)}, not numbers: "
+            f"{remedy}, or leave it out."
         )
     missing = np.asarray(array.is_null())
     array = pc.fill_null(array.cast(pa.float64(), safe=False), 0.0)
     return np.asarray(array, np.float64), missing
 
 
-def _parse_text(block: Block, column: str, array) -> pa.Array:
+def _parse_text(block: Block, column: str, array, remedy: str) -> pa.Array:
     array = pc.utf8_trim_whitespace(array)
     words = pa.array(MISSING_WORDS, array.type)
     array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
@@ -84,8 +93,7 @@ def _parse_text(block: Block, column: str, array) -> pa.Array:
         at = next(i for i, value in enumerate(array) if not _is_number(value))
         raise ValueError(
             f"{block.file} row {block.rows[at]} column {column!r} holds "
-            f"{str(array[at])[:40]!r}, not a number: correct it, or name the column "
-            "with --data.categorical."
+            f"{str(array[at])[:40]!r}, not a number: correct it, or {remedy}."
         ) from None
 
 
@@ -111,6 +119,27 @@ def parse_labels(block: Block, column: str) -> np.ndarray:
         raise ValueError(
             f"{block.file} row {block.rows[at]} has {shown} in label column "
             f"{column!r}, where only 0 and 1 are allowed: correct it or --data.label."
+        )
+    return values.astype(np.float32)
+
+
+def parse_weights(block: Block, column: str) -> np.ndarray:
+    """Returns the weights of examples as float32.
+
+    Raises:
+        ValueError: with file, row and value, if one is missing, negative, NaN or larger
+            than `MAX_WEIGHT`.
+    """
+    remedy = "name another column with --data.weight"
+    values, missing = parse_numbers(block, column, remedy)
+    wrong = missing | ~((values >= 0) & (values <= MAX_WEIGHT))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        shown = "no value" if missing[at] else f"{values[at]:g}"
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {shown} in weight column "
+            f"{column!r}, where 0 to {MAX_WEIGHT:g} are allowed: correct it or "
+            "--data.weight."
         )
     return values.astype(np.float32)
 

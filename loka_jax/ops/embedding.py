@@ -15,7 +15,7 @@ R rows of all tables together, N row gradients of one step (B F, or B F H).
 
 import dataclasses
 import itertools
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
 
 Pooling = Literal["sum", "mean"]
+POOLINGS = get_args(Pooling)
 
 # Larger than every row id, so that it sorts last and every write to it is dropped.
 BAD_ID = 2**31 - 1
@@ -42,10 +43,13 @@ class TableSpec:
     Attributes:
         rows: the number of rows of each field's table.
         dim: D, the embedding dim of all tables.
+        pooling: how the rows of the last fields are pooled, whose ids come in lists;
+            the fields before them have one id each.
     """
 
     rows: tuple[int, ...]
     dim: int
+    pooling: tuple[Pooling, ...] = ()
 
     def __post_init__(self):
         """Checks the ranges.
@@ -57,6 +61,8 @@ class TableSpec:
             raise ValueError(
                 f"rows={self.rows} must hold a positive number for each field."
             )
+        if not len(self.pooling) <= len(self.rows):
+            raise ValueError(f"{self.pooling=} has more entries than there are fields.")
         if not self.dim > 0:
             raise ValueError(f"dim={self.dim} must be positive.")
         if not self.total_rows < 2**31:
@@ -65,6 +71,11 @@ class TableSpec:
                 f"(at most {2**31 - 1}): hash the largest fields into fewer rows, "
                 "or split them over several stacks."
             )
+
+    @property
+    def num_single(self) -> int:
+        """The number of fields that have one id each."""
+        return len(self.rows) - len(self.pooling)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -142,11 +153,18 @@ def init_table(
     return stddev * jax.random.normal(key, (spec.total_rows, spec.dim), jnp.float32)
 
 
-def flat_ids(spec: TableSpec, ids: Int[Array, "B F *H"]) -> Int[Array, "B F *H"]:
+def flat_ids(
+    spec: TableSpec, ids: Int[Array, "B F *H"], fields: slice = slice(None)
+) -> Int[Array, "B F *H"]:
     """Returns the row in the stacked tables of each per-field id, or `BAD_ID`.
 
     `flat[b, f] = ids[b, f] + offsets[f]` where `0 <= ids[b, f] < rows[f]`. An id out
     of range never reaches another row; `count_bad_ids` counts those ids.
+
+    Args:
+        spec: the tables of all fields.
+        ids: one id or H ids of each of the fields.
+        fields: which of the spec's fields these are; all by default.
 
     Raises:
         ValueError: if the ids are not int32 or have another number of fields than
@@ -157,11 +175,12 @@ def flat_ids(spec: TableSpec, ids: Int[Array, "B F *H"]) -> Int[Array, "B F *H"]
             f"ids are {ids.dtype} and must be int32: JAX truncates int64 (2^33 + 5 "
             "becomes 5), so check the range on the host and cast there."
         )
-    if ids.shape[1] != len(spec.rows):
-        raise ValueError(f"{ids.shape=} must have {len(spec.rows)} fields in dim 1.")
-    per_field = (1, len(spec.rows)) + (1,) * (ids.ndim - 2)
-    rows = jnp.asarray(spec.rows, jnp.int32).reshape(per_field)
-    offsets = jnp.asarray(spec.offsets, jnp.int32).reshape(per_field)
+    count = len(spec.rows[fields])
+    if ids.shape[1] != count:
+        raise ValueError(f"{ids.shape=} must have {count} fields in dim 1.")
+    per_field = (1, count) + (1,) * (ids.ndim - 2)
+    rows = jnp.asarray(spec.rows[fields], jnp.int32).reshape(per_field)
+    offsets = jnp.asarray(spec.offsets[fields], jnp.int32).reshape(per_field)
     return jnp.where((ids >= 0) & (ids < rows), ids + offsets, BAD_ID)
 
 

@@ -24,6 +24,7 @@ from loka_jax.data.blocks import Block, check_columns
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
+from loka_jax.data.settings import features_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.optim.rows import Sgd
@@ -75,7 +76,7 @@ class Predictor:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns that a row must have."""
-        return (*self._schema.dense, *self._schema.categorical)
+        return features_of(self.encoding.config)
 
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
         """Returns the click probability of each row, float32, `1 / (1 + exp(-logit))`.

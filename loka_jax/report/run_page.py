@@ -261,9 +261,10 @@ def _data(data: dict[str, Any], dim: int | None) -> dict[str, Any] | None:
         for name, split in (splits or {"": data}).items()
     ]
     shown = {"examples", "splits", "totals", "columns", "bad_rows", "split_rule"}
-    shown |= {"categorical"}
+    shown |= {"categorical", "notes"}
     return {
         "split_rule": data.get("split_rule"),
+        "notes": _texts(data.get("notes")),
         "examples": as_dict(data.get("examples")),
         "counts": [part for part in counts if part["totals"]],
         "bad_rows": _bad_rows(data.get("bad_rows")),
@@ -291,6 +292,10 @@ def _tables(columns: dict[str, Any], dim: int | None) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _texts(values: object) -> list[str]:
+    return [str(value) for value in values] if isinstance(values, list) else []
 
 
 def _column_counts(split: str, columns: dict[str, Any]) -> dict[str, Any]:

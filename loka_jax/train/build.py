@@ -133,7 +133,14 @@ class Run:
             init_stddev=self.config.embedding.init_stddev,
             probe=self.config.probe.config_at(0),
         )
-        return jax.jit(init)(jax.random.key(self.config.seed))
+        weighted = self.splits.train.schema.weighted
+
+        def init_weighted(key):
+            return dataclasses.replace(
+                init(key), metrics=metrics.init(weighted=weighted)
+            )
+
+        return jax.jit(init_weighted)(jax.random.key(self.config.seed))
 
     @property
     def first_step(self) -> TrainStep:
@@ -183,7 +190,7 @@ class Run:
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
         """
-        seen, scored = metrics.init(), []
+        seen, scored = metrics.init_like(state.metrics), []
         size = self.config.loop.batch_size
         for step in range(dataset.num_batches(size)):
             batch = dataset.batch(Position(0, step, 0), size, shuffle=False)
@@ -225,18 +232,32 @@ def network(config: Config, schema: Schema) -> Network:
     Raises:
         ValueError: if the data have no categorical column.
     """
-    if not schema.categorical:
+    if not schema.fields:
         raise ValueError(
             "the model needs at least one categorical column: name them with "
             "--data.categorical A B C."
         )
-    tables = embedding.TableSpec(rows=schema.vocab_sizes, dim=config.embedding.dim)
+    tables = embedding.TableSpec(
+        rows=schema.vocab_sizes,
+        dim=config.embedding.dim,
+        pooling=config.embedding.pooling_of(schema.multi),
+    )
+    _check_ids(config.loop.batch_size, schema)
     rows = config.loop.batch_size // config.loop.microbatches
     inputs = (
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
         jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
     )
     return Network(tables, functools.partial(_list_sites, config.model, inputs))
+
+
+def _check_ids(batch_size: int, schema: Schema):
+    ids = len(schema.categorical) + sum(schema.slots)
+    if not batch_size * ids < 2**31:
+        raise ValueError(
+            f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
+            "int32: lower it, or --data.max-values."
+        )
 
 
 def build(

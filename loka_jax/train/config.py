@@ -17,8 +17,9 @@ from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.nn import ProbeConfig
+from loka_jax.ops.embedding import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
-from loka_jax.options import require
+from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
 
@@ -31,12 +32,16 @@ class EmbeddingConfig:
 
     Attributes:
         dim: dimension of every embedding vector.
+        pooling: how the rows of a multi-valued column become one vector: "sum" or
+            "mean" for all of them, "COLUMN=mean" for one; the default is "mean". Values
+            with weights get the weighted sum or mean.
         init_stddev: standard deviation of their initial values.
         implementation: "xla" to use XLA only; None to update the rows by kernels where
             they apply.
     """
 
     dim: int = 16
+    pooling: tuple[str, ...] = ()
     init_stddev: float = 0.01
     implementation: Literal["xla"] | None = None
 
@@ -48,6 +53,21 @@ class EmbeddingConfig:
             self.init_stddev,
             "in [0, 10)",
         )
+
+    def pooling_of(self, multi: tuple[str, ...]) -> tuple[Pooling, ...]:
+        """Returns the pooling of each multi-valued column.
+
+        Raises:
+            ValueError: for an entry that is neither a pooling nor one of a column.
+        """
+        common = [entry for entry in self.pooling if entry in POOLINGS]
+        single = tuple(entry for entry in self.pooling if entry not in POOLINGS)
+        own = pairs("--embedding.pooling", single, multi)
+        default = common[-1] if common else "mean"
+        chosen = tuple(own.get(column, default) for column in multi)
+        for pooling in chosen:
+            require(pooling in POOLINGS, "--embedding.pooling", pooling, "sum or mean")
+        return chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

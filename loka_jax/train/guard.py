@@ -126,7 +126,7 @@ def logloss(
 ) -> float:
     """Returns the log loss of a batch, infinite if it is not a finite number."""
     step = jax.jit(make_eval_step(model, tables))
-    seen, _ = step(state, metrics.init(), batch)
+    seen, _ = step(state, metrics.init_like(state.metrics), batch)
     value = metrics.compute(seen)["logloss"]
     return value if value is not None and math.isfinite(value) else math.inf
 

@@ -252,7 +252,8 @@ class Loop:
         if amaxes := operands.amaxes(self.state):
             self._record.log_amaxes(step, amaxes)
         self._display.numbers(step, line)
-        self.state = dataclasses.replace(self.state, metrics=metrics.init())
+        seen = metrics.init_like(self.state.metrics)
+        self.state = dataclasses.replace(self.state, metrics=seen)
         self._clock.mark(self.progress)
         self._refuse_skipping()
 

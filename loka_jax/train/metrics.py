@@ -14,6 +14,8 @@ of logits would merge by addition, but no fixed ones are fine enough: a model th
 hardly learned spreads its logits over 0.001, anywhere.
 
 A weight is 1 for an example and 0 for padding, which never counts; a label is 0 or 1.
+A weighted state takes any finite weight that is not negative; `mean x` is then
+`sum w x / sum w`, and a pair of examples counts `w_i w_j`.
 Any other weight or label makes `compute` raise; a NaN or infinite logit of an example
 makes the results NaN. Neither is dropped silently.
 """
@@ -23,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 LOSS_CAP = 20.0  # nats: a click that was given a probability of 2e-9
 
@@ -38,7 +40,9 @@ class MetricState(NamedTuple):
         capped_loss: sum of the log losses, each at most `LOSS_CAP`, likewise.
         prediction: sum of the predictions, likewise.
         non_finite: examples whose logit was NaN or infinite.
-        unusable: rows whose weight or label was neither 0 nor 1.
+        unusable: rows whose label was neither 0 nor 1, or whose weight is refused.
+        weight: sum of the weights, like `loss`; None if all weights are 0 or 1.
+        click_weight: sum of those of clicks, or None.
     """
 
     count: Int[Array, ""]
@@ -48,10 +52,16 @@ class MetricState(NamedTuple):
     prediction: Float[Array, "2"]
     non_finite: Int[Array, ""]
     unusable: Int[Array, ""]
+    weight: Float[Array, "2"] | None = None
+    click_weight: Float[Array, "2"] | None = None
 
 
-def init() -> MetricState:
-    """Returns the state before the first example."""
+def init(*, weighted: bool = False) -> MetricState:
+    """Returns the state before the first example.
+
+    Args:
+        weighted: whether examples have weights other than 1.
+    """
     # Arrays of their own: a step donates each of them.
     return MetricState(
         count=jnp.zeros((), jnp.int32),
@@ -61,7 +71,14 @@ def init() -> MetricState:
         prediction=jnp.zeros(2, jnp.float32),
         non_finite=jnp.zeros((), jnp.int32),
         unusable=jnp.zeros((), jnp.int32),
+        weight=jnp.zeros(2, jnp.float32) if weighted else None,
+        click_weight=jnp.zeros(2, jnp.float32) if weighted else None,
     )
+
+
+def init_like(state: MetricState) -> MetricState:
+    """Returns the state before the first example, weighted if `state` is."""
+    return init(weighted=state.weight is not None)
 
 
 def update(
@@ -76,7 +93,12 @@ def update(
     """
     logits = logits.astype(jnp.float32)
     present = weights != 0
-    usable = ((labels == 0) | (labels == 1)) & (weights == 1)
+    is_label = (labels == 0) | (labels == 1)
+    if state.weight is None:
+        is_weight = weights == 1
+    else:
+        is_weight = (weights > 0) & jnp.isfinite(weights)
+    usable = is_label & is_weight
     finite = jnp.isfinite(logits)
     counted = usable & finite
     x = jnp.where(counted, logits, 0.0)  # NaN in a padded row must not reach a sum
@@ -84,28 +106,35 @@ def update(
     # -log sigmoid(+-x), accurate for large |x|, where p itself rounds to 0 or 1.
     losses = jnp.where(counted, jax.nn.softplus(jnp.where(clicked, -x, x)), 0.0)
     predictions = jnp.where(counted, jax.nn.sigmoid(x), 0.0)
-    return MetricState(
+    w = None if state.weight is None else jnp.where(counted, weights, 0.0)
+
+    def added(total, values):
+        return _add(total, _sum(values if w is None else w * values))
+
+    state = state._replace(
         count=state.count + _count(counted),
         clicks=state.clicks + _count(counted & clicked),
-        loss=_add(state.loss, _sum(losses)),
-        capped_loss=_add(state.capped_loss, _sum(jnp.minimum(losses, LOSS_CAP))),
-        prediction=_add(state.prediction, _sum(predictions)),
+        loss=added(state.loss, losses),
+        capped_loss=added(state.capped_loss, jnp.minimum(losses, LOSS_CAP)),
+        prediction=added(state.prediction, predictions),
         non_finite=state.non_finite + _count(usable & ~finite),
         unusable=state.unusable + _count(present & ~usable),
+    )
+    if w is None:
+        return state
+    return state._replace(
+        weight=added(state.weight, jnp.ones_like(w)),
+        click_weight=added(state.click_weight, clicked.astype(w.dtype)),
     )
 
 
 def merge(a: MetricState, b: MetricState) -> MetricState:
     """Returns the state of the examples of `a` and `b` together."""
-    return MetricState(
-        count=a.count + b.count,
-        clicks=a.clicks + b.clicks,
-        loss=_add(a.loss, b.loss),
-        capped_loss=_add(a.capped_loss, b.capped_loss),
-        prediction=_add(a.prediction, b.prediction),
-        non_finite=a.non_finite + b.non_finite,
-        unusable=a.unusable + b.unusable,
-    )
+
+    def add(x: Array, y: Array) -> Array:
+        return _add(x, y) if x.ndim else x + y
+
+    return jax.tree.map(add, a, b)
 
 
 def compute(state: MetricState) -> dict[str, float | int | None]:
@@ -117,14 +146,11 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
             of examples.
 
     Raises:
-        ValueError: if a weight or label was neither 0 nor 1.
+        ValueError: if a label was neither 0 nor 1, or a weight is refused.
     """
     host: MetricState = jax.device_get(state)
     if unusable := int(host.unusable):
-        raise ValueError(
-            f"{unusable} rows have a weight or label other than 0 and 1: use labels 0 "
-            "and 1, and weight 0 only for padding rows."
-        )
+        raise ValueError(f"{unusable} rows have a {_refusal(host)}.")
     finite, non_finite = int(host.count), int(host.non_finite)
     names = ("logloss", "ne", "calibration", "mean_label", "mean_prediction")
     if non_finite:
@@ -132,9 +158,10 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
     elif not finite:
         values = (None,) * len(names)
     else:
-        loss = _value(host.loss) / finite
-        mean_prediction = _value(host.prediction) / finite
-        mean_label = int(host.clicks) / finite
+        weight, click_weight = _weights(host)
+        loss = _value(host.loss) / weight
+        mean_prediction = _value(host.prediction) / weight
+        mean_label = click_weight / weight
         entropy = _entropy(mean_label)
         values = (
             loss,
@@ -147,6 +174,25 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
     return numbers | {"count": finite + non_finite, "non_finite": non_finite}
 
 
+def _refusal(host: MetricState) -> str:
+    if host.weight is None:
+        return (
+            "weight or label other than 0 and 1: use labels 0 and 1, and weight 0 only "
+            "for padding rows"
+        )
+    return (
+        "label other than 0 and 1, or a weight that is negative or not finite: use "
+        "labels 0 and 1, and positive weights"
+    )
+
+
+def _weights(host: MetricState) -> tuple[float, float]:
+    """Returns the sum of all weights and of those of clicks."""
+    if host.weight is None or host.click_weight is None:
+        return float(host.count), float(host.clicks)
+    return _value(host.weight), _value(host.click_weight)
+
+
 def capped_ne(state: MetricState) -> float | None:
     """Returns the NE in which no example has a log loss above `LOSS_CAP`.
 
@@ -156,9 +202,9 @@ def capped_ne(state: MetricState) -> float | None:
     host: MetricState = jax.device_get(state)
     if int(host.non_finite):
         return float("nan")
-    count = int(host.count)
-    entropy = _entropy(int(host.clicks) / count) if count else 0.0
-    return _value(host.capped_loss) / count / entropy if entropy else None
+    weight, click_weight = _weights(host)
+    entropy = _entropy(click_weight / weight) if weight else 0.0
+    return _value(host.capped_loss) / weight / entropy if entropy else None
 
 
 def auc(
@@ -168,19 +214,23 @@ def auc(
 ) -> float | None:
     """Returns the area under the ROC curve, exact for any logits; ties count one half.
 
-    Pairs are counted in integers, in O(N log N): 0.1 s for a million examples.
+    Without other weights than 0 and 1, pairs are counted in integers, in O(N log N):
+    0.1 s for a million examples. Otherwise their weights are added in float64.
 
     Args:
         logits: float32.
         labels: 0 or 1.
-        weights: 1 for an example, 0 for padding.
+        weights: of the examples, 0 for padding.
 
     Returns:
         None for a single class, NaN if the logit of an example is not finite.
     """
-    logits, clicked = logits[weights == 1], labels[weights == 1] == 1
+    present = weights > 0
+    logits, clicked, weights = logits[present], labels[present] == 1, weights[present]
     if not np.isfinite(logits).all():
         return float("nan")
+    if (weights != 1).any():
+        return _weighted_auc(logits, clicked, weights.astype(np.float64))
     clicks, others = np.sort(logits[clicked]), np.sort(logits[~clicked])
     pairs = clicks.size * others.size
     if not pairs:
@@ -188,6 +238,25 @@ def auc(
     below = int(np.searchsorted(others, clicks, side="left").sum())
     not_above = int(np.searchsorted(others, clicks, side="right").sum())
     return (below + not_above) / (2 * pairs)
+
+
+def _weighted_auc(
+    logits: Float[np.ndarray, "N"],
+    clicked: Bool[np.ndarray, "N"],
+    weights: Float[np.ndarray, "N"],
+) -> float | None:
+    """Returns `sum w_i w_j (x_i > x_j)` over clicks i and others j, over all pairs."""
+    order = np.argsort(logits[~clicked])
+    others = logits[~clicked][order]
+    # The weight of the non-clicks before each place.
+    before = np.concatenate([[0.0], np.cumsum(weights[~clicked][order])])
+    clicks, w = logits[clicked], weights[clicked]
+    pairs = w.sum() * before[-1]
+    if not pairs:
+        return None
+    below = before[np.searchsorted(others, clicks, side="left")]
+    not_above = before[np.searchsorted(others, clicks, side="right")]
+    return float(w @ (below + not_above) / (2 * pairs))
 
 
 def _entropy(rate: float) -> float:

@@ -199,6 +199,8 @@ def print_data(console: Console, report: dict):
     """Prints the sizes and origin of the splits, and the values that were corrected."""
     sizes = (f"{count:,} {split}" for split, count in report["examples"].items())
     console.print(plain(f"Examples: {', '.join(sizes)}; {report['split_rule']}."))
+    for note in report.get("notes", ()):
+        console.print(plain(note))
     totals = dict(report.get("totals", {}))
     totals["bad rows"] = report.get("bad_rows", {}).get("count", 0)
     counts = [f"{count:,} {kind}" for kind, count in totals.items() if count]

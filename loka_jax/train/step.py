@@ -1,6 +1,6 @@
 """One training step, and one evaluation step, as pure functions of state and batch.
 
-    rows             <- tables[ids]                       gathered, not differentiated
+    rows             <- tables[ids], pooled for lists     gathered, not differentiated
     loss, gradients  <- with respect to (params, rows, FP8 state)
     params           <- optax, which sees nothing but them
     tables           <- one update for each touched row
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from loka_jax import scaling
 from loka_jax.data import Batch
@@ -33,7 +33,7 @@ from loka_jax.nn import (
 from loka_jax.ops import embedding
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
-from loka_jax.train import metrics
+from loka_jax.train import lookup, metrics
 from loka_jax.train.state import TrainState
 
 
@@ -93,7 +93,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> TrainState:
         with jax.named_scope("lookup"):
-            ids, rows = _look_up(model, tables, state, batch)
+            found, rows = _look_up(model, tables, state, batch)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
@@ -111,18 +111,21 @@ def make_train_step(
         if probe is not None:
             proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
         accepted = _accepted(is_finite, proposed, state)
-        # Padding rows carry no gradient; leaving them out keeps moments untouched too.
-        touched = jnp.where(batch.weights[:, None] > 0, ids, embedding.BAD_ID)
+        touched, row_grads = lookup.row_gradients(
+            tables, found, grads.rows, jnp.asarray(batch.weights)
+        )
         with jax.named_scope("update_rows"):
             table, row_state = _update_table(
-                state, touched, grads.rows, row_update, is_finite
+                state, touched, row_grads, row_update, is_finite
             )
         weights = jnp.where(is_finite, batch.weights, 0.0)
         with jax.named_scope("metrics"):
             labels = jnp.asarray(batch.labels)
             seen = metrics.update(state.metrics, logits, labels, weights)
         new = accepted | {"table": table, "row_state": row_state, "metrics": seen}
-        return dataclasses.replace(state, **new, **_counted(is_finite, ids, state))
+        return dataclasses.replace(
+            state, **new, **_counted(is_finite, found, batch, state)
+        )
 
     return step
 
@@ -198,13 +201,13 @@ def _is_site(x) -> bool:
 
 def _look_up(
     model: Model, tables, state: TrainState, batch: Batch
-) -> tuple[Int[Array, "B F"], Float[Array, "B F D"]]:
-    """Returns the ids of a batch in the stacked tables, and their rows."""
-    ids = embedding.flat_ids(tables, jnp.asarray(batch.ids))
+) -> tuple[lookup.Found, Float[Array, "B F D"]]:
+    """Returns the ids of a batch in the stacked tables, and the fields' embeddings."""
+    found = lookup.find(tables, batch)
     # The model would cast them first of all. Cast here, the rows' gradients have that
     # dtype too, and half the bytes to write and to gather.
     dtype = getattr(model, "compute_dtype", jnp.float32)
-    return ids, embedding.lookup(state.table, ids).astype(dtype)
+    return found, lookup.embeddings(tables, state.table, found, dtype)
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
@@ -235,13 +238,20 @@ def _gradients(
             )
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
         losses = jnp.where(batch.weights > 0, losses * batch.weights, 0.0)
-        loss = jnp.sum(losses) / jnp.maximum(total_weight, 1.0)
+        loss = jnp.sum(losses) / _divisor(state, total_weight)
         return loss, (logits, updated.get("batch_stats", {}))
 
     stats = {} if probe is None else state.probe
     grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
     (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
     return loss, logits, batch_stats, _Gradients(*grads)
+
+
+def _divisor(state: TrainState, total_weight: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns the batch's total weight, or 1 if that is 0."""
+    if state.metrics.weight is None:  # a total of whole numbers
+        return jnp.maximum(total_weight, 1.0)
+    return jnp.where(total_weight > 0, total_weight, 1.0)
 
 
 def _accumulated(
@@ -298,13 +308,15 @@ def _accepted(is_finite, proposed: dict[str, Any], state: TrainState):
     return jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
 
 
-def _counted(is_finite, ids: Int[Array, "B F"], state: TrainState) -> dict[str, Any]:
+def _counted(
+    is_finite, found: lookup.Found, batch: Batch, state: TrainState
+) -> dict[str, Any]:
     """Returns the counters of the state after a step."""
     return {
         "step": state.step + 1,
         "skipped": state.skipped + jnp.where(is_finite, 0, 1),
         "skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
-        "bad_ids": state.bad_ids + embedding.count_bad_ids(ids),
+        "bad_ids": state.bad_ids + lookup.count_bad_ids(found, batch),
     }
 
 

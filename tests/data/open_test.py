@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig, Position, open_data
-from loka_jax.data.convert import convert, is_validation_row
+from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
+from loka_jax.data.split import hashed
 from loka_jax.data.text import read_text
 from tests.data.support import (
     HEADER,
@@ -43,14 +44,14 @@ def test_split_off_rows_are_those_of_the_stated_rule(source):
     splits = open_table(source, transform="none")
     assert "hashed row number" in splits.report["split_rule"]
     # The price of a row is its number, counted from 1.
-    chosen = np.flatnonzero(is_validation_row(np.arange(400), 0.1)) + 1
+    chosen = np.flatnonzero(hashed(np.arange(400), 0) < 0.1) + 1
     assert np.array_equal(rows_of(splits, "valid").dense[:, 0], chosen)
     assert splits.train.num_examples == 400 - len(chosen)
 
 
 def test_the_split_rule_takes_about_its_fraction_and_grows_with_it():
     row = np.arange(100_000)
-    tenth, fifth = is_validation_row(row, 0.1), is_validation_row(row, 0.2)
+    tenth, fifth = hashed(row, 0) < 0.1, hashed(row, 0) < 0.2
     assert abs(tenth.mean() - 0.1) < 0.004 and abs(fifth.mean() - 0.2) < 0.005
     assert not (tenth & ~fifth).any()
 

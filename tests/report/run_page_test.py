@@ -81,6 +81,7 @@ SUMMARY = {
     "command": "uv run python experiments/train.py --config fp8_dlrm --seed 3",
     "data": {
         "split_rule": "by hash",
+        "notes": ["Weighted by <w>."],
         "examples": {"train": 2000},
         "splits": {"train": {"columns": {"I1": {"missing": 7}, "C1": {"oov": 4321}}}},
         "bad_rows": {
@@ -164,6 +165,7 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     (_, scales) = page.rows("Scales over time")
     assert scales[1].endswith("2 −8 → 2 −1")
     assert "7 missing, 4,321 oov" in page.text
+    assert "Split rule: by hash. Weighted by <w>." in page.text
     counts, bad = page.rows("Data")[:3], page.rows("Data")[3:]
     assert counts == [["column", "missing", "oov"], ["I1", "7", "0"]] + [
         ["C1", "0", "4,321"]

@@ -177,6 +177,59 @@ def test_a_label_or_weight_other_than_0_and_1_is_refused(label, weight):
         evaluate([0.0, 1.0], [0, label], [1, weight])
 
 
+def weighted_stream():
+    logits, labels = stream(20_000)
+    weights = np.random.default_rng(1).exponential(3.0, 20_000).astype(np.float32)
+    weights[::7] = 0
+    return np.round(logits, 1), labels, weights  # rounded, so that some are equal
+
+
+def test_weighted_metrics_agree_with_scikit_learn():
+    logits, labels, weights = weighted_stream()
+    state = metrics.init(weighted=True)
+    for start in range(0, len(logits), 5000):
+        rows = slice(start, start + 5000)
+        state = update(state, logits[rows], labels[rows], weights[rows])
+    got = metrics.compute(state)
+    x = logits.astype(np.float64)
+    p, w = 1 / (1 + np.exp(-x)), weights.astype(np.float64)
+    rate = np.average(labels, weights=w)
+    logloss = oracle.log_loss(labels, p, sample_weight=w)
+    entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
+    assert got["logloss"] == pytest.approx(logloss, rel=5e-7)
+    assert got["ne"] == pytest.approx(logloss / entropy, rel=1e-6)
+    assert metrics.capped_ne(state) == pytest.approx(got["ne"], rel=1e-9)
+    calibration = np.average(p, weights=w) / rate
+    assert got["calibration"] == pytest.approx(calibration, rel=1e-6)
+    assert got["count"] == np.count_nonzero(weights)
+    want = oracle.roc_auc_score(labels, x, sample_weight=w)
+    assert metrics.auc(logits, labels, weights) == pytest.approx(want, abs=1e-12)
+
+
+def test_whole_weights_count_like_repeated_examples():
+    logits, labels, _ = weighted_stream()
+    weights = np.arange(20_000, dtype=np.float32) % 4
+    state = update(metrics.init(weighted=True), logits, labels, weights)
+    got = metrics.compute(state) | {"auc": metrics.auc(logits, labels, weights)}
+    times = weights.astype(int)
+    want = evaluate(np.repeat(logits, times), np.repeat(labels, times))
+    for name in ("auc", "logloss", "ne", "calibration", "mean_label"):
+        assert got[name] == pytest.approx(want[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_a_weighted_state_refuses_what_is_no_weight(weight):
+    rows = np.zeros(2, np.float32), np.ones(2, np.float32), np.float32([0.5, weight])
+    state = update(metrics.init(weighted=True), *rows)
+    with pytest.raises(ValueError, match="1 rows have a label .* negative or not fin"):
+        metrics.compute(state)
+
+
+def test_an_auc_of_one_weighted_class_is_undefined():
+    ones = np.ones(3, np.float32)
+    assert metrics.auc(np.float32([1, 2, 3]), ones, 2 * ones) is None
+
+
 def test_merged_halves_equal_the_whole():
     logits, labels = stream(10_000)
     ones = np.ones(10_000, np.float32)

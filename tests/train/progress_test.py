@@ -84,11 +84,13 @@ def test_data_is_described_by_sizes_rule_and_what_was_mended():
     report = {
         "examples": {"train": 1234, "valid": 10},
         "split_rule": "rows by hash",
+        "notes": ["Weighted by 'w'."],
         "totals": {"missing": 5, "nan": 0},
         "bad_rows": {"count": 2, "samples": []},
     }
     assert printed(print_data, report).splitlines() == [
         "Examples: 1,234 train, 10 valid; rows by hash.",
+        "Weighted by 'w'.",
         "Irregular values, handled as configured: 5 missing, 2 bad rows.",
     ]
 

@@ -249,6 +249,32 @@ def test_padding_rows_do_not_matter():
     assert digest(without(a, "params")) == digest(without(b, "params"))
 
 
+def test_weights_count_like_repeated_examples():
+    batch, repeated = make_batch(), make_batch()
+    batch.weights[:] = np.where(np.arange(64) < 16, 0.75, 0)
+    for column in repeated[:3]:
+        column[16:] = np.tile(column[:16], (3, *[1] * (column.ndim - 1)))
+    weighted = dataclasses.replace(make_state(), metrics=metrics.init(weighted=True))
+    a, b = make_step()(weighted, batch), make_step()(make_state(), repeated)
+    chex.assert_trees_all_close(a.params, b.params, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(a.table, b.table, rtol=1e-5, atol=1e-6)
+    mine, theirs = metrics.compute(a.metrics), metrics.compute(b.metrics)
+    assert mine["ne"] == pytest.approx(theirs["ne"], rel=1e-6)
+    assert digest(a.table) != digest(make_state().table)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_scale_of_all_weights_does_not_matter(microbatches):
+    state = dataclasses.replace(make_state(), metrics=metrics.init(weighted=True))
+    batch = make_batch()
+    batch.weights[:] = np.arange(64)
+    tiny = batch._replace(weights=batch.weights * np.float32(2.0**-20))
+    step = make_step(microbatches=microbatches)
+    a, b = step(state, batch), step(state, tiny)
+    chex.assert_trees_all_close(a.params, b.params, rtol=1e-6, atol=1e-7)
+    assert digest(a.params) != digest(state.params)
+
+
 def test_ids_out_of_range_are_counted_and_touch_no_row():
     state, batch = make_state(), make_batch()
     batch.ids[:, :] = 1

@@ -1,0 +1,112 @@
+"""From the ids of a batch to embeddings, and from their gradients back to rows.
+
+A field with one id gets its row, a multi-valued field the sum or mean of its rows, so
+that the model sees one vector a field. Differentiated are these vectors, `[B, F, D]`:
+the gradients of pooled rows follow from them without a second pass over the tables.
+
+B examples, F fields of which the first f have one id, H ids of a multi-valued field, D
+embedding dim, N row gradients of a step.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from loka_jax.data import Batch
+from loka_jax.ops import embedding
+
+
+class FoundBag(NamedTuple):
+    """A multi-valued field: its ids in the stacked tables, and their weights."""
+
+    ids: Int[Array, "B 1 H"]
+    weights: Float[Array, "B 1 H"]
+
+
+class Found(NamedTuple):
+    """The ids of a batch in the stacked tables.
+
+    Attributes:
+        ids: of the fields with one id.
+        bags: of the multi-valued fields.
+    """
+
+    ids: Int[Array, "B f"]
+    bags: tuple[FoundBag, ...]
+
+
+def find(tables: embedding.TableSpec, batch: Batch) -> Found:
+    """Returns the ids of a batch in the stacked tables."""
+    single = tables.num_single
+    ids = embedding.flat_ids(tables, jnp.asarray(batch.ids), slice(single))
+    bags = []
+    for field, bag in enumerate(batch.bags, single):
+        flat = embedding.flat_ids(
+            tables, jnp.asarray(bag.ids)[:, None], slice(field, field + 1)
+        )
+        weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
+        bags.append(FoundBag(flat, jnp.asarray(weights)[:, None]))
+    return Found(ids, tuple(bags))
+
+
+def embeddings(
+    tables: embedding.TableSpec,
+    table: Float[Array, "R D"],
+    found: Found,
+    dtype: jax.typing.DTypeLike,
+) -> Float[Array, "B F D"]:
+    """Returns a vector for each field, in `dtype`."""
+    rows = embedding.lookup(table, found.ids).astype(dtype)
+    if not found.bags:
+        return rows
+    pooled = [
+        embedding.lookup_pooled(table, *bag, pooling).astype(dtype)
+        for bag, pooling in zip(found.bags, tables.pooling, strict=True)
+    ]
+    return jnp.concatenate([rows, *pooled], axis=1)
+
+
+def row_gradients(
+    tables: embedding.TableSpec,
+    found: Found,
+    grads: Float[Array, "B F D"],
+    weights: Float[Array, "B"],
+) -> tuple[Int[Array, "*N"], Float[Array, "*N D"]]:
+    """Returns the touched rows and their gradients, for `embedding.update_rows`.
+
+    Padding rows carry no gradient; leaving them out keeps moments untouched too.
+
+    Args:
+        tables: the embedding tables.
+        found: what was looked up.
+        grads: the gradients of `embeddings`.
+        weights: of the examples.
+    """
+    present = weights[:, None] > 0
+    ids = jnp.where(present, found.ids, embedding.BAD_ID)
+    if not found.bags:
+        return ids, grads
+    single = tables.num_single
+    all_ids = [ids.ravel()]
+    all_grads = [grads[:, :single].reshape(-1, grads.shape[-1])]
+    for field, bag in enumerate(found.bags, single):
+        row_ids, row_grads = embedding.pooled_row_grads(
+            grads[:, field : field + 1],
+            bag.ids,
+            jnp.where(present[:, None], bag.weights, 0),
+            tables.pooling[field - single],
+        )
+        all_ids.append(row_ids)
+        all_grads.append(row_grads.astype(grads.dtype))
+    return jnp.concatenate(all_ids), jnp.concatenate(all_grads)
+
+
+def count_bad_ids(found: Found, batch: Batch) -> Int[Array, ""]:
+    """Returns the number of ids out of range; the padding of lists is none."""
+    bad = embedding.count_bad_ids(found.ids)
+    for bag, ids in zip(found.bags, batch.bags, strict=True):
+        padding = jnp.sum(jnp.asarray(ids.ids) == -1, dtype=jnp.int32)
+        bad = bad + embedding.count_bad_ids(bag.ids) - padding
+    return bad
