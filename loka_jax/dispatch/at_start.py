@@ -30,7 +30,7 @@ from loka_jax.site import BF16, Choice, SiteSpec
 _MOST_CANDIDATES = 6  # of a site, besides XLA's bfloat16
 _DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
 _PASS = "training"
-_WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
+WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
 
 
 def tune_at_start(
@@ -60,7 +60,7 @@ def tune_at_start(
     start = time.monotonic()
     single = [part for job in jobs for part in job.split(len(job.choices))]
     left = Counter(part.spec for part in single)
-    for job, entry in measure_all(single, _WORKERS, _quiet, seconds=seconds):
+    for job, entry in measure_all(single, WORKERS, _quiet, seconds=seconds):
         tables.add(cache_path(), Table(header_here(), {job.spec: entry}))
         left[job.spec] -= 1
     took, measured = time.monotonic() - start, sum(n == 0 for n in left.values())

@@ -78,9 +78,16 @@ class PerformanceModel:
 
     def with_table(self, table: Table) -> "PerformanceModel":
         """Returns the model with other measurements on this device."""
-        return PerformanceModel(
+        other = PerformanceModel(
             table, roofline=self._roofline, fitted=self._fitted, device=self._device
         )
+        other._regressions = self._regressions  # fitted on the same times
+        return other
+
+    def measured(self) -> "PerformanceModel":
+        """Returns the model without predictions."""
+        nothing = Table(self.table.header)
+        return PerformanceModel(self.table, fitted=nothing, device=self._device)
 
     def estimates(self, spec: SiteSpec) -> Estimates:
         """Returns the times and errors at a site, for exactly its number of rows."""

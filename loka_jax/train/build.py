@@ -320,7 +320,7 @@ def _reviewer(
         return None
     return Reviewer(
         sites,
-        performance,
+        performance.measured(),  # a candidate that was never checked must not run
         limits=config.dispatch.limits,
         rules=config.dispatch.by_pattern,
         config=config.name,

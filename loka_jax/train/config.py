@@ -164,19 +164,20 @@ class DispatchOptions:
             the last rule that matches counts.
         limits: limits on errors and speed.
         tune_seconds: the budget of `--plan tune`.
+        check_seconds: the budget of checking and timing what a plan chose by
+            prediction, before it runs on a device for the first time.
     """
 
     rules: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
     tune_seconds: float = 90.0
+    check_seconds: float = 60.0
 
     def __post_init__(self):  # noqa: D105
-        require(
-            self.tune_seconds > 0,
-            "--dispatch.tune-seconds",
-            self.tune_seconds,
-            "positive",
-        )
+        for name in ("tune_seconds", "check_seconds"):
+            value = getattr(self, name)
+            option = f"--dispatch.{name.replace('_', '-')}"
+            require(value > 0, option, value, "positive")
         for rule in self.rules:
             pattern, is_rule, choice = rule.partition("=")
             require(

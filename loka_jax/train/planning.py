@@ -1,5 +1,6 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
+from loka_jax.dispatch.first_use import check_plan
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, local_performance
 from loka_jax.dispatch.performance import PerformanceModel
@@ -57,14 +59,19 @@ def choose_plan(
         )
     else:
         performance, notes = _known(config)
-    plan = plans.make_plan(
+    make_plan = functools.partial(
+        plans.make_plan,
         sites,
-        performance,
         limits=config.dispatch.limits,
         rules=config.dispatch.by_pattern,
         config=config.name,
     )
-    return ChosenPlan(plan, notes, performance)
+    if performance is None:
+        return ChosenPlan(make_plan(None), notes)
+    checked = check_plan(
+        make_plan, sites, performance, config.dispatch.check_seconds, say
+    )
+    return ChosenPlan(checked.plan, (*notes, *checked.notes), checked.performance)
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:

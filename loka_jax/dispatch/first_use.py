@@ -1,0 +1,137 @@
+"""Checks what a plan chose by prediction, before it runs for the first time.
+
+    plan -> candidates that nobody measured here -> checked and timed -> plan again
+
+until all that is chosen was checked, or the budget is spent: sites then give up what
+was not checked. Results go to the user's cache, so a model is checked once.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.at_start import WORKERS
+from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.local import cache_path
+from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import DispatchPlan, chains_of
+from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.table import Entry, Table
+from loka_jax.nn import Site
+from loka_jax.site import BF16, Choice, SiteSpec
+
+type Plan = Callable[[PerformanceModel], DispatchPlan]
+
+
+class CheckedPlan(NamedTuple):
+    """A plan of which every choice but XLA's bfloat16 was checked on this device.
+
+    Attributes:
+        plan: the choices.
+        performance: by which they were made.
+        notes: sentences for the user.
+    """
+
+    plan: DispatchPlan
+    performance: PerformanceModel
+    notes: tuple[str, ...] = ()
+
+
+def check_plan(
+    make_plan: Plan,
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    seconds: float,
+    say: Callable[[str], None] = print,
+) -> CheckedPlan:
+    """Returns a plan without choices that were never checked.
+
+    Args:
+        make_plan: makes the plan of the sites.
+        sites: of the model.
+        performance: times and errors, measured or predicted.
+        seconds: the budget; a check under way is ended with it.
+        say: takes lines of progress.
+    """
+    plan, left = make_plan(performance), seconds
+    while (jobs := unchecked(plan, sites, performance)) and left > 0:
+        say(
+            f"Checking and timing {len(jobs)} kernels that run for the first time, for "
+            f"{left:.0f} seconds at most."
+        )
+        start = time.monotonic()
+        performance = _measured(jobs, performance, left)
+        left -= time.monotonic() - start
+        plan = make_plan(performance)
+    given_up: set[SiteSpec] = set()
+    while jobs:
+        performance = _without(jobs, performance, seconds)
+        given_up |= {job.spec for job in jobs}
+        plan = make_plan(performance)
+        jobs = unchecked(plan, sites, performance)
+    notes = _note(len(given_up), seconds) if given_up else ()
+    return CheckedPlan(plan, performance, notes)
+
+
+def unchecked(
+    plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
+) -> list[Job]:
+    """Returns a job for each choice of a plan that was only predicted.
+
+    XLA's bfloat16, which the choice was compared with, is timed too.
+    """
+    chained = {
+        site.path for chain in chains_of(sites) if len(chain) > 1 for site in chain
+    }
+    specs = {site.path: table_key(site.spec) for site in sites}
+    chains: dict[tuple[SiteSpec, Choice], bool] = {}  # by candidate: in a chain, too
+    for path, decision in plan.decisions:
+        spec, choice = specs[path], decision.choice
+        if decision.spread is None or choice == BF16:
+            continue
+        in_chain = path in chained and choice.provider == "pallas"
+        chains[spec, choice] = in_chain or chains.get((spec, choice), False)
+        if performance.estimates(spec).spread("training", BF16) is not None:
+            chains[spec, BF16] = False
+    return [
+        Job(spec, (choice,), passes=("training",), in_chain=in_chain, digests=False)
+        for (spec, choice), in_chain in chains.items()
+    ]
+
+
+def _measured(
+    jobs: Sequence[Job], performance: PerformanceModel, seconds: float
+) -> PerformanceModel:
+    """Returns what is known after jobs, which go to the user's cache."""
+    table = performance.table
+    for job, entry in measure_all(jobs, WORKERS, _quiet, seconds=seconds):
+        found = Table(header_here(), {job.spec: entry})
+        tables.add(cache_path(), found)
+        table = table.merged(found)
+    return performance.with_table(table)
+
+
+def _without(
+    jobs: Sequence[Job], performance: PerformanceModel, seconds: float
+) -> PerformanceModel:
+    """Returns what is known, without the candidates of some jobs."""
+    table, why = performance.table, f"was not checked within {seconds:g} seconds"
+    for spec, (choice,), *_ in jobs:
+        if choice != BF16:
+            entry = Entry(failures={choice.name: why})
+            table = table.merged(Table(header_here(), {spec: entry}))
+    return performance.with_table(table)
+
+
+def _note(count: int, seconds: float) -> tuple[str, ...]:
+    return (
+        f"Kernels of {count} sites were not checked within {seconds:g} seconds and do "
+        "not run: --dispatch.check-seconds allows more, and what was checked is kept.",
+    )
+
+
+def _quiet(sentence: str):
+    """Takes the lines of the workers, which are too many for a start."""

@@ -1,0 +1,111 @@
+"""What a plan chose by prediction is checked before it runs, or does not run."""
+
+import dataclasses
+
+import pytest
+
+from loka_jax import nn
+from loka_jax.dispatch import first_use, local
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, decide
+from loka_jax.dispatch.table import Entry, Table
+from loka_jax.ops.plan import resolve_served
+from loka_jax.recipe import get_recipe
+from loka_jax.site import BF16, Choice, SiteSpec
+from tests.ops import stand_ins
+
+SPEC = SiteSpec(60_000, 448, 256, "layer", "swish")
+FIRST, SECOND = Choice.parse("pallas fp8_rowwise"), Choice.parse("pallas bf16")
+
+
+def _site(path, follows=False):
+    plan = resolve_served(SPEC, get_recipe("fp8_rowwise"), stand_ins.CPU)
+    return dataclasses.replace(nn.Site(path=path, plan=plan), follows=follows)
+
+
+SITES = [_site("a"), _site("b")]
+
+
+@pytest.fixture(scope="module")
+def performance():
+    fitted = local.fitted_table("NVIDIA H200")
+    return PerformanceModel(Table(header_here()), fitted=fitted)
+
+
+def plan_of(performance):
+    """Returns the first choice, or the second, or XLA's bfloat16: what did not fail."""
+    estimates = performance.estimates(SPEC)
+    failures = estimates.entry.failures
+    choice = next(c for c in (FIRST, SECOND, BF16) if c.name not in failures)
+    decision = Decision(choice, "", spread=estimates.spread("training", choice))
+    return DispatchPlan(tuple((site.path, decision) for site in SITES))
+
+
+@pytest.fixture
+def workers(monkeypatch, tmp_path):
+    """Stands in for worker processes, in which some candidates are wrong."""
+    path, asked, wrong = tmp_path / "cache.json", [], []
+    monkeypatch.setattr(first_use, "cache_path", lambda: path)
+
+    def measure_all(jobs, count, say, *, seconds):
+        for job in jobs:
+            (choice,) = job.choices
+            asked.append((choice, job.in_chain))
+            is_wrong = choice in wrong
+            failures = {choice.name: "y is off"} if is_wrong else {}
+            times = {} if is_wrong else {choice.name: 5.0}
+            yield job, Entry({"training": times}, failures=failures)
+
+    monkeypatch.setattr(first_use, "measure_all", measure_all)
+    return path, asked, wrong
+
+
+def _choice(checked):
+    (choice,) = {decision.choice for _, decision in checked.plan.decisions}
+    return choice
+
+
+def test_a_predicted_choice_is_checked_once_and_kept(workers, performance):
+    path, asked, _ = workers
+    said = []
+    checked = check_plan(plan_of, SITES, performance, 30.0, said.append)
+    assert _choice(checked) == FIRST and not checked.notes
+    assert asked == [(FIRST, False), (BF16, False)]
+    assert len(said) == 1 and "2 kernels" in said[0] and "30 seconds" in said[0]
+    times = tables.read(path).sites[SPEC].times["training"]
+    assert times == {FIRST.name: 5.0, BF16.name: 5.0}
+    again = check_plan(plan_of, SITES, checked.performance, 30.0, said.append)
+    assert _choice(again) == FIRST and len(asked) == 2 and len(said) == 1
+
+
+def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
+    _, asked, wrong = workers
+    wrong.append(FIRST)
+    checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
+    assert _choice(checked) == SECOND
+    assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
+
+
+def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
+    monkeypatch.setattr(first_use, "measure_all", lambda *args, **kwargs: [])
+    checked = check_plan(plan_of, SITES, performance, 1e-9, lambda line: None)
+    assert _choice(checked) == BF16
+    assert "Kernels of 1 sites were not checked" in checked.notes[0]
+
+
+def test_kernels_of_a_chain_are_checked_as_parts_of_it(workers, performance):
+    _, asked, _ = workers
+    sites = [SITES[0], _site("b", follows=True)]
+    check_plan(plan_of, sites, performance, 30.0, lambda line: None)
+    assert asked[0] == (FIRST, True)
+
+
+def test_only_measured_candidates_are_left_without_predictions(performance):
+    measured = Table(header_here(), {SPEC: Entry({"training": {BF16.name: 5.0}})})
+    known = performance.with_table(measured).measured()
+    assert known.estimates(SPEC).entry.times == {"training": {BF16.name: 5.0}}
+    assert decide(known.estimates(SPEC).entry, DEFAULT_LIMITS).choice == BF16
