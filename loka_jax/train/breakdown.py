@@ -144,7 +144,8 @@ def _aucs(scores: Scores, groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "G"
 
 def _sums(scores: Scores, groups: Int[np.ndarray, "N"], count: int) -> _Sums:
     weights = scores.weights.astype(np.float64)
-    predictions = 1 / (1 + np.exp(-scores.logits.astype(np.float64)))
+    # The sigmoid, without an overflow at logits below -709.
+    predictions = np.exp(-np.logaddexp(0.0, -scores.logits.astype(np.float64)))
     terms = (weights, weights**2, weights * predictions, weights * scores.labels)
     counts = np.bincount(groups, minlength=count)
     return _Sums(counts, *(np.bincount(groups, x, count) for x in terms))

@@ -57,6 +57,14 @@ def test_the_most_frequent_values_come_first():
     )
 
 
+def test_predictions_of_logits_of_any_size_are_summed():
+    found = scores(4)._replace(logits=np.float32([-1e6, -30, 0, 1e6]))
+    curve = calibration_curve(equally_weighted(found), bins=4)
+    expected = [0.0, np.exp(-30.0), 0.5, 1.0]
+    means = [row["mean_prediction"] for row in curve]
+    assert means == pytest.approx(expected, rel=1e-9, abs=0)
+
+
 def test_a_value_with_one_label_has_no_auc():
     found = Scores(
         logits=np.arange(6, dtype=np.float32),
