@@ -59,6 +59,7 @@ class Schema:
         vocab_sizes: number of rows of each field's table, including row 0, which
             stands for values that are missing or too rare in training; first those of
             `categorical`, then those of `multi`.
+        owners: the field whose table each field uses; () if each has its own.
         slots: H, the most values in a list of each multi-valued field.
         weighted_multi: those of `multi` whose values have weights.
         weighted: whether examples have weights other than 1.
@@ -69,9 +70,15 @@ class Schema:
     categorical: tuple[str, ...]
     vocab_sizes: tuple[int, ...]
     multi: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
     slots: tuple[int, ...] = ()
     weighted_multi: tuple[str, ...] = ()
     weighted: bool = False
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """The number of the field whose table each field uses."""
+        return tuple(self.fields.index(name) for name in self.owners or self.fields)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -106,7 +113,12 @@ class Schema:
             )
         if not set(self.weighted_multi) <= set(self.multi):
             raise ValueError(f"{self.weighted_multi=} must be among {self.multi=}.")
-        for name, rows in zip(self.fields, self.vocab_sizes, strict=True):
+        sizes = dict(zip(self.fields, self.vocab_sizes, strict=True))
+        if self.owners and [sizes.get(o) for o in self.owners] != [*sizes.values()]:
+            raise ValueError(
+                f"{self.owners=} must name, for each field, one with as many rows."
+            )
+        for name, rows in sizes.items():
             if not 1 <= rows < 2**31:
                 raise ValueError(
                     f"The table of column {name!r} has {rows} rows: give it 1 or more, "

@@ -46,6 +46,12 @@ class DataConfig:
         reserve_rows: rows of each table for values that the training rows do not hold,
             which a later day may bring; see `--init-from` (`vocabulary`).
         hash_buckets: rows of each table, including id 0 for missing values (`hash`).
+        hash_sizes: "COLUMN=ROWS" hashes a column into so many rows, whatever `encoding`
+            and `hash_buckets` say.
+        hashed: columns of integers that are hashes already: their 64 bits are taken
+            modulo the rows of their table, those of `hash_sizes` or `hash_buckets`.
+        share: "COLUMN=OWNER" lets a column use the vocabulary and the table of another
+            one, which is learned from both.
         unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
         missing: empty dense values: `zero` (before the transform) or `error`. Empty
             categorical values get id 0.
@@ -95,6 +101,9 @@ class DataConfig:
     min_count: int = 1
     reserve_rows: int = 0
     hash_buckets: int = 100_000
+    hash_sizes: tuple[str, ...] = ()
+    hashed: tuple[str, ...] = ()
+    share: tuple[str, ...] = ()
     unknown: Literal["oov", "error"] = "oov"
     missing: Literal["zero", "error"] = "zero"
     nan: Literal["zero", "error"] = "zero"
@@ -148,6 +157,8 @@ class DataConfig:
         if self.separator == "":
             raise ValueError("--data.separator is empty: name a character, as in '|'.")
         _ = self.weights_of_multi
+        if self.kind == "table":
+            self._check_tables()
         if self.kind == "generated" and self.keep_negatives < 1:
             raise ValueError(
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
@@ -172,6 +183,48 @@ class DataConfig:
         return pairs("--data.multi-weights", self.multi_weights, self.multi)
 
     @property
+    def owners(self) -> dict[str, str]:
+        """The columns whose table another one uses, by that one."""
+        return pairs("--data.share", self.share, (*self.categorical, *self.multi))
+
+    def hash_rows(self, column: str) -> int | None:
+        """Returns the rows of a hashed column's table; None if it has a vocabulary."""
+        names = (*self.categorical, *self.multi)
+        own = pairs("--data.hash-sizes", self.hash_sizes, names).get(column)
+        if own is not None:
+            return int(own)
+        is_hashed = self.encoding == "hash" or column in self.hashed
+        return self.hash_buckets if is_hashed else None
+
+    def _check_tables(self):
+        """Checks `hash_sizes`, `hashed` and `share` against the columns."""
+        names, owners = (*self.categorical, *self.multi), self.owners
+        sizes = pairs("--data.hash-sizes", self.hash_sizes, names)
+        for column, rows in sizes.items():
+            if not rows.isdecimal() or not 2 <= int(rows) <= MAX_ROWS:
+                raise ValueError(
+                    f"--data.hash-sizes {column}={rows} must give the column 2 to "
+                    f"{MAX_ROWS} rows."
+                )
+        for column in self.hashed:
+            if column not in names:
+                raise ValueError(
+                    f"--data.hashed {column!r} is not among --data.categorical and "
+                    "--data.multi: name it there, too."
+                )
+        for column, owner in owners.items():
+            if owner not in names or owner in owners:
+                raise ValueError(
+                    f"--data.share {column}={owner} must name a column of "
+                    "--data.categorical or --data.multi with a table of its own."
+                )
+            if column in sizes or column in self.hashed:
+                raise ValueError(
+                    f"Column {column!r} uses the table of {owner!r}: leave it out of "
+                    "--data.hash-sizes and --data.hashed, and name the other there."
+                )
+
+    @property
     def is_weighted(self) -> bool:
         """Whether examples have weights other than 1."""
         return self.weight is not None or self.keep_negatives < 1
@@ -182,7 +235,7 @@ def _default(name: str) -> object:
 
 
 # Options that name columns, beside `dense` and `categorical`.
-_TABLE_ONLY = ("time", "weight", "multi")
+_TABLE_ONLY = ("time", "weight", "multi", "hash_sizes", "hashed", "share")
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (

@@ -99,7 +99,8 @@ class _Conversion:
             self._write(writer, split, blocks)
         self._check_splits()
         for field, encoder in enumerate(self.encoding.encoders):
-            if isinstance(encoder, VocabularyEncoder):
+            is_shared = self.columns.fields[field] in self.config.owners
+            if isinstance(encoder, VocabularyEncoder) and not is_shared:
                 writer.add_vocabulary(field, encoder.values)
         writer.finish(
             self.encoding.schema,

@@ -9,6 +9,7 @@ than `min_count` times in training.
 # (pyarrow creates the functions of its compute module at import)
 
 import hashlib
+import re
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from loka_jax.data.blocks import Block, element_type
+from loka_jax.data.config import DataConfig
 from loka_jax.terminal import shown
 
 
@@ -78,6 +80,19 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
     whole = pc.and_(pc.equal(array, pc.round(array)), pc.less(pc.abs(array), 2**53))
     integers = pc.if_else(whole, array, pa.scalar(0.0)).cast(pa.int64())
     return pc.if_else(whole, integers.cast(pa.string()), array.cast(pa.string()))
+
+
+class NoInteger(ValueError):
+    """A value is no 64-bit integer.
+
+    Attributes:
+        at: its place among the values.
+    """
+
+    def __init__(self, at: int):
+        """Takes the place of the value."""
+        super().__init__(f"value {at} is no 64-bit integer")
+        self.at = at
 
 
 class ValueCounter:
@@ -185,3 +200,55 @@ class HashEncoder:
     def _id(self, value: str) -> int:
         digest = hashlib.blake2b(value.encode(), digest_size=8, key=self._salt).digest()
         return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)
+
+
+class ModuloEncoder:
+    """Encodes integers that are hashes already: `1 + (h mod 2^64) mod (buckets - 1)`.
+
+    A negative number has the id of the unsigned one with the same 64 bits.
+    """
+
+    def __init__(self, buckets: int):
+        """Takes the rows of the field's table."""
+        self._buckets = buckets
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the field's table, including id 0."""
+        return self._buckets
+
+    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+        """Returns int32 ids in [0, rows); 0 for null values.
+
+        Raises:
+            NoInteger: for the first value that is no 64-bit integer.
+        """
+        missing = np.asarray(values.is_null())
+        try:
+            numbers = values.cast(pa.int64())
+            hashes = np.asarray(pc.fill_null(numbers, 0)).view(np.uint64)
+        except pa.ArrowInvalid:  # beyond 2^63, or no integer
+            hashes = np.array(
+                [_bits(value, at) for at, value in enumerate(values.to_pylist())],
+                np.uint64,
+            )
+        ids = 1 + (hashes % np.uint64(self._buckets - 1)).astype(np.int32)
+        return np.where(missing, np.int32(0), ids)
+
+
+def _bits(value: str | None, at: int) -> int:
+    """Returns the 64 bits of an integer, as an unsigned one."""
+    if value is None:
+        return 0
+    if not re.fullmatch("-?[0-9]{1,20}", value) or not -(2**63) <= int(value) < 2**64:
+        raise NoInteger(at)
+    return int(value) % 2**64
+
+
+def hash_encoder(config: DataConfig, column: str) -> Encoder | None:
+    """Returns the encoder of a hashed column, or None if it has a vocabulary."""
+    rows = config.hash_rows(column)
+    if rows is None:
+        return None
+    is_hashed = column in config.hashed
+    return ModuloEncoder(rows) if is_hashed else HashEncoder(column, rows)

@@ -13,11 +13,11 @@ from loka_jax.data.column_facts import column_facts
 from loka_jax.data.config import MAX_ROWS, DataConfig
 from loka_jax.data.encoding import (
     Encoder,
-    HashEncoder,
     ValueCounter,
     VocabularyEncoder,
     as_text,
     frequent,
+    hash_encoder,
 )
 from loka_jax.data.lists import read_lists
 from loka_jax.data.records import Encoding
@@ -41,10 +41,12 @@ class Learner:
         self._config, self._base = config, base
         self.columns = columns_of(config)
         names = self.columns.fields
-        self._counters = [
-            ValueCounter(MERGE_BYTES // max(len(names), 1)) for _ in names
-        ]
-        self._num_counted = 0
+        # Columns that share a table share a counter.
+        counters = {name: ValueCounter(MERGE_BYTES // len(names)) for name in names}
+        self._owners = {name: config.owners.get(name, name) for name in names}
+        self._counters = [counters[owner] for owner in self._owners.values()]
+        self._hashes = [hash_encoder(config, o) for o in self._owners.values()]
+        self._num_counted = [0] * len(names)
         self._moments = Moments(len(self.columns.dense))
         self._longest = [1] * len(self.columns.multi)
 
@@ -59,7 +61,7 @@ class Learner:
         """Whether all values are counted; else those of the first block are."""
         if self._base is not None:
             return any(_has_room(encoder) for encoder in self._base.encoders)
-        return self._config.encoding != "hash"
+        return None in self._hashes
 
     @property
     def _standardizes(self) -> bool:
@@ -81,14 +83,21 @@ class Learner:
         ]
         lengths = (int(part.lengths.max(initial=0)) for part in lists)
         self._longest = [*map(max, self._longest, lengths)]
-        if self._counts_all or not self._num_counted:
-            self._num_counted += block.table.num_rows
-            values = [as_text(block, column) for column in self.columns.categorical]
-            values += [part.values for part in lists]
-            for counter, part in zip(self._counters, values, strict=True):
-                counter.add(part)
+        for field, column in enumerate(self.columns.fields):
+            if not self._is_counted(field):
+                continue
+            single = len(self.columns.categorical)
+            is_list = field >= single
+            values = lists[field - single].values if is_list else as_text(block, column)
+            self._counters[field].add(values)
+            self._num_counted[field] += block.table.num_rows
         if self._counts_all:
             self._check_memory()
+
+    def _is_counted(self, field: int) -> bool:
+        """Returns whether values are counted: of a hashed field in the first block."""
+        is_learned = self._hashes[field] is None and self._counts_all
+        return is_learned or not self._num_counted[field]
 
     @functools.cached_property
     def _ranked(self) -> list[pa.Table]:
@@ -102,7 +111,7 @@ class Learner:
             zip(names, encoding.encoders, strict=True)
         ):
             ranked = self._ranked[field]
-            facts[name] = column_facts(name, encoder, ranked, self._num_counted)
+            facts[name] = column_facts(name, encoder, ranked, self._num_counted[field])
             if self._base is not None and self._counts_all:
                 facts[name] |= _growth(self._base.encoders[field], encoder, ranked)
         return facts
@@ -113,10 +122,14 @@ class Learner:
         Raises:
             ValueError: if a column has more values than there are ids.
         """
-        fields = range(len(self._counters))
+        made = {
+            column: self._encoder(field)
+            for field, column in enumerate(self.columns.fields)
+            if self._owners[column] == column
+        }
         return Encoding(
             config=self._config,
-            encoders=tuple(self._encoder(field) for field in fields),
+            encoders=tuple(made[owner] for owner in self._owners.values()),
             standardizer=(
                 self._base.standardizer if self._base else self._moments.result()
             ),
@@ -127,8 +140,8 @@ class Learner:
         config, column = self._config, self.columns.fields[field]
         if self._base is not None:
             return self._extended(self._base.encoders[field], field)
-        if config.encoding == "hash":
-            return HashEncoder(column, config.hash_buckets)
+        if (hashes := self._hashes[field]) is not None:
+            return hashes
         values = frequent(self._ranked[field], config.min_count)
         if len(values) + config.reserve_rows >= MAX_ROWS:
             raise ValueError(
@@ -152,7 +165,10 @@ class Learner:
         return VocabularyEncoder(extended, known.reserved - len(new))
 
     def _check_memory(self) -> None:
-        sizes = [counter.merged_bytes for counter in self._counters]
+        sizes = [
+            counter.merged_bytes if self._owners[column] == column else 0
+            for column, counter in zip(self.columns.fields, self._counters, strict=True)
+        ]
         if (total := sum(sizes)) > (limit := memory_bytes() // 2):
             largest = self.columns.fields[sizes.index(max(sizes))]
             raise ValueError(

@@ -275,6 +275,7 @@ def _schema(entry: dict) -> Schema:
             categorical=tuple(_names(entry, "categorical")),
             vocab_sizes=tuple(sizes),
             multi=tuple(_names(entry, "multi")),
+            owners=tuple(_names(entry, "owners")),
             slots=tuple(slots),
             weighted_multi=tuple(_names(entry, "weighted_multi")),
             weighted=_typed(entry, "weighted", bool),

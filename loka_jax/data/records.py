@@ -13,7 +13,7 @@ import pyarrow as pa
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
-from loka_jax.data.encoding import Encoder, as_text
+from loka_jax.data.encoding import Encoder, NoInteger, as_text
 from loka_jax.data.lists import PADDING, padded, read_lists
 from loka_jax.data.settings import Columns, columns_of
 from loka_jax.data.shards import record_dtype_of
@@ -55,10 +55,16 @@ class Encoding:
         return Schema(
             **self.columns._asdict(),
             vocab_sizes=sizes,
+            owners=self._owners(),
             slots=self.slots,
             weighted_multi=tuple(self.config.weights_of_multi),
             weighted=self.config.is_weighted,
         )
+
+    def _owners(self) -> tuple[str, ...]:
+        owners = self.config.owners
+        fields = self.columns.fields
+        return tuple(owners.get(name, name) for name in fields) if owners else ()
 
     def records(
         self,
@@ -146,7 +152,14 @@ class Encoding:
         All blocks in one call, as each call may build a large lookup table.
         """
         column = where.column
-        ids = self.encoders[field].encode(values)
+        try:
+            ids = self.encoders[field].encode(values)
+        except NoInteger as error:
+            raise ValueError(
+                f"{where.of(error.at)} column {column!r} holds "
+                f"{values[error.at].as_py()[:40]!r}, no 64-bit integer: correct it, or "
+                "leave the column out of --data.hashed."
+            ) from None
         missing = np.asarray(values.is_null())
         unknown = (ids == 0) & ~missing
         counts.add(column, "missing", int(np.count_nonzero(missing)))

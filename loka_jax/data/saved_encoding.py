@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from loka_jax.data.config import DataConfig
-from loka_jax.data.encoding import Encoder, HashEncoder, VocabularyEncoder
+from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
 from loka_jax.data.manifest import Unusable, unusable
 from loka_jax.data.records import Encoding
 from loka_jax.data.settings import ENCODING_SETTINGS, SETTINGS
@@ -140,12 +140,15 @@ def _fits(value: object, hint: typing.Any) -> bool:
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
-    sizes = zip(folder.schema.fields, folder.schema.vocab_sizes, strict=True)
-    for field, (column, rows) in enumerate(sizes):
-        if column not in folder.vocabulary_digests:
-            yield HashEncoder(column, rows)
+    schema, config = folder.schema, config_of(folder)
+    for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
+        owner = config.owners.get(column, column)
+        if (hashes := hash_encoder(config, owner)) is not None:
+            if hashes.rows != rows:
+                raise unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
+            yield hashes
             continue
-        values = _values(folder, field)
+        values = _values(folder, schema.fields.index(owner))
         if (reserved := rows - 1 - len(values)) < 0:
             raise unusable(folder.path, f"{column!r} has more values than rows")
         yield VocabularyEncoder(values, reserved)

@@ -13,20 +13,16 @@ Letters: B examples, F fields, H ids per field in a pooled lookup, D embedding d
 R rows of all tables together, N row gradients of one step (B F, or B F H).
 """
 
-import dataclasses
-import itertools
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from loka_jax.ops.kernels import by_triton
+from loka_jax.ops.tables import Pooling, TableSpec
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
-
-Pooling = Literal["sum", "mean"]
-POOLINGS = get_args(Pooling)
 
 # Larger than every row id, so that it sorts last and every write to it is dropped.
 BAD_ID = 2**31 - 1
@@ -34,58 +30,6 @@ BAD_ID = 2**31 - 1
 # Ids in a block of the segmented sum: 4 needs 1.5 times as many kernels on a GPU, and
 # 16 takes three times as long on a CPU.
 _FANOUT = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class TableSpec:
-    """The tables of all fields, stacked in field order into one array.
-
-    Attributes:
-        rows: the number of rows of each field's table.
-        dim: D, the embedding dim of all tables.
-        pooling: how the rows of the last fields are pooled, whose ids come in lists;
-            the fields before them have one id each.
-    """
-
-    rows: tuple[int, ...]
-    dim: int
-    pooling: tuple[Pooling, ...] = ()
-
-    def __post_init__(self):
-        """Checks the ranges.
-
-        Raises:
-            ValueError: if a size is not positive, or ids would not fit in int32.
-        """
-        if not self.rows or not all(rows > 0 for rows in self.rows):
-            raise ValueError(
-                f"rows={self.rows} must hold a positive number for each field."
-            )
-        if not len(self.pooling) <= len(self.rows):
-            raise ValueError(f"{self.pooling=} has more entries than there are fields.")
-        if not self.dim > 0:
-            raise ValueError(f"dim={self.dim} must be positive.")
-        if not self.total_rows < 2**31:
-            raise ValueError(
-                f"{self.total_rows} rows in all do not fit in int32 ids "
-                f"(at most {2**31 - 1}): hash the largest fields into fewer rows, "
-                "or split them over several stacks."
-            )
-
-    @property
-    def num_single(self) -> int:
-        """The number of fields that have one id each."""
-        return len(self.rows) - len(self.pooling)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """The first row of each field's table."""
-        return tuple(itertools.accumulate(self.rows[:-1], initial=0))
-
-    @property
-    def total_rows(self) -> int:
-        """R, the number of rows of all tables together."""
-        return sum(self.rows)
 
 
 class UniqueRows(NamedTuple):

@@ -241,6 +241,7 @@ def network(config: Config, schema: Schema) -> Network:
         rows=schema.vocab_sizes,
         dim=config.embedding.dim,
         pooling=config.embedding.pooling_of(schema.multi),
+        owners=schema.tables if schema.owners else (),
     )
     _check_ids(config.loop.batch_size, schema)
     rows = config.loop.batch_size // config.loop.microbatches

@@ -17,7 +17,7 @@ from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.nn import ProbeConfig
-from loka_jax.ops.embedding import POOLINGS, Pooling
+from loka_jax.ops.tables import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
 from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings

@@ -128,6 +128,23 @@ def test_empty_lists_read_zeros():
     chex.assert_trees_all_equal(*logits)
 
 
+def test_fields_that_share_a_table_train_its_rows_together():
+    spec = embedding.TableSpec(rows=(7, 7), dim=8, owners=(0, 0))
+    assert (spec.offsets, spec.total_rows) == ((0, 0), 7)
+    batch = make_batch()._replace(bags=())
+    batch.ids[:] = 1
+    state = make_state(MODELS["dlrm"], tables=spec)
+    twice = dataclasses.replace(state, table=jnp.tile(state.table, (2, 1)))
+    apart = dataclasses.replace(spec, owners=())
+    shared = make_step(MODELS["dlrm"], tables=spec)(state, batch)
+    own = make_step(MODELS["dlrm"], tables=apart)(twice, batch)
+    moved = (own.table - twice.table)[1] + (own.table - twice.table)[8]
+    chex.assert_trees_all_close(
+        (shared.table - state.table)[1], moved, rtol=1e-4, atol=1e-6
+    )
+    assert np.flatnonzero((shared.table != state.table).any(axis=1)).tolist() == [1]
+
+
 def test_ids_out_of_range_in_lists_are_counted_and_padding_is_not():
     batch = make_batch()
     batch.bags[0].ids[0, :3] = (6, -2, 2**31 - 1)

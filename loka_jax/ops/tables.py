@@ -1,0 +1,73 @@
+"""The embedding tables of a model: how many rows each field has, and where they lie."""
+
+import dataclasses
+import itertools
+from typing import Literal, get_args
+
+Pooling = Literal["sum", "mean"]
+POOLINGS = get_args(Pooling)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """The tables of all fields, stacked in field order into one array.
+
+    Attributes:
+        rows: the number of rows of each field's table.
+        dim: D, the embedding dim of all tables.
+        pooling: how the rows of the last fields are pooled, whose ids come in lists;
+            the fields before them have one id each.
+        owners: the number of the field whose table each field uses; () if each has its
+            own.
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+    pooling: tuple[Pooling, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        """Checks the ranges.
+
+        Raises:
+            ValueError: if a size is not positive, or ids would not fit in int32.
+        """
+        if not self.rows or not all(rows > 0 for rows in self.rows):
+            raise ValueError(
+                f"rows={self.rows} must hold a positive number for each field."
+            )
+        if not len(self.pooling) <= len(self.rows):
+            raise ValueError(f"{self.pooling=} has more entries than there are fields.")
+        if self.owners and [self.rows[o] for o in self.owners] != [*self.rows]:
+            raise ValueError(f"{self.owners=} must be fields with as many rows.")
+        if not self.dim > 0:
+            raise ValueError(f"dim={self.dim} must be positive.")
+        if not self.total_rows < 2**31:
+            raise ValueError(
+                f"{self.total_rows} rows in all do not fit in int32 ids "
+                f"(at most {2**31 - 1}): hash the largest fields into fewer rows, "
+                "or split them over several stacks."
+            )
+
+    @property
+    def num_single(self) -> int:
+        """The number of fields that have one id each."""
+        return len(self.rows) - len(self.pooling)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first row of each field's table."""
+        first = tuple(itertools.accumulate(self._own_rows[:-1], initial=0))
+        return tuple(first[owner] for owner in self.owners) if self.owners else first
+
+    @property
+    def total_rows(self) -> int:
+        """R, the number of rows of all tables together."""
+        return sum(self._own_rows)
+
+    @property
+    def _own_rows(self) -> tuple[int, ...]:
+        """The rows of each field's table, 0 if it uses that of another field."""
+        fields = range(len(self.rows))
+        owners = self.owners or tuple(fields)
+        return tuple(self.rows[f] if owners[f] == f else 0 for f in fields)
