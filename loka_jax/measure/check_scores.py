@@ -37,7 +37,7 @@ class Limits(NamedTuple):
 
 _ROUNDING = Limits(0.003, 2.0)
 _LIMITS = {"cast": Limits(0.25, 2.0), "share": Limits(0.25, 6.0)}
-_FLIPS = 1.0  # of the code that matters most to a row, times the slack: two flip
+_FLIPS = 1.5  # of the code that matters most to a row, times the slack: three flip
 
 
 class Score(NamedTuple):
