@@ -112,6 +112,8 @@ class Learner:
         ):
             ranked = self._ranked[field]
             facts[name] = column_facts(name, encoder, ranked, self._num_counted[field])
+            if (owner := self._owners[name]) != name:
+                facts[name]["table_of"] = owner
             if self._base is not None and self._counts_all:
                 facts[name] |= _growth(self._base.encoders[field], encoder, ranked)
         return facts

@@ -278,7 +278,7 @@ def _tables(columns: dict[str, Any], dim: int | None) -> list[dict[str, Any]]:
     rows = []
     for name, value in list(columns.items())[:_MAX_COLUMNS]:
         facts = as_dict(value)
-        num_rows = real(facts.get("rows"))
+        num_rows, is_own = real(facts.get("rows")), "table_of" not in facts
         top = facts.get("most_frequent")
         pairs = [x for x in top if isinstance(x, list)] if isinstance(top, list) else []
         rows.append(
@@ -286,7 +286,7 @@ def _tables(columns: dict[str, Any], dim: int | None) -> list[dict[str, Any]]:
                 "column": name,
                 "values": facts.get("values"),
                 "rows": num_rows,
-                "parameters": num_rows * dim if num_rows and dim else None,
+                "parameters": num_rows * dim if num_rows and dim and is_own else None,
                 "top": ", ".join(" x ".join(map(str, pair)) for pair in pairs),
                 "warning": facts.get("warning"),
             }

@@ -37,11 +37,12 @@ def print_columns(console: Console, report: dict[str, Any], dim: int):
             plain(name),
             "hashed" if values is None else f"{values:,}",
             f"{rows:,}",
-            f"{rows * dim:,}",
+            "shared" if "table_of" in facts else f"{rows * dim:,}",
             plain(", ".join(top)),
         )
     console.print(table)
-    rows = sum(facts["rows"] for facts in columns.values())
+    own = (facts for facts in columns.values() if "table_of" not in facts)
+    rows = sum(facts["rows"] for facts in own)
     more = len(columns) - _MAX_COLUMNS
     hidden = f" ({more:,} columns are not shown)" if more > 0 else ""
     total = f"{rows:,} rows x {dim} = {rows * dim:,} parameters in tables{hidden}."

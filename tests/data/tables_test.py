@@ -1,15 +1,19 @@
 """Tables by column: hash sizes, integers hashed before, and shared vocabularies."""
 
+import io
+
 import chex
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from rich.console import Console
 
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.encoding import ModuloEncoder, NoInteger
 from loka_jax.data.saved_encoding import load_encoding
 from loka_jax.data.shards import open_shards
+from loka_jax.train.column_table import print_columns
 from tests.data.support import open_table, rows_of, write
 
 HEADER = "click,item,last,tags\n"
@@ -91,6 +95,14 @@ def test_shared_columns_have_one_vocabulary_and_one_table(tmp_path):
     for field in (0, 1):
         want = values_of(alone, field, vocabulary(tmp_path / "a", field))
         assert values_of(splits, field, text) == want
+
+
+def test_a_shared_table_is_counted_once(tmp_path):
+    splits, out = opened(tmp_path, share=("last=item",)), io.StringIO()
+    print_columns(Console(file=out, width=120), splits.report, dim=4)
+    assert splits.report["categorical"]["last"]["table_of"] == "item"
+    assert "8 rows x 4 = 32 parameters in tables" in out.getvalue()
+    assert "shared" in out.getvalue()
 
 
 def test_a_list_shares_a_table(tmp_path):
