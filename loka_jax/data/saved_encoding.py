@@ -11,7 +11,7 @@ import json
 import pathlib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -106,6 +106,30 @@ def load_encoding(folder: ShardFolder) -> Encoding:
         slots=folder.schema.slots,
         standardizer=Standardizer(mean, std),
     )
+
+
+def values_of(
+    folder: ShardFolder, ids: Mapping[str, Sequence[int]]
+) -> dict[str, list[str | None]]:
+    """Returns the values that have these ids, by column.
+
+    One vocabulary is in memory at a time.
+
+    Args:
+        folder: shards, or an encoding.
+        ids: of some columns.
+
+    Returns:
+        for each id its value; None where many values share it: id 0, and hashes.
+    """
+    found = {}
+    for column, encoder in zip(folder.schema.fields, _encoders(folder), strict=True):
+        values = encoder.values if isinstance(encoder, VocabularyEncoder) else ()
+        found[column] = [
+            str(values[i - 1]) if 1 <= i <= len(values) else None
+            for i in ids.get(column, ())
+        ]
+    return found
 
 
 def config_of(folder: ShardFolder) -> DataConfig:

@@ -200,6 +200,7 @@ def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
         skipped=zero,
         skipped_in_a_row=zero,
         bad_ids=zero,
+        grad_norm=jnp.zeros((), jnp.float32),
         metrics=metrics.init(),
     )
 

@@ -175,6 +175,31 @@ def intervals(
     return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
 
 
+def numbered(
+    title: str, label: str, values: Sequence[float | None], x: str
+) -> list[Figure]:
+    """Returns a figure of values over their numbers 1, 2, ..., or none below two.
+
+    Args:
+        title: the name of y.
+        label: what the values are of.
+        values: the finite ones are drawn.
+        x: what is numbered.
+    """
+    points = [(float(i), value) for i, value in enumerate(values, start=1)]
+    line = Series(label, points, "second")
+    if len(line.finite()) < 2:
+        return []
+    low, high = limits([line], None)
+
+    def draw(axes) -> None:
+        _plot(axes, line)
+        axes.set(xlim=(0.5, len(values) + 0.5), ylim=(low, high), xlabel=x)
+
+    drawing = _draw(title, f"{title} over {x}", draw, whole_x=True)
+    return [Figure(title, [(label, "second")], drawing)]
+
+
 def sparkline(values: Sequence[float | None]) -> Spark | None:
     """Returns the curve of log2 of the values; those that are not positive are gaps.
 
@@ -214,8 +239,10 @@ def limits(series: Sequence[Series], floor: float | None) -> tuple[float, float]
     return low - margin, high + margin
 
 
-def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
-    """Returns the SVG of the axes that `draw` fills."""
+def _draw(
+    title: str, label: str, draw: Callable[[Any], None], *, whole_x: bool = False
+) -> Markup:
+    """Returns the SVG of the axes that `draw` fills, with x at whole numbers or not."""
     # Figure alone: pyplot would start a GUI backend and keep every figure alive.
     import matplotlib
     from matplotlib.figure import Figure as Canvas
@@ -230,8 +257,8 @@ def _draw(title: str, label: str, draw: Callable[[Any], None]) -> Markup:
         axes.spines["bottom"].set_color(_COLORS["line"])
         axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
         draw(axes)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(5))
+        for axis, is_whole in ((axes.xaxis, whole_x), (axes.yaxis, False)):
+            axis.set_major_locator(MaxNLocator(5, integer=is_whole))
             axis.label.set_color(_COLORS["muted"])
         axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
         file = io.StringIO()

@@ -13,6 +13,7 @@ from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.breakdown_view import breakdown_view
 from loka_jax.report.charts import Figure, Series
+from loka_jax.report.days_view import days_view
 from loka_jax.report.render import Tile, flat, number, real, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, thinned
 
@@ -45,6 +46,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         ],
         tiles=_tiles(run),
         curves=_curves(run),
+        days=days_view(summary.get("days")),
         breakdown=breakdown_view(run.evaluation),
         roles=ROLES,
         sites=_sites(run.sites),

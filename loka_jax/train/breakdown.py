@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from loka_jax.data.saved_encoding import values_of
+from loka_jax.data.shards import ShardFolder
+from loka_jax.terminal import shown
+
 BINS = 15  # of predictions, with equally many examples
 VALUES = 5  # of a column, the most frequent ones
 _Z = 1.959964  # of a 95 % interval
@@ -61,6 +65,29 @@ def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
             for field, name in enumerate(columns)
         ],
     }
+
+
+def with_names(
+    columns: list[dict[str, Any]], folder: ShardFolder
+) -> list[dict[str, Any]]:
+    """Returns the `columns` of a breakdown with the `name` of each value.
+
+    Args:
+        columns: of the breakdown.
+        folder: the encoding of its ids.
+
+    Returns:
+        them; a name is the start of the value, None where many values share an id.
+    """
+    ids = {c["column"]: [value["id"] for value in c["values"]] for c in columns}
+    found = values_of(folder, ids)
+
+    def named(column: dict[str, Any]) -> dict[str, Any]:
+        pairs = zip(column["values"], found[column["column"]], strict=True)
+        values = [value | {"name": name and shown(name)} for value, name in pairs]
+        return column | {"values": values}
+
+    return [named(column) for column in columns]
 
 
 def by_logit(scores: Scores) -> Scores:

@@ -34,13 +34,14 @@ import jax
 
 import loka_jax
 from loka_jax import jsonfile
+from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 from loka_jax.train import scores_file
-from loka_jax.train.breakdown import Scores, breakdown
+from loka_jax.train.breakdown import Scores, breakdown, with_names
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
@@ -162,9 +163,25 @@ class RunRecord:
         """Writes plan.json, the plan that the run follows now."""
         save_plan(self.workdir / PLAN, plan)
 
-    def write_scores(self, scores: Scores, split: str, columns: Sequence[str]) -> None:
-        """Writes scores.npy, and the breakdown of these examples to evaluation.json."""
-        self.write(EVALUATION, {"split": split} | breakdown(scores, columns))
+    def write_scores(
+        self,
+        scores: Scores,
+        split: str,
+        columns: Sequence[str],
+        encoding: ShardFolder | None = None,
+    ) -> None:
+        """Writes scores.npy, and the breakdown of these examples to evaluation.json.
+
+        Args:
+            scores: of the examples.
+            split: their name.
+            columns: the names of the categorical columns.
+            encoding: has the names of their values; None for generated data.
+        """
+        parts = breakdown(scores, columns)
+        if encoding is not None:
+            parts["columns"] = with_names(parts["columns"], encoding)
+        self.write(EVALUATION, {"split": split} | parts)
         scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

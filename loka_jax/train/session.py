@@ -319,7 +319,8 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
         final_state = _which(run.config.optim, progress, final_step)
         final, sample = evaluate_finally(best.run, best.state, held_out)
         if sample is not None:
-            record.write_scores(sample, split, held_out.schema.categorical)
+            columns = held_out.schema.categorical
+            record.write_scores(sample, split, columns, splits.folder)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
         "config": run.config.identity(),

@@ -12,6 +12,7 @@ from loka_jax.data.saved_encoding import (
     load_encoding,
     open_encoding,
     save_encoding,
+    values_of,
 )
 from tests.data.support import (
     HEADER,
@@ -67,6 +68,19 @@ def test_ids_stay_when_the_file_changes(tmp_path):
     assert splits.encoding_digest == digest_of(base)
     chex.assert_trees_all_equal(rows_of(splits).ids[: len(before)], before)
     assert splits.report["splits"]["train"]["columns"]["user"]["oov"] > 0
+
+
+def test_ids_have_the_names_of_their_values(tmp_path):
+    source = write(tmp_path / "a.csv", HEADER + rows_text(300))
+    splits = open_table(source, reserve_rows=1)
+    folder = saved(folder_of(splits), tmp_path)
+    encoder = load_encoding(folder).encoders[0]
+    assert isinstance(encoder, VocabularyEncoder)
+    values = encoder.values.to_pylist()
+    ids = range(len(values) + 2)  # the last one is reserved
+    assert values_of(folder, {"user": ids})["user"] == [None, *values, None]
+    hashed = folder_of(open_table(source, encoding="hash"))
+    assert values_of(hashed, {"user": [0, 1]})["user"] == [None, None]
 
 
 def test_a_resumed_run_converts_nothing_twice(tmp_path):

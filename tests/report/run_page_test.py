@@ -101,9 +101,18 @@ EVALUATION = {
     "calibration_curve": [RATES, RATES | {"mean_prediction": 0.5}],
     "columns": [
         {"column": "C1", "num_values": 17, "auc_within": 0.7, "covered": 0.875}
-        | {"values": [{"id": 0, "auc": 0.65} | RATES, {"id": 3, "auc": None} | RATES]}
+        | {
+            "values": [
+                {"id": 0, "auc": 0.65} | RATES,
+                {"id": 3, "name": "<b> & co", "auc": None} | RATES,
+                {"id": 9, "auc": 0.5} | RATES,
+            ]
+        }
     ],
 }
+
+DAY = {"data": "monday.csv", "examples": 900, "auc": 0.7, "logloss": 0.5, "ne": 0.9}
+DAY |= {"calibration": 1.1}
 
 RUN = RunFiles(
     summary=SUMMARY,
@@ -184,9 +193,24 @@ def test_the_page_tells_calibration_and_quality_by_column(page):
     rows = page.rows("Calibration and columns, test")
     rates = ["150", "0.2500", "0.2000", "1.250", "0.800 … 1.600"]
     assert rows[1] == rates and ["C1", "17", "0.70000", "87.5 %"] in rows
-    assert ["C1", "missing or rare", "0.65000", *rates] in rows
-    assert ["", "3", "n/a", *rates] in rows
+    assert ["C1", "missing or unknown", "0.65000", *rates] in rows
+    assert ["", "<b> & co", "n/a", *rates] in rows
+    assert ["", "id 9", "0.50000", *rates] in rows
     assert "Of 1,234 examples of the final evaluation" in page.text
+
+
+def test_days_stand_in_a_table_and_a_chart(page, page_of):
+    days = [DAY, DAY | {"data": "<b>.csv", "ne": 0.875}]
+    whole = page_of(RUN._replace(summary=SUMMARY | {"days": days}))
+    quality = ["900", "0.70000", "0.50000", "0.90000", "1.1000"]
+    rows = whole.rows("Quality by day")
+    assert rows[1] == ["1", "monday.csv", *quality]
+    assert rows[2][:2] == ["2", "<b>.csv"] and rows[2][5] == "0.87500"
+    title = "Normalized entropy by day before training on the day"
+    assert title in [text(caption) for caption in whole.root.iter("figcaption")]
+    assert "Quality by day" not in page.text
+    one = page_of(RUN._replace(summary=SUMMARY | {"days": days[:1]}))
+    assert title not in one.text and len(one.rows("Quality by day")) == 2
 
 
 def test_the_page_asks_nothing_from_anywhere(page):

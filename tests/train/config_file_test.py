@@ -43,7 +43,7 @@ def _set(values, path, value):
     [
         ("sed", 1, r"sed is no field of this version: did you mean 'seed'\? rename"),
         ("data.min_cuont", 1, "data.min_cuont is no field .* mean 'min_count'"),
-        ("embedding.xyz", 1, "embedding.xyz is no field .*: it has dim, init_stddev"),
+        ("embedding.xyz", 1, "embedding.xyz is no field .*: it has dim, "),
         ("model.parent", None, "model.parent is no field"),
         ("run", {}, "run is no field"),
         ("seed", "3", 'seed is "3" and must be an integer'),

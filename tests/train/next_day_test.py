@@ -10,6 +10,7 @@ from pyarrow import csv
 from rich.console import Console
 
 import loka_jax
+from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.optim import OptimConfig
@@ -102,6 +103,16 @@ def test_a_day_is_scored_by_the_first_run_before_it_is_trained_on(folder):
     scores, label = two.scores(table), np.asarray(table["label"])
     loss = -np.mean(np.where(label, np.log(scores), np.log1p(-scores)))
     chex.assert_trees_all_close(float(loss), day["logloss"], rtol=1e-6)
+
+
+def test_the_final_evaluation_names_the_values_of_columns(folder):
+    evaluation = jsonfile.as_dict(jsonfile.read(folder / "one" / "evaluation.json"))
+    users, items = evaluation["columns"]
+    assert users["column"] == "user" and items["column"] == "item"
+    vocabulary = loka_jax.load(folder / "one").encoding.encoders[0]
+    assert isinstance(vocabulary, VocabularyEncoder)
+    for value in users["values"]:
+        assert value["name"] == str(vocabulary.values[value["id"] - 1])
 
 
 @pytest.fixture(scope="module")
