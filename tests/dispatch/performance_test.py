@@ -81,6 +81,25 @@ def test_few_measurements_predict_nothing():
     assert PerformanceModel(without).predict(_sites()[-1], BF16, "training") is None
 
 
+def test_a_chain_is_predicted_for_recipes_that_were_timed_in_one():
+    # In a chain, a drhs in FP8 reads another layout than lhs is handed on in.
+    timed = Choice.parse("pallas fp8_tensorwise_delayed_bf16_drhs")
+    other = Choice.parse("pallas fp8_tensorwise_delayed")
+    entries = {
+        spec: Entry(
+            {
+                "training": {timed.name: _copies(spec), other.name: _copies(spec)},
+                "training in": {timed.name: 0.8 * _copies(spec)},
+            }
+        )
+        for spec in _sites()
+    }
+    model = PerformanceModel(Table(HEADER, entries, ROOFLINE))
+    times = model.estimates(SiteSpec(20_000, 384, 256, "layer", "swish")).entry.times
+    assert {timed.name, other.name} <= set(times["training"])
+    assert set(times["training in"]) == {timed.name}
+
+
 def test_another_device_is_scaled_by_its_roofline_and_less_certain():
     half = dataclasses.replace(
         ROOFLINE,
