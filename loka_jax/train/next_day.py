@@ -1,9 +1,9 @@
 """A run that goes on from another one, with the data of a later day.
 
-It starts from the weights, FP8 scales and optimizer states of the other run's newest
-checkpoint, and encodes its data as that run does. Steps, schedules and metrics start
-anew. Its rows are scored before it is trained on them: progressive evaluation, which
-judges a model by rows that no training has seen.
+It starts from the weights, FP8 scales and optimizer states that the other run's final
+evaluation judged, and encodes its data as that run does. Steps, schedules and metrics
+start anew. Its rows are scored before it is trained on them: progressive evaluation,
+which judges a model by rows that no training has seen.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def source_of(config: Config) -> SourceRun | None:
     """
     if config.init_from is None:
         return None
-    source = open_run(config.init_from, best=False)
+    source = open_run(config.init_from, best=True)
     pairs = jsonfile.explain_mismatch(source.config.identity(), config.identity())
     changed = [line for line in pairs if _is_fixed(line.split(": ", 1)[0])]
     if changed:

@@ -1,6 +1,7 @@
 """A run goes on with the data of a later day: its weights, its ids, and honest NE."""
 
 import dataclasses
+import shutil
 
 import chex
 import jax
@@ -153,6 +154,14 @@ def test_quality_by_day_goes_on_from_run_to_run(folder, at_start, tmp_path):
     first_day, last_day = loop.progress.days
     assert first_day == summary(folder / "two")["days"][0] == last_day
     assert Progress.from_json(loop.progress.to_json()) == loop.progress
+
+
+def test_a_run_goes_on_from_the_state_that_was_judged(folder, tmp_path):
+    shutil.copytree(folder / "one", tmp_path / "one")
+    (tmp_path / "one" / "checkpoints").rename(tmp_path / "one" / "best")
+    config = dataclasses.replace(second(folder), init_from=tmp_path / "one")
+    source = next_day.source_of(config)
+    assert source is not None and source.saved.step > 0
 
 
 def test_another_model_or_optimizer_is_refused(folder):
