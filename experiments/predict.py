@@ -51,6 +51,7 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    print(f"Reading {arguments.workdir} ...", flush=True)
     from experiments.cli import run_cli  # imports JAX: not before --help
 
     return run_cli(lambda: _run(arguments))
@@ -60,7 +61,7 @@ def _run(arguments: Arguments) -> int:
     from loka_jax.predict import load, score_file
 
     predictor = load(arguments.workdir, plan=arguments.plan)
-    print(f"{arguments.workdir}: step {predictor.step:,}.", flush=True)
+    print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
     scored = score_file(
         predictor,
         arguments.data.path,
@@ -76,7 +77,7 @@ def _run(arguments: Arguments) -> int:
     rate = scored.rows / scored.seconds
     print(
         f"{scored.rows:,} rows scored in {scored.seconds:,.1f} s ({rate:,.0f} rows a "
-        f"second): {arguments.out}"
+        f"second, compiling included): {arguments.out}"
     )
     return 0
 

@@ -56,6 +56,8 @@ def print_columns(console: Console, report: dict[str, Any], dim: int):
 
 def _growth(name: str, facts: dict[str, Any]) -> str:
     new, rows = facts["new_values"], facts["new_rows"]
+    if not new:
+        return f"{name}: no new values; {facts['reserved']:,} reserved rows are left."
     return (
         f"{name}: {new:,} new values, {rows:,} of them in reserved rows, of which "
         f"{facts['reserved']:,} are left; {new - rows:,} share id 0."
