@@ -5,7 +5,7 @@ import dataclasses
 from experiments.configs.generated import FP8
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.models import Dcnv2, Dlrm, Mmoe
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
     Config,
@@ -13,6 +13,7 @@ from loka_jax.train.config import (
     DlrmConfig,
     EmbeddingConfig,
     LoopConfig,
+    MmoeConfig,
 )
 
 # Frappe_x1 as in the BARS benchmark: Adam 1e-3 on everything, L2 on the whole tables,
@@ -142,6 +143,24 @@ def csv_dlrm() -> DlrmConfig:
     )
 
 
+@register
+def fp8_mmoe() -> MmoeConfig:
+    """MMoE on several labels of any CSV or Parquet file.
+
+    `--data.path FILE --data.labels click purchase --data.categorical A B C`, with
+    `--num-tasks 3` for three labels; `--num-experts 1` makes it a shared bottom.
+    """
+    return MmoeConfig(
+        name="fp8_mmoe",
+        model=Mmoe(
+            bottom_mlp=(64,), expert_mlp=(256, 128), tower_mlp=(64,), recipe=FP8
+        ),
+        data=DataConfig(kind="table"),
+        optim=csv_dlrm().optim,
+        loop=csv_dlrm().loop,
+    )
+
+
 def _tiny[C: Config](config: C, name: str, model) -> C:
     loop = LoopConfig(batch_size=128, max_steps=8, log_every=2)
     return dataclasses.replace(config, name=name, model=model, loop=loop)
@@ -180,3 +199,12 @@ def csv_dlrm_tiny() -> DlrmConfig:
     """`csv_dlrm` for tests."""
     model = csv_dlrm().model.clone(bottom_mlp=(32,), top_mlp=(32, 16))
     return _tiny(csv_dlrm(), "csv_dlrm_tiny", model)
+
+
+@register
+def fp8_mmoe_tiny() -> MmoeConfig:
+    """`fp8_mmoe` for tests."""
+    model = fp8_mmoe().model.clone(
+        bottom_mlp=(32,), num_experts=2, expert_mlp=(32, 16), tower_mlp=(16,)
+    )
+    return _tiny(fp8_mmoe(), "fp8_mmoe_tiny", model)

@@ -1,7 +1,7 @@
 """Types shared by all data sources: fixed-shape batches, schema, reader position.
 
 B is the batch size, n the number of dense columns, F the number of categorical columns
-(fields).
+(fields), T the number of tasks: label columns.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     Attributes:
         dense: float32, already transformed (finite); n may be 0.
         ids: int32, the row in each field's table, `0 <= id < vocab_sizes[f]`.
-        labels: float32, 0 or 1.
+        labels: float32, 0 or 1; [B, T] of several tasks, NaN where a row has no label.
         weights: float32; 0 for a padding row, 1 for an example unless the data are
             weighted.
         bags: the multi-valued fields, in the order of `Schema.multi`.
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
     dense: Float[Array, "B n"]
     ids: Int[Array, "B F"]
-    labels: Float[Array, "B"]
+    labels: Float[Array, "B"] | Float[Array, "B T"]
     weights: Float[Array, "B"]
     bags: tuple[Bag, ...] = ()
 
@@ -52,7 +52,7 @@ class Schema:
     """The columns of a data set.
 
     Attributes:
-        label: name of the label column.
+        label: name of the label column, the first if there are several.
         dense: names of the dense columns, in the order of `Batch.dense`.
         categorical: names of the fields with one value, in the order of `Batch.ids`.
         multi: names of the multi-valued fields, in the order of `Batch.bags`.
@@ -63,6 +63,7 @@ class Schema:
         slots: H, the most values in a list of each multi-valued field.
         weighted_multi: those of `multi` whose values have weights.
         weighted: whether examples have weights other than 1.
+        further_labels: names of the label columns after the first.
     """
 
     label: str
@@ -74,6 +75,12 @@ class Schema:
     slots: tuple[int, ...] = ()
     weighted_multi: tuple[str, ...] = ()
     weighted: bool = False
+    further_labels: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the label columns, each a task, in the order of T."""
+        return (self.label, *self.further_labels)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -92,7 +99,7 @@ class Schema:
                 "The data has no features: name at least one column with "
                 "--data.dense or --data.categorical."
             )
-        names = (self.label, *self.dense, *self.fields)
+        names = (*self.labels, *self.dense, *self.fields)
         repeated = sorted(name for name, n in Counter(names).items() if n > 1)
         if repeated:
             raise ValueError(

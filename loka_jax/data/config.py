@@ -31,6 +31,8 @@ class DataConfig:
             the training file.
         test: test file; if None, the one in the folder, if any.
         label: the label column (`table`).
+        labels: several label columns, each a task of the model, in place of `label`;
+            a row may lack some of them (`table`).
         dense: the dense columns (`table`).
         categorical: the categorical columns (`table`).
         multi: the multi-valued columns: lists in Parquet, or text with a `separator`
@@ -91,6 +93,7 @@ class DataConfig:
     valid: str | None = None
     test: str | None = None
     label: str = "label"
+    labels: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     multi: tuple[str, ...] = ()
@@ -164,7 +167,12 @@ class DataConfig:
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
                 "lower --data.examples."
             )
-        if self.weight is not None and self.weight == self.label:
+        if self.labels and self.label not in (_default("label"), self.labels[0]):
+            raise ValueError(
+                f"--data.label {self.label} and --data.labels {' '.join(self.labels)} "
+                "name labels twice: leave out --data.label."
+            )
+        if self.weight is not None and self.weight in (self.labels or (self.label,)):
             raise ValueError(
                 f"Column {self.weight!r} is both label and weight, so that only clicks "
                 "would count: correct --data.label or --data.weight."
@@ -235,7 +243,7 @@ def _default(name: str) -> object:
 
 
 # Options that name columns, beside `dense` and `categorical`.
-_TABLE_ONLY = ("time", "weight", "multi", "hash_sizes", "hashed", "share")
+_TABLE_ONLY = ("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share")
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (

@@ -23,7 +23,7 @@ from loka_jax.data.rows import Rows, names_of
 from loka_jax.data.settings import columns_of, features_of, settings_of
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
-from loka_jax.data.values import Counts
+from loka_jax.data.values import Counts, is_positive
 from loka_jax.terminal import shown
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
@@ -70,12 +70,14 @@ class _Conversion:
             vocab_sizes=(1,) * len(self.columns.fields),
             slots=(1,) * len(self.columns.multi),
         )
-        columns = (self.columns.label, *features_of(config))
+        columns = (*self.columns.labels, *features_of(config))
         self.rows = Rows(config, sources, columns, progress)
         self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
-        self.positives: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        tasks = len(self.columns.labels)
+        self.positives = {split: np.zeros(tasks, np.int64) for split in SPLITS}
+        self.labelled = {split: np.zeros(tasks, np.int64) for split in SPLITS}
         self.weights: dict[str, float] = dict.fromkeys(SPLITS, 0.0)
 
     def run(self, folder: pathlib.Path) -> None:
@@ -139,13 +141,15 @@ class _Conversion:
         )
         if split == "train" and self.config.keep_negatives < 1:
             # Each stands for 1 / rate rows, so that sums over them are unbiased.
-            negative = records["label"] == 0
+            negative = ~is_positive(records["label"])
             records["weight"][negative] /= self.config.keep_negatives
         if self.config.is_weighted:
             self.weights[split] += float(records["weight"].sum(dtype=np.float64))
         writer.add_rows(split, records)
         self.examples[split] += len(records)
-        self.positives[split] += int(records["label"].sum(dtype=np.float64))
+        labels = records["label"].reshape(len(records), -1)
+        self.positives[split] += np.count_nonzero(labels == 1, axis=0)
+        self.labelled[split] += np.count_nonzero(~np.isnan(labels), axis=0)
 
     def _unknown_refusal(self, split: str) -> str | None:
         """Returns why a split may not hold values without an id, or None."""
@@ -177,12 +181,22 @@ class _Conversion:
                     f"All {split} rows have weight 0 in column {self.config.weight!r}: "
                     "correct it or --data.weight."
                 )
+            if self.examples[split]:
+                self._check_labels(split)
         if not self.examples["valid"]:
             raise ValueError(
                 f"No row of {names_of(self.sources.train)} fell into the validation "
                 f"split: name a file with --data.valid, or raise --data.valid-fraction "
                 f"{self.config.valid_fraction:g}."
             )
+
+    def _check_labels(self, split: str) -> None:
+        for name, count in zip(self.columns.labels, self.labelled[split], strict=True):
+            if not count:
+                raise ValueError(
+                    f"Column {name!r} has no label in any {split} row: correct it or "
+                    "--data.labels."
+                )
 
     def _report(self, bad_rows: BadRows) -> dict:
         policies = ("missing", "nan", "negative", "huge", "huge_limit", "unknown")
@@ -193,7 +207,11 @@ class _Conversion:
         return {
             "source": self.config.kind,
             "split_rule": self.rows.split_rule(),
-            "notes": [*_notes(self.config), *_notes_on_lists(self.encoding)],
+            "notes": [
+                *_notes(self.config),
+                *self._notes_on_labels(),
+                *_notes_on_lists(self.encoding),
+            ],
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies}
             | {"transform": self.config.transform, "encoding": self.config.encoding},
@@ -207,10 +225,31 @@ class _Conversion:
         return {
             "files": [path.name for path in getattr(self.sources, split)],
             "examples": self.examples[split],
-            "positives": self.positives[split],
+            **self._label_counts(split),
             **({"weight": self.weights[split]} if self.config.is_weighted else {}),
             **self.counts[split].report(),
         }
+
+    def _label_counts(self, split: str) -> dict:
+        """Returns the number of clicks; by task, with that of labels, if several."""
+        names, positives = self.columns.labels, self.positives[split].tolist()
+        if len(names) == 1:
+            return {"positives": positives[0]}
+        labelled = self.labelled[split].tolist()
+        return {
+            "positives": dict(zip(names, positives, strict=True)),
+            "labelled": dict(zip(names, labelled, strict=True)),
+        }
+
+    def _notes_on_labels(self) -> list[str]:
+        """Returns a sentence on each task that some training rows have no label of."""
+        counted = zip(self.columns.labels, self.labelled["train"].tolist(), strict=True)
+        return [
+            f"{self.examples['train'] - count:,} training rows have no label "
+            f"{shown(repr(name))} and count for the other tasks only."
+            for name, count in counted
+            if count < self.examples["train"]
+        ]
 
 
 def _notes(config: DataConfig) -> list[str]:

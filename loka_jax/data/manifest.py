@@ -279,6 +279,7 @@ def _schema(entry: dict) -> Schema:
             slots=tuple(slots),
             weighted_multi=tuple(_names(entry, "weighted_multi")),
             weighted=_typed(entry, "weighted", bool),
+            further_labels=tuple(_names(entry, "further_labels")),
         )
     except ValueError:
         raise _Refused("its schema contradicts itself") from None

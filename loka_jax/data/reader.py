@@ -83,7 +83,9 @@ class ShardDataset:
         floats = words.view(np.float32)
         ids = np.ascontiguousarray(words[:, places["ids"]])
         self._check_ids(ids)
-        labels = floats[:, 0].copy()
+        labels = floats[:, places["label"]].copy()
+        if len(self.schema.labels) == 1:
+            labels = labels[:, 0]
         self._check_labels(labels)
         if self.schema.weighted:
             weights = weights * floats[:, places["weight"]].ravel()
@@ -119,9 +121,11 @@ class ShardDataset:
     def _check_labels(self, labels: np.ndarray) -> None:
         """Raises ValueError for a label that is not 0 or 1."""
         wrong = (labels != 0) & (labels != 1)
+        if labels.ndim == 2:
+            wrong &= ~np.isnan(labels)
         if wrong.any():
             raise ValueError(
-                f"{self._name} holds the label {labels[np.argmax(wrong)]:g}, where "
+                f"{self._name} holds the label {labels[wrong][0]:g}, where "
                 "only 0 and 1 are allowed: convert the data again."
             )
 

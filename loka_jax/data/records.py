@@ -96,7 +96,7 @@ class Encoding:
         for block, size in zip(blocks, sizes, strict=True):
             rows = records[start : start + size]
             if with_labels:
-                rows["label"] = parse_labels(block, columns.label)
+                rows["label"] = parse_labels(block, columns.labels)
                 if self.config.weight is not None:
                     rows["weight"] = parse_weights(block, self.config.weight)
             dense = clean_dense(block, self.config, columns.dense, counts)

@@ -10,8 +10,9 @@ from loka_jax.data import table
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig
 from loka_jax.data.files import Sources
+from loka_jax.data.settings import columns_of
 from loka_jax.data.split import SplitAtRandom, SplitRule, hashed, split_by_time
-from loka_jax.data.values import parse_labels
+from loka_jax.data.values import is_positive, parse_labels
 
 _KEEP = 1  # the stream of hashed row numbers that decides; 0 splits
 
@@ -31,7 +32,7 @@ class Rows:
         Args:
             config: the kind of the files and the split rule.
             sources: the files.
-            columns: the columns to read, the label first.
+            columns: the columns to read, the labels among them.
             progress: called with the stage's name and the number of rows read so far.
 
         Raises:
@@ -50,7 +51,7 @@ class Rows:
         self._config, self._sources, self._progress = config, sources, progress
         further = [name for name in (config.time, config.weight) if name is not None]
         self._columns = tuple(dict.fromkeys((*columns, *further)))
-        self._label = columns[0]
+        self._labels = columns_of(config).labels
         self._split: SplitRule = SplitAtRandom(config.valid_fraction)
 
     def learn_split(self) -> None:
@@ -111,7 +112,7 @@ class Rows:
         if (rate := self._config.keep_negatives) == 1:
             return ~is_valid, is_valid
         is_kept = hashed(np.arange(first, first + rows), _KEEP) < rate
-        is_kept |= parse_labels(block, self._label) == 1
+        is_kept |= is_positive(parse_labels(block, self._labels))
         return ~is_valid & is_kept, is_valid
 
 

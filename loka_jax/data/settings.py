@@ -8,6 +8,7 @@ from loka_jax.data.table import CRITEO_CATEGORICAL, CRITEO_DENSE, CRITEO_LABEL
 # They decide how a row is encoded, whatever the other rows are.
 ENCODING_SETTINGS = (
     "label",
+    "labels",
     "dense",
     "categorical",
     "multi",
@@ -46,6 +47,12 @@ class Columns(NamedTuple):
     dense: tuple[str, ...]
     categorical: tuple[str, ...]
     multi: tuple[str, ...] = ()
+    further_labels: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns, each a task."""
+        return (self.label, *self.further_labels)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -57,7 +64,10 @@ def columns_of(config: DataConfig) -> Columns:
     """Returns the columns that `config` names; those of Criteo's files are fixed."""
     if config.kind == "criteo":
         return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
-    return Columns(config.label, config.dense, config.categorical, config.multi)
+    label, *further = config.labels or (config.label,)
+    return Columns(
+        label, config.dense, config.categorical, config.multi, tuple(further)
+    )
 
 
 def features_of(config: DataConfig) -> tuple[str, ...]:

@@ -83,10 +83,12 @@ def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
 def record_dtype_of(schema: Schema) -> np.dtype:
     """Returns the type of one row: numbers of 4 bytes without gaps.
 
-    After label, dense columns and ids come the example's weight, the ids of each
+    After the labels, dense columns and ids come the example's weight, the ids of each
     multi-valued field, and the weights of those values that have some.
     """
-    plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
+    label, *plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
+    tasks = len(schema.labels)
+    labels = label if tasks == 1 else ("label", "<f4", (tasks,))
     weight = [("weight", "<f4")] if schema.weighted else []
     lists = [
         (f"bag_{field}", "<i4", (slots,)) for field, slots in enumerate(schema.slots)
@@ -96,7 +98,7 @@ def record_dtype_of(schema: Schema) -> np.dtype:
         for field, slots in enumerate(schema.slots)
         if schema.multi[field] in schema.weighted_multi
     ]
-    return np.dtype([*plain, *weight, *lists, *weights])
+    return np.dtype([labels, *plain, *weight, *lists, *weights])
 
 
 class ShardWriter:

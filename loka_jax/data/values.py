@@ -105,14 +105,30 @@ def _is_number(value: pa.Scalar) -> bool:
     return True
 
 
-def parse_labels(block: Block, column: str) -> np.ndarray:
-    """Returns the labels as float32.
+def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
+    """Returns the labels as float32: [rows] of one column, [rows, T] of several.
+
+    Where there are several, a row may lack some: these are NaN.
 
     Raises:
         ValueError: with file, row and value, if one is not 0 or 1.
     """
+    if len(columns) == 1:
+        return _parse_label(block, columns[0], may_lack=False)
+    parts = [_parse_label(block, column, may_lack=True) for column in columns]
+    return np.stack(parts, axis=1)
+
+
+def is_positive(labels: np.ndarray) -> np.ndarray:
+    """Returns which rows have a label that is 1."""
+    return (labels == 1).reshape(len(labels), -1).any(axis=1)
+
+
+def _parse_label(block: Block, column: str, *, may_lack: bool) -> np.ndarray:
     values, missing = parse_numbers(block, column)
-    wrong = missing | ~((values == 0) | (values == 1))
+    if may_lack:
+        values, missing = np.where(missing, np.nan, values), np.zeros_like(missing)
+    wrong = missing | ~((values == 0) | (values == 1) | (may_lack & np.isnan(values)))
     if wrong.any():
         at = int(np.argmax(wrong))
         shown = "no value" if missing[at] else f"{values[at]:g}"

@@ -2,6 +2,7 @@
 
 from loka_jax.models.dcnv2 import Dcnv2
 from loka_jax.models.dlrm import Dlrm
+from loka_jax.models.mmoe import Mmoe
 from loka_jax.models.ranking import RankingModel
 
-__all__ = ["Dcnv2", "Dlrm", "RankingModel"]
+__all__ = ["Dcnv2", "Dlrm", "Mmoe", "RankingModel"]

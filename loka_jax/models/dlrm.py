@@ -18,29 +18,26 @@ from loka_jax import nn
 from loka_jax.models.ranking import RankingModel
 
 
-class Dlrm(RankingModel):
-    """A deep learning recommendation model, from gathered embeddings to a logit.
+class DlrmFeatures(RankingModel):
+    """The part of DLRM before its top MLP.
 
     Attributes:
         bottom_mlp: widths of the dense features' MLP before its last layer of width D;
             unused if there are no dense features.
-        top_mlp: widths of the MLP after the interaction.
         interaction: "dot" for pairwise dot products, "cat" for plain concatenation.
     """
 
     bottom_mlp: tuple[int, ...] = (512, 256)
-    top_mlp: tuple[int, ...] = (512, 512, 256)
     interaction: Literal["dot", "cat"] = "dot"
 
-    @linen.compact
-    def __call__(
+    @linen.nowrap
+    def _features(
         self,
         dense_features: Float[Array, "B n"],
         embeddings: Float[Array, "B F D"],
-        *,
-        train: bool = False,
-    ) -> Float[Array, "B"]:
-        """Returns float32 logits."""
+        train: bool,
+    ) -> Float[Array, "B p"]:
+        """Returns [d; p], or [d; e_1; ...; e_F], padded."""
         batch, _, dim = embeddings.shape
         embeddings = embeddings.astype(self.compute_dtype)
         bottom = None
@@ -49,20 +46,14 @@ class Dlrm(RankingModel):
                 dense_features.astype(embeddings.dtype), train=train
             )  # [B, D]
 
-        if self.interaction == "dot":
-            with jax.named_scope("interaction"):
-                features = nn.dot_features(
-                    bottom, embeddings, implementation=self.implementation
-                )
-        else:
-            features = nn.join_features(bottom, embeddings.reshape(batch, -1))
-        # [B, D + F (F + 1) / 2 or (F + 1) D, padded]
+        if self.interaction == "cat":
+            return nn.join_features(bottom, embeddings.reshape(batch, -1))
+        with jax.named_scope("interaction"):
+            return nn.dot_features(
+                bottom, embeddings, implementation=self.implementation
+            )
 
-        top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
-            features, train=train
-        )
-        return nn.Dense(1, recipe="f32", name="head")(top)[:, 0]
-
+    @linen.nowrap
     def _mlp(self, name: str, features: tuple[int, ...], dropout_rate: float) -> nn.Mlp:
         return nn.Mlp(
             features,
@@ -73,3 +64,29 @@ class Dlrm(RankingModel):
             implementation=self.implementation,
             name=name,
         )
+
+
+class Dlrm(DlrmFeatures):
+    """A deep learning recommendation model, from gathered embeddings to a logit.
+
+    Attributes:
+        top_mlp: widths of the MLP after the interaction.
+    """
+
+    top_mlp: tuple[int, ...] = (512, 512, 256)
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B"]:
+        """Returns float32 logits."""
+        features = self._features(dense_features, embeddings, train)
+        # [B, D + F (F + 1) / 2 or (F + 1) D, padded]
+        top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
+            features, train=train
+        )
+        return nn.Dense(1, recipe="f32", name="head")(top)[:, 0]

@@ -23,6 +23,9 @@ class OptimConfig:
         best_by: measure of an evaluation by which it is the best so far, or a stall.
             AUC ignores how far off the predictions are: while it still grows, the log
             loss may be long past its best.
+        task_weights: weights of the tasks' losses in their sum, in the order of
+            `--data.labels`; 1 for each if empty.
+        best_task: the task whose measure that is; None for the mean over all tasks.
         plateau_factor: factor on both rates whenever that measure stalls.
         plateau_patience: stalls in a row after which training stops, and the best
             state is taken; None turns off the factor, early stopping and the best
@@ -40,6 +43,8 @@ class OptimConfig:
     warmup_steps: int = 0
     decay: Literal["constant", "cosine", "linear"] = "constant"
     best_by: Literal["ne", "logloss", "auc"] = "ne"
+    task_weights: tuple[float, ...] = ()
+    best_task: str | None = None
     plateau_factor: float = 0.1
     plateau_patience: int | None = None
 
@@ -51,6 +56,11 @@ class OptimConfig:
                 raise ValueError(
                     f"--optim.{name.replace('_', '-')} {value} must lie between "
                     f"{low} and {high}."
+                )
+        for weight in self.task_weights:
+            if not 0 < weight <= 1e6:
+                raise ValueError(
+                    f"--optim.task-weights {weight} must be above 0 and at most 1e6."
                 )
         if self.weight_decay and self.dense != "adamw":
             raise ValueError(

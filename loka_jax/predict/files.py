@@ -52,7 +52,7 @@ def score_file(
         predictor: the run.
         path: a file like those that the run was trained on; labels are not needed.
         out: a new .parquet or .csv file: the key columns, then `score`, the click
-            probability.
+            probability; of several tasks, `score_TASK` of each.
         keys: columns that are copied to `out`.
         progress: called with the number of rows scored so far.
 
@@ -61,7 +61,8 @@ def score_file(
         OSError: if `out` cannot be written.
     """
     path, out = existing(pathlib.Path(path)), pathlib.Path(out).expanduser()
-    _check_names(path, out, keys)
+    names = score_columns(predictor.tasks)
+    _check_names(path, out, keys, names)
     start, rows, counts = time.monotonic(), 0, Counts()
     config = predictor.encoding.config
     bad_rows = BadRows(config.max_bad_rows)
@@ -69,7 +70,11 @@ def score_file(
     blocks = reader_of(config, path)(str(path), columns, bad_rows)
     with unchanged({path: stamp_of(path)}), _new_file(out) as write:
         for part in predictor.scored(blocks, counts):
-            write(part.rows.select(keys).append_column(SCORE, pa.array(part.scores)))
+            scored = part.rows.select(keys)
+            by_task = part.scores.reshape(len(part.scores), -1).T
+            for name, column in zip(names, by_task, strict=True):
+                scored = scored.append_column(name, pa.array(column))
+            write(scored)
             rows += len(part.scores)
             progress(rows)
         if not rows:
@@ -78,7 +83,17 @@ def score_file(
     return Scored(rows, bad_rows.count, seconds, counts.report())
 
 
-def _check_names(path: pathlib.Path, out: pathlib.Path, keys: tuple[str, ...]):
+def score_columns(tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of the columns with scores."""
+    return (SCORE,) if len(tasks) == 1 else tuple(f"{SCORE}_{name}" for name in tasks)
+
+
+def _check_names(
+    path: pathlib.Path,
+    out: pathlib.Path,
+    keys: tuple[str, ...],
+    names: tuple[str, ...],
+):
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name one file with --data.path.")
     if out.suffix.lower() not in _WRITERS:
@@ -87,10 +102,11 @@ def _check_names(path: pathlib.Path, out: pathlib.Path, keys: tuple[str, ...]):
         raise ValueError(f"{out} exists already: remove it, or choose another --out.")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}: create it for --out.")
-    if SCORE in keys:
-        raise ValueError(
-            f"--data.keys {SCORE} is the name of the new column: rename it in {path}."
-        )
+    for name in names:
+        if name in keys:
+            raise ValueError(
+                f"--data.keys {name} is the name of a new column: rename it in {path}."
+            )
 
 
 @contextmanager

@@ -49,11 +49,11 @@ class Scores(NamedTuple):
 
     Attributes:
         rows: raw columns of the rows.
-        scores: float32 probabilities, one for each row.
+        scores: float32 probabilities, one for each row; of several tasks, one each.
     """
 
     rows: pa.Table
-    scores: Float[np.ndarray, "N"]
+    scores: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
 
 
 class Predictor:
@@ -74,12 +74,19 @@ class Predictor:
         self._schema = encoding.schema
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the labels that are predicted."""
+        return self._schema.labels
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns that a row must have."""
         return features_of(self.encoding.config)
 
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
         """Returns the click probability of each row, float32, `1 / (1 + exp(-logit))`.
+
+        Of several tasks, there is a column [N, T] for each.
 
         Args:
             rows: a pandas data frame, a pyarrow table, or a dict of columns; the label
@@ -94,7 +101,7 @@ class Predictor:
         numbers = np.arange(1, table.num_rows + 1, dtype=np.int64)
         block = Block(table.select(self.columns), numbers, "the table")
         scored = self.scored([block], counts or Counts())
-        return np.concatenate([np.zeros(0, np.float32), *(s.scores for s in scored)])
+        return np.concatenate([self._no_scores(), *(s.scores for s in scored)])
 
     def scored(self, blocks: Iterable[Block], counts: Counts) -> Iterator[Scores]:
         """Yields the rows of the blocks with their scores, in their order.
@@ -114,12 +121,16 @@ class Predictor:
                     group, counts, with_labels=False, unknown_refusal=self._refusal
                 )
 
-        ready = np.zeros(0, np.float32)
+        ready = self._no_scores()
         for logits in self._logits(records()):
             ready = np.concatenate([ready, _probabilities(logits)])
             while waiting and len(ready) >= (size := waiting[0].num_rows):
                 yield Scores(waiting.popleft(), ready[:size])
                 ready = ready[size:]
+
+    def _no_scores(self) -> np.ndarray:
+        num_tasks = len(self.tasks)
+        return np.zeros(0 if num_tasks == 1 else (0, num_tasks), np.float32)
 
     @property
     def _refusal(self) -> str | None:
@@ -131,11 +142,12 @@ class Predictor:
         The device computes a batch while the host makes the next one.
         """
         running: tuple[Array, int] | None = None
-        size = self.config.loop.batch_size
+        size, num_tasks = self.config.loop.batch_size, len(self.tasks)
         for rows, count in _batches(records, size):
             data = ShardDataset(self._schema, [rows], "the rows")
             batch = data.batch(Position(0, 0, 0), size, shuffle=False)
-            _, logits = self._run_step(self._state, metrics.init(), batch)
+            seen = metrics.init(tasks=num_tasks)
+            _, logits = self._run_step(self._state, seen, batch)
             if running is not None:
                 yield np.asarray(running[0])[: running[1]]
             running = logits, count

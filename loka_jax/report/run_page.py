@@ -89,6 +89,8 @@ def _facts(run: RunFiles) -> list[str]:
 
 def _tiles(run: RunFiles) -> list[Tile]:
     final, split, where = final_of(run)
+    if tasks := as_dict(final.get("tasks")):
+        where = f"mean of {len(tasks)} tasks, {where}"
     best = real(run.summary.get("best_possible_ne"))
     bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
     bound = f"normalized entropy; {bound}"
@@ -97,6 +99,8 @@ def _tiles(run: RunFiles) -> list[Tile]:
         Tile(f"Log loss, {split}", number(final.get("logloss"), ".5f"), where),
         Tile(f"NE, {split}", number(final.get("ne"), ".5f"), bound),
     ]
+    for task, values in tasks.items():
+        tiles.append(_task_tile(task, as_dict(values)))
     if best is not None:
         share = gap_closed(final.get("ne"), best)
         note = "(1 − NE) / (1 − best)"
@@ -114,6 +118,15 @@ def _tiles(run: RunFiles) -> list[Tile]:
         recipe = _recipe(run) or ""
         tiles.append(Tile("FP8 sites", f"{fp8} of {total}", recipe, fp8 / total))
     return tiles
+
+
+def _task_tile(task: str, values: dict[str, Any]) -> Tile:
+    note = (
+        f"log loss {number(values.get('logloss'), '.5f')}, "
+        f"NE {number(values.get('ne'), '.5f')}, "
+        f"calibration {number(values.get('calibration'), '.4f')}"
+    )
+    return Tile(f"AUC, {task}", number(values.get("auc"), ".5f"), note)
 
 
 def gap_closed(ne: object, best: object) -> float | None:

@@ -5,6 +5,7 @@ held-out batches in bfloat16, with one site at a time in FP8, and with all sites
 The examples are the same, so that their losses can be compared one by one.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -17,6 +18,7 @@ from loka_jax import nn, xla
 from loka_jax.data import Batch, Position
 from loka_jax.measure.intervals import interval
 from loka_jax.site import Choice
+from loka_jax.train import tasks
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of
@@ -96,12 +98,17 @@ def _loss_step(
     run: Run, recipes: Mapping[str, str | Choice]
 ) -> Callable[[TrainState, Batch], Float[Array, "B"]]:
     model = run.model.clone(recipe="bf16")
+    task_weights = run.config.optim.task_weights
+    total = functools.partial(tasks.total_loss, task_weights=task_weights)
 
     def step(state: TrainState, batch: Batch) -> Float[Array, "B"]:
         with nn.overriding(recipes):
             logits = logits_of(model, run.tables, state, batch)
-        labels = jnp.asarray(batch.labels).astype(logits.dtype)
-        return optax.sigmoid_binary_cross_entropy(logits, labels)
+        labels, weights = tasks.labels_and_weights(batch)
+        found = optax.sigmoid_binary_cross_entropy(logits, labels.astype(logits.dtype))
+        if found.ndim == 1:
+            return found
+        return jax.vmap(total)(jnp.where(weights > 0, found, 0.0))
 
     return step
 

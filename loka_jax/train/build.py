@@ -20,7 +20,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops import embedding
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics
+from loka_jax.train import metrics, tasks
 from loka_jax.train.config import Config
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.state import TrainState, init_state
@@ -61,14 +61,14 @@ class Evaluated(NamedTuple):
 
     Attributes:
         values: the metrics.
-        logits: float32.
-        labels: 0 or 1.
+        logits: float32; [N, T] of several tasks.
+        labels: 0 or 1, of the same shape; NaN where one of several is missing.
         weights: 0 for padding.
     """
 
     values: dict[str, Any]
-    logits: Float[np.ndarray, "N"]
-    labels: Float[np.ndarray, "N"]
+    logits: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
+    labels: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
     weights: Float[np.ndarray, "N"]
 
 
@@ -133,11 +133,12 @@ class Run:
             init_stddev=self.config.embedding.init_stddev,
             probe=self.config.probe.config_at(0),
         )
-        weighted = self.splits.train.schema.weighted
+        schema = self.splits.train.schema
+        weighted, num_tasks = schema.weighted, len(schema.labels)
 
         def init_weighted(key):
             return dataclasses.replace(
-                init(key), metrics=metrics.init(weighted=weighted)
+                init(key), metrics=metrics.init(weighted=weighted, tasks=num_tasks)
             )
 
         return jax.jit(init_weighted)(jax.random.key(self.config.seed))
@@ -187,6 +188,8 @@ class Run:
     def evaluate(self, state: TrainState, dataset: Dataset) -> Evaluated:
         """Returns logits and metrics of `state` on all of `dataset`, in order.
 
+        Those of several tasks are means, with each task's own under `tasks`.
+
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
         """
@@ -198,7 +201,7 @@ class Run:
             scored.append((logits, batch.labels, batch.weights))
         columns = zip(*jax.device_get(scored), strict=True)
         rows = tuple(map(np.concatenate, columns))
-        values = {"auc": metrics.auc(*rows)} | metrics.compute(seen)
+        values = tasks.evaluated(dataset.schema.labels, seen, *rows)
         return Evaluated(values, *rows)
 
     def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
@@ -210,6 +213,7 @@ class Run:
             microbatches=self.config.loop.microbatches,
             dropout_seed=self.config.seed,
             probe=probe,
+            task_weights=self.config.optim.task_weights,
         )
         return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
 
@@ -230,8 +234,10 @@ def network(config: Config, schema: Schema) -> Network:
     """Returns the tables and sites of the model for data of this schema.
 
     Raises:
-        ValueError: if the data have no categorical column.
+        ValueError: if the data have no categorical column, or other tasks than the
+            model.
     """
+    tasks.check_tasks(schema.labels, config.model, config.optim)
     if not schema.fields:
         raise ValueError(
             "the model needs at least one categorical column: name them with "

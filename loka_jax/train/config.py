@@ -15,7 +15,7 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
-from loka_jax.models import Dcnv2, Dlrm, RankingModel
+from loka_jax.models import Dcnv2, Dlrm, Mmoe, RankingModel
 from loka_jax.nn import ProbeConfig
 from loka_jax.ops.tables import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
@@ -301,6 +301,13 @@ class Dcnv2Config(Config):
     """A run of a DCN V2."""
 
     model: Annotated[Dcnv2, tyro.conf.OmitArgPrefixes] = Dcnv2()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MmoeConfig(Config):
+    """A run of an MMoE, or of a shared bottom."""
+
+    model: Annotated[Mmoe, tyro.conf.OmitArgPrefixes] = Mmoe()
 
 
 def _check_model(model: RankingModel):

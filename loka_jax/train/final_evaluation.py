@@ -19,7 +19,8 @@ class FinalEvaluation(NamedTuple):
 
     Attributes:
         values: AUC, log loss, NE and calibration of all examples.
-        sample: the scores of every so many batches; None if a logit is not finite.
+        sample: the scores of every so many batches; None if a logit is not finite, or
+            there are several tasks.
     """
 
     values: dict[str, Any]
@@ -30,9 +31,10 @@ def evaluate_finally(run: Run, state: TrainState, dataset: Dataset) -> FinalEval
     """Returns the final evaluation of `state` on `dataset`."""
     evaluated = run.evaluate(state, dataset)
     sample = None
-    if evaluated.values["non_finite"] == 0:
+    values = evaluated.values
+    if "tasks" not in values and values["non_finite"] == 0:
         sample = _sample(evaluated, dataset, run.config.loop.batch_size)
-    return FinalEvaluation(chosen(evaluated.values), sample)
+    return FinalEvaluation(chosen(values), sample)
 
 
 def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> Scores:

@@ -124,11 +124,17 @@ def likely_cause(
 def logloss(
     model: nn.Planned, tables: embedding.TableSpec, state: TrainState, batch: Batch
 ) -> float:
-    """Returns the log loss of a batch, infinite if it is not a finite number."""
+    """Returns the log loss of a batch, infinite if it is not a finite number.
+
+    Of several tasks, it is the largest.
+    """
     step = jax.jit(make_eval_step(model, tables))
     seen, _ = step(state, metrics.init_like(state.metrics), batch)
-    value = metrics.compute(seen)["logloss"]
-    return value if value is not None and math.isfinite(value) else math.inf
+    values = [metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen)]
+    return max(
+        value if value is not None and math.isfinite(value) else math.inf
+        for value in values
+    )
 
 
 def poisoned(state: TrainState) -> bool:

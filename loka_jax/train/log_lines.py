@@ -5,11 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from loka_jax.data import Dataset
+from loka_jax.optim import OptimConfig
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.host_state import Progress
 from loka_jax.train.memory import memory_bytes
 from loka_jax.train.state import TrainState
+from loka_jax.train.tasks import by_task
 
 
 def training(
@@ -23,12 +25,13 @@ def training(
         progress: the host's state.
         rate: examples per second since the line before, without compilation.
     """
-    values = metrics.compute(state.metrics)
+    names = run.splits.train.schema.labels
+    parts = map(metrics.compute, metrics.split_tasks(state.metrics))
+    values = by_task(dict(zip(names, parts, strict=True)))
     skipped = int(state.skipped)
     lr = float(jnp.asarray(run.schedule(progress.step - skipped)))
     return _line("train", progress) | {
-        "loss": values["logloss"],
-        "ne": values["ne"],
+        **_with_tasks(values, {"loss": "logloss", "ne": "ne"}),
         "examples_per_second": rate,
         "lr": lr * progress.plateau.lr_scale,
         "grad_norm": float(state.grad_norm),
@@ -54,8 +57,29 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
 
 
 def chosen(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of the metrics that are logged."""
-    return {name: values[name] for name in ("auc", "logloss", "ne", "calibration")}
+    """Returns those of the metrics that are logged.
+
+    Those of several tasks are means, but for calibration, which is None; each task's
+    own are under `tasks`, by name.
+    """
+    names = ("auc", "logloss", "ne", "calibration")
+    return _with_tasks(values, dict(zip(names, names, strict=True)))
+
+
+def measure(line: dict[str, Any], optim: OptimConfig) -> float | None:
+    """Returns the value in an evaluation's line by which it is the best, or a stall."""
+    if optim.best_task is not None:
+        line = line["tasks"][optim.best_task]
+    return line[optim.best_by]
+
+
+def _with_tasks(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Returns some of the values under new names, and those of each task."""
+    line = {new: values[old] for new, old in names.items()}
+    if "tasks" in values:
+        parts = values["tasks"].items()
+        line["tasks"] = {task: _with_tasks(part, names) for task, part in parts}
+    return line
 
 
 def _line(kind: str, progress: Progress) -> dict[str, Any]:

@@ -304,7 +304,7 @@ class Loop:
         self._record.log(line)
         self._display.evaluation(self.progress.step, line)
         plateau, optim = self.progress.plateau, self.run.config.optim
-        after = plateau.after(line[optim.best_by], optim)
+        after = plateau.after(log_lines.measure(line, optim), optim)
         self.progress = dataclasses.replace(self.progress, plateau=after)
         if after.best != plateau.best:
             self.progress = dataclasses.replace(self.progress, best=line)

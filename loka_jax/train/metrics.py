@@ -16,6 +16,9 @@ hardly learned spreads its logits over 0.001, anywhere.
 A weight is 1 for an example and 0 for padding, which never counts; a label is 0 or 1.
 A weighted state takes any finite weight that is not negative; `mean x` is then
 `sum w x / sum w`, and a pair of examples counts `w_i w_j`.
+The state of T tasks has a leading dim T, logits and labels [B, T]; `split_tasks` gives
+the states of the tasks.
+
 Any other weight or label makes `compute` raise; a NaN or infinite logit of an example
 makes the results NaN. Neither is dropped silently.
 """
@@ -56,41 +59,54 @@ class MetricState(NamedTuple):
     click_weight: Float[Array, "2"] | None = None
 
 
-def init(*, weighted: bool = False) -> MetricState:
+def init(*, weighted: bool = False, tasks: int = 1) -> MetricState:
     """Returns the state before the first example.
 
     Args:
         weighted: whether examples have weights other than 1.
+        tasks: number of tasks.
     """
+    dims = () if tasks == 1 else (tasks,)
     # Arrays of their own: a step donates each of them.
     return MetricState(
-        count=jnp.zeros((), jnp.int32),
-        clicks=jnp.zeros((), jnp.int32),
-        loss=jnp.zeros(2, jnp.float32),
-        capped_loss=jnp.zeros(2, jnp.float32),
-        prediction=jnp.zeros(2, jnp.float32),
-        non_finite=jnp.zeros((), jnp.int32),
-        unusable=jnp.zeros((), jnp.int32),
-        weight=jnp.zeros(2, jnp.float32) if weighted else None,
-        click_weight=jnp.zeros(2, jnp.float32) if weighted else None,
+        count=jnp.zeros(dims, jnp.int32),
+        clicks=jnp.zeros(dims, jnp.int32),
+        loss=jnp.zeros((*dims, 2), jnp.float32),
+        capped_loss=jnp.zeros((*dims, 2), jnp.float32),
+        prediction=jnp.zeros((*dims, 2), jnp.float32),
+        non_finite=jnp.zeros(dims, jnp.int32),
+        unusable=jnp.zeros(dims, jnp.int32),
+        weight=jnp.zeros((*dims, 2), jnp.float32) if weighted else None,
+        click_weight=jnp.zeros((*dims, 2), jnp.float32) if weighted else None,
     )
 
 
 def init_like(state: MetricState) -> MetricState:
-    """Returns the state before the first example, weighted if `state` is."""
-    return init(weighted=state.weight is not None)
+    """Returns the state before the first example, of a state's weights and tasks."""
+    return jax.tree.map(jnp.zeros_like, state)
+
+
+def split_tasks(state: MetricState) -> list[MetricState]:
+    """Returns the state of each task, on the host."""
+    host: MetricState = jax.device_get(state)
+    if host.count.ndim == 0:
+        return [host]
+    tasks = range(len(host.count))
+    return [jax.tree.map(lambda x, task=task: x[task], host) for task in tasks]
 
 
 def update(
     state: MetricState,
-    logits: Float[Array, "B"],
-    labels: Float[Array, "B"],
-    weights: Float[Array, "B"],
+    logits: Float[Array, "B"] | Float[Array, "B T"],
+    labels: Float[Array, "B"] | Float[Array, "B T"],
+    weights: Float[Array, "B"] | Float[Array, "B T"],
 ) -> MetricState:
     """Returns `state` with one batch added; pure, for use under jit.
 
     Sums are compensated (two float32), so 1e8 examples keep a relative error of 1e-6.
     """
+    if logits.ndim == 2:
+        return jax.vmap(update, (0, 1, 1, 1))(state, logits, labels, weights)
     logits = logits.astype(jnp.float32)
     present = weights != 0
     is_label = (labels == 0) | (labels == 1)
@@ -131,6 +147,9 @@ def update(
 def merge(a: MetricState, b: MetricState) -> MetricState:
     """Returns the state of the examples of `a` and `b` together."""
 
+    if a.count.ndim == 1:
+        return jax.vmap(merge)(a, b)
+
     def add(x: Array, y: Array) -> Array:
         return _add(x, y) if x.ndim else x + y
 
@@ -138,7 +157,7 @@ def merge(a: MetricState, b: MetricState) -> MetricState:
 
 
 def compute(state: MetricState) -> dict[str, float | int | None]:
-    """Returns the metrics of the examples in `state`, on the host.
+    """Returns the metrics of the examples in the state of one task, on the host.
 
     Returns:
         logloss, ne, calibration, mean_label, mean_prediction: None if undefined (NE of
@@ -197,9 +216,13 @@ def capped_ne(state: MetricState) -> float | None:
     """Returns the NE in which no example has a log loss above `LOSS_CAP`.
 
     A few outliers cannot raise it, however far off their logits are. NaN after a
-    non-finite logit, None if undefined.
+    non-finite logit, None if undefined; of several tasks, that of the worst.
     """
-    host: MetricState = jax.device_get(state)
+    found = [ne for task in split_tasks(state) if (ne := _capped_ne(task)) is not None]
+    return float(np.max(found)) if found else None  # NaN if one is NaN
+
+
+def _capped_ne(host: MetricState) -> float | None:
     if int(host.non_finite):
         return float("nan")
     weight, click_weight = _weights(host)

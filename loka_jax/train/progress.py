@@ -188,11 +188,18 @@ class TrainingProgress:
 
     def evaluation(self, step: int, line: dict):
         """Prints the results of an evaluation."""
-        self.say(
-            f"step {step:,}  {line['split']}: AUC {_show(line['auc'], 5)}  "
-            f"log loss {_show(line['logloss'], 5)}  NE {_show(line['ne'], 5)}  "
-            f"calibration {_show(line['calibration'])}"
-        )
+        tasks = line.get("tasks", {})
+        mean = f", mean of {len(tasks)} tasks" if tasks else ""
+        self.say(f"step {step:,}  {line['split']}{mean}: {_quality(line)}")
+        for name, values in tasks.items():
+            self.say(f"  {name}: {_quality(values)}")
+
+
+def _quality(values: dict) -> str:
+    return (
+        f"AUC {_show(values['auc'], 5)}  log loss {_show(values['logloss'], 5)}  "
+        f"NE {_show(values['ne'], 5)}  calibration {_show(values['calibration'])}"
+    )
 
 
 def print_data(console: Console, report: dict):

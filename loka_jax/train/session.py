@@ -355,7 +355,17 @@ def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
     """Returns which state the final evaluation judges, as a phrase."""
     if optim.plateau_patience is None or progress.best is None:
         return f"step {step:,}, the last"
-    return f"step {step:,}, the best by {_MEASURES[optim.best_by]}"
+    task = "" if optim.best_task is None else f" of {optim.best_task}"
+    return f"step {step:,}, the best by {_MEASURES[optim.best_by]}{task}"
+
+
+def _quality(values: dict[str, Any]) -> str:
+    names = {"auc": "AUC", "logloss": "log loss", "ne": "NE"}
+    shown = (
+        f"{text} {'n/a' if values[name] is None else format(values[name], '.5f')}"
+        for name, text in (names | {"calibration": "calibration"}).items()
+    )
+    return "  ".join(shown)
 
 
 def _print_end(
@@ -370,12 +380,14 @@ def _print_end(
         resume = f"continue with --resume --workdir {report.parent}"
         console.print(plain(f"{stopped}: {resume}"))
         return
-    numbers = {k: "n/a" if v is None else f"{v:.5f}" for k, v in final.items()}
+    tasks = final.get("tasks", {})
+    mean = f", mean of {len(tasks)} tasks" if tasks else ""
+    state = summary["final_state"]
     console.print(
-        f"{summary['final_split']}: AUC {numbers['auc']}  log loss "
-        f"{numbers['logloss']}  NE {numbers['ne']}  calibration "
-        f"{numbers['calibration']}  ({summary['final_state']})"
+        plain(f"{summary['final_split']}{mean}: {_quality(final)}  ({state})")
     )
+    for name, values in tasks.items():
+        console.print(plain(f"  {name}: {_quality(values)}"))
     best = summary["best_possible_ne"]
     share = gap_closed(final["ne"], best)
     if share is not None:

@@ -33,7 +33,7 @@ from loka_jax.nn import (
 from loka_jax.ops import embedding
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
-from loka_jax.train import lookup, metrics
+from loka_jax.train import lookup, metrics, tasks
 from loka_jax.train.state import TrainState
 
 
@@ -70,6 +70,7 @@ def make_train_step(
     microbatches: int = 1,
     dropout_seed: int = 0,
     probe: ProbeConfig | None = None,
+    task_weights: tuple[float, ...] = (),
 ) -> Callable[[TrainState, Batch], TrainState]:
     """Returns the training step; jit it with the state donated.
 
@@ -84,8 +85,9 @@ def make_train_step(
             state is merged by the maximum.
         dropout_seed: seed of the dropout masks, which also depend on the step.
         probe: how Probe observes the sites in this step; None if it does not.
+        task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
-    gradients = functools.partial(_gradients, model, probe)
+    gradients = functools.partial(_gradients, model, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
             _accumulated, gradients, microbatches, probe is not None
@@ -118,9 +120,9 @@ def make_train_step(
             table, row_state = _update_table(
                 state, touched, row_grads, row_update, is_finite
             )
-        weights = jnp.where(is_finite, batch.weights, 0.0)
+        labels, weights = tasks.labels_and_weights(batch)
+        weights = jnp.where(is_finite, weights, 0.0)
         with jax.named_scope("metrics"):
-            labels = jnp.asarray(batch.labels)
             seen = metrics.update(state.metrics, logits, labels, weights)
         new = accepted | {"table": table, "row_state": row_state, "metrics": seen}
         return dataclasses.replace(
@@ -134,16 +136,16 @@ def make_eval_step(
     model: Model, tables: embedding.TableSpec
 ) -> Callable[
     [TrainState, metrics.MetricState, Batch],
-    tuple[metrics.MetricState, Float[Array, "B"]],
+    tuple[metrics.MetricState, Array],
 ]:
     """Returns the evaluation step: it adds a batch to the metrics, and has its logits.
 
-    The logits are float32.
+    The logits are float32, [B] of one task and [B, T] of several.
     """
 
     def step(state: TrainState, seen: metrics.MetricState, batch: Batch):
         logits = logits_of(model, tables, state, batch).astype(jnp.float32)
-        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        labels, weights = tasks.labels_and_weights(batch)
         return metrics.update(seen, logits, labels, weights), logits
 
     return step
@@ -151,7 +153,7 @@ def make_eval_step(
 
 def logits_of(
     model: Model, tables: embedding.TableSpec, state: TrainState, batch: Batch
-) -> Float[Array, "B"]:
+) -> Float[Array, "B"] | Float[Array, "B T"]:
     """Returns the logits of a batch in evaluation mode."""
     _, rows = _look_up(model, tables, state, batch)
     return jnp.asarray(model.apply(_variables(state), batch.dense, rows))
@@ -170,7 +172,7 @@ def make_observe_step(
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = dataclasses.replace(state, probe=empty)
         key = jax.random.key(0)
-        return _gradients(model, observer, state, batch, rows, key)[-1].probe
+        return _gradients(model, observer, (), state, batch, rows, key)[-1].probe
 
     return step
 
@@ -219,11 +221,12 @@ def _variables(state: TrainState) -> dict[str, Any]:
 
 
 def _gradients(
-    model, probe, state: TrainState, batch: Batch, rows, key, total_weight=None
+    model, probe, task_weights, state: TrainState, batch, rows, key, total_weight=None
 ):
     """Returns the loss, the logits, the new batch statistics, and the gradients."""
+    labels, weights = tasks.labels_and_weights(batch)
     if total_weight is None:
-        total_weight = jnp.sum(batch.weights)
+        total_weight = jnp.sum(weights, axis=0)
 
     def loss_of(params, rows, fp8, stats):
         variables = _variables(state) | {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
@@ -236,9 +239,10 @@ def _gradients(
                 rngs={"dropout": key},
                 mutable=["batch_stats"],
             )
-        losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
-        losses = jnp.where(batch.weights > 0, losses * batch.weights, 0.0)
-        loss = jnp.sum(losses) / _divisor(state, total_weight)
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+        losses = jnp.where(weights > 0, losses * weights, 0.0)
+        means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
+        loss = tasks.total_loss(means, task_weights)
         return loss, (logits, updated.get("batch_stats", {}))
 
     stats = {} if probe is None else state.probe
@@ -247,8 +251,8 @@ def _gradients(
     return loss, logits, batch_stats, _Gradients(*grads)
 
 
-def _divisor(state: TrainState, total_weight: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns the batch's total weight, or 1 if that is 0."""
+def _divisor(state: TrainState, total_weight: Array) -> Array:
+    """Returns the batch's total weight, or 1 if that is 0; of each task, if several."""
     if state.metrics.weight is None:  # a total of whole numbers
         return jnp.maximum(total_weight, 1.0)
     return jnp.where(total_weight > 0, total_weight, 1.0)
@@ -258,7 +262,7 @@ def _accumulated(
     gradients, count, is_probed, state: TrainState, batch: Batch, rows, key
 ):
     """Returns the result of `gradients`, accumulated over parts of the batch."""
-    total_weight = jnp.sum(batch.weights)
+    total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
 
     def add(carry, part):
@@ -292,7 +296,8 @@ def _accumulated(
     )
     loss, params, fp8, stats, batch_stats = carry
     row_grads = row_grads.reshape(rows.shape)
-    return loss, logits.ravel(), batch_stats, _Gradients(params, row_grads, fp8, stats)
+    logits = logits.reshape(-1, *logits.shape[2:])
+    return loss, logits, batch_stats, _Gradients(params, row_grads, fp8, stats)
 
 
 def _all_finite(loss, grad_norm, row_grads, features):

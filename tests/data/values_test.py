@@ -130,12 +130,12 @@ def test_types_that_are_no_numbers_are_refused(kind):
 def test_label_other_than_zero_and_one_is_named(value, shown):
     message = f"logs.csv row 3 has {shown} in label column 'x', where only 0 and 1"
     with pytest.raises(ValueError, match=message):
-        parse_labels(block(["0", "1", value, "9"]), "x")
+        parse_labels(block(["0", "1", value, "9"]), ("x",))
 
 
 def test_labels_may_be_written_as_floats_and_booleans():
-    assert parse_labels(block(["0.0", "1.0"]), "x").tolist() == [0.0, 1.0]
-    assert parse_labels(block([False, True]), "x").tolist() == [0.0, 1.0]
+    assert parse_labels(block(["0.0", "1.0"]), ("x",)).tolist() == [0.0, 1.0]
+    assert parse_labels(block([False, True]), ("x",)).tolist() == [0.0, 1.0]
 
 
 def test_log1p_is_odd_and_finite_everywhere():

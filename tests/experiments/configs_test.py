@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
     (folder / "criteo.txt").write_text("".join(lines))
     rows = (",".join([str(i % 2), *(f"v{i % 7}" for _ in FRAPPE)]) for i in range(80))
     (folder / "frappe.csv").write_text("\n".join([f"label,{','.join(FRAPPE)}", *rows]))
-    rows = (f"{i % 2},u{i % 7},{i}" for i in range(80))
-    (folder / "csv.csv").write_text("\n".join(["click,user,age", *rows]))
+    rows = (f"{i % 2},{i // 2 % 2},u{i % 7},{i}" for i in range(80))
+    (folder / "csv.csv").write_text("\n".join(["click,buy,user,age", *rows]))
     return folder
 
 
@@ -41,12 +41,17 @@ def small(name, folder):
         )
         optim = dataclasses.replace(config.optim, warmup_steps=0)
         return dataclasses.replace(config, data=data, optim=optim)
-    kind = name.partition("_")[0]
+    has_tasks = hasattr(config.model, "num_tasks")
+    kind = "csv" if has_tasks else name.partition("_")[0]
     path = next(folder.glob(f"{kind}.*"))
     data = dataclasses.replace(config.data, path=str(path), cache=str(folder / "cache"))
     if kind == "csv":
         data = dataclasses.replace(
-            data, label="click", categorical=("user",), dense=("age",)
+            data,
+            label="click",
+            labels=("click", "buy") if has_tasks else (),
+            categorical=("user",),
+            dense=("age",),
         )
     return dataclasses.replace(config, data=data)
 

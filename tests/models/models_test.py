@@ -1,4 +1,4 @@
-"""Both models against their papers' equations in numpy, and what they share."""
+"""The models against their papers' equations in numpy, and what they share."""
 
 import functools
 
@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.models import Dcnv2, Dlrm, Mmoe
 from loka_jax.recipe import RECIPES
 from tests import support
 
@@ -18,6 +18,9 @@ B, DENSE, F, D = 32, 5, 3, 16
 
 make_dlrm = functools.partial(Dlrm, bottom_mlp=(32,), top_mlp=(48, 32))
 make_dcnv2 = functools.partial(Dcnv2, num_cross_layers=2, deep_mlp=(48, 32))
+make_mmoe = functools.partial(
+    Mmoe, bottom_mlp=(32,), expert_mlp=(48, 32), tower_mlp=(16,), num_experts=3
+)
 
 
 def inputs(num_dense=DENSE, batch=B):
@@ -79,6 +82,23 @@ def dlrm(params, dense, embeddings, interaction):
     return head(params["head"], mlp(params["top_mlp"], padded(features)))
 
 
+def mmoe(params, dense, embeddings, experts, tasks):
+    bottom = mlp(params["bottom_mlp"], dense)
+    z = np.concatenate([bottom[:, None], embeddings], axis=1)
+    x = padded(np.concatenate([bottom, pairs(z)], axis=1))
+    f = [mlp(params[f"expert_{i}"], x) for i in range(experts)]
+    logits = []
+    for t in range(tasks):
+        gate = np.ones((len(x), 1))
+        if experts > 1:
+            columns = slice(t * experts, (t + 1) * experts)
+            gate = np.exp(x @ params["gates"]["kernel"][:, columns])
+            gate /= gate.sum(axis=1, keepdims=True)
+        mixed = sum(gate[:, i : i + 1] * f[i] for i in range(experts))
+        logits.append(head(params[f"head_{t}"], mlp(params[f"tower_{t}"], mixed)))
+    return np.stack(logits, axis=1) if tasks > 1 else logits[0]
+
+
 def dcnv2(params, dense, embeddings, structure, rank):
     x0 = padded(np.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1))
     crossed = x0
@@ -118,11 +138,21 @@ def test_dcnv2_follows_its_equations(structure, num_dense, rank):
     assert_follows(model, reference, inputs(num_dense))
 
 
+@pytest.mark.parametrize("experts, tasks", [(3, 2), (1, 2), (2, 1)])
+def test_mmoe_follows_its_equations(experts, tasks):
+    model = make_mmoe(recipe="f32", num_experts=experts, num_tasks=tasks)
+    reference = functools.partial(mmoe, experts=experts, tasks=tasks)
+    assert_follows(model, reference, inputs())
+
+
 # Recipes.
 
 tiny_dlrm = functools.partial(Dlrm, bottom_mlp=(), top_mlp=(32,), activation="swish")
 tiny_dcnv2 = functools.partial(
     Dcnv2, num_cross_layers=1, deep_mlp=(32,), activation="swish"
+)
+tiny_mmoe = functools.partial(
+    Mmoe, bottom_mlp=(), expert_mlp=(32,), tower_mlp=(16,), activation="swish"
 )
 
 
@@ -131,8 +161,9 @@ def loss_and_gradients(model, variables, *args):
     labels = (jnp.arange(B) % 3 == 0).astype(jnp.float32)
 
     def loss_of(variables, *args):
-        logits = model.apply(variables, *args)
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
+        logits = model.apply(variables, *args).reshape(B, -1)  # of all tasks
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels[:, None])
+        return jnp.mean(losses)
 
     return jax.value_and_grad(loss_of, argnums=(0, 1, 2))(variables, *args)
 
@@ -141,7 +172,7 @@ def loss_and_gradients(model, variables, *args):
     "recipe",
     support.slow_except(RECIPES, "fp8_tensorwise_delayed", "fp8_rowwise"),
 )
-@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2])
+@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2, tiny_mmoe])
 def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
     args = inputs()
     model = make(recipe=recipe)
@@ -201,3 +232,26 @@ def test_sites_of_dcnv2():
         ("deep_mlp/dense_1", (64, 48, 32), True),
         ("head", (64, 96, 1), False),
     ]
+
+
+def test_sites_of_mmoe():
+    experts = [
+        (f"expert_{i}/dense_{j}", (64, k, n), True)
+        for i in range(3)
+        for j, (k, n) in enumerate([(32, 48), (48, 32)])
+    ]
+    gates = ("gates", (64, 32, 6), False)
+    towers = [
+        site
+        for t in range(2)
+        for site in (
+            (f"tower_{t}/dense_0", (64, 32, 16), True),
+            (f"head_{t}", (64, 16, 1), False),
+        )
+    ]
+    assert listed(make_mmoe())[2:] == [*experts, gates, *towers]
+
+
+def test_a_shared_bottom_has_no_gates():
+    paths = [path for path, *_ in listed(make_mmoe(num_experts=1))]
+    assert "expert_0/dense_0" in paths and "gates" not in paths
