@@ -2,7 +2,7 @@
 
 Most of the time goes into compiling small programs, so XLA does without LLVM's
 optimizations here, and programs are kept for other workers and later runs. `.ci/run`
-sets XLA_FLAGS itself and tests what users run.
+sets XLA_FLAGS itself, and tests numbers as users' programs compute them.
 """
 
 import os

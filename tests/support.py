@@ -27,6 +27,11 @@ def slow_except(values, *quick):
     return [x if x in quick else _param(x, slow) for x in values]
 
 
+def drills(values):
+    """Returns parameters of a test that are cases of a drill."""
+    return [_param(x, pytest.mark.drill) for x in values]
+
+
 def _param(x, marks):
     return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
 

@@ -330,7 +330,7 @@ def test_a_few_mutated_files_of_every_format(tmp_path, shards):
         check(request, result)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.parametrize("kind", MAKERS)
 def test_many_mutated_files(tmp_path, shards, kind):
     requests = [mutant(tmp_path, kind, i, shards) for i in range(1000, 1250)]

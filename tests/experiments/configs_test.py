@@ -11,11 +11,15 @@ from loka_jax.data import Position
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from tests.data.support import criteo_line
-from tests.support import slow_except
+from tests.support import drills, slow_except
 from tests.train import support
 
 FRAPPE = configs.get_config("frappe_dlrm").data.categorical
 TINY = [name for name in configs.names() if name.endswith("_tiny")]
+QUICK = ("fp8_dcnv2_tiny",)
+# The same data in another model, which takes steps in another family.
+AGAIN = ("criteo_dcnv2_tiny", "frappe_dcnv2_tiny", "fp8_dlrm_tiny")
+ONCE = [name for name in TINY if name not in AGAIN]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_every_configuration_builds_and_lists_its_sites(name, build):
     assert any(site.is_fp8 for site in run.sites) == wants_fp8
 
 
-@pytest.mark.parametrize("name", slow_except(TINY, "fp8_dcnv2_tiny"))
+@pytest.mark.parametrize("name", [*slow_except(ONCE, *QUICK), *drills(AGAIN)])
 def test_every_tiny_configuration_takes_two_steps(name, build):
     run = build(name)
     size = run.config.loop.batch_size

@@ -106,7 +106,8 @@ def test_a_finished_run_is_not_overwritten(finished):
 @pytest.mark.slow
 def test_a_dry_run_compiles_a_step_and_writes_nothing(tmp_path):
     workdir = tmp_path / "run"
-    done = run(*TRAIN, "--config", "fp8_dlrm_tiny", "--dry-run", "--workdir", workdir)
+    arguments = ["--config", "fp8_dlrm_tiny", "--dry-run", "--workdir", workdir]
+    done = run(*TRAIN, *arguments, "--bottom-mlp", "8", "--top-mlp", "16")
     assert (done.returncode, done.stderr) == (0, "")
     assert "One step compiles; it holds " in done.stdout
     assert done.stdout.endswith(" steps would be taken.\n")

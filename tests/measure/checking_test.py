@@ -28,14 +28,17 @@ CASES = [
     ),
     ("xla fp8_blockwise", SiteSpec(80, 256, 32, "rms", "relu")),
     ("xla fp8_tensorwise", SiteSpec(64, 32, 48, "layer", "none", out="both")),
-    ("xla fp8_tensorwise_delayed", SiteSpec(320, 48, 64, "none", "relu", True)),
     ("pallas bf16", SiteSpec(65, 64, 128, "layer", "hard_swish", out="fp8")),
+]
+# Delayed scales are right in XLA's products of the faults' site, too, in CI.
+DRILLS = [
+    ("xla fp8_tensorwise_delayed", SiteSpec(320, 48, 64, "none", "relu", True)),
 ]
 
 
 @pytest.mark.parametrize(
     "name, spec",
-    support.slow_except(CASES, CASES[1]),
+    support.slow_except(CASES, CASES[1]) + support.drills(DRILLS),
     ids=lambda value: str(value).replace(" ", "-"),
 )
 def test_what_is_right_passes(name, spec):

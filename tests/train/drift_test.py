@@ -8,6 +8,7 @@ import pytest
 from experiments.configs import get_config
 from loka_jax.train import loop as loop_lib
 from loka_jax.train import verdict
+from tests.support import drills
 from tests.train import support
 
 COLUMN, FACTOR = 2, 1000.0
@@ -30,7 +31,9 @@ class Planted(loop_lib.Prefetcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_tensorwise_delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8_tensorwise", *drills(["fp8_tensorwise_delayed"])]
+)
 def test_a_jump_demotes_a_site_and_it_returns_with_the_data(
     tmp_path, monkeypatch, recipe
 ):

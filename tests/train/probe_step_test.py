@@ -49,7 +49,10 @@ def _step(model, probe=CONFIG, microbatches=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(F32, id="f32"), pytest.param(FP8, id="fp8")],
+    [
+        pytest.param(F32, id="f32", marks=pytest.mark.drill),
+        pytest.param(FP8, id="fp8"),
+    ],
 )
 def test_a_step_that_is_observed_trains_as_any_other(model):
     state, plain = _state(model), _state(model, None)

@@ -65,7 +65,8 @@ def on_table(tmp_path, **loop):
     ],
     ids=["labels", "order", "rows"],
 )
-def test_other_data_are_refused(tmp_path, change, part):
+def test_other_data_are_refused(tmp_path, monkeypatch, change, part):
+    support.share_programs(monkeypatch)
     table(tmp_path / "table.csv")
     train(on_table(tmp_path, max_steps=2))
     before = lines(tmp_path / "run")
@@ -77,7 +78,8 @@ def test_other_data_are_refused(tmp_path, change, part):
     assert train(on_table(tmp_path, max_steps=4, resume=True))[0] == 0
 
 
-def test_a_run_goes_on_with_the_encoding_it_keeps(tmp_path):
+def test_a_run_goes_on_with_the_encoding_it_keeps(tmp_path, monkeypatch):
+    support.share_programs(monkeypatch)
     table(tmp_path / "table.csv")
     train(on_table(tmp_path, max_steps=2))
     shutil.rmtree(tmp_path / "cache")

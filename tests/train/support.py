@@ -138,11 +138,16 @@ def share_data(monkeypatch):
     )
 
 
+def share_programs(monkeypatch):
+    """Shares compiled steps, and writes no page."""
+    monkeypatch.setattr(session, "build", build)
+    monkeypatch.setattr(session, "write_run_page", lambda path, run: path)
+
+
 def share_steps(monkeypatch):
     """Shares compiled steps and opened data, and writes no page."""
     share_data(monkeypatch)
-    monkeypatch.setattr(session, "build", build)
-    monkeypatch.setattr(session, "write_run_page", lambda path, run: path)
+    share_programs(monkeypatch)
 
 
 def lines(workdir, name="metrics.jsonl"):
