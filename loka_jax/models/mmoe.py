@@ -72,13 +72,14 @@ class Mmoe(DlrmFeatures):
         )(x)
         gates = gates.reshape(-1, self.num_tasks, self.num_experts)
         gates = jax.nn.softmax(gates)[..., None]  # [B, T, E, 1]
-        return [
-            sum(
+        mixed = []
+        for task in range(self.num_tasks):
+            weighted = [
                 gates[:, task, i] * expert.astype(jnp.float32)
                 for i, expert in enumerate(experts)
-            ).astype(self.compute_dtype)
-            for task in range(self.num_tasks)
-        ]
+            ]
+            mixed.append(sum(weighted[1:], weighted[0]).astype(self.compute_dtype))
+        return mixed
 
     @linen.nowrap
     def _logit(self, task: int, mixed: Array, train: bool) -> Float[Array, "B"]:
