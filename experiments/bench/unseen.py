@@ -29,25 +29,23 @@ from experiments.bench.models import Tower
 from loka_jax import nn
 from loka_jax.dispatch.at_start import jobs_worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import fitted_table
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open, make_plan
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import MEASURES, RoleErrors, Table
+from loka_jax.dispatch.table import Table
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.compiling import compile_all, leaves
-from loka_jax.measure.intervals import Interval
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.models import Dlrm
 from loka_jax.ops.device import local_device
-from loka_jax.recipe import RECIPES, ROLES
+from loka_jax.recipe import RECIPES
 from loka_jax.serving import fold
 
 _FP8 = tuple(name for name in RECIPES if name.startswith("fp8"))
-_NO_ERROR: dict[str, Interval] = {name: Interval(0.0, 0.0, 0.0) for name in MEASURES}
-_NO_ERRORS: RoleErrors = {role: {name: _NO_ERROR for name in _FP8} for role in ROLES}
 _SETS = 2  # of inputs; one alone exceeds the L2
 
 
@@ -179,7 +177,7 @@ def _arms(model, sites, models: dict[str, PerformanceModel], recipes):
         both[f"auto {recipe}"] = nn.Planned(model.clone(recipe=recipe))
     arms = {"training": dict(both), "inference": dict(both)}
     plans: dict[str, Any] = {}
-    errors = {site.path: _NO_ERRORS for site in free}
+    errors = as_if_accurate(free)
     for arm, performance in models.items():
         for name in arms:
             roles = roles_of(name)

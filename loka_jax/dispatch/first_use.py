@@ -19,8 +19,10 @@ from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, chains_of
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors, Table
+from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
+from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
 type Plan = Callable[[PerformanceModel], DispatchPlan]
@@ -74,6 +76,17 @@ def check_plan(
         jobs = unchecked(plan, sites, performance)
     notes = _note(len(given_up), seconds) if given_up else ()
     return CheckedPlan(plan, performance, notes)
+
+
+def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:
+    """Returns errors by path with which FP8 is accurate enough at every site.
+
+    A plan by them has the FP8 that a review may promote sites to.
+    """
+    nothing = {measure: Interval(0.0, 0.0, 0.0) for measure in MEASURES}
+    fp8 = [name for name in RECIPES if name.startswith("fp8")]
+    errors: RoleErrors = {role: dict.fromkeys(fp8, nothing) for role in ROLES}
+    return {site.path: errors for site in sites}
 
 
 def unchecked(

@@ -10,7 +10,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
-from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, local_performance
 from loka_jax.dispatch.performance import PerformanceModel
@@ -68,10 +68,12 @@ def choose_plan(
     )
     if performance is None:
         return ChosenPlan(make_plan(None), notes)
-    checked = check_plan(
-        make_plan, sites, performance, config.dispatch.check_seconds, say
-    )
-    return ChosenPlan(checked.plan, (*notes, *checked.notes), checked.performance)
+    seconds = config.dispatch.check_seconds
+    plan, performance, more = check_plan(make_plan, sites, performance, seconds, say)
+    if config.probe.every is not None:  # a review promotes to what was checked
+        hopeful = functools.partial(make_plan, errors=as_if_accurate(sites))
+        performance = check_plan(hopeful, sites, performance, seconds, say).performance
+    return ChosenPlan(plan, (*notes, *more), performance)
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:

@@ -7,10 +7,10 @@ import pytest
 from loka_jax import nn
 from loka_jax.dispatch import first_use, local
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.plan import DispatchPlan, make_plan
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, decide
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.ops.plan import resolve_served
@@ -18,7 +18,7 @@ from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.ops import stand_ins
 
-SPEC = SiteSpec(60_000, 448, 256, "layer", "swish")
+SPEC = SiteSpec(65_536, 512, 512, "layer", "swish")
 FIRST, SECOND = Choice.parse("pallas fp8_rowwise"), Choice.parse("pallas bf16")
 
 
@@ -102,6 +102,16 @@ def test_kernels_of_a_chain_are_checked_as_parts_of_it(workers, performance):
     sites = [SITES[0], _site("b", follows=True)]
     check_plan(plan_of, sites, performance, 30.0, lambda line: None)
     assert asked[0] == (FIRST, True)
+
+
+def test_the_fp8_that_a_review_may_promote_to_is_checked(workers, performance):
+    _, asked, _ = workers
+
+    def hopeful(performance):
+        return make_plan(SITES, performance, errors=as_if_accurate(SITES))
+
+    check_plan(hopeful, SITES, performance, 30.0, lambda line: None)
+    assert any(choice.is_fp8 for choice, _ in asked)
 
 
 def test_only_measured_candidates_are_left_without_predictions(performance):
