@@ -14,6 +14,7 @@ import time
 import traceback
 
 from loka_jax.data import DataConfig, Position, open_data
+from loka_jax.data.manifest import Unusable
 
 HANG_SECONDS = 60
 
@@ -27,7 +28,7 @@ def try_to_open(options: dict) -> dict:
         bad = splits.report["bad_rows"]["count"]
         return {"rows": rows, "bad_rows": bad, "schema": splits.identity["schema"]}
     except ValueError as error:
-        if type(error) is ValueError:
+        if type(error) in (ValueError, Unusable):  # not what json or a codec raises
             return {"refusal": str(error)}
         return {"crash": traceback.format_exc()}
     except BaseException:  # what is raised here is what the drill looks for
