@@ -121,7 +121,10 @@ def test_the_short_help_imports_nothing_heavy():
         ([*GENERATED, "--data.wait", "w"], ["did you mean --data.weight? train.py"]),
         ([*GENERATED, "--data.xyz", "w"], ["--data.xyz: there are --data.c"]),
         (["--confg", "fp8_dlrm"], ["did you mean --config by --confg?"]),
-        ([*GENERATED, "--data.lable", "w"], ["did you mean --data.label? train.py"]),
+        (
+            [*GENERATED, "--data.lable", "w"],
+            ["did you mean --data.label or --data.labels? train.py"],
+        ),
         ([*GENERATED, "--loop.batch_sizes", "8"], ["did you mean --loop.batch-size"]),
         ([*GENERATED, "--norm", "layer", "rms"], ["'rms' belongs to no option"]),
         ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
