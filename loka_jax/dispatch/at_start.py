@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
@@ -30,7 +30,7 @@ from loka_jax.site import BF16, Choice, SiteSpec
 _MOST_CANDIDATES = 6  # of a site, besides XLA's bfloat16
 _DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
 _PASS = "training"
-WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
+_WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
 
 
 def tune_at_start(
@@ -60,12 +60,26 @@ def tune_at_start(
     start = time.monotonic()
     single = [part for job in jobs for part in job.split(len(job.choices))]
     left = Counter(part.spec for part in single)
-    for job, entry in measure_all(single, WORKERS, _quiet, seconds=seconds):
-        tables.add(cache_path(), Table(header_here(), {job.spec: entry}))
+    for job, _ in measure_into_cache(single, seconds):
         left[job.spec] -= 1
     took, measured = time.monotonic() - start, sum(n == 0 for n in left.values())
     say(f"{name}: {measured} of {len(jobs)} sites tuned in {took:.0f} seconds.")
     return local_performance()
+
+
+def measure_into_cache(
+    jobs: Sequence[Job], seconds: float
+) -> Iterator[tuple[Job, Table]]:
+    """Yields each job and what it measured, which is in the user's cache then.
+
+    Args:
+        jobs: to measure, each by one process.
+        seconds: after which the jobs that are left are given up.
+    """
+    for job, entry in measure_all(jobs, _WORKERS, _quiet, seconds=seconds):
+        found = Table(header_here(), {job.spec: entry})
+        tables.add(cache_path(), found)
+        yield job, found
 
 
 def jobs_worth_measuring(

@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.at_start import WORKERS
+from loka_jax.dispatch.at_start import measure_into_cache
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
-from loka_jax.dispatch.local import cache_path
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, chains_of
-from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
@@ -120,9 +117,7 @@ def _measured(
 ) -> PerformanceModel:
     """Returns what is known after jobs, which go to the user's cache."""
     table = performance.table
-    for job, entry in measure_all(jobs, WORKERS, _quiet, seconds=seconds):
-        found = Table(header_here(), {job.spec: entry})
-        tables.add(cache_path(), found)
+    for _, found in measure_into_cache(jobs, seconds):
         table = table.merged(found)
     return performance.with_table(table)
 
@@ -144,7 +139,3 @@ def _note(count: int, seconds: float) -> tuple[str, ...]:
         f"Kernels of {count} sites were not checked within {seconds:g} seconds and do "
         "not run: --dispatch.check-seconds allows more, and what was checked is kept.",
     )
-
-
-def _quiet(sentence: str):
-    """Takes the lines of the workers, which are too many for a start."""

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from loka_jax import nn
-from loka_jax.dispatch import first_use, local
+from loka_jax.dispatch import at_start, local
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.header import header_here
@@ -49,7 +49,7 @@ def plan_of(performance):
 def workers(monkeypatch, tmp_path):
     """Stands in for worker processes, in which some candidates are wrong."""
     path, asked, wrong = tmp_path / "cache.json", [], []
-    monkeypatch.setattr(first_use, "cache_path", lambda: path)
+    monkeypatch.setattr(at_start, "cache_path", lambda: path)
 
     def measure_all(jobs, count, say, *, seconds):
         for job in jobs:
@@ -60,7 +60,7 @@ def workers(monkeypatch, tmp_path):
             times = {} if is_wrong else {choice.name: 5.0}
             yield job, Entry({"training": times}, failures=failures)
 
-    monkeypatch.setattr(first_use, "measure_all", measure_all)
+    monkeypatch.setattr(at_start, "measure_all", measure_all)
     return path, asked, wrong
 
 
@@ -91,7 +91,7 @@ def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
 
 
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
-    monkeypatch.setattr(first_use, "measure_all", lambda *args, **kwargs: [])
+    monkeypatch.setattr(at_start, "measure_all", lambda *args, **kwargs: [])
     checked = check_plan(plan_of, SITES, performance, 1e-9, lambda line: None)
     assert _choice(checked) == BF16
     assert "Kernels of 1 sites were not checked" in checked.notes[0]
