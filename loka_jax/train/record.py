@@ -20,7 +20,6 @@ For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -40,7 +39,7 @@ from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
-from loka_jax.train import scores_file
+from loka_jax.train import folder_lock, scores_file
 from loka_jax.train.breakdown import Scores, breakdown, with_names
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
@@ -49,7 +48,6 @@ PLAN = "plan.json"
 CHECKPOINTS, BEST = "checkpoints", "best"
 EVALUATION = "evaluation.json"
 ENCODING = "encoding"
-_LOCK = ".lock"
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -103,7 +101,7 @@ class RunRecord:
         folders = (self.workdir, *self.workdir.absolute().parents)
         # Innermost first; removed again if the run never starts.
         self._made = [folder for folder in folders if not folder.exists()]
-        self._lock = _lock(self.workdir)
+        self._lock = folder_lock.lock(self.workdir)
         try:
             _check_owner(self.workdir, config, resume, may_change)
         except BaseException:  # even Ctrl-C must not leave the folder locked
@@ -196,7 +194,7 @@ class RunRecord:
         """Closes the files and unlocks the workdir; an unused new one is removed."""
         self._close_files()
         if self._made:
-            _remove_unused(self.workdir, self._made)
+            folder_lock.remove_unused(self.workdir, self._made)
         self._lock.close()
 
     def _close_files(self) -> None:
@@ -300,67 +298,6 @@ def versions() -> dict[str, Any]:
         "num_devices": jax.device_count(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _lock(workdir: Path) -> IO[str]:
-    """Returns the open lock file of `workdir`, held until closed."""
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        file = open(workdir / _LOCK, "a+", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {workdir} ({error.strerror}): choose another --workdir."
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise ValueError(
-            f"{workdir} is in use by another run (process {owner}): wait for it, or "
-            "choose another --workdir."
-        ) from None
-    except OSError as error:
-        file.close()
-        raise ValueError(
-            f"cannot lock {workdir} ({error.strerror}): choose a --workdir on a file "
-            "system with file locks."
-        ) from None
-    if not _is_at(file, workdir / _LOCK):
-        file.close()
-        raise ValueError(
-            f"{workdir} was removed by a run that ended just now: start again."
-        )
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    """Returns whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_unused(workdir: Path, made: list[Path]) -> None:
-    """Removes the folders that were made for a run, if only its lock is in them."""
-    for folder in [path for path in workdir.iterdir() if path.is_dir()]:
-        _remove_empty(folder)
-    if [path.name for path in workdir.iterdir()] == [_LOCK]:
-        (workdir / _LOCK).unlink()
-        for folder in made:
-            _remove_empty(folder)
-
-
-def _remove_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:  # something is in it
-        pass
 
 
 def _check_owner(
