@@ -30,7 +30,7 @@ _OPTIONS = {
     "--plan PLAN": "what runs at each site: auto, off, tune, or a table from tune.py",
     "--loop.epochs N": "passes over the data; also --loop.max-steps, --loop.batch-size",
     "--optim.lr RATE": "learning rate; --optim.rows-lr is that of the tables",
-    "--workdir FOLDER": "folder of the run; --resume --workdir FOLDER goes on with it",
+    "--workdir FOLDER": "folder of the run; --resume --workdir FOLDER resumes it",
 }
 _OWN_OPTIONS = {
     "train.py": {},
