@@ -30,7 +30,7 @@ from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.dispatch.live import live_intervals
 from loka_jax.measure.errors import errors
-from loka_jax.measure.passes import operand_amaxes, scaling_state
+from loka_jax.measure.site_errors import operand_amaxes, scaling_state
 from loka_jax.ops import roles
 from loka_jax.probe import live_errors
 from loka_jax.probe.live_errors import MEASURES

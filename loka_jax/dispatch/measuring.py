@@ -12,7 +12,7 @@ for the fastest kernels uses the GPU, and run alone.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,24 +21,12 @@ from jaxtyping import Array
 
 from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
-from loka_jax.measure.checking import Check, chain_spec, lower_check
-from loka_jax.measure.compiling import (
-    UNTUNED,
-    Lowered,
-    abstract,
-    compile_lowered,
-    leaves,
-    lower,
-)
+from loka_jax.measure.check_operands import Trial
+from loka_jax.measure.checking import Check, lower_check
+from loka_jax.measure.compiling import Lowered, compile_lowered, leaves
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.passes import (
-    Operands,
-    as_read,
-    in_chains,
-    inference,
-    num_rotated,
-    training,
-)
+from loka_jax.measure.passes import num_rotated
+from loka_jax.measure.programs import chain_forms, form_spec
 from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
@@ -122,19 +110,41 @@ _UNSHARED = GpuUse()
 
 
 class _Candidate(NamedTuple):
-    """A candidate in one form: alone, or in a chain.
+    """A candidate, alone or in a chain.
 
     Attributes:
         choice: of provider and recipe.
-        cases: its passes by their names in a table, not compiled.
-        check: of this form.
-        suffix: of a reason why it is wrong.
+        checks: its programs by form of chain, "" alone. The last form is checked.
     """
 
     choice: Choice
-    cases: Mapping[str, Case]
-    check: Check
-    suffix: str = ""
+    checks: Mapping[str, Check]
+
+    @property
+    def checked(self) -> str:
+        """The form that is checked."""
+        return list(self.checks)[-1]
+
+    def programs(self) -> dict[str, Lowered]:
+        """Returns the lowered programs to compile, by their names."""
+        return {
+            self.name(form, name): program
+            for form, check in self.checks.items()
+            for name, program in check.programs.items()
+            if name != "judge" or form == self.checked
+        }
+
+    def compiled(self, form: str, programs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the compiled programs of a form, by their names in a check."""
+        return {
+            name: programs[self.name(form, name)]
+            for name in self.checks[form].programs
+            if self.name(form, name) in programs
+        }
+
+    def name(self, form: str, program: str) -> str:
+        """Returns the name of a program among those of all candidates."""
+        return f"{program} {form}:{self.choice.name}"
 
 
 def measure_site(
@@ -157,9 +167,8 @@ def measure_site(
     begin("")
     with gpu.together():
         errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
-        if not job.choices:
-            return Entry(errors=errors)
-        sets = _operands(job)
+    if not job.choices:
+        return Entry(errors=errors)
     entry = Entry(errors=errors)
     candidates = []
     for choice in job.choices:
@@ -167,13 +176,13 @@ def measure_site(
         if why_not is not None:
             entry.failures[choice.name] = f"does not run: {why_not}"
             continue
-        candidates.append(_alone(job, choice, sets, check))
+        if job.is_serial:
+            begin(choice.name)
+        candidates.append(_Candidate(choice, {"": check(job.spec, choice)}))
     measure = functools.partial(_measure, job=job, begin=begin, gpu=gpu)
     times = measure(candidates, failures=entry.failures)
     if job.in_chain:
-        chained = [
-            _chained(job, choice, sets, check) for choice in _fastest_kernels(times)
-        ]
+        chained = [_chained(job, choice, check) for choice in _fastest_kernels(times)]
         times |= measure(chained, failures=entry.failures)
     entry = Entry(_without(times, entry.failures), errors, entry.failures)
     if job.digests:
@@ -219,31 +228,11 @@ def _keys(job: Job, count: int) -> Array:
     return jax.random.split(jax.random.key(job.seed), count)
 
 
-def _operands(job: Job) -> list[Operands]:
-    """Returns sets of operands, as the site reads them."""
-    draw = _draw(job, job.spec.m)
-    make = jax.jit(lambda key: as_read(draw(key)), compiler_options=UNTUNED)
-    return [make(key) for key in _keys(job, num_rotated(job.spec))]
-
-
-def _alone(
-    job: Job, choice: Choice, sets: Sequence[Operands], check: _LowerCheck
-) -> _Candidate:
-    makers = {"training": training, "inference": inference}
-    cases = {name: makers[name](choice, job.spec, sets) for name in job.passes}
-    return _Candidate(choice, cases, check(job.spec, choice))
-
-
-def _chained(
-    job: Job, choice: Choice, sets: Sequence[Operands], check: _LowerCheck
-) -> _Candidate:
-    cases = {
-        name: case
-        for name, case in in_chains(choice, job.spec, sets).items()
-        if name.startswith(job.passes)
-    }
-    in_chain = check(chain_spec(job.spec, choice), choice)
-    return _Candidate(choice, cases, in_chain, ", in chains")
+def _chained(job: Job, choice: Choice, check: _LowerCheck) -> _Candidate:
+    forms = chain_forms(job.spec, choice)
+    return _Candidate(
+        choice, {form: check(form_spec(job.spec, form), choice) for form in forms}
+    )
 
 
 def _measure(
@@ -260,97 +249,94 @@ def _measure(
         failures: why a candidate does not compile, or what is wrong with it, by name.
         job, begin, gpu: as in `measure_site`.
     """
-    lowered = _lower(candidates, job, begin)
     with gpu.together():
-        compiled = _compile(lowered, job, begin)
+        compiled = _compile(candidates, job, begin)
     with gpu.alone():
         right = []
         for candidate in candidates:
             name = candidate.choice.name
             begin(name)
-            reason = _why_failed(candidate, compiled)
+            reason = _why_failed(candidate, compiled, job.passes)
             if reason is None:
                 right.append(candidate)
             else:
                 failures[name] = reason
         begin("")
-        return _time(right, compiled)
-
-
-def _lower(
-    candidates: Sequence[_Candidate], job: Job, begin: _Begin
-) -> dict[str, dict[str, Lowered]]:
-    """Returns the programs by name of the candidate that they are first needed for."""
-    lowered: dict[str, dict[str, Lowered]] = {}
-    seen = set()
-    for choice, cases, check, _ in candidates:
-        if job.is_serial:
-            begin(choice.name)
-        programs = {_checked(choice, name): x for name, x in check.programs.items()}
-        for pass_name, case in cases.items():
-            name = _program_name(pass_name, choice)
-            if name not in seen:
-                programs[name] = lower(case.function, abstract(case.arguments[0]))
-        seen |= set(programs)
-        lowered[choice.name] = programs
-    return lowered
+        return _time(right, compiled, job)
 
 
 def _compile(
-    lowered: Mapping[str, Mapping[str, Lowered]], job: Job, begin: _Begin
+    candidates: Sequence[_Candidate], job: Job, begin: _Begin
 ) -> dict[str, Any]:
     """Returns the compiled programs, or why one does not compile, by their names."""
     if not job.is_serial:
+        programs = (candidate.programs() for candidate in candidates)
         return compile_lowered(
-            {name: x for programs in lowered.values() for name, x in programs.items()}
+            {name: x for some in programs for name, x in some.items()}
         )
     compiled: dict[str, Any] = {}
-    for name, programs in lowered.items():
-        begin(name)
-        compiled |= compile_lowered(programs)
+    for candidate in candidates:
+        begin(candidate.choice.name)
+        compiled |= compile_lowered(candidate.programs())
     return compiled
 
 
-def _program_name(pass_name: str, choice: Choice) -> str:
-    """Returns a name that choices with the same program share.
-
-    Inference has no backward pass.
-    """
-    if pass_name.startswith("inference"):
-        return f"{pass_name}:{choice.provider} {choice.recipe.fwd}"
-    return f"{pass_name}:{choice.name}"
-
-
-def _checked(choice: Choice, name: str) -> str:
-    return f"check {name}:{choice.name}"
-
-
-def _why_failed(candidate: _Candidate, compiled: Mapping[str, Any]) -> str | None:
+def _why_failed(
+    candidate: _Candidate, compiled: Mapping[str, Any], passes: Iterable[str]
+) -> str | None:
     """Returns why a candidate cannot be timed, or what is wrong with it; else None."""
-    choice, cases, check, suffix = candidate
-    for pass_name in cases:
-        program = compiled[_program_name(pass_name, choice)]
-        if isinstance(program, Exception):
-            return f"does not compile: {one_line(program)}{suffix}"
-    programs = {name: compiled[_checked(choice, name)] for name in check.programs}
-    reason = check.why_wrong(programs)
-    return None if reason is None else f"{reason}{suffix}"
+    suffix = ", in chains" if candidate.checked else ""
+    form, check = candidate.checked, candidate.checks[candidate.checked]
+    reason = check.why_wrong(candidate.compiled(form, compiled))
+    if reason is not None:
+        return f"{reason}{suffix}"
+    for form, check in candidate.checks.items():
+        programs = candidate.compiled(form, compiled)
+        failed = [programs.get(name) for name in passes]
+        if check.refusal is not None:
+            return f"{check.refusal}{suffix}"
+        for program in failed:
+            if isinstance(program, Exception):
+                return f"does not compile: {one_line(program)}{suffix}"
+    return None
 
 
-def _time(candidates: Sequence[_Candidate], compiled: Mapping[str, Any]) -> _Times:
+def _time(
+    candidates: Sequence[_Candidate], compiled: Mapping[str, Any], job: Job
+) -> _Times:
     """Returns microseconds by pass and candidate."""
-    cases: dict[str, Case] = {}
-    for choice, passes, *_ in candidates:
-        for pass_name, case in passes.items():
-            name = _program_name(pass_name, choice)
-            arguments = [leaves(arguments) for arguments in case.arguments]
-            cases.setdefault(name, Case(compiled[name], arguments))
+    cases: dict[Any, Case] = {}
+    programs: dict[tuple[str, str], Any] = {}
+    drawn: dict[Any, list[Trial]] = {}
+    for candidate in candidates:
+        for form, check in candidate.checks.items():
+            own = candidate.compiled(form, compiled)
+            # Candidates with equal draws share the operands, which are large.
+            if own["draw"] not in drawn:
+                drawn[own["draw"]] = check.draw(own, num_rotated(job.spec))
+            arguments = _arguments(check, own, drawn[own["draw"]])
+            for name in job.passes:
+                cases.setdefault(own[name], Case(own[name], arguments[name]))
+                programs[f"{name} {form}".strip(), candidate.choice.name] = own[name]
     times, by_pass = time_kernels(cases) if cases else {}, {}
-    for choice, passes, *_ in candidates:
-        for pass_name in passes:
-            us = times[_program_name(pass_name, choice)].median_us
-            by_pass.setdefault(pass_name, {})[choice.name] = round(us, 2)
+    for (pass_name, choice_name), program in programs.items():
+        us = round(times[program].median_us, 2)
+        by_pass.setdefault(pass_name, {})[choice_name] = us
     return by_pass
+
+
+def _arguments(
+    check: Check, compiled: Mapping[str, Any], trials: Sequence[Trial]
+) -> dict[str, list[tuple]]:
+    """Returns what the compiled passes take, for each set of operands."""
+    sets = check.inputs(compiled, trials)
+    weights, lhs = sets[0].split()
+    ready = compiled["prepare"](*leaves((weights, *lhs)))
+    pairs = zip(sets, trials, strict=True)
+    return {
+        "training": [leaves((inputs, trial.g)) for inputs, trial in pairs],
+        "inference": [leaves((ready, *inputs.split()[1])) for inputs in sets],
+    }
 
 
 def _without(times: _Times, failures: Mapping[str, str]) -> _Times:

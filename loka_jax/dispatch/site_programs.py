@@ -1,15 +1,11 @@
 """Digests of the timed programs of a table's candidates."""
 
-import functools
 import hashlib
 from collections.abc import Collection, Mapping
 
-import jax
-import jax.numpy as jnp
-
 from loka_jax.dispatch.programs import program_digest
-from loka_jax.measure.passes import Operands, in_chains, inference, training
-from loka_jax.measure.timing import Case
+from loka_jax.measure.compiling import of_leaves
+from loka_jax.measure.programs import form_spec, planned, programs_of
 from loka_jax.ops.device import HOPPER
 from loka_jax.site import Choice, SiteSpec
 
@@ -25,44 +21,24 @@ def site_programs(
         spec: the site.
         passes: by choice, the passes with times, by their names in a table.
     """
-    operands = (
-        jax.ShapeDtypeStruct((spec.m, spec.k), jnp.bfloat16),
-        jax.ShapeDtypeStruct((spec.k, spec.n), jnp.float32),
-        jax.ShapeDtypeStruct((spec.m, spec.n), jnp.bfloat16),
-    )
-
-    def digest(choice: Choice, names: Collection[str]) -> str:
-        digests = []
-        for group in _groups(names):
-            run = functools.partial(_run, choice, spec, group)
-            digests.append(f"{' + '.join(group)}: {program_digest(run, operands)}")
-        return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
-
-    return {name: digest(Choice.parse(name), passes[name]) for name in passes}
+    return {
+        name: _digest(spec, Choice.parse(name), names) for name, names in passes.items()
+    }
 
 
-def _groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns the groups of passes to trace together: each alone, those in chains."""
-    in_chains = tuple(sorted(set(names) - {"training", "inference"}))
-    alone = [(name,) for name in sorted(set(names).difference(in_chains))]
-    return [*alone, in_chains] if in_chains else alone
-
-
-def _run(choice: Choice, spec: SiteSpec, group: tuple[str, ...], *operands):
-    """Returns the results of passes, separated from their arguments by barriers."""
-    results = []
-    for case in _cases(choice, spec, group, operands):
-        arguments = jax.tree.map(jax.lax.optimization_barrier, case.arguments[0])
-        results.append(case.function(*arguments))
-    return results
-
-
-def _cases(
-    choice: Choice, spec: SiteSpec, group: tuple[str, ...], operands: Operands
-) -> list[Case]:
-    if group == ("training",):
-        return [training(choice, spec, [operands], HOPPER)]
-    if group == ("inference",):
-        return [inference(choice, spec, [operands], HOPPER)]
-    cases = in_chains(choice, spec, [operands], HOPPER)
-    return [cases[name] for name in group]
+def _digest(spec: SiteSpec, choice: Choice, names: Collection[str]) -> str:
+    """Returns the digest of a choice."""
+    by_form: dict[str, list[str]] = {}
+    for name in sorted(names):
+        pass_name, _, form = name.partition(" ")
+        by_form.setdefault(form, []).append(pass_name)
+    digests = []
+    for form, pass_names in by_form.items():
+        plan = planned(form_spec(spec, form), choice, HOPPER)
+        programs = programs_of(plan).by_name
+        for name in pass_names:
+            function, arguments, _ = programs[name]
+            flat = of_leaves(function, arguments)
+            digest = program_digest(flat, arguments.leaves)
+            digests.append(f"{name} {form}: {digest}")
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]

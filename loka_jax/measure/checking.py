@@ -4,15 +4,13 @@ Right means: every result is the float32 product of the same quantized operands,
 rounding, in each row and in each tile. Whether FP8 is good enough is another question,
 which `measure.site_errors` answers.
 
-The candidate runs as it is used: the training pass with its gradients, and inference
-with its weight prepared, in the form of chain that the spec names. Few programs are
+The candidate runs as it is used, by the programs that are timed: see `passes`. Few are
 compiled: arrays are arguments, so that all sets of operands run through the same ones.
 They can be lowered, compiled and run apart, as only the last needs the GPU alone.
 """
 
-import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,45 +19,27 @@ from jaxtyping import Array, Bool, Float
 
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 from loka_jax.measure.check_casts import Rounding
-from loka_jax.measure.check_operands import AIMS, Trial, draw
-from loka_jax.measure.check_reference import Numerics, expect, in_fp8, settle
+from loka_jax.measure.check_operands import AIMS, Trial
+from loka_jax.measure.check_reference import Numerics, expect, in_fp8
 from loka_jax.measure.check_scores import INFERENCE, scores, worst_finding
-from loka_jax.measure.compiling import (
-    NO_CAPTURE,
-    UNTUNED,
-    Abstract,
-    Lowered,
-    abstract,
-    compile_lowered,
-    evaluated,
-    leaves,
-    lower,
+from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
+from loka_jax.measure.passes import Inputs, Passes
+from loka_jax.measure.programs import (
+    EPSILON,
+    Program,
+    arguments_of_draw,
+    planned,
+    programs_of,
 )
 from loka_jax.normed import NormVectors, norm_features
-from loka_jax.ops.device import Device, local_device
-from loka_jax.ops.plan import KernelPlan, resolve
-from loka_jax.ops.products import Activations
-from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.scaling import DelayedScaling
-from loka_jax.serving import fold
+from loka_jax.ops.device import Device
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import one_line
 
-EPSILON = 1e-6
 # A fused kernel's row scales are no smaller, so that half precision holds the inverse.
 _LEAST_ROW_SCALE = 2.0**-14
 # Of the perturbations that stand for rounding, after none.
 _SEEDS, _STRENGTHS = (0, 1, 2), (0.0, 1.0, 1.0)
-
-
-class Inputs(NamedTuple):
-    """What a pass takes, besides the gradient of its result."""
-
-    lhs: Float[Array, "m k"]
-    lhs_fp8: Fp8Array | None
-    rhs: Float[Array, "k n"]
-    vectors: NormVectors
-    state: DelayedScaling | None
 
 
 class Outcome(NamedTuple):
@@ -71,7 +51,7 @@ class Outcome(NamedTuple):
         inferred: the activations of inference, in FP8 if these leave.
     """
 
-    results: dict[str, Array]
+    results: Mapping[str, Array]
     y_fp8: Fp8Array | None
     inferred: Array | Fp8Array
 
@@ -87,8 +67,7 @@ class Check(NamedTuple):
 
     Attributes:
         numerics: what its numbers should be.
-        programs: lowered, by name: "draw" and "begin" make operands, "training",
-            "prepare" and "inference" are the candidate's, "judge" compares.
+        programs: lowered, by their names: those of `programs`, and "judge".
         refusal: why there are no programs; None if there are.
     """
 
@@ -107,12 +86,38 @@ class Check(NamedTuple):
         for program in compiled.values():
             if isinstance(program, Exception):
                 return f"does not compile: {one_line(program)}"
-        for seed, (name, aim) in enumerate(AIMS.items()):
-            trial = compiled["draw"](*leaves(_arguments(aim, seed)))
+        for seed, name in enumerate(AIMS):
+            trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
             reason = self._why_wrong_on(compiled, trial)
             if reason is not None:
                 return f"{reason}, on {name} operands"
         return None
+
+    def draw(self, compiled: Mapping[str, Any], count: int) -> list[Trial]:
+        """Returns sets of ordinary operands, to take times on.
+
+        Args:
+            compiled: its programs, compiled.
+            count: of the sets.
+        """
+        seeds = range(count)
+        draw = compiled["draw"]
+        return [draw(*leaves(arguments_of_draw("ordinary", seed))) for seed in seeds]
+
+    def inputs(
+        self, compiled: Mapping[str, Any], trials: Sequence[Trial]
+    ) -> list[Inputs]:
+        """Returns what the passes take of each set, under the first one's scales.
+
+        Args:
+            compiled: its programs, compiled.
+            trials: from `draw`.
+        """
+        _, _, first = compiled["begin"](*leaves((trials[0],)))
+        return [
+            Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, first.state)
+            for trial in trials
+        ]
 
     def _why_wrong_on(self, compiled: Mapping[str, Any], trial: Trial) -> str | None:
         assert self.numerics is not None
@@ -177,144 +182,31 @@ def lower_check(
     epsilon: float = EPSILON,
 ) -> Check:
     """Returns the check of a candidate, to be compiled and run; see `why_wrong`."""
-    choice = choice.with_initialized_scales() if choice.recipe.is_delayed else choice
-    plan = resolve(spec, choice, device or local_device())
+    plan = planned(spec, choice, device)
     if plan.why_not is not None:
         return Check(None, {}, f"does not run: {plan.why_not}")
-    numerics = Numerics.of(plan, epsilon)
-    draw_one = functools.partial(draw, numerics.spec, numerics.compute_dtype.name)
-    begin_one = functools.partial(_begin, plan, numerics)
-    judge_one = functools.partial(_judge, numerics)
-    aimed = abstract(_arguments(next(iter(AIMS.values())), 0))
-    drawn = evaluated(lambda *arguments: (draw_one(*arguments),), aimed)
     try:
-        begun = evaluated(begin_one, drawn)
-        passes, judged = _lower_passes(plan, epsilon, begun)
+        numerics, passes, begun, by_name = programs_of(plan, epsilon)
+        judged = evaluated(functools.partial(_whole, passes), begun)
     except Exception as error:  # of any kind: the caller gets it as a reason
         return Check(None, {}, f"does not compile: {one_line(error)}")
-    programs = passes | {
-        "draw": lower(draw_one, aimed, UNTUNED),
-        "begin": lower(begin_one, drawn, UNTUNED),
-        "judge": lower(judge_one, judged, UNTUNED),
-    }
-    return Check(numerics, programs)
+    judge = Program(functools.partial(_judge, numerics), judged)
+    programs = {**by_name, "judge": judge}
+    return Check(numerics, {name: x.lower() for name, x in programs.items()})
 
 
-def chain_spec(spec: SiteSpec, choice: Choice) -> SiteSpec:
-    """Returns the site as part of a chain: FP8 comes in, if it is read, and leaves."""
-    reads_fp8 = resolve(spec, choice, local_device()).reads_fp8
-    fp8_in = spec.fp8_out if reads_fp8 else None
-    return dataclasses.replace(spec, fp8_in=fp8_in, out="fp8")
-
-
-def _arguments(aim, seed: int) -> tuple:
-    """Returns what `draw` takes besides the site."""
-    return jax.tree.map(jnp.float32, aim), jnp.uint32(seed)
-
-
-def _begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
-    """Returns the settled operands, the delayed scales, and what the passes take."""
-    trial, stored = settle(numerics, trial)
-    recipe, state = plan.choice.recipe, None
-    if recipe.is_delayed:
-        # The history matters to the next step only.
-        history = jnp.ones((len(stored), recipe.amax_history_length))
-        table = jnp.concatenate([stored[:, None], history], axis=1)
-        state = DelayedScaling(table.astype(jnp.float32))
-    inputs = Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
-    return trial, stored, inputs
-
-
-def _lower_passes(
-    plan: KernelPlan, epsilon: float, begun: Abstract
-) -> tuple[dict[str, Lowered], Abstract]:
-    """Returns the passes of a candidate, and what "judge" takes.
-
-    Args:
-        plan: of the candidate.
-        epsilon: added to the variance or mean square.
-        begun: what `_begin` returns.
-
-    Raises:
-        Exception: of any kind, if the passes cannot be traced.
-    """
-    run = functools.partial(_run, plan, epsilon)
-    later: Any = None
-
-    def prepare(weights, *lhs):
-        nonlocal later
-        folded = fold(functools.partial(_infer, run), weights, *lhs)
-        later = folded.function
-        return folded.ready
-
-    def whole(trial, stored, inputs):
-        weights, lhs = _split(inputs)
-        results, y_fp8 = _train(run, inputs, trial.g)
-        ready = prepare(weights, *lhs)
-        inferred = later(ready, *lhs)
-        return trial, stored, Outcome(results, y_fp8, inferred)
-
-    def for_inference(trial, stored, inputs):
-        weights, lhs = _split(inputs)
-        return prepare(weights, *lhs), *lhs
-
-    train = functools.partial(_train, run)
-    judged = evaluated(whole, begun)
-    to_train = evaluated(lambda trial, _, inputs: (inputs, trial.g), begun)
-    to_prepare = evaluated(lambda *x: (_split(x[2])[0], *_split(x[2])[1]), begun)
-    to_infer = evaluated(for_inference, begun)
-    return {
-        "training": lower(train, to_train, NO_CAPTURE),
-        "prepare": lower(prepare, to_prepare, NO_CAPTURE),
-        "inference": lower(later, to_infer, NO_CAPTURE),
-    }, judged
-
-
-def _run(plan: KernelPlan, epsilon: float, inputs: Inputs) -> Array | Activations:
-    """Returns the activations of a site."""
-    lhs = inputs.lhs
-    if inputs.lhs_fp8 is not None:
-        lhs = Activations(inputs.lhs, inputs.lhs_fp8)
-    arrays = SiteArrays(lhs, inputs.rhs, *inputs.vectors)
-    return run_site(plan, arrays, inputs.state, epsilon=epsilon)
-
-
-def _train(run, inputs: Inputs, g: Array) -> tuple[dict[str, Array], Fp8Array | None]:
-    """Returns results by name, and the activations in FP8 if these leave too."""
-
-    def forward(inputs: Inputs):
-        out = run(inputs)
-        return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
-
-    differentiable = inputs._replace(lhs_fp8=None, state=None)
-    y, pull, y_fp8 = jax.vjp(
-        lambda x: forward(x._replace(lhs_fp8=inputs.lhs_fp8, state=inputs.state)),
-        differentiable,
-        has_aux=True,
-    )
-    (gradients,) = pull(g)
-    results = {"y": y, "dlhs": gradients.lhs, "drhs": gradients.rhs}
-    for name, gradient in gradients.vectors._asdict().items():
-        if gradient is not None:
-            results[f"d{name}"] = gradient
-    return results, y_fp8
-
-
-def _split(inputs: Inputs) -> tuple[Inputs, tuple]:
-    """Returns what is known before inference, and the rows."""
-    return inputs._replace(lhs=None, lhs_fp8=None), (inputs.lhs, inputs.lhs_fp8)
-
-
-def _infer(run, weights: Inputs, lhs: Array, lhs_fp8: Fp8Array | None):
-    """Returns the activations, in FP8 if these leave."""
-    out = run(weights._replace(lhs=lhs, lhs_fp8=lhs_fp8))
-    return out.fp8 if isinstance(out, Activations) else out
+def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):
+    """Returns what "judge" takes, from what "begin" returns."""
+    weights, lhs = inputs.split()
+    results, y_fp8, _ = passes.training(inputs, trial.g)
+    ready = passes.prepare(weights, *lhs)
+    return trial, stored, Outcome(results, y_fp8, passes.inference(ready, *lhs))
 
 
 def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
     """Returns what a candidate returns."""
-    weights, lhs = _split(inputs)
-    results, y_fp8 = compiled["training"](*leaves((inputs, g)))
+    weights, lhs = inputs.split()
+    results, y_fp8, _ = compiled["training"](*leaves((inputs, g)))
     ready = compiled["prepare"](*leaves((weights, *lhs)))
     inferred = compiled["inference"](*leaves((ready, *lhs)))
     return jax.block_until_ready(Outcome(results, y_fp8, inferred))

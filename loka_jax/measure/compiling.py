@@ -1,6 +1,7 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 # Kernels of a command buffer are not profiled one by one.
-NO_CAPTURE = {"xla_gpu_enable_command_buffer": ""}
+NO_CAPTURE: dict[str, str] = {"xla_gpu_enable_command_buffer": ""}
 # For programs that are not timed: leaves out the search for the fastest kernels, which
 # is most of a compilation.
-UNTUNED = {"xla_gpu_autotune_level": "0"}
+UNTUNED: dict[str, str] = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
 
 
@@ -98,19 +99,45 @@ def lower(
         arguments: that it takes.
         options: of the compiler.
     """
-    flat, structure = arguments
-    run = jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+    run = jax.jit(of_leaves(function, arguments))
     try:
-        program = run.lower(*flat)
+        program = run.lower(*arguments.leaves)
     except Exception as error:  # a candidate may not run here
         program = error
     return Lowered(program, options)
 
 
+def of_leaves(function: Callable[..., Any], arguments: Abstract) -> Callable[..., Any]:
+    """Returns a function of the leaves of its arguments."""
+    structure = arguments.structure
+    return lambda *leaves: function(*jax.tree.unflatten(structure, leaves))
+
+
 def compile_lowered(lowered: Mapping[str, Lowered]) -> dict[str, Any]:
-    """Returns compiled functions by name, or the exception where one failed."""
+    """Returns compiled functions by name, or the exception where one failed.
+
+    Names of equal programs get the same compiled one.
+    """
+    names: dict[Any, list[str]] = {}
+    for name, one in lowered.items():
+        names.setdefault(_identity(one), []).append(name)
+    distinct = [lowered[equal[0]] for equal in names.values()]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(lowered, pool.map(_compiled, lowered.values()), strict=True))
+        compiled = list(pool.map(_compiled, distinct))
+    return {
+        name: program
+        for equal, program in zip(names.values(), compiled, strict=True)
+        for name in equal
+    }
+
+
+def _identity(lowered: Lowered) -> Any:
+    """Returns a key that equal programs share."""
+    program, options = lowered
+    if isinstance(program, Exception):
+        return id(program)
+    text = hashlib.sha256(program.as_text().encode()).digest()
+    return text, tuple(sorted(options.items()))
 
 
 def leaves(arguments: tuple) -> tuple:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from loka_jax import fp8, scaling
 from loka_jax.measure.compiling import UNTUNED
 from loka_jax.measure.errors import Errors, errors, measure
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.measure.passes import scaling_state
 from loka_jax.ops import roles
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
@@ -25,7 +25,8 @@ from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.probe.capture import Operands
 from loka_jax.probe.sampling import sample_rows, sample_weight
 from loka_jax.probe.site import SiteStats, weight_of
-from loka_jax.recipe import ROLE_OPERANDS, ROLES, Role, get_recipe
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Recipe, Role, get_recipe
+from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16, Choice, SiteSpec
 
 # By name: a function from a seed to operands, and the seeds.
@@ -193,3 +194,15 @@ def _intervals(scores: _Scores) -> dict[str, Interval]:
     """Returns mean and interval of every measure."""
     values: dict[str, np.ndarray] = scores.errors._asdict() | scores.rates._asdict()
     return {name: interval(value) for name, value in values.items()}
+
+
+def scaling_state(recipe: Recipe, amaxes: Float[Array, "3"]) -> DelayedScaling | None:
+    """Returns the state of a site after a step with these amaxes of lhs, rhs and g."""
+    if not recipe.is_delayed:
+        return None
+    return scaling.update_delayed(scaling.init_delayed(recipe), amaxes, recipe)
+
+
+def operand_amaxes(operands: tuple[Array, Array, Array]) -> Float[Array, "3"]:
+    """Returns the amaxes of lhs, rhs and g."""
+    return jnp.stack([fp8.amax(x) for x in operands])

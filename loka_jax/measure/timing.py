@@ -147,9 +147,9 @@ _PAUSE_S = 0.03
 _LEAST_GAP_NS = 15e6
 
 
-def time_kernels(
-    cases: Mapping[str, Case], *, min_calls: int = 24
-) -> dict[str, KernelTime]:
+def time_kernels[Name](
+    cases: Mapping[Name, Case], *, min_calls: int = 24
+) -> dict[Name, KernelTime]:
     """Returns the kernel time per call of each case, by one profile of them all.
 
     Without a GPU it is wall clock, good only to try a benchmark.
@@ -211,7 +211,7 @@ def _rounds(case: Case, min_calls: int) -> int:
     return -(-min_calls // len(case.arguments))
 
 
-def _profile(cases: Mapping[str, Case], min_calls: int) -> list[Event]:
+def _profile(cases: Mapping[Any, Case], min_calls: int) -> list[Event]:
     """Returns the device's events while each case is called at least so often."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0

@@ -146,10 +146,9 @@ def _survey_site(
 ) -> dict[str, Any]:
     spec = site.spec
     errors = _site_errors(spec, stats, captured, config)
-    draw = functools.partial(draw_learned, stats=stats, rows=spec.m)
     times = {}
     if config.times:
-        times = site_times(spec, draw, config.recipes, config.seed, say)
+        times = site_times(spec, config.recipes, say)
     return {
         "path": site.path,
         **_sizes(spec),

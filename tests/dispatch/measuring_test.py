@@ -1,12 +1,11 @@
 """What is measured of candidates at a site, on a CPU."""
 
 import contextlib
-from typing import NamedTuple
 
 import pytest
 
 from loka_jax.dispatch.measuring import GpuUse, Job, measure_errors, measure_site
-from loka_jax.measure import checking
+from loka_jax.measure import checking, passes
 from loka_jax.ops.run_site import run_site
 from loka_jax.probe.site import ProbeConfig, empty_stats, observe
 from loka_jax.recipe import ROLES
@@ -22,19 +21,26 @@ def _job(*names, stats=None):
     return Job(SITE, choices, stats, "model dense", pairs=2, rows=32, seed=0)
 
 
-class _Finds(NamedTuple):
-    """A check without programs."""
+class _Finds(checking.Check):
+    """The programs of a candidate, with a finding that no comparison made."""
 
-    reason: str | None
-    programs: dict = {}
+    reason: str | None = None
 
     def why_wrong(self, compiled):
         return self.reason
 
 
+def _found(spec, choice, reason):
+    numerics, programs, refusal = checking.lower_check(spec, choice)
+    passes = {name: x for name, x in programs.items() if name != "judge"}
+    check = _Finds(numerics, passes, refusal)
+    check.reason = reason
+    return check
+
+
 def _right(spec, choice):
     """A check that finds nothing; that which is used is tested by itself."""
-    return _Finds(None)
+    return _found(spec, choice, None)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,8 @@ def measured(job, begin=lambda name: None, check=_right):
 
 def test_who_is_wrong_has_no_time():
     def check(spec, choice):
-        return _Finds("y is wrong" if choice.recipe.name == "fp8_rowwise" else None)
+        is_wrong = choice.recipe.name == "fp8_rowwise"
+        return _found(spec, choice, "y is wrong" if is_wrong else None)
 
     found = measured(_job("xla bf16", "xla fp8_rowwise"), check=check)
     assert set(found.times["training"]) == {"xla bf16"}
@@ -94,7 +101,7 @@ def test_the_check_runs_the_candidates(monkeypatch):
         out = run_site(plan, *args, **kwargs)
         return out * 2 if plan.choice.recipe.name == "fp8_rowwise" else out
 
-    monkeypatch.setattr(checking, "run_site", doubled)
+    monkeypatch.setattr(passes, "run_site", doubled)
     names = ("xla bf16", "xla fp8_rowwise")
     found = measured(_job(*names), check=checking.lower_check)
     assert set(found.times["training"]) == {"xla bf16"}
@@ -127,7 +134,7 @@ def test_the_gpu_is_used_in_turn():
 
     def check(spec, choice):
         assert not using  # lowering needs no turn
-        return _Finds(None)
+        return _right(spec, choice)
 
     gpu = GpuUse(lambda: turn("together"), lambda: turn("alone"))
     job = _job("xla bf16")._replace(pairs=0, digests=False)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from loka_jax.measure import checking
+from loka_jax.measure import passes
 from loka_jax.measure.check_operands import AIMS, draw
 from loka_jax.measure.check_reference import Expected
 from loka_jax.measure.check_scores import scores, worst_finding
-from loka_jax.measure.checking import chain_spec, why_wrong
+from loka_jax.measure.checking import why_wrong
+from loka_jax.measure.programs import chain_forms, form_spec
 from loka_jax.ops.device import Device
 from loka_jax.ops.run_site import run_site
 from loka_jax.site import Choice, SiteSpec
@@ -62,7 +63,7 @@ def test_results_of_another_shape_are_wrong(monkeypatch):
     def cut_off(*args, **kwargs):
         return run_site(*args, **kwargs)[:8]
 
-    monkeypatch.setattr(checking, "run_site", cut_off)
+    monkeypatch.setattr(passes, "run_site", cut_off)
     reason = why_wrong(SiteSpec(64, 16, 16), Choice.parse("xla bf16"), stand_ins.CPU)
     assert reason.startswith("does not compile")
 
@@ -70,9 +71,11 @@ def test_results_of_another_shape_are_wrong(monkeypatch):
 def test_in_a_chain_fp8_leaves_and_comes_where_it_is_read():
     spec = SiteSpec(64, 64, 128, "layer")
     bf16, fp8 = (Choice.parse(f"pallas {x}") for x in ("bf16", "fp8_rowwise"))
-    assert chain_spec(spec, bf16) == dataclasses.replace(spec, out="fp8")
+    assert chain_forms(spec, bf16) == ("out",)
+    assert form_spec(spec, "out") == dataclasses.replace(spec, out="fp8")
+    assert chain_forms(spec, fp8)[-1] == "in out"
     expected = dataclasses.replace(spec, fp8_in="tensorwise", out="fp8")
-    assert chain_spec(spec, fp8) == expected
+    assert form_spec(spec, "in out") == expected
 
 
 def test_operands_have_patterns_small_rows_and_signs():
