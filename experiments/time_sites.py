@@ -3,11 +3,11 @@
     python experiments/time_sites.py [--table TABLE] --out NEW.json [--part 1 --parts 1]
     python experiments/time_sites.py --draw 100 --seed 0 --out NEW.json
 
-Measures every candidate at every site, on this device and with these sources, on
-operands from N(0, 1), of which kernel times do not depend. Errors and effects on the
-loss of a table are kept: they are those of the recipes. A part takes every n-th site;
-NEW gets the sites of all parts that were written to it, and sites that it has already
-are not measured again.
+Measures every candidate at every site, on this device and with these sources. Errors
+and effects on the loss of a table are kept: they are those of the recipes. So are times
+of passes that are not measured. A part takes every n-th site; NEW gets the sites of all
+parts that were written to it, and sites that it has already are not measured again.
+The digests of the programs are recorded by `restamp.py --record`, which needs no GPU.
 
 Random sites show what the performance model is worth at shapes that nobody chose.
 
@@ -50,6 +50,9 @@ class Options:
         part: which part of the sites, from 1.
         parts: the number of parts.
         workers: processes that compile at a time.
+        passes: to time.
+        judge: compare results with the reference; off only where the same kernels
+            passed on such a device before.
     """
 
     out: pathlib.Path
@@ -59,6 +62,8 @@ class Options:
     part: int = 1
     parts: int = 1
     workers: int = TuneConfig().workers
+    passes: tuple[str, ...] = ("training", "inference")
+    judge: bool = True
 
 
 def time_sites(options: Options) -> int:
@@ -71,12 +76,27 @@ def time_sites(options: Options) -> int:
     done = tables.read(options.out).sites if options.out.exists() else {}
     left = [site for site in entries if site not in done]
     sites = left[options.part - 1 :: options.parts]
-    jobs = [Job(site, tuple(candidates(site))) for site in sites]
+    jobs = [
+        Job(
+            site,
+            tuple(candidates(site)),
+            passes=options.passes,
+            digests=False,
+            is_judged=options.judge,
+        )
+        for site in sites
+    ]
     for job, entry in measure_all(jobs, options.workers, print):
-        old = entries[job.spec]
-        entry = dataclasses.replace(entry, errors=old.errors, effects=old.effects)
+        entry = _with_old(entry, entries[job.spec])
         tables.add(options.out, Table(header_here(), {job.spec: entry}))
     return 0
+
+
+def _with_old(entry: Entry, old: Entry) -> Entry:
+    """Returns an entry with what was not measured again."""
+    return dataclasses.replace(
+        entry, times=old.times | entry.times, errors=old.errors, effects=old.effects
+    )
 
 
 def random_sites(count: int, seed: int) -> list[SiteSpec]:

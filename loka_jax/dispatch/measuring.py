@@ -12,7 +12,7 @@ for the fastest kernels uses the GPU, and run alone.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -61,6 +61,8 @@ class Job(NamedTuple):
         passes: to time, "training" and "inference".
         in_chain: whether to time the passes as parts of a chain, too.
         digests: whether to digest the programs, for tables that are shipped.
+        is_judged: compare results with the reference; False for candidates that were
+            found right on this device with these kernels.
     """
 
     spec: SiteSpec
@@ -74,6 +76,7 @@ class Job(NamedTuple):
     passes: tuple[str, ...] = ("training", "inference")
     in_chain: bool = True
     digests: bool = True
+    is_judged: bool = True
 
     def split(self, parts: int) -> list["Job"]:
         """Returns jobs that together measure the same, for several processes.
@@ -125,13 +128,13 @@ class _Candidate(NamedTuple):
         """The form that is checked."""
         return list(self.checks)[-1]
 
-    def programs(self) -> dict[str, Lowered]:
+    def programs(self, *, is_judged: bool) -> dict[str, Lowered]:
         """Returns the lowered programs to compile, by their names."""
         return {
             self.name(form, name): program
             for form, check in self.checks.items()
             for name, program in check.programs.items()
-            if name != "judge" or form == self.checked
+            if name != "judge" or (is_judged and form == self.checked)
         }
 
     def compiled(self, form: str, programs: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def _measure(
         for candidate in candidates:
             name = candidate.choice.name
             begin(name)
-            reason = _why_failed(candidate, compiled, job.passes)
+            reason = _why_failed(candidate, compiled, job)
             if reason is None:
                 right.append(candidate)
             else:
@@ -269,36 +272,38 @@ def _compile(
     candidates: Sequence[_Candidate], job: Job, begin: _Begin
 ) -> dict[str, Any]:
     """Returns the compiled programs, or why one does not compile, by their names."""
+    lowered = {
+        candidate.choice.name: candidate.programs(is_judged=job.is_judged)
+        for candidate in candidates
+    }
     if not job.is_serial:
-        programs = (candidate.programs() for candidate in candidates)
         return compile_lowered(
-            {name: x for some in programs for name, x in some.items()}
+            {name: x for programs in lowered.values() for name, x in programs.items()}
         )
     compiled: dict[str, Any] = {}
-    for candidate in candidates:
-        begin(candidate.choice.name)
-        compiled |= compile_lowered(candidate.programs())
+    for choice_name, programs in lowered.items():
+        begin(choice_name)
+        compiled |= compile_lowered(programs)
     return compiled
 
 
 def _why_failed(
-    candidate: _Candidate, compiled: Mapping[str, Any], passes: Iterable[str]
+    candidate: _Candidate, compiled: Mapping[str, Any], job: Job
 ) -> str | None:
     """Returns why a candidate cannot be timed, or what is wrong with it; else None."""
     suffix = ", in chains" if candidate.checked else ""
-    form, check = candidate.checked, candidate.checks[candidate.checked]
-    reason = check.why_wrong(candidate.compiled(form, compiled))
-    if reason is not None:
-        return f"{reason}{suffix}"
     for form, check in candidate.checks.items():
-        programs = candidate.compiled(form, compiled)
-        failed = [programs.get(name) for name in passes]
         if check.refusal is not None:
             return f"{check.refusal}{suffix}"
-        for program in failed:
-            if isinstance(program, Exception):
-                return f"does not compile: {one_line(program)}{suffix}"
-    return None
+        programs = candidate.compiled(form, compiled)
+        for name in job.passes:
+            if isinstance(programs[name], Exception):
+                return f"does not compile: {one_line(programs[name])}{suffix}"
+    if not job.is_judged:
+        return None
+    form = candidate.checked
+    reason = candidate.checks[form].why_wrong(candidate.compiled(form, compiled))
+    return None if reason is None else f"{reason}{suffix}"
 
 
 def _time(
