@@ -51,6 +51,7 @@ class Options:
         parts: the number of parts.
         workers: processes that compile at a time.
         passes: to time.
+        recipes: names of those to time; empty for all.
         judge: compare results with the reference; off only where the same kernels
             passed on such a device before.
     """
@@ -63,6 +64,7 @@ class Options:
     parts: int = 1
     workers: int = TuneConfig().workers
     passes: tuple[str, ...] = ("training", "inference")
+    recipes: tuple[str, ...] = ()
     judge: bool = True
 
 
@@ -79,7 +81,11 @@ def time_sites(options: Options) -> int:
     jobs = [
         Job(
             site,
-            tuple(candidates(site)),
+            tuple(
+                choice
+                for choice in candidates(site)
+                if not options.recipes or choice.recipe.name in options.recipes
+            ),
             passes=options.passes,
             digests=False,
             is_judged=options.judge,

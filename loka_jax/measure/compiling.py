@@ -99,7 +99,8 @@ def lower(
         arguments: that it takes.
         options: of the compiler.
     """
-    run = jax.jit(of_leaves(function, arguments))
+    # Unused arguments stay, so that programs of equal text are called alike.
+    run = jax.jit(of_leaves(function, arguments), keep_unused=True)
     try:
         program = run.lower(*arguments.leaves)
     except Exception as error:  # a candidate may not run here
@@ -137,7 +138,7 @@ def _identity(lowered: Lowered) -> Any:
     if isinstance(program, Exception):
         return id(program)
     text = hashlib.sha256(program.as_text().encode()).digest()
-    return text, tuple(sorted(options.items()))
+    return text, str(program.out_tree), tuple(sorted(options.items()))
 
 
 def leaves(arguments: tuple) -> tuple:
