@@ -63,10 +63,10 @@ def local_performance() -> Local:
     fitted = fitted_table(device.device_kind)
     notes = (*notes, *more)
     if fitted.header.device_kind != device.device_kind:
+        missing = "No dispatch table" if shipped is None else "No random sites"
         notes += (
-            f"No dispatch table for {device.device_kind}: times are predicted from "
-            f"those of an {_FITTED_DEVICE} and this device's roofline; --plan tune "
-            "measures them.",
+            f"{missing} for {device.device_kind}: times are predicted from those of an "
+            f"{_FITTED_DEVICE} and this device's roofline; --plan tune measures them.",
         )
     model = PerformanceModel(
         table,
@@ -93,10 +93,11 @@ def shipped_path(device_kind: str) -> pathlib.Path:
 def fitted_table(device_kind: str) -> Table:
     """Returns the shipped measurements that predictions are fitted on.
 
-    Those of this kind of device, or of an H200. They hold for predictions even if
-    versions or kernels have changed a little since.
+    Those of this kind of device if its random sites were measured, else of an H200.
+    They hold for predictions even if versions or kernels have changed a little since.
     """
-    kind = device_kind if shipped_path(device_kind).is_file() else _FITTED_DEVICE
+    random_path = _FITTED / f"{_slug(device_kind)}.json"
+    kind = device_kind if random_path.is_file() else _FITTED_DEVICE
     table = tables.read(shipped_path(kind))
     random = tables.read(_FITTED / f"{_slug(kind)}.json")
     return Table(table.header, random.sites | table.sites, table.roofline)
