@@ -126,6 +126,7 @@ class NormGradients(NamedTuple):
             None if not requested.
         dz_amax: float32 `[P]`, amaxes of P parts of dz, if a scale was passed in.
         dgamma, dbeta: float32, summed over the rows; None without gamma, beta.
+        dbias: the same, where there is no norm; None otherwise: the sum of dz.
     """
 
     dz: Float[Array, "m n"]
@@ -133,6 +134,12 @@ class NormGradients(NamedTuple):
     dz_amax: Float[Array, "p"] | None
     dgamma: Float[Array, "n"] | None
     dbeta: Float[Array, "n"] | None
+    dbias: Float[Array, "n"] | None = None
+
+    @property
+    def of_vectors(self) -> tuple[Float[Array, "n"] | None, ...]:
+        """The gradients of gamma, beta and bias."""
+        return self.dgamma, self.dbeta, self.dbias
 
 
 def norm_features(norm: NormName, n: int) -> int:

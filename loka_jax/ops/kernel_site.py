@@ -73,12 +73,16 @@ class _Residuals(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The gradients of a site except that of rhs; None for an absent parameter."""
+    """The gradients of a site except that of rhs; None for an absent parameter.
+
+    That of the bias is None, too, where no kernel sums it.
+    """
 
     lhs: Array
     g: SiteOperand
     gamma: Array | None
     beta: Array | None
+    bias: Array | None = None
 
 
 # FP8 goes in and out as data and scale_inv: under `custom_vjp` JAX fills containers
@@ -138,8 +142,9 @@ def _backward(site: KernelRun, residuals: _Residuals, out_gradients):
         "rhs": drhs,
         "gamma": gradients.gamma,
         "beta": gradients.beta,
+        "bias": gradients.bias,
     }
-    if residuals.vectors.bias is not None:
+    if residuals.vectors.bias is not None and gradients.bias is None:
         assert g.value is not None
         by_name["bias"] = jnp.sum(g.value, axis=0, dtype=jnp.float32)
     by_name = {name: x for name, x in by_name.items() if x is not None}
@@ -237,7 +242,7 @@ def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
     g = _read_g(site, norm.dz, residuals.state)
     if gemm is None:
         dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)
-        return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+        return _Gradients(dlhs, g, *norm.of_vectors)
     weight = products.view("dlhs", "rhs", residuals.rhs)
     assert isinstance(weight, Fp8Array) and norm.dz_fp8 is not None
     dlhs = xla.fp8_matmul(
@@ -246,7 +251,7 @@ def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
         out_dtype=dy.dtype,
         fast_accumulation=gemm.fast_accumulation,
     )
-    return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+    return _Gradients(dlhs, g, *norm.of_vectors)
 
 
 def _stored_cast(site: KernelRun) -> Cast | None:
@@ -267,15 +272,17 @@ def _backward_under_stored_scale(
     assert norm.dz_fp8 is not None and norm.dz_amax is not None
     g = with_copy(norm.dz, norm.dz_fp8, norm.dz_amax)
     dlhs = products.multiply("dlhs", g, residuals.rhs, out_dtype=dy.dtype)
-    return _Gradients(dlhs, g, norm.dgamma, norm.dbeta)
+    return _Gradients(dlhs, g, *norm.of_vectors)
 
 
 def _norm_backward(
     site: KernelRun, dy, residuals: _Residuals, dz_scale_inv=None, *, dz_fp8
 ) -> NormGradients:
     """Returns the gradients from the kernel of norm and activation."""
-    kernel, vectors = site.plan.dlhs.kernel, residuals.vectors._replace(bias=None)
+    kernel, vectors = site.plan.dlhs.kernel, residuals.vectors
     assert kernel is not None
+    if site.plan.spec.norm != "none":
+        vectors = vectors._replace(bias=None)
     scale_inv = {"dz_scale_inv": dz_scale_inv}
     options = dict(site.static, dz_fp8=dz_fp8, scale_inv=scale_inv)
     return kernels.launch(kernel, dy, residuals.norm, vectors, **options)

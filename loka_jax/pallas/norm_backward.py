@@ -4,7 +4,8 @@
     dz = rstd (g - mean(g) - xhat mean(g xhat))
     dgamma = sum over rows of du xhat    dbeta = sum over rows of du
 
-RMS and block norms drop `mean(g)`; without a norm `dz = du`. dz is written in bfloat16,
+RMS and block norms drop `mean(g)`; without a norm `dz = du`, and `dbias`, the sum over
+rows of dz, is taken here too. dz is written in bfloat16,
 and on request in FP8 too, with one scale per row or under one scale passed in. The
 kernel is limited by memory bandwidth alone.
 
@@ -76,7 +77,7 @@ def why_not(
     if config.lanes not in (32, 128):
         return f"lanes={config.lanes} leave sums of columns in several lanes"
     layout = RowLayout(m, n, config)
-    sums = column_sums.area_bytes(layout) if norm in ("layer", "rms") else 0
+    sums = 0 if norm == "block" else column_sums.area_bytes(layout)
     return layout.why_not(norm, element_bytes=2 + dtype.itemsize, extra_bytes=sums)
 
 
@@ -107,7 +108,8 @@ def norm_backward(
     Args:
         dy: bfloat16 gradient of the activations.
         residuals: of the forward pass; xhat in bfloat16, or after a norm in E4M3.
-        vectors: gamma and beta of a "layer" or "rms" norm; the bias is not used.
+        vectors: gamma and beta of a "layer" or "rms" norm; without a norm the bias, if
+            its gradient is wanted.
         epilogue: norm and activation of the forward pass; epsilon is not used.
         dz_fp8: write dz in this format too.
         dz_scale_inv: its scale, beyond which values saturate. None for one scale per
@@ -120,12 +122,13 @@ def norm_backward(
         ValueError: if this shape or this config is not served (see `why_not`).
     """
     (m, n), norm, (xhat, rstd) = dy.shape, epilogue.norm, residuals
-    _, gamma, beta = vectors
+    bias, gamma, beta = vectors
     config = config or default_config(n, norm=norm)
     reason = why_not(m, n, norm=norm, xhat_dtype=xhat.dtype, config=config)
     if reason is not None:
         raise ValueError(f"norm_backward: {reason}.")
     assert norm in ("layer", "rms") or (gamma is None and beta is None)
+    assert norm == "none" or bias is None
     assert (rstd is None) == (norm == "none")
     has_scale = dz_scale_inv is not None
     assert dz_fp8 is not None or not has_scale
@@ -138,7 +141,7 @@ def norm_backward(
         beta=layout.fold_vector(beta),
         dz_scale_inv=dz_scale_inv.reshape(1) if has_scale else None,
     )
-    candidates = dict(gamma=gamma, beta=beta)
+    candidates = dict(gamma=gamma, beta=beta, bias=bias)
     summed = tuple(name for name, x in candidates.items() if x is not None)
     kernel = _Kernel(layout, xhat.dtype, epilogue, dz_fp8, has_scale, summed)
     return kernel.gradients(kernel.launch(inputs, interpret), dz_scale_inv)
@@ -234,8 +237,8 @@ class _Kernel:
         if "gamma" in sums:
             sums["gamma"] = sums["gamma"] * self.xhat_scale
         dz = results.dz.reshape(m, n)
-        dgamma, dbeta = sums.get("gamma"), sums.get("beta")
-        return NormGradients(dz, dz_fp8, results.dz_amax, dgamma, dbeta)
+        by_name = (sums.get(name) for name in ("gamma", "beta", "bias"))
+        return NormGradients(dz, dz_fp8, results.dz_amax, *by_name)
 
     def _body(self, inputs: _Inputs, results: _Results, sums: Any = None, **scratch):
         layout = self.layout

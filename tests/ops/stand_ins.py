@@ -30,7 +30,10 @@ def _norm_backward(*args, interpret, dz_fp8, dz_scale_inv=None, **kwargs):
         copy, amax = fp8.cast(dz, dz_scale_inv, dz_fp8), fp8.amax_of_parts(dz)
     elif dz_fp8 is not None:
         copy = fp8.quantize(dz, dz_fp8, axes=(1,))
-    return NormGradients(dz.astype(jnp.bfloat16), copy, amax, *sums)
+    vectors, norm = args[2], kwargs["epilogue"].norm
+    dbias = jnp.sum(dz, axis=0) if vectors.bias is not None else None
+    assert norm == "none" or dbias is None
+    return NormGradients(dz.astype(jnp.bfloat16), copy, amax, *sums, dbias)
 
 
 _RUNS = {

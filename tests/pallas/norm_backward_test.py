@@ -210,6 +210,17 @@ def test_a_scale_passed_in(run, n, config):
     )
 
 
+@pytest.mark.parametrize("n, config", [(256, SMALL), (128, None)])
+def test_the_bias_has_a_gradient_without_a_norm(run, n, config):
+    dy, residuals, _ = _operands(n, "none", BF16)
+    epilogue, vectors = Epilogue("none", "swish"), NormVectors(bias=jnp.ones(n))
+    out = run(dy, residuals, vectors, epilogue=epilogue, config=config)
+    _, _, dbias, _, size = _reference(dy, residuals, vectors, epilogue)
+    chex.assert_shape(out.dbias, (n,))
+    assert np.all(np.abs(out.dbias - dbias) <= _slope_error() * size)
+    assert out.dgamma is None and out.dbeta is None
+
+
 def test_every_row_is_summed_once(run):
     m, n = M, 256
     rows = jnp.arange(m, dtype=jnp.float32)[:, None]
