@@ -16,10 +16,10 @@ from experiments.first_help import short_help
 from experiments.options import parse_options
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import read_config
 from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.next_day import default_config
 from loka_jax.train.record import CONFIG
+from loka_jax.train.source_run import read_config_of
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:
@@ -82,9 +82,8 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         return default_config(pathlib.Path(source)), rest
     workdir, _ = take(rest, "--workdir")
     if workdir is not None:
-        saved = pathlib.Path(workdir) / CONFIG
-        if saved.exists():
-            return read_config(saved), rest
+        if (pathlib.Path(workdir) / CONFIG).exists():
+            return read_config_of(pathlib.Path(workdir)), rest
         if "--resume" in rest:
             raise ValueError(
                 f"{workdir} holds no run to resume ({CONFIG} is missing): name the "

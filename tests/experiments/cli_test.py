@@ -1,6 +1,7 @@
 """The command line: what a user can get wrong ends in one sentence and a code."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from experiments import cli, configs, first_help, train
-from loka_jax import jsonfile
+from loka_jax import jsonfile, saved_format
 from loka_jax.recipe import RECIPES
 from loka_jax.train import session
 from loka_jax.train.guard import TrainingFailed
@@ -221,10 +222,11 @@ def test_a_workdir_that_holds_a_run_is_refused(run, tmp_path):
 
 @pytest.mark.usefixtures("no_data")
 def test_a_workdir_of_another_config_is_refused(run, tmp_path):
-    (tmp_path / "config.json").write_text('{"seed": 5}')
+    content = json.dumps({saved_format.KEY: saved_format.RUN, "seed": 5})
+    (tmp_path / "config.json").write_text(content)
     result = run(*GENERATED, "--workdir", tmp_path, "--resume")
     assert_refused(result, "holds a run with other options (--seed: saved 5, now 0; ")
-    assert (tmp_path / "config.json").read_text() == '{"seed": 5}'
+    assert (tmp_path / "config.json").read_text() == content
 
 
 @pytest.fixture
@@ -232,7 +234,8 @@ def workdir(tmp_path):
     """A folder with the configuration of a run."""
     config = configs.get_config("fp8_dlrm_tiny")
     config = dataclasses.replace(config, seed=7)
-    jsonfile.write(tmp_path / "config.json", config.identity())
+    saved = {saved_format.KEY: saved_format.RUN, **config.identity()}
+    jsonfile.write(tmp_path / "config.json", saved)
     return tmp_path
 
 
@@ -266,7 +269,11 @@ def test_an_option_that_may_not_change_is_refused_on_resume(
     [
         (None, ["holds no run to resume (config.json is missing)"]),
         ("{", ["config.json is not JSON"]),
-        ("{}", ["config.json: model.kind is None, which is none of Dcnv2, Dhen, "]),
+        ("{}", ["an earlier version of loka_jax wrote it): train the run again"]),
+        (
+            f'{{"format": {saved_format.RUN}}}',
+            ["config.json: model.kind is None, which is none of Dcnv2, Dhen, "],
+        ),
     ],
 )
 def test_a_workdir_without_a_configuration_is_refused(run, tmp_path, content, parts):
