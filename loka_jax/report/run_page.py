@@ -11,7 +11,7 @@ from typing import Any
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
-from loka_jax.report.breakdown_view import breakdown_view
+from loka_jax.report.breakdown_view import breakdown_views
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.days_view import days_view
 from loka_jax.report.render import Tile, flat, number, real, write_page
@@ -47,7 +47,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         tiles=_tiles(run),
         curves=_curves(run),
         days=days_view(summary.get("days")),
-        breakdown=breakdown_view(run.evaluation),
+        breakdowns=breakdown_views(run.evaluation),
         roles=ROLES,
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],

@@ -7,7 +7,8 @@
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
-    scores.npy      logits, labels and weights of the examples behind it
+    scores.npy      logits, labels and weights of the examples behind it, by label if
+                    there are several
     summary.json    the run in numbers, written last
     encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
@@ -164,7 +165,7 @@ class RunRecord:
 
     def write_scores(
         self,
-        scores: Scores,
+        scores: Mapping[str, Scores],
         split: str,
         columns: Sequence[str],
         encoding: ShardFolder | None = None,
@@ -172,15 +173,18 @@ class RunRecord:
         """Writes scores.npy, and the breakdown of these examples to evaluation.json.
 
         Args:
-            scores: of the examples.
+            scores: of the examples, by label.
             split: their name.
             columns: the names of the categorical columns.
             encoding: has the names of their values; None for generated data.
         """
-        parts = breakdown(scores, columns)
+        tasks = {name: breakdown(part, columns) for name, part in scores.items()}
         if encoding is not None:
-            parts["columns"] = with_names(parts["columns"], encoding)
-        self.write(EVALUATION, {"split": split} | parts)
+            for parts in tasks.values():
+                parts["columns"] = with_names(parts["columns"], encoding)
+        (first, *others) = tasks.values()
+        found = {"tasks": tasks} if others else first
+        self.write(EVALUATION, {"split": split} | found)
         scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

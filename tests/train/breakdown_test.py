@@ -49,6 +49,13 @@ def test_the_auc_of_each_value_is_that_of_scikit_learn(weigh):
         assert first["auc"] == pytest.approx(expected)
 
 
+def test_examples_without_the_label_count_nowhere():
+    found = scores()
+    missing = found._replace(labels=np.where(found.ids[:, 0] < 3, np.nan, found.labels))
+    known = Scores(*(part[found.ids[:, 0] >= 3] for part in found))
+    assert breakdown(missing, ("a", "b")) == breakdown(known, ("a", "b"))
+
+
 def test_the_most_frequent_values_come_first():
     values = by_value(by_logit(scores()), 1)["values"]
     assert [value["id"] for value in values] == [1, 2, 3, 4, 5]  # geometric
