@@ -170,7 +170,9 @@ def _build(
     with display.doing("preparing data, model and plan"):
         run = build(config, plan, display.say, base)
     print_data(console, run.splits.report)
-    print_columns(console, run.splits.report, run.tables.dim)
+    schema = run.splits.train.schema
+    dims = config.embedding.dims_of(schema.fields, schema.owners)
+    print_columns(console, run.splits.report, dims)
     print_sites(console, run.sites)
     print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
