@@ -30,8 +30,9 @@ def parse(arguments: list[str], script: str = "train.py") -> Config:
         script: name of the script in experiments/.
 
     Raises:
-        ValueError: in one sentence, for an unknown configuration or option.
-        SystemExit: with code 2 for a bad value (tyro's message), with 0 after `--help`.
+        ValueError: in one sentence, for an unknown configuration or option, or a bad
+            value.
+        SystemExit: with code 0 after `--help`.
     """
     default, rest = _default(arguments, script)
     return parse_options(default, rest, script, config=default.name)

@@ -43,16 +43,14 @@ def run(capsys):
 
 
 def assert_refused(result, *parts):
-    """Asserts exit code 2 and one sentence, in tyro's box or on a line of its own."""
+    """Asserts exit code 2 and one sentence on a line of its own."""
     code, _, err = result
-    text = " ".join(err.replace("│", " ").split())
     assert code == 2, err
     assert "Traceback" not in err
     for part in parts:
-        assert part in text
-    if "For full helptext" not in text:
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        assert err.endswith((".\n", "?\n")), err
+        assert part in err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert err.endswith((".\n", "?\n")), err
 
 
 def test_help_without_a_configuration_lists_them_and_ten_options(run):
@@ -129,9 +127,21 @@ def test_the_short_help_imports_nothing_heavy():
         ),
         ([*GENERATED, "--loop.batch_sizes", "8"], ["did you mean --loop.batch-size"]),
         ([*GENERATED, "--norm", "layer", "rms"], ["'rms' belongs to no option"]),
-        ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
-        ([*GENERATED, "--loop.batch-size", "1.5"], ["--loop.batch-size", "1.5"]),
-        ([*GENERATED, "--optim.dense", "adamm"], ["--optim.dense", "adamw"]),
+        ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr abc must be a number."]),
+        (
+            [*GENERATED, "--loop.batch-size", "1.5"],
+            ["--loop.batch-size 1.5 must be an integer."],
+        ),
+        ([*GENERATED, "--data.rows", "3", "x"], ["--data.rows 3 x must be integers."]),
+        (
+            [*GENERATED, "--loop.max-steps", "x"],
+            ["--loop.max-steps x must be None or an integer."],
+        ),
+        ([*GENERATED, "--loop.epochs"], ["--loop.epochs lacks its value: add one"]),
+        (
+            [*GENERATED, "--optim.dense", "adamm"],
+            ["--optim.dense is 'adamm': did you mean 'adam'? Use one of a"],
+        ),
         ([*GENERATED, "--optim.lr", "nan"], ["--optim.lr nan must lie between"]),
         ([*GENERATED, "--loop.batch-size", "-1"], ["-1 must be at least 1"]),
         ([*GENERATED, "--loop.batch-size", "99999999999"], ["must be at most"]),

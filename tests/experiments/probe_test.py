@@ -83,8 +83,9 @@ def test_what_a_user_can_mend_is_one_sentence(arguments, match, capsys, monkeypa
 
 
 def test_help_and_bad_options(capsys):
-    for arguments, code in ((["--help"], 0), (["--survey.pairs", "1"], 2)):
-        with pytest.raises(SystemExit) as done:
-            main(["--config", "fp8_dlrm_tiny", *arguments])
-        assert done.value.code == code
+    with pytest.raises(SystemExit) as done:
+        main(["--config", "fp8_dlrm_tiny", "--help"])
+    assert done.value.code == 0
     assert "--survey.limits.speedup" in capsys.readouterr().out
+    assert main(["--config", "fp8_dlrm_tiny", "--survey.pairs", "1"]) == 2
+    assert "--survey.pairs" in capsys.readouterr().err
