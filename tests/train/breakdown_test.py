@@ -54,6 +54,8 @@ def test_examples_without_the_label_count_nowhere():
     missing = found._replace(labels=np.where(found.ids[:, 0] < 3, np.nan, found.labels))
     known = Scores(*(part[found.ids[:, 0] >= 3] for part in found))
     assert breakdown(missing, ("a", "b")) == breakdown(known, ("a", "b"))
+    without = breakdown(found._replace(labels=found.labels * np.nan), ("a", "b"))
+    assert without["examples"] == 0 and without["calibration_curve"] == []
 
 
 def test_the_most_frequent_values_come_first():
