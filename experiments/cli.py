@@ -16,10 +16,7 @@ from experiments.first_help import short_help
 from experiments.options import parse_options
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import read_config
 from loka_jax.train.guard import TrainingFailed
-from loka_jax.train.next_day import default_config
-from loka_jax.train.record import CONFIG
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:
@@ -33,8 +30,9 @@ def parse(arguments: list[str], script: str = "train.py") -> Config:
         script: name of the script in experiments/.
 
     Raises:
-        ValueError: in one sentence, for an unknown configuration or option.
-        SystemExit: with code 2 for a bad value (tyro's message), with 0 after `--help`.
+        ValueError: in one sentence, for an unknown configuration or option, or a bad
+            value.
+        SystemExit: with code 0 after `--help`.
     """
     default, rest = _default(arguments, script)
     return parse_options(default, rest, script, config=default.name)
@@ -77,19 +75,9 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     name, rest = take(arguments, "--config")
     if name is not None:
         return find_config(name), rest
-    source, _ = take(rest, "--init-from")
-    if source is not None:
-        return default_config(pathlib.Path(source)), rest
-    workdir, _ = take(rest, "--workdir")
-    if workdir is not None:
-        saved = pathlib.Path(workdir) / CONFIG
-        if saved.exists():
-            return read_config(saved), rest
-        if "--resume" in rest:
-            raise ValueError(
-                f"{workdir} holds no run to resume ({CONFIG} is missing): name the "
-                "folder of a run, or begin one with --config NAME."
-            )
+    config = _of_a_run(rest)
+    if config is not None:
+        return config, rest
     if asks_for_help(rest):
         print(short_help(script))
         raise SystemExit(0)
@@ -99,6 +87,29 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         f"--config NAME is missing: {hint}use one of {', '.join(names())}; or resume a "
         "run with --resume --workdir FOLDER."
     )
+
+
+def _of_a_run(arguments: list[str]) -> Config | None:
+    """Returns the configuration of the run in `--init-from` or `--workdir`, or None."""
+    # Half a second of imports, which --help need not wait for.
+    from loka_jax.train.next_day import default_config
+    from loka_jax.train.record import CONFIG
+    from loka_jax.train.source_run import read_config_of
+
+    source, _ = take(arguments, "--init-from")
+    if source is not None:
+        return default_config(pathlib.Path(source))
+    workdir, _ = take(arguments, "--workdir")
+    if workdir is None:
+        return None
+    if (pathlib.Path(workdir) / CONFIG).exists():
+        return read_config_of(pathlib.Path(workdir))
+    if "--resume" in arguments:
+        raise ValueError(
+            f"{workdir} holds no run to resume ({CONFIG} is missing): name the folder "
+            "of a run, or begin one with --config NAME."
+        )
+    return None
 
 
 def run_cli(command: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import tyro
 
 from experiments.arguments import asks_for_help
+from experiments.bad_values import one_sentence
 from experiments.first_help import keep_help
 
 
@@ -26,8 +27,8 @@ def parse_options[T](
             registered one is kept.
 
     Raises:
-        ValueError: for an unknown option, with the nearest ones.
-        SystemExit: with code 2 for a bad value (tyro's message), with 0 after `--help`.
+        ValueError: for a bad value, or for an unknown option, with the nearest ones.
+        SystemExit: with code 0 after `--help`.
     """
     prog = f"{script} --config {config}" if config else script
 
@@ -45,7 +46,8 @@ def parse_options[T](
         keep_help(script, config, text)
         print(text)
         raise SystemExit(0)
-    parsed, unknown = read(arguments)
+    with one_sentence(prog):
+        parsed, unknown = read(arguments)
     if unknown:
         raise ValueError(_unknown(unknown[0], _help_of(read), prog))
     return parsed

@@ -15,6 +15,9 @@ from typing import Literal
 
 import tyro
 
+from experiments.bad_values import one_sentence
+from loka_jax.terminal import printable
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -50,7 +53,12 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    try:
+        with one_sentence("predict.py"):
+            arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    except ValueError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 2
     print(f"Reading {arguments.workdir} ...", flush=True)
     from experiments.cli import run_cli  # imports JAX: not before --help
 

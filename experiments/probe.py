@@ -61,27 +61,27 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
 def observed(config: Config) -> Config:
     """Returns the config with Probe on, resuming the run in the workdir if any."""
     workdir = choose_workdir(config)
-    saved_config = workdir / "config.json"
+    is_begun = (workdir / record.CONFIG).exists()
     run = dataclasses.replace(
-        config.run, workdir=workdir, resume=config.run.resume or saved_config.exists()
+        config.run, workdir=workdir, resume=config.run.resume or is_begun
     )
     probe = config.probe
     if probe.every is None:
-        every = _saved_every(saved_config) if saved_config.exists() else _EVERY
+        every = _saved_every(workdir) if is_begun else _EVERY
         probe = dataclasses.replace(probe, every=every)
     return dataclasses.replace(config, run=run, probe=probe)
 
 
-def _saved_every(saved_config: pathlib.Path) -> int:
+def _saved_every(workdir: pathlib.Path) -> int:
     """Returns the interval of observed steps of the run being resumed.
 
     Raises:
         ValueError: if it began without Probe.
     """
-    every = as_dict(as_dict(jsonfile.read(saved_config)).get("probe")).get("every")
+    every = as_dict(record.saved_config(workdir).get("probe")).get("every")
     if type(every) is not int:
         raise ValueError(
-            f"{saved_config.parent} holds a run that Probe did not observe: choose "
+            f"{workdir} holds a run that Probe did not observe: choose "
             "another --workdir, or train with --probe.every 100."
         )
     return every

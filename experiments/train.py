@@ -17,13 +17,19 @@ if __name__ == "__main__":  # the imports below take seconds
 
 
 from experiments.cli import parse, run_cli
-from loka_jax.train.session import train
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line asks and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return run_cli(lambda: train(parse(arguments), arguments).exit_code)
+
+    def command() -> int:
+        config = parse(arguments)  # answers --help
+        from loka_jax.train.session import train  # half a second of imports
+
+        return train(config, arguments).exit_code
+
+    return run_cli(command)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
 # Lowest first.
 LAYERS = (
     ("terminal",),
-    ("fp8", "quality", "jsonfile", "options", "cache_folder", "max_merge"),
+    (
+        "fp8",
+        "quality",
+        "jsonfile",
+        "options",
+        "cache_folder",
+        "max_merge",
+        "saved_format",
+    ),
     ("recipe", "normed"),
     ("scaling", "site", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other

@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+from loka_jax import saved_format
 from loka_jax.cache_folder import cache_folder
 from loka_jax.data import convert, shards
 from loka_jax.data.config import DataConfig
@@ -68,7 +69,7 @@ def _digest(config: DataConfig, sources: Sources) -> str:
         for path in paths
     ]
     settings = settings_of(config)
-    key = [shards.VERSION, config.kind, settings, files]
+    key = [saved_format.SHARDS, config.kind, settings, files]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 

@@ -13,11 +13,11 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
+from loka_jax import saved_format
 from loka_jax.data.batch import Schema
 
 MANIFEST = "manifest.json"
 FORMAT = "loka_jax shards"
-VERSION = 2
 SPLITS = ("train", "valid", "test")
 MAX_MANIFEST_BYTES = 16 << 20
 _FILE_NAME = re.compile(r"[a-z]+-[0-9]{2,6}\.(npy|parquet)")
@@ -33,7 +33,7 @@ class FileEntry:
         bytes: its size.
         sha256: its digest.
         values_sha256: the digest of a vocabulary's values, whatever file holds them;
-            that of the file in older folders.
+            that of the file for records.
     """
 
     rows: int
@@ -163,8 +163,9 @@ def _no_number(name: str):
 def _parse(value: object) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise _Refused(f"its format is not {FORMAT!r}")
-    if value.get("version") != VERSION:
-        raise _Refused(f"its version is not {VERSION}")
+    why_not = saved_format.why_not(value.get("version"), saved_format.SHARDS)
+    if why_not is not None:
+        raise _Refused(why_not)
     files = {
         _file_name(name): _file_entry(entry, name)
         for name, entry in _typed(value, "files", dict).items()

@@ -24,12 +24,12 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from loka_jax import saved_format
 from loka_jax.data.batch import Schema
 from loka_jax.data.manifest import (
     FORMAT,
     MANIFEST,
     SPLITS,
-    VERSION,
     FileEntry,
     check_regular,
     read_manifest,
@@ -167,7 +167,7 @@ class ShardWriter:
                 self.add_shard(split, np.concatenate(waiting))
         manifest = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": saved_format.SHARDS,
             "schema": asdict(schema),
             "splits": self._splits,
             "files": self._files,

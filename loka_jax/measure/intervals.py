@@ -8,7 +8,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 _UPPER = 0.975  # an interval leaves out 2.5 % at either end
 
@@ -62,6 +61,8 @@ def next_value(mean: float, deviation: float, count: int | float) -> Interval:
 
 def quantile(count: int | float) -> float:
     """Returns the standard errors from the mean of `count` values to either end."""
+    from scipy.special import stdtrit  # a fifth of a second, not for --help
+
     return float(stdtrit(count - 1, _UPPER))
 
 

@@ -71,3 +71,48 @@ class TableSpec:
         fields = range(len(self.rows))
         owners = self.owners or tuple(fields)
         return tuple(self.rows[f] if owners[f] == f else 0 for f in fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedTables:
+    """Tables of several embedding dims: a stack for each dim.
+
+    Attributes:
+        stacks: the tables of the fields that have the same dim.
+        fields: the numbers of each stack's fields among all, in ascending order.
+        dim: D, the dim of the vectors that the model takes.
+    """
+
+    stacks: tuple[TableSpec, ...]
+    fields: tuple[tuple[int, ...], ...]
+    dim: int
+
+
+type Tables = TableSpec | MixedTables
+
+
+def with_dims(spec: TableSpec, dims: tuple[int, ...]) -> Tables:
+    """Returns the tables of `spec` with the dim of each field in place of `spec.dim`.
+
+    The same `spec` if it is that of all. Fields that share a table have the same.
+    """
+    if set(dims) == {spec.dim}:
+        return spec
+    groups = tuple(
+        tuple(field for field, other in enumerate(dims) if other == dim)
+        for dim in sorted(set(dims))
+    )
+    stacks = tuple(_part(spec, fields, dims[fields[0]]) for fields in groups)
+    return MixedTables(stacks, groups, spec.dim)
+
+
+def _part(spec: TableSpec, fields: tuple[int, ...], dim: int) -> TableSpec:
+    """Returns the tables of some fields, with their own dim."""
+    owners = spec.owners or tuple(range(len(spec.rows)))
+    lists = [field - spec.num_single for field in fields if field >= spec.num_single]
+    return TableSpec(
+        rows=tuple(spec.rows[field] for field in fields),
+        dim=dim,
+        pooling=tuple(spec.pooling[place] for place in lists),
+        owners=tuple(fields.index(owners[field]) for field in fields),
+    )

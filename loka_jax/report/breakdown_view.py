@@ -10,8 +10,15 @@ from loka_jax.report.render import real
 _MAX_COLUMNS = 100
 
 
-def breakdown_view(evaluation: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what the page shows of evaluation.json; None if there is nothing."""
+def breakdown_views(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what the page shows of evaluation.json, for each label that has some."""
+    split = str(evaluation.get("split") or "evaluation")
+    tasks = as_dict(evaluation.get("tasks"))
+    views = [_view(as_dict(part), f"{split}, {name}") for name, part in tasks.items()]
+    return [view for view in (_view(evaluation, split), *views) if view is not None]
+
+
+def _view(evaluation: dict[str, Any], what: str) -> dict[str, Any] | None:
     columns = [
         column | {"values": _dicts(column.get("values"))}
         for column in _dicts(evaluation.get("columns"))
@@ -19,18 +26,17 @@ def breakdown_view(evaluation: dict[str, Any]) -> dict[str, Any] | None:
     bins = _dicts(evaluation.get("calibration_curve"))
     if not columns and not bins:
         return None
-    split = str(evaluation.get("split") or "evaluation")
     return {
-        "split": split,
+        "what": what,
         "examples": evaluation.get("examples"),
-        "figures": _calibration(bins, split) if charts.can_draw() else [],
+        "figures": _calibration(bins, what) if charts.can_draw() else [],
         "bins": bins,
         "columns": columns[:_MAX_COLUMNS],
         "hidden": max(len(columns) - _MAX_COLUMNS, 0),
     }
 
 
-def _calibration(bins: list[dict[str, Any]], split: str) -> list[charts.Figure]:
+def _calibration(bins: list[dict[str, Any]], what: str) -> list[charts.Figure]:
     names = ("mean_prediction", "mean_label", "mean_label_low", "mean_label_high")
     found = [[real(part.get(name)) for name in names] for part in bins]
     points = [
@@ -39,7 +45,7 @@ def _calibration(bins: list[dict[str, Any]], split: str) -> list[charts.Figure]:
         if None not in values
     ]
     title = "Calibration by prediction"
-    return charts.intervals(title, split, points, "mean prediction", "mean label")
+    return charts.intervals(title, what, points, "mean prediction", "mean label")
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

@@ -112,9 +112,11 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
     base, rate = (
         real(_numbers(each).get("examples_per_second")) for each in (first, run)
     )
+    scored = {k: (v, run.scored[k]) for k, v in first.scored.items() if k in run.scored}
+    examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
         "name": run.name,
-        "examples": _shown(by_examples(first, run) or {}),
+        "examples": {k: _shown(found) for k, found in examples.items() if found},
         "steps": _shown(by_steps(first.files, run.files)),
         "speedup": rate / base if base and rate else None,
     }

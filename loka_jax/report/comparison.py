@@ -49,12 +49,13 @@ class ComparedRun(NamedTuple):
     Attributes:
         name: a name that no other of them has.
         files: its files.
-        scored: its scored examples; None if they were not kept.
+        scored: its scored examples by label ("" if there is one); empty if they were
+            not kept.
     """
 
     name: str
     files: RunFiles
-    scored: Scored | None
+    scored: dict[str, Scored]
 
 
 class Difference(NamedTuple):
@@ -73,7 +74,7 @@ class Difference(NamedTuple):
 
 def why_not_comparable(base: RunFiles, other: RunFiles) -> str | None:
     """Returns what the examples differ in that two runs were evaluated on, or None."""
-    for name in ("kind", "label"):
+    for name in ("kind", "label", "labels"):
         one, two = (as_dict(run.config.get("data")).get(name) for run in (base, other))
         if one != two:
             return f"data.{name} is {one} and {two}"
@@ -90,13 +91,12 @@ def _examples(run: RunFiles, split: str) -> object:
     return as_dict(as_dict(run.summary.get("data")).get("examples")).get(split)
 
 
-def by_examples(base: ComparedRun, other: ComparedRun) -> dict[str, Difference] | None:
+def by_examples(one: Scored, two: Scored) -> dict[str, Difference] | None:
     """Returns the differences of log loss, NE in percent and AUC over examples.
 
-    None if the runs did not score the same examples.
+    None if they are not the same examples.
     """
-    one, two = base.scored, other.scored
-    if one is None or two is None or not len(one.labels):
+    if not len(one.labels):
         return None
     if not all(np.array_equal(a, b) for a, b in zip(one[1:], two[1:], strict=True)):
         return None

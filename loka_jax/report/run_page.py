@@ -4,6 +4,7 @@ The files of a run can be incomplete, broken or edited: a value of an unexpected
 shown as absent.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
-from loka_jax.report.breakdown_view import breakdown_view
+from loka_jax.report.breakdown_view import breakdown_views
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.days_view import days_view
 from loka_jax.report.render import Tile, flat, number, real, write_page
@@ -47,13 +48,13 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         tiles=_tiles(run),
         curves=_curves(run),
         days=days_view(summary.get("days")),
-        breakdown=breakdown_view(run.evaluation),
+        breakdowns=breakdown_views(run.evaluation),
         roles=ROLES,
         sites=_sites(run.sites),
         plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
         changes=_sentences(summary.get("changes")),
         scales=_scales(run.scales),
-        data=_data(as_dict(summary.get("data")), _dim(run)),
+        data=_data(as_dict(summary.get("data")), as_dict(run.config.get("embedding"))),
         command=command,
         is_guessed=is_guessed,
         settings={
@@ -261,12 +262,7 @@ def _scale(lines: list[dict], name: str) -> dict[str, Any] | None:
     return {"name": name, "values": values} | ends
 
 
-def _dim(run: RunFiles) -> int | None:
-    dim = as_dict(run.config.get("embedding")).get("dim")
-    return dim if isinstance(dim, int) else None
-
-
-def _data(data: dict[str, Any], dim: int | None) -> dict[str, Any] | None:
+def _data(data: dict[str, Any], embedding: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the examples, split rule, tables, values by policy, and bad rows."""
     if not data:
         return None
@@ -283,15 +279,20 @@ def _data(data: dict[str, Any], dim: int | None) -> dict[str, Any] | None:
         "examples": as_dict(data.get("examples")),
         "counts": [part for part in counts if part["totals"]],
         "bad_rows": _bad_rows(data.get("bad_rows")),
-        "tables": _tables(as_dict(data.get("categorical")), dim),
+        "tables": _tables(as_dict(data.get("categorical")), embedding),
         "others": flat({k: v for k, v in data.items() if k not in shown}),
     }
 
 
-def _tables(columns: dict[str, Any], dim: int | None) -> list[dict[str, Any]]:
+def _tables(columns: dict[str, Any], embedding: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a row for each categorical column: its table and what is in it."""
+    entries = (text.rpartition("=") for text in _texts(embedding.get("dims")))
+    own = {
+        name: int(dim) for name, _, dim in entries if re.fullmatch("[0-9]{1,4}", dim)
+    }
     rows = []
     for name, value in list(columns.items())[:_MAX_COLUMNS]:
+        dim = real(own.get(name, embedding.get("dim")))
         facts = as_dict(value)
         num_rows, is_own = real(facts.get("rows")), "table_of" not in facts
         top = facts.get("most_frequent")

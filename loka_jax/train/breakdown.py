@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Attributes:
         logits: float32, finite.
-        labels: 0 or 1.
+        labels: 0 or 1; NaN where one of several is missing.
         weights: positive.
         ids: of each categorical column.
     """
@@ -55,8 +55,11 @@ class _Sums(NamedTuple):
 
 
 def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
-    """Returns the calibration curve, and the quality by columns, as JSON values."""
-    scores = by_logit(scores)
+    """Returns the calibration curve, and the quality by columns, as JSON values.
+
+    Both are of the examples that have the label.
+    """
+    scores = by_logit(labelled(scores))
     return {
         "examples": len(scores.logits),
         "calibration_curve": calibration_curve(scores),
@@ -88,6 +91,12 @@ def with_names(
         return column | {"values": values}
 
     return [named(column) for column in columns]
+
+
+def labelled(scores: Scores) -> Scores:
+    """Returns the examples that have the label."""
+    is_known = ~np.isnan(scores.labels)
+    return Scores(*(part[is_known] for part in scores))
 
 
 def by_logit(scores: Scores) -> Scores:

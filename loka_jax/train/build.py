@@ -18,7 +18,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
-from loka_jax.ops import embedding
+from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics, tasks
 from loka_jax.train.config import Config
@@ -96,7 +96,7 @@ class Run:
     config: Config
     splits: Splits
     model: linen.Module
-    tables: embedding.TableSpec
+    tables: Tables
     list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
     plan: DispatchPlan
     plan_notes: tuple[str, ...]
@@ -226,7 +226,7 @@ class Network(NamedTuple):
         list_sites: from a plan to every GEMM of the model at the training batch size.
     """
 
-    tables: embedding.TableSpec
+    tables: Tables
     list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
 
 
@@ -243,17 +243,20 @@ def network(config: Config, schema: Schema) -> Network:
             "the model needs at least one categorical column: name them with "
             "--data.categorical A B C."
         )
-    tables = embedding.TableSpec(
+    dim = config.embedding.dim
+    stack = TableSpec(
         rows=schema.vocab_sizes,
-        dim=config.embedding.dim,
+        dim=dim,
         pooling=config.embedding.pooling_of(schema.multi),
         owners=schema.tables if schema.owners else (),
     )
+    dims = config.embedding.dims_of(schema.fields, schema.owners)
+    tables = with_dims(stack, tuple(dims.values()))
     _check_ids(config.loop.batch_size, schema)
     rows = config.loop.batch_size // config.loop.microbatches
     inputs = (
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
-        jax.ShapeDtypeStruct((rows, len(tables.rows), tables.dim), jnp.float32),
+        jax.ShapeDtypeStruct((rows, len(schema.fields), dim), jnp.float32),
     )
     return Network(tables, functools.partial(_list_sites, config.model, inputs))
 

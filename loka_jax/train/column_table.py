@@ -1,5 +1,6 @@
 """Prints what is in the categorical columns, and the quality by day."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -11,14 +12,14 @@ from loka_jax.train.progress import plain
 _MAX_COLUMNS = 40
 
 
-def print_columns(console: Console, report: dict[str, Any], dim: int):
+def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, int]):
     """Prints each column's vocabulary, parameters and most frequent values.
 
     Args:
         console: where to print.
         report: of the data, with `loka_jax.data.column_facts` under "categorical";
             nothing is printed without them.
-        dim: the embedding dim.
+        dims: the embedding dim of each column.
     """
     columns = report.get("categorical", {})
     if not columns:
@@ -37,16 +38,17 @@ def print_columns(console: Console, report: dict[str, Any], dim: int):
             plain(name),
             "hashed" if values is None else f"{values:,}",
             f"{rows:,}",
-            "shared" if "table_of" in facts else f"{rows * dim:,}",
+            "shared" if "table_of" in facts else f"{rows * dims[name]:,}",
             plain(", ".join(top)),
         )
     console.print(table)
-    own = (facts for facts in columns.values() if "table_of" not in facts)
-    rows = sum(facts["rows"] for facts in own)
+    own = {k: v["rows"] for k, v in columns.items() if "table_of" not in v}
+    rows, count = sum(own.values()), sum(own[name] * dims[name] for name in own)
+    (dim, *others) = {dims[name] for name in own}
+    by_dim = "" if others else f" x {dim}"
     more = len(columns) - _MAX_COLUMNS
     hidden = f" ({more:,} columns are not shown)" if more > 0 else ""
-    total = f"{rows:,} rows x {dim} = {rows * dim:,} parameters in tables{hidden}."
-    console.print(total)
+    console.print(f"{rows:,} rows{by_dim} = {count:,} parameters in tables{hidden}.")
     for name, facts in columns.items():
         if facts.get("new_values") is not None:
             console.print(plain(_growth(name, facts)))

@@ -23,6 +23,8 @@ from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
 
+_MAX_DIM = 4096
+_DIMS = f"in 1..{_MAX_DIM}"
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
 
@@ -31,7 +33,9 @@ class EmbeddingConfig:
     """The embedding tables.
 
     Attributes:
-        dim: dimension of every embedding vector.
+        dim: dimension of every embedding vector that the model takes.
+        dims: "COLUMN=8" gives the table of a column vectors of another dimension, which
+            a learned linear map takes to `dim`; columns that share the table follow.
         pooling: how the rows of a multi-valued column become one vector: "sum" or
             "mean" for all of them, "COLUMN=mean" for one; the default is "mean". Values
             with weights get the weighted sum or mean.
@@ -41,18 +45,39 @@ class EmbeddingConfig:
     """
 
     dim: int = 16
+    dims: tuple[str, ...] = ()
     pooling: tuple[str, ...] = ()
     init_stddev: float = 0.01
     implementation: Literal["xla"] | None = None
 
     def __post_init__(self):  # noqa: D105
-        require(1 <= self.dim <= 4096, "--embedding.dim", self.dim, "in 1..4096")
+        require(1 <= self.dim <= _MAX_DIM, "--embedding.dim", self.dim, _DIMS)
         require(
             0 <= self.init_stddev < 10,
             "--embedding.init-stddev",
             self.init_stddev,
             "in [0, 10)",
         )
+
+    def dims_of(
+        self, columns: tuple[str, ...], owners: tuple[str, ...] = ()
+    ) -> dict[str, int]:
+        """Returns the dim of each column's table.
+
+        Args:
+            columns: all columns.
+            owners: the column whose table each uses; () if each has its own.
+
+        Raises:
+            ValueError: for an entry that is not one of a column with a table.
+        """
+        owners = owners or columns
+        own = pairs("--embedding.dims", self.dims, tuple(dict.fromkeys(owners)))
+        for column, dim in own.items():
+            is_dim = dim.isdecimal() and 1 <= int(dim) <= _MAX_DIM
+            require(is_dim, f"--embedding.dims {column}", dim, _DIMS)
+        dims = (int(own.get(owner, self.dim)) for owner in owners)
+        return dict(zip(columns, dims, strict=True))
 
     def pooling_of(self, multi: tuple[str, ...]) -> tuple[Pooling, ...]:
         """Returns the pooling of each multi-valued column.

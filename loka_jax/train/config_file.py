@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, saved_format
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import shown
 from loka_jax.train.config import Config
@@ -96,6 +96,7 @@ def _dataclass(values: object, cls: type, where: str) -> Any:
         values = {name: value for name, value in values.items() if name != "kind"}
         fields = {name: field for name, field in fields.items() if name not in _FLAX}
     elif issubclass(cls, Config):
+        values = saved_format.without_key(values)
         del fields["run"]
     for name in values:
         if name not in fields:

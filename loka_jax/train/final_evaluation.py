@@ -19,25 +19,25 @@ class FinalEvaluation(NamedTuple):
 
     Attributes:
         values: AUC, log loss, NE and calibration of all examples.
-        sample: the scores of every so many batches; None if a logit is not finite, or
-            there are several tasks.
+        samples: the scores of every so many batches, by label, of the same examples;
+            empty if a logit is not finite.
     """
 
     values: dict[str, Any]
-    sample: Scores | None
+    samples: dict[str, Scores]
 
 
 def evaluate_finally(run: Run, state: TrainState, dataset: Dataset) -> FinalEvaluation:
     """Returns the final evaluation of `state` on `dataset`."""
     evaluated = run.evaluate(state, dataset)
-    sample = None
-    values = evaluated.values
-    if "tasks" not in values and values["non_finite"] == 0:
-        sample = _sample(evaluated, dataset, run.config.loop.batch_size)
-    return FinalEvaluation(chosen(values), sample)
+    values, samples = evaluated.values, {}
+    by_task = values.get("tasks", {"": values}).values()
+    if all(part["non_finite"] == 0 for part in by_task):
+        samples = _samples(evaluated, dataset, run.config.loop.batch_size)
+    return FinalEvaluation(chosen(values), samples)
 
 
-def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> Scores:
+def _samples(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:
     """Returns the scores of every so many batches, which are read again for ids."""
     stride = -(-len(evaluated.logits) // SAMPLE)
     steps = range(0, dataset.num_batches(size), stride)
@@ -47,6 +47,11 @@ def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> Scores:
     weights = evaluated.weights[places]
     real = weights > 0  # not padding
     rows = places[real]
-    return Scores(
-        evaluated.logits[rows], evaluated.labels[rows], weights[real], ids[real]
+    logits, labels = (
+        values[rows].reshape(len(rows), -1).T
+        for values in (evaluated.logits, evaluated.labels)
     )
+    return {
+        name: Scores(x, y, weights[real], ids[real])
+        for name, x, y in zip(dataset.schema.labels, logits, labels, strict=True)
+    }

@@ -20,7 +20,7 @@ import numpy as np
 
 from loka_jax import nn
 from loka_jax.data import Batch
-from loka_jax.ops import embedding
+from loka_jax.ops.tables import Tables
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_eval_step
@@ -82,7 +82,7 @@ class Guard:
 
 def likely_cause(
     model: nn.Planned,
-    tables: embedding.TableSpec,
+    tables: Tables,
     state: TrainState,
     batch: Batch | None,
     columns: tuple[str, ...],
@@ -122,7 +122,7 @@ def likely_cause(
 
 
 def logloss(
-    model: nn.Planned, tables: embedding.TableSpec, state: TrainState, batch: Batch
+    model: nn.Planned, tables: Tables, state: TrainState, batch: Batch
 ) -> float:
     """Returns the log loss of a batch, infinite if it is not a finite number.
 

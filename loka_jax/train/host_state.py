@@ -73,7 +73,7 @@ class Progress:
                 "drift": Watch.from_json(data["drift"]),
                 "guard": Guard(**data["guard"]),
                 "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
-                "days": tuple(data.get("days", ())),
+                "days": tuple(data["days"]),
             }
             return cls(**data | read)
         except (KeyError, TypeError) as error:

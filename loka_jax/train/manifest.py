@@ -10,13 +10,11 @@ import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, saved_format
 
 NAME = "manifest.json"
-FORMAT = 2
 
 
 class Damaged(Exception):
@@ -45,7 +43,7 @@ class Saved(NamedTuple):
 def write(path: Path, content: dict[str, Any]) -> None:
     """Writes a manifest of the files in `path`, with `content`, in one step."""
     files = {name: _sha256(path / name) for name in sorted(_files(path))}
-    manifest = {"format": FORMAT, "files": files, "content": content}
+    manifest = {saved_format.KEY: saved_format.RUN, "files": files, "content": content}
     jsonfile.write(path / NAME, {"manifest": manifest, "sha256": _digest(manifest)})
 
 
@@ -54,7 +52,7 @@ def verify(path: Path) -> dict[str, Any]:
 
     Raises:
         Damaged: at the first file that is missing, changed, not listed, or a symlink.
-        ValueError: if a later version wrote the manifest, or a file cannot be read.
+        ValueError: if another version wrote the manifest, or a file cannot be read.
     """
     try:
         present = _files(path)
@@ -124,11 +122,7 @@ def _read(path: Path) -> dict[str, Any]:
     manifest = outer.get("manifest")
     if not isinstance(manifest, dict) or outer.get("sha256") != _digest(manifest):
         raise Damaged(f"{file}: differs from what was written")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{file} has format {short(manifest.get('format'))}, but this version "
-            f"reads {FORMAT}: use the version of loka_jax that wrote it."
-        )
+    saved_format.require_run(path, manifest.get(saved_format.KEY))
     if not all(isinstance(manifest.get(name), dict) for name in ("files", "content")):
         raise Damaged(f"{file}: lists no files or has no content")
     return manifest

@@ -32,7 +32,10 @@ from loka_jax.train.state import TrainState
 
 _CARRIED = ("params", "fp8", "batch_stats", "opt_state", "table", "row_state")
 # What decides the shapes of these, beside all of `model`.
-_FIXED = ("embedding.dim", "optim.dense", "optim.rows", "optim.clip_norm")
+_FIXED = (
+    *("embedding.dim", "embedding.dims"),
+    *("optim.dense", "optim.rows", "optim.clip_norm"),
+)
 
 
 def default_config(workdir: pathlib.Path) -> Config:

@@ -7,7 +7,8 @@
     amaxes.jsonl    one line of amaxes per logged step, where Probe observes
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
-    scores.npy      logits, labels and weights of the examples behind it
+    scores.npy      logits, labels and weights of the examples behind it, by label if
+                    there are several
     summary.json    the run in numbers, written last
     encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
@@ -32,13 +33,14 @@ from typing import IO, Any
 import jax
 
 import loka_jax
-from loka_jax import jsonfile
+from loka_jax import jsonfile, saved_format
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
+from loka_jax.saved_format import without_key
 from loka_jax.train import folder_lock, scores_file
 from loka_jax.train.breakdown import Scores, breakdown, with_names
 
@@ -123,7 +125,7 @@ class RunRecord:
             step: the restored step, 0 for the start.
         """
         self._made = []
-        self.write(CONFIG, self._config)
+        self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
         for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
@@ -163,7 +165,7 @@ class RunRecord:
 
     def write_scores(
         self,
-        scores: Scores,
+        scores: Mapping[str, Scores],
         split: str,
         columns: Sequence[str],
         encoding: ShardFolder | None = None,
@@ -171,15 +173,18 @@ class RunRecord:
         """Writes scores.npy, and the breakdown of these examples to evaluation.json.
 
         Args:
-            scores: of the examples.
+            scores: of the examples, by label.
             split: their name.
             columns: the names of the categorical columns.
             encoding: has the names of their values; None for generated data.
         """
-        parts = breakdown(scores, columns)
+        tasks = {name: breakdown(part, columns) for name, part in scores.items()}
         if encoding is not None:
-            parts["columns"] = with_names(parts["columns"], encoding)
-        self.write(EVALUATION, {"split": split} | parts)
+            for parts in tasks.values():
+                parts["columns"] = with_names(parts["columns"], encoding)
+        (first, *others) = tasks.values()
+        found = {"tasks": tasks} if others else first
+        self.write(EVALUATION, {"split": split} | found)
         scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -232,6 +237,18 @@ def steps_in(directory: Path) -> list[int]:
     return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
 
 
+def saved_config(workdir: Path) -> dict[str, Any]:
+    """Returns the JSON values of a run's config.
+
+    Raises:
+        ValueError: if another version of loka_jax wrote them, or they are not JSON.
+        OSError: if they cannot be read.
+    """
+    config = as_dict(jsonfile.read(workdir / CONFIG))
+    saved_format.require_run(workdir, config.get(saved_format.KEY))
+    return without_key(config)
+
+
 def read_run(workdir: Path) -> RunFiles:
     """Returns the contents of a run's files, as far as they can be read.
 
@@ -260,7 +277,7 @@ def read_run(workdir: Path) -> RunFiles:
     lines = read_lines(METRICS)
     run = RunFiles(
         summary=summary,
-        config=as_dict(summary.get("config")) or read(CONFIG, dict),
+        config=as_dict(summary.get("config")) or without_key(read(CONFIG, dict)),
         train=[line for line in lines if line.get("kind") == "train"],
         evals=[line for line in lines if line.get("kind") == "eval"],
         sites=[as_dict(site) for site in read(SITES, list)],
@@ -319,7 +336,7 @@ def _check_owner(
         )
     changed = [
         line.split(": ", 1)
-        for line in jsonfile.explain_mismatch(jsonfile.read(path), dict(config))
+        for line in jsonfile.explain_mismatch(saved_config(workdir), dict(config))
     ]
     refused = [
         f"{option_of(field)}: {values}"

@@ -1,8 +1,13 @@
-"""scores.npy in a workdir: logits, labels and weights of the final evaluation."""
+"""scores.npy in a workdir: logits, labels and weights of the final evaluation.
+
+A record has the fields `logits`, `labels` and `weights`; of several labels, one field
+for each, which has these three. A label that an example lacks is NaN.
+"""
 
 import io
 import os
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,35 +16,66 @@ from loka_jax.report import Scored
 from loka_jax.train.breakdown import Scores
 
 NAME = "scores.npy"
+_FIELDS = [(name, np.float32) for name in Scored._fields]
 
 
-def write_scores(workdir: str | os.PathLike, scores: Scores) -> None:
-    """Writes a NumPy file with a record for each example, in one step."""
-    records = np.empty(len(scores.logits), [(x, np.float32) for x in Scored._fields])
-    for name in Scored._fields:
-        records[name] = getattr(scores, name)
+def write_scores(workdir: str | os.PathLike, scores: Mapping[str, Scores]) -> None:
+    """Writes a NumPy file with a record for each example, in one step.
+
+    Args:
+        workdir: the folder.
+        scores: of the same examples, by label.
+    """
+    by_label = {name: _records(part) for name, part in scores.items()}
+    (records, *others) = by_label.values()
+    if others:
+        together = [(name, _FIELDS) for name in by_label]
+        records = np.empty(len(records), together)
+        for name, part in by_label.items():
+            records[name] = part
     file = io.BytesIO()
     np.save(file, records)
     jsonfile.write_bytes(pathlib.Path(workdir) / NAME, file.getvalue())
 
 
-def read_scores(workdir: str | os.PathLike) -> Scored | None:
-    """Returns the scored examples of a run; None if it has none.
+def _records(scores: Scores) -> np.ndarray:
+    records = np.empty(len(scores.logits), _FIELDS)
+    for name in Scored._fields:
+        records[name] = getattr(scores, name)
+    return records
+
+
+def read_scores(workdir: str | os.PathLike) -> dict[str, Scored]:
+    """Returns the scored examples of a run by label; none if it has none.
+
+    Of a single label the name is "". Of several, each has the examples that have it.
 
     Raises:
         ValueError: if the file is not what a run writes.
     """
     path = pathlib.Path(workdir) / NAME
     if not path.exists():
-        return None
+        return {}
     try:
         with open(path, "rb") as file:
             records = np.load(file, allow_pickle=False)
-        columns = [records[name].astype(np.float32) for name in Scored._fields]
-        logits, labels, weights = columns
-        is_usable = np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)
-        if records.ndim == 1 and is_usable.all():
-            return Scored(*columns)
+        if records.ndim == 1 and records.dtype == _FIELDS:
+            return {"": _scored(records)}
+        if records.ndim == 1 and records.dtype.names is not None:
+            return {name: _scored(records[name]) for name in records.dtype.names}
     except (OSError, EOFError, ValueError, IndexError, TypeError):
         pass
     raise ValueError(f"{path} is broken: delete it, to do without it.")
+
+
+def _scored(records: np.ndarray) -> Scored:
+    """Returns the examples that have a label.
+
+    Raises:
+        ValueError: if one is not what a run writes.
+    """
+    records = records[~np.isnan(records["labels"])]
+    logits, labels, weights = (records[x].astype(np.float32) for x in Scored._fields)
+    if not np.all(np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)):
+        raise ValueError("it has other values than scores, labels and weights.")
+    return Scored(logits, labels, weights)

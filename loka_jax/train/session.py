@@ -170,7 +170,9 @@ def _build(
     with display.doing("preparing data, model and plan"):
         run = build(config, plan, display.say, base)
     print_data(console, run.splits.report)
-    print_columns(console, run.splits.report, run.tables.dim)
+    schema = run.splits.train.schema
+    dims = config.embedding.dims_of(schema.fields, schema.owners)
+    print_columns(console, run.splits.report, dims)
     print_sites(console, run.sites)
     print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
@@ -317,10 +319,10 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
         best = loop.best_state()
         final_step = best.progress.step
         final_state = _which(run.config.optim, progress, final_step)
-        final, sample = evaluate_finally(best.run, best.state, held_out)
-        if sample is not None:
+        final, samples = evaluate_finally(best.run, best.state, held_out)
+        if samples:
             columns = held_out.schema.categorical
-            record.write_scores(sample, split, columns, splits.folder)
+            record.write_scores(samples, split, columns, splits.folder)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
     return {
         "config": run.config.identity(),

@@ -7,9 +7,9 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.train import run_encoding
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import read_config
+from loka_jax.train.config_file import from_json
 from loka_jax.train.manifest import Saved
-from loka_jax.train.record import BEST, CHECKPOINTS, CONFIG, steps_in
+from loka_jax.train.record import BEST, CHECKPOINTS, CONFIG, saved_config, steps_in
 
 
 class SourceRun(NamedTuple):
@@ -36,8 +36,8 @@ class SourceRun(NamedTuple):
         folder = run_encoding.read(self.saved, self.workdir)
         if folder is None:
             raise ValueError(
-                f"{self.workdir} was trained on generated clicks, or by a version that "
-                "kept no vocabulary in the run: train one on files."
+                f"{self.workdir} was trained on generated clicks, which have no "
+                "vocabulary: train one on files."
             )
         return folder
 
@@ -69,10 +69,10 @@ def read_config_of(workdir: pathlib.Path) -> Config:
     """Returns the configuration of the run in a folder.
 
     Raises:
-        ValueError: if the folder holds none.
+        ValueError: if the folder holds none, or that of another version.
     """
     if not (path := workdir.expanduser() / CONFIG).is_file():
         raise ValueError(
             f"{workdir} holds no run ({CONFIG} is missing): name the --workdir of one."
         )
-    return read_config(path)
+    return from_json(saved_config(workdir.expanduser()), str(path))

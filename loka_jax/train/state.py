@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from loka_jax.nn import (
     OVERWRITE_WITH_GRADIENT,
@@ -16,7 +16,9 @@ from loka_jax.nn import (
     probing,
 )
 from loka_jax.ops import embedding
+from loka_jax.ops.tables import MixedTables, Tables
 from loka_jax.train import metrics
+from loka_jax.train.stacks import by_stack, projected
 
 
 @struct.dataclass
@@ -30,8 +32,9 @@ class TrainState:
         batch_stats: running moments of batch norms.
         probe: Probe's statistics of the sites; empty without Probe.
         opt_state: state of the optax optimizer.
-        table: all embedding tables, stacked; not differentiated.
-        row_state: state of the row optimizer.
+        table: all embedding tables, stacked; not differentiated. A tuple of stacks if
+            there are several dims, see `stacks`.
+        row_state: state of the row optimizer, likewise.
         lr_scale: factor on the learning rates, lowered on plateaus.
         skipped: number of skipped steps.
         skipped_in_a_row: number of skipped steps since the last that was not.
@@ -47,7 +50,7 @@ class TrainState:
     batch_stats: Any
     probe: Any
     opt_state: Any
-    table: Float[Array, "R D"]
+    table: PyTree[Float[Array, "_ _"]]
     row_state: Any
     lr_scale: Float[Array, ""]
     skipped: Int[Array, ""]
@@ -61,7 +64,7 @@ def init_state(
     key: Array,
     *,
     model: Model,
-    tables: embedding.TableSpec,
+    tables: Tables,
     num_dense: int,
     optimizer: optax.GradientTransformation,
     row_optimizer: Any,
@@ -82,12 +85,17 @@ def init_state(
     """
     model_key, table_key = jax.random.split(key)
     with probing(probe):
-        variables = model.init(
+        variables = projected(model, tables).init(
             model_key,
             jnp.zeros((1, num_dense)),
-            jnp.zeros((1, len(tables.rows), tables.dim)),
+            by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),
         )
-    table = embedding.init_table(table_key, tables, init_stddev)
+    keys = table_key
+    if isinstance(tables, MixedTables):
+        keys = tuple(jax.random.split(table_key, len(tables.stacks)))
+    table = by_stack(
+        lambda spec, key: embedding.init_table(key, spec, init_stddev), tables, keys
+    )
     params = variables["params"]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -97,7 +105,7 @@ def init_state(
         probe=variables.get(PROBE, {}),
         opt_state=optimizer.init(params),
         table=table,
-        row_state=row_optimizer.init(table),
+        row_state=by_stack(lambda _, x: row_optimizer.init(x), tables, table),
         lr_scale=jnp.ones((), jnp.float32),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),

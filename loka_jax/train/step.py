@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from loka_jax import scaling
 from loka_jax.data import Batch
@@ -31,9 +31,11 @@ from loka_jax.nn import (
     probing,
 )
 from loka_jax.ops import embedding
+from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
 from loka_jax.train import lookup, metrics, tasks
+from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
 
 
@@ -56,14 +58,14 @@ class RowUpdate(NamedTuple):
 
 class _Gradients(NamedTuple):
     params: Any
-    rows: Float[Array, "B F D"]
+    rows: PyTree[Float[Array, "B _ _"]]
     fp8: Any
     probe: Any
 
 
 def make_train_step(
     model: Model,
-    tables: embedding.TableSpec,
+    tables: Tables,
     optimizer: optax.GradientTransformation,
     row_update: RowUpdate,
     *,
@@ -87,7 +89,8 @@ def make_train_step(
         probe: how Probe observes the sites in this step; None if it does not.
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
-    gradients = functools.partial(_gradients, model, probe, task_weights)
+    network = projected(model, tables)
+    gradients = functools.partial(_gradients, network, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
             _accumulated, gradients, microbatches, probe is not None
@@ -95,7 +98,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> TrainState:
         with jax.named_scope("lookup"):
-            found, rows = _look_up(model, tables, state, batch)
+            found, rows = _look_up(network, tables, state, batch)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
@@ -113,12 +116,16 @@ def make_train_step(
         if probe is not None:
             proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
         accepted = _accepted(is_finite, proposed, state)
-        touched, row_grads = lookup.row_gradients(
-            tables, found, grads.rows, jnp.asarray(batch.weights)
+        weights = jnp.asarray(batch.weights)
+        touched = by_stack(
+            functools.partial(lookup.row_gradients, weights=weights),
+            tables,
+            found,
+            grads.rows,
         )
         with jax.named_scope("update_rows"):
-            table, row_state = _update_table(
-                state, touched, row_grads, row_update, is_finite
+            table, row_state = _update_tables(
+                tables, state, touched, row_update, is_finite
             )
         labels, weights = tasks.labels_and_weights(batch)
         weights = jnp.where(is_finite, weights, 0.0)
@@ -126,14 +133,14 @@ def make_train_step(
             seen = metrics.update(state.metrics, logits, labels, weights)
         new = accepted | {"table": table, "row_state": row_state, "metrics": seen}
         return dataclasses.replace(
-            state, **new, **_counted(is_finite, found, batch, state)
+            state, **new, **_counted(is_finite, tables, found, batch, state)
         )
 
     return step
 
 
 def make_eval_step(
-    model: Model, tables: embedding.TableSpec
+    model: Model, tables: Tables
 ) -> Callable[
     [TrainState, metrics.MetricState, Batch],
     tuple[metrics.MetricState, Array],
@@ -152,27 +159,29 @@ def make_eval_step(
 
 
 def logits_of(
-    model: Model, tables: embedding.TableSpec, state: TrainState, batch: Batch
+    model: Model, tables: Tables, state: TrainState, batch: Batch
 ) -> Float[Array, "B"] | Float[Array, "B T"]:
     """Returns the logits of a batch in evaluation mode."""
-    _, rows = _look_up(model, tables, state, batch)
-    return jnp.asarray(model.apply(_variables(state), batch.dense, rows))
+    network = projected(model, tables)
+    _, rows = _look_up(network, tables, state, batch)
+    return jnp.asarray(network.apply(_variables(state), batch.dense, rows))
 
 
 def make_observe_step(
-    model: Model, tables: embedding.TableSpec, observer: Observer
+    model: Model, tables: Tables, observer: Observer
 ) -> Callable[[TrainState, Batch], Any]:
     """Returns a step that returns an observer's result of every site, not training."""
+    network = projected(model, tables)
 
     def step(state: TrainState, batch: Batch):
-        _, rows = _look_up(model, tables, state, batch)
+        _, rows = _look_up(network, tables, state, batch)
         with probing(observer):
-            init = functools.partial(model.init, jax.random.key(0))
+            init = functools.partial(network.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = dataclasses.replace(state, probe=empty)
         key = jax.random.key(0)
-        return _gradients(model, observer, (), state, batch, rows, key)[-1].probe
+        return _gradients(network, observer, (), state, batch, rows, key)[-1].probe
 
     return step
 
@@ -202,14 +211,15 @@ def _is_site(x) -> bool:
 
 
 def _look_up(
-    model: Model, tables, state: TrainState, batch: Batch
-) -> tuple[lookup.Found, Float[Array, "B F D"]]:
+    model: Any, tables: Tables, state: TrainState, batch: Batch
+) -> tuple[Any, PyTree[Float[Array, "B _ _"]]]:
     """Returns the ids of a batch in the stacked tables, and the fields' embeddings."""
-    found = lookup.find(tables, batch)
+    found = by_stack(lookup.find, tables, split(tables, batch))
     # The model would cast them first of all. Cast here, the rows' gradients have that
     # dtype too, and half the bytes to write and to gather.
     dtype = getattr(model, "compute_dtype", jnp.float32)
-    return found, lookup.embeddings(tables, state.table, found, dtype)
+    look_up = functools.partial(lookup.embeddings, dtype=dtype)
+    return found, by_stack(look_up, tables, state.table, found)
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
@@ -295,7 +305,7 @@ def _accumulated(
         add, start, (parts, jax.random.split(key, count))
     )
     loss, params, fp8, stats, batch_stats = carry
-    row_grads = row_grads.reshape(rows.shape)
+    row_grads = jax.tree.map(lambda x, like: x.reshape(like.shape), row_grads, rows)
     logits = logits.reshape(-1, *logits.shape[2:])
     return loss, logits, batch_stats, _Gradients(params, row_grads, fp8, stats)
 
@@ -314,14 +324,20 @@ def _accepted(is_finite, proposed: dict[str, Any], state: TrainState):
 
 
 def _counted(
-    is_finite, found: lookup.Found, batch: Batch, state: TrainState
+    is_finite, tables: Tables, found, batch: Batch, state: TrainState
 ) -> dict[str, Any]:
     """Returns the counters of the state after a step."""
+    bad_ids = by_stack(
+        lambda _, *part: lookup.count_bad_ids(*part),
+        tables,
+        found,
+        split(tables, batch),
+    )
     return {
         "step": state.step + 1,
         "skipped": state.skipped + jnp.where(is_finite, 0, 1),
         "skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
-        "bad_ids": state.bad_ids + lookup.count_bad_ids(found, batch),
+        "bad_ids": jax.tree.reduce(jnp.add, bad_ids, state.bad_ids),
     }
 
 
@@ -333,19 +349,29 @@ def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradien
     return optax.apply_updates(state.params, updates), opt_state
 
 
-def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_finite):
+def _update_tables(tables, state: TrainState, touched, row_update: RowUpdate, enabled):
     """Returns the tables and the row optimizer's state after a step."""
-    table, row_state, optimizer = state.table, state.row_state, row_update.optimizer
-    implementation = row_update.implementation
-    ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])
     lr = row_update.learning_rate(state.step - state.skipped)
     lr = jnp.asarray(lr) * state.lr_scale
+
+    def update(_, table, row_state, touched):
+        return _update_table(table, row_state, touched, row_update, lr, enabled)
+
+    updated = by_stack(update, tables, state.table, state.row_state, touched)
+    return updated if isinstance(tables, TableSpec) else zip(*updated, strict=True)
+
+
+def _update_table(table, row_state, touched, row_update: RowUpdate, lr, enabled):
+    """Returns a table and its optimizer's state after a step."""
+    ids, row_grads = touched
+    ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])
+    optimizer, implementation = row_update.optimizer, row_update.implementation
     if row_update.l2 > 0:
         summed = embedding.sum_by_row(
             ids, row_grads, table.shape[0], implementation=implementation
         )
         return whole_table_update(
-            table, row_state, summed, optimizer, lr, row_update.l2, enabled=is_finite
+            table, row_state, summed, optimizer, lr, row_update.l2, enabled=enabled
         )
     return embedding.update_rows(
         table,
@@ -354,6 +380,6 @@ def _update_table(state: TrainState, ids, row_grads, row_update: RowUpdate, is_f
         row_grads,
         optimizer,
         lr,
-        enabled=is_finite,
+        enabled=enabled,
         implementation=implementation,
     )

@@ -99,7 +99,8 @@ def test_shared_columns_have_one_vocabulary_and_one_table(tmp_path):
 
 def test_a_shared_table_is_counted_once(tmp_path):
     splits, out = opened(tmp_path, share=("last=item",)), io.StringIO()
-    print_columns(Console(file=out, width=120), splits.report, dim=4)
+    dims = dict.fromkeys(splits.report["categorical"], 4)
+    print_columns(Console(file=out, width=120), splits.report, dims)
     assert splits.report["categorical"]["last"]["table_of"] == "item"
     assert "8 rows x 4 = 32 parameters in tables" in out.getvalue()
     assert "shared" in out.getvalue()

@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from experiments.configs import get_config
-from loka_jax import jsonfile, nn
+from loka_jax import jsonfile, nn, saved_format
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
@@ -114,6 +114,7 @@ def follow(path: Path) -> list[str]:
     return [choice.name for _, choice in chosen.plan.choices]
 
 
+SAVED_CONFIG = {saved_format.KEY: saved_format.RUN, **support.config().identity()}
 CONTENT = {"step": 3, "leaves": {}, "meta": {"config": {"seed": 0}}}
 
 
@@ -137,7 +138,7 @@ def read_forged(path: Path) -> Any:
 
 def make_run(folder: Path, name: str) -> Path:
     jsonfile.write(folder / "summary.json", SUMMARY)
-    jsonfile.write(folder / "config.json", support.config().identity())
+    jsonfile.write(folder / "config.json", SAVED_CONFIG)
     jsonfile.write(folder / "sites.json", SITES)
     jsonfile.write(folder / "evaluation.json", RUN.evaluation)
     for file, lines in (
@@ -184,7 +185,7 @@ KINDS = {
         (manifest.Damaged, ValueError),
     ),
     "forged": Kind(make_manifest, read_forged, CONTENT, (manifest.Damaged, ValueError)),
-    "config": _run_file("config.json", resume, support.config().identity()),
+    "config": _run_file("config.json", resume, SAVED_CONFIG),
     "summary": _run_file("summary.json", report, RUN),
     "sites": _run_file("sites.json", report, RUN),
     "evaluation": _run_file("evaluation.json", report, RUN),

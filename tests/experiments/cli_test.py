@@ -1,6 +1,7 @@
 """The command line: what a user can get wrong ends in one sentence and a code."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from experiments import cli, configs, first_help, train
-from loka_jax import jsonfile
+from loka_jax import jsonfile, saved_format
 from loka_jax.recipe import RECIPES
 from loka_jax.train import session
 from loka_jax.train.guard import TrainingFailed
@@ -42,16 +43,14 @@ def run(capsys):
 
 
 def assert_refused(result, *parts):
-    """Asserts exit code 2 and one sentence, in tyro's box or on a line of its own."""
+    """Asserts exit code 2 and one sentence on a line of its own."""
     code, _, err = result
-    text = " ".join(err.replace("│", " ").split())
     assert code == 2, err
     assert "Traceback" not in err
     for part in parts:
-        assert part in text
-    if "For full helptext" not in text:
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        assert err.endswith((".\n", "?\n")), err
+        assert part in err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert err.endswith((".\n", "?\n")), err
 
 
 def test_help_without_a_configuration_lists_them_and_ten_options(run):
@@ -128,9 +127,21 @@ def test_the_short_help_imports_nothing_heavy():
         ),
         ([*GENERATED, "--loop.batch_sizes", "8"], ["did you mean --loop.batch-size"]),
         ([*GENERATED, "--norm", "layer", "rms"], ["'rms' belongs to no option"]),
-        ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
-        ([*GENERATED, "--loop.batch-size", "1.5"], ["--loop.batch-size", "1.5"]),
-        ([*GENERATED, "--optim.dense", "adamm"], ["--optim.dense", "adamw"]),
+        ([*GENERATED, "--optim.lr", "abc"], ["--optim.lr abc must be a number."]),
+        (
+            [*GENERATED, "--loop.batch-size", "1.5"],
+            ["--loop.batch-size 1.5 must be an integer."],
+        ),
+        ([*GENERATED, "--data.rows", "3", "x"], ["--data.rows 3 x must be integers."]),
+        (
+            [*GENERATED, "--loop.max-steps", "x"],
+            ["--loop.max-steps x must be None or an integer."],
+        ),
+        ([*GENERATED, "--loop.epochs"], ["--loop.epochs lacks its value: add one"]),
+        (
+            [*GENERATED, "--optim.dense", "adamm"],
+            ["--optim.dense is 'adamm': did you mean 'adam'? Use one of a"],
+        ),
         ([*GENERATED, "--optim.lr", "nan"], ["--optim.lr nan must lie between"]),
         ([*GENERATED, "--loop.batch-size", "-1"], ["-1 must be at least 1"]),
         ([*GENERATED, "--loop.batch-size", "99999999999"], ["must be at most"]),
@@ -221,10 +232,11 @@ def test_a_workdir_that_holds_a_run_is_refused(run, tmp_path):
 
 @pytest.mark.usefixtures("no_data")
 def test_a_workdir_of_another_config_is_refused(run, tmp_path):
-    (tmp_path / "config.json").write_text('{"seed": 5}')
+    content = json.dumps({saved_format.KEY: saved_format.RUN, "seed": 5})
+    (tmp_path / "config.json").write_text(content)
     result = run(*GENERATED, "--workdir", tmp_path, "--resume")
     assert_refused(result, "holds a run with other options (--seed: saved 5, now 0; ")
-    assert (tmp_path / "config.json").read_text() == '{"seed": 5}'
+    assert (tmp_path / "config.json").read_text() == content
 
 
 @pytest.fixture
@@ -232,7 +244,8 @@ def workdir(tmp_path):
     """A folder with the configuration of a run."""
     config = configs.get_config("fp8_dlrm_tiny")
     config = dataclasses.replace(config, seed=7)
-    jsonfile.write(tmp_path / "config.json", config.identity())
+    saved = {saved_format.KEY: saved_format.RUN, **config.identity()}
+    jsonfile.write(tmp_path / "config.json", saved)
     return tmp_path
 
 
@@ -266,7 +279,11 @@ def test_an_option_that_may_not_change_is_refused_on_resume(
     [
         (None, ["holds no run to resume (config.json is missing)"]),
         ("{", ["config.json is not JSON"]),
-        ("{}", ["config.json: model.kind is None, which is none of Dcnv2, Dhen, "]),
+        ("{}", ["an earlier version of loka_jax wrote it): train the run again"]),
+        (
+            f'{{"format": {saved_format.RUN}}}',
+            ["config.json: model.kind is None, which is none of Dcnv2, Dhen, "],
+        ),
     ],
 )
 def test_a_workdir_without_a_configuration_is_refused(run, tmp_path, content, parts):

@@ -23,9 +23,8 @@ def leave_run(workdir, *, ne, label="click", seed=0):
         record.log(
             {"step": 5, "kind": "eval", "split": "valid", "examples": 50} | final
         )
-        record.write_scores(
-            Scores(logits, labels, np.ones(50, np.float32), ids), "test", ["C1"]
-        )
+        scores = Scores(logits, labels, np.ones(50, np.float32), ids)
+        record.write_scores({label: scores}, "test", ["C1"])
         summary = {"config": config, "final_eval": final, "final_split": "test"}
         record.write_summary(summary | {"examples_per_second": 1000.0})
     return str(workdir)

@@ -136,3 +136,17 @@ def test_a_long_file_is_held_in_parts(trained, tmp_path, monkeypatch):
     assert scored.rows == sum(seen) == 4000
     assert max(held) <= max(seen) + 2 * 32 < 500
     assert parquet.read_metadata(tmp_path / "s.parquet").num_rows == 4000
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--plan", "on"], "--plan is 'on': "),
+        (["--workdir"], "--workdir lacks its value: add one"),
+        ([], "--workdir, --out, --data.path must be given: predict.py --help says"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(capsys, arguments, said):
+    assert predict.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1

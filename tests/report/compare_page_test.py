@@ -14,15 +14,21 @@ from tests.report.support import (
 )
 
 
-def compared(name, *, seed=3, recipe="fp8", ne=0.85, rate=1000.0, scores=None):
-    """Returns `RUN` with another name and other numbers."""
+def compared(
+    name, *, seed=3, recipe="fp8", ne=0.85, rate=1000.0, scores=None, tasks=()
+):
+    """Returns `RUN` with another name and other numbers.
+
+    Its scores are those of a single label, or of each of `tasks`.
+    """
     summary, config = copy.deepcopy(RUN.summary), copy.deepcopy(RUN.config)
     summary["final_eval"]["ne"] = ne
     summary["examples_per_second"] = rate
     config |= {"seed": seed, "recipe": recipe}
     evals = [line | {"ne": line["ne"] + ne - 0.85} for line in RUN.evals]
     files = RUN._replace(summary=summary, config=config, evals=evals)
-    return ComparedRun(name, files, scores)
+    by_label = dict.fromkeys(tasks or ("",), scores) if scores is not None else {}
+    return ComparedRun(name, files, by_label)
 
 
 RUNS = [
@@ -60,6 +66,14 @@ def test_the_page_tells_paired_differences(page):
     assert "other, other-4; seeds 3, 4" in page.text
 
 
+def test_runs_with_several_labels_are_paired_by_each(tmp_path):
+    tasks = ("click", "buy")
+    runs = [compared(f"{i}", scores=scored(i), tasks=tasks) for i in (1, 2)]
+    page = Page(write_compare_page(tmp_path / "x.html", runs, ""))
+    names = [row[0] for row in page.rows("Paired differences")]
+    assert names[1:3] == ["2, click", "2, buy"]
+
+
 def test_the_page_tells_what_differs_and_draws_every_run(page):
     assert page.rows("What differs in the configurations") == [
         ["setting", "base", "other", "base-4", "other-4"],
@@ -76,7 +90,7 @@ def test_the_page_tells_what_differs_and_draws_every_run(page):
 def test_names_of_runs_are_no_html(tmp_path):
     files = [run.files for run in RUNS[:2]]
     runs = [
-        ComparedRun(f"{HOSTILE}{i}", each._replace(config=hostile(each.config)), None)
+        ComparedRun(f"{HOSTILE}{i}", each._replace(config=hostile(each.config)), {})
         for i, each in enumerate(files)
     ]
     runs[0].files.config["x"] = HOSTILE
@@ -95,7 +109,7 @@ def test_a_run_on_other_data_is_named_and_not_paired(tmp_path):
 
 def test_empty_runs_have_a_page(tmp_path):
     empty = [
-        ComparedRun(name, RUN._replace(summary={}, train=[], evals=[]), None)
+        ComparedRun(name, RUN._replace(summary={}, train=[], evals=[]), {})
         for name in "ab"
     ]
     page = Page(write_compare_page(tmp_path / "x.html", empty, ""))

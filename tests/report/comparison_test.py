@@ -27,8 +27,8 @@ def files(evals=(), final=None, seed=0, split="test", **config):
     )
 
 
-def run(name="a", scored=None, **options):
-    return ComparedRun(name, files(**options), scored)
+def run(name="a", **options):
+    return ComparedRun(name, files(**options), {})
 
 
 def scored(seed, num=3000, weights=None):
@@ -48,7 +48,7 @@ def losses(scored):
 
 def test_differences_over_examples_are_those_of_a_paired_t_test():
     one, two = scored(1), scored(2)
-    found = by_examples(run(scored=one), run(scored=two))
+    found = by_examples(one, two)
     assert found is not None
     expected = scipy.stats.ttest_rel(losses(two), losses(one)).confidence_interval()
     logloss = found["logloss"]
@@ -63,7 +63,7 @@ def test_differences_over_examples_are_those_of_a_paired_t_test():
 
 def test_the_interval_of_the_auc_is_that_of_resampled_examples():
     one, two = scored(1, 1000), scored(2, 1000)
-    found = by_examples(run(scored=one), run(scored=two))
+    found = by_examples(one, two)
     rng, minus = np.random.default_rng(5), []
     for _ in range(400):
         rows = rng.integers(0, 1000, 1000)
@@ -80,9 +80,7 @@ def test_a_weight_counts_like_as_many_examples():
     rows = np.repeat(np.arange(3000), twice.astype(int))
     weighted = [scored(seed, weights=twice) for seed in (1, 2)]
     repeated = [Scored(*(x[rows] for x in scored(seed))) for seed in (1, 2)]
-    one, two = (
-        by_examples(*(run(scored=x) for x in pair)) for pair in (weighted, repeated)
-    )
+    one, two = (by_examples(*pair) for pair in (weighted, repeated))
     assert one is not None and two is not None and "auc" not in one
     assert one["logloss"].mean == pytest.approx(two["logloss"].mean)
 
@@ -90,10 +88,9 @@ def test_a_weight_counts_like_as_many_examples():
 def test_scores_of_other_examples_are_not_paired():
     one, two = scored(1), scored(2)
     other = two._replace(labels=1 - two.labels)
-    assert by_examples(run(scored=one), run(scored=other)) is None
-    assert by_examples(run(scored=one), run(scored=None)) is None
+    assert by_examples(one, other) is None
     shorter = Scored(*(x[:-1] for x in two))
-    assert by_examples(run(scored=one), run(scored=shorter)) is None
+    assert by_examples(one, shorter) is None
 
 
 def line(step, ne, split="valid"):

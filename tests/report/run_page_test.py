@@ -199,6 +199,14 @@ def test_the_page_tells_calibration_and_quality_by_column(page):
     assert "Of 1,234 examples of the final evaluation" in page.text
 
 
+def test_each_label_has_its_calibration_and_columns(page_of):
+    tasks = {"click": EVALUATION, "<b>uy": EVALUATION | {"examples": 77}}
+    page = page_of(RUN._replace(evaluation={"split": "test", "tasks": tasks}))
+    first, second = (f"Calibration and columns, test, {name}" for name in tasks)
+    assert page.rows(first) == page.rows(second) and len(page.rows(first)) > 3
+    assert "Of 77 examples of the final evaluation" in page.text
+
+
 def test_days_stand_in_a_table_and_a_chart(page, page_of):
     days = [DAY, DAY | {"data": "<b>.csv", "ne": 0.875}]
     whole = page_of(RUN._replace(summary=SUMMARY | {"days": days}))

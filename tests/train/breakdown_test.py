@@ -49,6 +49,15 @@ def test_the_auc_of_each_value_is_that_of_scikit_learn(weigh):
         assert first["auc"] == pytest.approx(expected)
 
 
+def test_examples_without_the_label_count_nowhere():
+    found = scores()
+    missing = found._replace(labels=np.where(found.ids[:, 0] < 3, np.nan, found.labels))
+    known = Scores(*(part[found.ids[:, 0] >= 3] for part in found))
+    assert breakdown(missing, ("a", "b")) == breakdown(known, ("a", "b"))
+    without = breakdown(found._replace(labels=found.labels * np.nan), ("a", "b"))
+    assert without["examples"] == 0 and without["calibration_curve"] == []
+
+
 def test_the_most_frequent_values_come_first():
     values = by_value(by_logit(scores()), 1)["values"]
     assert [value["id"] for value in values] == [1, 2, 3, 4, 5]  # geometric

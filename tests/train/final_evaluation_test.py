@@ -16,8 +16,8 @@ def run():
 def test_a_sample_is_of_batches_at_equal_distances(run, monkeypatch, most, batches):
     state, valid = run.init(), run.splits.valid
     monkeypatch.setattr(final_evaluation, "SAMPLE", most)
-    values, sample = evaluate_finally(run, state, valid)
-    assert sample is not None
+    values, samples = evaluate_finally(run, state, valid)
+    (sample,) = samples.values()
     whole = run.evaluate(state, valid)
     rows = np.concatenate([np.arange(16 * i, 16 * i + 16) for i in batches])
     assert np.array_equal(sample.logits, whole.logits[rows])
@@ -34,4 +34,4 @@ def test_without_finite_logits_there_is_no_sample(run, monkeypatch):
     monkeypatch.setattr(
         type(run), "evaluate", lambda *_: broken._replace(values=values)
     )
-    assert evaluate_finally(run, run.init(), valid).sample is None
+    assert evaluate_finally(run, run.init(), valid).samples == {}

@@ -12,7 +12,7 @@ import pytest
 from loka_jax.data import Batch
 from loka_jax.data.batch import Bag
 from loka_jax.models import Dcnv2, Dlrm
-from loka_jax.ops import embedding
+from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import Sgd
 from loka_jax.optim.rows import Adam
 from loka_jax.train import metrics
@@ -20,7 +20,7 @@ from loka_jax.train.state import init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
 
 ROWS = (7, 5, 6, 4)  # two fields with one id, then two with lists
-TABLES = embedding.TableSpec(rows=ROWS, dim=8, pooling=("mean", "sum"))
+TABLES = TableSpec(rows=ROWS, dim=8, pooling=("mean", "sum"))
 MODELS = {
     "dlrm": Dlrm(bottom_mlp=(8,), top_mlp=(8,), recipe="f32"),
     "dcnv2": Dcnv2(num_cross_layers=1, deep_mlp=(8,), recipe="f32"),
@@ -48,7 +48,7 @@ def make_batch(size=SIZE) -> Batch:
 SGD = Sgd()
 
 
-def make_state(model, rows=SGD, tables=TABLES):
+def make_state(model, rows=SGD, tables: Tables = TABLES):
     return init_state(
         jax.random.key(0),
         model=model,
@@ -60,7 +60,7 @@ def make_state(model, rows=SGD, tables=TABLES):
     )
 
 
-def make_step(model, rows=SGD, tables=TABLES, **options):
+def make_step(model, rows=SGD, tables: Tables = TABLES, **options):
     update = RowUpdate(rows, optax.constant_schedule(0.1), 0.0)
     return jax.jit(make_train_step(model, tables, optax.sgd(0.1), update, **options))
 
@@ -129,7 +129,7 @@ def test_empty_lists_read_zeros():
 
 
 def test_fields_that_share_a_table_train_its_rows_together():
-    spec = embedding.TableSpec(rows=(7, 7), dim=8, owners=(0, 0))
+    spec = TableSpec(rows=(7, 7), dim=8, owners=(0, 0))
     assert (spec.offsets, spec.total_rows) == ((0, 0), 7)
     batch = make_batch()._replace(bags=())
     batch.ids[:] = 1
@@ -154,7 +154,7 @@ def test_ids_out_of_range_in_lists_are_counted_and_padding_is_not():
 
 def test_data_without_lists_lower_to_a_plain_lookup():
     """The one-hot program holds one gather of the table and no pooling."""
-    spec = embedding.TableSpec(rows=ROWS[:2], dim=8)
+    spec = TableSpec(rows=ROWS[:2], dim=8)
     batch = make_batch()._replace(bags=())
     state = make_state(MODELS["dlrm"], tables=spec)
     step = make_step(MODELS["dlrm"], tables=spec)

@@ -105,7 +105,7 @@ def test_columns_are_described_by_their_tables_and_warnings():
     }
 
     def show(console):
-        print_columns(console, report, 16)
+        print_columns(console, report, dict.fromkeys(report["categorical"], 16))
 
     lines = printed(show, width=200).splitlines()
     (user,) = (line.split() for line in lines if line.startswith(" user"))

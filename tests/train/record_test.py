@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.train import record
-from loka_jax.train.record import RunRecord
+from loka_jax.train.record import RunRecord, saved_config
 
 CONFIG = {"name": "fp8_dlrm", "steps": 10, "optim": {"lr": 0.1}}
 
@@ -67,7 +67,7 @@ def test_json_files_are_written(tmp_path):
         run_record.start(0)
         run_record.write_sites([{"path": "top_mlp/0", "why_not": None}])
         run_record.write_summary({"steps": 10})
-    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+    assert saved_config(tmp_path) == CONFIG
     assert json.loads((tmp_path / "sites.json").read_text())[0]["path"] == "top_mlp/0"
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 10}
 
@@ -135,7 +135,7 @@ def test_another_config_is_refused_and_explained(tmp_path):
     other = CONFIG | {"optim": {"lr": 0.3}}
     with pytest.raises(ValueError, match=r"other options \(--optim.lr: saved 0.1, now"):
         RunRecord(tmp_path, config=other, resume=True)
-    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+    assert saved_config(tmp_path) == CONFIG
 
 
 @pytest.mark.parametrize("may_change", [("steps", "optim.lr"), ("steps", "optim")])
@@ -146,7 +146,7 @@ def test_fields_that_may_change_are_let_through(may_change, tmp_path):
         tmp_path, config=other, resume=True, may_change=may_change
     ) as run_record:
         run_record.start(1)
-    assert json.loads((tmp_path / "config.json").read_text()) == other
+    assert saved_config(tmp_path) == other
 
 
 def test_a_run_without_its_config_is_not_taken_over(tmp_path):

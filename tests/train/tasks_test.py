@@ -15,7 +15,7 @@ from pyarrow import parquet
 from rich.console import Console
 
 from experiments import configs
-from loka_jax import predict
+from loka_jax import jsonfile, predict
 from loka_jax.data import Batch
 from loka_jax.models import Mmoe
 from loka_jax.ops import embedding
@@ -24,6 +24,7 @@ from loka_jax.train import build as build_lib
 from loka_jax.train import metrics, session, tasks
 from loka_jax.train.config import RunOptions
 from loka_jax.train.log_lines import measure
+from loka_jax.train.scores_file import read_scores
 from loka_jax.train.state import init_state
 from loka_jax.train.step import RowUpdate, make_train_step
 from tests.train.support import lines, summary
@@ -230,6 +231,29 @@ def test_a_run_says_the_numbers_of_each_task(trained):
     assert "best by NE of buy" in summary(workdir)["final_state"]
     page = (workdir / "report.html").read_text()
     assert "AUC, buy" in page
+
+
+def test_the_final_evaluation_of_each_task_is_broken_down(trained):
+    workdir, _ = trained
+    found = jsonfile.as_dict(jsonfile.read(workdir / "evaluation.json"))
+    final = summary(workdir)["final_eval"]["tasks"]
+    kept = np.load(workdir / "scores.npy")
+    read = read_scores(workdir)
+    assert list(found["tasks"]) == list(read) == ["click", "buy"]
+    for name, scored in read.items():
+        labels = kept[name]["labels"]
+        assert np.isnan(labels).any() == (name == "buy")
+        assert np.array_equal(scored.labels, labels[~np.isnan(labels)])
+        logits = scored.logits.astype(np.float64)
+        losses = np.logaddexp(0, np.where(scored.labels == 1, -logits, logits))
+        assert losses.mean() == pytest.approx(final[name]["logloss"], rel=1e-5)
+        parts = found["tasks"][name]
+        counted = sum(row["count"] for row in parts["calibration_curve"])
+        assert counted == parts["examples"] == len(scored.labels)
+        assert [column["column"] for column in parts["columns"]] == ["user"]
+    assert found["tasks"]["click"]["examples"] > found["tasks"]["buy"]["examples"]
+    page = (workdir / "report.html").read_text()
+    assert "Calibration and columns, valid, buy" in page
 
 
 def test_a_run_is_judged_by_its_task(trained):

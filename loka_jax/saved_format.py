@@ -1,0 +1,51 @@
+"""Formats of what loka_jax saves to read again: which version wrote it?
+
+A saved document holds the number of its format. The number is raised when a field is
+added to the form, removed, or means something else; then what others wrote is refused
+by one sentence, and not by the first field that does not fit.
+"""
+
+import pathlib
+from typing import Any
+
+from loka_jax.terminal import shown
+
+KEY = "format"  # of the number in config.json and in the manifest of a checkpoint
+# A run: config.json and the checkpoints with their meta values. A run keeps its
+# encoding as a folder of shards, so its number is raised with that of shards, too.
+RUN = 3
+SHARDS = 3  # a folder of shards: schema, settings, report and records
+
+
+def why_not(found: object, reads: int) -> str | None:
+    """Returns why a document is not read; None if it has the format that is.
+
+    Args:
+        found: the number in the document; None if it has none, as in early versions.
+        reads: the number of the format that this version reads.
+    """
+    if found is not None and type(found) is not int:
+        return f"its format is {shown(repr(found))}, not {reads}"
+    if found == reads:
+        return None
+    which = "a later" if found is not None and found > reads else "an earlier"
+    return f"{which} version of loka_jax wrote it"
+
+
+def without_key(document: dict[str, Any]) -> dict[str, Any]:
+    """Returns a document without the number of its format."""
+    return {name: value for name, value in document.items() if name != KEY}
+
+
+def require_run(path: pathlib.Path, found: object) -> None:
+    """Raises ValueError unless a document of a run has the format that is read.
+
+    Args:
+        path: of the run or its checkpoint, for the message.
+        found: the number in the document, or None.
+    """
+    if (reason := why_not(found, RUN)) is not None:
+        raise ValueError(
+            f"{path} cannot be read ({reason}): train the run again, or use that "
+            "version."
+        )
