@@ -1,0 +1,163 @@
+"""The ways to compute Wukong's FM and LCB that `fm_lcb.py` times.
+
+XLA's forms are the baselines: the same algebra, written so that XLA has different
+products to choose kernels for. Ours are the Pallas kernels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from loka_jax import quality
+from loka_jax.ops.device import local_device
+from loka_jax.pallas import fm_lcb
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Least SQNR of our results: P^T and the results are rounded to 2**-9.
+LEAST_DB = 45.0
+OTHER_LAYOUT = "xla_transposed_x"  # X is stored as [B, d, n]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """The sizes of a model: n embeddings of d, k columns of Y, m of `[Y | W_L]`."""
+
+    n: int
+    d: int
+    k: int
+    m: int
+
+    def problem(self, batch: int) -> fm_lcb.Problem:
+        """Returns the kernels' problem."""
+        return fm_lcb.Problem(batch=batch, **dataclasses.asdict(self))
+
+    def flops(self, batch: int) -> float:
+        """Returns the FLOPs of the forward pass."""
+        return 2.0 * batch * self.n * self.d * (self.m + self.k)
+
+    def num_bytes(self, batch: int) -> float:
+        """Returns the bytes of X, FM and LCB."""
+        rows = self.n * self.d + self.n * self.k + (self.m - self.k) * self.d
+        return 2.0 * batch * rows
+
+
+SIZES = {
+    "S": Size(n=40, d=64, k=24, m=40),
+    "M": Size(n=64, d=128, k=32, m=64),
+    "L": Size(n=96, d=160, k=48, m=96),
+    "XL": Size(n=192, d=160, k=96, m=192),
+}
+
+
+class Form(NamedTuple):
+    """One way to compute FM and LCB.
+
+    Attributes:
+        name: in the result.
+        run: from x and the weight to FM and LCB.
+        transposed: x and LCB are [B, d, n], as another layout of the model has them.
+        is_ours: checked against float32 before it is timed.
+        facts: recorded beside its time.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    transposed: bool = False
+    is_ours: bool = False
+    facts: dict[str, Any] = {}
+
+
+def forward_forms(size: Size, batch: int, most_configs: int) -> list[Form]:
+    """Returns the forms of the forward pass: XLA's, then ours by tuning config."""
+    bind = functools.partial
+    forms = [
+        Form("xla_p_transposed", bind(_p_transposed, size.k)),
+        Form("xla_p", bind(_p, size.k)),
+        Form("xla_two_weights", bind(_two_weights, size.k)),
+        Form("xla_broadcast", bind(_broadcast, size.k)),
+        Form("xla_gram", bind(_gram, size.k)),
+        Form(OTHER_LAYOUT, bind(_transposed, size.k), transposed=True),
+    ]
+    problem = size.problem(batch)
+    if local_device().why_not_pallas or fm_lcb.why_not(problem):
+        return forms
+    for config in fm_lcb.search_space(problem)[:most_configs]:
+        values = dataclasses.asdict(config)
+        name = "pallas " + " ".join(map(str, values.values()))
+        run = bind(fm_lcb.fm_lcb, k=size.k, config=config)
+        forms.append(Form(name, run, is_ours=True, facts={"config": values}))
+    return forms
+
+
+def with_gradients(form: Form) -> Form:
+    """Returns the form's forward and backward pass, by autodiff."""
+
+    def run(x, weight, cotangents):
+        out, vjp = jax.vjp(form.run, x, weight)
+        return out, vjp(cotangents)
+
+    return form._replace(name=f"train {form.name}", run=run)
+
+
+def make_operands(size: Size, batch: int, key) -> tuple[jax.Array, ...]:
+    """Returns x, the weight and cotangents of FM and LCB: normal, results of size 1."""
+    keys = jax.random.split(key, 4)
+    shapes = (
+        (batch, size.n, size.d),
+        (size.n, size.m),
+        (batch, size.n, size.k),
+        (batch, size.m - size.k, size.d),
+    )
+    x, weight, *cotangents = (
+        jax.random.normal(*pair, BF16) for pair in zip(keys, shapes, strict=True)
+    )
+    return x, weight * size.n**-0.5, *cotangents
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def sqnr_db(size: Size, x, weight, out):
+    """Returns the least SQNR of FM and LCB against float32, if all is finite."""
+    x, weight = x[:64].astype(F32), weight.astype(F32)
+    with jax.default_matmul_precision("highest"):
+        exact = _p_transposed(size.k, x, weight)
+    pairs = zip(exact, out, strict=True)
+    db = [quality.sqnr(a, b[:64].astype(F32)) for a, b in pairs]
+    finite = [jnp.all(jnp.isfinite(b)) for b in out]
+    return jnp.where(jnp.all(jnp.stack(finite)), jnp.min(jnp.stack(db)), -jnp.inf)
+
+
+def _p_transposed(k, x, weight):
+    p = jnp.einsum("nm,bnd->bmd", weight, x)
+    return jnp.einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
+
+
+def _p(k, x, weight):
+    p = jnp.einsum("bnd,nm->bdm", x, weight)
+    return jnp.einsum("bnd,bdk->bnk", x, p[:, :, :k]), p[:, :, k:].swapaxes(1, 2)
+
+
+def _two_weights(k, x, weight):
+    p = jnp.einsum("bnd,nk->bdk", x, weight[:, :k])
+    lcb = jnp.einsum("nl,bnd->bld", weight[:, k:], x)
+    return jnp.einsum("bnd,bdk->bnk", x, p), lcb
+
+
+def _broadcast(k, x, weight):
+    weight = jnp.broadcast_to(weight, (x.shape[0], *weight.shape))
+    p = jnp.einsum("bnm,bnd->bmd", weight, x)
+    return jnp.einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
+
+
+def _gram(k, x, weight):
+    gram = jnp.einsum("bnd,bmd->bnm", x, x)
+    lcb = jnp.einsum("nl,bnd->bld", weight[:, k:], x)
+    return jnp.einsum("bnm,mk->bnk", gram, weight[:, :k]), lcb
+
+
+def _transposed(k, x, weight):
+    p = jnp.einsum("bdn,nm->bdm", x, weight)
+    return jnp.einsum("bdn,bdk->bnk", x, p[:, :, :k]), p[:, :, k:]
