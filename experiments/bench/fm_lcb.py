@@ -6,8 +6,9 @@ For every size and batch: kernel time of each form (`fm_lcb_forms.py`) by JAX's
 profiler, median over input sets that together exceed twice the L2; the floor by bytes
 (X read once, FM and LCB written once) and by FLOPs, at the copy bandwidth and the GEMM
 rate measured first; and the speed over XLA's best form of the same layout. Ours are
-checked against float32 first and not timed if they are wrong. The training forms are
-the forward and the backward pass.
+checked against float32 first and not timed if they are wrong. The same for the backward
+pass (X, and the gradients of FM and LCB read once, that of X written once), and for
+training, the forward and the backward pass.
 
 Without a GPU times are wall clock and only XLA's forms run, to try the script:
 `--batches 4 --sizes S`.
@@ -41,7 +42,7 @@ class Arguments:
         batches: examples.
         sizes: of `fm_lcb_forms.SIZES`.
         most_configs: tuning configs of the kernel that are tried.
-        training: also time the forward with the backward pass.
+        training: also time the backward pass, alone and with the forward pass.
         budget_s: begin no size after that many seconds.
     """
 
@@ -85,32 +86,31 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the floors, and a record of every form by name.
 
-    A record has `us`, or a reason: `wrong` or `failed`.
+    A record has `us` and `vs_xla`, or a reason: `wrong` or `failed`.
     """
     floor = {
         "bytes_us": size.num_bytes(batch) / roofline.bytes_per_us,
         "flops_us": size.flops(batch) / roofline.bf16_flops_per_us,
+        "backward_bytes_us": size.num_bytes(batch, "backward") / roofline.bytes_per_us,
     }
     forward = forms.forward_forms(size, batch, arguments.most_configs)
     records = _time(size, batch, forward)
     if arguments.training:
-        training = [forms.with_gradients(form) for form in forward if not form.is_ours]
-        records |= _time(size, batch, training)
-    _compare(records)
+        gradients = forms.gradient_forms(size, batch, forward)
+        for passes in ("backward", "training"):
+            chosen = [form for form in gradients if form.passes == passes]
+            records |= _time(size, batch, chosen)
     return {"floor": floor, "forms": records}
 
 
-def _compare(records: dict[str, dict[str, Any]]) -> None:
+def _compare(timed: list[Form], records: dict[str, dict[str, Any]]) -> None:
     """Adds `vs_xla`, the speed over the best of XLA's other forms of this layout."""
     for name, record in records.items():
-        trains = name.startswith("train")
         rivals = [
-            rival["us"]
-            for other, rival in records.items()
-            if "us" in rival
-            and other != name
-            and other.startswith("train xla" if trains else "xla")
-            and not other.endswith(forms.OTHER_LAYOUT)
+            records[form.name]["us"]
+            for form in timed
+            if not (form.is_ours or form.transposed or form.name == name)
+            and "us" in records[form.name]
         ]
         if "us" in record and rivals:
             record["vs_xla"] = min(rivals) / record["us"]
@@ -133,7 +133,7 @@ def _time(size: Size, batch: int, timed: list[Form]) -> dict[str, dict[str, Any]
             continue
         if form.is_ours:
             out = function(*leaves(operands[0]))
-            record["sqnr_db"] = float(forms.sqnr_db(size, *operands[0][:2], out))
+            record["sqnr_db"] = float(forms.sqnr_db(size.k, form.passes, sets[0], out))
             if not record["sqnr_db"] >= forms.LEAST_DB:
                 record["wrong"] = f"{record['sqnr_db']:.1f} dB"
                 continue
@@ -145,6 +145,7 @@ def _time(size: Size, batch: int, timed: list[Form]) -> dict[str, dict[str, Any]
             "max_us": taken.max_us,
             "kernels": taken.kernels,
         }
+    _compare(timed, records)
     return records
 
 
@@ -153,7 +154,7 @@ def _arguments(form: Form, operands: tuple) -> tuple:
     x, weight, dfm, dlcb = operands
     if form.transposed:
         x, dlcb = x.swapaxes(1, 2), dlcb.swapaxes(1, 2)
-    return (x, weight, (dfm, dlcb)) if form.name.startswith("train") else (x, weight)
+    return (x, weight) if form.passes == "forward" else (x, weight, (dfm, dlcb))
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -161,10 +162,10 @@ def _print(row: dict[str, Any]) -> None:
     print(f"{row['size']} at {row['batch']}: floor {floor}")
     for name, record in row["forms"].items():
         if "us" not in record:
-            print(f"  {name:28} {record.get('failed') or record.get('wrong')}")
+            print(f"  {name:32} {record.get('failed') or record.get('wrong')}")
             continue
         ratio = f"{record['vs_xla']:6.2f}x" if "vs_xla" in record else ""
-        print(f"  {name:28} {record['us']:9.1f} us {ratio}", flush=True)
+        print(f"  {name:32} {record['us']:9.1f} us {ratio}", flush=True)
 
 
 if __name__ == "__main__":
