@@ -76,8 +76,7 @@ def fm_lcb_backward(
     if reason is not None:
         raise ValueError(f"{config} does not fit: {reason}.")
     layout = BackwardLayout(problem, config)
-    weight = jnp.pad(weight, ((0, layout.n_rows - n), (0, 0)))
-    dx, *partials = plgpu.kernel(
+    dx, partials = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
         scratch_types=layout.scratch(),
@@ -87,9 +86,8 @@ def fm_lcb_backward(
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
-    )(x, dfm, dlcb, weight[:, :k], weight[:, k:])
-    sums = [jnp.sum(partial, axis=(0, 1)) for partial in partials]
-    return dx, _join_slabs(layout, jnp.concatenate(sums, axis=2))
+    )(x, dfm, dlcb, weight)
+    return dx, _join_slabs(layout, jnp.sum(partials, axis=(0, 1)))
 
 
 def _join_slabs(layout: BackwardLayout, slabs):
@@ -108,7 +106,7 @@ class _Kernel:
 
     def body(self, *arrays, **scratch):
         """The kernel: the last warpgroup loads, the others compute."""
-        (*examples, y, w, dx, dy, dw), refs = arrays, Scratch(**scratch)
+        (*examples, weight, dx, partials), refs = arrays, Scratch(**scratch)
         warpgroups, ctas = self.layout.warpgroups, self.layout.ctas
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         # This CTA's examples are `cta`, `cta + ctas`, ...
@@ -117,19 +115,27 @@ class _Kernel:
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(y, refs.y, refs.weight_full)
-            plgpu.copy_gmem_to_smem(w, refs.w, refs.weight_full)
+            self._load_weight(weight, refs)
             self._produce(examples, refs, count)
 
         @pl.when(warpgroup < warpgroups)
         def _():
             registers = tiles.consumer_registers(warpgroups)
             plgpu.set_max_registers(registers, action="increase")
-            self._consume(warpgroup, (dx, dy, dw), refs, count)
+            self._consume(warpgroup, (dx, partials), refs, count)
 
     def _example(self, index):
         """Returns the position in the batch of one of this CTA's examples."""
         return lax.axis_index("cta") + index * self.layout.ctas
+
+    def _load_weight(self, weight, refs: Scratch):
+        """Starts loading `[Y | W_L]`; TMA fills rows beyond n with zeros."""
+        first = 0
+        for ref in (refs.y, refs.w):
+            rows, columns = ref.shape
+            part = weight.at[pl.ds(0, rows), pl.ds(first, columns)]
+            plgpu.copy_gmem_to_smem(part, ref, refs.weight_full)
+            first += columns
 
     def _produce(self, sources, refs: Scratch, count):
         """Keeps the ring buffers of x, dFM and dLCB filled."""
@@ -166,12 +172,11 @@ class _Kernel:
 
         Args:
             worker: of the warpgroup.
-            targets: dX, and the partial dY and dW_L.
+            targets: dX, and the partial gradients of the weight.
             position: its team and its slab's number.
             iterations: examples of its team.
         """
-        dx, *partials = targets
-        team, cta = position[0], lax.axis_index("cta")
+        (dx, partials), team = targets, position[0]
 
         def compute(*accumulators):
             @pl.loop(0, iterations)
@@ -186,10 +191,12 @@ class _Kernel:
 
             return [accumulator[...] for accumulator in accumulators]
 
-        sizes = self.problem.k, self.layout.rest
-        sums = pl.run_scoped(compute, *(tiles.accumulator(ROWS, s) for s in sizes))
-        for partial, value in zip(partials, sums, strict=True):
-            partial[cta, *position] = value
+        k, rest = self.problem.k, self.layout.rest
+        types = tiles.accumulator(ROWS, k), tiles.accumulator(ROWS, rest)
+        dy, dw = pl.run_scoped(compute, *types)
+        partial = partials.at[lax.axis_index("cta"), *position]
+        partial[:, pl.ds(0, k)] = dy
+        partial[:, pl.ds(k, rest)] = dw
 
 
 class _Worker:

@@ -88,13 +88,12 @@ class BackwardLayout:
         )
 
     def results(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of dX, and of partial dY and dW_L by slab."""
+        """Returns the types of dX, and of each team's `[dY | dW_L]` by slab."""
         p = self.problem
-        partial = self.ctas, self.config.teams, len(self.slabs), ROWS
+        partial = self.ctas, self.config.teams, len(self.slabs), ROWS, p.m
         return [
             jax.ShapeDtypeStruct((p.batch, p.n, p.d), BF16),
-            jax.ShapeDtypeStruct((*partial, p.k), jnp.float32),
-            jax.ShapeDtypeStruct((*partial, self.rest), jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
         ]
 
     def stage(self, team, iteration):

@@ -123,6 +123,7 @@ def test_under_shard_map_the_gradient_of_the_weight_is_summed():
 # The kernels, in the interpreter.
 
 SIZES = dict(batch=3, n=24, d=16, k=16, m=32)
+WUKONG_M = dict(batch=300, n=64, d=128, k=32, m=64)
 
 
 @pytest.fixture
@@ -130,9 +131,8 @@ def interpreter(interpret):  # noqa: F811
     return Device(platform="cpu", interpret=interpret)
 
 
-def served(batch=3):
+def served(batch, n, d, k, m):
     """Returns operands that both kernels serve, and gradients of the results."""
-    n, d, k, m = (SIZES[name] for name in "ndkm")
     weight = support.normal(n, m, seed=1) / n**0.5
     shapes = (batch, n, d), (batch, n, k), (batch, m - k, d)
     x, dfm, dlcb = (
@@ -143,7 +143,7 @@ def served(batch=3):
 
 
 def both_passes(x, weight, gradients, *, plan=BY_XLA):
-    run = functools.partial(fm_lcb, k=SIZES["k"], plan=plan)
+    run = functools.partial(fm_lcb, k=gradients[0].shape[-1], plan=plan)
     out, pull = jax.vjp(run, x, weight)
     return out, pull(gradients)
 
@@ -168,7 +168,7 @@ def test_kernels_do_what_xla_does(interpreter, monkeypatch, reasons, launches):
         return kernels.by_kernel(run, *operands)
 
     monkeypatch.setattr(ops, "by_kernel", by_kernel)
-    args = served()
+    args = served(**SIZES)
     plan = plan_fm_lcb(args[0], SIZES["m"], SIZES["k"], interpreter)
     plan = plan._replace(**reasons)
     found = jax.jit(functools.partial(both_passes, plan=plan))(*args)
@@ -181,12 +181,22 @@ def test_kernels_do_what_xla_does(interpreter, monkeypatch, reasons, launches):
 
 
 def test_kernels_under_vmap_run_one_by_one(interpreter):
-    x, weight, gradients = served(4)
+    x, weight, gradients = served(**SIZES | dict(batch=4))
     pairs = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), (x, gradients))
     plan = plan_fm_lcb(x[:2], SIZES["m"], SIZES["k"], interpreter)
     run = lambda x, g, **plan: both_passes(x, weight, g, **plan)  # noqa: E731
     found = jax.vmap(functools.partial(run, plan=plan))(*pairs)
     expected = jax.vmap(run)(*pairs)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
+
+
+@pytest.mark.gpu
+def test_on_the_device_kernels_do_what_xla_does():
+    args = served(**WUKONG_M)
+    plan = plan_fm_lcb(args[0], WUKONG_M["m"], WUKONG_M["k"], HOPPER)
+    found = jax.jit(functools.partial(both_passes, plan=plan))(*args)
+    expected = jax.jit(both_passes)(*args)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
 
