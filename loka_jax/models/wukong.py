@@ -56,7 +56,11 @@ class WukongLayer(ModelPart, kw_only=True):
         batch, n, _ = x.shape
         if self.attention_mlp is None:
             return nn.FmLcb(
-                self.k, self.lcb_embeddings, recipe=self.recipe, name="fm_lcb"
+                self.k,
+                self.lcb_embeddings,
+                recipe=self.recipe,
+                implementation=self.implementation,
+                name="fm_lcb",
             )(x)
         seen = nn.Compress(
             self.attention_embeddings, recipe=self.recipe, name="attended"

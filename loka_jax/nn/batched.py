@@ -28,9 +28,9 @@ class BatchedSite(linen.Module):
     axis_names: tuple[str, ...] = ()
 
     @linen.nowrap
-    def announce(self, batch: int, spec: SiteSpec) -> None:
+    def announce(self, batch: int, spec: SiteSpec, **attributes) -> None:
         """Announces the site, see `announce_batched`."""
-        announce_batched(self, batch, spec)
+        announce_batched(self, batch, spec, **attributes)
 
     @linen.compact
     def __call__(
@@ -51,18 +51,20 @@ class BatchedSite(linen.Module):
         return rows.reshape(out.shape)
 
 
-def announce_batched(module, batch: int, spec: SiteSpec) -> None:
+def announce_batched(module, batch: int, spec: SiteSpec, **attributes) -> None:
     """Announces a product of each of `batch` examples.
 
     Args:
         module: of the site, with `recipe`.
         batch: number of products.
         spec: of one of them.
+        attributes: further attributes of `Site`.
     """
     plan = current().plan("/".join(module.path), spec, module.recipe, "xla")
     recipe = in_high_precision(plan.choice.recipe)
     choice = dataclasses.replace(plan.choice, recipe=recipe)
-    announce(module, resolve(plan.spec, choice, plan.device), batch=batch)
+    resolved = resolve(plan.spec, choice, plan.device)
+    announce(module, resolved, batch=batch, **attributes)
 
 
 def in_high_precision(recipe: Recipe) -> Recipe:

@@ -5,6 +5,7 @@ each example: sites without a choice, see `nn.batched`.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import linen
@@ -14,6 +15,7 @@ from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import default_kernel_init
 from loka_jax.ops import fm_lcb as ops
+from loka_jax.ops.device import local_device
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
 
@@ -44,12 +46,15 @@ class FmLcb(linen.Module):
     """Wukong's factorization machine and linear compression, `X (X^T Y)`, `W_L^T X`.
 
     Both begin with one product, `[Y | W_L]^T X`, the site `compress`; `fm` is the
-    second product of the former.
+    second product of the former. On a Hopper GPU one kernel runs both, and one their
+    backward pass, where `plan_fm_lcb` has no reason against it and Probe does not
+    observe the products.
 
     Attributes:
         k: columns of Y.
         compressed: l, columns of W_L.
         recipe: of its sites, for their compute dtype.
+        implementation: "xla" to use XLA only; None to use kernels where they apply.
         kernel_init: initializer of [Y | W_L] (n, k + l).
 
     References:
@@ -59,6 +64,7 @@ class FmLcb(linen.Module):
     k: int
     compressed: int
     recipe: str | Recipe = "fp8_tensorwise"
+    implementation: Literal["xla"] | None = None
     kernel_init: Callable = default_kernel_init
 
     @linen.compact
@@ -71,12 +77,21 @@ class FmLcb(linen.Module):
         first = BatchedSite(self.recipe, name="compress")
         second = BatchedSite(self.recipe, name="fm")
         if current().observer is None:
-            first.announce(batch, SiteSpec(m=d, k=n, n=m))
-            second.announce(batch, SiteSpec(m=n, k=d, n=k))
-            return ops.fm_lcb(x, kernel, k=k)
+            plan = self._plan(x)
+            first.announce(batch, SiteSpec(m=d, k=n, n=m), together=plan)
+            second.announce(batch, SiteSpec(m=n, k=d, n=k), together=plan)
+            return ops.fm_lcb(x, kernel, k=k, plan=plan)
         p = _seen(first, ops.compress(x, kernel), x, kernel)
         p_k = p[:, :k].swapaxes(1, 2)
         return second(ops.product(x, p_k), x, p_k), p[:, k:]
+
+    @linen.nowrap
+    def _plan(self, x: Array) -> ops.FmLcbPlan:
+        """Returns which passes run by kernels."""
+        if self.implementation == "xla":
+            return ops.BY_XLA
+        device = current().device or local_device()
+        return ops.plan_fm_lcb(x, self.k + self.compressed, self.k, device)
 
 
 class Fm(linen.Module):

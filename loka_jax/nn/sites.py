@@ -14,7 +14,9 @@ from flax import linen
 
 from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
+from loka_jax.ops.fm_lcb import FmLcbPlan
 from loka_jax.ops.plan import KernelPlan, describe
+from loka_jax.recipe import ROLES
 from loka_jax.site import SiteSpec
 
 
@@ -28,12 +30,15 @@ class Site:
         batch: the number of products of a batched GEMM, which runs in the operands'
             dtype; None for a single product.
         follows: lhs is the output of the previous site, and can come in FP8.
+        together: which passes a kernel runs that includes the site's neighbours; None
+            for a site by itself.
     """
 
     path: str
     plan: KernelPlan
     batch: int | None = None
     follows: bool = False
+    together: FmLcbPlan | None = None
 
     @property
     def spec(self) -> SiteSpec:
@@ -48,7 +53,12 @@ class Site:
     @property
     def runs(self) -> dict[str, str]:
         """A short description of each role."""
-        return {str(role): text for role, text in describe(self.plan).items()}
+        texts = {str(role): text for role, text in describe(self.plan).items()}
+        if self.together is not None:
+            for role in ROLES:
+                if self.together.why_not(role) is None:
+                    texts[role] = f"pallas{texts[role].removeprefix('xla')}"
+        return texts
 
     @property
     def why_not(self) -> str | None:
@@ -59,10 +69,12 @@ class Site:
 
     @property
     def why_not_fused(self) -> str | None:
-        """Why no single kernel runs product and norm.
+        """Why no single kernel runs product and norm, or a site and its neighbours.
 
         None if one does, and where nothing follows the product.
         """
+        if self.together is not None:
+            return self.together.why_not_forward or self.together.why_not_backward
         spec = self.spec
         if spec.norm == spec.activation == "none" and not spec.use_bias:
             return None

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from loka_jax.ops.kernels import by_triton
+from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.tables import Pooling, TableSpec
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
@@ -231,7 +231,7 @@ def sum_by_row(
     grads = row_grads.reshape(-1, row_grads.shape[-1])
     n, dim = grads.shape
     if chosen(implementation, _triton.why_not(n, dim, grads.dtype)) == "triton":
-        sums = by_triton(_triton.sum_runs, ids, order, grads)
+        sums = by_kernel(_triton.sum_runs, ids, order, grads)
     else:
         sums = _running_sums(ids, grads[order].astype(jnp.float32))
     is_last = jnp.append(ids[1:] != ids[:-1], jnp.ones(min(1, ids.size), bool))
@@ -321,7 +321,7 @@ def update_rows(
     implementation = chosen(implementation, why_not)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
         operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
-        return by_triton(optimizer.update_in_place, *operands)
+        return by_kernel(optimizer.update_in_place, *operands)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Without it XLA recomputes the sums in each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)

@@ -5,34 +5,99 @@
     lcb = W_L^T X        [l, d]        the last l rows of P^T
 
 Letters: B examples, X the n embeddings of an example, of dimension d.
+
+Pallas kernels run both passes where they can, see `plan_fm_lcb`. XLA computes
+`fm = (X X^T) Y` in inference; in training, X and W as one product of each example. Both
+are its fastest of six forms at n = 64, d = 128 and n = 96, d = 160 on an H200
+(`experiments/bench/fm_lcb.py`).
 """
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.ops.kernels import equally_varying
+from loka_jax.ops.device import Device
+from loka_jax.ops.kernels import by_kernel, equally_varying
+from loka_jax.pallas import fm_lcb as _kernel
+from loka_jax.pallas import fm_lcb_backward as _backward_kernel
+from loka_jax.recipe import Role
+
+
+class FmLcbPlan(NamedTuple):
+    """What runs `fm_lcb`: a Pallas kernel or XLA, for either pass. Static under jit.
+
+    Attributes:
+        why_not_forward: why XLA runs the forward pass; None for a kernel.
+        why_not_backward: likewise for the backward pass.
+        interpret: as in `Device`.
+    """
+
+    why_not_forward: str | None
+    why_not_backward: str | None
+    interpret: Any = None
+
+    @property
+    def is_by_xla(self) -> bool:
+        """True if no kernel runs."""
+        return None not in (self.why_not_forward, self.why_not_backward)
+
+    def why_not(self, role: Role) -> str | None:
+        """Returns why XLA runs a role; None for a kernel."""
+        return self.why_not_forward if role == "fwd" else self.why_not_backward
+
+
+BY_XLA = FmLcbPlan("provider 'xla'", "provider 'xla'")
+
+
+def plan_fm_lcb(
+    x: jax.Array | jax.ShapeDtypeStruct, m: int, k: int, device: Device
+) -> FmLcbPlan:
+    """Returns which passes of `fm_lcb` run by kernels on a device.
+
+    Args:
+        x: the embeddings.
+        m: columns of the weight.
+        k: columns of Y.
+        device: on which it runs.
+    """
+    reason = device.why_not_pallas
+    if reason is None and x.dtype != jnp.bfloat16:
+        reason = f"embeddings in {x.dtype}"
+    if reason is not None:
+        return FmLcbPlan(reason, reason)
+    batch, n, d = x.shape
+    problem = _kernel.Problem(batch=batch, n=n, d=d, k=k, m=m)
+    return FmLcbPlan(
+        _kernel.why_not(problem), _backward_kernel.why_not(problem), device.interpret
+    )
 
 
 def fm_lcb(
-    x: Float[Array, "B n d"], weight: Float[Array, "n m"], *, k: int
+    x: Float[Array, "B n d"],
+    weight: Float[Array, "n m"],
+    *,
+    k: int,
+    plan: FmLcbPlan = BY_XLA,
 ) -> tuple[Float[Array, "B n k"], Float[Array, "B l d"]]:
     """Returns `X (X^T Y)` and `W_L^T X` of each example, from one product with X.
 
-    Differentiable. Sums are float32; `P^T`, both results and the gradient of x are
-    rounded to x's dtype, the gradient of the weight is in its own.
+    Differentiable. Sums are float32; results, the gradient of x, `P^T` or `X X^T` and
+    their gradients are rounded to x's dtype, the gradient of the weight is in its own.
 
     Args:
         x: bfloat16 or float32.
         weight: `[Y | W_L]`, m = k + l, float32.
         k: the number of columns of Y.
+        plan: of `plan_fm_lcb`.
 
     References:
         Wukong, arXiv 2403.02545, sections 3.4 and 3.5.
     """
-    p = compress(x, weight)
-    return _einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
+    return _fm_lcb(k, plan, *equally_varying(x, weight))
 
 
 def compress(
@@ -50,6 +115,54 @@ def product(
 ) -> Float[Array, "B m n"]:
     """Returns `lhs @ rhs` of each example, summed in float32, in their dtype."""
     return _einsum("bmk,bkn->bmn", lhs, rhs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fm_lcb(k, plan, x, weight):
+    weight = weight.astype(x.dtype)
+    if plan.why_not_forward is None:
+        run = functools.partial(_kernel.fm_lcb, k=k, interpret=plan.interpret)
+        return by_kernel(run, x, weight)
+    gram = _einsum("bnd,bmd->bnm", x, x)
+    lcb = _einsum("nl,bnd->bld", weight[:, k:], x)
+    return _einsum("bnm,mk->bnk", gram, weight[:, :k]), lcb
+
+
+def _fm_lcb_fwd(k, plan, x, weight):
+    if plan.is_by_xla:
+        # The backward pass computes P^T as well: XLA keeps it.
+        out = _by_weights(k, x, _one_each(x, weight))
+    else:
+        out = _fm_lcb(k, plan, x, weight)
+    return out, (x, weight)
+
+
+def _fm_lcb_bwd(k, plan, operands, gradients):
+    x, weight = operands
+    if plan.why_not_backward is None:
+        run = functools.partial(
+            _backward_kernel.fm_lcb_backward, interpret=plan.interpret
+        )
+        dx, dweight = by_kernel(run, x, weight.astype(x.dtype), *gradients)
+        return dx, dweight.astype(weight.dtype)
+    weights = _one_each(x, weight)
+    _, pull = jax.vjp(functools.partial(_by_weights, k), x, weights)
+    dx, dweights = pull(gradients)
+    return dx, jnp.sum(dweights, axis=0, dtype=weight.dtype)
+
+
+_fm_lcb.defvjp(_fm_lcb_fwd, _fm_lcb_bwd)
+
+
+def _one_each(x, weight):
+    """Returns the weight for each example: batched products are faster than one."""
+    return jnp.broadcast_to(weight.astype(x.dtype), (x.shape[0], *weight.shape))
+
+
+def _by_weights(k, x, weights):
+    """Returns FM and LCB with a weight of each example's own."""
+    p = _einsum("bnm,bnd->bmd", weights, x)
+    return _einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
 
 
 @jax.custom_vjp

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from loka_jax.ops.kernels import by_triton, equally_varying
+from loka_jax.ops.kernels import by_kernel, equally_varying
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
 
@@ -101,7 +101,7 @@ def _dot_features(bottom, embeddings, multiple, implementation):
     n = embeddings.shape[1] + (bottom is not None)
     width = padded(lead + n * (n - 1) // 2, multiple)
     run = functools.partial(_triton.dot_features, width=width)
-    return by_triton(run, bottom, embeddings)
+    return by_kernel(run, bottom, embeddings)
 
 
 def _dot_features_fwd(bottom, embeddings, multiple, implementation):
@@ -113,7 +113,7 @@ def _dot_features_bwd(multiple, implementation, operands, g):
     del multiple
     bottom, embeddings = operands
     if implementation == "triton":
-        return by_triton(_triton.dot_features_backward, bottom, embeddings, g)
+        return by_kernel(_triton.dot_features_backward, bottom, embeddings, g)
     return _backward_by_xla(bottom, embeddings, g)
 
 

@@ -78,8 +78,8 @@ def equally_varying(*operands: Array) -> tuple[Array, ...]:
     )
 
 
-def by_triton(run: Callable, *operands):
-    """Returns `run(*operands)`; under `vmap` one call follows another.
+def by_kernel(run: Callable, *operands):
+    """Returns `run(*operands)`, a launch; under `vmap` one call follows another.
 
     Args:
         run: a function of pytrees of arrays; the leaves of its result need not be

@@ -6,6 +6,8 @@ served (None if it is), and a function of the module's name, which launches it:
     dense_norm      product, norm, activation and quantization in one kernel
     norm_quantize   norm, activation and quantization after a product by XLA
     norm_backward   backward pass of activation and norm
+    fm_lcb          Wukong's factorization machine and linear compression
+    fm_lcb_backward its backward pass
 
 `KERNELS` has them as sites see them: (`why_not(spec, recipe)`, run).
 """

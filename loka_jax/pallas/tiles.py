@@ -28,10 +28,17 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
-    """Returns a shared-memory type in the tiled, swizzled form of TMA and `wgmma`."""
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike, *, columns: int | None = None):
+    """Returns a shared-memory type in the tiled, swizzled form of TMA and `wgmma`.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        columns: of a tile, which the operands of a `wgmma` must share: 32, 64 or 128
+            bytes; by default as many as divide the rows.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(min(shape[-1] * itemsize, 128) * 8)
+    swizzle = plgpu.find_swizzle((columns or shape[-1]) * itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -8,9 +8,11 @@ import pytest
 from flax import linen
 
 from loka_jax import nn
+from loka_jax.ops.device import HOPPER, Device
 from tests import support
 
 B, N, D = 6, 16, 8
+CPU = Device(platform="cpu")
 
 
 class Both(linen.Module):
@@ -56,6 +58,28 @@ def test_every_product_is_a_site_without_a_choice():
     ]
     assert not any(site.has_choice or site.is_fp8 for site in sites)
     assert sites[0].why_not == f"a batched product ({B} of them)"
+
+
+@pytest.mark.parametrize(
+    "k, implementation, device, runs, reason",
+    [
+        (16, None, HOPPER, ("pallas bf16", "pallas bf16"), None),
+        (8, None, HOPPER, ("pallas bf16", "xla bf16"), "k=8 is not a positive"),
+        (16, None, CPU, ("xla bf16", "xla bf16"), "no Hopper GPU"),
+        (16, "xla", HOPPER, ("xla bf16", "xla bf16"), "provider 'xla'"),
+    ],
+)
+def test_fm_and_lcb_say_what_runs(k, implementation, device, runs, reason):
+    module = nn.FmLcb(k, 16, implementation=implementation)
+    x = jax.ShapeDtypeStruct((B, 64, 32), jnp.bfloat16)
+    with nn.site_context(device=device):
+        sites = nn.list_sites(module, x)
+    assert [site.path for site in sites] == ["compress", "fm"]
+    for site in sites:
+        assert (site.runs["fwd"], site.runs["dlhs"]) == runs
+        assert site.runs["drhs"] == site.runs["dlhs"]
+        assert (site.why_not_fused or "").startswith(reason or "")
+        assert (site.why_not_fused is None) == (reason is None)
 
 
 def test_probe_sees_the_operands_of_every_product():

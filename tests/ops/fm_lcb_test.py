@@ -1,4 +1,6 @@
-"""`fm_lcb` and its parts against numpy in float64."""
+"""`fm_lcb` and its parts against numpy in float64, its kernels against XLA."""
+
+import functools
 
 import chex
 import jax
@@ -8,8 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from loka_jax.ops.fm_lcb import compress, fm_lcb, product
+from loka_jax.ops import fm_lcb as ops
+from loka_jax.ops import kernels
+from loka_jax.ops.device import HOPPER, Device
+from loka_jax.ops.fm_lcb import BY_XLA, compress, fm_lcb, plan_fm_lcb, product
 from tests import support
+from tests.pallas.support import assert_no_races, interpret  # noqa: F401
 
 B, N, D, K, L = 5, 12, 8, 3, 4
 
@@ -112,3 +118,103 @@ def test_under_shard_map_the_gradient_of_the_weight_is_summed():
     chex.assert_trees_all_close(
         step(x, weight), expected, atol=1e-5 * largest, rtol=1e-5
     )
+
+
+# The kernels, in the interpreter.
+
+SIZES = dict(batch=3, n=24, d=16, k=16, m=32)
+WUKONG_M = dict(batch=300, n=64, d=128, k=32, m=64)
+
+
+@pytest.fixture
+def interpreter(interpret):  # noqa: F811
+    return Device(platform="cpu", interpret=interpret)
+
+
+def served(batch, n, d, k, m):
+    """Returns operands that both kernels serve, and gradients of the results."""
+    weight = support.normal(n, m, seed=1) / n**0.5
+    shapes = (batch, n, d), (batch, n, k), (batch, m - k, d)
+    x, dfm, dlcb = (
+        support.normal(*shape, seed=seed, dtype=jnp.bfloat16)
+        for seed, shape in enumerate(shapes)
+    )
+    return x, weight, (dfm, dlcb)
+
+
+def both_passes(x, weight, gradients, *, plan=BY_XLA):
+    run = functools.partial(fm_lcb, k=gradients[0].shape[-1], plan=plan)
+    out, pull = jax.vjp(run, x, weight)
+    return out, pull(gradients)
+
+
+# Each pass of either has at most four roundings of 2**-9, one after the other.
+LEAST_DB = 42.0
+
+
+@pytest.mark.parametrize(
+    "reasons, launches",
+    [
+        ({}, ["fm_lcb", "fm_lcb_backward"]),
+        (dict(why_not_forward="a test"), ["fm_lcb_backward"]),
+        (dict(why_not_backward="a test"), ["fm_lcb"]),
+    ],
+)
+def test_kernels_do_what_xla_does(interpreter, monkeypatch, reasons, launches):
+    launched = []
+
+    def by_kernel(run, *operands):
+        launched.append(run.func.__name__)
+        return kernels.by_kernel(run, *operands)
+
+    monkeypatch.setattr(ops, "by_kernel", by_kernel)
+    args = served(**SIZES)
+    plan = plan_fm_lcb(args[0], SIZES["m"], SIZES["k"], interpreter)
+    plan = plan._replace(**reasons)
+    found = jax.jit(functools.partial(both_passes, plan=plan))(*args)
+    expected = jax.jit(both_passes)(*args)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
+    assert launched == launches
+    assert_no_races()
+
+
+def test_kernels_under_vmap_run_one_by_one(interpreter):
+    x, weight, gradients = served(**SIZES | dict(batch=4))
+    pairs = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), (x, gradients))
+    plan = plan_fm_lcb(x[:2], SIZES["m"], SIZES["k"], interpreter)
+    run = lambda x, g, **plan: both_passes(x, weight, g, **plan)  # noqa: E731
+    found = jax.vmap(functools.partial(run, plan=plan))(*pairs)
+    expected = jax.vmap(run)(*pairs)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
+
+
+@pytest.mark.gpu
+def test_on_the_device_kernels_do_what_xla_does():
+    args = served(**WUKONG_M)
+    plan = plan_fm_lcb(args[0], WUKONG_M["m"], WUKONG_M["k"], HOPPER)
+    found = jax.jit(functools.partial(both_passes, plan=plan))(*args)
+    expected = jax.jit(both_passes)(*args)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype, device, forward, backward",
+    [
+        ({}, "bfloat16", HOPPER, None, None),
+        ({}, "bfloat16", Device(platform="cpu"), "no Hopper", "no Hopper"),
+        ({}, "float32", HOPPER, "embeddings in float32", "embeddings in float32"),
+        (dict(k=8), "bfloat16", HOPPER, None, "k=8 is not"),
+        (dict(n=20), "bfloat16", HOPPER, "n=20 is not", "n=20 is not"),
+    ],
+)
+def test_the_plan_says_why_xla_runs_a_pass(sizes, dtype, device, forward, backward):
+    sizes = SIZES | sizes
+    shape = sizes["batch"], sizes["n"], sizes["d"]
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    plan = plan_fm_lcb(x, sizes["m"], sizes["k"], device)
+    for expected, reason in zip((forward, backward), plan, strict=False):
+        assert reason is None if expected is None else expected in reason

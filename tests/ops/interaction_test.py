@@ -165,11 +165,11 @@ def chosen(monkeypatch):
     def chosen(*args):
         launched = []
 
-        def by_triton(run, bottom, embeddings):
+        def by_kernel(run, bottom, embeddings):
             launched.append(run)
             return jnp.zeros((len(embeddings), 1))
 
-        monkeypatch.setattr(interaction, "by_triton", by_triton)
+        monkeypatch.setattr(interaction, "by_kernel", by_kernel)
         dot_features(*args)
         return "triton" if launched else "xla"
 
