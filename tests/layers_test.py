@@ -9,7 +9,7 @@ LAYERS = (
     ("terminal",),
     ("fp8", "quality", "jsonfile", "options", "cache_folder", "max_merge"),
     ("recipe", "normed"),
-    ("scaling", "site", "report"),
+    ("scaling", "site", "tails", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),
     ("ops",),
