@@ -1,0 +1,207 @@
+"""Times what follows wide products: a cross layer's tail, a norm's, and the products.
+
+    python experiments/bench/wide_tail.py --out wide_tail.json
+
+For every shape: kernel time of each form (`wide_tail_forms.py`) by JAX's profiler,
+operands beyond the L2, with its number of kernels and its share of the floor: operands
+and results moved once, by the copy bandwidth measured first. Triton's kernels are timed
+with every tuning config; smaller sets of results with the best one. They are checked
+against XLA's results first and not timed if they differ.
+
+The products are those of MLPerf's DLRM-DCNv2, operands K-major, in bfloat16 and FP8.
+
+Without a GPU times are wall clock and only XLA's forms run, to try the script:
+`--shapes 128x256 --batches 256`.
+"""
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import tyro
+
+from experiments.bench import result as results
+from experiments.bench import wide_product_forms as products
+from experiments.bench import wide_tail_forms as forms
+from experiments.bench.wide_tail_forms import Form
+from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.roofline import Roofline, measure_roofline
+from loka_jax.measure.timing import Case, time_kernels
+from loka_jax.terminal import one_line
+
+SHAPES = ("65536x3456", "8192x3456", "16384x4096", "16384x7680", "4096x8192")
+ROTATED_BYTES = 120e6  # twice the L2
+NOT_TIMED = ("why_not", "wrong", "failed")  # keys in place of a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON, after every shape; printed only if None.
+        shapes: rows by columns of the tails.
+        batches: of the products.
+        tune: time Triton's kernels with every config, not only the default.
+        budget_s: begin no shape after that many seconds.
+    """
+
+    out: pathlib.Path | None = None
+    shapes: tuple[str, ...] = SHAPES
+    batches: tuple[int, ...] = (65536, 8192)
+    tune: bool = True
+    budget_s: float | None = None
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    start = time.perf_counter()
+    roofline = measure_roofline()
+    print(f"{jax.devices()[0].device_kind}: {roofline}")
+    result = results.head("wide_tail", arguments) | {
+        "inputs": "N(0, 1)",
+        "roofline": dataclasses.asdict(roofline),
+        "tails": [],
+        "products": [],
+    }
+    steps = [("products", f"{batch}") for batch in arguments.batches]
+    steps += [("tails", shape) for shape in arguments.shapes]
+    for kind, name in steps:
+        seconds = time.perf_counter() - start
+        if arguments.budget_s is not None and seconds > arguments.budget_s:
+            result["stopped_before"] = f"{kind} {name}"
+            print(f"stopped before {kind} {name}: {seconds:.0f} s are over the budget")
+            break
+        if kind == "products":
+            row = measure_products(int(name), roofline)
+        else:
+            m, n = map(int, name.split("x"))
+            row = measure_tails(m, n, roofline, tune=arguments.tune)
+        result[kind].append(row)
+        result["seconds"] = time.perf_counter() - start
+        print(f"{kind} {name} [{result['seconds']:.0f} s]")
+        for form, record in row["forms"].items():
+            print(f"  {form:44}{_describe(record)}", flush=True)
+        results.write(arguments.out, result)
+    return result
+
+
+def measure_tails(m: int, n: int, roofline: Roofline, *, tune: bool) -> dict[str, Any]:
+    """Returns a record of every tail by name, for (m, n) matrices."""
+    operands = forms.make_operands(m, n)
+    records = _measure(forms.xla_forms() + forms.triton_forms(m, n, tune), operands)
+    best = {
+        name: min(timed, key=lambda form: records[form.name]["us"]).config
+        for name, timed in _by_kernel(m, n, tune, records).items()
+    }
+    records |= _measure(forms.triton_parts(m, n, best), operands)
+    for record in records.values():
+        _add_floor(record, roofline, 0.0)
+    configs = {name: dataclasses.asdict(config) for name, config in best.items()}
+    return {"m": m, "n": n, "best_configs": configs, "forms": records}
+
+
+def _by_kernel(m: int, n: int, tune: bool, records) -> dict[str, list[Form]]:
+    """Returns the forms of each of Triton's kernels that were timed."""
+    by_kernel: dict[str, list[Form]] = {}
+    for form in forms.triton_forms(m, n, tune):
+        if "us" in records[form.name]:
+            by_kernel.setdefault(form.kernel, []).append(form)
+    return by_kernel
+
+
+def measure_products(batch: int, roofline: Roofline) -> dict[str, Any]:
+    """Returns a record of every product of a batch."""
+    records = {}
+    for name, (m, k, n) in products.sizes(batch).items():
+        operands = products.make_operands(m, k, n)
+        own = _measure(products.product_forms(), operands)
+        for form, record in own.items():
+            _add_floor(record, roofline, 2.0 * m * k * n, form.startswith("bf16"))
+            records[f"{name} {m}x{k}x{n} {form}"] = record
+    return {"batch": batch, "forms": records}
+
+
+def _measure(candidates: list[Form], operands: dict) -> dict[str, dict[str, Any]]:
+    """Returns a record of every form by name.
+
+    A record has `us`, or a reason: `why_not` (it does not serve the shape), `wrong`
+    (its results are) or `failed` (it does not compile).
+    """
+    records: dict[str, dict[str, Any]] = {
+        form.name: {"why_not": form.why_not} if form.why_not else {}
+        for form in candidates
+    }
+    served = {form.name: form for form in candidates if form.why_not is None}
+    compiled: dict[str, Any] = {}
+    for options in {form.options for form in served.values()}:
+        programs = {
+            name: (form.run, form.arguments(operands))
+            for name, form in served.items()
+            if form.options == options
+        }
+        compiled |= compile_all(programs, dict(options))
+    cases = {}
+    for name, function in compiled.items():
+        form, record = served[name], records[name]
+        if isinstance(function, Exception):
+            record["failed"] = one_line(function)
+            continue
+        arguments = form.arguments(operands)
+        outputs = function(*leaves(arguments))
+        record["num_bytes"] = sum(
+            x.nbytes for x in jax.tree.leaves((arguments, outputs))
+        )
+        if form.reference is not None:
+            error = forms.difference(outputs, form.reference, arguments)
+            record |= {"wrong": error} if error else {}
+        if "wrong" not in record:
+            sets = _rotated(arguments, record["num_bytes"])
+            cases[name] = Case(function, sets)
+    for name, taken in time_kernels(cases).items():
+        records[name] |= {
+            "us": taken.median_us,
+            "min_us": taken.min_us,
+            "max_us": taken.max_us,
+            "kernels": taken.kernels,
+        }
+    return records
+
+
+def _rotated(arguments: tuple, num_bytes: int) -> list[tuple]:
+    """Returns copies of the arguments that together exceed the L2."""
+    copies = max(1, round(ROTATED_BYTES / num_bytes + 0.5))
+    if copies == 1:
+        return [leaves(arguments)]
+    return [leaves(jax.tree.map(lambda x: x.copy(), arguments)) for _ in range(copies)]
+
+
+def _add_floor(
+    record: dict[str, Any], roofline: Roofline, flops: float, is_bf16: bool = False
+):
+    """Adds the least time of a record's bytes and products, and what it reaches."""
+    if "us" not in record:
+        return
+    num_bytes = record["num_bytes"]
+    floor_us = roofline.floor_us(num_bytes, flops, "bf16" if is_bf16 else "fp8")
+    record |= {
+        "floor_us": floor_us,
+        "of_floor": floor_us / record["us"],
+        "tb_per_s": num_bytes / record["us"] / 1e6,
+        "tflop_per_s": flops / record["us"] / 1e6,
+    }
+
+
+def _describe(record: dict[str, Any]) -> str:
+    if "us" not in record:
+        return ", ".join(f"{key}: {record[key]}" for key in record if key in NOT_TIMED)
+    kernels = record["kernels"]
+    count = "" if kernels is None else f"{kernels:4.0f} kernels"
+    rate = f"{record['tb_per_s']:6.2f} TB/s {record['tflop_per_s']:6.0f} TFLOP/s"
+    return f"{record['us']:9.1f} us{count}{rate}{record['of_floor']:6.0%} of the floor"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
