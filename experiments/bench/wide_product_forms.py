@@ -18,22 +18,22 @@ from loka_jax.measure.compiling import NO_CAPTURE
 _BF16, _F32 = jnp.bfloat16, jnp.float32
 _WIDTH, _RANK, _OVER = 3456, 512, (1024, 1024, 512, 256)
 # Without it the products below whose operands are dequantized may become Triton's.
-_BY_CUBLAS = (*NO_CAPTURE.items(), ("xla_gpu_enable_triton_gemm", "false"))
+_BY_CUBLAS = (*NO_CAPTURE.items(), ("xla_gpu_enable_triton_gemm", False))
 
 
-def sizes(batch: int) -> dict[str, tuple[int, int, int]]:
-    """Returns m, k and n of each product of a training step, by what it computes."""
+def sizes(batch: int) -> dict[tuple[int, int, int], list[str]]:
+    """Returns m, k and n of the products of a training step, and what they compute."""
     layers = [("v", _WIDTH, _RANK), ("u", _RANK, _WIDTH)]
     widths = (_WIDTH, *_OVER)
     layers += [
         (f"over {i}", k, n) for i, (k, n) in enumerate(zip(widths, _OVER, strict=False))
     ]
-    by_name = {}
+    names: dict[tuple[int, int, int], list[str]] = {}
     for name, k, n in layers:
-        by_name[f"{name} fwd"] = batch, k, n
-        by_name[f"{name} dlhs"] = batch, n, k
-        by_name[f"{name} drhs"] = k, batch, n
-    return by_name
+        names.setdefault((batch, k, n), []).append(f"{name} fwd")
+        names.setdefault((batch, n, k), []).append(f"{name} dlhs")
+        names.setdefault((k, batch, n), []).append(f"{name} drhs")
+    return names
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

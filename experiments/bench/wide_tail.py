@@ -30,6 +30,7 @@ from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.terminal import one_line
+from loka_jax.triton.tail import TuningConfig
 
 SHAPES = ("65536x3456", "8192x3456", "16384x4096", "16384x7680", "4096x8192")
 ROTATED_BYTES = 120e6  # twice the L2
@@ -66,8 +67,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
         "tails": [],
         "products": [],
     }
-    steps = [("products", f"{batch}") for batch in arguments.batches]
-    steps += [("tails", shape) for shape in arguments.shapes]
+    steps = [("tails", shape) for shape in arguments.shapes]
+    steps[1:1] = [("products", f"{batch}") for batch in arguments.batches]
     for kind, name in steps:
         seconds = time.perf_counter() - start
         if arguments.budget_s is not None and seconds > arguments.budget_s:
@@ -83,7 +84,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         result["seconds"] = time.perf_counter() - start
         print(f"{kind} {name} [{result['seconds']:.0f} s]")
         for form, record in row["forms"].items():
-            print(f"  {form:44}{_describe(record)}", flush=True)
+            print(f"  {form:58} {_describe(record)}", flush=True)
         results.write(arguments.out, result)
     return result
 
@@ -91,74 +92,81 @@ def main(arguments: Arguments) -> dict[str, Any]:
 def measure_tails(m: int, n: int, roofline: Roofline, *, tune: bool) -> dict[str, Any]:
     """Returns a record of every tail by name, for (m, n) matrices."""
     operands = forms.make_operands(m, n)
-    records = _measure(forms.xla_forms() + forms.triton_forms(m, n, tune), operands)
-    best = {
-        name: min(timed, key=lambda form: records[form.name]["us"]).config
-        for name, timed in _by_kernel(m, n, tune, records).items()
-    }
-    records |= _measure(forms.triton_parts(m, n, best), operands)
+    candidates = forms.xla_forms() + forms.triton_forms(m, n, tune)
+    records = _measure(candidates, _arguments(candidates, operands))
+    best = _best_configs(candidates, records)
+    parts = forms.triton_parts(m, n, best)
+    records |= _measure(parts, _arguments(parts, operands))
     for record in records.values():
         _add_floor(record, roofline, 0.0)
     configs = {name: dataclasses.asdict(config) for name, config in best.items()}
     return {"m": m, "n": n, "best_configs": configs, "forms": records}
 
 
-def _by_kernel(m: int, n: int, tune: bool, records) -> dict[str, list[Form]]:
-    """Returns the forms of each of Triton's kernels that were timed."""
-    by_kernel: dict[str, list[Form]] = {}
-    for form in forms.triton_forms(m, n, tune):
-        if "us" in records[form.name]:
-            by_kernel.setdefault(form.kernel, []).append(form)
-    return by_kernel
+def _best_configs(candidates: list[Form], records) -> dict[str, TuningConfig]:
+    """Returns the config with which each of Triton's kernels was fastest."""
+    best: dict[str, tuple[float, TuningConfig]] = {}
+    for form in candidates:
+        taken_us = records[form.name].get("us")
+        if form.config is None or taken_us is None:
+            continue
+        if form.kernel not in best or taken_us < best[form.kernel][0]:
+            best[form.kernel] = taken_us, form.config
+    return {name: config for name, (_, config) in best.items()}
 
 
 def measure_products(batch: int, roofline: Roofline) -> dict[str, Any]:
     """Returns a record of every product of a batch."""
-    records = {}
-    for name, (m, k, n) in products.sizes(batch).items():
-        operands = products.make_operands(m, k, n)
-        own = _measure(products.product_forms(), operands)
-        for form, record in own.items():
-            _add_floor(record, roofline, 2.0 * m * k * n, form.startswith("bf16"))
-            records[f"{name} {m}x{k}x{n} {form}"] = record
+    candidates, operands, flops = [], {}, {}
+    for (m, k, n), names in products.sizes(batch).items():
+        arrays = products.make_operands(m, k, n)
+        for form in products.product_forms():
+            name = f"{m}x{k}x{n} ({', '.join(names)}) {form.name}"
+            candidates.append(form._replace(name=name))
+            operands[name] = form.arguments(arrays)
+            flops[name] = 2.0 * m * k * n
+    records = _measure(candidates, operands)
+    for name, record in records.items():
+        _add_floor(record, roofline, flops[name], name.endswith(" bf16"))
     return {"batch": batch, "forms": records}
 
 
-def _measure(candidates: list[Form], operands: dict) -> dict[str, dict[str, Any]]:
+def _arguments(candidates: list[Form], operands: dict[str, Any]) -> dict[str, tuple]:
+    """Returns the arguments of each form, by its name."""
+    return {form.name: form.arguments(operands) for form in candidates}
+
+
+def _measure(
+    candidates: list[Form], arguments: dict[str, tuple]
+) -> dict[str, dict[str, Any]]:
     """Returns a record of every form by name.
 
     A record has `us`, or a reason: `why_not` (it does not serve the shape), `wrong`
     (its results are) or `failed` (it does not compile).
+
+    Args:
+        candidates: the forms.
+        arguments: of each form, by its name.
     """
     records: dict[str, dict[str, Any]] = {
         form.name: {"why_not": form.why_not} if form.why_not else {}
         for form in candidates
     }
     served = {form.name: form for form in candidates if form.why_not is None}
-    compiled: dict[str, Any] = {}
-    for options in {form.options for form in served.values()}:
-        programs = {
-            name: (form.run, form.arguments(operands))
-            for name, form in served.items()
-            if form.options == options
-        }
-        compiled |= compile_all(programs, dict(options))
     cases = {}
-    for name, function in compiled.items():
+    for name, function in _compiled(served, arguments).items():
         form, record = served[name], records[name]
         if isinstance(function, Exception):
             record["failed"] = one_line(function)
             continue
-        arguments = form.arguments(operands)
-        outputs = function(*leaves(arguments))
-        record["num_bytes"] = sum(
-            x.nbytes for x in jax.tree.leaves((arguments, outputs))
-        )
-        if form.reference is not None:
-            error = forms.difference(outputs, form.reference, arguments)
+        outputs = function(*leaves(arguments[name]))
+        arrays = jax.tree.leaves((arguments[name], outputs))
+        record["num_bytes"] = sum(array.nbytes for array in arrays)
+        if form.errors is not None:
+            error = forms.difference(form, outputs, arguments[name])
             record |= {"wrong": error} if error else {}
         if "wrong" not in record:
-            sets = _rotated(arguments, record["num_bytes"])
+            sets = _rotated(arguments[name], record["num_bytes"])
             cases[name] = Case(function, sets)
     for name, taken in time_kernels(cases).items():
         records[name] |= {
@@ -168,6 +176,19 @@ def _measure(candidates: list[Form], operands: dict) -> dict[str, dict[str, Any]
             "kernels": taken.kernels,
         }
     return records
+
+
+def _compiled(served: dict[str, Form], arguments: dict[str, tuple]) -> dict[str, Any]:
+    """Returns compiled forms by name, or the exception where one failed."""
+    compiled: dict[str, Any] = {}
+    for options in {form.options for form in served.values()}:
+        programs = {
+            name: (form.run, arguments[name])
+            for name, form in served.items()
+            if form.options == options
+        }
+        compiled |= compile_all(programs, dict(options))
+    return compiled
 
 
 def _rotated(arguments: tuple, num_bytes: int) -> list[tuple]:

@@ -94,8 +94,8 @@ def norm_tail(
     operands.add("bias", bias)
     operands.add_forms(want, y_scale_inv)
     dtype = E4M3 if epilogue.norm == "block" else jnp.bfloat16
-    operands.constants |= _constants(epilogue, dtype) | dict(
-        has_residuals=keep, epsilon=epilogue.epsilon
+    operands.constants.update(
+        _constants(epilogue, dtype), has_residuals=keep, epsilon=epilogue.epsilon
     )
     from loka_jax.triton import tail_kernel  # not above: it imports Triton
 
@@ -143,7 +143,7 @@ def norm_tail_backward(
     operands.add("r", r)
     operands.arrays.extend((xhat, xhat if rstd is None else rstd))
     operands.add_forms(want, dz_scale_inv)
-    operands.constants |= _constants(epilogue, xhat.dtype)
+    operands.constants.update(_constants(epilogue, xhat.dtype))
     from loka_jax.triton import tail_kernel
 
     types = tail.result_types(m, n, want, config)

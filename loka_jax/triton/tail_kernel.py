@@ -50,16 +50,16 @@ def cross_tail_kernel(
     block_n: tl.constexpr,
 ):
     """Writes `y = x0 * (z + bias) + x`."""
-    row, column = _first_of_tile(n, block_m, block_n)
-    c = _read(z, row, column, m, n, block_m, block_n)
-    a = _read(x0, row, column, m, n, block_m, block_n)
-    b = _read(x, row, column, m, n, block_m, block_n)
-    c = _scaled(c, z_scale, z_scale_2, z_scales)
+    row, column = first_of_tile(n, block_m, block_n)
+    c = read(z, row, column, m, n, block_m, block_n)
+    a = read(x0, row, column, m, n, block_m, block_n)
+    b = read(x, row, column, m, n, block_m, block_n)
+    c = scaled(c, z_scale, z_scale_2, z_scales)
     if has_bias:
-        c += _read_vector(bias, column, n, block_n)[None, :]
-    tile = _scaled(a, x0_scale, x0_scale_2, x0_scales) * c + b
+        c += read_vector(bias, column, n, block_n)[None, :]
+    tile = scaled(a, x0_scale, x0_scale_2, x0_scales) * c + b
     # fmt: off
-    _write(
+    write(
         tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
     )
@@ -106,28 +106,28 @@ def cross_tail_backward_kernel(
     block_n: tl.constexpr,
 ):
     """Writes g, u = g * x0, dx0 + g * (z + bias), and partial sums of dbias."""
-    row, column = _first_of_tile(n, block_m, block_n)
-    g = _read(d, row, column, m, n, block_m, block_n)
-    g = _scaled(g, d_scale, d_scale_2, d_scales)
+    row, column = first_of_tile(n, block_m, block_n)
+    g = read(d, row, column, m, n, block_m, block_n)
+    g = scaled(g, d_scale, d_scale_2, d_scales)
     if has_r:
-        g += _read(r, row, column, m, n, block_m, block_n)
-        _store(g_out, g, row, column, m, n, block_m, block_n)
-    c = _read(z, row, column, m, n, block_m, block_n)
-    c = _scaled(c, z_scale, z_scale_2, z_scales)
+        g += read(r, row, column, m, n, block_m, block_n)
+        store(g_out, g, row, column, m, n, block_m, block_n)
+    c = read(z, row, column, m, n, block_m, block_n)
+    c = scaled(c, z_scale, z_scale_2, z_scales)
     if has_bias:
-        c += _read_vector(bias, column, n, block_n)[None, :]
+        c += read_vector(bias, column, n, block_n)[None, :]
     c = g * c
     if has_dx0:
-        c += _read(dx0, row, column, m, n, block_m, block_n)
-    _store(dx0_out, c, row, column, m, n, block_m, block_n)
-    tile = _read(x0, row, column, m, n, block_m, block_n)
-    tile = g * _scaled(tile, x0_scale, x0_scale_2, x0_scales)
+        c += read(dx0, row, column, m, n, block_m, block_n)
+    store(dx0_out, c, row, column, m, n, block_m, block_n)
+    tile = read(x0, row, column, m, n, block_m, block_n)
+    tile = g * scaled(tile, x0_scale, x0_scale_2, x0_scales)
     if has_bias:
         columns = column + tl.arange(0, block_n)
         at = dbias + row // block_m * n + columns
         tl.store(at, tl.sum(tile, axis=0), mask=columns < n)
     # fmt: off
-    _write(
+    write(
         tile, u_scale_inv, u, u_fp8, u_fp8_t, amaxes, row, column,
         m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
     )
@@ -171,13 +171,13 @@ def norm_tail_kernel(
 
     The columns of a tile share a statistic.
     """
-    row, column = _first_of_tile(n, block_m, block_n)
-    v = _read(z, row, column, m, n, block_m, block_n)
-    v = _scaled(v, z_scale, z_scale_2, z_scales)
+    row, column = first_of_tile(n, block_m, block_n)
+    v = read(z, row, column, m, n, block_m, block_n)
+    v = scaled(v, z_scale, z_scale_2, z_scales)
     if has_r:
-        v += _read(r, row, column, m, n, block_m, block_n)
+        v += read(r, row, column, m, n, block_m, block_n)
     if has_bias:
-        v += _read_vector(bias, column, n, block_n)[None, :]
+        v += read_vector(bias, column, n, block_n)[None, :]
     if is_norm:
         count = tl.minimum(n - column, block_n)
         rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + epsilon)
@@ -188,10 +188,10 @@ def norm_tail_kernel(
             tl.store(at, rate, mask=rows < m)
     if has_residuals:
         kept = v * xhat_scale
-        _store(xhat, kept, row, column, m, n, block_m, block_n)
+        store(xhat, kept, row, column, m, n, block_m, block_n)
     tile = _activated(v, activation)
     # fmt: off
-    _write(
+    write(
         tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
     )
@@ -228,12 +228,12 @@ def norm_tail_backward_kernel(
     block_n: tl.constexpr,
 ):
     """Writes the gradient of the norm's argument, where `d + r` is that of y."""
-    row, column = _first_of_tile(n, block_m, block_n)
-    g = _read(d, row, column, m, n, block_m, block_n)
-    g = _scaled(g, d_scale, d_scale_2, d_scales)
+    row, column = first_of_tile(n, block_m, block_n)
+    g = read(d, row, column, m, n, block_m, block_n)
+    g = scaled(g, d_scale, d_scale_2, d_scales)
     if has_r:
-        g += _read(r, row, column, m, n, block_m, block_n)
-    v = _read(xhat, row, column, m, n, block_m, block_n) * (1.0 / xhat_scale)
+        g += read(r, row, column, m, n, block_m, block_n)
+    v = read(xhat, row, column, m, n, block_m, block_n) * (1.0 / xhat_scale)
     tile = g * _slope(v, activation)
     if is_norm:
         rows = row + tl.arange(0, block_m)
@@ -242,7 +242,7 @@ def norm_tail_backward_kernel(
         along = tl.sum(tile * v, axis=1) / count
         tile = (tile - v * along[:, None]) * rate[:, None]
     # fmt: off
-    _write(
+    write(
         tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
         m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
     )
@@ -251,7 +251,7 @@ def norm_tail_backward_kernel(
 
 @triton.jit
 @no_type_check
-def _first_of_tile(n: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr):
+def first_of_tile(n: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr):
     """Returns the first row and column of this program's tile."""
     tiles_n: tl.constexpr = (n + block_n - 1) // block_n
     program = tl.program_id(0)
@@ -278,7 +278,7 @@ def _place(
 
 @triton.jit
 @no_type_check
-def _read(
+def read(
     matrix,
     row,
     column,
@@ -288,16 +288,31 @@ def _read(
     block_n: tl.constexpr,
 ):
     """Returns a tile in float32, zeros past the end of the matrix."""
-    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
-    if m % block_m == 0 and n % block_n == 0:
-        return tl.load(at).to(tl.float32)
-    else:
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return load(matrix, row, column, m, n, block_m, block_n).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
+def load(
+    matrix,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile in the dtype of the matrix, zeros past its end."""
+    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
+    if m % block_m == 0 and n % block_n == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
     """Returns the entries of a tile's columns, zeros past the end."""
     columns = column + tl.arange(0, block_n)
     return tl.load(vector + columns, mask=columns < n, other=0.0)
@@ -305,7 +320,7 @@ def _read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _scaled(tile, first, second, count: tl.constexpr):
+def scaled(tile, first, second, count: tl.constexpr):
     """Returns a tile times its scales, not times their product, which may vanish."""
     if count > 0:
         tile *= tl.load(first)
@@ -316,7 +331,7 @@ def _scaled(tile, first, second, count: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _store(
+def store(
     matrix,
     tile,
     row,
@@ -337,7 +352,7 @@ def _store(
 
 @triton.jit
 @no_type_check
-def _write(
+def write(
     tile,
     scale_inv,
     out,
@@ -358,15 +373,15 @@ def _write(
 ):
     """Writes a tile of a result in every form, and the tile's amax."""
     if has_bf16:
-        _store(out, tile, row, column, m, n, block_m, block_n)
+        store(out, tile, row, column, m, n, block_m, block_n)
     if has_fp8:
-        scaled = tile * (1.0 / tl.load(scale_inv))
+        cast = tile * (1.0 / tl.load(scale_inv))
         # NaN stays NaN.
-        cast = tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        cast = tl.clamp(cast, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         cast = cast.to(out_fp8.dtype.element_ty)
-        _store(out_fp8, cast, row, column, m, n, block_m, block_n)
+        store(out_fp8, cast, row, column, m, n, block_m, block_n)
         if has_fp8_t:
-            _store(out_fp8_t, tl.trans(cast), column, row, n, m, block_n, block_m)
+            store(out_fp8_t, tl.trans(cast), column, row, n, m, block_n, block_m)
     if has_amax:
         _store_amax(amaxes, tile, row, column, m, n, block_m, block_n)
 
@@ -407,7 +422,7 @@ def _activated(v, name: tl.constexpr):
     elif name == "hard_swish":
         return v * tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
     elif name == "gelu":
-        return v * tl.sigmoid(_GELU_FACTOR * (v + _GELU_CUBIC * v * v * v))
+        return v * tl.sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
     else:
         return v
 
@@ -421,11 +436,13 @@ def _slope(v, name: tl.constexpr):
     elif name == "swish":
         s = tl.sigmoid(v)
         return s + v * (s - s * s)
-    elif name == "hard_swish":  # 0 below -3, 1 above 3, (2 v + 3) / 6 between
-        between = v * (1 / 3) + 0.5
-        return tl.where(v > 3.0, 1.0, tl.where(v < -3.0, 0.0, between))
+    elif name == "hard_swish":
+        gate = tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
+        rest = tl.where(tl.abs(v) < 3.0, 1 / 6, 0.0)
+        return gate + v * rest
     elif name == "gelu":
-        s = tl.sigmoid(_GELU_FACTOR * (v + _GELU_CUBIC * v * v * v))
-        return s + v * (s - s * s) * _GELU_FACTOR * (1.0 + 3 * _GELU_CUBIC * v * v)
+        s = tl.sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
+        inner = (v * v * (3 * _GELU_CUBIC) + 1.0) * _GELU_FACTOR
+        return s + v * (s - s * s) * inner
     else:
         return tl.zeros_like(v) + 1.0
