@@ -65,10 +65,10 @@ def cross_tail(
     operands.arrays.append(x)
     operands.add("bias", bias)
     operands.add_forms(want, y_scale_inv)
-    from loka_jax.triton import tail_kernel  # not above: it imports Triton
+    from loka_jax.triton import cross_tail_kernel  # not above: it imports Triton
 
     types = tail.result_types(m, n, want, config)
-    results = tail.run(tail_kernel.cross_tail_kernel, operands, types, config)
+    results = tail.run(cross_tail_kernel.cross_tail_kernel, operands, types, config)
     return tail.written(results, want, y_scale_inv)
 
 
@@ -111,7 +111,7 @@ def cross_tail_backward(
     operands.add("bias", bias)
     operands.add("dx0", dx0)
     operands.add_forms(want, u_scale_inv)
-    from loka_jax.triton import tail_kernel
+    from loka_jax.triton import cross_tail_kernel
 
     bf16 = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
     sums = config.tiles_m(m), n
@@ -121,7 +121,7 @@ def cross_tail_backward(
         tail.optional_type(r is not None, (m, n), jnp.bfloat16),
         tail.optional_type(bias is not None, sums, jnp.float32),
     ]
-    kernel = tail_kernel.cross_tail_backward_kernel
+    kernel = cross_tail_kernel.cross_tail_backward_kernel
     *u, dx0, g, dbias = tail.run(kernel, operands, types, config)
     return CrossGradients(
         u=tail.written(u, want, u_scale_inv),

@@ -97,7 +97,7 @@ def norm_tail(
     operands.constants.update(
         _constants(epilogue, dtype), has_residuals=keep, epsilon=epilogue.epsilon
     )
-    from loka_jax.triton import tail_kernel  # not above: it imports Triton
+    from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
     blocks = -(-n // NORM_BLOCK)
     has_rstd = keep and epilogue.norm == "block"
@@ -106,7 +106,9 @@ def norm_tail(
         tail.optional_type(keep, (m, n), dtype),
         tail.optional_type(has_rstd, (blocks, m) if blocks > 1 else (m,), jnp.float32),
     ]
-    *y, xhat, rstd = tail.run(tail_kernel.norm_tail_kernel, operands, types, config)
+    *y, xhat, rstd = tail.run(
+        norm_tail_kernel.norm_tail_kernel, operands, types, config
+    )
     residuals = NormResiduals(xhat, rstd if has_rstd else None) if keep else None
     return NormTail(tail.written(y, want, y_scale_inv), residuals)
 
@@ -144,10 +146,10 @@ def norm_tail_backward(
     operands.arrays.extend((xhat, xhat if rstd is None else rstd))
     operands.add_forms(want, dz_scale_inv)
     operands.constants.update(_constants(epilogue, xhat.dtype))
-    from loka_jax.triton import tail_kernel
+    from loka_jax.triton import norm_tail_kernel
 
     types = tail.result_types(m, n, want, config)
-    kernel = tail_kernel.norm_tail_backward_kernel
+    kernel = norm_tail_kernel.norm_tail_backward_kernel
     dz = tail.run(kernel, operands, types, config)
     return tail.written(dz, want, dz_scale_inv)
 

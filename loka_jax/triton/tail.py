@@ -118,10 +118,10 @@ def run(
     types: list[jax.ShapeDtypeStruct],
     config: TuningConfig,
 ) -> list[Array]:
-    """Returns the results of a kernel of `tail_kernel`, of these types.
+    """Returns the results of a kernel of a tail, of these types.
 
     Args:
-        kernel: of `tail_kernel`.
+        kernel: compiled by `triton.jit`.
         operands: of the launch; the constants include m and n.
         types: of the results.
         config: the tuning config.

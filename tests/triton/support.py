@@ -143,8 +143,8 @@ def interpreted(monkeypatch):
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
     modules = dot_features, matmul, row_update, tail
-    for module in modules:
-        importlib.import_module(f"{module.__name__}_kernel")
+    for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
+        importlib.import_module(f"{triton.__name__}.{path.stem}")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", _convert)

@@ -285,6 +285,23 @@ def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
     assert "st.global.b8" not in program.ptx
 
 
+@pytest.mark.parametrize("config", cross_matmul.CONFIGS, ids=str)
+def test_programs_of_matmuls_for_hopper_do_not_spill(config):
+    types = _types(65536, 3456)
+
+    def run(h, w, x0, x, bias, scale_inv):
+        h, w = (fp8.Fp8Array(data, scale_inv) for data in (h, w))
+        options = dict(want=(Forms(), ALL), scale_inv=(None, scale_inv))
+        return cross_matmul.cross_matmul(h, w, (x0, x), bias, **options, config=config)
+
+    h, w = (jax.ShapeDtypeStruct((rows, 512), E4M3) for rows in (65536, 3456))
+    rest = (types[name] for name in ("z8", "x", "bias", "scale_inv"))
+    program = compiled(run, h, w, *rest)
+    assert spilled_bytes(program.ptxas_report()) == 0
+    assert "wgmma" in program.ptx
+    assert "st.global.v4" in program.ptx
+
+
 def _norm(want, epilogue, z, x, scale_inv):
     options = dict(want=want, y_scale_inv=scale_inv)
     return norm_tail.norm_tail(z, x, epilogue=epilogue, **options)
