@@ -6,18 +6,18 @@ For every shape: kernel time of each form (`wide_tail_forms.py`) by JAX's profil
 operands beyond the L2, with its number of kernels and its share of the floor: operands
 and results moved once, by the copy bandwidth measured first. Triton's kernels are timed
 with every tuning config; smaller sets of results with the best one. They are checked
-against XLA's results first and not timed if they differ.
+against XLA's results first (`wide_tail_check.py`) and not timed if they differ.
 
 The products are those of MLPerf's DLRM-DCNv2, operands K-major, in bfloat16 and FP8.
 
-Without a GPU times are wall clock and only XLA's forms run, to try the script:
-`--shapes 128x256 --batches 256`.
+`--only triton` leaves out XLA's forms and the products. Without a GPU times are wall
+clock and only XLA's forms run, to try the script: `--shapes 128x256 --batches 256`.
 """
 
 import dataclasses
 import pathlib
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -25,6 +25,7 @@ import tyro
 from experiments.bench import result as results
 from experiments.bench import wide_product_forms as products
 from experiments.bench import wide_tail_forms as forms
+from experiments.bench.wide_tail_check import difference
 from experiments.bench.wide_tail_forms import Form
 from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.roofline import Roofline, measure_roofline
@@ -45,6 +46,7 @@ class Arguments:
         out: where to write the JSON, after every shape; printed only if None.
         shapes: rows by columns of the tails.
         batches: of the products.
+        only: leave out all but the tails of this provider.
         tune: time Triton's kernels with every config, not only the default.
         budget_s: begin no shape after that many seconds.
     """
@@ -52,6 +54,7 @@ class Arguments:
     out: pathlib.Path | None = None
     shapes: tuple[str, ...] = SHAPES
     batches: tuple[int, ...] = (65536, 8192)
+    only: Literal["xla", "triton"] | None = None
     tune: bool = True
     budget_s: float | None = None
 
@@ -68,7 +71,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
         "products": [],
     }
     steps = [("tails", shape) for shape in arguments.shapes]
-    steps[1:1] = [("products", f"{batch}") for batch in arguments.batches]
+    if arguments.only is None:
+        steps[2:2] = [("products", f"{batch}") for batch in arguments.batches]
     for kind, name in steps:
         seconds = time.perf_counter() - start
         if arguments.budget_s is not None and seconds > arguments.budget_s:
@@ -79,7 +83,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
             row = measure_products(int(name), roofline)
         else:
             m, n = map(int, name.split("x"))
-            row = measure_tails(m, n, roofline, tune=arguments.tune)
+            row = measure_tails(m, n, roofline, arguments)
         result[kind].append(row)
         result["seconds"] = time.perf_counter() - start
         print(f"{kind} {name} [{result['seconds']:.0f} s]")
@@ -89,10 +93,16 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return result
 
 
-def measure_tails(m: int, n: int, roofline: Roofline, *, tune: bool) -> dict[str, Any]:
+def measure_tails(
+    m: int, n: int, roofline: Roofline, arguments: Arguments
+) -> dict[str, Any]:
     """Returns a record of every tail by name, for (m, n) matrices."""
     operands = forms.make_operands(m, n)
-    candidates = forms.xla_forms() + forms.triton_forms(m, n, tune)
+    candidates = []
+    if arguments.only != "triton":
+        candidates += forms.xla_forms()
+    if arguments.only != "xla":
+        candidates += forms.triton_forms(m, n, arguments.tune)
     records = _measure(candidates, _arguments(candidates, operands))
     best = _best_configs(candidates, records)
     parts = forms.triton_parts(m, n, best)
@@ -153,6 +163,7 @@ def _measure(
         for form in candidates
     }
     served = {form.name: form for form in candidates if form.why_not is None}
+    references = _References(served, arguments)
     cases = {}
     for name, function in _compiled(served, arguments).items():
         form, record = served[name], records[name]
@@ -162,10 +173,10 @@ def _measure(
         outputs = function(*leaves(arguments[name]))
         arrays = jax.tree.leaves((arguments[name], outputs))
         record["num_bytes"] = sum(array.nbytes for array in arrays)
-        if form.errors is not None:
-            error = forms.difference(form, outputs, arguments[name])
-            record |= {"wrong": error} if error else {}
-        if "wrong" not in record:
+        error = references.error(form, outputs, arguments[name])
+        if error:
+            record["wrong"] = error
+        else:
             sets = _rotated(arguments[name], record["num_bytes"])
             cases[name] = Case(function, sets)
     for name, taken in time_kernels(cases).items():
@@ -176,6 +187,42 @@ def _measure(
             "kernels": taken.kernels,
         }
     return records
+
+
+class _References:
+    """XLA's results, which those of other forms are compared with.
+
+    Args:
+        served: the forms, by name.
+        arguments: of each form, by its name.
+    """
+
+    def __init__(self, served: dict[str, Form], arguments: dict[str, tuple]):
+        programs = {
+            _reference(form): (form.reference, arguments[name])
+            for name, form in served.items()
+            if form.reference is not None
+        }
+        self._programs = compile_all(programs)
+        self._latest: tuple[str, Any] = "", None  # more would fill the memory
+
+    def error(self, form: Form, outputs: Any, arguments: tuple) -> str:
+        """Returns which results of a form are wrong, or why none can be compared."""
+        if form.reference is None:
+            return ""
+        key = _reference(form)
+        program = self._programs[key]
+        if isinstance(program, Exception):
+            return f"no reference: {one_line(program)}"
+        if self._latest[0] != key:
+            self._latest = "", None
+            self._latest = key, program(*leaves(arguments))
+        return difference(outputs, self._latest[1], has_product="matmul" in form.name)
+
+
+def _reference(form: Form) -> str:
+    """Returns a name that forms share whose expected results are the same."""
+    return f"{id(form.reference)} {form.reads}"
 
 
 def _compiled(served: dict[str, Form], arguments: dict[str, tuple]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from loka_jax import fp8, triton, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.normed import Epilogue
-from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.tails import Forms, Scaled
 from loka_jax.triton import cross_matmul as triton_matmul
 from loka_jax.triton import cross_tail as triton_cross
 from loka_jax.triton import norm_tail as triton_norm
@@ -51,9 +51,6 @@ _NORM = ("z", "none", "scale_inv")
 _NORM_R = ("z", "r", "scale_inv")
 _NORM_BACK = ("d", "none", "residuals", "scale_inv")
 
-# Relative L2 errors: the tensor cores' sums round some elements to the next FP8 value.
-_MOST_DIFFERENT = 2e-2
-
 
 class Form(NamedTuple):
     """One way to run a tail or a product.
@@ -64,7 +61,7 @@ class Form(NamedTuple):
         reads: names of the operands.
         kernel: what Triton's forms with several configs have in common.
         config: of a Triton kernel.
-        errors: of the results by XLA's and the operands; None if it is not checked.
+        reference: XLA's form with the same results; None if it is not checked.
         why_not: why it does not run here, or None if it does.
         options: of the compiler.
     """
@@ -74,7 +71,7 @@ class Form(NamedTuple):
     reads: tuple[str, ...]
     kernel: str = ""
     config: TuningConfig | None = None
-    errors: Callable[[Any, tuple], Any] | None = None
+    reference: Callable[..., Any] | None = None
     why_not: str | None = None
     options: tuple[tuple[str, Any], ...] = tuple(NO_CAPTURE.items())
 
@@ -204,8 +201,13 @@ def _triton(name, operation, want, reads, shape, config, kernel="") -> Form:
         norm="block" if operation in (_norm, _norm_back) else "none",
         config=config,
     )
-    errors = _errors(operation, want)
-    return Form(f"triton {name}", run, reads, kernel, config, errors, why_not=why_not)
+    reference = _by_xla(operation, want)
+    return Form(f"triton {name}", run, reads, kernel, config, reference, why_not)
+
+
+@functools.cache  # one function, and so one compilation, for all configs
+def _by_xla(operation: Callable[..., Any], want: Forms) -> Callable[..., Any]:
+    return functools.partial(operation, xla, want)
 
 
 class _Triton:
@@ -287,41 +289,3 @@ def _cast(provider, want, z, scale_inv):
     return provider.norm_tail(
         z, epilogue=_NO_NORM, want=want, y_scale_inv=scale_inv, keep=False
     )
-
-
-def difference(form: Form, outputs: Any, arguments: tuple) -> str:
-    """Returns which results differ from XLA's by how much; empty if none."""
-    assert form.errors is not None
-    errors = form.errors(_comparable(outputs), arguments)
-    return ", ".join(
-        f"{jax.tree_util.keystr(path)} by {float(error):.1e}"
-        for path, error in jax.tree_util.tree_leaves_with_path(errors)
-        if not float(error) < _MOST_DIFFERENT
-    )
-
-
-@functools.cache  # one compilation for all configs
-def _errors(operation: Callable[..., Any], want: Forms) -> Callable[[Any, tuple], Any]:
-    """Returns a function from results and operands to the errors of the results."""
-
-    def errors(outputs, arguments):
-        expected = _comparable(operation(xla, want, *arguments))
-        return jax.tree.map(_relative_error, outputs, expected)
-
-    return jax.jit(errors)
-
-
-def _comparable(outputs: Any) -> Any:
-    """Returns the results with one amax in place of those of parts."""
-
-    def whole(x):
-        if not isinstance(x, Written) or x.amaxes is None:
-            return x
-        return x._replace(amaxes=jnp.max(x.amaxes))
-
-    return jax.tree.map(whole, outputs, is_leaf=lambda x: isinstance(x, Written))
-
-
-def _relative_error(x, y):
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((x - y) ** 2) / jnp.sum(y**2))
