@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[linen.Module, Callable[[int], tuple[tuple[int, ...], ...
     ),
     "fp8_dcnv2": (models.DCNV2, lambda m: ((m, 13), (m, 26, 16))),
 }
+_SMALL = tuple(MODELS)
+MODELS |= {name: models.wide(name) for name in models.WIDE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class Arguments:
 
     out: pathlib.Path | None = None
     table: pathlib.Path = pathlib.Path("table.json")
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = _SMALL
     batch_size: int = 65536
     recipes: tuple[str, ...] = _FP8
     pairs: int = 16

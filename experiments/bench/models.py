@@ -4,13 +4,18 @@ tower        dense layers with LayerNorm and swish, and a linear head
 fp8_dlrm     the small DLRM of that configuration
 mlperf_dlrm  the dense part of the MLPerf benchmark's DLRM
 fp8_dcnv2    the small DCN V2 of that configuration
+wide ones    the dense parts of `experiments/configs/wide.py`, by their names there
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import linen
 
+from experiments.configs import get_config
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.data.generated import NUM_DENSE
+from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.site import Provider
 
@@ -18,6 +23,16 @@ TOWER_FEATURES = (512, 512, 256, 256)
 DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
 DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
+WIDE = ("mlperf_dcnv2",)
+
+type Shapes = tuple[tuple[int, ...], ...]
+
+
+def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
+    """Returns the dense part of a wide model, and its inputs' shapes for m rows."""
+    config = get_config(f"bf16_{name}")
+    fields, dim = len(config.data.rows), config.embedding.dim
+    return config.model, lambda m: ((m, NUM_DENSE), (m, fields, dim))
 
 
 class Tower(linen.Module):

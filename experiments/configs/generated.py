@@ -97,3 +97,22 @@ def fp8_dcnv2_tiny() -> Dcnv2Config:
         optim=_TINY_OPTIM,
         loop=_TINY_LOOP,
     )
+
+
+@register
+def fp8_mlperf_dcnv2_tiny() -> Dcnv2Config:
+    """`fp8_mlperf_dcnv2` for tests: its parts in small."""
+    return Dcnv2Config(
+        name="fp8_mlperf_dcnv2_tiny",
+        model=Dcnv2(
+            bottom_mlp=(32,),
+            num_cross_layers=2,
+            cross_rank=32,
+            deep_mlp=(32, 16),
+            structure="stacked",
+            recipe=FP8,
+        ),
+        data=_TINY_DATA,
+        optim=_TINY_OPTIM,
+        loop=_TINY_LOOP,
+    )

@@ -53,18 +53,6 @@ class DlrmFeatures(RankingModel):
                 bottom, embeddings, implementation=self.implementation
             )
 
-    @linen.nowrap
-    def _mlp(self, name: str, features: tuple[int, ...], dropout_rate: float) -> nn.Mlp:
-        return nn.Mlp(
-            features,
-            recipe=self.recipe,
-            norm=self.norm,
-            activation=self.activation,
-            dropout_rate=dropout_rate,
-            implementation=self.implementation,
-            name=name,
-        )
-
 
 class Dlrm(DlrmFeatures):
     """A deep learning recommendation model, from gathered embeddings to a logit.

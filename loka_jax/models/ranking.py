@@ -33,3 +33,16 @@ class RankingModel(linen.Module):
     def compute_dtype(self) -> DTypeLike:
         """The dtype to which the inputs are cast first."""
         return get_recipe(self.recipe).compute_dtype
+
+    @linen.nowrap
+    def _mlp(self, name: str, features: tuple[int, ...], dropout_rate: float) -> nn.Mlp:
+        """Returns an MLP with the model's precision, norm and activation."""
+        return nn.Mlp(
+            features,
+            recipe=self.recipe,
+            norm=self.norm,
+            activation=self.activation,
+            dropout_rate=dropout_rate,
+            implementation=self.implementation,
+            name=name,
+        )

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from experiments import configs
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dlrm, Mmoe
 from loka_jax.recipe import RECIPES
@@ -100,6 +101,8 @@ def mmoe(params, dense, embeddings, experts, tasks):
 
 
 def dcnv2(params, dense, embeddings, structure, rank):
+    if "bottom_mlp" in params:
+        dense = mlp(params["bottom_mlp"], dense)
     x0 = padded(np.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1))
     crossed = x0
     for i in range(2):
@@ -135,6 +138,13 @@ def test_dlrm_follows_its_equations(interaction, num_dense):
 def test_dcnv2_follows_its_equations(structure, num_dense, rank):
     model = make_dcnv2(recipe="f32", structure=structure, cross_rank=rank)
     reference = functools.partial(dcnv2, structure=structure, rank=rank)
+    assert_follows(model, reference, inputs(num_dense))
+
+
+@pytest.mark.parametrize("num_dense", [DENSE, 0])
+def test_dcnv2_with_a_bottom_mlp_follows_its_equations(num_dense):
+    model = make_dcnv2(recipe="f32", bottom_mlp=(32,), structure="stacked")
+    reference = functools.partial(dcnv2, structure="stacked", rank=None)
     assert_follows(model, reference, inputs(num_dense))
 
 
@@ -232,6 +242,27 @@ def test_sites_of_dcnv2():
         ("deep_mlp/dense_1", (64, 48, 32), True),
         ("head", (64, 96, 1), False),
     ]
+
+
+def test_sites_of_dcnv2_of_mlperf():
+    model = configs.get_config("fp8_mlperf_dcnv2").model
+    avals = (
+        jax.ShapeDtypeStruct((64, 13), "f4"),
+        jax.ShapeDtypeStruct((64, 26, 128), "f4"),
+    )
+    shapes = {s.path: (s.spec.k, s.spec.n) for s in nn.list_sites(model, *avals)}
+    assert shapes == {
+        "bottom_mlp/dense_0": (13, 512),
+        "bottom_mlp/dense_1": (512, 256),
+        "bottom_mlp/dense_2": (256, 128),
+        **{f"cross/v_{i}": (3456, 512) for i in range(3)},
+        **{f"cross/u_{i}": (512, 3456) for i in range(3)},
+        "deep_mlp/dense_0": (3456, 1024),
+        "deep_mlp/dense_1": (1024, 1024),
+        "deep_mlp/dense_2": (1024, 512),
+        "deep_mlp/dense_3": (512, 256),
+        "head": (256, 1),
+    }
 
 
 def test_sites_of_mmoe():
