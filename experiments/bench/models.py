@@ -117,5 +117,6 @@ class FlaxMlp(linen.Module):
 class FlaxDlrm(Dlrm):
     """`Dlrm` on `FlaxMlp`."""
 
-    def _mlp(self, name, features, dropout_rate):
+    def _mlp(self, name, features, **options):
+        del options
         return FlaxMlp(features, norm=self.norm, name=name)

@@ -53,20 +53,20 @@ class Dcnv2(RankingModel):
         flat = embeddings.astype(self.compute_dtype).reshape(batch, -1)
         bottom = dense_features.astype(flat.dtype)
         if self.bottom_mlp is not None and bottom.shape[1]:
-            widths = (*self.bottom_mlp, dim)
-            bottom = self._mlp("bottom_mlp", widths, 0.0)(bottom, train=train)
+            mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))
+            bottom = mlp(bottom, train=train)
         x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
 
         crossed = nn.CrossNet(
             self.num_cross_layers,
             rank=self.cross_rank,
+            use_bias=self.bias,
             recipe=self.recipe,
             name="cross",
         )(x0)
         is_parallel = self.structure == "parallel"
-        deep = self._mlp("deep_mlp", self.deep_mlp, self.dropout_rate)(
-            _separated(x0) if is_parallel else crossed, train=train
-        )
+        mlp = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
+        deep = mlp(_separated(x0) if is_parallel else crossed, train=train)
         out = nn.join_features(crossed, deep, multiple=1) if is_parallel else deep
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 

@@ -319,7 +319,7 @@ def _check_model(model: RankingModel):
         option = f"--{field.name.replace('_', '-')}"
         if isinstance(value, tuple):
             require(all(width >= 1 for width in value), option, value, "positive")
-        elif isinstance(value, int):
+        elif isinstance(value, int) and not isinstance(value, bool):
             require(value >= 1, option, value, "at least 1")
 
 
