@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[linen.Module, Callable[[int], tuple[tuple[int, ...], ...
     "fp8_dcnv2": (models.DCNV2, lambda m: ((m, 13), (m, 26, 16))),
 }
 _SMALL = tuple(MODELS)
-MODELS |= {name: models.wide(name) for name in models.WIDE}
+MODELS |= {name: models.wide(name) for name in models.wide_names()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Arguments:
     Attributes:
         out: where to write the JSON; printed only if None.
         table: to read, and to add missing sites to.
-        models: of those above.
+        models: of those above, or wide ones: mlperf_dcnv2, wukong_m, "wukong_m plain".
         batch_size: rows.
         recipes: forced everywhere.
         pairs: draws for errors of sites that the table lacks.

@@ -15,7 +15,7 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
-from loka_jax.models import Dcnv2, Dlrm, Mmoe, RankingModel
+from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
 from loka_jax.nn import ProbeConfig
 from loka_jax.ops.tables import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
@@ -308,6 +308,27 @@ class MmoeConfig(Config):
     """A run of an MMoE, or of a shared bottom."""
 
     model: Annotated[Mmoe, tyro.conf.OmitArgPrefixes] = Mmoe()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WukongConfig(Config):
+    """A run of a Wukong."""
+
+    model: Annotated[Wukong, tyro.conf.OmitArgPrefixes] = Wukong()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DhenConfig(Config):
+    """A run of a DHEN."""
+
+    model: Annotated[Dhen, tyro.conf.OmitArgPrefixes] = Dhen()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DhenDlrmConfig(Config):
+    """A run of a mix of DHEN, DLRM and DCN V2."""
+
+    model: Annotated[DhenDlrm, tyro.conf.OmitArgPrefixes] = DhenDlrm()
 
 
 def _check_model(model: RankingModel):
