@@ -108,21 +108,28 @@ class Mlp(linen.Module):
         """
         shapes = itertools.pairwise((k, *self.features))
         specs = [self._spec(i, m, k, n) for i, (k, n) in enumerate(shapes)]
+        given = [specs[0].fp8_out, *(spec.fp8_out for spec in specs[:-1])]
         within = [
-            dataclasses.replace(spec, fp8_in=spec.fp8_out, out="fp8") for spec in specs
+            dataclasses.replace(spec, fp8_in=fp8_in, out="fp8")
+            for spec, fp8_in in zip(specs, given, strict=True)
+        ]
+        plans = self._resolve(within)
+        reads = [
+            plan.reads_fp8 and (plan.runs_kernels or self._is_linear(i))
+            for i, plan in enumerate(plans)
         ]
         links = [
-            chained and a.runs_kernels and b.runs_kernels and b.reads_fp8
-            for a, b in itertools.pairwise(self._resolve(within))
+            chained and plan.runs_kernels and next_reads
+            for plan, next_reads in zip(plans, reads[1:], strict=False)
         ]
         linked = [
             dataclasses.replace(
                 spec,
-                fp8_in=spec.fp8_out if before else None,
+                fp8_in=fp8_in if before else None,
                 out="fp8" if after else "compute",
             )
-            for spec, before, after in zip(
-                specs, [False, *links], [*links, False], strict=True
+            for spec, fp8_in, before, after in zip(
+                specs, given, [False, *links], [*links, False], strict=True
             )
         ]
         return self._resolve(linked)
@@ -146,7 +153,13 @@ class Mlp(linen.Module):
                 "/".join((*self.path, f"dense_{i}")),
                 spec,
                 self.recipe,
-                self.implementation,
+                self._provider(i),
             )
             for i, spec in enumerate(specs)
         ]
+
+    def _provider(self, i: int) -> Provider | None:
+        """Returns the provider of a layer; a kernel would only copy a linear end."""
+        if self.implementation is None and self._is_linear(i):
+            return "xla"
+        return self.implementation

@@ -158,6 +158,28 @@ def test_an_mlp_on_a_hopper_gpu_hands_fp8_from_layer_to_layer():
     assert support.sqnr_db(expected, np.asarray(y, np.float64)) > 18
 
 
+@pytest.mark.parametrize(
+    "norm, scaling", [("layer", "tensorwise"), ("none", "rowwise")]
+)
+def test_a_linear_end_reads_the_fp8_that_the_layer_before_hands_on(norm, scaling):
+    x = support.normal(64, 32)
+    mlp = nn.Mlp((48, 64), recipe="fp8_rowwise", norm=norm, ends_linear=True)
+    variables = randomized(init(mlp, x))
+
+    def gradients(variables):
+        loss = lambda v: jnp.sum(mlp.apply(v, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.jit(jax.grad(loss))(variables)["params"]
+
+    expected = gradients(variables)
+    with nn.site_context(device=stand_ins.HOPPER):
+        first, second = nn.list_sites(mlp, x)
+        found = gradients(variables)
+    assert (first.spec.out, second.spec.fp8_in) == ("fp8", scaling)
+    assert second.runs["fwd"].startswith("xla fp8")
+    for e, f in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert support.sqnr_db(e, f) > 15
+
+
 def test_sites_tell_what_runs_and_why_not_a_kernel():
     mlp = nn.Mlp((48, 32), recipe="fp8_tensorwise", norm="layer")
     first, second = nn.list_sites(mlp, jnp.ones((64, 32)))
