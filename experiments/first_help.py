@@ -95,10 +95,16 @@ def short_help(script: str) -> str:
 def configurations() -> dict[str, str]:
     """Returns the first lines that describe the configurations, by name.
 
-    Those for tests, `..._tiny`, share a line.
+    Those for tests, `..._tiny`, share a line, and so do baselines in bfloat16.
     """
-    large = {k: v for k, v in _registered().items() if not k.endswith("_tiny")}
-    return large | {"NAME_tiny": "a small form of each, for a look in seconds"}
+    return {
+        name: text
+        for name, text in _registered().items()
+        if not (name.endswith("_tiny") or name.startswith("bf16_"))
+    } | {
+        "bf16_NAME": "the baseline in bfloat16 of many an fp8_NAME",
+        "NAME_tiny": "a small form of each model, for a look in seconds",
+    }
 
 
 def _registered() -> dict[str, str]:

@@ -6,7 +6,7 @@
 Measures every candidate at every site, on this device and with these sources. Errors
 and effects on the loss of a table are kept: they are those of the recipes. So are times
 of passes that are not measured. A part takes every n-th site; NEW gets the sites of all
-parts that were written to it, and sites that it has already are not measured again.
+parts that were written to it; candidates with times there are not measured again.
 The digests of the programs are recorded by `restamp.py --record`, which needs no GPU.
 
 Random sites show what the performance model is worth at shapes that nobody chose.
@@ -19,6 +19,7 @@ import math
 import pathlib
 import random
 import sys
+from collections.abc import Iterator, Mapping
 
 import tyro
 
@@ -76,32 +77,47 @@ def time_sites(options: Options) -> int:
         # Large sites lie side by side, so a slice is a fair part.
         entries = dict(sorted(tables.read(options.table).sites.items()))
     done = tables.read(options.out).sites if options.out.exists() else {}
-    left = [site for site in entries if site not in done]
-    sites = left[options.part - 1 :: options.parts]
-    jobs = [
-        Job(
-            site,
-            tuple(
-                choice
-                for choice in candidates(site)
-                if not options.recipes or choice.recipe.name in options.recipes
-            ),
-            passes=options.passes,
-            digests=False,
-            is_judged=options.judge,
-        )
-        for site in sites
-    ]
-    for job, entry in measure_all(jobs, options.workers, print):
-        entry = _with_old(entry, entries[job.spec])
+    jobs = list(_jobs(list(entries), done, options))[options.part - 1 :: options.parts]
+    # All processes have work until the last site is measured.
+    pieces = -(-options.workers // max(len(jobs), 1))
+    split = [piece for job in jobs for piece in job.split(pieces)]
+    for job, entry in measure_all(split, options.workers, print):
+        entry = _with_old(entry, entries[job.spec], options.passes)
         tables.add(options.out, Table(header_here(), {job.spec: entry}))
     return 0
 
 
-def _with_old(entry: Entry, old: Entry) -> Entry:
-    """Returns an entry with what was not measured again."""
+def _jobs(
+    sites: list[SiteSpec], done: Mapping[SiteSpec, Entry], options: Options
+) -> Iterator[Job]:
+    """Yields the candidates that are left at each site."""
+    for site in sites:
+        names = done.get(site, Entry()).passes()
+        left = tuple(
+            choice
+            for choice in candidates(site)
+            if choice.name not in names
+            and (not options.recipes or choice.recipe.name in options.recipes)
+        )
+        if left:
+            yield Job(
+                site,
+                left,
+                passes=options.passes,
+                digests=False,
+                is_judged=options.judge,
+            )
+
+
+def _with_old(entry: Entry, old: Entry, measured: tuple[str, ...]) -> Entry:
+    """Returns an entry with what was not measured: errors, times of other passes."""
+    kept = {
+        name: times
+        for name, times in old.times.items()
+        if not name.startswith(measured)
+    }
     return dataclasses.replace(
-        entry, times=old.times | entry.times, errors=old.errors, effects=old.effects
+        entry, times=kept | entry.times, errors=old.errors, effects=old.effects
     )
 
 

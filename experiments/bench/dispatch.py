@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[linen.Module, Callable[[int], tuple[tuple[int, ...], ...
     ),
     "fp8_dcnv2": (models.DCNV2, lambda m: ((m, 13), (m, 26, 16))),
 }
+_SMALL = tuple(MODELS)
+MODELS |= {name: models.wide(name) for name in models.wide_names()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Arguments:
     Attributes:
         out: where to write the JSON; printed only if None.
         table: to read, and to add missing sites to.
-        models: of those above.
+        models: of those above, or wide ones: mlperf_dcnv2, wukong_m, "wukong_m plain".
         batch_size: rows.
         recipes: forced everywhere.
         pairs: draws for errors of sites that the table lacks.
@@ -78,7 +80,7 @@ class Arguments:
 
     out: pathlib.Path | None = None
     table: pathlib.Path = pathlib.Path("table.json")
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = _SMALL
     batch_size: int = 65536
     recipes: tuple[str, ...] = _FP8
     pairs: int = 16
@@ -100,9 +102,10 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs[0])
     table = _complete(name, sites, arguments)
     arms, plans = _arms(model, sites, table, name, arguments.recipes)
-    programs = {}
+    programs, params = {}, None
     for arm, planned in arms.items():
-        variables = initialized(planned.by_xla(), inputs[0])
+        variables = initialized(planned.by_xla(), inputs[0], params)
+        params = variables["params"]  # shared: those of a wide model are gigabytes
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
         if arm != "dispatch inference":
@@ -195,11 +198,25 @@ def make_inputs(shapes, seed: int) -> tuple:
     )
 
 
-def initialized(planned: nn.Planned, inputs) -> dict[str, Any]:
-    """Returns variables whose delayed scales are set."""
+def initialized(planned: nn.Planned, inputs, params: Any = None) -> dict[str, Any]:
+    """Returns variables whose delayed scales are set.
+
+    Args:
+        planned: the model.
+        inputs: of the model.
+        params: its parameters; None to draw them.
+    """
     options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
-    init = jax.jit(planned.init, compiler_options=options)
-    variables = init(jax.random.key(0), *inputs)
+
+    def init(*inputs):
+        variables = dict(planned.init(jax.random.key(0), *inputs))
+        if params is not None:
+            del variables["params"]
+        return variables
+
+    variables = jax.jit(init, compiler_options=options)(*inputs)
+    if params is not None:
+        variables["params"] = params
     if planned.is_delayed:
         train = jax.jit(
             functools.partial(train_pass, planned), compiler_options=options

@@ -4,13 +4,18 @@ tower        dense layers with LayerNorm and swish, and a linear head
 fp8_dlrm     the small DLRM of that configuration
 mlperf_dlrm  the dense part of the MLPerf benchmark's DLRM
 fp8_dcnv2    the small DCN V2 of that configuration
+wide ones    those of `experiments/configs/wide.py`, see `wide`
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import linen
 
+from experiments.configs import get_config
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.data.generated import NUM_DENSE
+from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.site import Provider
 
@@ -18,6 +23,40 @@ TOWER_FEATURES = (512, 512, 256, 256)
 DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
 DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
+# By name: the configurations `fp8_NAME`.
+WIDE = ("mlperf_dcnv2", "wukong_m", "wukong_l", "wukong_xl", "dhen_m", "dhen_l")
+# LoKA's Mods, one by one.
+MODS = {
+    "no_bias": {"bias": False},
+    "block": {"norm": "block"},
+    "hard_swish": {"activation": "hard_swish"},
+}
+
+type Shapes = tuple[tuple[int, ...], ...]
+
+
+def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
+    """Returns the dense part of a wide model, and its inputs' shapes for m rows.
+
+    Args:
+        name: of `WIDE`, with all Mods but for the MLPerf benchmark's; "NAME MOD" has
+            one of `MODS` alone, "NAME plain" none.
+    """
+    config_name, _, mod = name.partition(" ")
+    config = get_config(f"fp8_{config_name}")
+    model = config.model.clone(recipe="bf16")
+    has_all = not mod and config_name != "mlperf_dcnv2"
+    chosen = tuple(MODS) if has_all else (mod,) if mod in MODS else ()
+    for key in chosen:
+        model = model.clone(**MODS[key])
+    fields, dim = len(config.data.rows), config.embedding.dim
+    return model, lambda m: ((m, NUM_DENSE), (m, fields, dim))
+
+
+def wide_names() -> list[str]:
+    """Returns the names that `wide` takes."""
+    mods = ("", " plain", *(f" {mod}" for mod in MODS))
+    return [f"{name}{mod}" for name in WIDE for mod in mods]
 
 
 class Tower(linen.Module):
@@ -102,5 +141,6 @@ class FlaxMlp(linen.Module):
 class FlaxDlrm(Dlrm):
     """`Dlrm` on `FlaxMlp`."""
 
-    def _mlp(self, name, features, dropout_rate):
+    def _mlp(self, name, features, **options):
+        del options
         return FlaxMlp(features, norm=self.norm, name=name)

@@ -4,13 +4,17 @@ import dataclasses
 
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
-from loka_jax.models import Dcnv2, Dlrm
+from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Wukong
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
+    Config,
     Dcnv2Config,
+    DhenConfig,
+    DhenDlrmConfig,
     DlrmConfig,
     EmbeddingConfig,
     LoopConfig,
+    WukongConfig,
 )
 
 # The recipe that adds the fewest kernels where XLA runs all sites.
@@ -20,6 +24,17 @@ _DATA = DataConfig(examples=6_291_456)
 _OPTIM = OptimConfig(lr=2e-3, rows_lr=0.3, warmup_steps=64, decay="linear")
 _EMBEDDING = EmbeddingConfig(dim=16, init_stddev=0.05)
 _LOOP = LoopConfig(batch_size=4096, eval_every=256)
+# Interactions of embeddings take a CPU several times as long as a DLRM does.
+_HALF_DATA = DataConfig(examples=3_145_728)
+# 26 fields and these make 32 embeddings.
+_DENSE_EMBEDDINGS = 6
+
+
+def in_bf16[C: Config](config: C) -> C:
+    """Returns the twin in bfloat16 of a configuration `fp8_NAME`, its baseline."""
+    name = config.name.replace("fp8", "bf16")
+    model = config.model.clone(recipe="bf16")
+    return dataclasses.replace(config, name=name, model=model)
 
 
 @register
@@ -38,9 +53,7 @@ def fp8_dlrm() -> DlrmConfig:
 @register
 def bf16_dlrm() -> DlrmConfig:
     """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
-    return dataclasses.replace(
-        fp8_dlrm(), name="bf16_dlrm", model=fp8_dlrm().model.clone(recipe="bf16")
-    )
+    return in_bf16(fp8_dlrm())
 
 
 @register
@@ -54,6 +67,91 @@ def fp8_dcnv2() -> Dcnv2Config:
         optim=_OPTIM,
         loop=_LOOP,
     )
+
+
+@register
+def fp8_wukong() -> WukongConfig:
+    """A small Wukong in FP8: a few minutes on two CPU cores."""
+    return WukongConfig(
+        name="fp8_wukong",
+        model=Wukong(
+            bottom_mlp=(64,),
+            dense_embeddings=_DENSE_EMBEDDINGS,
+            k=8,
+            fmb_mlp=(128,),
+            top_mlp=(128,),
+            recipe=FP8,
+        ),
+        data=_HALF_DATA,
+        embedding=_EMBEDDING,
+        optim=_OPTIM,
+        loop=_LOOP,
+    )
+
+
+@register
+def bf16_wukong() -> WukongConfig:
+    """The same Wukong in bfloat16, the baseline of `fp8_wukong`."""
+    return in_bf16(fp8_wukong())
+
+
+@register
+def fp8_dhen() -> DhenConfig:
+    """A small DHEN in FP8: a few minutes on two CPU cores."""
+    return DhenConfig(
+        name="fp8_dhen",
+        model=Dhen(
+            bottom_mlp=(64,),
+            dense_embeddings=_DENSE_EMBEDDINGS,
+            dot=12,
+            cross=12,
+            linear=8,
+            dot_mlp=(128,),
+            cross_rank=64,
+            top_mlp=(128,),
+            recipe=FP8,
+        ),
+        data=_HALF_DATA,
+        embedding=_EMBEDDING,
+        optim=_OPTIM,
+        loop=_LOOP,
+    )
+
+
+@register
+def bf16_dhen() -> DhenConfig:
+    """The same DHEN in bfloat16, the baseline of `fp8_dhen`."""
+    return in_bf16(fp8_dhen())
+
+
+@register
+def fp8_dhen_dlrm() -> DhenDlrmConfig:
+    """A small mix of DHEN, DLRM and DCN V2 in FP8."""
+    return DhenDlrmConfig(
+        name="fp8_dhen_dlrm",
+        model=DhenDlrm(
+            bottom_mlp=(64,),
+            dense_embeddings=_DENSE_EMBEDDINGS,
+            dot=12,
+            cross=12,
+            linear=8,
+            dot_mlp=(128,),
+            cross_rank=64,
+            num_cross_layers=2,
+            top_mlp=(128,),
+            recipe=FP8,
+        ),
+        data=_HALF_DATA,
+        embedding=_EMBEDDING,
+        optim=_OPTIM,
+        loop=_LOOP,
+    )
+
+
+@register
+def bf16_dhen_dlrm() -> DhenDlrmConfig:
+    """The same mix in bfloat16, the baseline of `fp8_dhen_dlrm`."""
+    return in_bf16(fp8_dhen_dlrm())
 
 
 _TINY_DATA = DataConfig(
@@ -80,11 +178,7 @@ def fp8_dlrm_tiny() -> DlrmConfig:
 @register
 def bf16_dlrm_tiny() -> DlrmConfig:
     """`bf16_dlrm` for tests."""
-    return dataclasses.replace(
-        fp8_dlrm_tiny(),
-        name="bf16_dlrm_tiny",
-        model=fp8_dlrm_tiny().model.clone(recipe="bf16"),
-    )
+    return in_bf16(fp8_dlrm_tiny())
 
 
 @register
@@ -93,6 +187,95 @@ def fp8_dcnv2_tiny() -> Dcnv2Config:
     return Dcnv2Config(
         name="fp8_dcnv2_tiny",
         model=Dcnv2(num_cross_layers=1, deep_mlp=(32, 16), recipe=FP8),
+        data=_TINY_DATA,
+        optim=_TINY_OPTIM,
+        loop=_TINY_LOOP,
+    )
+
+
+@register
+def fp8_mlperf_dcnv2_tiny() -> Dcnv2Config:
+    """`fp8_mlperf_dcnv2` for tests: its parts in small."""
+    return Dcnv2Config(
+        name="fp8_mlperf_dcnv2_tiny",
+        model=Dcnv2(
+            bottom_mlp=(32,),
+            num_cross_layers=2,
+            cross_rank=32,
+            deep_mlp=(32, 16),
+            structure="stacked",
+            recipe=FP8,
+        ),
+        data=_TINY_DATA,
+        optim=_TINY_OPTIM,
+        loop=_TINY_LOOP,
+    )
+
+
+@register
+def fp8_wukong_tiny() -> WukongConfig:
+    """`fp8_wukong` for tests, with an attentive Y."""
+    return WukongConfig(
+        name="fp8_wukong_tiny",
+        model=Wukong(
+            bottom_mlp=(16,),
+            num_layers=1,
+            fm_embeddings=4,
+            lcb_embeddings=4,
+            k=4,
+            fmb_mlp=(16,),
+            attention_mlp=(16,),
+            attention_embeddings=2,
+            top_mlp=(16,),
+            recipe=FP8,
+        ),
+        data=_TINY_DATA,
+        optim=_TINY_OPTIM,
+        loop=_TINY_LOOP,
+    )
+
+
+@register
+def fp8_dhen_tiny() -> DhenConfig:
+    """`fp8_dhen` for tests, with an attention module."""
+    return DhenConfig(
+        name="fp8_dhen_tiny",
+        model=Dhen(
+            bottom_mlp=(16,),
+            num_layers=1,
+            dot=2,
+            cross=2,
+            linear=2,
+            attention=2,
+            dot_mlp=(16,),
+            cross_rank=16,
+            num_heads=2,
+            top_mlp=(16,),
+            recipe=FP8,
+        ),
+        data=_TINY_DATA,
+        optim=_TINY_OPTIM,
+        loop=_TINY_LOOP,
+    )
+
+
+@register
+def fp8_dhen_dlrm_tiny() -> DhenDlrmConfig:
+    """`fp8_dhen_dlrm` for tests."""
+    return DhenDlrmConfig(
+        name="fp8_dhen_dlrm_tiny",
+        model=DhenDlrm(
+            bottom_mlp=(16,),
+            num_layers=1,
+            dot=2,
+            cross=2,
+            linear=4,
+            dot_mlp=(16,),
+            cross_rank=16,
+            num_cross_layers=1,
+            top_mlp=(16,),
+            recipe=FP8,
+        ),
         data=_TINY_DATA,
         optim=_TINY_OPTIM,
         loop=_TINY_LOOP,

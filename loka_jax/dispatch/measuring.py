@@ -39,7 +39,8 @@ from loka_jax.terminal import one_line
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
 _MAX_CHAINED = 3
-_HELD = 40  # float32 arrays of the size of the largest operand, at once
+# Float32 arrays of the size of the largest operand, at once.
+_HELD, _HELD_UNJUDGED = 40, 12
 
 type _Times = dict[str, dict[str, float]]
 type _Begin = Callable[[str], None]
@@ -88,13 +89,15 @@ class Job(NamedTuple):
         return [jobs[0], *(job._replace(pairs=0) for job in jobs[1:])]
 
 
-def bytes_needed(spec: SiteSpec) -> int:
-    """Returns the bytes of the GPU that measuring a site takes, about.
+def bytes_needed(job: Job) -> int:
+    """Returns the bytes of the GPU that a job takes, about.
 
     Most is the check's, which holds a few references and their errors in float32: a
     site of 8,192 x 4,096 x 4,096 took 5 GB.
     """
-    return 4 * _HELD * max(spec.m * spec.k, spec.m * spec.n, spec.k * spec.n)
+    m, k, n = job.spec.m, job.spec.k, job.spec.n
+    held = _HELD if job.is_judged else _HELD_UNJUDGED
+    return 4 * held * max(m * k, m * n, k * n)
 
 
 class GpuUse(NamedTuple):

@@ -35,6 +35,8 @@ from loka_jax.dispatch.worker import (
 )
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
+_MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
+_USED = 0.95  # of it, by all processes together; contexts take the rest
 _COMMAND = (
     sys.executable,
     "-c",
@@ -86,13 +88,13 @@ def measure_all(
 
 def _fitting(workers: int, jobs: Sequence[Job]) -> int:
     """Returns how many processes have the memory for any of the jobs at a time."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None or not jobs:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats or not jobs:
         return workers
-    # By default JAX takes three quarters of a GPU, which this process may have done.
-    left = limit / 3
-    most = max(bytes_needed(job.spec) for job in jobs)
-    return max(1, min(workers, int(left // most)))
+    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEM_FRACTION))
+    held = stats.get("pool_bytes", stats["bytes_limit"])
+    left = _USED * stats["bytes_limit"] / fraction - held
+    return max(1, min(workers, int(left // max(map(bytes_needed, jobs)))))
 
 
 class Worker:

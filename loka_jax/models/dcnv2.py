@@ -1,10 +1,14 @@
 """DCN V2 (Wang et al., arXiv 2008.13535): a cross and a deep network.
 
-    x_0     = [dense; e_1; ...; e_F]                        [B, n + F D]
+    x_0     = [d; e_1; ...; e_F]                            [B, n + F D]
     x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                   cross network, eq. 1
     logit   = head([x_L; deep_mlp(x_0)])                    [B]   (parallel structure)
 
-B is the batch, F the number of categorical features, D the embedding dimension.
+B is the batch, F the number of categorical features, D the embedding dimension; d are
+the n dense features themselves, or bottom_mlp(dense) of width n = D, as in the DCN V2
+of the MLPerf benchmark (torchrec's DLRM_DCN):
+
+    logit   = head(deep_mlp(x_L))                           [B]   (stacked structure)
 """
 
 from typing import Literal
@@ -21,6 +25,8 @@ class Dcnv2(RankingModel):
     """A deep and cross network, from gathered embeddings to a logit.
 
     Attributes:
+        bottom_mlp: widths of the dense features' MLP before its last layer of width D;
+            None to take them as they are.
         num_cross_layers: number of cross layers.
         cross_rank: rank of the cross layers' weights; full if None.
         deep_mlp: widths of the deep network.
@@ -28,6 +34,7 @@ class Dcnv2(RankingModel):
             network with the cross network's output.
     """
 
+    bottom_mlp: tuple[int, ...] | None = None
     num_cross_layers: int = 3
     cross_rank: int | None = None
     deep_mlp: tuple[int, ...] = (512, 512, 256)
@@ -42,27 +49,24 @@ class Dcnv2(RankingModel):
         train: bool = False,
     ) -> Float[Array, "B"]:
         """Returns float32 logits."""
-        dtype = self.compute_dtype
-        flat = embeddings.reshape(embeddings.shape[0], -1)
-        x0 = nn.join_features(dense_features.astype(dtype), flat.astype(dtype))
-        # [B, n + F D, padded]
+        batch, _, dim = embeddings.shape
+        flat = embeddings.astype(self.compute_dtype).reshape(batch, -1)
+        bottom = dense_features.astype(flat.dtype)
+        if self.bottom_mlp is not None and bottom.shape[1]:
+            mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))
+            bottom = mlp(bottom, train=train)
+        x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
 
         crossed = nn.CrossNet(
             self.num_cross_layers,
             rank=self.cross_rank,
+            use_bias=self.bias,
             recipe=self.recipe,
             name="cross",
         )(x0)
         is_parallel = self.structure == "parallel"
-        deep = nn.Mlp(
-            self.deep_mlp,
-            recipe=self.recipe,
-            norm=self.norm,
-            activation=self.activation,
-            dropout_rate=self.dropout_rate,
-            implementation=self.implementation,
-            name="deep_mlp",
-        )(_separated(x0) if is_parallel else crossed, train=train)
+        mlp = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
+        deep = mlp(_separated(x0) if is_parallel else crossed, train=train)
         out = nn.join_features(crossed, deep, multiple=1) if is_parallel else deep
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 

@@ -42,7 +42,7 @@ class DlrmFeatures(RankingModel):
         embeddings = embeddings.astype(self.compute_dtype)
         bottom = None
         if dense_features.shape[1]:
-            bottom = self._mlp("bottom_mlp", (*self.bottom_mlp, dim), 0.0)(
+            bottom = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))(
                 dense_features.astype(embeddings.dtype), train=train
             )  # [B, D]
 
@@ -52,18 +52,6 @@ class DlrmFeatures(RankingModel):
             return nn.dot_features(
                 bottom, embeddings, implementation=self.implementation
             )
-
-    @linen.nowrap
-    def _mlp(self, name: str, features: tuple[int, ...], dropout_rate: float) -> nn.Mlp:
-        return nn.Mlp(
-            features,
-            recipe=self.recipe,
-            norm=self.norm,
-            activation=self.activation,
-            dropout_rate=dropout_rate,
-            implementation=self.implementation,
-            name=name,
-        )
 
 
 class Dlrm(DlrmFeatures):
@@ -86,7 +74,5 @@ class Dlrm(DlrmFeatures):
         """Returns float32 logits."""
         features = self._features(dense_features, embeddings, train)
         # [B, D + F (F + 1) / 2 or (F + 1) D, padded]
-        top = self._mlp("top_mlp", self.top_mlp, self.dropout_rate)(
-            features, train=train
-        )
-        return nn.Dense(1, recipe="f32", name="head")(top)[:, 0]
+        mlp = self._mlp("top_mlp", self.top_mlp, dropout_rate=self.dropout_rate)
+        return nn.Dense(1, recipe="f32", name="head")(mlp(features, train=train))[:, 0]

@@ -50,7 +50,7 @@ class Mmoe(DlrmFeatures):
         """Returns float32 logits; [B] of a single task."""
         x = self._features(dense_features, embeddings, train)
         experts = [
-            self._mlp(f"expert_{i}", self.expert_mlp, 0.0)(x, train=train)
+            self._mlp(f"expert_{i}", self.expert_mlp)(x, train=train)
             for i in range(self.num_experts)
         ]
         logits = [
@@ -83,6 +83,8 @@ class Mmoe(DlrmFeatures):
 
     @linen.nowrap
     def _logit(self, task: int, mixed: Array, train: bool) -> Float[Array, "B"]:
-        tower = self._mlp(f"tower_{task}", self.tower_mlp, self.dropout_rate)
+        tower = self._mlp(
+            f"tower_{task}", self.tower_mlp, dropout_rate=self.dropout_rate
+        )
         head = nn.Dense(1, recipe="f32", name=f"head_{task}")
         return head(tower(mixed, train=train))[:, 0]

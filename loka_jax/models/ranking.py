@@ -1,7 +1,8 @@
 """What all ranking models share: precision, norms, and the dtype of their inputs."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 from flax import linen
 from jax.typing import DTypeLike
 
@@ -9,27 +10,62 @@ from loka_jax import nn
 from loka_jax.recipe import get_recipe
 
 
-class RankingModel(linen.Module):
-    """Base of the ranking models: from dense features and embeddings to a logit.
+class ModelPart(linen.Module):
+    """Base of models and of their layers: the options that hold everywhere.
+
+    LoKA's Mods are `bias=False`, `norm="block"` and `activation="hard_swish"`.
 
     Attributes:
         recipe: precision of every site but the head, which is float32: a logit in
             bfloat16 would cost more NE than FP8 does. One of bf16, f32, fp8_tensorwise,
             fp8_tensorwise_delayed, fp8_tensorwise_delayed_bf16_drhs, fp8_rowwise,
             fp8_rowwise_bf16_drhs, fp8_blockwise.
-        norm: norm of every layer of the MLPs.
+        norm: norm of every layer: of the MLPs, and of the interactions that have one.
         activation: activation of every layer of the MLPs.
-        dropout_rate: dropout rate of the last MLP.
+        bias: every dense layer, or its norm, has a bias; the head always has one.
         implementation: "xla" to use XLA only; None to use kernels where they apply.
     """
 
     recipe: str = "fp8_tensorwise"
     norm: nn.NormName = "none"
     activation: nn.ActivationName = "relu"
-    dropout_rate: float = 0.0
+    bias: bool = True
     implementation: Literal["xla"] | None = None
 
     @property
     def compute_dtype(self) -> DTypeLike:
         """The dtype to which the inputs are cast first."""
         return get_recipe(self.recipe).compute_dtype
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options above, for a part of this one."""
+        names = ("recipe", "norm", "activation", "bias", "implementation")
+        return {name: getattr(self, name) for name in names}
+
+    @linen.nowrap
+    def _mlp(self, name: str, features: tuple[int, ...], **options: Any) -> nn.Mlp:
+        return nn.Mlp(
+            features,
+            recipe=self.recipe,
+            norm=self.norm,
+            activation=self.activation,
+            use_bias=self.bias,
+            implementation=self.implementation,
+            name=name,
+            **options,
+        )
+
+    @linen.nowrap
+    def _normalized(self, x: jax.Array, name: str, *, train: bool) -> jax.Array:
+        return nn.normalize(x, self.norm, train=train, use_bias=self.bias, name=name)
+
+
+class RankingModel(ModelPart):
+    """Base of the ranking models: from dense features and embeddings to a logit.
+
+    Attributes:
+        dropout_rate: dropout rate of the last MLP.
+    """
+
+    dropout_rate: float = 0.0

@@ -2,8 +2,10 @@
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
+from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.interaction import CrossNet
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
@@ -29,8 +31,11 @@ __all__ = [
     "Activations",
     "BlockNorm",
     "Capture",
+    "Compress",
     "CrossNet",
     "Dense",
+    "Fm",
+    "FmLcb",
     "Fp8DotGeneral",
     "Mlp",
     "Model",
@@ -38,6 +43,7 @@ __all__ = [
     "NormName",
     "Planned",
     "ProbeConfig",
+    "SelfAttention",
     "Site",
     "SiteContext",
     "activation",

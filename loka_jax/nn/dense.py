@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
+from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
 from loka_jax.nn.observed import per_sample_tap, site_tap
 from loka_jax.nn.sites import announce
-from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import Recipe
@@ -109,21 +110,13 @@ def _batched_site(module: Fp8DotGeneral, out, lhs, rhs, dimension_numbers):
     """Announces a batched product and returns it; Probe sees its operands."""
     (lhs_dims, rhs_dims), _ = dimension_numbers
     batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
-    plan = _plan(module, SiteSpec(m=m, k=k, n=n))
-    high_precision = _in_high_precision(plan.choice.recipe)
-    choice = dataclasses.replace(plan.choice, recipe=high_precision)
-    announce(module, resolve(plan.spec, choice, plan.device), batch=batch)
+    announce_batched(module, batch, SiteSpec(m=m, k=k, n=n))
     observe = per_sample_tap(module, k, n, module.axis_names)
     if observe is None:
         return out
     lhs_rows, _ = _as_matrix(lhs, lhs_dims, contract_last=True)
     rhs_columns, _ = _as_matrix(rhs, rhs_dims, contract_last=False)
     return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
-
-
-def _in_high_precision(recipe: Recipe) -> Recipe:
-    """Returns the recipe without its FP8 casts."""
-    return dataclasses.replace(recipe, fwd=None, dlhs=None, drhs=None)
 
 
 def _plan(module: Dense | Fp8DotGeneral, spec: SiteSpec) -> KernelPlan:
@@ -170,7 +163,7 @@ def _with_state(
     if not recipe.is_delayed:
         return plan, None
     if xla.why_not(_ANY_BATCH, spec.k, spec.n):
-        choice = dataclasses.replace(plan.choice, recipe=_in_high_precision(recipe))
+        choice = dataclasses.replace(plan.choice, recipe=in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
     state = module.variable(
         OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe

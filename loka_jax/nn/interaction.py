@@ -17,6 +17,7 @@ class CrossNet(linen.Module):
 
     Attributes:
         num_layers: number of cross layers; layer l adds interactions of order l + 1.
+        use_bias: add `b_l`.
         rank: `W_l = U_l V_l` of that rank (equation 2); full if None.
         recipe: of its sites.
         kernel_init: initializer of the kernels.
@@ -27,6 +28,7 @@ class CrossNet(linen.Module):
 
     num_layers: int
     rank: int | None = None
+    use_bias: bool = True
     recipe: str | Recipe = "fp8_tensorwise"
     kernel_init: Callable = default_kernel_init
 
@@ -38,8 +40,8 @@ class CrossNet(linen.Module):
             hidden = x
             if self.rank is not None:
                 hidden = self._dense(self.rank, f"v_{i}", use_bias=False)(hidden)
-            crossed = self._dense(x0.shape[-1], f"u_{i}", use_bias=True)(hidden)
-            x = x0 * crossed + x
+            u = self._dense(x0.shape[-1], f"u_{i}", use_bias=self.use_bias)
+            x = x0 * u(hidden) + x
         return x
 
     def _dense(self, features: int, name: str, *, use_bias: bool) -> Dense:

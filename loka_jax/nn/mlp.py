@@ -29,6 +29,8 @@ class Mlp(linen.Module):
         norm: norm of every layer; with one, the dense layers have no bias (a norm with
             a shift replaces it).
         activation: after every layer, the last included.
+        use_bias: add biases: of dense layers, or of their norms.
+        ends_linear: the last layer has neither norm nor activation.
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
         implementation: the provider of all layers, see `NormDense`.
@@ -38,6 +40,8 @@ class Mlp(linen.Module):
     recipe: str | Recipe = "fp8_tensorwise"
     norm: NormName = "none"
     activation: ActivationName = "relu"
+    use_bias: bool = True
+    ends_linear: bool = False
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
     implementation: Provider | None = None
@@ -75,58 +79,73 @@ class Mlp(linen.Module):
             follows=i > 0 and self.dropout_rate == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
-            norm_parameters=NormParameters(spec.norm, name=f"norm_{i}"),
+            norm_parameters=NormParameters(spec.norm, self.use_bias, name=f"norm_{i}"),
             plan=plan,
             name=f"dense_{i}",
         )
 
     def _batch_norm_layer(self, i: int, x: Array, train: bool) -> Array:
+        is_linear = self._is_linear(i)
         x = Dense(
             self.features[i],
             recipe=self.recipe,
-            use_bias=False,
+            use_bias=self.use_bias and is_linear,
             kernel_init=self.kernel_init,
             name=f"dense_{i}",
         )(x)
-        act = activation(self.activation)
-        return act(normalize(x, "batch", train=train, name=f"norm_{i}"))
+        if is_linear:
+            return x
+        x = normalize(x, "batch", train=train, use_bias=self.use_bias, name=f"norm_{i}")
+        return activation(self.activation)(x)
+
+    def _is_linear(self, i: int) -> bool:
+        return self.ends_linear and i == len(self.features) - 1
 
     def _plans(self, m: int, k: int, *, chained: bool) -> list[KernelPlan]:
         """Returns the plan of each layer.
 
         Where kernels run a layer and the next, which reads FP8, it is handed on so.
         """
-        assert self.norm != "batch"
         shapes = itertools.pairwise((k, *self.features))
-        specs = [
-            SiteSpec(
-                m=m,
-                k=k,
-                n=n,
-                norm=self.norm,
-                activation=self.activation,
-                use_bias=self.norm == "none",
-            )
-            for k, n in shapes
-        ]
+        specs = [self._spec(i, m, k, n) for i, (k, n) in enumerate(shapes)]
+        given = [specs[0].fp8_out, *(spec.fp8_out for spec in specs[:-1])]
         within = [
-            dataclasses.replace(spec, fp8_in=spec.fp8_out, out="fp8") for spec in specs
+            dataclasses.replace(spec, fp8_in=fp8_in, out="fp8")
+            for spec, fp8_in in zip(specs, given, strict=True)
+        ]
+        plans = self._resolve(within)
+        reads = [
+            plan.reads_fp8 and (plan.runs_kernels or self._is_linear(i))
+            for i, plan in enumerate(plans)
         ]
         links = [
-            chained and a.runs_kernels and b.runs_kernels and b.reads_fp8
-            for a, b in itertools.pairwise(self._resolve(within))
+            chained and plan.runs_kernels and next_reads
+            for plan, next_reads in zip(plans, reads[1:], strict=False)
         ]
         linked = [
             dataclasses.replace(
                 spec,
-                fp8_in=spec.fp8_out if before else None,
+                fp8_in=fp8_in if before else None,
                 out="fp8" if after else "compute",
             )
-            for spec, before, after in zip(
-                specs, [False, *links], [*links, False], strict=True
+            for spec, fp8_in, before, after in zip(
+                specs, given, [False, *links], [*links, False], strict=True
             )
         ]
         return self._resolve(linked)
+
+    def _spec(self, i: int, m: int, k: int, n: int) -> SiteSpec:
+        assert self.norm != "batch"
+        if self._is_linear(i):
+            return SiteSpec(m=m, k=k, n=n, use_bias=self.use_bias)
+        return SiteSpec(
+            m=m,
+            k=k,
+            n=n,
+            norm=self.norm,
+            activation=self.activation,
+            use_bias=self.use_bias and self.norm == "none",
+        )
 
     def _resolve(self, specs: Sequence[SiteSpec]) -> list[KernelPlan]:
         return [
@@ -134,7 +153,13 @@ class Mlp(linen.Module):
                 "/".join((*self.path, f"dense_{i}")),
                 spec,
                 self.recipe,
-                self.implementation,
+                self._provider(i),
             )
             for i, spec in enumerate(specs)
         ]
+
+    def _provider(self, i: int) -> Provider | None:
+        """Returns the provider of a layer; a kernel would only copy a linear end."""
+        if self.implementation is None and self._is_linear(i):
+            return "xla"
+        return self.implementation

@@ -27,9 +27,11 @@ class NormParameters(linen.Module):
 
     Attributes:
         norm: "layer" has both, "rms" a scale, others nothing.
+        use_bias: "layer" has a bias.
     """
 
     norm: NormName
+    use_bias: bool = True
 
     @linen.compact
     def __call__(self, features: int) -> tuple[Array | None, Array | None]:
@@ -39,7 +41,7 @@ class NormParameters(linen.Module):
         if self.norm in ("layer", "rms"):
             init = linen.initializers.ones_init()
             gamma = self.param("scale", init, shape, jnp.float32)
-        if self.norm == "layer":
+        if self.norm == "layer" and self.use_bias:
             init = linen.initializers.zeros_init()
             beta = self.param("bias", init, shape, jnp.float32)
         return gamma, beta
@@ -63,6 +65,7 @@ class NormDense(linen.Module):
         norm: "layer", "rms", "block" (`BlockNorm`) or "none".
         activation: applied last.
         use_bias: add a bias before the norm; a norm with a shift makes it superfluous.
+        norm_bias: give a "layer" norm its shift.
         epsilon: added to the variance or mean square.
         out: "compute" for an array in the compute dtype; "fp8" to hand rows of FP8 to
             the next site; "both" for that and an exact array beside it.
@@ -82,6 +85,7 @@ class NormDense(linen.Module):
     norm: NormName = "layer"
     activation: ActivationName = "none"
     use_bias: bool = False
+    norm_bias: bool = True
     epsilon: float = 1e-6
     out: Out = "compute"
     implementation: Provider | None = None
@@ -102,9 +106,10 @@ class NormDense(linen.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (n,), jnp.float32)
-        gamma, beta = (self.norm_parameters or NormParameters(self.norm, name="norm"))(
-            n
+        parameters = self.norm_parameters or NormParameters(
+            self.norm, self.norm_bias, name="norm"
         )
+        gamma, beta = parameters(n)
         plan = self.plan or self._plan(inputs)
         announce(self, plan, follows=self.follows)
         arrays = SiteArrays(inputs, kernel, bias, gamma, beta)

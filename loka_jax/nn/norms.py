@@ -74,6 +74,7 @@ def normalize(
     norm: NormName,
     *,
     train: bool,
+    use_bias: bool = True,
     name: str | None = None,
 ) -> Float[Array, "... n"]:
     """Returns `x` normalized; to be called inside a compact Flax module.
@@ -83,6 +84,7 @@ def normalize(
         norm: "layer", "rms", "block", "batch" or "none". Batch norm keeps running
             moments in the collection `batch_stats`.
         train: use this batch's moments and update the running ones (batch norm only).
+        use_bias: add a learned shift ("layer" and "batch" only).
         name: of the Flax module.
 
     Raises:
@@ -92,7 +94,7 @@ def normalize(
         case "none":
             return x
         case "layer":
-            module = linen.LayerNorm(dtype=x.dtype, name=name)
+            module = linen.LayerNorm(dtype=x.dtype, use_bias=use_bias, name=name)
         case "rms":
             module = linen.RMSNorm(dtype=x.dtype, name=name)
         case "block":
@@ -102,6 +104,7 @@ def normalize(
                 use_running_average=not train,
                 momentum=0.9,
                 dtype=x.dtype,
+                use_bias=use_bias,
                 name=name,
             )
         case _:

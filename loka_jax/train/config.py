@@ -15,7 +15,7 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
-from loka_jax.models import Dcnv2, Dlrm, Mmoe, RankingModel
+from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
 from loka_jax.nn import ProbeConfig
 from loka_jax.ops.tables import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
@@ -310,6 +310,27 @@ class MmoeConfig(Config):
     model: Annotated[Mmoe, tyro.conf.OmitArgPrefixes] = Mmoe()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WukongConfig(Config):
+    """A run of a Wukong."""
+
+    model: Annotated[Wukong, tyro.conf.OmitArgPrefixes] = Wukong()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DhenConfig(Config):
+    """A run of a DHEN."""
+
+    model: Annotated[Dhen, tyro.conf.OmitArgPrefixes] = Dhen()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DhenDlrmConfig(Config):
+    """A run of a mix of DHEN, DLRM and DCN V2."""
+
+    model: Annotated[DhenDlrm, tyro.conf.OmitArgPrefixes] = DhenDlrm()
+
+
 def _check_model(model: RankingModel):
     require(
         0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
@@ -319,7 +340,7 @@ def _check_model(model: RankingModel):
         option = f"--{field.name.replace('_', '-')}"
         if isinstance(value, tuple):
             require(all(width >= 1 for width in value), option, value, "positive")
-        elif isinstance(value, int):
+        elif isinstance(value, int) and not isinstance(value, bool):
             require(value >= 1, option, value, "at least 1")
 
 

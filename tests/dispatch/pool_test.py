@@ -147,12 +147,21 @@ def test_who_ends_alone_gives_its_turn_back(act):
 
 
 @pytest.mark.parametrize(
-    "gigabytes, expected", [(None, 22), (141, 8), (1000, 22), (1, 1)]
+    "limit, held, expected",
+    [
+        (None, 0, 22),
+        (75, None, 3),
+        (75, 75, 3),
+        (75, 10, 15),
+        (750, 750, 22),
+        (1, 1, 1),
+    ],
 )
-def test_as_many_processes_run_as_the_memory_holds(monkeypatch, gigabytes, expected):
+def test_as_many_processes_run_as_the_memory_holds(monkeypatch, limit, held, expected):
     class Gpu:
         def memory_stats(self):
-            return gigabytes and {"bytes_limit": gigabytes * 1e9}
+            sizes = {"bytes_limit": limit, "pool_bytes": held}
+            return limit and {k: x * 1e9 for k, x in sizes.items() if x is not None}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
     wide = JOB._replace(spec=SiteSpec(8192, 4096, 4096))

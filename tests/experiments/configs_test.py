@@ -18,7 +18,10 @@ FRAPPE = configs.get_config("frappe_dlrm").data.categorical
 TINY = [name for name in configs.names() if name.endswith("_tiny")]
 QUICK = ("fp8_dcnv2_tiny",)
 # The same data in another model, which takes steps in another family.
-AGAIN = ("criteo_dcnv2_tiny", "frappe_dcnv2_tiny", "fp8_dlrm_tiny")
+AGAIN = (
+    *("criteo_dcnv2_tiny", "frappe_dcnv2_tiny", "fp8_dlrm_tiny"),
+    *("fp8_dhen_dlrm_tiny", "fp8_mlperf_dcnv2_tiny"),
+)
 ONCE = [name for name in TINY if name not in AGAIN]
 
 

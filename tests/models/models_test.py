@@ -9,12 +9,20 @@ import numpy as np
 import optax
 import pytest
 
+from experiments import configs
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dlrm, Mmoe
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong
 from loka_jax.recipe import RECIPES
 from tests import support
-
-B, DENSE, F, D = 32, 5, 3, 16
+from tests.models.support import (
+    DENSE,
+    B,
+    assert_follows,
+    initialized,
+    inputs,
+    padded,
+    pairs,
+)
 
 make_dlrm = functools.partial(Dlrm, bottom_mlp=(32,), top_mlp=(48, 32))
 make_dcnv2 = functools.partial(Dcnv2, num_cross_layers=2, deep_mlp=(48, 32))
@@ -23,70 +31,27 @@ make_mmoe = functools.partial(
 )
 
 
-def inputs(num_dense=DENSE, batch=B):
-    """Returns dense features [B, n] and embeddings [B, F, D]."""
-    return support.normal(batch, num_dense), support.normal(batch, F, D, seed=1)
-
-
-def initialized(model, *args):
-    """Returns the model's variables: random parameters and states without history."""
-    variables = jax.eval_shape(model.init, jax.random.key(0), *args)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
-    leaves, tree = jax.tree.flatten(variables["params"])
-    leaves = [
-        support.normal(*p.shape, seed=i) / max(p.shape[0], 1) ** 0.5
-        for i, p in enumerate(leaves)
-    ]
-    return nothing | {"params": jax.tree.unflatten(tree, leaves)}
-
-
-def as_numpy(variables):
-    return jax.tree.map(lambda p: np.asarray(p, np.float64), variables["params"])
-
-
 # The equations.
 
 
-def mlp(params, x):
-    for i in range(len(params)):
-        layer = params[f"dense_{i}"]
-        x = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
-    return x
-
-
-def head(params, x):
-    return (x @ params["kernel"] + params["bias"])[:, 0]
-
-
-def padded(x):
-    return np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
-
-
-def pairs(z):
-    n = z.shape[1]
-    return np.stack(
-        [np.sum(z[:, i] * z[:, j], -1) for i in range(n) for j in range(i)], axis=1
-    )
-
-
-def dlrm(params, dense, embeddings, interaction):
+def dlrm(eq, params, dense, embeddings, interaction):
     z, features = embeddings, []
     if dense.shape[1]:
-        bottom = mlp(params["bottom_mlp"], dense)
+        bottom = eq.mlp(params["bottom_mlp"], dense)
         z = np.concatenate([bottom[:, None], embeddings], axis=1)
         features = [bottom]
     if interaction == "cat":
         features = z.reshape(len(z), -1)
     else:
         features = np.concatenate([*features, pairs(z)], axis=1)
-    return head(params["head"], mlp(params["top_mlp"], padded(features)))
+    return eq.head(params["head"], eq.mlp(params["top_mlp"], padded(features)))
 
 
-def mmoe(params, dense, embeddings, experts, tasks):
-    bottom = mlp(params["bottom_mlp"], dense)
+def mmoe(eq, params, dense, embeddings, experts, tasks):
+    bottom = eq.mlp(params["bottom_mlp"], dense)
     z = np.concatenate([bottom[:, None], embeddings], axis=1)
     x = padded(np.concatenate([bottom, pairs(z)], axis=1))
-    f = [mlp(params[f"expert_{i}"], x) for i in range(experts)]
+    f = [eq.mlp(params[f"expert_{i}"], x) for i in range(experts)]
     logits = []
     for t in range(tasks):
         gate = np.ones((len(x), 1))
@@ -95,54 +60,45 @@ def mmoe(params, dense, embeddings, experts, tasks):
             gate = np.exp(x @ params["gates"]["kernel"][:, columns])
             gate /= gate.sum(axis=1, keepdims=True)
         mixed = sum(gate[:, i : i + 1] * f[i] for i in range(experts))
-        logits.append(head(params[f"head_{t}"], mlp(params[f"tower_{t}"], mixed)))
+        logits.append(eq.head(params[f"head_{t}"], eq.mlp(params[f"tower_{t}"], mixed)))
     return np.stack(logits, axis=1) if tasks > 1 else logits[0]
 
 
-def dcnv2(params, dense, embeddings, structure, rank):
+def dcnv2(eq, params, dense, embeddings, structure):
+    if "bottom_mlp" in params:
+        dense = eq.mlp(params["bottom_mlp"], dense)
     x0 = padded(np.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1))
-    crossed = x0
-    for i in range(2):
-        u = params["cross"][f"u_{i}"]
-        v = params["cross"][f"v_{i}"]["kernel"] if rank else np.eye(x0.shape[1])
-        crossed = x0 * (crossed @ v @ u["kernel"] + u["bias"]) + crossed
+    crossed = eq.cross_net(params["cross"], x0)
     if structure == "stacked":
-        return head(params["head"], mlp(params["deep_mlp"], crossed))
-    deep = mlp(params["deep_mlp"], x0)
-    return head(params["head"], np.concatenate([crossed, deep], axis=1))
-
-
-def assert_follows(model, reference, args):
-    variables = initialized(model, *args)
-    logits = jax.jit(model.apply)(variables, *args)
-    exact = reference(as_numpy(variables), *(np.asarray(x, np.float64) for x in args))
-    chex.assert_type(logits, jnp.float32)
-    chex.assert_trees_all_close(
-        logits, exact.astype(np.float32), rtol=1e-4, atol=1e-5 * np.abs(exact).max()
-    )
+        return eq.head(params["head"], eq.mlp(params["deep_mlp"], crossed))
+    deep = eq.mlp(params["deep_mlp"], x0)
+    return eq.head(params["head"], np.concatenate([crossed, deep], axis=1))
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cat"])
 @pytest.mark.parametrize("num_dense", [DENSE, 0])
 def test_dlrm_follows_its_equations(interaction, num_dense):
     model = make_dlrm(recipe="f32", interaction=interaction)
-    reference = functools.partial(dlrm, interaction=interaction)
-    assert_follows(model, reference, inputs(num_dense))
+    assert_follows(model, dlrm, inputs(num_dense), interaction=interaction)
 
 
 @pytest.mark.parametrize("structure", ["parallel", "stacked"])
 @pytest.mark.parametrize("num_dense, rank", [(DENSE, None), (0, None), (DENSE, 16)])
 def test_dcnv2_follows_its_equations(structure, num_dense, rank):
     model = make_dcnv2(recipe="f32", structure=structure, cross_rank=rank)
-    reference = functools.partial(dcnv2, structure=structure, rank=rank)
-    assert_follows(model, reference, inputs(num_dense))
+    assert_follows(model, dcnv2, inputs(num_dense), structure=structure)
+
+
+@pytest.mark.parametrize("num_dense", [DENSE, 0])
+def test_dcnv2_with_a_bottom_mlp_follows_its_equations(num_dense):
+    model = make_dcnv2(recipe="f32", bottom_mlp=(32,), structure="stacked")
+    assert_follows(model, dcnv2, inputs(num_dense), structure="stacked")
 
 
 @pytest.mark.parametrize("experts, tasks", [(3, 2), (1, 2), (2, 1)])
 def test_mmoe_follows_its_equations(experts, tasks):
     model = make_mmoe(recipe="f32", num_experts=experts, num_tasks=tasks)
-    reference = functools.partial(mmoe, experts=experts, tasks=tasks)
-    assert_follows(model, reference, inputs())
+    assert_follows(model, mmoe, inputs(), experts=experts, tasks=tasks)
 
 
 # Recipes.
@@ -154,6 +110,16 @@ tiny_dcnv2 = functools.partial(
 tiny_mmoe = functools.partial(
     Mmoe, bottom_mlp=(), expert_mlp=(32,), tower_mlp=(16,), activation="swish"
 )
+tiny_stack = dict(
+    bottom_mlp=(), dense_embeddings=5, num_layers=1, top_mlp=(32,), activation="swish"
+)
+tiny_wukong = functools.partial(
+    Wukong, **tiny_stack, fm_embeddings=4, lcb_embeddings=4, k=4, fmb_mlp=(32,)
+)
+tiny_dhen = functools.partial(
+    Dhen, **tiny_stack, dot=2, cross=2, linear=2, attention=2, dot_mlp=(32,)
+)
+TINY = [tiny_dlrm, tiny_dcnv2, tiny_mmoe, tiny_wukong, tiny_dhen]
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -172,7 +138,7 @@ def loss_and_gradients(model, variables, *args):
     "recipe",
     support.slow_except(RECIPES, "fp8_tensorwise_delayed", "fp8_rowwise"),
 )
-@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2, tiny_mmoe])
+@pytest.mark.parametrize("make", TINY)
 def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
     args = inputs()
     model = make(recipe=recipe)
@@ -188,7 +154,7 @@ def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
     assert support.sqnr_db(exact_gradients[2], gradients[2]) > floor
 
 
-@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2])
+@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2, tiny_wukong])
 def test_dropout_acts_in_training_only(make):
     args = inputs()
     model = make(recipe="f32", dropout_rate=0.5)
@@ -232,6 +198,27 @@ def test_sites_of_dcnv2():
         ("deep_mlp/dense_1", (64, 48, 32), True),
         ("head", (64, 96, 1), False),
     ]
+
+
+def test_sites_of_dcnv2_of_mlperf():
+    model = configs.get_config("fp8_mlperf_dcnv2").model
+    avals = (
+        jax.ShapeDtypeStruct((64, 13), "f4"),
+        jax.ShapeDtypeStruct((64, 26, 128), "f4"),
+    )
+    shapes = {s.path: (s.spec.k, s.spec.n) for s in nn.list_sites(model, *avals)}
+    assert shapes == {
+        "bottom_mlp/dense_0": (13, 512),
+        "bottom_mlp/dense_1": (512, 256),
+        "bottom_mlp/dense_2": (256, 128),
+        **{f"cross/v_{i}": (3456, 512) for i in range(3)},
+        **{f"cross/u_{i}": (512, 3456) for i in range(3)},
+        "deep_mlp/dense_0": (3456, 1024),
+        "deep_mlp/dense_1": (1024, 1024),
+        "deep_mlp/dense_2": (1024, 512),
+        "deep_mlp/dense_3": (512, 256),
+        "head": (256, 1),
+    }
 
 
 def test_sites_of_mmoe():

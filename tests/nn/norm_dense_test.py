@@ -158,6 +158,28 @@ def test_an_mlp_on_a_hopper_gpu_hands_fp8_from_layer_to_layer():
     assert support.sqnr_db(expected, np.asarray(y, np.float64)) > 18
 
 
+@pytest.mark.parametrize(
+    "norm, scaling", [("layer", "tensorwise"), ("none", "rowwise")]
+)
+def test_a_linear_end_reads_the_fp8_that_the_layer_before_hands_on(norm, scaling):
+    x = support.normal(64, 32)
+    mlp = nn.Mlp((48, 64), recipe="fp8_rowwise", norm=norm, ends_linear=True)
+    variables = randomized(init(mlp, x))
+
+    def gradients(variables):
+        loss = lambda v: jnp.sum(mlp.apply(v, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.jit(jax.grad(loss))(variables)["params"]
+
+    expected = gradients(variables)
+    with nn.site_context(device=stand_ins.HOPPER):
+        first, second = nn.list_sites(mlp, x)
+        found = gradients(variables)
+    assert (first.spec.out, second.spec.fp8_in) == ("fp8", scaling)
+    assert second.runs["fwd"].startswith("xla fp8")
+    for e, f in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert support.sqnr_db(e, f) > 15
+
+
 def test_sites_tell_what_runs_and_why_not_a_kernel():
     mlp = nn.Mlp((48, 32), recipe="fp8_tensorwise", norm="layer")
     first, second = nn.list_sites(mlp, jnp.ones((64, 32)))
@@ -208,3 +230,46 @@ def test_remat_of_a_site_changes_nothing(device):
 
     found, expected = gradients(linen.remat(NormDense)), gradients(NormDense)
     chex.assert_trees_all_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rowwise_bf16_drhs"])
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+def test_an_mlp_without_biases_is_one_whose_biases_are_zero(device, norm, recipe):
+    x = support.normal(64, 32)
+
+    def value_and_gradients(use_bias):
+        mlp = nn.Mlp((48, 32), recipe=recipe, norm=norm, use_bias=use_bias)
+        variables = init(mlp, x)
+        loss = lambda v: jnp.sum(mlp.apply(v, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(variables)
+
+    def kept(path):
+        return path[-1].key != "bias"
+
+    loss, gradients = value_and_gradients(False)
+    expected_loss, expected = value_and_gradients(True)
+    assert loss == expected_loss
+    with_paths = jax.tree_util.tree_leaves_with_path
+    found = {jax.tree_util.keystr(path): g for path, g in with_paths(gradients)}
+    leaves = with_paths(expected)
+    wanted = {jax.tree_util.keystr(path): g for path, g in leaves if kept(path)}
+    assert len(wanted) < len(leaves)
+    chex.assert_trees_all_equal(found, wanted)
+
+
+def test_a_norm_dense_without_a_shift_has_no_parameter_for_it():
+    params = init(NormDense(16, norm_bias=False), jnp.ones((8, 32)))["params"]
+    assert set(params["norm"]) == {"scale"}
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+def test_an_mlp_can_end_linear(device, norm):
+    x = support.normal(64, 32)
+    mlp = nn.Mlp((48, 16), recipe="bf16", norm=norm, ends_linear=True)
+    variables = randomized(init(mlp, x))
+    assert "norm_1" not in variables["params"]
+    hidden = nn.Mlp((48,), recipe="bf16", norm=norm).apply(variables, x)
+    last = nn.Dense(16, recipe="bf16")
+    expected = last.apply({"params": variables["params"]["dense_1"]}, hidden)
+    y = mlp.apply(variables, x)
+    chex.assert_trees_all_close(y, expected, rtol=2**-7, atol=2**-7)

@@ -56,7 +56,7 @@ def _set(values, path, value):
         ("data.rows", [5, "x"], r'data.rows\[1\] is "x" and must be an integer'),
         ("loop.max_steps", "8", 'loop.max_steps is "8" and must be an integer'),
         ("loop", 3, "loop must be an object"),
-        ("model.kind", "Dlmr", "model.kind is Dlmr, which is none of Dcnv2, Dlrm"),
+        ("model.kind", "Dlmr", "model.kind is Dlmr, which is none of Dcnv2, Dhen, "),
         ("model", None, "model.kind is None"),
         ("loop.batch_size", -1, "--loop.batch-size -1 must be at least 1"),
         ("name", "../x", "name ../x must be letters, digits"),

@@ -1,0 +1,191 @@
+"""DHEN (Zhang et al., arXiv 2203.11014): a deep and hierarchical ensemble network.
+
+    X_{i+1} = norm(ensemble_j U_j(X_i) + R X_i)      [B, n', d]
+
+of modules that each make a number of embeddings, by W of m embeddings (n, m):
+
+    dot         MLP({<x_i, x_j> : i > j}) as embeddings, its last layer linear
+    cross       W^T (x * (W_c x + b) + x)            x = flat X; W_c of full or low rank
+    linear      W^T X
+    attention   W^T Z    Z = norm(H + FFN(H)), H = norm(X + SelfAttention(X))
+
+The ensemble is a concatenation or a sum. R is the identity, or a linear map of
+embeddings where their number changes. (The paper's cross has no skip connection; W^T X
+adds a linear module to it, and it is one site of DCN V2.)
+
+DhenDlrm is a mix of DHEN, DLRM and DCN V2 on the same embeddings:
+
+    logit = head(top_mlp([flat X_L; <x_i, x_j> of X_0; cross_net(flat X_0)]))
+
+B is the batch, n the number of embeddings, d their dimension.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.models.ranking import ModelPart
+from loka_jax.models.stacked import StackedModel
+
+Ensemble = Literal["concat", "sum"]
+
+
+class DhenLayer(ModelPart, kw_only=True):
+    """A layer of DHEN; its options are the model's."""
+
+    dot: int | None
+    cross: int | None
+    linear: int | None
+    attention: int | None
+    ensemble: Ensemble
+    dot_mlp: tuple[int, ...]
+    cross_rank: int | None
+    num_heads: int
+
+    @linen.compact
+    def __call__(
+        self, x: Float[Array, "B n d"], *, train: bool = False
+    ) -> Float[Array, "B m d"]:
+        """Returns the embeddings of the ensemble.
+
+        Raises:
+            ValueError: if there is no module, or a sum of different numbers.
+        """
+        made = []
+        if self.dot is not None:
+            made.append(self._dot(x, self.dot, train))
+        if self.cross is not None:
+            made.append(self._compressed("cross", self._crossed(x), self.cross))
+        if self.linear is not None:
+            made.append(self._compressed("linear", x, self.linear))
+        if self.attention is not None:
+            seen = self._attended(x, train)
+            made.append(self._compressed("attention", seen, self.attention))
+        out = _joined(made, self.ensemble)
+        if x.shape[1] != out.shape[1]:
+            x = self._compressed("residual", x, out.shape[1])
+        return self._normalized(out + x, "norm", train=train)
+
+    @linen.nowrap
+    def _dot(self, x: Array, count: int, train: bool) -> Float[Array, "B m d"]:
+        batch, _, dim = x.shape
+        with jax.named_scope("interaction"):
+            pairs = nn.dot_features(None, x, implementation=self.implementation)
+        mlp = self._mlp("dot_mlp", (*self.dot_mlp, count * dim), ends_linear=True)
+        return mlp(pairs, train=train).reshape(batch, count, dim)
+
+    @linen.nowrap
+    def _crossed(self, x: Array) -> Float[Array, "B n d"]:
+        cross = nn.CrossNet(
+            1,
+            use_bias=self.bias,
+            rank=self.cross_rank,
+            recipe=self.recipe,
+            name="cross_net",
+        )
+        return cross(x.reshape(x.shape[0], -1)).reshape(x.shape)
+
+    @linen.nowrap
+    def _attended(self, x: Array, train: bool) -> Float[Array, "B n d"]:
+        dim = x.shape[2]
+        attention = nn.SelfAttention(
+            self.num_heads,
+            recipe=self.recipe,
+            use_bias=self.bias,
+            name="self_attention",
+        )
+        h = self._normalized(x + attention(x), "attention_norm", train=train)
+        mlp = self._mlp("ffn", (2 * dim, dim), ends_linear=True)
+        out = mlp(h.reshape(-1, dim), train=train).reshape(h.shape)
+        return self._normalized(h + out, "ffn_norm", train=train)
+
+    @linen.nowrap
+    def _compressed(self, name: str, x: Array, count: int) -> Float[Array, "B m d"]:
+        return nn.Compress(count, recipe=self.recipe, name=name)(x)
+
+
+def _joined(made: list[Array], ensemble: Ensemble) -> Float[Array, "B m d"]:
+    """Returns the ensemble of what the modules have made."""
+    counts = [x.shape[1] for x in made]
+    if not made:
+        raise ValueError(
+            "DHEN has no module: set --dot, --cross, --linear or --attention."
+        )
+    if ensemble == "concat":
+        return jnp.concatenate(made, axis=1)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"--ensemble sum of modules that make {counts} embeddings: let all make "
+            "the same number, or use --ensemble concat."
+        )
+    return sum(made[1:], made[0])
+
+
+class Dhen(StackedModel):
+    """DHEN, from gathered embeddings to a logit.
+
+    Attributes:
+        dot: embeddings that the module makes in each layer; None to leave it out.
+        cross, linear, attention: likewise.
+        ensemble: "concat" joins the modules' embeddings, "sum" adds them.
+        dot_mlp: widths of the dot module's MLP before its last layer.
+        cross_rank: rank of the cross module's weight; full if None.
+        num_heads: heads of the attention module.
+    """
+
+    norm: nn.NormName = "layer"
+    dot: int | None = 24
+    cross: int | None = 24
+    linear: int | None = 16
+    attention: int | None = None
+    ensemble: Ensemble = "concat"
+    dot_mlp: tuple[int, ...] = (512,)
+    cross_rank: int | None = None
+    num_heads: int = 1
+
+    @linen.nowrap
+    def _layer(self, i: int) -> DhenLayer:
+        return DhenLayer(
+            **self.options,
+            dot=self.dot,
+            cross=self.cross,
+            linear=self.linear,
+            attention=self.attention,
+            ensemble=self.ensemble,
+            dot_mlp=self.dot_mlp,
+            cross_rank=self.cross_rank,
+            num_heads=self.num_heads,
+            name=f"layer_{i}",
+        )
+
+
+class DhenDlrm(Dhen):
+    """The mix of DHEN, DLRM and DCN V2.
+
+    Attributes:
+        num_cross_layers: of the cross network, whose weights have the rank of the
+            cross modules.
+    """
+
+    num_cross_layers: int = 2
+
+    @linen.nowrap
+    def _features(self, first: Array, last: Array) -> Float[Array, "B p"]:
+        batch = first.shape[0]
+        with jax.named_scope("interaction"):
+            pairs = nn.dot_features(
+                None, first, multiple=1, implementation=self.implementation
+            )
+        crossed = nn.CrossNet(
+            self.num_cross_layers,
+            use_bias=self.bias,
+            rank=self.cross_rank,
+            recipe=self.recipe,
+            name="cross_net",
+        )(first.reshape(batch, -1))
+        mixed = nn.join_features(last.reshape(batch, -1), pairs, multiple=1)
+        return nn.join_features(mixed, crossed)

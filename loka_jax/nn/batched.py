@@ -1,0 +1,70 @@
+"""Products within each example as sites: announced, seen by Probe, without a choice.
+
+They run in the operands' dtype. Probe takes both operands as activations.
+"""
+
+import dataclasses
+
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax.nn.context import current
+from loka_jax.nn.observed import per_sample_tap
+from loka_jax.nn.sites import announce
+from loka_jax.ops.plan import resolve
+from loka_jax.recipe import Recipe
+from loka_jax.site import SiteSpec
+
+
+class BatchedSite(linen.Module):
+    """A product (m, k) x (k, n) of each example, computed elsewhere, as a site.
+
+    Attributes:
+        recipe: as that of other sites; its FP8 casts are left out.
+        axis_names: mesh axes over which examples are spread, under `shard_map` only.
+    """
+
+    recipe: str | Recipe = "fp8_tensorwise"
+    axis_names: tuple[str, ...] = ()
+
+    @linen.nowrap
+    def announce(self, batch: int, spec: SiteSpec) -> None:
+        """Announces the site, see `announce_batched`."""
+        announce_batched(self, batch, spec)
+
+    @linen.compact
+    def __call__(
+        self,
+        out: Float[Array, "B m n"],
+        lhs: Float[Array, "B m k"],
+        rhs: Float[Array, "B k n"] | Float[Array, "k n"],
+    ) -> Float[Array, "B m n"]:
+        """Returns `out`, the product; the site is announced and its operands seen."""
+        batch, m, n = out.shape
+        k = lhs.shape[-1]
+        self.announce(batch, SiteSpec(m=m, k=k, n=n))
+        observe = per_sample_tap(self, k, n, self.axis_names)
+        if observe is None:
+            return out
+        columns = rhs if rhs.ndim == 2 else rhs.transpose(1, 0, 2).reshape(k, batch * n)
+        rows = observe(out.reshape(batch * m, n), lhs.reshape(batch * m, k), columns)
+        return rows.reshape(out.shape)
+
+
+def announce_batched(module, batch: int, spec: SiteSpec) -> None:
+    """Announces a product of each of `batch` examples.
+
+    Args:
+        module: of the site, with `recipe`.
+        batch: number of products.
+        spec: of one of them.
+    """
+    plan = current().plan("/".join(module.path), spec, module.recipe, "xla")
+    recipe = in_high_precision(plan.choice.recipe)
+    choice = dataclasses.replace(plan.choice, recipe=recipe)
+    announce(module, resolve(plan.spec, choice, plan.device), batch=batch)
+
+
+def in_high_precision(recipe: Recipe) -> Recipe:
+    """Returns the recipe without its FP8 casts."""
+    return dataclasses.replace(recipe, fwd=None, dlhs=None, drhs=None)
