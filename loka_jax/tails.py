@@ -97,7 +97,8 @@ class CrossGradients(NamedTuple):
     Attributes:
         u: gradient of z + bias, in the requested forms.
         dx0: bfloat16 gradient of x0, the given part included.
-        g: bfloat16, the gradient of y; None if there was only one summand.
+        g: bfloat16, the gradient of y; None if there was only one summand, or if it
+            was not requested.
         dbias: float32; None without a bias.
     """
 

@@ -175,6 +175,7 @@ def triton_parts(m: int, n: int, best: dict[str, TuningConfig]) -> list[Form]:
         ("cross back", ": fp8, fp8^T", _back, _U_BOTH, _BACK),
         ("cross back", ": all, no bias", _back, _U_ALL, _BACK_NO_BIAS),
         ("cross back", ": all, last layer", _back, _U_ALL, _BACK_LAST),
+        ("cross back", ": all, first layer", _back_first, _U_ALL, _BACK),
         ("matmul cross of fp8", ": bf16, fp8", _matmul, _FP8, _MATMUL_FP8),
         ("matmul cross of fp8", ", x0 bf16", _matmul, _ALL, _MATMUL),
         (
@@ -242,10 +243,14 @@ def _cross(provider, want, z, x0, x, bias, scale_inv):
     return provider.cross_tail(z, x0, x, bias, want=want, y_scale_inv=scale_inv)
 
 
-def _back(provider, want, d, r, x0, z, bias, dx0, scale_inv):
-    return provider.cross_tail_backward(
-        d, r, x0, z, bias, dx0, want=want, u_scale_inv=_scale(want, scale_inv)
-    )
+def _back(provider, want, d, r, x0, z, bias, dx0, scale_inv, **options):
+    options |= dict(want=want, u_scale_inv=_scale(want, scale_inv))
+    return provider.cross_tail_backward(d, r, x0, z, bias, dx0, **options)
+
+
+def _back_first(*operands):
+    """The first layer's, whose gradient of x needs no array of its own."""
+    return _back(*operands, keep_g=False)
 
 
 def _matmul(provider, want, h, w, x0, x, bias, scale_inv):

@@ -82,6 +82,7 @@ def cross_tail_backward(
     *,
     want: Forms,
     u_scale_inv: Float[Array, ""] | None = None,
+    keep_g: bool = True,
     config: TuningConfig = DEFAULT,
 ) -> CrossGradients:
     """Returns the gradients of `cross_tail` where y has the gradient `g = d + r`.
@@ -95,6 +96,7 @@ def cross_tail_backward(
         dx0: bfloat16, to which the gradient of x0 is added; zero if None.
         want: the forms of u.
         u_scale_inv: scale of the FP8 form.
+        keep_g: return g if there is an r.
         config: the tuning config.
 
     Raises:
@@ -111,6 +113,8 @@ def cross_tail_backward(
     operands.add("bias", bias)
     operands.add("dx0", dx0)
     operands.add_forms(want, u_scale_inv)
+    has_g = keep_g and r is not None
+    operands.constants["has_g"] = has_g
     from loka_jax.triton import cross_tail_kernel
 
     bf16 = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
@@ -118,7 +122,7 @@ def cross_tail_backward(
     types = [
         *tail.result_types(m, n, want, config),
         bf16,
-        tail.optional_type(r is not None, (m, n), jnp.bfloat16),
+        tail.optional_type(has_g, (m, n), jnp.bfloat16),
         tail.optional_type(bias is not None, sums, jnp.float32),
     ]
     kernel = cross_tail_kernel.cross_tail_backward_kernel
@@ -126,6 +130,6 @@ def cross_tail_backward(
     return CrossGradients(
         u=tail.written(u, want, u_scale_inv),
         dx0=dx0,
-        g=None if r is None else g,
+        g=g if has_g else None,
         dbias=None if bias is None else jnp.sum(dbias, axis=0),
     )

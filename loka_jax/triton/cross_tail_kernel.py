@@ -95,6 +95,7 @@ def cross_tail_backward_kernel(
     n: tl.constexpr,
     d_scales: tl.constexpr,
     has_r: tl.constexpr,
+    has_g: tl.constexpr,
     x0_scales: tl.constexpr,
     z_scales: tl.constexpr,
     has_bias: tl.constexpr,
@@ -113,6 +114,7 @@ def cross_tail_backward_kernel(
     g = scaled(g, d_scale, d_scale_2, d_scales)
     if has_r:
         g += read(r, row, column, m, n, block_m, block_n)
+    if has_g:
         store(g_out, g, row, column, m, n, block_m, block_n)
     c = read(z, row, column, m, n, block_m, block_n)
     c = scaled(c, z_scale, z_scale_2, z_scales)

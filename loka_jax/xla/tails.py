@@ -44,6 +44,7 @@ def cross_tail_backward(
     *,
     want: Forms,
     u_scale_inv: Float[Array, ""] | None = None,
+    keep_g: bool = True,
 ) -> CrossGradients:
     """Returns the gradients of `cross_tail` where y has the gradient `g = d + r`.
 
@@ -56,6 +57,7 @@ def cross_tail_backward(
         dx0: bfloat16, to which the gradient of x0 is added; zero if None.
         want: the forms of u.
         u_scale_inv: scale of the FP8 form.
+        keep_g: return g if there is an r.
     """
     g = _sum(d, r)
     u = g * decode(x0)
@@ -64,7 +66,7 @@ def cross_tail_backward(
     return CrossGradients(
         u=write(u, want, u_scale_inv),
         dx0=own.astype(jnp.bfloat16),
-        g=None if r is None else g.astype(jnp.bfloat16),
+        g=g.astype(jnp.bfloat16) if keep_g and r is not None else None,
         dbias=None if bias is None else jnp.sum(u, axis=0),
     )
 
