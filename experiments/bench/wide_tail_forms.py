@@ -178,6 +178,7 @@ def triton_parts(m: int, n: int, best: dict[str, TuningConfig]) -> list[Form]:
         ("cross back", ": all, first layer", _back_first, _U_ALL, _BACK),
         ("matmul cross of fp8", ": bf16, fp8", _matmul, _FP8, _MATMUL_FP8),
         ("matmul cross of fp8", ", x0 bf16", _matmul, _ALL, _MATMUL),
+        ("matmul cross of fp8", ", x0 and z bf16", _matmul_z, _ALL, _MATMUL),
         (
             "matmul cross back of fp8",
             ", x0 and z bf16",
@@ -253,14 +254,20 @@ def _back_first(*operands):
     return _back(*operands, keep_g=False)
 
 
-def _matmul(provider, want, h, w, x0, x, bias, scale_inv):
+def _matmul(provider, want, h, w, x0, x, bias, scale_inv, *, z_want=_Z):
     """The product of a cross layer and its tail, z kept in FP8."""
+    z_scale_inv = _scale(z_want, scale_inv)
     if isinstance(provider, _Triton):
-        wants, scales = (_Z, want), (scale_inv, _scale(want, scale_inv))
+        wants, scales = (z_want, want), (z_scale_inv, _scale(want, scale_inv))
         return provider.cross_matmul(h, w, (x0, x), bias, want=wants, scale_inv=scales)
     z = _product(h, w)
     y = _cross(provider, want, z, x0, x, bias, scale_inv)
-    return xla_tails.write(xla_tails.decode(z), _Z, scale_inv), y
+    return xla_tails.write(xla_tails.decode(z), z_want, z_scale_inv), y
+
+
+def _matmul_z(*operands):
+    """The same, z kept in bfloat16."""
+    return _matmul(*operands, z_want=_BF16)
 
 
 def _matmul_back(provider, want, h, w, r, x0, z, bias, dx0, scale_inv):

@@ -18,9 +18,9 @@ from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
-from tests.triton.support import interpreted
+from tests.triton.support import interpreted, on_gpu
 
-__all__ = ["interpreted"]
+__all__ = ["interpreted", "on_gpu"]
 
 DELAYED = "fp8_tensorwise_delayed:initialized"
 M, N, RANK = 32, 96, 48
@@ -223,23 +223,35 @@ def test_a_state_that_serves_two_networks_has_the_larger_amaxes():
     np.testing.assert_array_equal(*lhs)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("recipe", [DELAYED, "bf16"])
-def test_tails_by_triton_give_the_results_of_xla(recipe, monkeypatch):
-    # The interpreter takes no tracers.
-    monkeypatch.setattr(cross, "by_triton", lambda run, *operands: run(*operands))
+def _assert_triton_gives_the_results_of_xla(recipe):
     layers, (x0, g) = _layers(RANK, 2), _inputs()
     states = _states(layers)
     if recipe == "bf16":
         states = tuple((None,) * len(layer.kernels) for layer in layers)
     plans = _plans(RANK, 2, recipe)
     theirs = _fused(plans)(x0, layers, states, g)
-    ours = _value_and_gradients(
-        functools.partial(cross_network, plans=plans, implementation="triton"),
-        *(x0, layers, states, g),
-    )
+    run = functools.partial(cross_network, plans=plans, implementation="triton")
+    ours = _value_and_gradients(run, x0, layers, states, g)
     # Float32 operations in another order flip few roundings.
     _assert_close(ours, theirs, 2.0**-8)
+
+
+recipes = pytest.mark.parametrize("recipe", [DELAYED, "bf16"])
+
+
+@recipes
+@pytest.mark.usefixtures("interpreted")
+def test_tails_by_triton_give_the_results_of_xla(recipe, monkeypatch):
+    # The interpreter takes no tracers.
+    monkeypatch.setattr(cross, "by_triton", lambda run, *operands: run(*operands))
+    _assert_triton_gives_the_results_of_xla(recipe)
+
+
+@recipes
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
+def test_tails_by_triton_give_the_results_of_xla_on_a_gpu(recipe):
+    _assert_triton_gives_the_results_of_xla(recipe)
 
 
 def test_what_is_not_served_has_a_reason():
