@@ -9,6 +9,7 @@ inference with weights prepared once, with peak temporary memory. Arms:
     xla fp8      XLA alone, all sites in FP8 with delayed scaling, one after another
     cross fp8    the cross network in FP8 as one operation, the rest in bfloat16
     all fp8      the same, and FP8 with delayed scaling at all other sites
+    NAME fused   Triton multiplies in one kernel with the tails (`cross.FUSES_PRODUCTS`)
 
 Without a GPU times are wall clock: `--batches 64 --models cross --width 64 --rank 16`.
 """
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 import pathlib
 import time
+import unittest.mock
 from typing import Any, Literal
 
 import jax
@@ -31,11 +33,13 @@ from loka_jax import nn
 from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
 from loka_jax.measure.timing import Case, profile_kernels, time_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.ops import cross
 from loka_jax.serving import fold
 from loka_jax.site import Choice
 
 FP8 = "fp8_tensorwise_delayed"
 _SETS = 2  # of inputs; one alone exceeds the L2
+_FUSED = " fused"
 _FEW = 256  # rows that set the delayed scales
 
 
@@ -55,7 +59,10 @@ class Arguments:
     out: pathlib.Path | None = None
     models: tuple[Literal["dcnv2", "cross"], ...] = ("dcnv2", "cross")
     batches: tuple[int, ...] = (65536, 8192)
-    arms: tuple[str, ...] = ("xla bf16", "xla fp8", "cross fp8", "all fp8")
+    arms: tuple[str, ...] = (
+        *("xla bf16", "xla fp8", "cross fp8", "cross fp8 fused"),
+        *("all fp8", "all fp8 fused"),
+    )
     width: int = 3456
     rank: int = 512
     budget_s: float | None = None
@@ -87,7 +94,7 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict[str, Any]:
     """Returns the times of all arms of a model."""
     model, shapes = _model(name, arguments)
     inputs = [_normal(shapes(batch), seed) for seed in range(_SETS)]
-    programs = {}
+    programs: dict[str, Any] = {}
     params = _params(model, _normal(shapes(_FEW), 0))
     for arm, planned in _arms(model, shapes(_FEW), arguments.arms).items():
         variables = _initialized(planned, params, _normal(shapes(_FEW), 0))
@@ -98,9 +105,9 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict[str, Any]:
             (x, jax.random.normal(jax.random.key(9), out.shape, out.dtype))
             for x in inputs
         ]
-        run = functools.partial(_train, planned)
+        run = _traced(arm, functools.partial(_train, planned))
         programs[f"training {arm}"] = (run, [(variables, *x) for x in sets])
-        folded = fold(planned.apply, variables, *inputs[0])
+        folded = fold(_traced(arm, planned.apply), variables, *inputs[0])
         programs[f"inference {arm}"] = (
             folded.function,
             [(folded.ready, *x) for x in inputs],
@@ -152,7 +159,18 @@ def _arms(model: linen.Module, shapes, names) -> dict[str, nn.Planned]:
         "cross fp8": nn.Planned(model.clone(recipe="bf16"), fused),
         "all fp8": nn.Planned(model.clone(recipe=FP8)),
     }
-    return {name: arms[name] for name in names}
+    return {name: arms[name.removesuffix(_FUSED)] for name in names}
+
+
+def _traced(arm: str, function):
+    """Returns a function that is traced with the products that the arm wants."""
+
+    def run(*arguments):
+        fuses = arm.endswith(_FUSED)
+        with unittest.mock.patch.object(cross, "FUSES_PRODUCTS", fuses):
+            return function(*arguments)
+
+    return run
 
 
 def _params(model, inputs):
@@ -204,7 +222,7 @@ def _normal(shapes, seed: int) -> tuple[jax.Array, ...]:
 def _print(records: dict[str, dict[str, Any]]):
     for key, record in records.items():
         if "failed" in record:
-            print(f"  {key:22} failed: {record['failed'][:200]}")
+            print(f"  {key:28} failed: {record['failed'][:200]}")
             continue
         kind, _, _ = key.partition(" ")
         base = records.get(f"{kind} xla bf16", record).get("median_us")
@@ -212,11 +230,11 @@ def _print(records: dict[str, dict[str, Any]]):
         memory = (record["temporary_bytes"] or 0) / 1e9
         count = record["kernels"] or 0
         print(
-            f"  {key:22} {record['median_us']:9.0f} us {ratio:5.2f}x "
+            f"  {key:28} {record['median_us']:9.0f} us {ratio:5.2f}x "
             f"{count:4.0f} kernels {memory:6.2f} GB",
             flush=True,
         )
-        for name, taken_us, calls in (record["longest"] or [])[:12]:
+        for name, taken_us, calls in (record["longest"] or [])[:8]:
             print(f"      {taken_us:8.1f} us {calls:4.0f}  {name[:90]}")
 
 

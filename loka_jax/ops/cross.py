@@ -11,41 +11,31 @@ applies the scales of the product before it, and writes what is read next: x' an
 FP8, as they are and transposed, under scales from earlier steps, with their amaxes. In
 bfloat16 the same passes run without these forms.
 
-The weights are cast once a step, in both layouts.
+The weights are cast once a step, in both layouts. The product before a tail is
+cuBLASLt's; with `FUSES_PRODUCTS` Triton's, in one kernel with the tail.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from loka_jax import triton, xla
-from loka_jax.fp8 import Fp8Array
-from loka_jax.normed import Epilogue
-from loka_jax.ops.kernels import by_triton, equally_varying
+from loka_jax import triton
+from loka_jax.ops.cross_products import ByProduct, Network, Product
+from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.products import Products, read_state
-from loka_jax.recipe import ROLES, Operand, Role
+from loka_jax.ops.products import read_state
+from loka_jax.recipe import ROLES
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
-from loka_jax.triton import cross_tail, norm_tail
-from loka_jax.xla.tails import decode, write
+from loka_jax.triton import cross_tail
+from loka_jax.xla.tails import decode
 
-# The dims that the operands of a role's product contract.
-_CONTRACTED: dict[Role, tuple[int, int]] = {
-    "fwd": (1, 0),
-    "dlhs": (1, 1),
-    "drhs": (0, 0),
-}
-_TRITON = {
-    "cross_tail": cross_tail.cross_tail,
-    "cross_tail_backward": cross_tail.cross_tail_backward,
-    "norm_tail": norm_tail.norm_tail,
-}
-_CAST = Epilogue("none")
+# A layer's second product, and that which gives dL/dx, in one kernel with their tails.
+FUSES_PRODUCTS = False
 
 
 class CrossLayer(NamedTuple):
@@ -58,10 +48,6 @@ class CrossLayer(NamedTuple):
 
     kernels: tuple[Float[Array, "k n"], ...]
     bias: Float[Array, "n"] | None = None
-
-
-# A value for each product of each layer.
-type ByProduct[T] = tuple[tuple[T, ...], ...]
 
 
 def why_not(plans: ByProduct[KernelPlan]) -> str | None:
@@ -126,102 +112,16 @@ def cross_network(
     sizes |= {x0.shape}
     refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
     refusal = next(filter(None, refusals), None)
-    network = _Network(plans, axis_names, triton.chosen(implementation, refusal))
+    provider = triton.chosen(implementation, refusal)
+    is_fused = FUSES_PRODUCTS and provider == "triton" and plans[0][0].choice.is_fp8
+    is_low_rank = all(len(layer) > 1 for layer in plans)
+    network = Network(plans, axis_names, provider, is_fused and is_low_rank)
     states = tuple(
         tuple(read_state(p.choice.recipe, s) for p, s in zip(*both, strict=True))
         for both in zip(plans, states, strict=True)
     )
     arrays, tree = jax.tree.flatten((x0.astype(jnp.bfloat16), layers))
     return _run(network, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
-
-
-class _Network(NamedTuple):
-    """The static arguments: plans, mesh axes, and the provider of the tails."""
-
-    plans: ByProduct[KernelPlan]
-    axis_names: tuple[str, ...]
-    implementation: triton.Implementation
-
-    def sites(self, states) -> "ByProduct[_Site]":
-        """Returns the sites with their states."""
-        return tuple(
-            tuple(
-                _Site(self, Products.of(plan, self.axis_names), state)
-                for plan, state in zip(*both, strict=True)
-            )
-            for both in zip(self.plans, states, strict=True)
-        )
-
-    def tail(self, name: str, *operands, static: dict[str, Any], **scale_inv):
-        """Runs a tail by its provider."""
-        if self.implementation == "xla":
-            return getattr(xla, name)(*operands, **static, **scale_inv)
-        run = functools.partial(_TRITON[name], **static)
-        return by_triton(lambda x, scale: run(*x, **scale), operands, scale_inv)
-
-
-class _Site(NamedTuple):
-    """A product of the network with the scales of its operands."""
-
-    network: _Network
-    products: Products
-    state: DelayedScaling | None
-
-    def forms(self, operand: Operand, *, keep: bool) -> Forms:
-        """Returns the forms in which an operand is read; for backward too if `keep`."""
-        cast = self.products.cast("dlhs" if operand == "g" else "fwd", operand)
-        if cast is None:
-            return Forms()
-        return Forms(bf16=False, fp8=cast.dtype, transposed=keep, amax=keep)
-
-    def scale_inv(self, operand: Operand) -> Array | None:
-        """Returns the scale of an operand, from earlier steps."""
-        cast = self.products.cast("dlhs" if operand == "g" else "fwd", operand)
-        if cast is None:
-            return None
-        return self.products.stored_scale_inv(operand, cast, self.state)
-
-    def cast(self, operand: Operand, x: Scaled, *, keep: bool) -> Written:
-        """Returns an operand from a product, or from bfloat16."""
-        want = self.forms(operand, keep=keep)
-        if want.fp8 is None:
-            return Written(x.data, None, None)
-        static = dict(epilogue=_CAST, want=want, keep=False)
-        scale_inv = self.scale_inv(operand)
-        run = self.network.tail
-        return run("norm_tail", x, static=static, y_scale_inv=scale_inv).y
-
-    def weight(self, kernel: Array) -> Written:
-        """Returns the operand rhs, in both layouts."""
-        want = self.forms("rhs", keep=True)
-        return write(kernel.astype(jnp.float32), want, self.scale_inv("rhs"))
-
-    def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
-        """Returns the product of a role: bfloat16, of drhs float32."""
-        dtype = jnp.float32 if role == "drhs" else jnp.bfloat16
-        first_dim, second_dim = _CONTRACTED[role]
-        lhs, rhs = _view(first, first_dim), _view(second, second_dim)
-        if isinstance(lhs, jax.Array) and isinstance(rhs, jax.Array):
-            options = dict(compute_dtype=jnp.bfloat16, out_dtype=dtype)
-            return Scaled(xla.high_precision_matmul(lhs, rhs, **options))
-        assert isinstance(lhs, Fp8Array) and isinstance(rhs, Fp8Array)
-        gemm = self.products.recipe.gemm(role)
-        is_fast = gemm is not None and gemm.fast_accumulation
-        options = dict(out_dtype=dtype, fast_accumulation=is_fast)
-        out = xla.fp8_product(lhs.data, rhs.data, **options)
-        return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
-
-    def next_state(self, lhs: Written, rhs: Written, g: Written):
-        """Returns the gradient of the state."""
-        return self.products.state_after(self.state, lhs.amaxes, rhs.amaxes, g.amaxes)
-
-
-def _view(x: Written, dim: int) -> Array | Fp8Array:
-    """Returns the operand of a product that contracts a dim of a matrix."""
-    if x.fp8 is not None:
-        return x.fp8.contracting(dim)
-    assert x.bf16 is not None
-    return x.bf16 if dim == 1 else x.bf16.T
 
 
 class _Kept(NamedTuple):
@@ -233,18 +133,18 @@ class _Kept(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(network: _Network, x0, layers, states):
+def _run(network: Network, x0, layers, states):
     return _propagate(network, x0, layers, states, keep=False)[0]
 
 
-def _forward(network: _Network, x0, layers, states):
+def _forward(network: Network, x0, layers, states):
     y, kept = _propagate(network, x0, layers, states, keep=True)
     biases = tuple(layer.bias for layer in layers)
     return y, (x0, biases, states, kept)
 
 
 def _propagate(
-    network: _Network, x0, layers: tuple[CrossLayer, ...], states, *, keep: bool
+    network: Network, x0, layers: tuple[CrossLayer, ...], states, *, keep: bool
 ) -> tuple[Array, tuple[_Kept, ...]]:
     """Returns the features after the last layer, and what backward reads."""
     sites = network.sites(states)
@@ -253,55 +153,60 @@ def _propagate(
     for i, (layer, own) in enumerate(zip(layers, sites, strict=True)):
         operands = [lhs]
         weights = [s.weight(w) for s, w in zip(own, layer.kernels, strict=True)]
-        z = own[0].multiply("fwd", lhs, weights[0])
-        for site, weight in zip(own[1:], weights[1:], strict=True):
-            operands.append(site.cast("lhs", z, keep=keep))
-            z = site.multiply("fwd", operands[-1], weight)
+        for before, weight, site in zip(own, weights, own[1:], strict=False):
+            h = before.multiply("fwd", operands[-1], weight)
+            operands.append(site.cast("lhs", h, keep=keep))
         want, scale_inv = Forms(), None
         if i + 1 < len(layers):
             following = sites[i + 1][0]
             want = dataclasses.replace(following.forms("lhs", keep=keep), bf16=True)
             scale_inv = following.scale_inv("lhs")
-        lhs = network.tail(
-            "cross_tail",
-            *(z, Scaled(x0), x, layer.bias),
-            static=dict(want=want),
-            y_scale_inv=scale_inv,
+        z, lhs = Product(own[-1], "fwd", operands[-1], weights[-1]).tail(
+            (Scaled(x0), x, layer.bias), want=want, scale_inv=scale_inv, keep=keep
         )
+        assert lhs.bf16 is not None
         x = lhs.bf16
         kept.append(_Kept(tuple(operands), tuple(weights), z))
     return x, tuple(kept)
 
 
-def _backward(network: _Network, residuals, dy):
+def _backward(network: Network, residuals, dy):
     x0, biases, states, kept = residuals
     sites = network.sites(states)
-    # The gradient of y is d + r.
-    d, r, dx0 = Scaled(dy), None, None
+    product = r = dx0 = None  # the gradient of y is product + r
     gradients, next_states = [], []
     for i in reversed(range(len(sites))):
         own, (lhs, rhs, z) = sites[i], kept[i]
         # The first layer's x is x0: its gradient g joins g * (z + b).
         is_first = i == 0
         bias = _plus_one(biases[i], z) if is_first else biases[i]
-        tail = network.tail(
-            "cross_tail_backward",
-            *(d, r, Scaled(x0), z, bias, dx0),
-            static=dict(want=own[-1].forms("g", keep=True), keep_g=not is_first),
-            u_scale_inv=own[-1].scale_inv("g"),
-        )
-        r, dx0, g = dy if r is None else tail.g, tail.dx0, tail.u
+        operands, scale_inv = (Scaled(x0), z, bias), own[-1].scale_inv("g")
+        static = dict(want=own[-1].forms("g", keep=True), keep_g=not is_first)
+        if product is None:
+            tail = network.tail(
+                "cross_tail_backward",
+                *(Scaled(dy), None, *operands, None),
+                static=static,
+                u_scale_inv=scale_inv,
+            )
+        else:
+            tail = product.tail_backward(
+                (r, dx0), operands, static=static, scale_inv=scale_inv
+            )
+        r, dx0, g = dy if product is None else tail.g, tail.dx0, tail.u
         kernels, layer_states = [], []
         for j in reversed(range(len(own))):
             kernels.append(decode(own[j].multiply("drhs", lhs[j], g)))
-            d = own[j].multiply("dlhs", g, rhs[j])
             layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
             if j:
-                g = own[j - 1].cast("g", d, keep=True)
+                dh = own[j].multiply("dlhs", g, rhs[j])
+                g = own[j - 1].cast("g", dh, keep=True)
+        product = Product(own[0], "dlhs", g, rhs[0])
         dbias = None if biases[i] is None else tail.dbias
         gradients.append(CrossLayer(tuple(reversed(kernels)), dbias))
         next_states.append(tuple(reversed(layer_states)))
-    dx = decode(d) + jnp.asarray(dx0, jnp.float32)
+    assert product is not None
+    dx = decode(product.site.multiply(*product[1:])) + jnp.asarray(dx0, jnp.float32)
     return dx.astype(dy.dtype), tuple(reversed(gradients)), tuple(reversed(next_states))
 
 

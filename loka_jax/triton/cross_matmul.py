@@ -67,6 +67,7 @@ def cross_matmul(
     *,
     want: tuple[Forms, Forms],
     scale_inv: tuple[Array | None, Array | None] = (None, None),
+    fast_accumulation: bool = True,
     config: TuningConfig = DEFAULT,
 ) -> tuple[Written, Written]:
     """Returns z, `lhs rhs^T`, and `x0 * (z + bias) + x`, in the requested forms.
@@ -78,6 +79,7 @@ def cross_matmul(
         bias: float32; None if absent.
         want: the forms of z and of the result.
         scale_inv: the scales of their FP8 forms.
+        fast_accumulation: as in `fp8_matmul`.
         config: the tuning config.
 
     Raises:
@@ -87,7 +89,7 @@ def cross_matmul(
     x0, x = features
     (m, n), k = x.shape, lhs.data.shape[1]
     _check("cross_matmul", m, k, n, x0, x)
-    operands = _product(lhs, rhs, n)
+    operands = _product(lhs, rhs, n, fast_accumulation)
     operands.add_scaled("x0", x0)
     operands.arrays.append(x)
     operands.add("bias", bias)
@@ -111,6 +113,8 @@ def cross_matmul_backward(
     *,
     want: Forms,
     u_scale_inv: Float[Array, ""] | None = None,
+    keep_g: bool = True,
+    fast_accumulation: bool = True,
     config: TuningConfig = DEFAULT,
 ) -> CrossGradients:
     """Returns the gradients of a cross tail where y has the gradient `lhs rhs^T + r`.
@@ -122,6 +126,8 @@ def cross_matmul_backward(
         operands: x0, z and bias of the forward pass.
         want: the forms of u.
         u_scale_inv: scale of the FP8 form.
+        keep_g: return g.
+        fast_accumulation: as in `fp8_matmul`.
         config: the tuning config.
 
     Raises:
@@ -131,7 +137,8 @@ def cross_matmul_backward(
     (r, dx0), (x0, z, bias) = gradients, operands
     (m, n), k = r.shape, lhs.data.shape[1]
     _check("cross_matmul_backward", m, k, n, r, x0, z, dx0)
-    arguments = _product(lhs, rhs, n)
+    arguments = _product(lhs, rhs, n, fast_accumulation)
+    arguments.constants["has_g"] = keep_g
     arguments.arrays.append(r)
     arguments.add_scaled("x0", x0)
     arguments.add_scaled("z", z)
@@ -144,7 +151,8 @@ def cross_matmul_backward(
     sums = config.tiles_m(m), n
     types = [
         *tail.result_types(m, n, want, config),
-        *(bf16, bf16),
+        bf16,
+        tail.optional_type(keep_g, (m, n), jnp.bfloat16),
         tail.optional_type(bias is not None, sums, jnp.float32),
     ]
     kernel = cross_matmul_kernel.cross_matmul_backward_kernel
@@ -152,16 +160,19 @@ def cross_matmul_backward(
     return CrossGradients(
         u=tail.written(u, want, u_scale_inv),
         dx0=dx0,
-        g=g,
+        g=g if keep_g else None,
         dbias=None if bias is None else jnp.sum(dbias, axis=0),
     )
 
 
-def _product(lhs: Fp8Array, rhs: Fp8Array, n: int) -> Arguments:
+def _product(
+    lhs: Fp8Array, rhs: Fp8Array, n: int, fast_accumulation: bool
+) -> Arguments:
     m, k = lhs.data.shape
     scales = lhs.scale_inv.reshape(1), rhs.scale_inv.reshape(1)
     arrays = [lhs.data, scales[0], rhs.data, scales[1]]
-    return Arguments(arrays, dict(m=m, n=n, k=k))
+    constants = dict(m=m, n=n, k=k, fast_accumulation=fast_accumulation)
+    return Arguments(arrays, constants)
 
 
 def _check(name: str, m: int, k: int, n: int, *operands: Scaled | Array | None):

@@ -53,6 +53,7 @@ def cross_matmul_kernel(
     m: tl.constexpr,
     n: tl.constexpr,
     k: tl.constexpr,
+    fast_accumulation: tl.constexpr,
     x0_scales: tl.constexpr,
     has_bias: tl.constexpr,
     has_z_bf16: tl.constexpr,
@@ -74,7 +75,11 @@ def cross_matmul_kernel(
     # In flight while the product is computed.
     a = load(x0, row, column, m, n, block_m, block_n)
     b = load(x, row, column, m, n, block_m, block_n)
-    tile = _product(lhs, rhs, row, column, m, n, k, block_m, block_n, block_k)
+    # fmt: off
+    tile = _product(
+        lhs, rhs, row, column, m, n, k, fast_accumulation, block_m, block_n, block_k
+    )
+    # fmt: on
     tile = tile * tl.load(lhs_scale) * tl.load(rhs_scale)
     # fmt: off
     write(
@@ -119,9 +124,11 @@ def cross_matmul_backward_kernel(
     m: tl.constexpr,
     n: tl.constexpr,
     k: tl.constexpr,
+    fast_accumulation: tl.constexpr,
     x0_scales: tl.constexpr,
     z_scales: tl.constexpr,
     has_bias: tl.constexpr,
+    has_g: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
@@ -135,9 +142,14 @@ def cross_matmul_backward_kernel(
     row, column = first_of_tile(n, block_m, block_n)
     # In flight while the product is computed.
     b = load(r, row, column, m, n, block_m, block_n)
-    g = _product(lhs, rhs, row, column, m, n, k, block_m, block_n, block_k)
+    # fmt: off
+    g = _product(
+        lhs, rhs, row, column, m, n, k, fast_accumulation, block_m, block_n, block_k
+    )
+    # fmt: on
     g = g * tl.load(lhs_scale) * tl.load(rhs_scale) + b.to(tl.float32)
-    store(g_out, g, row, column, m, n, block_m, block_n)
+    if has_g:
+        store(g_out, g, row, column, m, n, block_m, block_n)
     c = read(z, row, column, m, n, block_m, block_n)
     c = scaled(c, z_scale, z_scale_2, z_scales)
     if has_bias:
@@ -168,16 +180,20 @@ def _product(
     m: tl.constexpr,
     n: tl.constexpr,
     k: tl.constexpr,
+    fast_accumulation: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Returns a tile of `lhs rhs^T`, by the tensor core's sums over all of K."""
+    """Returns a tile of `lhs rhs^T`, summed as in `fp8_matmul_kernel`."""
     lhs_at = operand_pointers(lhs, row, m, k, block_m, block_k)
     rhs_at = operand_pointers(rhs, column, n, k, block_n, block_k)
     total = tl.zeros((block_m, block_n), tl.float32)
     for start in range(0, k, block_k):
         a = load_operand(lhs_at + start, start, k, block_k)
         b = load_operand(rhs_at + start, start, k, block_k)
-        total = tl.dot(a, b.T, total)
+        if fast_accumulation:
+            total = tl.dot(a, b.T, total)
+        else:
+            total += tl.dot(a, b.T)
     return total
