@@ -17,7 +17,7 @@ LAYERS = (
         "saved_format",
     ),
     ("recipe", "normed"),
-    ("scaling", "site", "report"),
+    ("scaling", "site", "tails", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),
     ("ops",),

@@ -62,6 +62,7 @@ class Dcnv2(RankingModel):
             rank=self.cross_rank,
             use_bias=self.bias,
             recipe=self.recipe,
+            implementation=self.implementation,
             name="cross",
         )(x0)
         is_parallel = self.structure == "parallel"

@@ -85,6 +85,7 @@ class DhenLayer(ModelPart, kw_only=True):
             use_bias=self.bias,
             rank=self.cross_rank,
             recipe=self.recipe,
+            implementation=self.implementation,
             name="cross_net",
         )
         return cross(x.reshape(x.shape[0], -1)).reshape(x.shape)
@@ -185,6 +186,7 @@ class DhenDlrm(Dhen):
             use_bias=self.bias,
             rank=self.cross_rank,
             recipe=self.recipe,
+            implementation=self.implementation,
             name="cross_net",
         )(first.reshape(batch, -1))
         mixed = nn.join_features(last.reshape(batch, -1), pairs, multiple=1)

@@ -9,6 +9,7 @@ does so by itself.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +57,44 @@ class Dense(linen.Module):
     @linen.compact
     def __call__(self, inputs: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Returns `inputs @ kernel + bias` over the last dim."""
-        shape = (inputs.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+        kernel, bias = _parameters(self, inputs.shape[-1])
         rows = inputs.reshape(-1, inputs.shape[-1])
         out = _site_matmul(self, rows, kernel)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+        if bias is not None:
             out = out + bias.astype(out.dtype)[None, :]
         return out.reshape(*inputs.shape[:-1], self.features)
+
+
+class SiteVariables(NamedTuple):
+    """The variables of a dense layer; None for an absent one."""
+
+    kernel: Float[Array, "k n"]
+    bias: Float[Array, "n"] | None
+    state: scaling.DelayedScaling | None
+
+
+class DenseVariables(Dense):
+    """The variables of a `Dense` that its caller runs, under the same names."""
+
+    @linen.compact
+    def __call__(self, plan: KernelPlan) -> SiteVariables:
+        """Returns the variables of a site, and announces it.
+
+        Args:
+            plan: of the site.
+        """
+        announce(self, plan)
+        kernel, bias = _parameters(self, plan.spec.k)
+        return SiteVariables(kernel, bias, _with_state(self, plan)[1])
+
+
+def _parameters(module: Dense, k: int) -> tuple[Array, Array | None]:
+    """Returns the kernel and the bias of a layer, None without one."""
+    features = module.features
+    kernel = module.param("kernel", module.kernel_init, (k, features), jnp.float32)
+    if not module.use_bias:
+        return kernel, None
+    return kernel, module.param("bias", module.bias_init, (features,), jnp.float32)
 
 
 class Fp8DotGeneral(linen.Module):

@@ -3,13 +3,19 @@
 B is the batch, k the number of features.
 """
 
+import itertools
 from collections.abc import Callable
+from typing import Any, Literal
 
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.dense import Dense, default_kernel_init
+from loka_jax.nn.context import current
+from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
+from loka_jax.ops import cross
+from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import Recipe
+from loka_jax.site import SiteSpec
 
 
 class CrossNet(linen.Module):
@@ -20,6 +26,8 @@ class CrossNet(linen.Module):
         use_bias: add `b_l`.
         rank: `W_l = U_l V_l` of that rank (equation 2); full if None.
         recipe: of its sites.
+        implementation: "xla" runs layer by layer; None runs all layers as one operation
+            where that serves their plans, see `ops.cross`.
         kernel_init: initializer of the kernels.
 
     References:
@@ -30,22 +38,67 @@ class CrossNet(linen.Module):
     rank: int | None = None
     use_bias: bool = True
     recipe: str | Recipe = "fp8_tensorwise"
+    implementation: Literal["xla"] | None = None
     kernel_init: Callable = default_kernel_init
 
     @linen.compact
     def __call__(self, x0: Float[Array, "B k"]) -> Float[Array, "B k"]:
         """Returns the features after the last cross layer."""
+        plans = self._plans(*x0.shape)
+        if self._is_one_operation(plans):
+            return self._by_one_operation(x0, plans)
         x = x0
         for i in range(self.num_layers):
             hidden = x
-            if self.rank is not None:
-                hidden = self._dense(self.rank, f"v_{i}", use_bias=False)(hidden)
-            u = self._dense(x0.shape[-1], f"u_{i}", use_bias=self.use_bias)
-            x = x0 * u(hidden) + x
+            for name, features, use_bias in self._products(i, x0.shape[1]):
+                hidden = self._dense(Dense, name, features, use_bias)(hidden)
+            x = x0 * hidden + x
         return x
 
-    def _dense(self, features: int, name: str, *, use_bias: bool) -> Dense:
-        return Dense(
+    def _products(self, layer: int, k: int) -> list[tuple[str, int, bool]]:
+        """Returns names of a layer's sites, their features, and if they have a bias."""
+        wide = (f"u_{layer}", k, self.use_bias)
+        return [wide] if self.rank is None else [(f"v_{layer}", self.rank, False), wide]
+
+    def _plans(self, m: int, k: int) -> tuple[tuple[KernelPlan, ...], ...]:
+        def plan(name: str, sizes: tuple[int, int]) -> KernelPlan:
+            path = "/".join((*self.path, name))
+            spec = SiteSpec(m, *sizes)
+            return current().plan(path, spec, self.recipe, "xla")
+
+        widths = (k, k) if self.rank is None else (k, self.rank, k)
+        return tuple(
+            tuple(
+                plan(name, sizes)
+                for (name, _, _), sizes in zip(
+                    self._products(i, k), itertools.pairwise(widths), strict=True
+                )
+            )
+            for i in range(self.num_layers)
+        )
+
+    def _is_one_operation(self, plans) -> bool:
+        if self.implementation == "xla" or current().observer is not None or not plans:
+            return False
+        return plans[0][0].choice.is_fp8 and cross.why_not(plans) is None
+
+    def _by_one_operation(self, x0: Array, plans) -> Array:
+        layers, states = [], []
+        for i, own in enumerate(plans):
+            parts: list[Any] = [
+                self._dense(DenseVariables, *product)(plan)
+                for product, plan in zip(
+                    self._products(i, x0.shape[1]), own, strict=True
+                )
+            ]
+            kernels = tuple(part.kernel for part in parts)
+            layers.append(cross.CrossLayer(kernels, parts[-1].bias))
+            states.append(tuple(part.state for part in parts))
+        y = cross.cross_network(x0, tuple(layers), tuple(states), plans=plans)
+        return y.astype(x0.dtype)
+
+    def _dense(self, layer: type[Dense], name: str, features: int, use_bias: bool):
+        return layer(
             features,
             recipe=self.recipe,
             use_bias=use_bias,

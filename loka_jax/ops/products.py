@@ -246,20 +246,24 @@ class Products(NamedTuple):
 
     def next_state(self, state, *operands: SiteOperand):
         """Returns the gradient of the state, see `scaling.contribution`."""
+        return self.state_after(state, *(x.amaxes for x in operands))
+
+    def state_after(self, state, *amaxes: Array | None):
+        """Returns the gradient of the state from amaxes of parts of its operands."""
         if state is None:
             return None
         return scaling.contribution(
-            state, self._amaxes(state, operands), self.plan.choice.recipe
+            state, self._over_devices(state, amaxes), self.plan.choice.recipe
         )
 
-    def _amaxes(self, state, operands: tuple[SiteOperand, ...]) -> Array | None:
-        """Returns the amaxes over all devices that share the state."""
-        if all(x.amaxes is None for x in operands):
+    def _over_devices(self, state, amaxes: tuple[Array | None, ...]) -> Array | None:
+        """Returns the amax of each operand over all devices that share the state."""
+        if all(x is None for x in amaxes):
             return None
         missing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
-        parts = [missing if x.amaxes is None else x.amaxes for x in operands]
-        amaxes = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
-        return fp8.amax_over_devices(amaxes, _unmerged_axes(self, state, amaxes))
+        parts = [missing if x is None else x for x in amaxes]
+        largest = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
+        return fp8.amax_over_devices(largest, _unmerged_axes(self, state, largest))
 
 
 def _unmerged_axes(products: Products, state, amaxes: Array) -> tuple[str, ...]:

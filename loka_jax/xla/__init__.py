@@ -5,6 +5,8 @@ fp8_matmul        FP8 product; `why_not` says in a sentence why sizes are not
 norm_activation   norm and activation; every site is served
 dense_norm        reference of `pallas.dense_norm`
 norm_backward     backward pass of activation and norm
+cross_tail        what follows the product of a cross layer, and its backward pass
+norm_tail         norm, residual and activation, and their backward pass
 """
 
 from loka_jax.xla.dense_norm import (
@@ -20,9 +22,17 @@ from loka_jax.xla.matmul import (
     high_precision_matmul,
     why_not,
 )
+from loka_jax.xla.tails import (
+    cross_tail,
+    cross_tail_backward,
+    norm_tail,
+    norm_tail_backward,
+)
 
 __all__ = [
     "ACTIVATIONS",
+    "cross_tail",
+    "cross_tail_backward",
     "dense_norm",
     "describe",
     "fp8_matmul",
@@ -30,5 +40,7 @@ __all__ = [
     "high_precision_matmul",
     "norm_activation",
     "norm_backward",
+    "norm_tail",
+    "norm_tail_backward",
     "why_not",
 ]

@@ -45,7 +45,7 @@ def norm_activation(
     epilogue: Epilogue,
 ) -> Float[Array, "m n"]:
     """Returns float32 `activation(gamma norm(z + bias) + beta)`, differentiable."""
-    xhat, _ = _normalize(_plus(z.astype(jnp.float32), vectors.bias), epilogue)
+    xhat, _ = normalize(_plus(z.astype(jnp.float32), vectors.bias), epilogue)
     return ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
 
 
@@ -60,7 +60,7 @@ def dense_norm(
 ) -> Normed:
     """Returns the outputs of the forward kernel, computed in float32 before casts."""
     z = _plus(_product(x, w, jnp.float32), vectors.bias)
-    xhat, rstd = _normalize(z, epilogue)
+    xhat, rstd = normalize(z, epilogue)
     y = ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
     y_fp8 = None
     if want.y_fp8 == "rowwise":
@@ -120,8 +120,10 @@ def norm_backward(
     return _joined(dz), dgamma, dbeta
 
 
-def _normalize(z: Array, epilogue: Epilogue) -> tuple[Array, Array | None]:
-    """Returns the normalized rows and rstd."""
+def normalize(
+    z: Float[Array, "m n"], epilogue: Epilogue
+) -> tuple[Float[Array, "m n"], Float[Array, "..."] | None]:
+    """Returns the normalized rows of a float32 matrix, and rstd as in `Normed`."""
     if epilogue.norm == "none":
         return z, None
     parts, rates = _blocks(z, epilogue.norm), []

@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 from loka_jax import nn
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.ops import cross
+from loka_jax.probe.site import ProbeConfig
 from tests import support
 
 
@@ -45,3 +48,52 @@ def test_cross_net_follows_the_equation_of_dcn_v2(rank):
     params = jax.tree.map(jnp.float32, params)
     y = module.apply({"params": params}, x0)
     chex.assert_trees_all_close(y, x.astype(np.float32), rtol=1e-4, atol=1e-4)
+
+
+DELAYED = "fp8_tensorwise_delayed"
+
+
+def _trained(module, variables, x0):
+    """Returns the loss of a model, and the gradients of its variables."""
+
+    def loss(variables):
+        return jnp.mean(module.apply(variables, x0).astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss)(variables)
+
+
+@pytest.mark.parametrize("rank, use_bias", [(32, True), (None, False)])
+def test_a_cross_net_whose_scales_are_set_runs_as_one_operation(
+    rank, use_bias, monkeypatch
+):
+    first = nn.CrossNet(2, rank=rank, use_bias=use_bias, recipe=DELAYED)
+    x0 = support.normal(32, 64, dtype=jnp.bfloat16)
+    variables = first.init(jax.random.key(0), x0)
+    _, grads = _trained(first, variables, x0)
+    states = grads[OVERWRITE_WITH_GRADIENT]
+    variables = {**variables, OVERWRITE_WITH_GRADIENT: states}
+    fused = first.clone(recipe=f"{DELAYED}:initialized")
+    chex.assert_trees_all_equal_shapes(fused.init(jax.random.key(0), x0), variables)
+    by_layers = fused.clone(implementation="xla")
+
+    calls = []
+    run = cross.cross_network
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(cross, "cross_network", counted)
+    theirs = _trained(by_layers, variables, x0)
+    assert not calls
+    ours = _trained(fused, variables, x0)
+    assert len(calls) == 1
+    chex.assert_trees_all_equal_structs(ours, theirs)
+    for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        # The quantization error of E5M2, 5.3e-2, in each layer.
+        assert np.linalg.norm(x - y) <= 2 * 5.3e-2 * np.linalg.norm(y)
+    with nn.probing(ProbeConfig()):
+        fused.apply(fused.init(jax.random.key(0), x0), x0)
+    assert len(calls) == 1
+    sites = [[site.path for site in nn.list_sites(m, x0)] for m in (fused, by_layers)]
+    assert sites[0] == sites[1]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import dot_features, matmul, row_update
+from loka_jax.triton import dot_features, matmul, row_update, tail
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # numpy's name of a type -> Triton's.
@@ -142,9 +142,9 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
-    modules = dot_features, matmul, row_update
-    for module in modules:
-        importlib.import_module(f"{module.__name__}_kernel")
+    modules = dot_features, matmul, row_update, tail
+    for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
+        importlib.import_module(f"{triton.__name__}.{path.stem}")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", _convert)
@@ -226,12 +226,20 @@ def _interpret(
 
 
 def _interpreted_copy(function):
-    """Returns the module of a kernel, imported anew so that it is not compiled."""
+    """Returns the module of a kernel, imported anew so that it is not compiled.
+
+    So are the modules of the functions that it imports.
+    """
     path = pathlib.Path(function.__code__.co_filename)
     spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    compiled_type = triton_module("runtime.jit").JITFunction
+    for name, imported in list(vars(module).items()):
+        if isinstance(imported, compiled_type):
+            copy = getattr(_interpreted_copy(imported.fn), imported.__name__)
+            setattr(module, name, copy)
     return module
 
 

@@ -1,0 +1,121 @@
+"""What follows a product: the equations of its tails, their operands and results.
+
+A tail runs in one pass over matrices of M rows and N columns. It takes products whose
+scales were not applied yet, and writes its result in the forms that later products
+read. Hopper's FP8 tensor cores contract the last dim of both operands, so the weight
+gradient, which contracts the rows, reads the transposes: these are FP8 forms, too.
+
+    cross     y = x0 * c + x        c = z + bias
+    backward  g = d + r    u = g * x0    dx0 += g * c    dbias = sum over rows of u
+
+    norm      y = activation(norm(z + bias + r))
+    backward  the gradient dz of its argument, from dy = d + r
+
+FP8 is written under a scale that is known before the pass: stored from earlier steps,
+or the bound that a norm gives. The amax, for the next step's scale, is a by-product.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import Fp8Array
+from loka_jax.normed import NormResiduals
+
+
+class Scaled(NamedTuple):
+    """A matrix that stands for `data` times its scales.
+
+    Attributes:
+        data: bfloat16, as of an FP8 product that was not scaled; or FP8.
+        scales: float32 `[]`, two at most, applied one after the other.
+    """
+
+    data: Float[Array, "m n"]
+    scales: tuple[Float[Array, ""], ...] = ()
+
+
+@struct.dataclass
+class Fp8Copies:
+    """An FP8 matrix in both layouts, under one scale: products read them K-major.
+
+    Attributes:
+        data: the matrix.
+        data_t: its transpose; None if no role reads it.
+        scale_inv: float32 `[]`.
+    """
+
+    data: Float[Array, "m n"]
+    data_t: Float[Array, "n m"] | None
+    scale_inv: Float[Array, ""]
+
+    def contracting(self, dim: int) -> Fp8Array:
+        """Returns the operand of a product that contracts dim 0 or 1 of the matrix."""
+        data = self.data if dim == 1 else self.data_t
+        assert data is not None
+        return Fp8Array(data, self.scale_inv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forms:
+    """The forms in which a matrix is written.
+
+    Attributes:
+        bf16: in bfloat16.
+        fp8: in this FP8 format, under a scale that the caller passes in; None for no
+            such form. Values beyond the scale saturate, NaN stays NaN.
+        transposed: the FP8 form's transpose too.
+        amax: the largest magnitude before the cast, for delayed scaling.
+    """
+
+    bf16: bool = True
+    fp8: DTypeLike | None = None
+    transposed: bool = False
+    amax: bool = False
+
+
+class Written(NamedTuple):
+    """A matrix in the requested forms; None where not requested.
+
+    Attributes:
+        bf16: bfloat16.
+        fp8: the FP8 copies.
+        amaxes: float32, of p parts of the matrix; their maximum is its amax.
+    """
+
+    bf16: Float[Array, "m n"] | None
+    fp8: Fp8Copies | None
+    amaxes: Float[Array, "p"] | None
+
+
+class CrossGradients(NamedTuple):
+    """The outputs of the backward pass of a cross tail.
+
+    Attributes:
+        u: gradient of z + bias, in the requested forms.
+        dx0: bfloat16 gradient of x0, the given part included.
+        g: bfloat16, the gradient of y; None if there was only one summand, or if it
+            was not requested.
+        dbias: float32; None without a bias.
+    """
+
+    u: Written
+    dx0: Float[Array, "m n"]
+    g: Float[Array, "m n"] | None
+    dbias: Float[Array, "n"] | None
+
+
+class NormTail(NamedTuple):
+    """The outputs of the forward pass of a norm tail.
+
+    Attributes:
+        y: the activations, in the requested forms.
+        residuals: for the backward pass: xhat in E4M3 times 1 / `XHAT_SCALE_INV`
+            (bfloat16 without a norm), and rstd; None if not requested.
+    """
+
+    y: Written
+    residuals: NormResiduals | None

@@ -1,0 +1,191 @@
+"""Norm, residual and activation after a product by Triton, in one pass each way.
+
+    forward   xhat = norm(z + bias + r)    y = activation(xhat)
+    backward  g = (d + r) activation'(xhat)    dz = rstd (g - xhat mean(g xhat))
+
+A block norm's statistics are those of `NORM_BLOCK` columns, which one tile holds: rows
+may have any length. y and dz are also written in FP8, as they are and transposed.
+Without a norm, `dz = g`.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import E4M3
+from loka_jax.normed import (
+    NORM_BLOCK,
+    XHAT_SCALE_INV,
+    Epilogue,
+    NormName,
+    NormResiduals,
+    norm_features,
+)
+from loka_jax.tails import Forms, NormTail, Scaled, Written
+from loka_jax.triton import tail
+from loka_jax.triton.launch import power_of_two
+from loka_jax.triton.tail import Arguments, TuningConfig
+
+_MIN_COLUMNS = 16
+CONFIGS = (
+    TuningConfig(64, NORM_BLOCK, 16),
+    TuningConfig(64, NORM_BLOCK, 8),
+    TuningConfig(32, NORM_BLOCK, 8),
+    TuningConfig(32, NORM_BLOCK, 4),
+)
+DEFAULT = CONFIGS[1]
+
+
+def why_not(
+    m: int,
+    n: int,
+    *operands: Scaled | Array | None,
+    norm: NormName,
+    config: TuningConfig | None = None,
+) -> str | None:
+    """Returns why rows of n columns are not served, or None if they are.
+
+    Args:
+        m, n: of the matrices.
+        operands: as in `tail.why_not`.
+        norm: of the rows.
+        config: of a launch; any if None.
+    """
+    if norm not in ("none", "block"):
+        return f"norm {norm!r} takes statistics of whole rows"
+    columns = _columns(norm, n)
+    if config is not None and norm == "block" and config.block_n != columns:
+        return f"{config} has tiles of {config.block_n} columns, not {columns}"
+    return tail.why_not(m, n, *operands)
+
+
+def norm_tail(
+    z: Scaled,
+    r: Float[Array, "m n"] | None = None,
+    bias: Float[Array, "n"] | None = None,
+    *,
+    epilogue: Epilogue,
+    want: Forms,
+    y_scale_inv: Float[Array, ""] | None = None,
+    keep: bool = True,
+    config: TuningConfig | None = None,
+) -> NormTail:
+    """Returns `activation(norm(z + bias + r))` and what its backward pass reads.
+
+    Args:
+        z: the product.
+        r: bfloat16 summand, or None.
+        bias: float32; None if absent.
+        epilogue: norm and activation; the norm is "block" or "none".
+        want: the forms of y.
+        y_scale_inv: scale of the FP8 form.
+        keep: return residuals.
+        config: the tuning config; None for the default.
+
+    Raises:
+        ValueError: if these operands are not served (see `why_not`).
+        ImportError: if jax-triton is not installed.
+    """
+    m, n = z.data.shape
+    config = _served("norm_tail", (m, n), epilogue, config, z, r)
+    operands = Arguments([], dict(m=m, n=n))
+    operands.add_scaled("z", z)
+    operands.add("r", r)
+    operands.add("bias", bias)
+    operands.add_forms(want, y_scale_inv)
+    dtype = E4M3 if epilogue.norm == "block" else jnp.bfloat16
+    operands.constants.update(
+        _constants(epilogue, dtype), has_residuals=keep, epsilon=epilogue.epsilon
+    )
+    from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
+
+    blocks = -(-n // NORM_BLOCK)
+    has_rstd = keep and epilogue.norm == "block"
+    types = [
+        *tail.result_types(m, n, want, config),
+        tail.optional_type(keep, (m, n), dtype),
+        tail.optional_type(has_rstd, (blocks, m) if blocks > 1 else (m,), jnp.float32),
+    ]
+    *y, xhat, rstd = tail.run(
+        norm_tail_kernel.norm_tail_kernel, operands, types, config
+    )
+    residuals = NormResiduals(xhat, rstd if has_rstd else None) if keep else None
+    return NormTail(tail.written(y, want, y_scale_inv), residuals)
+
+
+def norm_tail_backward(
+    d: Scaled,
+    r: Float[Array, "m n"] | None,
+    residuals: NormResiduals,
+    *,
+    epilogue: Epilogue,
+    want: Forms,
+    dz_scale_inv: Float[Array, ""] | None = None,
+    config: TuningConfig | None = None,
+) -> Written:
+    """Returns the gradient of z, where y has the gradient `d + r`.
+
+    Args:
+        d: first summand of the gradient of y.
+        r: second summand, bfloat16, or None.
+        residuals, epilogue: of the forward pass.
+        want: the forms of the result.
+        dz_scale_inv: scale of the FP8 form.
+        config: the tuning config; None for the default.
+
+    Raises:
+        ValueError: if these operands are not served (see `why_not`).
+        ImportError: if jax-triton is not installed.
+    """
+    m, n = d.data.shape
+    xhat, rstd = residuals
+    config = _served("norm_tail_backward", (m, n), epilogue, config, d, r, xhat)
+    operands = Arguments([], dict(m=m, n=n))
+    operands.add_scaled("d", d)
+    operands.add("r", r)
+    operands.arrays.extend((xhat, xhat if rstd is None else rstd))
+    operands.add_forms(want, dz_scale_inv)
+    operands.constants.update(_constants(epilogue, xhat.dtype))
+    from loka_jax.triton import norm_tail_kernel
+
+    types = tail.result_types(m, n, want, config)
+    kernel = norm_tail_kernel.norm_tail_backward_kernel
+    dz = tail.run(kernel, operands, types, config)
+    return tail.written(dz, want, dz_scale_inv)
+
+
+def _columns(norm: NormName, n: int) -> int:
+    """Returns the columns of a tile that holds all that share a statistic."""
+    return max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
+
+
+def _served(
+    name: str,
+    shape: tuple[int, int],
+    epilogue: Epilogue,
+    config: TuningConfig | None,
+    *operands: Scaled | Array | None,
+) -> TuningConfig:
+    """Returns the config of a launch.
+
+    Raises:
+        ValueError, ImportError: as the operations do.
+    """
+    norm = epilogue.norm
+    if config is None:
+        columns = min(_columns(norm, shape[1]), NORM_BLOCK)
+        config = TuningConfig(DEFAULT.block_m, columns, DEFAULT.num_warps)
+    reason = why_not(*shape, norm=norm, config=config)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}.")
+    tail.check(name, *shape, *operands)
+    return config
+
+
+def _constants(epilogue: Epilogue, xhat_dtype: DTypeLike) -> dict:
+    is_fp8 = jnp.dtype(xhat_dtype) == jnp.dtype(E4M3)
+    return dict(
+        is_norm=epilogue.norm == "block",
+        xhat_scale=1 / XHAT_SCALE_INV if is_fp8 else 1.0,
+        activation=epilogue.activation,
+    )

@@ -1,0 +1,177 @@
+"""The kernels of `norm_tail`. Importing this module imports Triton.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from loka_jax.triton.tail_kernel import (
+    first_of_tile,
+    read,
+    read_vector,
+    scaled,
+    store,
+    write,
+)
+
+_GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+@no_type_check
+def norm_tail_kernel(
+    z,
+    z_scale,
+    z_scale_2,
+    r,
+    bias,
+    y_scale_inv,
+    y,
+    y_fp8,
+    y_fp8_t,
+    amaxes,
+    xhat,
+    rstd,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    z_scales: tl.constexpr,
+    has_r: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_bf16: tl.constexpr,
+    has_fp8: tl.constexpr,
+    has_fp8_t: tl.constexpr,
+    has_amax: tl.constexpr,
+    limit: tl.constexpr,
+    is_norm: tl.constexpr,
+    has_residuals: tl.constexpr,
+    xhat_scale: tl.constexpr,
+    activation: tl.constexpr,
+    epsilon: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes `y = activation(norm(z + bias + r))`, xhat times `xhat_scale`, and rstd.
+
+    The columns of a tile share a statistic.
+    """
+    row, column = first_of_tile(n, block_m, block_n)
+    v = read(z, row, column, m, n, block_m, block_n)
+    v = scaled(v, z_scale, z_scale_2, z_scales)
+    if has_r:
+        v += read(r, row, column, m, n, block_m, block_n)
+    if has_bias:
+        v += read_vector(bias, column, n, block_n)[None, :]
+    if is_norm:
+        count = tl.minimum(n - column, block_n)
+        rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + epsilon)
+        v *= rate[:, None]
+        if has_residuals:
+            rows = row + tl.arange(0, block_m)
+            at = rstd + column // block_n * m + rows
+            tl.store(at, rate, mask=rows < m)
+    if has_residuals:
+        kept = v * xhat_scale
+        store(xhat, kept, row, column, m, n, block_m, block_n)
+    tile = _activated(v, activation)
+    # fmt: off
+    write(
+        tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
+        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+    )
+    # fmt: on
+
+
+@triton.jit
+@no_type_check
+def norm_tail_backward_kernel(
+    d,
+    d_scale,
+    d_scale_2,
+    r,
+    xhat,
+    rstd,
+    dz_scale_inv,
+    dz,
+    dz_fp8,
+    dz_fp8_t,
+    amaxes,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    d_scales: tl.constexpr,
+    has_r: tl.constexpr,
+    has_bf16: tl.constexpr,
+    has_fp8: tl.constexpr,
+    has_fp8_t: tl.constexpr,
+    has_amax: tl.constexpr,
+    limit: tl.constexpr,
+    is_norm: tl.constexpr,
+    xhat_scale: tl.constexpr,
+    activation: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes the gradient of the norm's argument, where `d + r` is that of y."""
+    row, column = first_of_tile(n, block_m, block_n)
+    g = read(d, row, column, m, n, block_m, block_n)
+    g = scaled(g, d_scale, d_scale_2, d_scales)
+    if has_r:
+        g += read(r, row, column, m, n, block_m, block_n)
+    v = read(xhat, row, column, m, n, block_m, block_n) * (1.0 / xhat_scale)
+    tile = g * _slope(v, activation)
+    if is_norm:
+        rows = row + tl.arange(0, block_m)
+        rate = tl.load(rstd + column // block_n * m + rows, mask=rows < m, other=0.0)
+        count = tl.minimum(n - column, block_n)
+        along = tl.sum(tile * v, axis=1) / count
+        tile = (tile - v * along[:, None]) * rate[:, None]
+    # fmt: off
+    write(
+        tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
+        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+    )
+    # fmt: on
+
+
+@triton.jit
+@no_type_check
+def _activated(v, name: tl.constexpr):
+    """Returns the activation of v."""
+    if name == "relu":
+        return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif name == "swish":
+        return v * tl.sigmoid(v)
+    elif name == "hard_swish":
+        return v * tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
+    elif name == "gelu":
+        return v * tl.sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
+    else:
+        return v
+
+
+@triton.jit
+@no_type_check
+def _slope(v, name: tl.constexpr):
+    """Returns the derivative of the activation at v."""
+    if name == "relu":
+        return tl.where(v > 0.0, 1.0, 0.0)
+    elif name == "swish":
+        s = tl.sigmoid(v)
+        return s + v * (s - s * s)
+    elif name == "hard_swish":
+        gate = tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
+        rest = tl.where(tl.abs(v) < 3.0, 1 / 6, 0.0)
+        return gate + v * rest
+    elif name == "gelu":
+        s = tl.sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
+        inner = (v * v * (3 * _GELU_CUBIC) + 1.0) * _GELU_FACTOR
+        return s + v * (s - s * s) * inner
+    else:
+        return tl.zeros_like(v) + 1.0

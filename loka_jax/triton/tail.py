@@ -1,0 +1,182 @@
+"""What the kernels of the tails share: tiles, operands, and results.
+
+A program reads a tile of block_m rows by block_n columns of each operand once, computes
+in float32, and writes every form of the result: also its FP8 transpose, which passes
+through shared memory.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import fp8_max
+from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
+from loka_jax.triton.launch import launch, require_triton
+
+_MULTIPLE = 16  # of rows and columns: 16 bytes of FP8 a load or store, either way
+_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """The tunable parameters of a tail.
+
+    Attributes:
+        block_m, block_n: rows and columns of a program's tile, powers of two.
+        num_warps: warps of a program.
+        num_stages: blocks of a product's operands in flight; 1 without a product.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+
+    def tiles_m(self, m: int) -> int:
+        """Returns the number of tiles that cover m rows."""
+        return math.ceil(m / self.block_m)
+
+    def num_programs(self, m: int, n: int) -> int:
+        """Returns the number of tiles that cover an (m, n) matrix."""
+        return self.tiles_m(m) * math.ceil(n / self.block_n)
+
+
+class Arguments(NamedTuple):
+    """The operands of a launch: arrays in the order of the kernel, and its constants.
+
+    A kernel has a pointer for everything that may be absent; then it gets any array,
+    which it does not touch, and a constant says so.
+    """
+
+    arrays: list[Array]
+    constants: dict[str, Any]
+
+    def add(self, name: str, x: Array | None):
+        """Appends an operand that may be absent: the constant is has_<name>."""
+        self.arrays.append(_unused() if x is None else x)
+        self.constants[f"has_{name}"] = x is not None
+
+    def add_scaled(self, name: str, x: Scaled):
+        """Appends data and two scales: the constant is <name>_scales, their number."""
+        first, second, *rest = (*x.scales, _unused(), _unused())
+        assert len(rest) == len(x.scales) <= 2
+        self.arrays.extend((x.data, first.reshape(1), second.reshape(1)))
+        self.constants[f"{name}_scales"] = len(x.scales)
+
+    def add_forms(self, want: Forms, scale_inv: Array | None, prefix: str = ""):
+        """Appends the scale of a result; the constants say in which forms it goes."""
+        assert (want.fp8 is None) == (scale_inv is None)
+        assert want.fp8 is not None or not want.transposed
+        self.arrays.append(_unused() if scale_inv is None else scale_inv.reshape(1))
+        constants = {
+            f"has_{prefix}bf16": want.bf16,
+            f"has_{prefix}fp8": want.fp8 is not None,
+            f"has_{prefix}fp8_t": want.transposed,
+            f"has_{prefix}amax": want.amax,
+            f"{prefix}limit": 1.0 if want.fp8 is None else fp8_max(want.fp8),
+        }
+        self.constants.update(constants)
+
+
+def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
+    """Returns why (m, n) matrices are not served, or None if they are."""
+    for name, size in (("m", m), ("n", n)):
+        if size <= 0 or size % _MULTIPLE:
+            return f"{name}={size} is not a positive multiple of {_MULTIPLE}"
+    for operand in operands:
+        data = operand.data if isinstance(operand, Scaled) else operand
+        if data is not None and data.dtype.name not in _DTYPES:
+            return f"{data.dtype.name} is none of {', '.join(_DTYPES)}"
+    return None
+
+
+def check(name: str, m: int, n: int, *operands: Scaled | Array | None):
+    """Raises an error if operands are not served, or Triton is not installed.
+
+    Args:
+        name: of the operation.
+        m, n, operands: as in `why_not`.
+
+    Raises:
+        ValueError: with the reason.
+        ImportError: with the remedy.
+    """
+    reason = why_not(m, n, *operands)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}.")
+    require_triton()
+
+
+def run(
+    kernel: Any,
+    operands: Arguments,
+    types: list[jax.ShapeDtypeStruct],
+    config: TuningConfig,
+) -> list[Array]:
+    """Returns the results of a kernel of a tail, of these types.
+
+    Args:
+        kernel: compiled by `triton.jit`.
+        operands: of the launch; the constants include m and n.
+        types: of the results.
+        config: the tuning config.
+    """
+    constants = operands.constants
+    blocks = dataclasses.asdict(config)
+    num_warps, num_stages = (blocks.pop(x) for x in ("num_warps", "num_stages"))
+    results = launch(
+        kernel,
+        *operands.arrays,
+        outputs=types,
+        grid=config.num_programs(constants["m"], constants["n"]),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        constants=constants | blocks,
+    )
+    return list(results)
+
+
+def _unused() -> Array:
+    return jnp.ones((1,), jnp.float32)  # a constant of the program: no kernel
+
+
+def result_types(
+    m: int, n: int, want: Forms, config: TuningConfig
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of a result in all forms, of one element where not wanted."""
+    fp8 = jnp.bfloat16 if want.fp8 is None else want.fp8
+    programs = config.num_programs(m, n)
+    return [
+        optional_type(want.bf16, (m, n), jnp.bfloat16),
+        optional_type(want.fp8 is not None, (m, n), fp8),
+        optional_type(want.transposed, (n, m), fp8),
+        optional_type(want.amax, (programs,), jnp.float32),
+    ]
+
+
+def optional_type(
+    is_wanted: bool, shape: tuple[int, ...], dtype: DTypeLike
+) -> jax.ShapeDtypeStruct:
+    """Returns the type of a result, of one element if it is not wanted."""
+    return jax.ShapeDtypeStruct(shape if is_wanted else (1,), dtype)
+
+
+def written(
+    arrays: list[Array], want: Forms, scale_inv: Float[Array, ""] | None
+) -> Written:
+    """Returns a result from the arrays of `result_types`."""
+    bf16, fp8, fp8_t, amaxes = arrays
+    copies = None
+    if want.fp8 is not None:
+        assert scale_inv is not None
+        copies = Fp8Copies(fp8, fp8_t if want.transposed else None, scale_inv)
+    return Written(
+        bf16=bf16 if want.bf16 else None,
+        fp8=copies,
+        amaxes=amaxes if want.amax else None,
+    )

@@ -1,0 +1,180 @@
+"""What the kernels of tails share. Importing this module imports Triton.
+
+A program computes a tile of block_m rows by block_n columns. What lies past the end of
+the matrices is read as zeros and not written.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
+
+
+@triton.jit
+@no_type_check
+def first_of_tile(n: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr):
+    """Returns the first row and column of this program's tile."""
+    tiles_n: tl.constexpr = (n + block_n - 1) // block_n
+    program = tl.program_id(0)
+    return program // tiles_n * block_m, program % tiles_n * block_n
+
+
+@triton.jit
+@no_type_check
+def _place(
+    matrix,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns pointers to a tile of an (m, n) matrix, and what lies inside of it."""
+    rows = (row + tl.arange(0, block_m))[:, None]
+    columns = (column + tl.arange(0, block_n))[None, :]
+    # Beyond 2^31 elements the offsets of rows need 64 bits.
+    return matrix + rows.to(tl.int64) * n + columns, (rows < m) & (columns < n)
+
+
+@triton.jit
+@no_type_check
+def read(
+    matrix,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile in float32, zeros past the end of the matrix."""
+    return load(matrix, row, column, m, n, block_m, block_n).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def load(
+    matrix,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile in the dtype of the matrix, zeros past its end."""
+    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
+    if m % block_m == 0 and n % block_n == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
+    """Returns the entries of a tile's columns, zeros past the end."""
+    columns = column + tl.arange(0, block_n)
+    return tl.load(vector + columns, mask=columns < n, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def scaled(tile, first, second, count: tl.constexpr):
+    """Returns a tile times its scales, not times their product, which may vanish."""
+    if count > 0:
+        tile *= tl.load(first)
+    if count > 1:
+        tile *= tl.load(second)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def store(
+    matrix,
+    tile,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes a tile in the dtype of the matrix."""
+    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
+    tile = tile.to(matrix.dtype.element_ty)
+    if m % block_m == 0 and n % block_n == 0:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def write(
+    tile,
+    scale_inv,
+    out,
+    out_fp8,
+    out_fp8_t,
+    amaxes,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    has_bf16: tl.constexpr,
+    has_fp8: tl.constexpr,
+    has_fp8_t: tl.constexpr,
+    has_amax: tl.constexpr,
+    limit: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes a tile of a result in every form, and the tile's amax."""
+    if has_bf16:
+        store(out, tile, row, column, m, n, block_m, block_n)
+    if has_fp8:
+        cast = tile * (1.0 / tl.load(scale_inv))
+        # NaN stays NaN.
+        cast = tl.clamp(cast, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        cast = cast.to(out_fp8.dtype.element_ty)
+        store(out_fp8, cast, row, column, m, n, block_m, block_n)
+        if has_fp8_t:
+            store(out_fp8_t, tl.trans(cast), column, row, n, m, block_n, block_m)
+    if has_amax:
+        _store_amax(amaxes, tile, row, column, m, n, block_m, block_n)
+
+
+@triton.jit
+@no_type_check
+def _store_amax(
+    amaxes,
+    tile,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes the largest magnitude of this program's tile.
+
+    Of integers, in whose order a NaN lies above infinity: a maximum of floats drops it.
+    """
+    bits = tile.to(tl.int32, bitcast=True) & _MAGNITUDE
+    if m % block_m != 0 or n % block_n != 0:
+        rows = (row + tl.arange(0, block_m))[:, None]
+        columns = (column + tl.arange(0, block_n))[None, :]
+        bits = tl.where((rows < m) & (columns < n), bits, 0)
+    largest = tl.max(tl.max(bits, axis=1), axis=0)
+    tl.store(amaxes + tl.program_id(0), largest.to(tl.float32, bitcast=True))

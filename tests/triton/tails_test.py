@@ -1,0 +1,315 @@
+"""Tails of wide products by Triton against XLA's, interpreted and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax import fp8, xla
+from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.normed import Epilogue
+from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.triton import cross_matmul, cross_tail, norm_tail, tail
+from tests import support
+from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
+
+__all__ = ["interpreted", "on_gpu"]
+
+ALL = Forms(fp8=E4M3, transposed=True, amax=True)
+GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
+# Of one tile, of several, and of tiles that are not full.
+SHAPES = [(32, 32), (64, 96), (48, 80)]
+SCALE_INV = jnp.asarray(2.0**-4, jnp.float32)
+CROSS_CONFIG = tail.TuningConfig(32, 32, 1)
+MATMUL_CONFIG = cross_matmul.TuningConfig(32, 32, 1, 1, 32)
+
+
+@pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
+def anywhere(request):
+    """Runs a test interpreted and on a GPU."""
+    request.getfixturevalue(request.param)
+
+
+anywhere_ = pytest.mark.usefixtures("anywhere")
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def _normal(shape, seed, dtype=jnp.bfloat16):
+    return support.normal(*shape, seed=seed, dtype=dtype)
+
+
+def _product(shape, seed):
+    """Returns a product of which two scales were not applied."""
+    scales = jnp.asarray(0.25, jnp.float32), jnp.asarray(2.0, jnp.float32)
+    return Scaled(_normal(shape, seed), scales)
+
+
+def _fp8(shape, seed):
+    x = fp8.quantize(_normal(shape, seed))
+    return Scaled(x.data, (x.scale_inv,))
+
+
+def _assert_same(ours, theirs):
+    """Asserts that results agree but for roundings of nearly equal float32 values."""
+    assert jax.tree.structure(_whole(ours)) == jax.tree.structure(_whole(theirs))
+    pairs = zip(
+        jax.tree.leaves(_whole(ours)), jax.tree.leaves(_whole(theirs)), strict=True
+    )
+    for x, y in pairs:
+        assert x.shape == y.shape and x.dtype == y.dtype
+        # One step of the format, and the float32 error of values that cancel.
+        step = float(jnp.finfo(y.dtype).eps) if y.dtype != jnp.float32 else 1e-5
+        x, y = (np.asarray(v, np.float64) for v in (x, y))
+        np.testing.assert_array_less(
+            np.abs(x - y), step * np.abs(y) + 2e-2 * step + 1e-5
+        )
+        assert np.mean(x == y) > 0.97 or step == 1e-5
+
+
+def _whole(results):
+    """Returns the results with one amax in place of those of parts."""
+
+    def reduced(x):
+        if not isinstance(x, Written) or x.amaxes is None:
+            return x
+        return x._replace(amaxes=jnp.max(x.amaxes))
+
+    return jax.tree.map(reduced, results, is_leaf=lambda x: isinstance(x, Written))
+
+
+@anywhere_
+@shapes
+@pytest.mark.parametrize(
+    "is_fp8, has_bias", [(True, True), (False, True), (False, False)]
+)
+def test_cross_tails_are_those_of_xla(shape, is_fp8, has_bias):
+    z, x0 = (_fp8(shape, i) if is_fp8 else _product(shape, i) for i in (0, 1))
+    bias = support.normal(shape[1], seed=3) if has_bias else None
+    args = z, x0, _normal(shape, 2), bias
+    options = dict(want=ALL, y_scale_inv=SCALE_INV)
+    ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
+    _assert_same(ours, xla.cross_tail(*args, **options))
+
+
+@anywhere_
+@shapes
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_of_cross_tails_are_those_of_xla(shape, is_last, has_bias):
+    r, dx0 = (None, None) if is_last else (_normal(shape, 5), _normal(shape, 6))
+    bias = support.normal(shape[1], seed=3) if has_bias else None
+    args = _product(shape, 4), r, _fp8(shape, 1), _product(shape, 0), bias, dx0
+    options = dict(want=GRADIENT, u_scale_inv=SCALE_INV)
+    ours = cross_tail.cross_tail_backward(*args, **options, config=CROSS_CONFIG)
+    theirs = xla.cross_tail_backward(*args, **options)
+    if has_bias:  # a sum over rows, in another order
+        np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
+    _assert_same(ours._replace(dbias=None), theirs._replace(dbias=None))
+
+
+@anywhere_
+@shapes
+def test_a_matmul_with_its_tail_is_that_of_xla(shape):
+    (m, n), k = shape, 80
+    h, w = fp8.quantize(_normal((m, k), 7)), fp8.quantize(_normal((n, k), 8))
+    x0, x, bias = _fp8(shape, 1), _normal(shape, 2), support.normal(n, seed=3)
+    want = Forms(bf16=False, fp8=E4M3, amax=True), ALL
+    scale_inv = jnp.asarray(0.125, jnp.float32), jnp.asarray(0.125, jnp.float32)
+    options = dict(want=want, scale_inv=scale_inv, config=MATMUL_CONFIG)
+    ours = cross_matmul.cross_matmul(h, w, (x0, x), bias, **options)
+    z = Scaled(xla.fp8_matmul(h, w, out_dtype=jnp.float32))
+    theirs = xla.cross_tail(z, x0, x, bias, want=ALL, y_scale_inv=scale_inv[1])
+    _assert_same(ours[1], theirs)
+    as_z = xla.norm_tail(
+        z,
+        epilogue=Epilogue("none"),
+        want=want[0],
+        y_scale_inv=scale_inv[0],
+        keep=False,
+    )
+    _assert_same(ours[0], as_z.y)
+
+
+@anywhere_
+@shapes
+def test_a_matmul_with_its_backward_tail_is_that_of_xla(shape):
+    (m, n), k = shape, 80
+    g, w = fp8.quantize(_normal((m, k), 7), E5M2), fp8.quantize(_normal((n, k), 8))
+    r, dx0 = _normal(shape, 5), _normal(shape, 6)
+    x0, z, bias = _fp8(shape, 1), _fp8(shape, 0), support.normal(n, seed=3)
+    options = dict(want=GRADIENT, u_scale_inv=SCALE_INV)
+    ours = cross_matmul.cross_matmul_backward(
+        g, w, (r, dx0), (x0, z, bias), **options, config=MATMUL_CONFIG
+    )
+    d = Scaled(xla.fp8_matmul(g, w, out_dtype=jnp.float32))
+    theirs = xla.cross_tail_backward(d, r, x0, z, bias, dx0, **options)
+    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-4, atol=1e-3)
+    _assert_same(ours._replace(dbias=None), theirs._replace(dbias=None))
+
+
+NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
+
+
+@anywhere_
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "norm, activation",
+    [
+        ("block", "hard_swish"),
+        ("block", "swish"),
+        ("block", "none"),
+        ("none", "relu"),
+        ("none", "gelu"),
+    ],
+)
+def test_norm_tails_are_those_of_xla(shape, norm, activation):
+    epilogue = Epilogue(norm, activation)
+    bias = support.normal(shape[1], seed=3)
+    args = _product(shape, 0), _normal(shape, 1), bias
+    options = dict(epilogue=epilogue, want=ALL, y_scale_inv=SCALE_INV)
+    ours = norm_tail.norm_tail(*args, **options)
+    theirs = xla.norm_tail(*args, **options)
+    _assert_same(ours, theirs)
+    args = _product(shape, 4), _normal(shape, 5), theirs.residuals
+    options = dict(epilogue=epilogue, want=GRADIENT, dz_scale_inv=SCALE_INV)
+    ours = norm_tail.norm_tail_backward(*args, **options)
+    _assert_same(ours, xla.norm_tail_backward(*args, **options))
+
+
+@anywhere_
+def test_values_beyond_the_scale_saturate_and_nan_stays():
+    zeros = jnp.zeros((32, 32), jnp.bfloat16)
+    x = zeros.at[3, 5].set(1e6).at[7, 2].set(-1e6).at[9, 4].set(jnp.nan)
+    x = x.at[11, 1].set(jnp.inf)
+    y = cross_tail.cross_tail(
+        Scaled(zeros),
+        Scaled(zeros),
+        x,
+        want=ALL,
+        y_scale_inv=SCALE_INV,
+        config=CROSS_CONFIG,
+    )
+    assert y.fp8 is not None and y.fp8.data_t is not None and y.amaxes is not None
+    data = np.asarray(y.fp8.data, np.float32)
+    np.testing.assert_array_equal(data.T, np.asarray(y.fp8.data_t, np.float32))
+    assert (data[3, 5], data[7, 2], data[11, 1]) == (448.0, -448.0, 448.0)
+    assert np.isnan(data[9, 4]) and np.isnan(data).sum() == 1
+    assert np.isnan(y.amaxes).any()
+
+
+FORMS = [Forms(), Forms(bf16=False, fp8=E4M3), Forms(fp8=E4M3, transposed=True)]
+
+
+@anywhere_
+@pytest.mark.parametrize("want", FORMS, ids=str)
+def test_only_the_requested_forms_are_returned(want):
+    args = _product((32, 32), 0), _fp8((32, 32), 1), _normal((32, 32), 2)
+    scale_inv = None if want.fp8 is None else SCALE_INV
+    options = dict(want=want, y_scale_inv=scale_inv)
+    ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
+    _assert_same(ours, xla.cross_tail(*args, **options))
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype, reason",
+    [
+        ((16, 32), jnp.bfloat16, None),
+        ((24, 32), jnp.bfloat16, "m=24 is not a positive multiple of 16"),
+        ((16, 0), jnp.bfloat16, "n=0 is not a positive multiple of 16"),
+        ((16, 32), jnp.float32, "float32 is none of bfloat16"),
+    ],
+)
+def test_refused_operands_have_a_reason(sizes, dtype, reason):
+    z = Scaled(jnp.zeros(sizes, dtype))
+    found = cross_tail.why_not(*sizes, z)
+    assert found == reason or (reason and found.startswith(reason))
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            cross_tail.cross_tail(z, z, z.data, want=Forms())
+
+
+def test_norms_of_whole_rows_are_refused():
+    assert norm_tail.why_not(64, 512, norm="layer") is not None
+    config = tail.TuningConfig(64, 128, 4)
+    reason = "has tiles of 128 columns, not 256"
+    assert norm_tail.why_not(64, 512, norm="block", config=config).endswith(reason)
+
+
+def test_a_product_needs_a_multiple_of_16():
+    assert cross_matmul.why_not(64, 24, 32) == "k=24 is not a positive multiple of 16"
+
+
+def _types(m, n):
+    """Returns the types of operands by name."""
+
+    def scaled(dtype, scales):
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        return Scaled(jax.ShapeDtypeStruct((m, n), dtype), (scale,) * scales)
+
+    bf16 = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
+    return dict(
+        z=scaled(jnp.bfloat16, 2),
+        z8=scaled(E4M3, 1),
+        x=bf16,
+        bias=jax.ShapeDtypeStruct((n,), jnp.float32),
+        scale_inv=jax.ShapeDtypeStruct((), jnp.float32),
+    )
+
+
+def _forward(want, config, z, x0, x, bias, scale_inv):
+    options = dict(want=want, y_scale_inv=scale_inv, config=config)
+    return cross_tail.cross_tail(z, x0, x, bias, **options)
+
+
+def _backward(want, config, d, x, x0, z, bias, scale_inv):
+    options = dict(want=want, u_scale_inv=scale_inv, config=config)
+    return cross_tail.cross_tail_backward(d, x, x0, z, bias, x, **options)
+
+
+CROSS_PROGRAMS = {
+    "forward": (_forward, ALL, ("z", "z8", "x", "bias", "scale_inv")),
+    "backward": (_backward, GRADIENT, ("z", "x", "z8", "z", "bias", "scale_inv")),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_PROGRAMS)
+def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
+    function, want, reads = CROSS_PROGRAMS[name]
+    types = _types(65536, 3456)
+    run = functools.partial(function, want, cross_tail.DEFAULT)
+    program = compiled(run, *(types[x] for x in reads))
+    assert spilled_bytes(program.ptxas_report()) == 0
+    assert "st.global.v4" in program.ptx  # 16 bytes a store
+    assert "st.global.b8" not in program.ptx
+
+
+@pytest.mark.parametrize("config", cross_matmul.CONFIGS, ids=str)
+def test_programs_of_matmuls_for_hopper_do_not_spill(config):
+    types = _types(65536, 3456)
+
+    def run(h, w, x0, x, bias, scale_inv):
+        h, w = (fp8.Fp8Array(data, scale_inv) for data in (h, w))
+        options = dict(want=(Forms(), ALL), scale_inv=(None, scale_inv))
+        return cross_matmul.cross_matmul(h, w, (x0, x), bias, **options, config=config)
+
+    h, w = (jax.ShapeDtypeStruct((rows, 512), E4M3) for rows in (65536, 3456))
+    rest = (types[name] for name in ("z8", "x", "bias", "scale_inv"))
+    program = compiled(run, h, w, *rest)
+    assert spilled_bytes(program.ptxas_report()) == 0
+    assert "wgmma" in program.ptx
+    assert "st.global.v4" in program.ptx
+
+
+def _norm(want, epilogue, z, x, scale_inv):
+    options = dict(want=want, y_scale_inv=scale_inv)
+    return norm_tail.norm_tail(z, x, epilogue=epilogue, **options)
+
+
+def test_programs_of_norm_tails_for_hopper_do_not_spill():
+    types = _types(16384, 7680)
+    run = functools.partial(_norm, ALL, Epilogue("block", "hard_swish"))
+    program = compiled(run, types["z"], types["x"], types["scale_inv"])
+    assert spilled_bytes(program.ptxas_report()) == 0
+    assert "st.global.v4" in program.ptx
