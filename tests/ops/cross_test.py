@@ -248,7 +248,7 @@ def test_tails_by_triton_give_the_results_of_xla(recipe, fuses, monkeypatch):
     monkeypatch.setattr(cross, "FUSES_PRODUCTS", fuses)
     # The interpreter takes no tracers.
     monkeypatch.setattr(
-        cross_products, "by_triton", lambda run, *operands: run(*operands)
+        cross_products, "by_kernel", lambda run, *operands: run(*operands)
     )
     _assert_triton_gives_the_results_of_xla(recipe)
 
