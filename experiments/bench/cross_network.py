@@ -37,7 +37,6 @@ from loka_jax.ops import cross
 from loka_jax.serving import fold
 from loka_jax.site import Choice
 
-FP8 = "fp8_tensorwise_delayed"
 _SETS = 2  # of inputs; one alone exceeds the L2
 _FUSED = " fused"
 _FEW = 256  # rows that set the delayed scales
@@ -52,6 +51,7 @@ class Arguments:
         models: the whole dense part, and the cross network alone.
         batches: rows.
         arms: of those above.
+        recipe: of FP8, with delayed scaling.
         width, rank: of the cross network alone.
         budget_s: begin no model after that many seconds.
     """
@@ -63,6 +63,7 @@ class Arguments:
         *("xla bf16", "xla fp8", "cross fp8", "cross fp8 fused"),
         *("all fp8", "all fp8 fused"),
     )
+    recipe: str = "fp8_tensorwise_delayed"
     width: int = 3456
     rank: int = 512
     budget_s: float | None = None
@@ -96,7 +97,7 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict[str, Any]:
     inputs = [_normal(shapes(batch), seed) for seed in range(_SETS)]
     programs: dict[str, Any] = {}
     params = _params(model, _normal(shapes(_FEW), 0))
-    for arm, planned in _arms(model, shapes(_FEW), arguments.arms).items():
+    for arm, planned in _arms(model, shapes(_FEW), arguments).items():
         variables = _initialized(planned, params, _normal(shapes(_FEW), 0))
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
@@ -147,19 +148,20 @@ def _model(name: str, arguments: Arguments):
     return model, lambda m: ((m, arguments.width),)
 
 
-def _arms(model: linen.Module, shapes, names) -> dict[str, nn.Planned]:
+def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Planned]:
+    recipe = arguments.recipe
     inputs = _normal(shapes, 0)
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs)
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     of_cross = [s for s in free if s.path.rpartition("/")[2][:2] in ("u_", "v_")]
-    fused = tuple((site.path, Choice.parse(f"xla {FP8}")) for site in of_cross)
+    fused = tuple((site.path, Choice.parse(f"xla {recipe}")) for site in of_cross)
     arms = {
         "xla bf16": forced(model, free, "xla bf16"),
-        "xla fp8": forced(model, free, f"xla {FP8}"),
+        "xla fp8": forced(model, free, f"xla {recipe}"),
         "cross fp8": nn.Planned(model.clone(recipe="bf16"), fused),
-        "all fp8": nn.Planned(model.clone(recipe=FP8)),
+        "all fp8": nn.Planned(model.clone(recipe=recipe)),
     }
-    return {name: arms[name.removesuffix(_FUSED)] for name in names}
+    return {name: arms[name.removesuffix(_FUSED)] for name in arguments.arms}
 
 
 def _traced(arm: str, function):

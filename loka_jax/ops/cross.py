@@ -8,8 +8,8 @@ Rows of x are examples; a layer of full rank has one kernel W in place of V and 
 lies between the products is memory bandwidth: at 3,456 features and rank 512 a pass
 takes as long as a product. So there is one pass a layer each way, the tail, which
 applies the scales of the product before it, and writes what is read next: x' and u in
-FP8, as they are and transposed, under scales from earlier steps, with their amaxes. In
-bfloat16 the same passes run without these forms.
+FP8 under scales from earlier steps, with their amaxes, and for dU and dV transposed, or
+in bfloat16, as the recipe says. In bfloat16 the same passes run without FP8.
 
 The weights are cast once a step, in both layouts. The product before a tail is
 cuBLASLt's; with `FUSES_PRODUCTS` Triton's, in one kernel with the tail.
@@ -28,7 +28,7 @@ from loka_jax.ops.cross_products import ByProduct, Network, Product
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import read_state
-from loka_jax.recipe import ROLES
+from loka_jax.recipe import OPERANDS
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
@@ -68,9 +68,10 @@ def why_not(plans: ByProduct[KernelPlan]) -> str | None:
         return f"{jnp.dtype(recipe.compute_dtype).name} is not bfloat16"
     if not choice.is_fp8:
         return None
-    gemms = [recipe.gemm(role) for role in ROLES]
-    casts = [cast for gemm in gemms if gemm for cast in (gemm.first, gemm.second)]
-    if None in gemms or any(cast.scaling != "delayed" for cast in casts):
+    if recipe.fwd is None or recipe.dlhs is None:
+        return f"recipe {recipe.name!r} has no FP8 in fwd or dlhs"
+    casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
+    if any(cast.scaling != "delayed" for cast in casts):
         return f"recipe {recipe.name!r} does not scale every operand by earlier amaxes"
     if not recipe.scales_initialized:
         return "delayed scales are not initialized"

@@ -1,9 +1,9 @@
 """The products of a cross network, with the scales of their operands, and its tails."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -79,11 +79,17 @@ class Site(NamedTuple):
     state: DelayedScaling | None
 
     def forms(self, operand: Operand, *, keep: bool) -> Forms:
-        """Returns the forms in which an operand is read; for backward too if `keep`."""
+        """Returns the forms in which lhs or g is read; in drhs, too, if `keep`."""
         cast = self.products.cast("dlhs" if operand == "g" else "fwd", operand)
         if cast is None:
             return Forms()
-        return Forms(bf16=False, fp8=cast.dtype, transposed=keep, amax=keep)
+        is_fp8 = self.products.recipe.drhs is not None
+        return Forms(
+            bf16=keep and not is_fp8,
+            fp8=cast.dtype,
+            transposed=keep and is_fp8,
+            amax=keep,
+        )
 
     def scale_inv(self, operand: Operand) -> Array | None:
         """Returns the scale of an operand, from earlier steps."""
@@ -97,24 +103,32 @@ class Site(NamedTuple):
         want = self.forms(operand, keep=keep)
         if want.fp8 is None:
             return Written(x.data, None, None)
+        has_bf16 = not x.scales
+        want = dataclasses.replace(want, bf16=want.bf16 and not has_bf16)
         static = dict(epilogue=_CAST, want=want, keep=False)
         scale_inv = self.scale_inv(operand)
-        run = self.network.tail
-        return run("norm_tail", x, static=static, y_scale_inv=scale_inv).y
+        run = functools.partial(self.network.tail, "norm_tail")
+        y = run(x, static=static, y_scale_inv=scale_inv).y
+        return y._replace(bf16=x.data) if has_bf16 else y
 
     def weight(self, kernel: Array) -> Written:
         """Returns the operand rhs, in both layouts."""
-        want = self.forms("rhs", keep=True)
+        cast, want = self.products.cast("fwd", "rhs"), Forms()
+        if cast is not None:
+            want = Forms(bf16=False, fp8=cast.dtype, transposed=True, amax=True)
         return write(kernel.astype(jnp.float32), want, self.scale_inv("rhs"))
 
     def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
         """Returns the product of a role: bfloat16, of drhs float32."""
         dtype = jnp.float32 if role == "drhs" else jnp.bfloat16
-        lhs, rhs = _views(role, first, second)
-        if isinstance(lhs, jax.Array) and isinstance(rhs, jax.Array):
+        if self.products.recipe.gemm(role) is None:
+            lhs, rhs = (
+                _bf16_view(x, dim)
+                for x, dim in zip((first, second), _CONTRACTED[role], strict=True)
+            )
             options = dict(compute_dtype=jnp.bfloat16, out_dtype=dtype)
             return Scaled(xla.high_precision_matmul(lhs, rhs, **options))
-        assert isinstance(lhs, Fp8Array) and isinstance(rhs, Fp8Array)
+        lhs, rhs = _fp8_views(role, first, second)
         options = dict(out_dtype=dtype, fast_accumulation=self.is_fast(role))
         out = xla.fp8_product(lhs.data, rhs.data, **options)
         return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
@@ -161,7 +175,7 @@ class Product(NamedTuple):
         static = dict(want=wants, fast_accumulation=self.site.is_fast(self.role))
         z, y = network.tail(
             "cross_matmul",
-            *(*_views(*self[1:]), (x0, x), bias),
+            *(*_fp8_views(*self[1:]), (x0, x), bias),
             static=static,
             scale_inv=(None, scale_inv),
         )
@@ -185,20 +199,16 @@ class Product(NamedTuple):
             return run(d, r, *operands, dx0, static=static, u_scale_inv=scale_inv)
         static = static | dict(fast_accumulation=self.site.is_fast(self.role))
         run = functools.partial(network.tail, "cross_matmul_backward")
-        views = _views(*self[1:])
+        views = _fp8_views(*self[1:])
         return run(*views, gradients, operands, static=static, u_scale_inv=scale_inv)
 
 
-def _views(
-    role: Role, first: Written, second: Written
-) -> tuple[Array | Fp8Array, Array | Fp8Array]:
+def _fp8_views(role: Role, first: Written, second: Written) -> list[Fp8Array]:
     """Returns the operands of a role as its product contracts them."""
-    first_dim, second_dim = _CONTRACTED[role]
-    return _view(first, first_dim), _view(second, second_dim)
+    operands = zip((first.fp8, second.fp8), _CONTRACTED[role], strict=True)
+    return [x.contracting(dim) for x, dim in operands if x is not None]
 
 
-def _view(x: Written, dim: int) -> Array | Fp8Array:
-    if x.fp8 is not None:
-        return x.fp8.contracting(dim)
+def _bf16_view(x: Written, dim: int) -> Array:
     assert x.bf16 is not None
     return x.bf16 if dim == 1 else x.bf16.T

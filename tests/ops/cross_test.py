@@ -23,6 +23,7 @@ from tests.triton.support import interpreted, on_gpu
 __all__ = ["interpreted", "on_gpu"]
 
 DELAYED = "fp8_tensorwise_delayed:initialized"
+BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs:initialized"
 M, N, RANK = 32, 96, 48
 ranks = pytest.mark.parametrize("rank", [None, RANK])
 depths = pytest.mark.parametrize("depth", [1, 3])
@@ -104,7 +105,7 @@ _gradient_rounded.defvjp(
 )
 
 
-def _equations(scales, x0, layers, states):
+def _equations(scales, recipe, x0, layers, states):
     """Returns the features in float32, from operands that are rounded alike.
 
     Between products values are in bfloat16. Scales are of lhs, rhs and g of every
@@ -121,9 +122,14 @@ def _equations(scales, x0, layers, states):
     for layer in layers:
         h = y
         for kernel in layer.kernels:
-            h = _rounded(to_lhs, _gradient_rounded(bf16, h))
-            h = _dot(h, _rounded(to_rhs, kernel))
-            h = _rounded(bf16, _gradient_rounded(to_g, h))
+            lhs = _rounded(to_lhs, _gradient_rounded(bf16, h))
+            if recipe == BF16_DRHS:  # of zeros, whose gradient is drhs
+                kernel, own = jax.lax.stop_gradient(kernel), kernel
+                drhs = _dot(bf16(jax.lax.stop_gradient(h)), own - kernel)
+            else:
+                drhs = jnp.zeros(())
+            h = _gradient_rounded(to_g, _dot(lhs, _rounded(to_rhs, kernel)))
+            h = _rounded(bf16, jnp.add(h, _gradient_rounded(bf16, drhs)))
         y = x0 * (h if layer.bias is None else h + layer.bias[None, :]) + x
         x = _rounded(bf16, _gradient_rounded(bf16, y))
     return x
@@ -164,15 +170,16 @@ def _assert_close(ours, theirs, limit):
 
 @ranks
 @depths
+@pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_results_are_those_of_the_equations_on_the_same_rounded_operands(
-    rank, depth, has_bias
+    rank, depth, recipe, has_bias
 ):
     layers, (x0, g) = _layers(rank, depth, has_bias), _inputs()
     states = _states(layers)
     scales = tuple(float(s) for s in states[0][0].scale_inv)
-    ours, _ = _fused(_plans(rank, depth))(x0, layers, states, g)
-    run = functools.partial(_equations, scales)
+    ours, _ = _fused(_plans(rank, depth, recipe))(x0, layers, states, g)
+    run = functools.partial(_equations, scales, recipe)
     theirs, _ = _value_and_gradients(run, x0, layers, states, g)
     # Gradients of x0 add up in bfloat16; another order of sums flips few roundings.
     _assert_close(ours, theirs, depth * 2.0**-8)
@@ -185,16 +192,17 @@ def test_the_bfloat16_twin_follows_the_equations(rank, has_bias):
     layers, (x0, g) = _layers(rank, 3, has_bias), _inputs()
     states = tuple((None,) * len(layer.kernels) for layer in layers)
     ours, _ = _fused(_plans(rank, 3, "bf16"))(x0, layers, states, g)
-    run = functools.partial(_equations, None)
+    run = functools.partial(_equations, None, None)
     theirs, _ = _value_and_gradients(run, x0, layers, states, g)
     # A few roundings of 2^-9 each in every layer.
     _assert_close(ours, theirs, 2.0**-6)
 
 
 @ranks
-def test_states_are_those_of_the_sites_one_after_another(rank):
+@pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS])
+def test_states_are_those_of_the_sites_one_after_another(rank, recipe):
     layers, (x0, g) = _layers(rank, 3), _inputs()
-    states, plans = _states(layers), _plans(rank, 3)
+    states, plans = _states(layers), _plans(rank, 3, recipe)
     ours, next_ours = _fused(plans)(x0, layers, states, g)
     present = functools.partial(_present, plans)
     theirs, next_theirs = _value_and_gradients(present, x0, layers, states, g)
@@ -238,7 +246,8 @@ def _assert_triton_gives_the_results_of_xla(recipe):
 
 
 recipes = pytest.mark.parametrize(
-    "recipe, fuses", [(DELAYED, False), (DELAYED, True), ("bf16", False)]
+    "recipe, fuses",
+    [(DELAYED, False), (DELAYED, True), (BF16_DRHS, True), ("bf16", False)],
 )
 
 
@@ -269,7 +278,6 @@ def test_what_is_not_served_has_a_reason():
     assert why_not(mixed) == "the sites have 2 different choices"
     reasons = {
         "fp8_rowwise": "does not scale every operand by earlier amaxes",
-        "fp8_tensorwise_delayed_bf16_drhs:initialized": "does not scale every operand",
         "fp8_tensorwise_delayed": "delayed scales are not initialized",
         "f32": "float32 is not bfloat16",
     }
