@@ -9,7 +9,6 @@ inference with weights prepared once, with peak temporary memory. Arms:
     xla fp8      XLA alone, all sites in FP8 with delayed scaling, one after another
     cross fp8    the cross network in FP8 as one operation, the rest in bfloat16
     all fp8      the same, and FP8 with delayed scaling at all other sites
-    NAME fused   Triton multiplies in one kernel with the tails (`cross.FUSES_PRODUCTS`)
 
 Without a GPU times are wall clock: `--batches 64 --models cross --width 64 --rank 16`.
 """
@@ -18,7 +17,6 @@ import dataclasses
 import functools
 import pathlib
 import time
-import unittest.mock
 from typing import Any, Literal
 
 import jax
@@ -33,12 +31,10 @@ from loka_jax import nn
 from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
 from loka_jax.measure.timing import Case, profile_kernels, time_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.ops import cross
 from loka_jax.serving import fold
 from loka_jax.site import Choice
 
 _SETS = 2  # of inputs; one alone exceeds the L2
-_FUSED = " fused"
 _FEW = 256  # rows that set the delayed scales
 
 
@@ -59,10 +55,7 @@ class Arguments:
     out: pathlib.Path | None = None
     models: tuple[Literal["dcnv2", "cross"], ...] = ("dcnv2", "cross")
     batches: tuple[int, ...] = (65536, 8192)
-    arms: tuple[str, ...] = (
-        *("xla bf16", "xla fp8", "cross fp8", "cross fp8 fused"),
-        *("all fp8", "all fp8 fused"),
-    )
+    arms: tuple[str, ...] = ("xla bf16", "xla fp8", "cross fp8", "all fp8")
     recipe: str = "fp8_tensorwise_delayed"
     width: int = 3456
     rank: int = 512
@@ -106,9 +99,9 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict[str, Any]:
             (x, jax.random.normal(jax.random.key(9), out.shape, out.dtype))
             for x in inputs
         ]
-        run = _traced(arm, functools.partial(_train, planned))
+        run = functools.partial(_train, planned)
         programs[f"training {arm}"] = (run, [(variables, *x) for x in sets])
-        folded = fold(_traced(arm, planned.apply), variables, *inputs[0])
+        folded = fold(planned.apply, variables, *inputs[0])
         programs[f"inference {arm}"] = (
             folded.function,
             [(folded.ready, *x) for x in inputs],
@@ -161,18 +154,7 @@ def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Pla
         "cross fp8": nn.Planned(model.clone(recipe="bf16"), fused),
         "all fp8": nn.Planned(model.clone(recipe=recipe)),
     }
-    return {name: arms[name.removesuffix(_FUSED)] for name in arguments.arms}
-
-
-def _traced(arm: str, function):
-    """Returns a function that is traced with the products that the arm wants."""
-
-    def run(*arguments):
-        fuses = arm.endswith(_FUSED)
-        with unittest.mock.patch.object(cross, "FUSES_PRODUCTS", fuses):
-            return function(*arguments)
-
-    return run
+    return {name: arms[name] for name in arguments.arms}
 
 
 def _params(model, inputs):

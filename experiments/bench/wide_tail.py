@@ -217,7 +217,7 @@ class _References:
         if self._latest[0] != key:
             self._latest = "", None
             self._latest = key, program(*leaves(arguments))
-        return difference(outputs, self._latest[1], has_product="matmul" in form.name)
+        return difference(outputs, self._latest[1])
 
 
 def _reference(form: Form) -> str:

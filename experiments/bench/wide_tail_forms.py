@@ -1,11 +1,10 @@
 """The ways to run tails of wide products that `wide_tail.py` times: XLA's and Triton's.
 
 All read the same operands: products in bfloat16 whose two scales were not applied, or,
-where it says so, z and x0 in FP8. "matmul" forms compute the product of rank 512 too.
+where it says so, z and x0 in FP8.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,11 +16,9 @@ from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.normed import Epilogue
 from loka_jax.tails import Forms, Scaled
-from loka_jax.triton import cross_matmul as triton_matmul
 from loka_jax.triton import cross_tail as triton_cross
 from loka_jax.triton import norm_tail as triton_norm
 from loka_jax.triton.tail import TuningConfig
-from loka_jax.xla import tails as xla_tails
 
 _BF16 = Forms()
 _FP8 = Forms(fp8=E4M3)
@@ -32,8 +29,6 @@ _MEASURED = Forms(bf16=False, fp8=E4M3, transposed=True, amax=True)
 _U = Forms(bf16=False, fp8=E5M2)
 _U_BOTH = Forms(bf16=False, fp8=E5M2, transposed=True)
 _U_ALL = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
-_Z = Forms(bf16=False, fp8=E4M3, amax=True)  # of a fused product, for backward
-_RANK = 512
 _EPILOGUE = Epilogue("block", "hard_swish")
 _NO_NORM = Epilogue("none")
 
@@ -43,10 +38,6 @@ _BACK = ("d", "r", "x0", "z", "bias", "dx0", "scale_inv")
 _BACK_FP8 = ("d", "r", "x08", "z8", "bias", "dx0", "scale_inv")
 _BACK_NO_BIAS = ("d", "r", "x0", "z", "none", "dx0", "scale_inv")
 _BACK_LAST = ("d", "none", "x0", "z", "bias", "none", "scale_inv")
-_MATMUL = ("h8", "w8", "x0", "x", "bias", "scale_inv")
-_MATMUL_FP8 = ("h8", "w8", "x08", "x", "bias", "scale_inv")
-_MATMUL_BACK = ("h8", "w8", "r", "x0", "z", "bias", "dx0", "scale_inv")
-_MATMUL_BACK_FP8 = ("h8", "w8", "r", "x08", "z8", "bias", "dx0", "scale_inv")
 _NORM = ("z", "none", "scale_inv")
 _NORM_R = ("z", "r", "scale_inv")
 _NORM_BACK = ("d", "none", "residuals", "scale_inv")
@@ -102,8 +93,6 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
         "x0": Scaled(x0),
         "z8": Scaled(z8.data, (z8.scale_inv / 4,)),
         "x08": Scaled(x08.data, (x08.scale_inv,)),
-        "h8": fp8.quantize(normal(m, _RANK)),
-        "w8": fp8.quantize(normal(n, _RANK) / math.sqrt(_RANK)),
         "bias": jax.random.normal(next(keys), (n,)),
         "residuals": kept.residuals,
         "scale_inv": jnp.asarray(2.0**-5, jnp.float32),
@@ -144,15 +133,12 @@ def xla_forms() -> list[Form]:
 def triton_forms(m: int, n: int, tune: bool) -> list[Form]:
     """Returns Triton's kernels with all results, with every config or the default."""
     cross = triton_cross.CONFIGS if tune else (triton_cross.DEFAULT,)
-    matmul = triton_matmul.CONFIGS if tune else (triton_matmul.DEFAULT,)
     norm = triton_norm.CONFIGS if tune else (triton_norm.DEFAULT,)
     kernels = (
         ("cross", _cross, _ALL, _CROSS, cross),
         ("cross of fp8", _cross, _ALL, _CROSS_FP8, cross),
         ("cross back", _back, _U_ALL, _BACK, cross),
         ("cross back of fp8", _back, _U_ALL, _BACK_FP8, cross),
-        ("matmul cross of fp8", _matmul, _ALL, _MATMUL_FP8, matmul),
-        ("matmul cross back of fp8", _matmul_back, _U_ALL, _MATMUL_BACK_FP8, matmul),
         ("norm", _norm, _HANDED, _NORM, norm),
         ("norm back", _norm_back, _U_ALL, _NORM_BACK, norm),
         ("cast", _cast, _MEASURED, ("z", "scale_inv"), cross),
@@ -176,16 +162,6 @@ def triton_parts(m: int, n: int, best: dict[str, TuningConfig]) -> list[Form]:
         ("cross back", ": all, no bias", _back, _U_ALL, _BACK_NO_BIAS),
         ("cross back", ": all, last layer", _back, _U_ALL, _BACK_LAST),
         ("cross back", ": all, first layer", _back_first, _U_ALL, _BACK),
-        ("matmul cross of fp8", ": bf16, fp8", _matmul, _FP8, _MATMUL_FP8),
-        ("matmul cross of fp8", ", x0 bf16", _matmul, _ALL, _MATMUL),
-        ("matmul cross of fp8", ", x0 and z bf16", _matmul_z, _ALL, _MATMUL),
-        (
-            "matmul cross back of fp8",
-            ", x0 and z bf16",
-            _matmul_back,
-            _U_ALL,
-            _MATMUL_BACK,
-        ),
         ("norm", " of residual", _norm, _HANDED, _NORM_R),
         ("norm back", ": fp8, fp8^T", _norm_back, _U_BOTH, _NORM_BACK),
     )
@@ -215,14 +191,10 @@ def _by_xla(operation: Callable[..., Any], want: Forms) -> Callable[..., Any]:
 class _Triton:
     """Triton's operations with a config; tails under the names of XLA's."""
 
-    cross_matmul: Callable[..., Any]
-    cross_matmul_backward: Callable[..., Any]
-
     def __init__(self, config: TuningConfig):
         modules = {
             triton_cross: ("cross_tail", "cross_tail_backward"),
             triton_norm: ("norm_tail", "norm_tail_backward"),
-            triton_matmul: ("cross_matmul", "cross_matmul_backward"),
         }
         for module, names in modules.items():
             for name in names:
@@ -231,8 +203,7 @@ class _Triton:
 
 
 def _text(config: TuningConfig) -> str:
-    text = f"{config.block_m}x{config.block_n}, {config.num_warps} warps"
-    return text if config.num_stages == 1 else f"{text}, {config.num_stages} stages"
+    return f"{config.block_m}x{config.block_n}, {config.num_warps} warps"
 
 
 def _scale(want: Forms, scale_inv):
@@ -252,35 +223,6 @@ def _back(provider, want, d, r, x0, z, bias, dx0, scale_inv, **options):
 def _back_first(*operands):
     """The first layer's, whose gradient of x needs no array of its own."""
     return _back(*operands, keep_g=False)
-
-
-def _matmul(provider, want, h, w, x0, x, bias, scale_inv, *, z_want=_Z):
-    """The product of a cross layer and its tail, z kept in FP8."""
-    z_scale_inv = _scale(z_want, scale_inv)
-    if isinstance(provider, _Triton):
-        wants, scales = (z_want, want), (z_scale_inv, _scale(want, scale_inv))
-        return provider.cross_matmul(h, w, (x0, x), bias, want=wants, scale_inv=scales)
-    z = _product(h, w)
-    y = _cross(provider, want, z, x0, x, bias, scale_inv)
-    return xla_tails.write(xla_tails.decode(z), z_want, z_scale_inv), y
-
-
-def _matmul_z(*operands):
-    """The same, z kept in bfloat16."""
-    return _matmul(*operands, z_want=_BF16)
-
-
-def _matmul_back(provider, want, h, w, r, x0, z, bias, dx0, scale_inv):
-    if isinstance(provider, _Triton):
-        return provider.cross_matmul_backward(
-            h, w, (r, dx0), (x0, z, bias), want=want, u_scale_inv=scale_inv
-        )
-    return _back(provider, want, _product(h, w), r, x0, z, bias, dx0, scale_inv)
-
-
-def _product(h, w) -> Scaled:
-    product = xla.fp8_product(h.data, w.data, out_dtype=jnp.float32)
-    return Scaled(product, (h.scale_inv, w.scale_inv))
 
 
 def _norm(provider, want, z, r, scale_inv):

@@ -11,8 +11,7 @@ applies the scales of the product before it, and writes what is read next: x' an
 FP8 under scales from earlier steps, with their amaxes, and for dU and dV transposed, or
 in bfloat16, as the recipe says. In bfloat16 the same passes run without FP8.
 
-The weights are cast once a step, in both layouts. The product before a tail is
-cuBLASLt's; with `FUSES_PRODUCTS` Triton's, in one kernel with the tail.
+The weights are cast once a step, in both layouts.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
-from loka_jax.ops.cross_products import ByProduct, Network, Product
+from loka_jax.ops.cross_products import ByProduct, Network
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import read_state
@@ -33,9 +32,6 @@ from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
 from loka_jax.xla.tails import decode
-
-# A layer's second product, and that which gives dL/dx, in one kernel with their tails.
-FUSES_PRODUCTS = False
 
 
 class CrossLayer(NamedTuple):
@@ -113,10 +109,7 @@ def cross_network(
     sizes |= {x0.shape}
     refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
     refusal = next(filter(None, refusals), None)
-    provider = triton.chosen(implementation, refusal)
-    is_fused = FUSES_PRODUCTS and provider == "triton" and plans[0][0].choice.is_fp8
-    is_low_rank = all(len(layer) > 1 for layer in plans)
-    network = Network(plans, axis_names, provider, is_fused and is_low_rank)
+    network = Network(plans, axis_names, triton.chosen(implementation, refusal))
     states = tuple(
         tuple(read_state(p.choice.recipe, s) for p, s in zip(*both, strict=True))
         for both in zip(plans, states, strict=True)
@@ -154,18 +147,21 @@ def _propagate(
     for i, (layer, own) in enumerate(zip(layers, sites, strict=True)):
         operands = [lhs]
         weights = [s.weight(w) for s, w in zip(own, layer.kernels, strict=True)]
-        for before, weight, site in zip(own, weights, own[1:], strict=False):
-            h = before.multiply("fwd", operands[-1], weight)
-            operands.append(site.cast("lhs", h, keep=keep))
+        z = own[0].multiply("fwd", lhs, weights[0])
+        for site, weight in zip(own[1:], weights[1:], strict=True):
+            operands.append(site.cast("lhs", z, keep=keep))
+            z = site.multiply("fwd", operands[-1], weight)
         want, scale_inv = Forms(), None
         if i + 1 < len(layers):
             following = sites[i + 1][0]
             want = dataclasses.replace(following.forms("lhs", keep=keep), bf16=True)
             scale_inv = following.scale_inv("lhs")
-        z, lhs = Product(own[-1], "fwd", operands[-1], weights[-1]).tail(
-            (Scaled(x0), x, layer.bias), want=want, scale_inv=scale_inv, keep=keep
+        lhs = network.tail(
+            "cross_tail",
+            *(z, Scaled(x0), x, layer.bias),
+            static=dict(want=want),
+            y_scale_inv=scale_inv,
         )
-        assert lhs.bf16 is not None
         x = lhs.bf16
         kept.append(_Kept(tuple(operands), tuple(weights), z))
     return x, tuple(kept)
@@ -174,40 +170,32 @@ def _propagate(
 def _backward(network: Network, residuals, dy):
     x0, biases, states, kept = residuals
     sites = network.sites(states)
-    product = r = dx0 = None  # the gradient of y is product + r
+    # The gradient of y is d + r.
+    d, r, dx0 = Scaled(dy), None, None
     gradients, next_states = [], []
     for i in reversed(range(len(sites))):
         own, (lhs, rhs, z) = sites[i], kept[i]
         # The first layer's x is x0: its gradient g joins g * (z + b).
         is_first = i == 0
         bias = _plus_one(biases[i], z) if is_first else biases[i]
-        operands, scale_inv = (Scaled(x0), z, bias), own[-1].scale_inv("g")
-        static = dict(want=own[-1].forms("g", keep=True), keep_g=not is_first)
-        if product is None:
-            tail = network.tail(
-                "cross_tail_backward",
-                *(Scaled(dy), None, *operands, None),
-                static=static,
-                u_scale_inv=scale_inv,
-            )
-        else:
-            tail = product.tail_backward(
-                (r, dx0), operands, static=static, scale_inv=scale_inv
-            )
-        r, dx0, g = dy if product is None else tail.g, tail.dx0, tail.u
+        tail = network.tail(
+            "cross_tail_backward",
+            *(d, r, Scaled(x0), z, bias, dx0),
+            static=dict(want=own[-1].forms("g", keep=True), keep_g=not is_first),
+            u_scale_inv=own[-1].scale_inv("g"),
+        )
+        r, dx0, g = dy if r is None else tail.g, tail.dx0, tail.u
         kernels, layer_states = [], []
         for j in reversed(range(len(own))):
             kernels.append(decode(own[j].multiply("drhs", lhs[j], g)))
             layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
+            d = own[j].multiply("dlhs", g, rhs[j])
             if j:
-                dh = own[j].multiply("dlhs", g, rhs[j])
-                g = own[j - 1].cast("g", dh, keep=True)
-        product = Product(own[0], "dlhs", g, rhs[0])
+                g = own[j - 1].cast("g", d, keep=True)
         dbias = None if biases[i] is None else tail.dbias
         gradients.append(CrossLayer(tuple(reversed(kernels)), dbias))
         next_states.append(tuple(reversed(layer_states)))
-    assert product is not None
-    dx = decode(product.site.multiply(*product[1:])) + jnp.asarray(dx0, jnp.float32)
+    dx = decode(d) + jnp.asarray(dx0, jnp.float32)
     return dx.astype(dy.dtype), tuple(reversed(gradients)), tuple(reversed(next_states))
 
 

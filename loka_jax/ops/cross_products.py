@@ -15,8 +15,8 @@ from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products
 from loka_jax.recipe import Operand, Role
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import CrossGradients, Forms, Scaled, Written
-from loka_jax.triton import cross_matmul, cross_tail, norm_tail
+from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.triton import cross_tail, norm_tail
 from loka_jax.xla.tails import write
 
 # A value for each product of each layer.
@@ -32,8 +32,6 @@ _TRITON = {
     "cross_tail": cross_tail.cross_tail,
     "cross_tail_backward": cross_tail.cross_tail_backward,
     "norm_tail": norm_tail.norm_tail,
-    "cross_matmul": cross_matmul.cross_matmul,
-    "cross_matmul_backward": cross_matmul.cross_matmul_backward,
 }
 _CAST = Epilogue("none")
 
@@ -45,13 +43,11 @@ class Network(NamedTuple):
         plans: of the products.
         axis_names: mesh axes over which rows are spread.
         implementation: the provider of the tails.
-        fuses_products: tails run in one kernel with the product before them.
     """
 
     plans: ByProduct[KernelPlan]
     axis_names: tuple[str, ...]
     implementation: triton.Implementation
-    fuses_products: bool
 
     def sites(self, states) -> "ByProduct[Site]":
         """Returns the sites with their states."""
@@ -121,7 +117,8 @@ class Site(NamedTuple):
     def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
         """Returns the product of a role: bfloat16, of drhs float32."""
         dtype = jnp.float32 if role == "drhs" else jnp.bfloat16
-        if self.products.recipe.gemm(role) is None:
+        gemm = self.products.recipe.gemm(role)
+        if gemm is None:
             lhs, rhs = (
                 _bf16_view(x, dim)
                 for x, dim in zip((first, second), _CONTRACTED[role], strict=True)
@@ -129,78 +126,13 @@ class Site(NamedTuple):
             options = dict(compute_dtype=jnp.bfloat16, out_dtype=dtype)
             return Scaled(xla.high_precision_matmul(lhs, rhs, **options))
         lhs, rhs = _fp8_views(role, first, second)
-        options = dict(out_dtype=dtype, fast_accumulation=self.is_fast(role))
+        options = dict(out_dtype=dtype, fast_accumulation=gemm.fast_accumulation)
         out = xla.fp8_product(lhs.data, rhs.data, **options)
         return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
-
-    def is_fast(self, role: Role) -> bool:
-        """Returns True if a role's recipe has fast accumulation."""
-        gemm = self.products.recipe.gemm(role)
-        return gemm is not None and gemm.fast_accumulation
 
     def next_state(self, lhs: Written, rhs: Written, g: Written):
         """Returns the gradient of the state."""
         return self.products.state_after(self.state, lhs.amaxes, rhs.amaxes, g.amaxes)
-
-
-class Product(NamedTuple):
-    """A product that a tail follows."""
-
-    site: Site
-    role: Role
-    first: Written
-    second: Written
-
-    def tail(
-        self, operands: tuple, *, want: Forms, scale_inv, keep: bool
-    ) -> tuple[Scaled, Written]:
-        """Returns z, and the result of a cross tail of it.
-
-        Args:
-            operands: x0, x and bias.
-            want: the forms of the result.
-            scale_inv: of its FP8 form.
-            keep: z is read again.
-        """
-        x0, x, bias = operands
-        network = self.site.network
-        if not network.fuses_products:
-            z = self.site.multiply(*self[1:])
-            static = dict(want=want)
-            y = network.tail(
-                "cross_tail", z, x0, x, bias, static=static, y_scale_inv=scale_inv
-            )
-            return z, y
-        wants = Forms(bf16=keep), want
-        static = dict(want=wants, fast_accumulation=self.site.is_fast(self.role))
-        z, y = network.tail(
-            "cross_matmul",
-            *(*_fp8_views(*self[1:]), (x0, x), bias),
-            static=static,
-            scale_inv=(None, scale_inv),
-        )
-        return Scaled(z.bf16), y
-
-    def tail_backward(
-        self, gradients: tuple, operands: tuple, *, static: dict, scale_inv
-    ) -> CrossGradients:
-        """Returns the gradients of a cross tail, whose result's is the product plus r.
-
-        Args:
-            gradients: r, and that of x0 so far.
-            operands: x0, z and bias.
-            static: further arguments of the tail.
-            scale_inv: of the FP8 form of u.
-        """
-        network, (r, dx0) = self.site.network, gradients
-        if not network.fuses_products:
-            d = self.site.multiply(*self[1:])
-            run = functools.partial(network.tail, "cross_tail_backward")
-            return run(d, r, *operands, dx0, static=static, u_scale_inv=scale_inv)
-        static = static | dict(fast_accumulation=self.site.is_fast(self.role))
-        run = functools.partial(network.tail, "cross_matmul_backward")
-        views = _fp8_views(*self[1:])
-        return run(*views, gradients, operands, static=static, u_scale_inv=scale_inv)
 
 
 def _fp8_views(role: Role, first: Written, second: Written) -> list[Fp8Array]:

@@ -44,12 +44,12 @@ def fp8_matmul_kernel(
     `lhs_rows` and `rhs_rows` are the numbers of rows that share a scale, 0 for all.
     """
     row, column = _first_of_tile(m, n, block_m, block_n)
-    lhs_at = operand_pointers(lhs, row, m, k, block_m, block_k)
-    rhs_at = operand_pointers(rhs, column, n, k, block_n, block_k)
+    lhs_at = _pointers(lhs, row, m, k, block_m, block_k)
+    rhs_at = _pointers(rhs, column, n, k, block_n, block_k)
     total = tl.zeros((block_m, block_n), tl.float32)
     for start in range(0, k, block_k):
-        a = load_operand(lhs_at + start, start, k, block_k)
-        b = load_operand(rhs_at + start, start, k, block_k)
+        a = _load(lhs_at + start, start, k, block_k)
+        b = _load(rhs_at + start, start, k, block_k)
         if fast_accumulation:
             total = tl.dot(a, b.T, total)
         else:
@@ -85,8 +85,8 @@ def fp8_block_matmul_kernel(
     The product of a K block is scaled and then added in float32.
     """
     row, column = _first_of_tile(m, n, block_m, block_n)
-    lhs_at = operand_pointers(lhs, row, m, k, block_m, block_k)
-    rhs_at = operand_pointers(rhs, column, n, k, block_n, block_k)
+    lhs_at = _pointers(lhs, row, m, k, block_m, block_k)
+    rhs_at = _pointers(rhs, column, n, k, block_n, block_k)
     scale_blocks: tl.constexpr = (k + scale_block - 1) // scale_block
     total = tl.zeros((block_m, block_n), tl.float32)
     for start in range(0, k, block_k):
@@ -95,8 +95,8 @@ def fp8_block_matmul_kernel(
         rhs_scale_at = rhs_scale_inv + start // scale_block
         lhs_scales = _scales(lhs_scale_at, row, m, block_m, lhs_rows, scale_blocks)
         rhs_scales = _scales(rhs_scale_at, column, n, block_n, rhs_rows, scale_blocks)
-        a = load_operand(lhs_at + start, start, k, block_k)
-        b = load_operand(rhs_at + start, start, k, block_k)
+        a = _load(lhs_at + start, start, k, block_k)
+        b = _load(rhs_at + start, start, k, block_k)
         total += tl.dot(a, b.T) * (lhs_scales[:, None] * rhs_scales[None, :])
     _store(out, total, row, column, m, n, block_m, block_n)
 
@@ -126,7 +126,7 @@ def _rows(first, size: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def operand_pointers(
+def _pointers(
     operand,
     first,
     size: tl.constexpr,
@@ -142,7 +142,7 @@ def operand_pointers(
 
 @triton.jit
 @no_type_check
-def load_operand(at, start, k: tl.constexpr, block_k: tl.constexpr):
+def _load(at, start, k: tl.constexpr, block_k: tl.constexpr):
     """Returns an operand's K block that begins at `start`."""
     if k % block_k == 0:
         return tl.load(at)

@@ -29,13 +29,11 @@ class TuningConfig:
     Attributes:
         block_m, block_n: rows and columns of a program's tile, powers of two.
         num_warps: warps of a program.
-        num_stages: blocks of a product's operands in flight; 1 without a product.
     """
 
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int = 1
 
     def tiles_m(self, m: int) -> int:
         """Returns the number of tiles that cover m rows."""
@@ -68,19 +66,18 @@ class Arguments(NamedTuple):
         self.arrays.extend((x.data, first.reshape(1), second.reshape(1)))
         self.constants[f"{name}_scales"] = len(x.scales)
 
-    def add_forms(self, want: Forms, scale_inv: Array | None, prefix: str = ""):
+    def add_forms(self, want: Forms, scale_inv: Array | None):
         """Appends the scale of a result; the constants say in which forms it goes."""
         assert (want.fp8 is None) == (scale_inv is None)
         assert want.fp8 is not None or not want.transposed
         self.arrays.append(_unused() if scale_inv is None else scale_inv.reshape(1))
-        constants = {
-            f"has_{prefix}bf16": want.bf16,
-            f"has_{prefix}fp8": want.fp8 is not None,
-            f"has_{prefix}fp8_t": want.transposed,
-            f"has_{prefix}amax": want.amax,
-            f"{prefix}limit": 1.0 if want.fp8 is None else fp8_max(want.fp8),
-        }
-        self.constants.update(constants)
+        self.constants.update(
+            has_bf16=want.bf16,
+            has_fp8=want.fp8 is not None,
+            has_fp8_t=want.transposed,
+            has_amax=want.amax,
+            limit=1.0 if want.fp8 is None else fp8_max(want.fp8),
+        )
 
 
 def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
@@ -127,15 +124,14 @@ def run(
         config: the tuning config.
     """
     constants = operands.constants
-    blocks = dataclasses.asdict(config)
-    num_warps, num_stages = (blocks.pop(x) for x in ("num_warps", "num_stages"))
+    blocks = dict(block_m=config.block_m, block_n=config.block_n)
     results = launch(
         kernel,
         *operands.arrays,
         outputs=types,
         grid=config.num_programs(constants["m"], constants["n"]),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=config.num_warps,
+        num_stages=1,
         constants=constants | blocks,
     )
     return list(results)

@@ -57,26 +57,11 @@ def read(
     block_n: tl.constexpr,
 ):
     """Returns a tile in float32, zeros past the end of the matrix."""
-    return load(matrix, row, column, m, n, block_m, block_n).to(tl.float32)
-
-
-@triton.jit
-@no_type_check
-def load(
-    matrix,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns a tile in the dtype of the matrix, zeros past its end."""
     at, inside = _place(matrix, row, column, m, n, block_m, block_n)
     if m % block_m == 0 and n % block_n == 0:
-        return tl.load(at)
+        return tl.load(at).to(tl.float32)
     else:
-        return tl.load(at, mask=inside, other=0.0)
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

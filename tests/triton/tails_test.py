@@ -11,7 +11,7 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue
 from loka_jax.tails import Forms, Scaled, Written
-from loka_jax.triton import cross_matmul, cross_tail, norm_tail, tail
+from loka_jax.triton import cross_tail, norm_tail, tail
 from tests import support
 from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
 
@@ -23,7 +23,6 @@ GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 SHAPES = [(32, 32), (64, 96), (48, 80)]
 SCALE_INV = jnp.asarray(2.0**-4, jnp.float32)
 CROSS_CONFIG = tail.TuningConfig(32, 32, 1)
-MATMUL_CONFIG = cross_matmul.TuningConfig(32, 32, 1, 1, 32)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
@@ -106,46 +105,6 @@ def test_gradients_of_cross_tails_are_those_of_xla(shape, is_last, has_bias):
     theirs = xla.cross_tail_backward(*args, **options)
     if has_bias:  # a sum over rows, in another order
         np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
-    _assert_same(ours._replace(dbias=None), theirs._replace(dbias=None))
-
-
-@anywhere_
-@shapes
-def test_a_matmul_with_its_tail_is_that_of_xla(shape):
-    (m, n), k = shape, 80
-    h, w = fp8.quantize(_normal((m, k), 7)), fp8.quantize(_normal((n, k), 8))
-    x0, x, bias = _fp8(shape, 1), _normal(shape, 2), support.normal(n, seed=3)
-    want = Forms(bf16=False, fp8=E4M3, amax=True), ALL
-    scale_inv = jnp.asarray(0.125, jnp.float32), jnp.asarray(0.125, jnp.float32)
-    options = dict(want=want, scale_inv=scale_inv, config=MATMUL_CONFIG)
-    ours = cross_matmul.cross_matmul(h, w, (x0, x), bias, **options)
-    z = Scaled(xla.fp8_matmul(h, w, out_dtype=jnp.float32))
-    theirs = xla.cross_tail(z, x0, x, bias, want=ALL, y_scale_inv=scale_inv[1])
-    _assert_same(ours[1], theirs)
-    as_z = xla.norm_tail(
-        z,
-        epilogue=Epilogue("none"),
-        want=want[0],
-        y_scale_inv=scale_inv[0],
-        keep=False,
-    )
-    _assert_same(ours[0], as_z.y)
-
-
-@anywhere_
-@shapes
-def test_a_matmul_with_its_backward_tail_is_that_of_xla(shape):
-    (m, n), k = shape, 80
-    g, w = fp8.quantize(_normal((m, k), 7), E5M2), fp8.quantize(_normal((n, k), 8))
-    r, dx0 = _normal(shape, 5), _normal(shape, 6)
-    x0, z, bias = _fp8(shape, 1), _fp8(shape, 0), support.normal(n, seed=3)
-    options = dict(want=GRADIENT, u_scale_inv=SCALE_INV)
-    ours = cross_matmul.cross_matmul_backward(
-        g, w, (r, dx0), (x0, z, bias), **options, config=MATMUL_CONFIG
-    )
-    d = Scaled(xla.fp8_matmul(g, w, out_dtype=jnp.float32))
-    theirs = xla.cross_tail_backward(d, r, x0, z, bias, dx0, **options)
-    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-4, atol=1e-3)
     _assert_same(ours._replace(dbias=None), theirs._replace(dbias=None))
 
 
@@ -237,10 +196,6 @@ def test_norms_of_whole_rows_are_refused():
     assert norm_tail.why_not(64, 512, norm="block", config=config).endswith(reason)
 
 
-def test_a_product_needs_a_multiple_of_16():
-    assert cross_matmul.why_not(64, 24, 32) == "k=24 is not a positive multiple of 16"
-
-
 def _types(m, n):
     """Returns the types of operands by name."""
 
@@ -283,23 +238,6 @@ def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
     assert spilled_bytes(program.ptxas_report()) == 0
     assert "st.global.v4" in program.ptx  # 16 bytes a store
     assert "st.global.b8" not in program.ptx
-
-
-@pytest.mark.parametrize("config", cross_matmul.CONFIGS, ids=str)
-def test_programs_of_matmuls_for_hopper_do_not_spill(config):
-    types = _types(65536, 3456)
-
-    def run(h, w, x0, x, bias, scale_inv):
-        h, w = (fp8.Fp8Array(data, scale_inv) for data in (h, w))
-        options = dict(want=(Forms(), ALL), scale_inv=(None, scale_inv))
-        return cross_matmul.cross_matmul(h, w, (x0, x), bias, **options, config=config)
-
-    h, w = (jax.ShapeDtypeStruct((rows, 512), E4M3) for rows in (65536, 3456))
-    rest = (types[name] for name in ("z8", "x", "bias", "scale_inv"))
-    program = compiled(run, h, w, *rest)
-    assert spilled_bytes(program.ptxas_report()) == 0
-    assert "wgmma" in program.ptx
-    assert "st.global.v4" in program.ptx
 
 
 def _norm(want, epilogue, z, x, scale_inv):
