@@ -132,21 +132,21 @@ def xla_forms() -> list[Form]:
 
 def triton_forms(m: int, n: int, tune: bool) -> list[Form]:
     """Returns Triton's kernels with all results, with every config or the default."""
-    cross = triton_cross.CONFIGS if tune else (triton_cross.DEFAULT,)
-    norm = triton_norm.CONFIGS if tune else (triton_norm.DEFAULT,)
+    cross, back = triton_cross.DEFAULT, triton_cross.BACKWARD_DEFAULT
+    norm, cast = triton_norm.DEFAULT, triton_norm.NO_NORM_DEFAULT
     kernels = (
         ("cross", _cross, _ALL, _CROSS, cross),
         ("cross of fp8", _cross, _ALL, _CROSS_FP8, cross),
-        ("cross back", _back, _U_ALL, _BACK, cross),
-        ("cross back of fp8", _back, _U_ALL, _BACK_FP8, cross),
+        ("cross back", _back, _U_ALL, _BACK, back),
+        ("cross back of fp8", _back, _U_ALL, _BACK_FP8, back),
         ("norm", _norm, _HANDED, _NORM, norm),
         ("norm back", _norm_back, _U_ALL, _NORM_BACK, norm),
-        ("cast", _cast, _MEASURED, ("z", "scale_inv"), cross),
+        ("cast", _cast, _MEASURED, ("z", "scale_inv"), cast),
     )
     return [
         _triton(f"{name} {_text(config)}", operation, want, reads, (m, n), config, name)
-        for name, operation, want, reads, configs in kernels
-        for config in configs
+        for name, operation, want, reads, default in kernels
+        for config in (_configs(operation) if tune else (default,))
     ]
 
 
@@ -186,6 +186,11 @@ def _triton(name, operation, want, reads, shape, config, kernel="") -> Form:
 @functools.cache  # one function, and so one compilation, for all configs
 def _by_xla(operation: Callable[..., Any], want: Forms) -> Callable[..., Any]:
     return functools.partial(operation, xla, want)
+
+
+def _configs(operation: Callable[..., Any]) -> tuple[TuningConfig, ...]:
+    has_norm = operation in (_norm, _norm_back)
+    return triton_norm.CONFIGS if has_norm else triton_cross.CONFIGS
 
 
 class _Triton:

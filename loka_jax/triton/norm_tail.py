@@ -8,6 +8,8 @@ may have any length. y and dz are also written in FP8, as they are and transpose
 Without a norm, `dz = g`.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -33,7 +35,9 @@ CONFIGS = (
     TuningConfig(32, NORM_BLOCK, 8),
     TuningConfig(32, NORM_BLOCK, 4),
 )
-DEFAULT = CONFIGS[1]
+# The fastest on an H200 at 65,536 x 3,456, either way with a norm, of a cast without.
+DEFAULT = TuningConfig(32, NORM_BLOCK, 8)
+NO_NORM_DEFAULT = TuningConfig(64, 128, 4)
 
 
 def why_not(
@@ -173,8 +177,9 @@ def _served(
     """
     norm = epilogue.norm
     if config is None:
-        columns = min(_columns(norm, shape[1]), NORM_BLOCK)
-        config = TuningConfig(DEFAULT.block_m, columns, DEFAULT.num_warps)
+        config = NO_NORM_DEFAULT if norm == "none" else DEFAULT
+        columns = min(_columns(norm, shape[1]), config.block_n)
+        config = dataclasses.replace(config, block_n=columns)
     reason = why_not(*shape, norm=norm, config=config)
     if reason is not None:
         raise ValueError(f"{name}: {reason}.")

@@ -213,13 +213,13 @@ def _types(m, n):
     )
 
 
-def _forward(want, config, z, x0, x, bias, scale_inv):
-    options = dict(want=want, y_scale_inv=scale_inv, config=config)
+def _forward(want, z, x0, x, bias, scale_inv):
+    options = dict(want=want, y_scale_inv=scale_inv)
     return cross_tail.cross_tail(z, x0, x, bias, **options)
 
 
-def _backward(want, config, d, x, x0, z, bias, scale_inv):
-    options = dict(want=want, u_scale_inv=scale_inv, config=config)
+def _backward(want, d, x, x0, z, bias, scale_inv):
+    options = dict(want=want, u_scale_inv=scale_inv)
     return cross_tail.cross_tail_backward(d, x, x0, z, bias, x, **options)
 
 
@@ -233,7 +233,7 @@ CROSS_PROGRAMS = {
 def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
     function, want, reads = CROSS_PROGRAMS[name]
     types = _types(65536, 3456)
-    run = functools.partial(function, want, cross_tail.DEFAULT)
+    run = functools.partial(function, want)
     program = compiled(run, *(types[x] for x in reads))
     assert spilled_bytes(program.ptxas_report()) == 0
     assert "st.global.v4" in program.ptx  # 16 bytes a store
@@ -245,9 +245,12 @@ def _norm(want, epilogue, z, x, scale_inv):
     return norm_tail.norm_tail(z, x, epilogue=epilogue, **options)
 
 
-def test_programs_of_norm_tails_for_hopper_do_not_spill():
+@pytest.mark.parametrize(
+    "norm, activation", [("block", "hard_swish"), ("none", "none")]
+)
+def test_programs_of_norm_tails_for_hopper_do_not_spill(norm, activation):
     types = _types(16384, 7680)
-    run = functools.partial(_norm, ALL, Epilogue("block", "hard_swish"))
+    run = functools.partial(_norm, ALL, Epilogue(norm, activation))
     program = compiled(run, types["z"], types["x"], types["scale_inv"])
     assert spilled_bytes(program.ptxas_report()) == 0
     assert "st.global.v4" in program.ptx
