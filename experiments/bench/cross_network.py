@@ -147,12 +147,14 @@ def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Pla
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs)
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     of_cross = [s for s in free if s.path.rpartition("/")[2][:2] in ("u_", "v_")]
-    fused = tuple((site.path, Choice.parse(f"xla {recipe}")) for site in of_cross)
+    choices = tuple((site.path, Choice.parse(f"xla {recipe}")) for site in of_cross)
+    name = "fused" if isinstance(model, nn.CrossNet) else "fused_cross"
+    option: dict[str, Any] = {name: True}
     arms = {
         "xla bf16": forced(model, free, "xla bf16"),
         "xla fp8": forced(model, free, f"xla {recipe}"),
-        "cross fp8": nn.Planned(model.clone(recipe="bf16"), fused),
-        "all fp8": nn.Planned(model.clone(recipe=recipe)),
+        "cross fp8": nn.Planned(model.clone(recipe="bf16", **option), choices),
+        "all fp8": nn.Planned(model.clone(recipe=recipe, **option)),
     }
     return {name: arms[name] for name in arguments.arms}
 

@@ -26,9 +26,10 @@ class CrossNet(linen.Module):
         use_bias: add `b_l`.
         rank: `W_l = U_l V_l` of that rank (equation 2); full if None.
         recipe: of its sites.
-        implementation: "xla" runs layer by layer; None runs all layers as one operation
-            where that serves their plans, see `ops.cross`.
+        implementation: "xla" runs the layers one by one even if `fused`.
         kernel_init: initializer of the kernels.
+        fused: run all layers as one operation (`ops.cross`) where that serves their
+            plans; not yet measured as a whole.
 
     References:
         DCN V2, arXiv 2008.13535, equations 1 and 2.
@@ -40,13 +41,15 @@ class CrossNet(linen.Module):
     recipe: str | Recipe = "fp8_tensorwise"
     implementation: Literal["xla"] | None = None
     kernel_init: Callable = default_kernel_init
+    fused: bool = False
 
     @linen.compact
     def __call__(self, x0: Float[Array, "B k"]) -> Float[Array, "B k"]:
         """Returns the features after the last cross layer."""
-        plans = self._plans(*x0.shape)
-        if self._is_one_operation(plans):
-            return self._by_one_operation(x0, plans)
+        if self.fused:
+            plans = self._plans(*x0.shape)
+            if self._is_one_operation(plans):
+                return self._by_one_operation(x0, plans)
         x = x0
         for i in range(self.num_layers):
             hidden = x

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from loka_jax import nn
+from loka_jax.models import Dcnv2
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.ops import cross
 from loka_jax.probe.site import ProbeConfig
@@ -62,8 +63,20 @@ def _trained(module, variables, x0):
     return jax.value_and_grad(loss)(variables)
 
 
+def _calls(monkeypatch):
+    """Returns a list that has the arguments of each call of `cross_network`."""
+    calls, run = [], cross.cross_network
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(cross, "cross_network", counted)
+    return calls
+
+
 @pytest.mark.parametrize("rank, use_bias", [(32, True), (None, False)])
-def test_a_cross_net_whose_scales_are_set_runs_as_one_operation(
+def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(
     rank, use_bias, monkeypatch
 ):
     first = nn.CrossNet(2, rank=rank, use_bias=use_bias, recipe=DELAYED)
@@ -72,18 +85,11 @@ def test_a_cross_net_whose_scales_are_set_runs_as_one_operation(
     _, grads = _trained(first, variables, x0)
     states = grads[OVERWRITE_WITH_GRADIENT]
     variables = {**variables, OVERWRITE_WITH_GRADIENT: states}
-    fused = first.clone(recipe=f"{DELAYED}:initialized")
+    by_layers = first.clone(recipe=f"{DELAYED}:initialized")
+    fused = by_layers.clone(fused=True)
     chex.assert_trees_all_equal_shapes(fused.init(jax.random.key(0), x0), variables)
-    by_layers = fused.clone(implementation="xla")
 
-    calls = []
-    run = cross.cross_network
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(cross, "cross_network", counted)
+    calls = _calls(monkeypatch)
     theirs = _trained(by_layers, variables, x0)
     assert not calls
     ours = _trained(fused, variables, x0)
@@ -97,3 +103,35 @@ def test_a_cross_net_whose_scales_are_set_runs_as_one_operation(
     assert len(calls) == 1
     sites = [[site.path for site in nn.list_sites(m, x0)] for m in (fused, by_layers)]
     assert sites[0] == sites[1]
+
+
+@pytest.mark.parametrize(
+    "recipe, implementation",
+    [
+        (DELAYED, None),  # its scales are not set
+        ("fp8_rowwise", None),
+        ("bf16", None),
+        (f"{DELAYED}:initialized", "xla"),
+    ],
+)
+def test_layers_of_a_fused_cross_net_that_is_not_served_run_one_by_one(
+    recipe, implementation, monkeypatch
+):
+    by_layers = nn.CrossNet(2, recipe=recipe, implementation=implementation)
+    x0 = support.normal(32, 64, dtype=jnp.bfloat16)
+    variables = by_layers.init(jax.random.key(0), x0)
+    calls = _calls(monkeypatch)
+    ours = by_layers.clone(fused=True).apply(variables, x0)
+    assert not calls
+    chex.assert_trees_all_equal(ours, by_layers.apply(variables, x0))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_dcnv2_fuses_its_cross_network_if_asked(is_fused, monkeypatch):
+    recipe = f"{DELAYED}:initialized"
+    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(16,))
+    features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
+    calls = _calls(monkeypatch)
+    fused = model.clone(fused_cross=is_fused)
+    jax.eval_shape(fused.init, jax.random.key(0), *features)
+    assert len(calls) == is_fused
