@@ -144,13 +144,14 @@ def test_the_shipped_fit_predicts_shapes_that_are_left_out():
         )
         for spec in left_out
         for name in ("training", "inference")
+        if name in table.sites[spec].times  # some random sites have inference alone
     ]
     assert len(errors) > 20 and np.median(errors) < 0.2
 
 
 def test_a_plan_by_predictions_takes_kernels_at_a_shape_that_nobody_measured():
     model = PerformanceModel(Table(HEADER), fitted=local.fitted_table(H200))
-    spec = SiteSpec(30_000, 448, 384, "layer", "swish")
+    spec = SiteSpec(29_952, 448, 384, "layer", "swish")
     assert spec not in local.fitted_table(H200).sites
     entry = model.estimates(spec).entry
     bf16_only = Terms(why_not_fp8="its errors are unknown")
