@@ -26,9 +26,9 @@ ROW, KERNEL = "xla fp8_rowwise", "pallas bf16"
 
 @functools.cache
 def _fitted():
-    """Returns every sixth site that predictions are fitted to."""
+    """Returns every third site that predictions are fitted to."""
     fitted = local.fitted_table("NVIDIA H200")
-    return dataclasses.replace(fitted, sites=dict(list(fitted.sites.items())[::6]))
+    return dataclasses.replace(fitted, sites=dict(list(fitted.sites.items())[::3]))
 
 
 def _site(path, m=5000, n=256):
