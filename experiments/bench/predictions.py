@@ -122,10 +122,11 @@ def _predicted(table: Table) -> Iterator[Point]:
             if (spec.k, spec.n) not in left_out:
                 continue
             for pass_name in _PASSES:
-                for name, us in entry.times.get(pass_name, {}).items():
-                    time = model.predict(spec, Choice.parse(name), pass_name)
-                    if time is not None:
-                        yield Point(spec, pass_name, name, us, *time)
+                measured = entry.times.get(pass_name, {})
+                choices = [Choice.parse(name) for name in measured]
+                predicted = model.predictions(spec, choices, pass_name)
+                for name, time in predicted.items():
+                    yield Point(spec, pass_name, name, measured[name], *time)
 
 
 def _merged(parts: list[Table]) -> Table:

@@ -1,34 +1,37 @@
 """The times of all candidates at any site: measured ones, and predictions.
 
-    predicted   by a regression over measured sites, one for each candidate and pass
+    predicted   by a regression over measured sites, one for each provider and pass
     in a chain  the time alone, and a difference that is linear in the bytes moved
 
 Predictions need the roofline of this device and of the one that the table is from: work
 is counted in what either allows. Without a roofline there are only measured times.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loka_jax.dispatch.candidates import candidates, table_key
-from loka_jax.dispatch.regression import LEAST_POINTS, Prediction, Regression
+from loka_jax.dispatch.regression import LEAST_POINTS, Points, Prediction, Regression
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import HOPPER, Device
-from loka_jax.recipe import GemmRecipe
-from loka_jax.site import Choice, SiteSpec
+from loka_jax.recipe import ROLES, GemmRecipe
+from loka_jax.site import PROVIDERS, Choice, SiteSpec
 
 _PASSES = ("training", "inference")
 _FORMS = (" in", " out", " in out")
 # Standard deviation of log time that another device than the table's adds.
 _TRANSFER = 0.15
+# Distance of an FP8 product from one in bfloat16; other scales are at distance 1.
+_OTHER_FORMAT = 2.0
 
 
 class Estimates(NamedTuple):
@@ -47,6 +50,13 @@ class Estimates(NamedTuple):
     def spread(self, pass_name: str, choice: Choice) -> float | None:
         """Returns the spread of a predicted time; None if it was measured."""
         return self.spreads.get(pass_name, {}).get(choice.name)
+
+
+class _Fit(NamedTuple):
+    """The regression of a provider's candidates, and the kind of each by its name."""
+
+    regression: Regression
+    kinds: Mapping[str, int]
 
 
 class PerformanceModel:
@@ -73,7 +83,7 @@ class PerformanceModel:
         self._fitted = table if fitted is None else fitted
         self._roofline = roofline or self._fitted.roofline
         self._device = device
-        self._regressions: dict[tuple[str, str], Regression | None] = {}
+        self._fits: dict[tuple[str, str], _Fit | None] = {}
         self._estimates: dict[SiteSpec, Estimates] = {}
 
     def with_table(self, table: Table) -> "PerformanceModel":
@@ -81,7 +91,7 @@ class PerformanceModel:
         other = PerformanceModel(
             table, roofline=self._roofline, fitted=self._fitted, device=self._device
         )
-        other._regressions = self._regressions  # fitted on the same times
+        other._fits = self._fits  # on the same times
         return other
 
     def measured(self) -> "PerformanceModel":
@@ -96,34 +106,52 @@ class PerformanceModel:
             self._estimates[key] = self._estimated(key)
         return self._estimates[key]
 
-    def predict(
-        self, spec: SiteSpec, choice: Choice, pass_name: str
-    ) -> Prediction | None:
-        """Returns the predicted time of a candidate; None if it cannot be predicted.
+    def predictions(
+        self, spec: SiteSpec, choices: Sequence[Choice], pass_name: str
+    ) -> dict[str, Prediction]:
+        """Returns the predicted times of candidates, by the name of each.
+
+        Those that cannot be predicted are left out.
 
         Args:
             spec: the site.
-            choice: the candidate.
+            choices: the candidates.
             pass_name: "training" or "inference".
         """
-        regression = self._regression(choice, pass_name)
-        if regression is None or self._roofline is None:
-            return None
-        parts = work(spec, choice, pass_name, self._roofline)
-        us, spread = regression.predict(parts, place(spec, choice))
-        if self._roofline != self._fitted.roofline:
-            spread = math.hypot(spread, _TRANSFER)
-        return Prediction(us, spread)
+        predicted: dict[str, Prediction] = {}
+        for provider in PROVIDERS:
+            fit = self._fit(provider, pass_name)
+            if fit is None or self._roofline is None:
+                continue
+            served = [choice for choice in choices if choice.name in fit.kinds]
+            if served:
+                points = _points([(spec, x) for x in served], pass_name, self._roofline)
+                kinds = np.array([fit.kinds[choice.name] for choice in served])
+                times = fit.regression.predict(Points(*points, kinds))
+                predicted |= zip([x.name for x in served], times, strict=True)
+        if self._roofline == self._fitted.roofline:
+            return predicted
+        return {
+            name: Prediction(us, math.hypot(spread, _TRANSFER))
+            for name, (us, spread) in predicted.items()
+        }
 
     def _estimated(self, spec: SiteSpec) -> Estimates:
         measured = self.table.sites.get(spec, Entry())
         times = {name: dict(by_name) for name, by_name in measured.times.items()}
         spreads: dict[str, dict[str, float]] = {}
-        for choice in candidates(spec, self._device):
-            if choice.name in measured.failures:
-                continue
-            for pass_name in _PASSES:
-                for name, time in self._predicted(spec, choice, pass_name, times):
+        choices = [
+            choice
+            for choice in candidates(spec, self._device)
+            if choice.name not in measured.failures
+        ]
+        for pass_name in _PASSES:
+            alone = measured.times.get(pass_name, {})
+            missing = [choice for choice in choices if choice.name not in alone]
+            predicted = self.predictions(spec, missing, pass_name)
+            for choice in choices:
+                own = predicted.get(choice.name)
+                for name, time in self._predicted(spec, choice, pass_name, times, own):
                     times.setdefault(name, {})[choice.name] = time.us
                     spreads.setdefault(name, {})[choice.name] = time.spread
         entry = dataclasses.replace(
@@ -136,11 +164,15 @@ class PerformanceModel:
         return Estimates(entry, spreads)
 
     def _predicted(
-        self, spec: SiteSpec, choice: Choice, pass_name: str, times
+        self,
+        spec: SiteSpec,
+        choice: Choice,
+        pass_name: str,
+        times,
+        predicted: Prediction | None,
     ) -> Iterator[tuple[str, Prediction]]:
         """Yields the predictions that a candidate lacks, by pass and form of chain."""
         alone = times.get(pass_name, {}).get(choice.name)
-        predicted = None if alone else self.predict(spec, choice, pass_name)
         if predicted is not None:
             yield pass_name, predicted
         alone, spread = predicted or (alone, 0.0)
@@ -153,27 +185,34 @@ class PerformanceModel:
                 us = alone + float(_traffic(spec, self._roofline) @ factors)
                 yield name, Prediction(max(us, alone / 2), spread)
 
-    def _regression(self, choice: Choice, pass_name: str) -> Regression | None:
-        key = (pass_name, choice.name)
-        if key not in self._regressions:
-            self._regressions[key] = self._fit(choice, pass_name)
-        return self._regressions[key]
+    def _fit(self, provider: str, pass_name: str) -> _Fit | None:
+        key = provider, pass_name
+        if key not in self._fits:
+            self._fits[key] = self._fitted_on_all(provider, pass_name)
+        return self._fits[key]
 
-    def _fit(self, choice: Choice, pass_name: str) -> Regression | None:
-        """Returns the regression of a candidate; None without enough measurements."""
-        times = {
-            spec: entry.times[pass_name][choice.name]
-            for spec, entry in self._fitted.sites.items()
-            if choice.name in entry.times.get(pass_name, {})
-        }
-        if self._fitted.roofline is None or len(times) < LEAST_POINTS:
+    def _fitted_on_all(self, provider: str, pass_name: str) -> _Fit | None:
+        """Returns the fit of a provider; None without enough measurements."""
+        roofline, by_name = self._fitted.roofline, collections.defaultdict(list)
+        for spec, entry in self._fitted.sites.items():
+            for name, us in entry.times.get(pass_name, {}).items():
+                if name.partition(" ")[0] == provider:
+                    by_name[name].append((spec, us))
+        enough = {x: y for x, y in by_name.items() if len(y) >= LEAST_POINTS}
+        if roofline is None or not enough:
             return None
-        roofline = self._fitted.roofline
-        return Regression(
-            np.stack([work(spec, choice, pass_name, roofline) for spec in times]),
-            np.stack([place(spec, choice) for spec in times]),
-            np.array(list(times.values())),
-        )
+        choices = [Choice.parse(name) for name in enough]
+        problems, kinds, times = [], [], []
+        for kind, (choice, measured) in enumerate(
+            zip(choices, enough.values(), strict=True)
+        ):
+            problems += [(spec, choice) for spec, _ in measured]
+            kinds += [kind] * len(measured)
+            times += [us for _, us in measured]
+        points = Points(*_points(problems, pass_name, roofline), np.array(kinds))
+        alike = np.array([[_alike(a, b) for b in choices] for a in choices])
+        regression = Regression(points, np.array(times), alike)
+        return _Fit(regression, {name: kind for kind, name in enumerate(enough)})
 
     @functools.cached_property
     def _differences(self) -> dict:
@@ -193,6 +232,27 @@ class PerformanceModel:
             for key, found in points.items()
             if len(found) >= LEAST_POINTS
         }
+
+
+def _points(
+    problems: Sequence[tuple[SiteSpec, Choice]], pass_name: str, roofline: Roofline
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the works and places of candidates of a provider at sites."""
+    works = [work(spec, choice, pass_name, roofline) for spec, choice in problems]
+    return np.stack(works), np.stack([place(*problem) for problem in problems])
+
+
+def _alike(a: Choice, b: Choice) -> float:
+    """Returns the correlation of what two candidates' factors get wrong."""
+    distance = 0.0
+    for role in ROLES:
+        first, second = a.recipe.gemm(role), b.recipe.gemm(role)
+        if first is None or second is None:
+            distance += _OTHER_FORMAT * (first is not second)
+            continue
+        distance += first.first.granularity != second.first.granularity
+        distance += first.first.scaling != second.first.scaling
+    return math.exp(-distance)
 
 
 def _at_any_rows(table: Table, spec: SiteSpec, name: str) -> dict[str, Any]:

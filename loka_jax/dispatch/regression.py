@@ -1,10 +1,12 @@
 """Times as a function of work: non-negative factors, and what neighbours say.
 
-    log time(x) = log(c . w(x)) + f(x) + noise
+    log time(x) = log(c_a . w(x)) + f(x) + g_a(x) + noise
 
-The factors c are fitted by non-negative least squares of relative errors. f is a
-Gaussian process over `work.place`: near a measured problem a prediction is corrected by
-what the factors got wrong there, far from all it is not.
+for candidate a of a provider. The factors c_a are fitted by non-negative least squares
+of relative errors, drawn to those of all candidates of the provider: alone, few
+measurements make a launch free. f, which candidates share, and g_a are Gaussian
+processes over `work.place`: near a measured problem a prediction is corrected by what
+the factors got wrong there, for this candidate and for others; far from all it is not.
 
 References:
     Rasmussen and Williams, "Gaussian Processes for Machine Learning", equations 2.25
@@ -14,13 +16,15 @@ References:
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg import cho_factor, cho_solve, solve_triangular
 from scipy.optimize import nnls
 
-LEAST_POINTS = 12  # fewer measurements say nothing about other shapes
-# Variances of log time: of what the factors get wrong, and of one measurement. Chosen
-# on the random sites of an H200, by errors at shapes left out of the fit.
-_SIGNAL, _NOISE = 0.1, 0.002
+LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other shapes
+# Variances of log time: of what the factors get wrong in all candidates, in one, and
+# of a measurement; and the measurements that the factors of all count for in those of
+# one. Chosen on the random sites of an H200, by errors at shapes left out of the fit.
+_SHARED, _OWN, _NOISE = 0.06, 0.04, 0.002
+_DRAW = 30.0
 _LEAST_US = 0.1
 
 
@@ -36,37 +40,78 @@ class Prediction(NamedTuple):
     spread: float
 
 
-class Regression:
-    """The fit of one candidate in one pass."""
+class Points(NamedTuple):
+    """Problems of candidates, one a row.
 
-    def __init__(self, works: np.ndarray, places: np.ndarray, times: np.ndarray):
-        """Fits the factors and the process.
+    Attributes:
+        works: `[points, parts]`, of `work.work`.
+        places: `[points, dims]`, of `work.place`.
+        kinds: `[points]`, the index of each point's candidate.
+    """
+
+    works: np.ndarray
+    places: np.ndarray
+    kinds: np.ndarray
+
+
+class Regression:
+    """The fit of a provider's candidates in one pass."""
+
+    def __init__(self, points: Points, times: np.ndarray, alike: np.ndarray):
+        """Fits the factors and the processes.
 
         Args:
-            works: `[points, parts]`, of `work.work`.
-            places: `[points, dims]`, of `work.place`.
+            points: that were measured.
             times: `[points]`, microseconds.
+            alike: `[kinds, kinds]`, correlations of g between candidates.
         """
-        self._places = places
-        self._factors, _ = nnls(works / times[:, None], np.ones(len(times)))
-        residuals = np.log(times) - self._log_factors(works)
-        gram = _kernel(places, places) + _NOISE * np.eye(len(times))
-        self._cholesky = cho_factor(gram)
+        self._points, self._alike = points, alike
+        self._factors = _factors(points, times)
+        residuals = np.log(times) - self._log_factors(points)
+        gram = self._covariances(points) + _NOISE * np.eye(len(times))
+        self._cholesky = cho_factor(gram, lower=True)
         self._weights = cho_solve(self._cholesky, residuals)
 
-    def predict(self, work: np.ndarray, place: np.ndarray) -> Prediction:
-        """Returns the prediction for one problem."""
-        near = _kernel(place[None], self._places)[0]
-        log_us = self._log_factors(work[None])[0] + near @ self._weights
-        explained = near @ cho_solve(self._cholesky, near)
-        variance = max(_SIGNAL - explained, 0.0) + _NOISE
-        return Prediction(float(np.exp(log_us)), float(np.sqrt(variance)))
+    def predict(self, points: Points) -> list[Prediction]:
+        """Returns the predictions for some problems."""
+        near = self._covariances(points)
+        log_us = self._log_factors(points) + near @ self._weights
+        explained = solve_triangular(self._cholesky[0], near.T, lower=True)
+        variances = _SHARED + _OWN - np.sum(explained**2, axis=0)
+        spreads = np.sqrt(np.maximum(variances, 0.0) + _NOISE)
+        return [
+            Prediction(float(us), float(spread))
+            for us, spread in zip(np.exp(log_us), spreads, strict=True)
+        ]
 
-    def _log_factors(self, works: np.ndarray) -> np.ndarray:
-        return np.log(np.maximum(works @ self._factors, _LEAST_US))
+    def _log_factors(self, points: Points) -> np.ndarray:
+        us = np.sum(points.works * self._factors[points.kinds], axis=1)
+        return np.log(np.maximum(us, _LEAST_US))
+
+    def _covariances(self, points: Points) -> np.ndarray:
+        """Returns those of f + g between problems and the measured ones."""
+        measured = self._points
+        alike = self._alike[np.ix_(points.kinds, measured.kinds)]
+        near = _near(points.places, measured.places)
+        return near * (_SHARED + _OWN * alike)
 
 
-def _kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the covariances of f at places: squared exponential."""
-    distances = np.sum((a[:, None] - b[None]) ** 2, axis=-1)
-    return _SIGNAL * np.exp(-0.5 * distances)
+def _factors(points: Points, times: np.ndarray) -> np.ndarray:
+    """Returns the factors `[kinds, parts]` of each candidate."""
+    relative = points.works / times[:, None]
+    of_all, _ = nnls(relative, np.ones(len(times)))
+    # What a part contributes to a time, so that parts of all sizes are drawn alike.
+    draw = np.diag(np.sqrt(_DRAW * np.mean(relative**2, axis=0)))
+    factors = []
+    for kind in range(points.kinds.max() + 1):
+        own = relative[points.kinds == kind]
+        targets = np.concatenate([np.ones(len(own)), draw @ of_all])
+        factors.append(nnls(np.concatenate([own, draw]), targets)[0])
+    return np.stack(factors)
+
+
+def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the correlations of a process at places: squared exponential."""
+    products = a @ b.T
+    squares = np.sum(a**2, axis=1)[:, None] + np.sum(b**2, axis=1)
+    return np.exp(-0.5 * np.maximum(squares - 2 * products, 0.0))

@@ -10,7 +10,7 @@ from loka_jax.dispatch import local
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.policy import Limits, Terms, decide
-from loka_jax.dispatch.regression import LEAST_POINTS, Regression
+from loka_jax.dispatch.regression import LEAST_POINTS, Points, Regression
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
 from loka_jax.site import BF16, Choice, SiteSpec
@@ -36,13 +36,17 @@ def _table(sites, time=_copies):
     return Table(HEADER, entries, ROOFLINE)
 
 
+def _predicted(model, spec, pass_name="training"):
+    return model.predictions(spec, [BF16], pass_name).get(BF16.name)
+
+
 def test_times_that_are_sums_of_work_are_predicted_where_nothing_was_measured():
     model = PerformanceModel(_table(_sites()))
     for spec in (
         SiteSpec(20_000, 384, 256, "layer", "swish"),
         SiteSpec(16384, 704, 320, "layer", "swish"),
     ):
-        predicted = model.predict(spec, BF16, "training")
+        predicted = _predicted(model, spec)
         # The noise that the process allows for is 4.5 %.
         assert predicted.us == pytest.approx(_copies(spec), rel=0.05)
         assert 0.04 < predicted.spread < 0.3
@@ -66,19 +70,18 @@ def test_neighbours_correct_what_the_factors_get_wrong():
 
     left_out = SiteSpec(4096, 512, 128, "layer", "swish")
     known = [site for site in _sites() if site != left_out]
-    near = PerformanceModel(_table(known, time)).predict(left_out, BF16, "training")
-    far = PerformanceModel(_table([s for s in known if s.k != 512], time)).predict(
-        left_out, BF16, "training"
-    )
+    near = _predicted(PerformanceModel(_table(known, time)), left_out)
+    others = _table([s for s in known if s.k != 512], time)
+    far = _predicted(PerformanceModel(others), left_out)
     off_near, off_far = (abs(math.log(p.us / time(left_out))) for p in (near, far))
     assert off_near < 0.6 * off_far and near.spread < far.spread
 
 
 def test_few_measurements_predict_nothing():
     table = _table(_sites()[: LEAST_POINTS - 1])
-    assert PerformanceModel(table).predict(_sites()[-1], BF16, "training") is None
+    assert _predicted(PerformanceModel(table), _sites()[-1]) is None
     without = dataclasses.replace(_table(_sites()), roofline=None)
-    assert PerformanceModel(without).predict(_sites()[-1], BF16, "training") is None
+    assert _predicted(PerformanceModel(without), _sites()[-1]) is None
 
 
 def test_a_chain_is_predicted_for_recipes_that_were_timed_in_one():
@@ -110,8 +113,8 @@ def test_another_device_is_scaled_by_its_roofline_and_less_certain():
     fitted, spec = _table(_sites()), _sites()[-1]
     here = PerformanceModel(Table(HEADER), fitted=fitted)
     there = PerformanceModel(Table(HEADER), fitted=fitted, roofline=half)
-    us, spread = here.predict(spec, BF16, "training")
-    slower, wider = there.predict(spec, BF16, "training")
+    us, spread = _predicted(here, spec)
+    slower, wider = _predicted(there, spec)
     assert slower == pytest.approx(2 * us, rel=0.01) and wider > spread
 
 
@@ -125,8 +128,20 @@ def test_work_counts_partial_rows_and_tiles():
 def test_factors_are_not_negative():
     rng = np.random.default_rng(0)
     works, places = rng.random((40, 3)), rng.random((40, 2))
-    regression = Regression(works, places, 1 + works[:, 0])
+    points = Points(works, places, np.arange(40) % 2)
+    regression = Regression(points, 1 + works[:, 0], np.eye(2))
     assert (regression._factors >= 0).all()
+
+
+def test_a_candidate_of_few_measurements_is_predicted_by_what_others_cost():
+    # Small sites alone do not tell a launch from the work: those of another do.
+    fp8 = Choice.parse("xla fp8_tensorwise_delayed")
+    table = _table(_sites())
+    for spec in [s for s in _sites() if s.k == 64 or s.m == 1024][:LEAST_POINTS]:
+        table.sites[spec].times["training"][fp8.name] = 1.1 * _copies(spec)
+    spec = SiteSpec(65536, 1024, 512, "layer", "swish")
+    (predicted,) = PerformanceModel(table).predictions(spec, [fp8], "training").values()
+    assert predicted.us == pytest.approx(1.1 * _copies(spec), rel=0.15)
 
 
 # Bounds of what experiments/bench/predictions.py measures at shapes left out of a fit.
@@ -138,8 +153,7 @@ def test_the_shipped_fit_predicts_shapes_that_are_left_out():
     model = PerformanceModel(dataclasses.replace(table, sites=kept))
     errors = [
         abs(
-            model.predict(spec, BF16, name).us
-            / table.sites[spec].times[name]["xla bf16"]
+            _predicted(model, spec, name).us / table.sites[spec].times[name]["xla bf16"]
             - 1
         )
         for spec in left_out
