@@ -1,0 +1,267 @@
+"""Times the dense part of wide models, its optimizer included.
+
+    python experiments/bench/wide_models.py --models wukong_m --out wide_models.json
+
+Kernel time of a training step, from gathered embeddings to new parameters: forward,
+gradients of parameters and embeddings, clipping and Adam, with donated state; and of
+inference with weights prepared once (`loka_jax.serving`). Beside each the memory of
+the compiled program: arguments, results that are not in their place, temporaries.
+Every arm has the same Mods:
+
+    xla bf16    XLA alone, the faster of two forms where a site has two
+    xla fp8     XLA alone, all sites in FP8, one after another
+    ours bf16   kernels, and fused networks and stacks, in bfloat16
+    ours fp8    the same in FP8
+
+Ours over XLA's bf16 is the gain; ours in FP8 over ours in bf16 is FP8's part of it.
+
+Without a GPU times are wall clock: `--models wukong_tiny --batches 64`.
+"""
+
+import dataclasses
+import gc
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from experiments.bench import models
+from experiments.bench import result as results
+from experiments.bench.dispatch import make_inputs, train_pass
+from loka_jax import nn
+from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered, compile_lowered
+from loka_jax.measure.timing import profile_kernels
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.optim import OptimConfig
+from loka_jax.optim.from_config import make_dense_optimizer
+from loka_jax.serving import fold
+
+_SETS = 2  # of inputs; one alone exceeds the L2
+_FEW = 256  # rows that set the delayed scales
+_ROUNDS = 3
+_FP8, _DELAYED = OVERWRITE_WITH_GRADIENT, "fp8_tensorwise_delayed"
+_ARMS = ("xla bf16", "xla fp8", "ours bf16", "ours fp8")
+_OPTIM = OptimConfig(lr=1e-3, clip_norm=10.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON, after every arm; printed only if None.
+        models: of `models.wide`: mlperf_dcnv2, wukong_m, "wukong_m plain", dhen_l.
+        batches: rows.
+        arms: of those above.
+        recipe: of FP8.
+        kinds: of programs to time.
+        calls: of a program in each of three profiles.
+        budget_s: begin no arm after that many seconds.
+    """
+
+    out: pathlib.Path | None = None
+    models: tuple[str, ...] = ("mlperf_dcnv2", "wukong_m")
+    batches: tuple[int, ...] = (16384,)
+    arms: tuple[str, ...] = _ARMS
+    recipe: str = _DELAYED
+    kinds: tuple[Literal["training", "inference"], ...] = ("training", "inference")
+    calls: int = 5
+    budget_s: float | None = None
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    start = time.perf_counter()
+    result = results.head("wide_models", arguments) | {"inputs": "N(0, 1)", "runs": []}
+    for name in arguments.models:
+        for batch in arguments.batches:
+            seconds = time.perf_counter() - start
+            if arguments.budget_s is not None and seconds > arguments.budget_s:
+                print(f"stopped before {name} {batch}: {seconds:.0f} s are over")
+                return result
+            run: dict[str, Any] = {"model": name, "batch": batch, "programs": {}}
+            result["runs"].append(run)
+            for key, record in measure(name, batch, arguments):
+                run["programs"][key] = record
+                result["seconds"] = time.perf_counter() - start
+                print(f"{name}, {batch} rows, {key} [{result['seconds']:.0f} s]")
+                _print(run["programs"], key)
+                results.write(arguments.out, result)
+            gc.collect()  # the next model needs the memory
+    return result
+
+
+def measure(
+    name: str, batch: int, arguments: Arguments
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name, and the times and memory, of each arm's programs."""
+    model, shapes = models.wide(name)
+    few = make_inputs(shapes(_FEW), 0)
+    sets = [make_inputs(shapes(batch), seed) for seed in range(_SETS)]
+    params = _on_device(nn.Planned(model.clone(implementation="xla")).init, few)
+    programs: dict[str, Inference | Training] = {}
+    for arm in arguments.arms:
+        planned = arm_of(model, arm, arguments.recipe)
+        variables = _variables(planned, params["params"], few)
+        if planned.is_delayed:
+            planned = planned.with_initialized_scales()
+        for kind in arguments.kinds:
+            program = {"training": Training, "inference": Inference}[kind]
+            programs[f"{kind} {arm}"] = program(planned, variables, sets)
+    lowered = {
+        key: Lowered(program.lowered(), NO_CAPTURE) for key, program in programs.items()
+    }
+    for key, compiled in compile_lowered(lowered).items():
+        if isinstance(compiled, Exception):
+            yield key, {"failed": str(compiled)[:500]}
+            continue
+        try:
+            yield key, _timed(compiled, programs[key].calls(compiled), arguments.calls)
+        except jax.errors.JaxRuntimeError as error:  # out of memory
+            yield key, {"failed": str(error)[:500]}
+        gc.collect()
+
+
+def arm_of(model, arm: str, recipe: str) -> nn.Planned:
+    """Returns the planned model of an arm."""
+    kind, _, precision = arm.partition(" ")
+    model = model.clone(recipe="bf16" if precision == "bf16" else recipe)
+    if kind == "xla":
+        return nn.Planned(model.clone(implementation="xla"))
+    return nn.Planned(model.clone(fused_wide=True))
+
+
+def _on_device(function: Callable[..., Any], arguments: tuple) -> Any:
+    """Returns a function of a random key, run without a search for fast kernels."""
+    options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
+    run = jax.jit(function, compiler_options=options)
+    return run(jax.random.key(0), *arguments)
+
+
+def _variables(planned: nn.Planned, params, few: tuple) -> dict[str, Any]:
+    """Returns variables whose delayed scales are set, from few rows."""
+    if not planned.is_delayed:
+        return {"params": params}
+    by_xla = nn.Planned(planned.model.clone(implementation="xla"))
+
+    def first_step(key, params, *inputs):
+        state = by_xla.init(key, *inputs)[_FP8]
+        _, (grads, _) = train_pass(by_xla, {"params": params, _FP8: state}, *inputs)
+        return grads[_FP8]
+
+    return {"params": params, _FP8: _on_device(first_step, (params, *few))}
+
+
+class Inference:
+    """Inference with weights prepared once."""
+
+    def __init__(self, planned: nn.Planned, variables: dict[str, Any], sets: list):
+        """Takes a model and the inputs that it is called with."""
+        self._folded = fold(planned.apply, variables, *sets[0])
+        self._sets = [(self._folded.ready, *x) for x in sets]
+
+    def lowered(self) -> Any:
+        """Returns the lowered program."""
+        return jax.jit(self._folded.function).lower(*self._sets[0])
+
+    def calls(self, compiled: Any) -> Callable[[int], Any]:
+        """Returns a function that queues a number of calls."""
+
+        def run(count: int):
+            return [compiled(*self._sets[i % _SETS]) for i in range(count)][-1]
+
+        return run
+
+
+class Training:
+    """A training step of the dense part, its state donated."""
+
+    def __init__(self, planned: nn.Planned, variables: dict[str, Any], sets: list):
+        """Takes a model and the inputs that it is called with."""
+        self._planned, self._variables, self._sets = planned, variables, sets
+        self._optimizer = make_dense_optimizer(_OPTIM, total_steps=1000)
+
+    def lowered(self) -> Any:
+        """Returns the lowered program."""
+        state = jax.eval_shape(self._initial, self._variables)
+        return jax.jit(self._step, donate_argnums=0).lower(state, self._sets[0])
+
+    def calls(self, compiled: Any) -> Callable[[int], Any]:
+        """Returns a function that queues a number of steps."""
+        state = jax.jit(self._initial)(self._variables)
+
+        def run(count: int):
+            nonlocal state
+            out: Any = None
+            for i in range(count):
+                state, *out = compiled(state, self._sets[i % _SETS])
+            return out
+
+        return run
+
+    def _initial(self, variables):
+        # Copies, as the step gives its arguments' memory away.
+        variables = jax.tree.map(jnp.copy, variables)
+        return variables, self._optimizer.init(variables["params"])
+
+    def _step(self, state, inputs):
+        variables, moments = state
+        loss, (grads, dinputs) = train_pass(self._planned, variables, *inputs)
+        params = variables["params"]
+        updates, moments = self._optimizer.update(grads["params"], moments, params)
+        variables = grads | {"params": optax.apply_updates(params, updates)}
+        return (variables, moments), loss, dinputs
+
+
+def _timed(program: Any, run: Callable[[int], Any], calls: int) -> dict[str, Any]:
+    """Returns the kernel time of a call in each round, and the program's memory."""
+    profiles = [profile_kernels(run, calls=calls) for _ in range(_ROUNDS)]
+    memory = program.memory_analysis()
+    record: dict[str, Any] = {"memory_bytes": _total(memory)}
+    if profiles[0] is None:
+        start = time.perf_counter()
+        jax.block_until_ready(run(1))
+        return record | {"us": (time.perf_counter() - start) * 1e6, "kernels": None}
+    times = [profile.busy_us for profile in profiles if profile is not None]
+    return record | {
+        "us": statistics.median(times),
+        "min_us": min(times),
+        "max_us": max(times),
+        "kernels": profiles[0].count,
+        "longest": profiles[0].longest,
+    }
+
+
+def _total(memory: Any) -> int:
+    """Returns the bytes that a program needs at its call."""
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def _print(programs: dict[str, dict[str, Any]], key: str):
+    record = programs[key]
+    if "failed" in record:
+        return print(f"  failed: {record['failed'][:300]}", flush=True)
+    base = programs.get(f"{key.partition(' ')[0]} xla bf16", {}).get("us", math.nan)
+    print(
+        f"  {record['us']:9.0f} us {base / record['us']:5.2f}x "
+        f"{record['kernels'] or 0:5.0f} kernels {record['memory_bytes'] / 1e9:6.2f} GB",
+        flush=True,
+    )
+    for name, us, count in record.get("longest", [])[:8]:
+        print(f"      {us:8.1f} us {count:4.0f}  {name[:80]}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
