@@ -19,6 +19,7 @@ from loka_jax.pallas import tiles, tuned
 from loka_jax.pallas.tiles import ROWS
 from loka_jax.site import SiteSpec
 
+_ROW_MULTIPLE = 8  # as TMA addresses swizzled tiles
 _MAX_TILE_N = 256  # columns of an N tile: the widest wgmma
 _MAX_TILE_K = 256  # columns of x in one TMA copy
 _MAX_N_TILES = 8  # CTAs of a portable cluster
@@ -133,7 +134,8 @@ class LaunchLayout:
         self.tile_n = spec.n // config.n_tiles
         self.tile_k = math.gcd(spec.k, _MAX_TILE_K)
         self.k_tiles = spec.k // self.tile_k
-        self.m_tiles = spec.m // ROWS
+        # TMA reads rows beyond the last one as zeros, and does not write them.
+        self.m_tiles = -(-spec.m // ROWS)
         self.m_ctas = max(1, min(tiles.SMS // config.n_tiles, self.m_tiles))
         # The vectors with a value per column, in the order of `Scratch.vectors`.
         presence = {
@@ -217,8 +219,10 @@ class LaunchLayout:
 def why_not(problem: Problem) -> str | None:
     """Returns why a problem is not served, or None if it is."""
     spec, want, dtype = problem.spec, problem.want, jnp.dtype(problem.dtype)
-    if spec.m == 0 or spec.m % ROWS:
-        return f"m={spec.m} is not a positive multiple of {ROWS}"
+    if spec.m < ROWS:
+        return f"m={spec.m} rows are fewer than {ROWS}"
+    if spec.m % _ROW_MULTIPLE:
+        return f"m={spec.m} is not a multiple of {_ROW_MULTIPLE}"
     if dtype not in (jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)):
         return f"{dtype.name} operands are neither E4M3 nor bfloat16"
     for name, size in (("k", spec.k), ("n", spec.n)):

@@ -289,6 +289,7 @@ class _Kernel:
             du = self._slope_times(dy[i].astype(jnp.float32), x, gamma, beta, tile)
             for total, name in zip(totals, self.summed, strict=True):
                 term = du * x if name == "gamma" else du
+                term = tile.without_repeated(term)
                 total[i] = total[i] + column_sums.sum_rows(term)
             g.append(du if gamma is None else du * gamma)
             on_xhat.append(g[-1] * x)

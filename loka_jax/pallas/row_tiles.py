@@ -74,6 +74,17 @@ class Tile:
         shape = self.layout.rows, self.layout.width
         return lax.broadcast_in_dim(values, shape, (1,))
 
+    def without_repeated(self, subtile: jax.Array) -> jax.Array:
+        """Returns a subtile with zeros in the rows that another tile has, too."""
+        if not self.layout.repeats_rows:
+            return subtile
+        first = self.layout.whole_tiles * self.layout.rows
+        is_whole = self.matrix.start + self.layout.rows <= first
+        row = self.matrix.start + plgpu.broadcasted_iota(
+            jnp.int32, subtile.shape, 0, layout=self.layout.registers
+        )
+        return jnp.where(is_whole | (row >= first), subtile, 0.0)
+
     def sums(
         self, terms: Sequence[Sequence[jax.Array]], *, exchange: int = 0
     ) -> list[jax.Array]:
@@ -190,10 +201,15 @@ class TilePipeline:
         self._warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         self._first = self._warpgroup * layout.ctas + cta
         self._stride = layout.config.warpgroups * layout.ctas
-        count = layout.m // layout.tile_rows
+        count = layout.whole_tiles
         # This warpgroup's entries of arrays with one value per warp of a launch.
         self.warp_values = pl.ds(self._first * WARPS, WARPS)
         self.steps = lax.div(count - self._first + self._stride - 1, self._stride)
+        if layout.repeats_rows:
+            # The warpgroup of the last whole tile has the repeated rows, too: others
+            # would write them at the same time.
+            has_last = self._first == (count - 1) % self._stride
+            self.steps += has_last.astype(jnp.int32)
 
     def start(self):
         """Starts fetching the first tiles, as many as the ring buffer holds."""
@@ -204,7 +220,10 @@ class TilePipeline:
         """Returns the tile of a step."""
         layout = self._layout
         tile = self._first + step * self._stride
-        rows = pl.ds(tile * layout.rows, layout.rows)
+        start = tile * layout.rows
+        if layout.repeats_rows:
+            start = jnp.minimum(start, layout.m - layout.rows)
+        rows = pl.ds(start, layout.rows)
         if self._exchange is None:
             return Tile(layout, step, rows, rows, None)
         # Double-buffered: no warp overwrites values that another still reads.

@@ -6,7 +6,8 @@ contiguous bytes, and the sums of a row stay within a warp. Long rows are folded
 warp of a warpgroup takes a quarter as a row of its own until the sums are added.
 
 Tiles of rows are cut into subtiles of at most 256 columns, for TMA. Each warpgroup has
-its own tiles; `row_tiles` holds the code of a warpgroup.
+its own tiles; `row_tiles` holds the code of a warpgroup. Rows beyond the last whole
+tile are in a tile of the last rows, which repeats rows of the tile before it.
 """
 
 import dataclasses
@@ -61,8 +62,8 @@ def why_not(m: int, n: int, *, max_unfolded: int) -> str | None:
         n: columns.
         max_unfolded: columns beyond which a row must be folded.
     """
-    if m == 0 or m % tiles.ROWS:
-        return f"m={m} is not a positive multiple of {tiles.ROWS}"
+    if m < tiles.ROWS:
+        return f"m={m} rows are fewer than {tiles.ROWS}"
     if not 0 < n <= MAX_COLUMNS or n % _MULTIPLE:
         return f"n={n} is not a positive multiple of {_MULTIPLE} up to {MAX_COLUMNS}"
     if n > max_unfolded and n % FOLD_MULTIPLE:
@@ -95,6 +96,16 @@ class RowLayout:
     def tile_rows(self) -> int:
         """Rows of a tile."""
         return 32 * WARPS // self.config.lanes * self.config.rows
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles without repeated rows."""
+        return self.m // self.tile_rows
+
+    @property
+    def repeats_rows(self) -> bool:
+        """True if one more tile has the last rows, some of them a second time."""
+        return self.m % self.tile_rows > 0
 
     @property
     def rows(self) -> int:
@@ -156,9 +167,8 @@ class RowLayout:
                 return f"{config} is for single rows without blocks"
             if n % FOLD_MULTIPLE:
                 return f"n={n} is not a multiple of {FOLD_MULTIPLE} for {config}"
-        if self.m % self.tile_rows:
-            rows = f"{self.tile_rows} rows of a tile"
-            return f"m={self.m} is not a multiple of the {rows}"
+        if self.m < self.tile_rows:
+            return f"m={self.m} is less than the {self.tile_rows} rows of a tile"
         ring = config.pipeline_stages * self.tile_rows * n * element_bytes
         smem = config.warpgroups * (ring + extra_bytes)
         if smem + _SMEM_RESERVE > tiles.SMEM_BYTES:

@@ -1,6 +1,7 @@
 """The Pallas kernels as sites see them: whether each serves a site, and its launch.
 
-Rows come in multiples of `ROWS`; callers pad.
+Every kernel serves rows in multiples of `ROWS`. Of other numbers each serves what its
+`why_not` says; callers pad what no kernel serves.
 """
 
 from typing import NamedTuple

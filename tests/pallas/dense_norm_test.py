@@ -131,6 +131,36 @@ def test_bfloat16_operands(run, norm):
     assert sqnr_db(xhat, out.xhat) > BF16_DB
 
 
+# TMA cuts the last row tile off: one row group of 8, several, and more than one CTA's.
+@pytest.mark.parametrize(
+    "m, norm, x_scale",
+    [
+        (72, "layer", "rowwise"),
+        (200, "none", "tensorwise"),
+        support.slow(104, "rms", "bf16"),
+        support.slow(136, "block", "rowwise"),
+        support.slow(1000, "layer", "tensorwise"),
+    ],
+)
+def test_rows_beyond_the_last_whole_tile(run, m, norm, x_scale):
+    x, w = _operands(m, 64, 64, x_scale=x_scale)
+    vectors, epilogue = support.affine(64, norm), Epilogue(norm, "swish")
+    outputs = dict(xhat=BF16, rstd=norm != "none", y_amax=True)
+    want = Outputs(y=True, y_fp8="rowwise", **outputs)
+    config = TuningConfig(store_subtile_bytes=64)
+    out = run(x, w, vectors, epilogue=epilogue, want=want, config=config)
+    y, xhat, rstd = _reference(x, w, vectors, epilogue)
+    # The last rows by themselves, too: they are few.
+    for rows in (slice(None), slice(m // 64 * 64, None)):
+        assert sqnr_db(y[rows], out.y[rows]) > BF16_DB - 1
+        assert sqnr_db(xhat[rows], out.xhat[rows]) > BF16_DB - 1
+        y_fp8 = out.y_fp8.dequantize()[rows]
+        assert sqnr_db(y[rows], y_fp8) > FLOOR_DB["cast_e4m3"] - 1
+    np.testing.assert_allclose(out.y_amax.max(0), np.abs(y).max(1), rtol=4e-3)
+    if norm != "none":
+        np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
+
+
 def test_row_scales_are_powers_of_two_and_zero_rows_stay_zero(run):
     x, w = _operands(64, 64, 64, x_scale="bf16")
     x = x.at[3].set(0.0)
@@ -169,8 +199,8 @@ def _problem(m=192, k=64, n=64, norm="layer", **kwargs):
 @pytest.mark.parametrize(
     "problem, reason",
     [
-        (_problem(m=0), "m=0 is not"),
-        (_problem(m=100), "m=100 is not"),
+        (_problem(m=0), "m=0 rows are fewer than 64"),
+        (_problem(m=100), "m=100 is not a multiple of 8"),
         (_problem(k=100), "k=100 is not"),
         (_problem(n=72), "n=72 is not"),
         (_problem(dtype=jnp.float32), "float32 operands"),
@@ -201,7 +231,7 @@ def test_configs_that_do_not_fit_are_refused(config, reason):
 
 def test_unserved_problems_are_refused():
     x, w = _operands(100, 64, 64, x_scale="bf16")
-    with pytest.raises(ValueError, match="m=100 is not a positive multiple of 64"):
+    with pytest.raises(ValueError, match="m=100 is not a multiple of 8"):
         dense_norm(x, w, epilogue=Epilogue("none"), want=Outputs())
 
 
@@ -243,6 +273,14 @@ def _lowers(problem, config):
 )
 def test_default_configs_lower_for_cuda(k, n, want):
     problem = _problem(8192, k, n, want=want, x_scale_by_row=True)
+    assert _lowers(problem, best_config(problem))
+
+
+@pytest.mark.parametrize(
+    "k, n, want", [(256, 256, TRAINING), support.slow(512, 512, ROWWISE)]
+)
+def test_rows_in_multiples_of_8_lower_for_cuda(k, n, want):
+    problem = _problem(5000, k, n, want=want, x_scale_by_row=True)
     assert _lowers(problem, best_config(problem))
 
 
@@ -298,7 +336,19 @@ SHAPES = [(128, 128), (256, 256), (512, 256), (512, 512)]
     ],
 )
 def test_on_the_device(norm, activation, k, n):
-    m = 64 * 300
+    _check_on_the_device(64 * 300, norm, activation, k, n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [72, 5000, 50_008])
+@pytest.mark.parametrize(
+    "norm, k, n", [("layer", 256, 256), ("rms", 128, 128), ("layer", 512, 512)]
+)
+def test_rows_in_multiples_of_8_on_the_device(m, norm, k, n):
+    _check_on_the_device(m, norm, "swish", k, n)
+
+
+def _check_on_the_device(m, norm, activation, k, n):
     x, w = _operands(m, k, n)
     vectors, epilogue = support.affine(n, norm), Epilogue(norm, activation)
     xhat_dtype = BF16 if norm == "none" else E4M3

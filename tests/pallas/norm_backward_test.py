@@ -93,8 +93,8 @@ def _slope_error():
     return 2e-3 if jax.default_backend() == "gpu" else 1e-5
 
 
-def _check(run, n, epilogue, xhat_dtype, config, *, dz_fp8=E4M3):
-    operands = _operands(n, epilogue.norm, xhat_dtype)
+def _check(run, n, epilogue, xhat_dtype, config, *, dz_fp8=E4M3, m=M):
+    operands = _operands(n, epilogue.norm, xhat_dtype, m=m)
     out = run(*operands, epilogue=epilogue, dz_fp8=dz_fp8, config=config)
     dz, *sums = _reference(*operands, epilogue)
     error = _slope_error() * np.abs(dz).max(1, keepdims=True)
@@ -167,6 +167,33 @@ def test_rows_over_all_warps(run, n, norm, xhat_dtype, keep_vectors):
     _check(run, n, Epilogue(norm, "hard_swish"), xhat_dtype, config)
 
 
+# Every norm; the repeated rows are in the first, a middle or the last turn of a
+# warpgroup.
+@pytest.mark.parametrize(
+    "m, n, norm, config",
+    [
+        (65, 256, "layer", SMALL),
+        (100, 512, "block", TuningConfig(rows=2, pipeline_stages=2, warpgroups=2)),
+        (130, 256, "rms", TuningConfig(rows=1, pipeline_stages=3, warpgroups=2)),
+        (200, 128, "none", None),
+        support.slow(1000, 128, "layer", TuningConfig(rows=4, warpgroups=3)),
+        support.slow(65, 512, "rms", LANES),
+    ],
+)
+def test_rows_beyond_the_last_whole_tile(run, m, n, norm, config):
+    xhat_dtype = BF16 if norm == "none" else E4M3
+    _check(run, n, Epilogue(norm, "swish"), xhat_dtype, config, m=m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5000, 49_999])
+@pytest.mark.parametrize(
+    "n, norm", [(256, "layer"), (512, "rms"), (512, "block"), (1024, "layer")]
+)
+def test_any_number_of_rows_on_the_device(m, n, norm):
+    _check(norm_backward, n, Epilogue(norm, "swish"), E4M3, None, m=m)
+
+
 @pytest.mark.parametrize("present", [(), ("gamma",), ("beta",)])
 def test_missing_vectors(run, present):
     dy, residuals, vectors = _operands(256, "layer", BF16)
@@ -221,20 +248,39 @@ def test_the_bias_has_a_gradient_without_a_norm(run, n, config):
     assert out.dgamma is None and out.dbeta is None
 
 
-def test_every_row_is_summed_once(run):
-    m, n = M, 256
-    rows = jnp.arange(m, dtype=jnp.float32)[:, None]
-    dy = jnp.broadcast_to(rows, (m, n)).astype(BF16)
-    xhat = jnp.ones((m, n), BF16)
+@pytest.mark.parametrize("m", [M, 65, 100, 130, support.slow(1000)])
+def test_every_row_is_summed_once(run, m):
+    _check_sums(run, m, TuningConfig(rows=2, pipeline_stages=1, warpgroups=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5000, 49_999])
+def test_every_row_is_summed_once_on_the_device(m):
+    _check_sums(norm_backward, m, None)
+
+
+def _check_sums(run, m, config):
+    """Checks sums of integers, which are exact: a row counted twice shows."""
+    n, values = 256, 1 + jnp.arange(m, dtype=jnp.float32) % 251
+    dy = jnp.broadcast_to(values[:, None], (m, n)).astype(BF16)
     out = run(
         dy,
-        NormResiduals(xhat, jnp.ones(m)),
+        NormResiduals(jnp.ones((m, n), BF16), jnp.ones(m)),
         NormVectors(gamma=jnp.ones(n), beta=jnp.zeros(n)),
         epilogue=Epilogue("rms"),
-        config=TuningConfig(rows=2, pipeline_stages=1, warpgroups=2),
+        config=config,
     )
-    np.testing.assert_array_equal(out.dbeta, m * (m - 1) / 2)
-    np.testing.assert_array_equal(out.dgamma, m * (m - 1) / 2)
+    np.testing.assert_array_equal(out.dbeta, jnp.sum(values))
+    np.testing.assert_array_equal(out.dgamma, jnp.sum(values))
+
+
+def test_every_row_of_a_bias_is_summed_once(run):
+    m, n = 130, 128
+    dy = jnp.broadcast_to(1 + jnp.arange(m)[:, None], (m, n)).astype(BF16)
+    residuals, vectors = NormResiduals(dy, None), NormVectors(bias=jnp.zeros(n))
+    config = TuningConfig(rows=4, pipeline_stages=2, warpgroups=2)
+    out = run(dy, residuals, vectors, epilogue=Epilogue("none"), config=config)
+    np.testing.assert_array_equal(out.dbias, m * (m + 1) / 2)
 
 
 @pytest.mark.gpu
@@ -245,8 +291,7 @@ def test_launches_repeat_bit_by_bit(n):
     support.assert_launches_repeat(f, *operands)
 
 
-def _lowers(n, norm, xhat_dtype, config):
-    m = 32768
+def _lowers(n, norm, xhat_dtype, config, *, m=32768):
     shape = jax.ShapeDtypeStruct
     rstd = shape((n // 256, m) if norm == "block" else (m,), jnp.float32)
     static = dict(epilogue=Epilogue(norm, "swish"), dz_fp8=E4M3, config=config)
@@ -267,6 +312,11 @@ def test_default_configs_lower_for_cuda(n, norm):
     assert _lowers(n, norm, E4M3, None)
 
 
+@pytest.mark.parametrize("n, norm", [(256, "layer"), support.slow(512, "block")])
+def test_any_number_of_rows_lowers_for_cuda(n, norm):
+    assert _lowers(n, norm, E4M3, None, m=49_999)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
@@ -279,7 +329,7 @@ def test_other_configs_lower_for_cuda(config):
 @pytest.mark.parametrize(
     "m, n, norm, xhat_dtype, reason",
     [
-        (100, 512, "layer", BF16, "m=100"),
+        (63, 512, "layer", BF16, "m=63 rows are fewer than 64"),
         (0, 512, "layer", BF16, "m=0"),
         (64, 100, "layer", BF16, "n=100"),
         (64, 1152, "layer", BF16, "n=1152"),
@@ -301,7 +351,7 @@ def test_refused_shapes_have_a_reason(m, n, norm, xhat_dtype, reason):
 def test_refused_configs_have_a_reason():
     refuse = functools.partial(why_not, 64, norm="layer", xhat_dtype=BF16)
     assert "shared memory" in refuse(1024, config=TuningConfig(pipeline_stages=5))
-    assert "rows of a tile" in refuse(256, config=TuningConfig(rows=3))
+    assert "rows of a tile" in refuse(128, config=TuningConfig(rows=17))
     assert "multiple of 512" in refuse(640, config=TuningConfig(lanes=128))
     assert "single rows" in refuse(512, config=TuningConfig(rows=2, lanes=128))
     assert "sums of columns" in refuse(256, config=TuningConfig(lanes=8))

@@ -32,10 +32,10 @@ SMALL = TuningConfig(lanes=8, pipeline_stages=1, warpgroups=1)
 run = support.launcher(norm_quantize)
 
 
-def _operands(n, norm):
+def _operands(n, norm, m=M):
     rng = np.random.default_rng(0)
-    rows = np.exp(rng.uniform(-3, 3, (M, 1)))  # of different sizes
-    z = rows * rng.standard_normal((M, n)) + rng.standard_normal((M, 1))
+    rows = np.exp(rng.uniform(-3, 3, (m, 1)))  # of different sizes
+    z = rows * rng.standard_normal((m, n)) + rng.standard_normal((m, 1))
     bias = jnp.asarray(rng.standard_normal(n), jnp.float32)
     return jnp.asarray(z, jnp.bfloat16), support.affine(n, norm)._replace(bias=bias)
 
@@ -66,8 +66,8 @@ def _check_tensor(out, y, xhat, rstd):
         support.assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=1e-5)
 
 
-def _check(run, n, norm, activation, want, config):
-    z, vectors = _operands(n, norm)
+def _check(run, n, norm, activation, want, config, *, m=M):
+    z, vectors = _operands(n, norm, m)
     if norm == "none":  # which has no deviation, and z in bfloat16 for its xhat
         want = dataclasses.replace(want, rstd=False, xhat=jnp.bfloat16)
     epilogue = Epilogue(norm, activation, EPSILON)
@@ -123,6 +123,30 @@ def test_widths_and_configs(run, n, norm, config):
 def test_rows_over_all_warps(run, n, norm, want, stages):
     config = TuningConfig(lanes=128, pipeline_stages=stages, warpgroups=2)
     _check(run, n, norm, "hard_swish", want, config)
+
+
+@pytest.mark.parametrize(
+    "m, n, norm, config",
+    [
+        (65, 256, "layer", SMALL),
+        (100, 512, "block", TuningConfig(16, rows=2, pipeline_stages=1, warpgroups=1)),
+        (130, 512, "rms", TuningConfig(32, rows=4, pipeline_stages=0, warpgroups=2)),
+        support.slow(200, 128, "none", None),
+        support.slow(1000, 256, "layer", None),
+        support.slow(65, 512, "rms", TuningConfig(lanes=128, warpgroups=2)),
+    ],
+)
+def test_rows_beyond_the_last_whole_tile(run, m, n, norm, config):
+    _check(run, n, norm, "swish", ROW_SCALES, config, m=m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5000, 49_999])
+@pytest.mark.parametrize(
+    "n, norm", [(256, "layer"), (512, "rms"), (512, "block"), (1024, "layer")]
+)
+def test_any_number_of_rows_on_the_device(m, n, norm):
+    _check(norm_quantize, n, norm, "swish", ROW_SCALES, None, m=m)
 
 
 @pytest.mark.parametrize("config", [SMALL, TuningConfig(lanes=128, warpgroups=2)])
@@ -214,7 +238,7 @@ def test_other_configs_lower_for_cuda(n, norm, config):
 @pytest.mark.parametrize(
     "m, n, norm, reason",
     [
-        (100, 512, "layer", "m=100"),
+        (63, 512, "layer", "m=63 rows are fewer than 64"),
         (0, 512, "layer", "m=0"),
         (64, 100, "layer", "n=100"),
         (64, 2304, "block", "n=2304"),
@@ -232,7 +256,7 @@ def test_refused_shapes_have_a_reason(m, n, norm, reason):
 def test_refused_configs_have_a_reason():
     refuse = functools.partial(why_not, 64, norm="layer")
     assert "shared memory" in refuse(4096, config=TuningConfig(pipeline_stages=4))
-    assert "rows of a tile" in refuse(256, config=TuningConfig(lanes=8, rows=8))
+    assert "rows of a tile" in refuse(128, config=TuningConfig(lanes=8, rows=8))
     assert "multiple of 512" in refuse(1152, config=TuningConfig(lanes=128))
 
 
