@@ -20,7 +20,7 @@ from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
 _TILE = 128  # rows and columns of a product that an SM computes at a time
-_ROWS = 64  # of which kernels take multiples: others are copied
+_EVEN = 64  # sizes of which multiples fill the tiles of all kernels
 _ALIGNED = 8  # bfloat16 values in 16 bytes, which a fast load takes
 _SECTOR = 32  # bytes of the smallest access to memory
 
@@ -57,7 +57,6 @@ def work(
     if choice.provider != "pallas":
         return np.array(parts)
     fused = is_fused(spec, choice)
-    parts += _if(spec.m % _ROWS > 0, [launch, *passes[:2]])
     parts += _if(fused, [launch, *passes, *products[:2]])
     parts += _if(not fused, [launch, *passes])
     return np.array(parts)
@@ -79,7 +78,7 @@ def place(spec: SiteSpec, choice: Choice) -> np.ndarray:
         spec.use_bias / 2,
         choice.provider == "pallas" and is_fused(spec, choice),
     ]
-    is_even = [spec.m % _ROWS == 0, spec.k % _ROWS == 0, spec.n % _ROWS == 0]
+    is_even = [size % _EVEN == 0 for size in (spec.m, spec.k, spec.n)]
     return np.array([*sizes, *kinds, *(x / 1.5 for x in is_even)], float)
 
 

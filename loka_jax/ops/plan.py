@@ -51,6 +51,7 @@ class KernelPlan:
         device: on which the site runs.
         recipe: the choice's recipe, without FP8 in products whose sizes rule it out.
         fwd, dlhs, drhs: the plans of the roles.
+        padding: rows that are added for the kernels.
         why_not: why the choice cannot run here at all, or None if it can.
         is_strict: a backward pass without a kernel of the provider is an error.
     """
@@ -62,6 +63,7 @@ class KernelPlan:
     fwd: RolePlan
     dlhs: RolePlan
     drhs: RolePlan
+    padding: int = 0
     why_not: str | None = None
     is_strict: bool = True
 
@@ -78,11 +80,6 @@ class KernelPlan:
     def runs_kernels(self) -> bool:
         """True if a Pallas kernel runs the norm of the forward pass."""
         return self.fwd.kernel is not None
-
-    @property
-    def padding(self) -> int:
-        """Rows that are added for the kernels."""
-        return -self.spec.m % pallas.ROWS if self.runs_kernels else 0
 
     @property
     def reads_fp8(self) -> bool:
@@ -149,7 +146,11 @@ def describe(plan: KernelPlan) -> dict[Role, str]:
 
 
 def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
-    """Returns the plan of Pallas kernels; `why_not` is set if none serves the site."""
+    """Returns the plan of Pallas kernels; `why_not` is set if none serves the site.
+
+    Rows are padded only if no kernel takes them as they are: the copies would cost more
+    than a product in a kernel of its own.
+    """
     padded = dataclasses.replace(spec, m=spec.m + -spec.m % pallas.ROWS)
     recipe, reasons = _feasible(padded, choice.recipe)
     why_not = pallas.why_not(spec, choice.recipe) or reasons.get("fwd")
@@ -157,10 +158,12 @@ def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
     if why_not is not None:
         return _without_kernels(spec, choice, device, why_not, why_not)
     fused, norm, backward = device.kernels
-    why_not_fused = fused.why_not(padded, recipe)
-    if why_not_fused is not None and norm.why_not(padded, recipe) is not None:
+    forward = (fused, norm)
+    rows = next((s for s in (spec, padded) if _any_serves(forward, s, recipe)), padded)
+    why_not_fused = fused.why_not(rows, recipe)
+    if not _any_serves(forward, rows, recipe):
         return _without_kernels(spec, choice, device, why_not_fused, why_not_fused)
-    why_not_backward = backward.why_not(padded, recipe)
+    why_not_backward = backward.why_not(rows, recipe)
     has_backward = why_not_backward is None
     is_fp8_dlhs = not has_backward or spec.n >= _LEAST_FP8_DLHS
     return KernelPlan(
@@ -181,7 +184,12 @@ def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
             why_not_backward,
         ),
         drhs=RolePlan(recipe.drhs, None, reasons.get("drhs")),
+        padding=rows.m - spec.m,
     )
+
+
+def _any_serves(kernels: tuple[SiteKernel, ...], spec: SiteSpec, recipe: Recipe):
+    return any(kernel.why_not(spec, recipe) is None for kernel in kernels)
 
 
 def _without_kernels(

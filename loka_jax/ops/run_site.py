@@ -124,7 +124,7 @@ def _by_xla(site: KernelRun, arrays: SiteArrays, state, observe):
 
 
 def _by_kernels(site: KernelRun, arrays: SiteArrays, state):
-    """Runs a site by kernels, on rows padded to whole tiles.
+    """Runs a site by kernels, on padded rows if they need that.
 
     Padding is zeros in both passes, which add nothing to the gradients of the weights.
     """

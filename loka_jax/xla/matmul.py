@@ -21,8 +21,8 @@ from loka_jax.recipe import GemmRecipe
 
 # Both operands contract their last dim.
 _K_MAJOR = (((1,), (1,)), ((), ()))
-# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. XLA would pad other sizes by
-# separate kernels, which cost more than FP8 gains at the sizes of these models.
+# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. Padding others costs more than FP8
+# gains at the sizes of these models, unless kernels save more: then rows are padded.
 _SIZE_MULTIPLE = 16
 
 
@@ -90,13 +90,19 @@ def fp8_product(
     out_dtype: DTypeLike,
     fast_accumulation: bool = False,
 ) -> Float[Array, "m n"]:
-    """Returns the unscaled product `lhs @ rhs.T`; the caller applies the scales."""
-    return jax.lax.platform_dependent(
-        lhs,
-        rhs,
+    """Returns the unscaled product `lhs @ rhs.T`; the caller applies the scales.
+
+    Where m or k is no multiple of 16, FP8 operands are padded with zeros. That of drhs,
+    whose k are the rows of a batch, joins the copies that transpose its operands.
+    """
+    m, k = lhs.shape
+    out = jax.lax.platform_dependent(
+        _pad(lhs, -m % _SIZE_MULTIPLE, -k % _SIZE_MULTIPLE),
+        _pad(rhs, 0, -k % _SIZE_MULTIPLE),
         cuda=lambda a, b: _dot(a, b, out_dtype, precision=_preset(fast_accumulation)),
         default=lambda a, b: _dot(a, b, out_dtype, precision=None),
     )
+    return out[:m]
 
 
 def high_precision_matmul(
@@ -126,6 +132,12 @@ _NAMES = {
 
 def _name(dtype: DTypeLike) -> str:
     return _NAMES.get(jnp.dtype(dtype), jnp.dtype(dtype).name)
+
+
+def _pad(x, rows: int, columns: int):
+    if rows == columns == 0:
+        return x
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), ((0, rows, 0), (0, columns, 0)))
 
 
 def _preset(fast_accumulation: bool) -> jax.lax.DotAlgorithmPreset:

@@ -3,6 +3,7 @@
 import pytest
 
 from loka_jax import triton
+from loka_jax.ops import device
 from loka_jax.ops.plan import describe, resolve, resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
@@ -76,9 +77,34 @@ def test_sizes_keep_a_role_out_of_fp8():
     # XLA runs it in the compute dtype, but it is no candidate.
     assert plan.why_not is None
     assert plan.refusal == "fwd: m=20 is not a positive multiple of 16"
-    # Kernels pad the rows.
+    # Kernels pad fewer rows than a tile's.
     padded = pallas("fp8_rowwise", SiteSpec(20, 32, 48))
     assert padded.refusal is None and padded.padding == 44
+
+
+@pytest.mark.parametrize(
+    "m, n, is_fused, padding, why_not_kernel",
+    [
+        (5000, 256, True, 0, None),
+        (49_999, 256, False, 0, "m=49999 is not a multiple of 8"),
+        # Only the fused kernel serves 64 columns.
+        (49_999, 64, True, 49, None),
+        (63, 256, True, 1, None),
+    ],
+)
+def test_rows_are_padded_where_no_kernel_takes_them(
+    m, n, is_fused, padding, why_not_kernel
+):
+    plan = pallas("bf16", SiteSpec(m, 256, n, "layer"), device.HOPPER)
+    assert (plan.is_fused, plan.padding) == (is_fused, padding)
+    assert plan.fwd.why_not_kernel == why_not_kernel
+
+
+@pytest.mark.parametrize("m", [5000, 49_999])
+def test_fp8_products_of_any_rows_are_served_beside_kernels(m):
+    plan = pallas("fp8_rowwise", SiteSpec(m, 2048, 2048, "layer"), device.HOPPER)
+    assert plan.refusal is None and plan.padding == 0
+    assert None not in (plan.fwd.gemm, plan.dlhs.gemm, plan.drhs.gemm)
 
 
 @pytest.mark.parametrize(

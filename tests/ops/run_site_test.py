@@ -249,19 +249,21 @@ def interpreter(interpret):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "name, norm, activation, out",
+    "m, name, norm, activation, out",
     support.slow_except(
         [
-            ("bf16", "none", "relu", "compute"),
-            ("fp8_rowwise_bf16_drhs", "layer", "swish", "fp8"),
-            ("fp8_tensorwise", "rms", "gelu", "both"),
-            ("fp8_tensorwise_delayed_bf16_drhs", "block", "hard_swish", "compute"),
+            (112, "bf16", "none", "relu", "compute"),
+            (112, "fp8_rowwise_bf16_drhs", "layer", "swish", "fp8"),
+            (112, "fp8_tensorwise", "rms", "gelu", "both"),
+            (112, "fp8_tensorwise_delayed_bf16_drhs", "block", "hard_swish", "compute"),
+            # In two kernels: the fused one takes rows in multiples of 8.
+            (100, "bf16", "layer", "swish", "fp8"),
         ],
-        ("fp8_rowwise_bf16_drhs", "layer", "swish", "fp8"),
+        (112, "fp8_rowwise_bf16_drhs", "layer", "swish", "fp8"),
     ),
 )
-def test_kernels_do_what_xla_does(interpreter, name, norm, activation, out):
-    lhs, rhs, dy = operands(112, 64, 128)
+def test_kernels_do_what_xla_does(interpreter, m, name, norm, activation, out):
+    lhs, rhs, dy = operands(m, 64, 128)
     vectors = reference.vectors(128, norm, with_bias=norm == "none")
     recipe = get_recipe(name)
     static = dict(norm=norm, activation=activation, recipe=recipe, out=out)
@@ -494,6 +496,45 @@ def test_rows_are_padded_and_padding_leaves_no_trace(device):
     (dlhs, *rest), (whole_dlhs, *whole_rest) = found[1], whole[1]
     chex.assert_trees_all_equal(dlhs, whole_dlhs[:m])
     chex.assert_trees_all_close(rest, whole_rest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_fp8_products_beside_kernels_take_any_rows(name):
+    m, static = 100, dict(norm="layer", activation="swish", device=stand_ins.HOPPER)
+    lhs, rhs, dy = operands(112, 32, 48)
+    lhs, dy = lhs.at[m:].set(0), dy.at[m:].set(0)
+    vectors = reference.vectors(48, "layer")
+    found = run(name, lhs[:m], rhs, dy[:m], vectors, **static)
+    whole = run(name, lhs, rhs, dy, vectors, **static)
+    chex.assert_trees_all_equal(found[0], whole[0][:m])
+    (dlhs, *rest), (whole_dlhs, *whole_rest) = found[1], whole[1]
+    chex.assert_trees_all_equal(dlhs, whole_dlhs[:m])
+    chex.assert_trees_all_close(rest, whole_rest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [72, 100])
+def test_kernels_of_a_chain_take_any_rows(interpreter, m):
+    sizes = zip((64, 128), (128, 128), strict=True)
+    first, second = (support.normal(k, n, seed=n + k) / k**0.5 for k, n in sizes)
+    lhs, _, dy = operands(m, 64, 128)
+    args = (lhs, first, second, reference.vectors(128, "layer"))
+    found, expected = (
+        pulled(chain("fp8_rowwise_bf16_drhs", device, "fp8"), padded(args), padded(dy))
+        for device, padded in ((interpreter, lambda x: x), (stand_ins.CPU, _with_zeros))
+    )
+    (y, (dlhs, *rest)), (exact_y, (exact_dlhs, *exact_rest)) = found, expected
+    # Its dlhs is in bfloat16, not in FP8.
+    assert worst_db(exact_y[:m], y) > 22 and worst_db(exact_dlhs[:m], dlhs) > 22
+    assert worst_db(exact_rest, rest) > 22
+    assert_no_races()
+
+
+def _with_zeros(x):
+    """Returns lhs of a chain's arguments, or dy, with rows of zeros for XLA's FP8."""
+    if isinstance(x, tuple):
+        return (_with_zeros(x[0]), *x[1:])
+    return jnp.pad(x, ((0, -len(x) % 16), (0, 0)))
 
 
 def test_leading_dims_are_kept(device):

@@ -1,5 +1,7 @@
 """XLA's references in the place of the Pallas kernels, devices, and a roofline."""
 
+import functools
+
 import jax.numpy as jnp
 
 from loka_jax import fp8, pallas, xla
@@ -45,8 +47,13 @@ _RUNS = {
 
 def hopper(**refusals: str) -> Device:
     """Returns a Hopper GPU whose kernels are XLA's references, with these refusals."""
+
+    def why_not(name, spec, recipe):
+        few = f"m={spec.m} rows are fewer than {pallas.ROWS}"
+        return few if spec.m < pallas.ROWS else refusals.get(name)
+
     kernels = [
-        SiteKernel(name, lambda spec, recipe, name=name: refusals.get(name), run)
+        SiteKernel(name, functools.partial(why_not, name), run)
         for name, run in _RUNS.items()
     ]
     return Device(compute_capability="9.0", kernels=pallas.SiteKernels(*kernels))
