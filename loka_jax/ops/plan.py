@@ -161,7 +161,7 @@ def _with_kernels(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
     forward = (fused, norm)
     rows = next((s for s in (spec, padded) if _any_serves(forward, s, recipe)), padded)
     why_not_fused = fused.why_not(rows, recipe)
-    if not _any_serves(forward, rows, recipe):
+    if why_not_fused is not None and norm.why_not(rows, recipe) is not None:
         return _without_kernels(spec, choice, device, why_not_fused, why_not_fused)
     why_not_backward = backward.why_not(rows, recipe)
     has_backward = why_not_backward is None

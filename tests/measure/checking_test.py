@@ -46,6 +46,26 @@ def test_what_is_right_passes(name, spec):
     assert why_wrong(spec, Choice.parse(name), stand_ins.HOPPER) is None
 
 
+# 5,000 rows are for all kernels, 49,999 for those that work by rows.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "m, n, norm, form",
+    [
+        (5000, 256, "layer", "in out"),
+        (5000, 256, "none", "out"),
+        (5000, 2048, "rms", ""),
+        (49_999, 256, "layer", "in out"),
+        (49_999, 512, "block", "out"),
+        (49_999, 1024, "rms", ""),
+    ],
+)
+def test_rows_that_fill_no_tile_are_right_on_the_device(m, n, norm, form):
+    spec = form_spec(SiteSpec(m, 256, n, norm, "swish", use_bias=True), form)
+    names = ("fp8_tensorwise",) if spec.fp8_in else ("bf16", "fp8_tensorwise")
+    choices = [Choice.parse(f"pallas {name}") for name in names]
+    assert [why_wrong(spec, choice) for choice in choices] == [None] * len(names)
+
+
 def test_what_does_not_run_has_a_reason():
     spec = SiteSpec(64, 64, 128)
     reason = why_wrong(spec, Choice.parse("pallas bf16"), Device(platform="cpu"))
