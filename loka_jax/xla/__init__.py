@@ -7,6 +7,8 @@ dense_norm        reference of `pallas.dense_norm`
 norm_backward     backward pass of activation and norm
 cross_tail        what follows the product of a cross layer, and its backward pass
 norm_tail         norm, residual and activation, and their backward pass
+pack, sum_packed, unpack
+                  vectors in 8 bits for the wire
 """
 
 from loka_jax.xla.dense_norm import (
@@ -22,6 +24,7 @@ from loka_jax.xla.matmul import (
     high_precision_matmul,
     why_not,
 )
+from loka_jax.xla.packed import pack, sum_packed, unpack
 from loka_jax.xla.tails import (
     cross_tail,
     cross_tail_backward,
@@ -42,5 +45,8 @@ __all__ = [
     "norm_backward",
     "norm_tail",
     "norm_tail_backward",
+    "pack",
+    "sum_packed",
+    "unpack",
     "why_not",
 ]

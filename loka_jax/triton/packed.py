@@ -1,0 +1,145 @@
+"""Packing of vectors in 8 bits in Triton: a launch each to pack, to add up, to unpack.
+
+Each reads its operand once and writes its result once, without arrays in between; XLA
+takes several passes. Letters as in `loka_jax.packed`: m values, n parts of k blocks of
+b values, w bytes of a packed part.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from loka_jax.packed import Packing
+from loka_jax.triton.launch import launch, require_triton
+
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_MAX_BLOCKS = 2**31 - 1  # numbers of blocks are int32
+
+
+class TuningConfig(NamedTuple):
+    """The tunable parameters of a launch.
+
+    Attributes:
+        values: of a program's tile, a multiple of the block.
+        num_warps: warps of a program.
+    """
+
+    values: int = 4096
+    num_warps: int = 4
+
+
+CONFIG = TuningConfig()
+
+
+def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
+    """Returns why a vector is not served, or None if it is.
+
+    Args:
+        packing: of the vector.
+        dtype: of the vector.
+    """
+    if jnp.dtype(dtype) not in _DTYPES:
+        return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
+    blocks = packing.parts * packing.blocks
+    if blocks > _MAX_BLOCKS:
+        return f"{blocks} blocks are more than {_MAX_BLOCKS}"
+    return None
+
+
+def pack(
+    x: Float[Array, "m"], packing: Packing, *, config: TuningConfig = CONFIG
+) -> UInt8[Array, "n w"]:
+    """Returns the packed parts of a float32 or bfloat16 vector.
+
+    Raises:
+        ValueError: if the vector is not served (see `why_not`).
+        ImportError: if jax-triton is not installed.
+    """
+    _check("pack", packing, x.dtype)
+    from loka_jax.triton import packed_kernel  # not above: it imports Triton
+
+    out = _rows(packing.parts, packing)
+    blocks = packing.parts * packing.blocks
+    (packed,) = _run(packed_kernel.pack_kernel, x, out, blocks, packing, config)
+    return packed
+
+
+def sum_packed(
+    packed: UInt8[Array, "n w"], packing: Packing, *, config: TuningConfig = CONFIG
+) -> UInt8[Array, "1 w"]:
+    """Returns the packed sum of n packed parts, added up in float32 in their order.
+
+    Raises:
+        ImportError: if jax-triton is not installed.
+    """
+    _check("sum_packed", packing)
+    from loka_jax.triton import packed_kernel
+
+    out, blocks = _rows(1, packing), packing.blocks
+    (total,) = _run(packed_kernel.sum_kernel, packed, out, blocks, packing, config)
+    return total
+
+
+def unpack(
+    packed: UInt8[Array, "n w"],
+    packing: Packing,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    config: TuningConfig = CONFIG,
+) -> Float[Array, "m"]:
+    """Returns the vector of these parts, float32 or bfloat16.
+
+    Raises:
+        ValueError: if the dtype is not served (see `why_not`).
+        ImportError: if jax-triton is not installed.
+    """
+    _check("unpack", packing, dtype)
+    from loka_jax.triton import packed_kernel
+
+    out = jax.ShapeDtypeStruct((packing.size,), dtype)
+    blocks = packing.parts * packing.blocks
+    (x,) = _run(packed_kernel.unpack_kernel, packed, out, blocks, packing, config)
+    return x
+
+
+def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, packing.row_bytes), jnp.uint8)
+
+
+def _run(
+    kernel: Any,
+    operand: Array,
+    out: jax.ShapeDtypeStruct,
+    blocks: int,
+    packing: Packing,
+    config: TuningConfig,
+):
+    """Returns the results of a kernel whose programs share `blocks` blocks."""
+    tile = config.values // packing.block
+    return launch(
+        kernel,
+        operand,
+        outputs=[out],
+        grid=-(-blocks // tile),
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants=dict(
+            size=packing.size,
+            parts=packing.parts,
+            blocks=packing.blocks,
+            block=packing.block,
+            tile=tile,
+            is_int8=packing.format == "int8",
+            limit=packing.limit,
+        ),
+    )
+
+
+def _check(name: str, packing: Packing, dtype: DTypeLike = jnp.float32) -> None:
+    reason = why_not(packing, dtype)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}.")
+    require_triton()

@@ -1,0 +1,64 @@
+"""Packing of vectors in 8 bits by XLA, the reference of `triton.packed`.
+
+Letters as in `loka_jax.packed`: m values, n parts of k blocks of b values, w bytes of a
+packed part.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from loka_jax import fp8
+from loka_jax.fp8 import E4M3
+from loka_jax.packed import SCALE_BYTES, Packing
+
+
+def pack(x: Float[Array, "m"], packing: Packing) -> UInt8[Array, "n w"]:
+    """Returns the packed parts of a vector."""
+    padding = packing.parts * packing.part - packing.size
+    x = jnp.pad(x.astype(jnp.float32), (0, padding))
+    return _pack(x.reshape(packing.parts, packing.blocks, packing.block), packing)
+
+
+def sum_packed(packed: UInt8[Array, "n w"], packing: Packing) -> UInt8[Array, "1 w"]:
+    """Returns the packed sum of n packed parts, added up in float32 in their order."""
+    total = functools.reduce(jnp.add, _unpack(packed, packing))
+    return _pack(total[None], packing)
+
+
+def unpack(
+    packed: UInt8[Array, "n w"], packing: Packing, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "m"]:
+    """Returns the vector of these parts in a dtype."""
+    return _unpack(packed, packing).ravel()[: packing.size].astype(dtype)
+
+
+def _pack(blocks: Float[Array, "p k b"], packing: Packing) -> UInt8[Array, "p w"]:
+    amax = fp8.amax(blocks, (2,))
+    # As in `fp8.compute_scale_inv`: no scale overflows, no factor is subnormal.
+    floor = 2 * packing.limit * float(jnp.finfo(jnp.float32).tiny)
+    scale = packing.limit / jnp.maximum(amax, floor)
+    scale_inv = jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
+    codes = _cast(blocks * scale, packing)
+    parts = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (codes, scale_inv))
+    return jnp.concatenate([x.reshape(len(blocks), -1) for x in parts], axis=1)
+
+
+def _cast(scaled: Float[Array, "p k b"], packing: Packing) -> Array:
+    if packing.format == "e4m3":
+        return fp8.saturate(scaled, E4M3)
+    limit = packing.limit
+    return jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int8)
+
+
+def _unpack(packed: UInt8[Array, "p w"], packing: Packing) -> Float[Array, "p k b"]:
+    codes, scales = jnp.split(packed, [packing.part], axis=1)
+    shape = (len(packed), packing.blocks)
+    dtype = jnp.int8 if packing.format == "int8" else E4M3
+    codes = jax.lax.bitcast_convert_type(codes.reshape(*shape, packing.block), dtype)
+    scales = scales.reshape(*shape, SCALE_BYTES)
+    scale_inv = jax.lax.bitcast_convert_type(scales, jnp.float32)
+    return codes.astype(jnp.float32) * scale_inv[..., None]
