@@ -14,6 +14,7 @@ References:
     Learning Acceleration. arXiv 2506.17615.
 """
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Literal
 
@@ -87,9 +88,9 @@ def quantized_psum(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{leaf.dtype} values have no rounded sum: psum them.")
     devices = jax.lax.axis_size(axis_name)
-    flat, starts = _joined(leaves, block)
-    if flat.size == 0:
+    if not leaves:
         return x
+    flat, starts = _joined(leaves, block)
     packing = Packing(flat.size, devices, block, format)
     provider = chosen(implementation, _triton.why_not(packing, flat.dtype))
     if devices == 1:
@@ -103,20 +104,17 @@ def quantized_psum(
 
 
 def _joined(leaves: list[Array], block: int) -> tuple[Float[Array, "m"], list[int]]:
-    """Returns the arrays as one, each from the start of a block on, and these starts.
+    """Returns the arrays as one, each filled up to whole blocks, and where they start.
 
-    Bfloat16 if all are, else float32.
+    Bfloat16 if all are, else float32. Whole blocks also let kernels move whole words.
     """
     is_narrow = all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
     dtype = jnp.bfloat16 if is_narrow else jnp.float32
-    starts, parts, end = [], [], 0
-    for leaf in leaves:
-        padding = -end % block
-        parts += [jnp.zeros(padding, dtype)] if padding else []
-        parts.append(leaf.ravel().astype(dtype))
-        starts.append(end + padding)
-        end += padding + leaf.size
-    return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype), starts
+    parts = [
+        jnp.pad(leaf.ravel().astype(dtype), (0, -leaf.size % block)) for leaf in leaves
+    ]
+    *starts, _ = itertools.accumulate((part.size for part in parts), initial=0)
+    return jnp.concatenate(parts), starts
 
 
 def _sum(

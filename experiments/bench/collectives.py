@@ -1,0 +1,327 @@
+"""Times sums over all GPUs of a host: XLA's in float32 and bfloat16, ours in 8 bits.
+
+    python experiments/bench/collectives.py --out collectives.json [--table TABLE]
+
+One process drives all GPUs. For every size of a device's float32 array:
+
+    f32          psum
+    bf16         cast, psum, cast back
+    int8 xla     quantized_psum, XLA's passes around two collectives; block after `b`
+    int8 triton  the same with our kernels; e4m3 likewise
+
+Each is repeated inside one program, whose dispatch (about 150 us a program, one process
+for all devices) is so shared by all repetitions; programs are queued one behind the
+other, and those of all forms take turns. Times are wall clock of that queue, divided by
+the repetitions. Sums are compared with psum's on the devices: SQNR, and whether all
+devices have the same bits. `wire` is the dtypes of the collectives in the compiled
+program: XLA may sum bfloat16 in float32.
+
+Then the kernels alone on one GPU, by the profiler, as a fraction of the speed at which
+they would copy the bytes that they read and write, with `--configs` to tune them.
+
+`--table` adds the times to the table by which `gradients auto` chooses.
+On a CPU, to try it: `--mib 0.01 --local-mib 0.01 --repeat 2` with
+XLA_FLAGS=--xla_force_host_platform_device_count=2.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.bench import result as results
+from loka_jax import triton, xla
+from loka_jax.dispatch import gradient_wire
+from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.timing import Case, time_chains, time_kernels
+from loka_jax.ops.collectives import quantized_psum, sum_gradients
+from loka_jax.packed import Format, Packing
+from loka_jax.terminal import one_line
+from loka_jax.triton import packed as kernels
+
+AXIS = "device"
+ROTATED_BYTES, MAX_SETS = 120e6, 16  # twice the L2, from 2 MiB on
+_COLLECTIVE = re.compile(
+    r"= (\([^()]*\)|\S+) (?:all-to-all|all-gather|all-reduce|reduce-scatter)"
+    r"(?:-start)?\("
+)
+
+Sum = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON, after every size; printed only if None.
+        table: the table of `gradients auto` to which the times are added.
+        mib: sizes of a device's array in float32.
+        blocks: of 8-bit forms at every size.
+        all_blocks_at: the size at which every block is timed.
+        repeat: sums in a program.
+        local_mib: sizes at which the kernels are timed alone.
+        configs: also time other tuning configs of the kernels.
+        budget_s: begin no size after that many seconds.
+    """
+
+    out: pathlib.Path | None = None
+    table: pathlib.Path | None = None
+    mib: tuple[float, ...] = (1, 4, 16, 64, 256)
+    blocks: tuple[int, ...] = (128,)
+    all_blocks_at: float = 64
+    repeat: int = 20
+    local_mib: tuple[float, ...] = (64, 256)
+    configs: bool = False
+    budget_s: float = 140.0
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    start = time.perf_counter()
+    device = jax.devices()[0].device_kind
+    mesh = jax.make_mesh(
+        (jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    result = results.head("collectives", arguments) | {
+        "device": device,
+        "devices": jax.device_count(),
+        "time": f"wall clock, {arguments.repeat} sums in a program, queued",
+        "inputs": "N(0, 1), another seed on every device",
+        "triton": triton.why_not_here() or "runs",
+        "rows": [],
+        "local": [],
+    }
+    print(f"{jax.device_count()} x {device}, Triton: {result['triton']}")
+    steps = [("rows", functools.partial(measure, mesh, arguments), arguments.mib)]
+    steps.append(("local", functools.partial(local, arguments), arguments.local_mib))
+    for name, step, sizes in steps:
+        for mib in sizes:
+            if time.perf_counter() - start > arguments.budget_s:
+                result["stopped_before"] = f"{name} at {mib} MiB"
+                print("stopped before", result["stopped_before"])
+                break
+            result[name].append({"mib": mib} | step(mib))
+            result["seconds"] = time.perf_counter() - start
+            _print(name, result[name][-1])
+            results.write(arguments.out, result)
+    if arguments.table is not None:
+        gradient_wire.add(arguments.table, host_times(result))
+    return result
+
+
+def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
+    """Returns the sums by name."""
+    made: dict[str, Sum] = {
+        "f32": functools.partial(sum_gradients, axis_name=AXIS, wire="f32"),
+        "bf16": functools.partial(sum_gradients, axis_name=AXIS, wire="bf16"),
+    }
+    every = {*arguments.blocks, 32, 128, 256}
+    blocks = sorted(every) if mib == arguments.all_blocks_at else arguments.blocks
+    for provider in ("xla",) if triton.why_not_here() else ("xla", "triton"):
+        for block in arguments.blocks if provider == "xla" else blocks:
+            for format in ("int8", "e4m3"):
+                made[f"{format} {provider} b{block}"] = functools.partial(
+                    quantized_psum,
+                    axis_name=AXIS,
+                    format=format,
+                    block=block,
+                    implementation=provider,
+                )
+    return made
+
+
+def measure(mesh: jax.sharding.Mesh, arguments: Arguments, mib: float):
+    """Returns the times of all forms at a size, their errors and what travels."""
+    size, devices = round(mib * 2**18), mesh.size
+    spec = P(AXIS)
+    make = jax.jit(
+        lambda key: jax.random.normal(key, (devices, size)),
+        out_shardings=NamedSharding(mesh, spec),
+    )
+    x = make(jax.random.key(0, impl="rbg"))
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, in_specs=spec)
+    made = forms(arguments, mib)
+    records: dict[str, dict[str, Any]] = {name: {} for name in made}
+    chains = {}
+    for name, total in made.items():
+        repeated = over(
+            functools.partial(_repeated, total, arguments.repeat), out_specs=spec
+        )
+        try:
+            program = jax.jit(repeated).lower(x).compile()
+            jax.block_until_ready(program(x))
+        except Exception as error:  # the others are still worth timing
+            records[name]["failed"] = one_line(error)
+            continue
+        records[name]["wire"] = wire_types(program.as_text() or "")
+        chains[name] = functools.partial(_queue, program, x)
+    for name, taken in time_chains(chains, calls=2, rounds=5).items():
+        us = {key: value / arguments.repeat for key, value in taken._asdict().items()}
+        bus = 2 * (devices - 1) / devices * 4 * size / us["median_us"] / 1e3
+        records[name] |= us | {"bus_gb_s": bus}
+    checks = jax.jit(
+        over(
+            functools.partial(_checks, {name: made[name] for name in chains}),
+            out_specs=P(),
+        )
+    )(x)
+    for name, (sqnr_db, is_equal) in checks.items():
+        records[name] |= {"sqnr_db": float(sqnr_db), "equal_bits": bool(is_equal)}
+    for record in records.values():
+        if "median_us" in record and "median_us" in records["f32"]:
+            record["vs_f32"] = records["f32"]["median_us"] / record["median_us"]
+            record["vs_bf16"] = records["bf16"]["median_us"] / record["median_us"]
+    return {"forms": records}
+
+
+def _repeated(total: Sum, count: int, x: jax.Array) -> jax.Array:
+    """Returns a value of the last of many sums, each after the one before it."""
+
+    def once(_, carry):
+        # The barriers keep the loop from computing one sum once, or part of it.
+        x, _ = jax.lax.optimization_barrier(carry)
+        return x, jax.lax.optimization_barrier(total(x))[:1]
+
+    _, last = jax.lax.fori_loop(0, count, once, (x[0], x[0, :1]))
+    return last
+
+
+def _queue(program: Any, x: jax.Array, calls: int) -> list[jax.Array]:
+    return [program(x) for _ in range(calls)]
+
+
+def _checks(made: Mapping[str, Sum], x: jax.Array):
+    """Returns each sum's SQNR against psum, and whether devices have equal bits."""
+    x = x[0]
+    exact = jax.lax.psum(x, AXIS)
+    signal = jnp.sum(jnp.square(exact))
+
+    def check(total: Sum):
+        y = total(x)
+        bits = jax.lax.bitcast_convert_type(y, jnp.int32)
+        least, most = (f(bits, AXIS) for f in (jax.lax.pmin, jax.lax.pmax))
+        noise = jnp.maximum(jnp.sum(jnp.square(y - exact)), 1e-30)
+        return 10 * jnp.log10(signal / noise), jnp.all(least == most)
+
+    return {name: check(total) for name, total in made.items()}
+
+
+def wire_types(hlo: str) -> list[str]:
+    """Returns the dtypes of the arrays in a program's collectives."""
+    types = " ".join(_COLLECTIVE.findall(hlo))
+    return sorted(set(re.findall(r"([a-z]\w*)\[", types)))
+
+
+def local(arguments: Arguments, mib: float) -> dict[str, Any]:
+    """Returns the kernel times of packing, adding up and unpacking on one GPU."""
+    size, devices = round(mib * 2**18), max(2, jax.device_count())
+    num_sets = min(max(2, round(ROTATED_BYTES / (4 * size))), MAX_SETS)
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), num_sets)
+    sets = [jax.random.normal(key, (size,)) for key in keys]
+    programs: dict[str, tuple[Callable, list[tuple]]] = {
+        "copy": (lambda x: 1.5 * x, [(x,) for x in sets])
+    }
+    num_bytes = {"copy": 8 * size}
+    for format in ("int8", "e4m3"):
+        packing = Packing(size, devices, arguments.blocks[0], format)
+        rows = [
+            (jax.jit(functools.partial(xla.pack, packing=packing))(x),) for x in sets
+        ]
+        wire = devices * packing.row_bytes
+        for name, run in _providers(arguments, packing, format).items():
+            part = name.split()[0]
+            inputs = [(x,) for x in sets] if part == "pack" else rows
+            programs[name] = run, inputs
+            total = packing.row_bytes if part == "sum_packed" else 4 * size
+            num_bytes[name] = wire + total
+    compiled = compile_all(
+        {n: (run, inputs[0]) for n, (run, inputs) in programs.items()}
+    )
+    cases = {
+        name: Case(function, [leaves(one) for one in programs[name][1]])
+        for name, function in compiled.items()
+        if not isinstance(function, Exception)
+    }
+    times = time_kernels(cases)
+    rate = num_bytes["copy"] / times["copy"].median_us
+    records: dict[str, dict[str, Any]] = {
+        name: {"failed": one_line(function)}
+        for name, function in compiled.items()
+        if isinstance(function, Exception)
+    }
+    for name, taken in times.items():
+        records[name] = {
+            "us": taken.median_us,
+            "kernels": taken.kernels,
+            "of_copy_floor": num_bytes[name] / rate / taken.median_us,
+        }
+    return {"parts": devices, "copy_gb_s": rate / 1e3, "kernels": records}
+
+
+def _providers(
+    arguments: Arguments, packing: Packing, format: Format
+) -> dict[str, Callable]:
+    """Returns the functions that are timed, by part, format, provider and config."""
+    names = ("pack", "sum_packed", "unpack")
+    runs: dict[str, Callable] = {
+        f"{name} {format} xla": functools.partial(getattr(xla, name), packing=packing)
+        for name in names
+    }
+    if triton.why_not_here():
+        return runs
+    others = [
+        kernels.TuningConfig(values, warps)
+        for values in (512, 1024, 2048, 4096, 8192)
+        for warps in (4, 8)
+        if values >= 128 * warps
+    ]
+    configs = others if arguments.configs and format == "int8" else []
+    for config in dict.fromkeys([kernels.CONFIG, *configs]):
+        tile = f"{config.values}x{config.num_warps}"
+        for name in names:
+            runs[f"{name} {format} triton {tile}"] = functools.partial(
+                getattr(kernels, name), packing=packing, config=config
+            )
+    return runs
+
+
+def host_times(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the times of a result as the table of `gradients auto` has them."""
+    names = {"f32": "f32", "bf16": "bf16"}
+    names |= {f"int8 {p}": f"int8 {p} b128" for p in ("xla", "triton")}
+    times: dict[str, dict[str, float]] = {}
+    for name, form in names.items():
+        times[name] = {
+            str(round(row["mib"] * 2**20)): round(row["forms"][form]["median_us"], 1)
+            for row in result["rows"]
+            if "median_us" in row["forms"].get(form, {})
+        }
+    return {
+        "device": result["device"],
+        "devices": result["devices"],
+        "source": result["command"],
+        "us": {name: values for name, values in times.items() if values},
+    }
+
+
+def _print(name: str, row: dict[str, Any]) -> None:
+    print(f"{name}: {row['mib']} MiB")
+    for form, record in row["forms" if name == "rows" else "kernels"].items():
+        shown = {
+            k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()
+        }
+        print(f"  {form:26}", shown, flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
