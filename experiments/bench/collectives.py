@@ -11,10 +11,10 @@ One process drives all GPUs. For every size of a device's float32 array:
 
 Each is repeated inside one program, a sum of sums, so that its dispatch (about 150 us,
 one process for all devices) is shared by all repetitions; programs are queued one
-behind the other, and those of all forms take turns. Times are wall clock of that queue,
-divided by the repetitions. Sums are compared with psum's on the devices: SQNR, and whether all
-devices have the same bits. `wire` is the dtypes of the collectives in the compiled
-program: XLA may sum bfloat16 in float32.
+behind the other, and those of all forms take turns. Times are wall clock of that
+queue, divided by the repetitions. Sums are compared with psum's on the devices: SQNR,
+and whether all devices have the same bits. `wire` is the dtypes of the collectives in
+the compiled program: XLA may sum bfloat16 in float32.
 
 Then the kernels alone on one GPU, by the profiler, as a fraction of the speed at which
 they would copy the bytes that they read and write, with `--configs` to tune them.
