@@ -34,6 +34,13 @@ _OPTIONS = {
 }
 _OWN_OPTIONS = {
     "train.py": {},
+    "plan.py": {
+        "--gpus N": "number of GPUs, all meshes of which are shown",
+        "--simulate": "instead, the fastest mesh of 1 to 4,096 GPUs",
+        "--dense-us T": "measured time of a step without its tables",
+        "--rates.* ...": "speeds of links and GPUs, and their memory",
+        "--out FILE": "also writes the numbers as JSON",
+    },
     "probe.py": {"--survey.* ...": "how candidates are measured"},
     "tune.py": {
         "--table FILE": "where the times and errors are written",

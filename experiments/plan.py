@@ -1,0 +1,160 @@
+"""Says what each mesh of GPUs would take of memory, wire and time; nothing runs.
+
+    python experiments/plan.py --config fp8_dlrm --gpus 8
+    python experiments/plan.py --config fp8_dlrm --simulate
+
+For every mesh of M replicas x L shards: gigabytes a GPU, megabytes that a GPU sends in
+a step, and the time of the step, by part. The batch of the configuration is that of all
+GPUs. `--simulate` gives every GPU that batch instead, on 1 to 4,096 GPUs, and prints
+the fastest mesh of each number, and its speed as a share of that many single GPUs.
+
+Rates are those of an H200 and of links between H100, or yours: `--rates.link-gb-s`,
+`--rates.network-gb-s`, ... `--dense-us` is the measured time of a step without its
+tables; else it is estimated. docs/planner.md has the model.
+
+Exit codes: 0 printed; 2 no mesh fits, or an option that you can mend.
+"""
+
+import sys
+
+from experiments.first_help import first_help
+
+if __name__ == "__main__":  # the imports below take seconds
+    first_help(sys.argv[1:], "plan.py")
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.cli import parse_with, run_cli
+from loka_jax import jsonfile
+from loka_jax.data import Schema, generated, open_data
+from loka_jax.train.config import Config
+from loka_jax.train.mesh_plan import (
+    GB,
+    Estimate,
+    Mesh,
+    Rates,
+    Workload,
+    best,
+    estimate,
+    meshes,
+)
+from loka_jax.train.mesh_workload import workload_of
+
+SIMULATED = tuple(2**k for k in range(13))
+_NO_FILE = pathlib.Path()
+
+
+def plan(config: Config, options: Mapping[str, Any]) -> int:
+    """Prints what meshes take, and returns the exit code.
+
+    Raises:
+        ValueError: if no mesh fits.
+    """
+    rates, gpus = options["rates"], options["gpus"]
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus} must be at least 1.")
+    dense_us = options["dense_us"] or None
+    schema = _schema(config)
+    if options["simulate"]:
+        workload = workload_of(config, schema, config.loop.batch_size, dense_us)
+        found = [best(workload, n, rates) for n in SIMULATED]
+        print(simulation(workload, found, rates))
+    else:
+        if config.loop.batch_size % gpus:
+            raise ValueError(
+                f"--loop.batch-size {config.loop.batch_size} must be a multiple of "
+                f"--gpus {gpus}."
+            )
+        batch = config.loop.batch_size // gpus
+        workload = workload_of(config, schema, batch, dense_us)
+        found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
+        print(report(workload, found, rates))
+        print(f"fastest: {best(workload, gpus, rates).mesh}")
+    if options["out"] != _NO_FILE:
+        jsonfile.write(options["out"], as_json(workload, found, rates))
+    return 0
+
+
+def report(workload: Workload, found: list[Estimate], rates: Rates) -> str:
+    """Returns a table of meshes with parts of memory, wire and time."""
+    head = f"{workload.name}, {workload.batch} examples a GPU"
+    lines = [head, "", "mesh        GB    MB sent   us a step"]
+    for one in found:
+        sent = sum(one.wire.values()) / 1e6
+        lines.append(
+            f"{one.mesh!s:9}{one.memory_bytes / GB:7.2f}{sent:9.1f}{one.step_us:11.0f}"
+        )
+        if reason := one.why_not(rates):
+            lines.append(f"          does not fit: {reason}")
+        lines.append(f"          GB: {_parts(one.memory, GB, 2)}")
+        lines.append(f"          MB: {_parts(one.wire, 1e6, 1)}")
+        lines.append(f"          us: {_parts(one.us, 1, 0)}")
+    return "\n".join(lines)
+
+
+def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
+    """Returns a table of the fastest mesh of each number of GPUs."""
+    alone = estimate(workload, Mesh(1, 1), rates).step_us
+    lines = [
+        f"{workload.name}, {workload.batch} examples a GPU, "
+        f"{rates.link_gb_s:g} GB/s in a host of {rates.gpus_per_host}, "
+        f"{rates.network_gb_s:g} between hosts",
+        "",
+        " GPUs  mesh         GB   us a step  of linear",
+    ]
+    lines += [
+        f"{one.mesh.gpus:5}  {one.mesh!s:9}{one.memory_bytes / GB:6.1f}"
+        f"{one.step_us:12.0f}{alone / one.step_us:10.1%}"
+        for one in found
+    ]
+    return "\n".join(lines)
+
+
+def as_json(workload: Workload, found: list[Estimate], rates: Rates) -> dict[str, Any]:
+    """Returns workload, rates and meshes as JSON values."""
+    return {
+        "workload": dataclasses.asdict(workload),
+        "rates": dataclasses.asdict(rates),
+        "meshes": [
+            dataclasses.asdict(one)
+            | {"step_us": one.step_us, "why_not": one.why_not(rates)}
+            for one in found
+        ],
+    }
+
+
+def _parts(parts: Mapping[str, float], unit: float, digits: int) -> str:
+    return ", ".join(f"{name} {x / unit:,.{digits}f}" for name, x in parts.items() if x)
+
+
+def _schema(config: Config) -> Schema:
+    """Returns the data's columns; generated data need not be made for that."""
+    if config.data.kind == "generated":
+        return generated.schema_of(config.data)
+    return open_data(config.data, seed=config.seed).train.schema
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def command() -> int:
+        config, options = parse_with(
+            arguments,
+            "plan.py",
+            gpus=8,
+            simulate=False,
+            dense_us=0.0,
+            rates=Rates(),
+            out=_NO_FILE,
+        )
+        return plan(config, options)
+
+    return run_cli(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""What a mesh of M x L GPUs takes of memory, wire and time: arithmetic alone.
+
+The rows of the tables lie on L shards, M times; the batch on all n = M L GPUs. Of a
+stack of tables, for one GPU: R rows of D values, N lookups of U distinct ids, and
+K = 1.05 U ids that it sends and, as owner, receives.
+
+    memory   tables (R / L) row_bytes; dense parameters, optimizer and gradients;
+             ids 8 K; rows and their gradients, both ways, 4 K D b; embeddings and
+             cotangents 2 N D b; sums 4 N D; sort 16 N; activations
+    wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
+             dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D), or
+             2 (M - 1) / M of the shard if that is less
+    time     what travels over its links, a latency for each collective, and the local
+             work: sorts of N and K ids, gathers of K and N rows, sums of N gradients,
+             updates of K rows (of M K with replicas)
+
+b = 2 bytes travel for a value (bfloat16). Nothing is assumed to overlap, and no GPU to
+be slower than another: real steps differ both ways. On one GPU it is the lookup, the
+sort and the update of today's step.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+WIRE_BYTES = 2  # of a value: bfloat16
+SPARE = 1.05  # capacity over distinct ids
+VIRTUAL_SHARDS = 256  # a mesh's shards divide them
+_ID_BYTES = 4
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A stack of tables, and its part in a step of one GPU.
+
+    Attributes:
+        rows: R.
+        dim: D.
+        row_bytes: of a row and its optimizer's state.
+        lookups: N.
+        distinct: U.
+    """
+
+    rows: int
+    dim: int
+    row_bytes: int
+    lookups: int
+    distinct: float
+
+    @property
+    def sent(self) -> float:
+        """K, the ids in this GPU's lists for the owners."""
+        return SPARE * self.distinct
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training step of one GPU.
+
+    Attributes:
+        name: of the configuration.
+        batch: examples of a GPU.
+        stacks: the tables.
+        gradient_bytes: of the dense gradients, float32.
+        state_bytes: of dense parameters, optimizer state and gradients.
+        activation_bytes: estimate of what the backward pass keeps.
+        dense_us: time of the step without tables.
+    """
+
+    name: str
+    batch: int
+    stacks: tuple[Stack, ...]
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    dense_us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speeds of a host and its links.
+
+    The local ones are those of an H200 (docs/benchmarks.md: lookup, sort and update of
+    1.7 M ids, D = 16), the link that of NCCL's all_to_all over four H100.
+
+    Attributes:
+        link_gb_s: a GPU's, to others of its host, one way.
+        network_gb_s: a GPU's, to other hosts: 400 Gb/s, not measured.
+        collective_us: latency of a collective in a host.
+        host_us: added for each doubling of the hosts; not measured.
+        peer_us: added for each GPU of other hosts in an all_to_all; not measured.
+        sorted_ids_us: ids sorted in a microsecond.
+        gather_gb_s: bytes read and written by lookups.
+        update_gb_s: bytes read and written by sums and updates of rows.
+        gpus_per_host: number of GPUs that `link_gb_s` connects.
+        memory_gb: of a GPU.
+        memory_share: the part of it that JAX takes.
+    """
+
+    link_gb_s: float = 300.0
+    network_gb_s: float = 50.0
+    collective_us: float = 20.0
+    host_us: float = 5.0
+    peer_us: float = 0.5
+    sorted_ids_us: float = 14_100.0
+    gather_gb_s: float = 4_000.0
+    update_gb_s: float = 870.0
+    gpus_per_host: int = 8
+    memory_gb: float = 141.0
+    memory_share: float = 0.75
+
+    def __post_init__(self):  # noqa: D105
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                option = f"--rates.{field.name.replace('_', '-')}"
+                raise ValueError(f"{option} {value} must be positive.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """M replicas of L shards."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"{self.replicas} x {self.shards}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a mesh takes of a GPU, by part.
+
+    Attributes:
+        mesh: the mesh.
+        memory: bytes.
+        wire: bytes sent in a step.
+        us: of a step.
+    """
+
+    mesh: Mesh
+    memory: dict[str, float]
+    wire: dict[str, float]
+    us: dict[str, float]
+
+    @property
+    def memory_bytes(self) -> float:
+        """All memory."""
+        return sum(self.memory.values())
+
+    @property
+    def step_us(self) -> float:
+        """The time of a step."""
+        return sum(self.us.values())
+
+    def why_not(self, rates: Rates) -> str | None:
+        """Returns why the mesh does not fit, or None."""
+        usable = rates.memory_gb * rates.memory_share
+        if self.memory_bytes <= usable * GB:
+            return None
+        largest = max(self.memory, key=lambda part: self.memory[part])
+        return (
+            f"{self.memory_bytes / GB:.1f} GB a GPU do not fit into {usable:.1f} GB "
+            f"({rates.memory_share:.0%} of {rates.memory_gb:g}); {largest} take "
+            f"{self.memory[largest] / GB:.1f}"
+        )
+
+
+def meshes(gpus: int) -> Iterator[Mesh]:
+    """Yields all meshes of that many GPUs, those with the most shards first."""
+    for shards in range(min(gpus, VIRTUAL_SHARDS), 0, -1):
+        if gpus % shards == 0 and VIRTUAL_SHARDS % shards == 0:
+            yield Mesh(gpus // shards, shards)
+
+
+def estimate(workload: Workload, mesh: Mesh, rates: Rates) -> Estimate:
+    """Returns what a mesh takes."""
+    return Estimate(
+        mesh,
+        _memory(workload, mesh),
+        _wire(workload, mesh),
+        _times(workload, mesh, rates),
+    )
+
+
+def best(workload: Workload, gpus: int, rates: Rates) -> Estimate:
+    """Returns the fastest mesh that fits.
+
+    Raises:
+        ValueError: if none fits, in one sentence.
+    """
+    found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
+    fitting = [one for one in found if one.why_not(rates) is None]
+    if fitting:
+        return min(fitting, key=lambda one: one.step_us)
+    least = min(found, key=lambda one: one.memory_bytes)
+    raise ValueError(
+        f"{workload.name} fits no mesh of {gpus} GPUs: on {least.mesh}, which takes "
+        f"least, {least.why_not(rates)}: use more GPUs, smaller tables or a smaller "
+        "batch."
+    )
+
+
+def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
+    parts = {
+        "tables": 0.0,
+        "dense": float(workload.state_bytes),
+        "activations": float(workload.activation_bytes),
+        "exchange": 0.0,
+        "rows": 0.0,
+    }
+    for s in workload.stacks:
+        parts["tables"] += math.ceil(s.rows / mesh.shards) * s.row_bytes
+        if mesh.shards > 1:
+            parts["exchange"] += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
+        parts["rows"] += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
+    return parts
+
+
+def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
+    away = (mesh.shards - 1) / mesh.shards
+    ids = sum(s.sent for s in workload.stacks) * _ID_BYTES
+    rows = sum(s.sent * s.dim for s in workload.stacks) * WIRE_BYTES
+    summed = 2 * (mesh.gpus - 1) / mesh.gpus * workload.gradient_bytes
+    return {
+        "ids": away * ids,
+        "rows": away * rows,
+        "row gradients": away * rows,
+        "dense gradients": summed,
+        "replicas": min(_row_sync(workload, mesh), _shard_sync(workload, mesh)),
+    }
+
+
+def _row_sync(workload: Workload, mesh: Mesh) -> float:
+    """Returns the bytes of the touched rows, from each other replica."""
+    rows = sum(s.sent * (_ID_BYTES + WIRE_BYTES * s.dim) for s in workload.stacks)
+    return (mesh.replicas - 1) * rows
+
+
+def _shard_sync(workload: Workload, mesh: Mesh) -> float:
+    """Returns the bytes of a mean of whole shards."""
+    shard = sum(s.rows * s.row_bytes for s in workload.stacks) / mesh.shards
+    return 2 * (mesh.replicas - 1) / mesh.replicas * shard
+
+
+def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
+    parts = {
+        "dense": workload.dense_us,
+        "route": 0.0,
+        "fetch": 0.0,
+        "give back": 0.0,
+        "replicas": 0.0,
+        "dense sum": 0.0,
+    }
+    for s in workload.stacks:
+        _add_rows(parts, s, mesh, rates)
+    if mesh.replicas > 1:
+        parts["replicas"] += _replica_us(workload, mesh, rates)
+    if mesh.gpus > 1:
+        # The sum, and the maximum of FP8 state and faults.
+        latency = 2 * _latency_us(mesh.gpus, rates)
+        parts["dense sum"] = latency + _sum_us(workload.gradient_bytes, mesh, rates)
+    return parts
+
+
+def _add_rows(parts: dict[str, float], s: Stack, mesh: Mesh, rates: Rates) -> None:
+    """Adds the times of one stack."""
+    value_bytes = WIRE_BYTES * s.dim
+    gather, update = 1e3 * rates.gather_gb_s, 1e3 * rates.update_gb_s  # bytes a us
+    sort_us = s.lookups / rates.sorted_ids_us
+    sums_us = s.lookups * value_bytes / update
+    if mesh.shards == 1:
+        parts["fetch"] += s.lookups * (4 * s.dim + value_bytes) / gather
+        parts["give back"] += sort_us + sums_us
+        parts["give back"] += s.distinct * 2 * s.row_bytes / update
+        return
+    parts["route"] += sort_us + _exchange_us(s.sent * _ID_BYTES, mesh, rates)
+    parts["fetch"] += (
+        s.sent * (4 * s.dim + value_bytes) / gather
+        + _exchange_us(s.sent * value_bytes, mesh, rates)
+        + 2 * s.lookups * value_bytes / gather
+    )
+    parts["give back"] += (
+        sums_us
+        + _exchange_us(s.sent * value_bytes, mesh, rates)
+        + s.sent / rates.sorted_ids_us
+        + s.sent * (value_bytes + 2 * s.row_bytes) / update
+    )
+
+
+def _exchange_us(num_bytes: float, mesh: Mesh, rates: Rates) -> float:
+    """Returns the time of an all_to_all over the shards."""
+    near = min(mesh.shards, rates.gpus_per_host)
+    far = mesh.shards - near
+    # Both kinds of link work at a time.
+    transfers = (
+        (near - 1) / mesh.shards * num_bytes / (1e3 * rates.link_gb_s),
+        far / mesh.shards * num_bytes / (1e3 * rates.network_gb_s),
+    )
+    return _latency_us(mesh.shards, rates) + far * rates.peer_us + max(transfers)
+
+
+def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
+    """Returns the time of what makes replicas equal: touched rows, or whole shards."""
+    is_near = mesh.gpus <= rates.gpus_per_host
+    speed = 1e3 * (rates.link_gb_s if is_near else rates.network_gb_s)
+    others = mesh.replicas - 1
+    more = sum(
+        others * s.sent / rates.sorted_ids_us
+        + others
+        * s.sent
+        * (WIRE_BYTES * s.dim + 2 * s.row_bytes)
+        / (1e3 * rates.update_gb_s)
+        for s in workload.stacks
+    )
+    rows_us = _row_sync(workload, mesh) / speed + more
+    shard_us = _shard_sync(workload, mesh) / speed
+    return _latency_us(mesh.gpus, rates) + min(rows_us, shard_us)
+
+
+def _sum_us(num_bytes: int, mesh: Mesh, rates: Rates) -> float:
+    """Returns the time of a sum: within hosts, then of each GPU's part between them."""
+    near = min(mesh.gpus, rates.gpus_per_host)
+    hosts = mesh.gpus / near
+    within = 2 * (near - 1) / near * num_bytes / (1e3 * rates.link_gb_s)
+    between = 2 * (hosts - 1) / hosts * num_bytes / near / (1e3 * rates.network_gb_s)
+    return within + between
+
+
+def _latency_us(gpus: int, rates: Rates) -> float:
+    hosts = max(1.0, gpus / rates.gpus_per_host)
+    return rates.collective_us + rates.host_us * math.log2(hosts)

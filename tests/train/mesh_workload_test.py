@@ -1,0 +1,67 @@
+"""The step of a GPU from a configuration: sizes of its parts, nothing allocated."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from experiments.configs import get_config
+from loka_jax.data import generated
+from loka_jax.train.config import EmbeddingConfig
+from loka_jax.train.mesh_plan import Mesh, Rates, estimate
+from loka_jax.train.mesh_workload import workload_of
+
+
+def workload(config, batch=64, **options):
+    return workload_of(config, generated.schema_of(config.data), batch, **options)
+
+
+def test_it_has_the_sizes_of_the_state():
+    config = get_config("fp8_dlrm_tiny")
+    step = workload(config, dense_us=5.0)
+    (stack,) = step.stacks
+    rows = sum(config.data.rows)
+    assert (stack.rows, stack.dim, stack.row_bytes) == (rows, 16, 4 * 16 + 4)
+    assert stack.lookups == 64 * len(config.data.rows)
+    assert 0 < stack.distinct < rows
+    # Adam: parameters, gradients and two moments, and a few counters.
+    assert 4 * step.gradient_bytes <= step.state_bytes <= 4 * step.gradient_bytes + 64
+    assert step.dense_us == 5.0
+
+
+def test_optimizers_of_rows_and_several_dims_count():
+    config = get_config("fp8_dlrm_tiny")
+    config = dataclasses.replace(
+        config,
+        embedding=EmbeddingConfig(dim=16, dims=("C1=8", "C2=8")),
+        optim=dataclasses.replace(config.optim, rows="adam"),
+    )
+    eight, sixteen = workload(config).stacks
+    assert (eight.dim, sixteen.dim) == (8, 16)
+    assert (eight.row_bytes, sixteen.row_bytes) == (3 * 32 + 4, 3 * 64 + 4)
+    assert eight.rows == sum(config.data.rows[:2])
+    assert eight.lookups == 64 * 2
+
+
+def test_estimates_follow_the_batch():
+    config = get_config("fp8_dlrm_tiny")
+    small, large = (workload(config, batch) for batch in (64, 6400))
+    assert large.activation_bytes == 100 * small.activation_bytes
+    assert large.dense_us > small.dense_us > 0
+
+
+@pytest.mark.slow
+def test_huge_tables_take_no_memory_here():
+    config = get_config("fp8_dlrm_tiny")
+    data = dataclasses.replace(config.data, rows=(10**9, *config.data.rows[1:]))
+    before = len(jax.live_arrays())
+    step = workload(dataclasses.replace(config, data=data))
+    assert step.stacks[0].rows > 10**9
+    assert len(jax.live_arrays()) <= before + 2  # keys
+
+
+def test_one_gpu_takes_the_time_that_was_measured():
+    """800 us of `fp8_dlrm` at 65,536 on an H200, 562 of them without the tables."""
+    step = workload(get_config("fp8_dlrm"), 65536, dense_us=562.0)
+    assert step.stacks[0].distinct == pytest.approx(83_000, rel=0.01)
+    assert estimate(step, Mesh(1, 1), Rates()).step_us == pytest.approx(800, rel=0.01)
