@@ -24,6 +24,7 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +38,10 @@ from loka_jax.train.mesh_plan import (
     Mesh,
     Rates,
     Workload,
-    best,
     estimate,
+    fastest,
     meshes,
+    require_fit,
 )
 from loka_jax.train.mesh_workload import workload_of
 
@@ -60,7 +62,7 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     schema = _schema(config)
     if options["simulate"]:
         workload = workload_of(config, schema, config.loop.batch_size, dense_us)
-        found = [best(workload, n, rates) for n in SIMULATED]
+        found = [fastest(workload, n, rates) for n in SIMULATED]
         print(simulation(workload, found, rates))
     else:
         if config.loop.batch_size % gpus:
@@ -72,9 +74,10 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
         workload = workload_of(config, schema, batch, dense_us)
         found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
         print(report(workload, found, rates))
-        print(f"fastest: {best(workload, gpus, rates).mesh}")
+        print(f"fastest: {require_fit(workload, gpus, rates).mesh}")
     if options["out"] != _NO_FILE:
-        jsonfile.write(options["out"], as_json(workload, found, rates))
+        text = jsonfile.dumps(as_json(workload, found, rates), indent=1)
+        jsonfile.write_text(options["out"], text + "\n")
     return 0
 
 
@@ -105,17 +108,20 @@ def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
         "",
         " GPUs  mesh         GB   us a step  of linear",
     ]
-    lines += [
-        f"{one.mesh.gpus:5}  {one.mesh!s:9}{one.memory_bytes / GB:6.1f}"
-        f"{one.step_us:12.0f}{alone / one.step_us:10.1%}"
-        for one in found
-    ]
+    for one in found:
+        fits = one.why_not(rates) is None
+        lines.append(
+            f"{one.mesh.gpus:5}  {one.mesh!s:9}{one.memory_bytes / GB:6.1f}"
+            f"{one.step_us:12.0f}{alone / one.step_us:10.1%}"
+            f"{'' if fits else '  does not fit'}"
+        )
     return "\n".join(lines)
 
 
 def as_json(workload: Workload, found: list[Estimate], rates: Rates) -> dict[str, Any]:
     """Returns workload, rates and meshes as JSON values."""
     return {
+        "command": shlex.join(["python", *sys.argv]),
         "workload": dataclasses.asdict(workload),
         "rates": dataclasses.asdict(rates),
         "meshes": [

@@ -190,22 +190,28 @@ def estimate(workload: Workload, mesh: Mesh, rates: Rates) -> Estimate:
     )
 
 
-def best(workload: Workload, gpus: int, rates: Rates) -> Estimate:
+def fastest(workload: Workload, gpus: int, rates: Rates) -> Estimate:
+    """Returns the fastest mesh that fits; if none does, the one that takes least."""
+    found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
+    fitting = [one for one in found if one.why_not(rates) is None]
+    if not fitting:
+        return min(found, key=lambda one: one.memory_bytes)
+    return min(fitting, key=lambda one: one.step_us)
+
+
+def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
     """Returns the fastest mesh that fits.
 
     Raises:
         ValueError: if none fits, in one sentence.
     """
-    found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
-    fitting = [one for one in found if one.why_not(rates) is None]
-    if fitting:
-        return min(fitting, key=lambda one: one.step_us)
-    least = min(found, key=lambda one: one.memory_bytes)
-    raise ValueError(
-        f"{workload.name} fits no mesh of {gpus} GPUs: on {least.mesh}, which takes "
-        f"least, {least.why_not(rates)}: use more GPUs, smaller tables or a smaller "
-        "batch."
-    )
+    found = fastest(workload, gpus, rates)
+    if reason := found.why_not(rates):
+        raise ValueError(
+            f"{workload.name} fits no mesh of {gpus} GPUs: on {found.mesh}, which "
+            f"takes least, {reason}: use more GPUs, smaller tables or a smaller batch."
+        )
+    return found
 
 
 def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:

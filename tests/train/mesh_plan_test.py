@@ -9,9 +9,10 @@ from loka_jax.train.mesh_plan import (
     Rates,
     Stack,
     Workload,
-    best,
     estimate,
+    fastest,
     meshes,
+    require_fit,
 )
 
 # Sent: 1.05 x 1,000 = 1,050 ids.
@@ -121,20 +122,20 @@ def test_what_does_not_fit_is_refused_with_numbers():
     large = dataclasses.replace(
         STEP, stacks=(dataclasses.replace(STACK, rows=6 * 10**7),)
     )
-    assert best(large, 8, RATES).mesh == Mesh(1, 8)
+    assert require_fit(large, 8, RATES).mesh == Mesh(1, 8)
     reason = estimate(large, Mesh(2, 2), RATES).why_not(RATES)
     assert reason == ("1.3 GB a GPU do not fit into 0.5 GB (50% of 1); tables take 1.3")
     with pytest.raises(
         ValueError, match="some fits no mesh of 4 GPUs: on 1 x 4, .* 0.7"
     ):
-        best(large, 4, RATES)
+        require_fit(large, 4, RATES)
 
 
 def test_more_gpus_are_never_faster_than_linear():
     alone = estimate(STEP, Mesh(1, 1), RATES).step_us
     for gpus in (2, 8, 64, 512):
-        assert best(STEP, gpus, RATES).step_us > 0.5 * alone
-    assert best(STEP, 512, RATES).step_us > best(STEP, 64, RATES).step_us
+        assert fastest(STEP, gpus, RATES).step_us > 0.5 * alone
+    assert fastest(STEP, 512, RATES).step_us > fastest(STEP, 64, RATES).step_us
 
 
 def test_rates_are_positive():
