@@ -51,6 +51,12 @@ from loka_jax.triton import packed as kernels
 AXIS = "device"
 SMALL = 2.0**-60  # repeated sums grow: 20 over 8 devices by 2^60
 ROTATED_BYTES, MAX_SETS = 120e6, 16  # twice the L2, from 2 MiB on
+CONFIGS = tuple(
+    kernels.TuningConfig(values, warps)
+    for warps in (4, 8)
+    for values in (512, 1024, 2048, 4096, 8192)
+    if values >= 128 * warps
+)
 _COLLECTIVE = re.compile(
     r"= (.+?) (?:all-to-all|all-gather|all-reduce|reduce-scatter)(?:-start)?\("
 )
@@ -276,18 +282,13 @@ def _providers(
     }
     if triton.why_not_here():
         return runs
-    others = [
-        kernels.TuningConfig(values, warps)
-        for values in (512, 1024, 2048, 4096, 8192)
-        for warps in (4, 8)
-        if values >= 128 * warps
-    ]
-    configs = others if arguments.configs and format == "int8" else []
-    for config in dict.fromkeys([kernels.CONFIG, *configs]):
-        tile = f"{config.values}x{config.num_warps}"
-        for name in names:
+    for name in names:
+        run = functools.partial(getattr(kernels, name), packing=packing)
+        runs[f"{name} {format} triton"] = run
+        for config in CONFIGS if arguments.configs and format == "int8" else ():
+            tile = f"{config.values}x{config.num_warps}"
             runs[f"{name} {format} triton {tile}"] = functools.partial(
-                getattr(kernels, name), packing=packing, config=config
+                run, config=config
             )
     return runs
 

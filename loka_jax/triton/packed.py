@@ -27,11 +27,15 @@ class TuningConfig(NamedTuple):
         num_warps: warps of a program.
     """
 
-    values: int = 4096
-    num_warps: int = 4
+    values: int
+    num_warps: int
 
 
-CONFIG = TuningConfig()
+PACK = TuningConfig(2048, 4)
+SUM = TuningConfig(4096, 4)
+# Four values a thread, so that loads of codes and stores of float32 have one layout:
+# with more, all values pass through shared memory.
+UNPACK = TuningConfig(1024, 8)
 
 
 def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
@@ -50,7 +54,7 @@ def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
 
 
 def pack(
-    x: Float[Array, "m"], packing: Packing, *, config: TuningConfig = CONFIG
+    x: Float[Array, "m"], packing: Packing, *, config: TuningConfig = PACK
 ) -> UInt8[Array, "n w"]:
     """Returns the packed parts of a float32 or bfloat16 vector.
 
@@ -68,7 +72,7 @@ def pack(
 
 
 def sum_packed(
-    packed: UInt8[Array, "n w"], packing: Packing, *, config: TuningConfig = CONFIG
+    packed: UInt8[Array, "n w"], packing: Packing, *, config: TuningConfig = SUM
 ) -> UInt8[Array, "1 w"]:
     """Returns the packed sum of n packed parts, added up in float32 in their order.
 
@@ -88,7 +92,7 @@ def unpack(
     packing: Packing,
     dtype: DTypeLike = jnp.float32,
     *,
-    config: TuningConfig = CONFIG,
+    config: TuningConfig = UNPACK,
 ) -> Float[Array, "m"]:
     """Returns the vector of these parts, float32 or bfloat16.
 
