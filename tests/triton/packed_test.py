@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from loka_jax import xla
+from loka_jax.ops.collectives import quantized_psum
 from loka_jax.packed import Packing
 from loka_jax.triton import packed
 from tests import support
-from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
+from tests.triton.support import (
+    compiled,
+    interpreted,
+    num_kernels,
+    on_gpu,
+    spilled_bytes,
+)
 
 __all__ = ["interpreted", "on_gpu"]
 
@@ -125,3 +133,19 @@ def test_kernels_compile_without_spills_and_move_whole_words(
     program = compiled(functools.partial(packed.unpack, packing=packing), rows)
     assert spilled_bytes(program.ptxas_report()) == 0
     assert "ld.global.b8" not in program.ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_devices_takes_three_kernels(check_vma):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    auto = (jax.sharding.AxisType.Auto,)
+    total = jax.shard_map(
+        lambda x: quantized_psum(x[0], "d", implementation="triton"),
+        mesh=jax.make_mesh((8,), ("d",), axis_types=auto),
+        in_specs=P("d"),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    assert num_kernels(total, jax.ShapeDtypeStruct((8, 5000), jnp.float32)) == 3
