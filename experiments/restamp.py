@@ -3,10 +3,11 @@
     python experiments/restamp.py [TABLE ...]
 
 A change of the sources makes a table stale. This lowers the programs of all candidates
-in the table, without a GPU and for as many sites at a time as there are cores, and
-compares their digests with those in the table. If all are equal, the times still hold
-and the table gets the digest of the current sources. Otherwise the table stays as it
-is, and the sites and choices that differ are listed, to be measured again.
+in the tables, without a GPU and for as many at a time as there are cores, and compares
+their digests with those in the table; devices share programs. If all are equal, the
+times still hold and the table gets the digest of the current sources. Otherwise the
+table stays as it is, and the sites and choices that differ are listed, to be measured
+again.
 
 `--record` stores the digests of a table that was just measured, with these sources.
 
@@ -20,7 +21,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import jax
@@ -33,10 +34,15 @@ from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import Table
 from loka_jax.site import SiteSpec
 
-SHIPPED = pathlib.Path(tables.__file__).parent / "tables" / "nvidia_h200.json"
+_FOLDER = pathlib.Path(tables.__file__).parent / "tables"
+SHIPPED = _FOLDER / "nvidia_h200.json"
 
 # Digests by candidate, of each site.
 type Programs = dict[SiteSpec, dict[str, str]]
+# A candidate at a site, and its passes.
+type _Timed = tuple[SiteSpec, str, tuple[str, ...]]
+
+_LINE_EVERY = 20  # candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +55,35 @@ class Options:
         workers: processes.
     """
 
-    paths: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional] = (SHIPPED,)
+    paths: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional] = tuple(
+        sorted(_FOLDER.glob("*.json"))
+    )
     record: bool = False
     workers: int = os.cpu_count() or 1
 
 
-def restamp(path: pathlib.Path, *, record: bool = False, workers: int = 1) -> int:
-    """Stamps a table, or lists the candidates that differ; returns the exit code.
+def restamp(
+    paths: Sequence[pathlib.Path], *, record: bool = False, workers: int = 1
+) -> int:
+    """Stamps tables, or lists the candidates that differ; returns the exit code.
 
     Raises:
-        ValueError: if the file is not a table, or was measured with other versions, or
+        ValueError: if a file is not a table, or was measured with other versions, or
             is to be recorded and was measured with other sources.
     """
-    table = tables.read(path)
-    _require_versions(path, table, record)
-    programs = programs_of(table, workers)
+    each = [tables.read(path) for path in paths]
+    for path, table in zip(paths, each, strict=True):
+        _require_versions(path, table, record)
+    programs = programs_of(each, workers)
+    return max(
+        _restamp(path, table, digests, record=record)
+        for path, table, digests in zip(paths, each, programs, strict=True)
+    )
+
+
+def _restamp(
+    path: pathlib.Path, table: Table, programs: Programs, *, record: bool
+) -> int:
     if not record:
         changed = differences(table, programs)
         if changed:
@@ -90,28 +110,39 @@ def differences(table: Table, programs: Programs) -> list[str]:
     ]
 
 
-def programs_of(table: Table, workers: int) -> Programs:
-    """Returns the digests of all candidates, with a line of progress on a terminal."""
-    # The sites with most candidates first, so that none of them runs alone at the end.
-    sites = sorted(table.sites, key=lambda site: -len(table.sites[site].passes()))
-    start = time.monotonic()
-    context = multiprocessing.get_context("spawn")
+def programs_of(each: Sequence[Table], workers: int) -> list[Programs]:
+    """Returns the digests of all candidates of each table, with lines of progress."""
+    timed = {x for table in each for site in table.sites for x in _timed(table, site)}
+    # Kernels first, which take the longest to lower.
+    order = sorted(timed, key=lambda x: (x[1].startswith("xla"), x))
+    start, context = time.monotonic(), multiprocessing.get_context("spawn")
+    digests: dict[_Timed, str] = {}
     with concurrent.futures.ProcessPoolExecutor(
         workers, mp_context=context, initializer=_use_cpu
     ) as pool:
-        jobs = {
-            pool.submit(site_programs, site, table.sites[site].passes()): site
-            for site in sites
-        }
-        programs = {}
+        jobs = {pool.submit(_program, one): one for one in order}
         for job in concurrent.futures.as_completed(jobs):
-            programs[jobs[job]] = job.result()
-            seconds = time.monotonic() - start
-            print(
-                f"{len(programs)}/{len(sites)} sites, {seconds:.0f} s: {jobs[job]}",
-                file=sys.stderr,
-            )
-    return programs
+            digests[jobs[job]] = job.result()
+            if len(digests) % _LINE_EVERY == 0:
+                seconds = time.monotonic() - start
+                print(f"{len(digests)}/{len(jobs)}, {seconds:.0f} s", file=sys.stderr)
+    return [
+        {
+            site: {one[1]: digests[one] for one in _timed(table, site)}
+            for site in table.sites
+        }
+        for table in each
+    ]
+
+
+def _timed(table: Table, site: SiteSpec) -> list[_Timed]:
+    passes = table.sites[site].passes()
+    return [(site, name, tuple(sorted(names))) for name, names in passes.items()]
+
+
+def _program(one: _Timed) -> str:
+    site, name, names = one
+    return site_programs(site, {name: names})[name]
 
 
 def _use_cpu():
@@ -144,10 +175,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         options = tyro.cli(Options, args=argv, description=__doc__)
-        return max(
-            restamp(path, record=options.record, workers=options.workers)
-            for path in options.paths
-        )
+        return restamp(options.paths, record=options.record, workers=options.workers)
 
     return run_cli(command)
 

@@ -27,12 +27,15 @@ def path(tmp_path, monkeypatch):
     return path
 
 
-def _programs_of(table, workers):
+def _programs_of(each, workers):
     assert workers >= 1
-    return {
-        site: restamp.site_programs(site, entry.passes())
-        for site, entry in table.sites.items()
-    }
+    return [
+        {
+            site: restamp.site_programs(site, entry.passes())
+            for site, entry in table.sites.items()
+        }
+        for table in each
+    ]
 
 
 def _change(path, programs=None, **header):
@@ -78,4 +81,4 @@ def test_programs_of_other_versions_are_not_compared(path, capsys):
 @pytest.mark.slow
 def test_processes_agree_with_this_one():
     table = Table(header_here(), {SITE: Entry(TIMES)})
-    assert restamp.programs_of(table, 1) == _programs_of(table, 1)
+    assert restamp.programs_of([table, table], 1) == _programs_of([table, table], 1)
