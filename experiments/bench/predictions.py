@@ -1,10 +1,12 @@
 """Judges the performance model at sites that it was not fitted on.
 
-    python experiments/bench/predictions.py --out predictions.json [--tables A B]
+    python experiments/bench/predictions.py --out predictions.json --tables A B
+    python experiments/bench/predictions.py --tables H100 --fitted A B
 
 Fits on nine tenths of the shapes of the tables, predicts every candidate at the others,
 and so on for each tenth; sites of the same features are in one tenth, whatever their
-rows. Needs no GPU: the times are in the tables.
+rows. With tables of another device to fit on, all sites are predicted from those and
+the two rooflines. Needs no GPU: the times are in the tables.
 
 error      |predicted / measured - 1|
 covered    measured times within 1.96 spreads of the predicted ones
@@ -25,7 +27,7 @@ import tyro
 from experiments.bench import result as results
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.site import BF16, Choice, SiteSpec
 
 _FOLDS = 10
@@ -39,11 +41,13 @@ class Arguments:
     Attributes:
         out: where to write the JSON; printed only if None.
         tables: of one device; one of them has a roofline.
+        fitted: of another device, to fit on; empty to leave shapes out instead.
         worst: the number of largest regrets to list.
     """
 
     out: pathlib.Path | None = None
     tables: tuple[pathlib.Path, ...] = ()
+    fitted: tuple[pathlib.Path, ...] = ()
     worst: int = 10
 
 
@@ -72,7 +76,13 @@ class Point(NamedTuple):
 def main(arguments: Arguments) -> dict[str, Any]:
     """Judges, prints, writes and returns the result."""
     table = _merged([tables.read(path) for path in arguments.tables])
-    points = list(_predicted(table))
+    if arguments.fitted:
+        fitted = _merged([tables.read(path) for path in arguments.fitted])
+        unknown = Table(table.header)
+        model = PerformanceModel(unknown, roofline=table.roofline, fitted=fitted)
+        points = [x for site in table.sites.items() for x in _predicted(model, *site)]
+    else:
+        points = list(_left_out(table))
     result = results.head("predictions", arguments) | {"sites": len(table.sites)}
     for name in _PASSES:
         judgement = judged([p for p in points if p.pass_name == name], arguments)
@@ -111,7 +121,7 @@ def judged(points: list[Point], arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _predicted(table: Table) -> Iterator[Point]:
+def _left_out(table: Table) -> Iterator[Point]:
     """Yields a point for each candidate, predicted without its shape."""
     shapes = sorted({(spec.k, spec.n) for spec in table.sites})
     for fold in range(_FOLDS):
@@ -119,14 +129,20 @@ def _predicted(table: Table) -> Iterator[Point]:
         kept = {s: e for s, e in table.sites.items() if (s.k, s.n) not in left_out}
         model = PerformanceModel(dataclasses.replace(table, sites=kept))
         for spec, entry in table.sites.items():
-            if (spec.k, spec.n) not in left_out:
-                continue
-            for pass_name in _PASSES:
-                measured = entry.times.get(pass_name, {})
-                choices = [Choice.parse(name) for name in measured]
-                predicted = model.predictions(spec, choices, pass_name)
-                for name, time in predicted.items():
-                    yield Point(spec, pass_name, name, measured[name], *time)
+            if (spec.k, spec.n) in left_out:
+                yield from _predicted(model, spec, entry)
+
+
+def _predicted(
+    model: PerformanceModel, spec: SiteSpec, entry: Entry
+) -> Iterator[Point]:
+    """Yields a point for each candidate that was measured at a site."""
+    for pass_name in _PASSES:
+        measured = entry.times.get(pass_name, {})
+        choices = [Choice.parse(name) for name in measured]
+        predicted = model.predictions(spec, choices, pass_name)
+        for name, time in predicted.items():
+            yield Point(spec, pass_name, name, measured[name], *time)
 
 
 def _merged(parts: list[Table]) -> Table:
