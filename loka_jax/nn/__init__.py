@@ -17,7 +17,9 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.nn.observed import PROBE, by_path, merge_stats
+from loka_jax.nn.overwriting import accumulate, overwriting
 from loka_jax.nn.planned import Model, Planned
+from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
@@ -46,14 +48,17 @@ __all__ = [
     "SelfAttention",
     "Site",
     "SiteContext",
+    "accumulate",
     "activation",
     "by_path",
+    "check_scales",
     "dot_features",
     "join_features",
     "list_sites",
     "merge_stats",
     "normalize",
     "overriding",
+    "overwriting",
     "probing",
     "site_context",
 ]

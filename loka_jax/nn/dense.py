@@ -2,8 +2,8 @@
 
 Delayed scaling keeps its state in the collection `_overwrite_with_gradient`, one small
 pytree a site. As in Flax's own FP8 operations its "gradient" is its next value:
-differentiate with respect to the collection, then replace it. Flax's `TrainState`
-does so by itself.
+differentiate with respect to the collection, then replace it. `nn.overwriting` lets
+any optax optimizer do so; Flax's `TrainState` does it by itself.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -22,6 +21,7 @@ from loka_jax import scaling, xla
 from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
 from loka_jax.nn.observed import per_sample_tap, site_tap
+from loka_jax.nn.scale_state import read_scaling
 from loka_jax.nn.sites import announce
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
@@ -196,10 +196,7 @@ def _with_state(
     if xla.why_not(_ANY_BATCH, spec.k, spec.n):
         choice = dataclasses.replace(plan.choice, recipe=in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
-    state = module.variable(
-        OVERWRITE_WITH_GRADIENT, "fp8_scaling", scaling.init_delayed, recipe
-    )
-    return plan, state.value
+    return plan, read_scaling(module, recipe)
 
 
 _ANY_BATCH = 16  # a number of rows that FP8 allows

@@ -1,0 +1,121 @@
+"""The FP8 state of a model under optax: overwritten, neither optimized nor averaged.
+
+    tx = nn.overwriting(optax.adamw(1e-3))
+    opt_state = tx.init(variables)                      # all that model.init returned
+    gradients = jax.grad(loss)(variables)
+    updates, opt_state = tx.update(gradients, opt_state, variables)
+    variables = optax.apply_updates(variables, updates)
+
+The optimizer sees everything but the collection `_overwrite_with_gradient`, whose
+gradient is its next value.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from flax import core, struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jaxtyping import Array, Float
+
+from loka_jax.nn.observed import PROBE
+from loka_jax.scaling import merge_delayed
+
+
+@struct.dataclass
+class Overwrite:
+    """An update that replaces what it is added to: `old + Overwrite(new)` is `new`.
+
+    So `optax.apply_updates`, which adds, overwrites. No difference could: `old + (new -
+    old)` is 0 in float32 where `new` is far smaller than `old`.
+
+    Attributes:
+        value: the new value.
+    """
+
+    value: Any
+
+    __array_ufunc__ = None  # numpy would look for elements to add
+
+    def __radd__(self, old: Any) -> Any:
+        """Returns the new value."""
+        del old
+        return self.value
+
+
+def overwriting(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer of all variables of a model that overwrites its FP8 state.
+
+    It must be outermost: `overwriting(optax.MultiSteps(tx, 4))`, and
+    `overwriting(optax.chain(clip, tx))`. Parameters alone go through unchanged, so that
+    it may stand in Flax's `TrainState`, which overwrites by itself.
+
+    Args:
+        optimizer: of everything but the FP8 state, which it never sees.
+
+    Raises:
+        ValueError: in `init` and `update`, if Probe's statistics are among the
+            variables: `merge_stats` updates them.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params):
+        return inner.init(_split(params)[0])
+
+    def update(updates, state, params=None, **extra) -> tuple[Any, Any]:
+        updates, states = _split(updates)
+        rest = None if params is None else _split(params)[0]
+        out, state = inner.update(updates, state, rest, **extra)
+        if states is None:
+            return out, state
+        return _joined(out, jax.tree.map(Overwrite, states)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def accumulate(
+    total: Any, gradients: Any, share: float | Float[Array, ""] = 1.0
+) -> Any:
+    """Returns `total + share * gradients`, the FP8 states merged by their maximum.
+
+    All microbatches of a step start from the same variables. A mean of states would
+    lose the loudest microbatch, whose values would then saturate.
+
+        total = jax.tree.map(jnp.zeros_like, variables)
+        for microbatch in microbatches:
+            total = nn.accumulate(total, gradients(microbatch), 1 / len(microbatches))
+
+    Args:
+        total: of the microbatches before; zeros at first.
+        gradients: of all variables of a model.
+        share: of the microbatch in the step.
+
+    Raises:
+        ValueError: if Probe's statistics are among the variables.
+    """
+    total, states = _split(total)
+    gradients, more = _split(gradients)
+    total = jax.tree.map(lambda a, b: (a + share * b).astype(a.dtype), total, gradients)
+    return total if states is None else _joined(total, merge_delayed(states, more))
+
+
+def _joined(variables: Any, states: Any) -> Any:
+    return core.copy(variables, {OVERWRITE_WITH_GRADIENT: states})
+
+
+def _split(variables: Any) -> tuple[Any, Any | None]:
+    """Returns variables without their FP8 states, and these, None if there are none."""
+    if not isinstance(variables, dict | core.FrozenDict):
+        return variables, None
+    if PROBE in variables:
+        raise ValueError(
+            f"the collection {PROBE!r} is no parameter: take it out of the variables "
+            "that the optimizer sees, and update it by nn.merge_stats."
+        )
+    if OVERWRITE_WITH_GRADIENT not in variables:
+        return variables, None
+    return core.pop(variables, OVERWRITE_WITH_GRADIENT)

@@ -1,0 +1,130 @@
+"""Is a delayed-scaling state one that sites have made?
+
+The state is no parameter, but it lies beside them in the variables of a model. An
+optimizer, a weight decay or a mean that takes it for one makes numbers of it that no
+site makes: stored scales are positive, finite and, unless a recipe says otherwise,
+powers of two. Outside of jit such a state is refused by an error that names the site.
+Inside, where values are unknown, all its factors become NaN: so does the loss.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.core import Tracer
+from jaxtyping import Array
+
+from loka_jax import scaling
+from loka_jax.recipe import OPERANDS, Recipe
+from loka_jax.scaling import DelayedScaling
+
+_NAME = "fp8_scaling"  # of the variable
+_MANTISSA = 0x007F_FFFF  # bits of a float32; none is set in a power of two
+_REMEDY = (
+    f"The collection {OVERWRITE_WITH_GRADIENT!r} is no parameter, its gradient is its "
+    "next value. Wrap the optimizer, nn.overwriting(tx), and add up gradients of "
+    "microbatches by nn.accumulate."
+)
+
+
+def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
+    """Returns the delayed-scaling state of a site, made anew by `init`.
+
+    Args:
+        module: of the site.
+        recipe: of the site, with delayed scaling.
+
+    Raises:
+        ValueError: if the variables lack the state, or outside of jit if a scale is
+            none; inside of jit all its scales are NaN then.
+    """
+    path = "/".join(module.path)
+    if not _has_state(module):
+        raise ValueError(
+            f"site {path!r} has no delayed scales, which its recipe {recipe.name!r} "
+            f"needs: give `apply` all that `init` returned, "
+            f"{{'params': ..., {OVERWRITE_WITH_GRADIENT!r}: ...}}, or take a recipe "
+            "without a state, such as 'fp8_tensorwise'."
+        )
+    init = functools.partial(scaling.init_delayed, recipe)
+    state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value
+    if isinstance(state.table, Tracer):
+        return DelayedScaling(_poisoned(recipe, state.table))
+    _check(path, state, _is_scale(np.asarray(state.table), recipe))
+    return state
+
+
+def check_scales(variables: Mapping[str, Any]) -> None:
+    """Checks the delayed scales among the variables of a model, outside of jit.
+
+    To be called once a loss is NaN, or after a restore.
+
+    Raises:
+        ValueError: naming a site with a scale that is negative or not finite.
+    """
+    states = variables.get(OVERWRITE_WITH_GRADIENT, {})
+    leaves = jax.tree_util.tree_leaves_with_path(
+        states, is_leaf=lambda x: isinstance(x, DelayedScaling)
+    )
+    for path, state in leaves:
+        name = "/".join(str(key.key) for key in path[:-1])
+        scales = np.asarray(state.scale_inv)
+        _check(name, state, np.isfinite(scales) & (scales >= 0))
+
+
+def _has_state(module: Any) -> bool:
+    if not isinstance(module, linen.Module):
+        return True
+    return module.has_variable(
+        OVERWRITE_WITH_GRADIENT, _NAME
+    ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+
+
+def _check(path: str, state: DelayedScaling, is_scale) -> None:
+    for operand, scale, valid in zip(OPERANDS, state.scale_inv, is_scale, strict=True):
+        if not valid:
+            raise ValueError(
+                f"the delayed scale of {operand} at site {path!r} is {scale:.6g}, and "
+                f"scales are positive, finite powers of two. {_REMEDY}"
+            )
+
+
+def _is_scale(table, recipe: Recipe) -> Array | np.ndarray:
+    """Returns, for each operand, True if its stored factor is one that a site made."""
+    np_or_jnp: Any = np if isinstance(table, np.ndarray) else jnp
+    scales = table[:, 0]
+    casts = [_delayed(recipe, operand) for operand in OPERANDS]
+    unused = np.array([cast is None for cast in casts])
+    any_value = np.array([cast is not None and not cast.pow2_scale for cast in casts])
+    is_power = (scales.view(np_or_jnp.int32) & _MANTISSA) == 0
+    is_factor = (scales > 0) & np_or_jnp.isfinite(scales) & (is_power | any_value)
+    return is_factor | unused
+
+
+def _delayed(recipe: Recipe, operand):
+    casts = (cast for cast in recipe.casts(operand) if cast.scaling == "delayed")
+    return next(casts, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _poisoned(recipe: Recipe, table: Array) -> Array:
+    """Returns a table, `max_merge.MaxMerged` or not, without any factor if one is bad.
+
+    Its history is infinite then, so that no site takes the state for a new one.
+    """
+    values = jax.lax.convert_element_type(table, jnp.float32)
+    bad = jnp.full_like(values, jnp.inf).at[:, 0].set(jnp.nan)
+    values = jnp.where(jnp.all(_is_scale(values, recipe)), values, bad)
+    return jax.lax.convert_element_type(values, table.dtype)
+
+
+# The gradient of a state is its next value, to which nothing is done.
+_poisoned.defvjp(
+    lambda recipe, table: (_poisoned(recipe, table), None),
+    lambda recipe, _, gradient: (gradient,),
+)

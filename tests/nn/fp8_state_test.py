@@ -1,0 +1,186 @@
+"""The FP8 state through optax: overwritten in one documented way, else refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import core
+from flax.training.train_state import TrainState
+
+from loka_jax import nn
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from tests import support
+
+MODEL = nn.Mlp((32, 16), recipe="fp8_tensorwise_delayed")
+X = support.normal(32, 64)
+
+
+@pytest.fixture(autouse=True)
+def promoting():
+    with jax.numpy_dtype_promotion("standard"):  # optax's optimizers need it
+        yield
+
+
+@pytest.fixture(scope="module")
+def initial():
+    return jax.jit(MODEL.init)(jax.random.key(0), X)
+
+
+def loss(variables, x):
+    return jnp.mean(MODEL.apply(variables, x).astype(jnp.float32) ** 2)
+
+
+gradients = jax.jit(jax.grad(loss))
+
+
+def step(tx, variables, opt_state, x):
+    updates, opt_state = tx.update(gradients(variables, x), opt_state, variables)
+    return optax.apply_updates(variables, updates), opt_state
+
+
+def train(tx, variables, steps):
+    opt_state = tx.init(variables)
+    for i in range(steps):
+        variables, opt_state = step(tx, variables, opt_state, X * (i + 1))
+    return variables
+
+
+def tables(variables):
+    return jax.tree.leaves(variables[OVERWRITE_WITH_GRADIENT])
+
+
+# What is wrong is refused.
+
+
+WRONG = {
+    "adam": optax.adam(1e-3),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "decay": optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-0.1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_optimizer_of_all_variables_is_refused_by_name(initial, name):
+    moved = train(nn.overwriting(optax.sgd(0.0)), initial, 1)  # scales are set
+    ruined = train(WRONG[name], moved, 1)
+    with pytest.raises(ValueError, match=r"'dense_0' is .* nn.overwriting"):
+        MODEL.apply(ruined, X)
+    # Inside of jit values are unknown, and what comes out is NaN.
+    assert np.all(np.isnan(jax.jit(MODEL.apply)(ruined, X).astype(np.float32)))
+    assert np.isnan(jax.jit(jax.value_and_grad(loss))(ruined, X)[0])
+
+
+def test_the_second_step_of_adam_over_all_variables_has_a_nan_loss(initial):
+    tx = optax.adam(1e-3)
+    opt_state = tx.init(initial)
+    assert np.isfinite(loss(initial, X))
+    ruined, opt_state = jax.jit(step, static_argnums=0)(tx, initial, opt_state, X)
+    assert np.isnan(jax.jit(loss)(ruined, X))
+    with pytest.raises(ValueError, match="delayed scale of lhs at site 'dense_0' is -"):
+        nn.check_scales(ruined)
+
+
+def test_the_mean_of_states_is_refused(initial):
+    parts = [gradients(initial, X * size) for size in (1.0, 40.0)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+    ruined = initial | {OVERWRITE_WITH_GRADIENT: mean[OVERWRITE_WITH_GRADIENT]}
+    with pytest.raises(ValueError, match="microbatches by nn.accumulate"):
+        MODEL.apply(ruined, X)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, np.inf, np.nan, 3.0])
+def test_what_is_no_scale_is_refused(initial, scale):
+    wrong = jax.tree.map(
+        lambda table: table.at[2, 0].set(scale), initial[OVERWRITE_WITH_GRADIENT]
+    )
+    with pytest.raises(ValueError, match="scale of g at site 'dense_0'"):
+        MODEL.apply(initial | {OVERWRITE_WITH_GRADIENT: wrong}, X)
+
+
+def test_parameters_alone_are_refused(initial):
+    with pytest.raises(ValueError, match="'dense_0' has no delayed scales.*all that"):
+        MODEL.apply({"params": initial["params"]}, X)
+
+
+def test_probes_statistics_are_no_parameters():
+    with nn.probing(nn.ProbeConfig()):
+        variables = MODEL.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="nn.merge_stats"):
+        nn.overwriting(optax.sgd(1.0)).init(variables)
+
+
+# The one way.
+
+
+def test_overwriting_does_what_train_state_does(initial):
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2))
+    state = TrainState.create(apply_fn=MODEL.apply, params=initial, tx=tx)
+    for i in range(3):
+        state = state.apply_gradients(grads=gradients(state.params, X * (i + 1)))
+    ours = train(nn.overwriting(tx), initial, 3)
+    chex.assert_trees_all_equal(ours, state.params)
+    nn.check_scales(ours)
+    inside = TrainState.create(
+        apply_fn=MODEL.apply, params=initial, tx=nn.overwriting(tx)
+    )
+    inside = inside.apply_gradients(grads=gradients(initial, X))
+    chex.assert_trees_all_equal(inside.params, train(nn.overwriting(tx), initial, 1))
+
+
+def test_overwriting_is_exact_where_a_difference_is_not(initial):
+    def with_scale(scale):
+        states = initial[OVERWRITE_WITH_GRADIENT]
+        states = jax.tree.map(lambda table: table.at[:, 0].set(scale), states)
+        return initial | {OVERWRITE_WITH_GRADIENT: states}
+
+    old, new = with_scale(2.0**100), with_scale(2.0**-100)
+    tx = nn.overwriting(optax.sgd(0.0))
+    updates, _ = jax.jit(tx.update)(new, tx.init(old), old)
+    for before in (old, jax.tree.map(np.asarray, old)):
+        after = optax.apply_updates(before, updates)
+        chex.assert_trees_all_equal(tables(after), tables(new))
+
+
+def test_frozen_variables_stay_frozen(initial):
+    frozen = core.freeze(initial)
+    tx = nn.overwriting(optax.sgd(0.1))
+    after = train(tx, frozen, 1)
+    assert isinstance(after, core.FrozenDict)
+    chex.assert_trees_all_equal(core.unfreeze(after), train(tx, initial, 1))
+
+
+def test_multi_steps_accumulates_gradients_and_every_step_moves_the_state(initial):
+    tx = nn.overwriting(optax.MultiSteps(optax.sgd(0.1), 2))
+    opt_state = tx.init(initial)
+    first, opt_state = step(tx, initial, opt_state, X)
+    chex.assert_trees_all_equal(first["params"], initial["params"])
+    second, _ = step(tx, first, opt_state, 40 * X)
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), second, first)
+    assert all(jax.tree.leaves(moved))
+    for table, gradient in zip(tables(second), tables(gradients(first, 40 * X))):  # noqa: B905
+        np.testing.assert_array_equal(table, gradient)
+
+
+def test_accumulation_keeps_the_loudest_microbatch(initial):
+    parts = [gradients(initial, X * size) for size in (1.0, 40.0, 2.0, 1.0)]
+    total = jax.tree.map(jnp.zeros_like, initial)
+    for part in parts:
+        total = nn.accumulate(total, part, 1 / len(parts))
+    chex.assert_trees_all_equal(
+        tables(total),
+        [jnp.max(jnp.stack(x), 0) for x in zip(*map(tables, parts))],  # noqa: B905
+    )
+    mean = jax.tree.map(lambda *x: sum(x) / 4, *(part["params"] for part in parts))
+    chex.assert_trees_all_close(total["params"], mean, rtol=1e-5, atol=1e-7)
+    after = train_with(total, initial)
+    nn.check_scales(after)
+    (lhs, *_), _ = tables(after)
+    assert lhs[1] == jnp.max(jnp.abs((40 * X).astype(jnp.bfloat16)))
+
+
+def train_with(total, variables):
+    tx = nn.overwriting(optax.sgd(0.1))
+    updates, _ = tx.update(total, tx.init(variables), variables)
+    return optax.apply_updates(variables, updates)
