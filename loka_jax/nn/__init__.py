@@ -4,6 +4,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
+from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.interaction import CrossNet
@@ -34,6 +35,7 @@ __all__ = [
     "BlockNorm",
     "Capture",
     "Compress",
+    "Converted",
     "CrossNet",
     "Dense",
     "Fm",
@@ -52,6 +54,7 @@ __all__ = [
     "activation",
     "by_path",
     "check_scales",
+    "convert",
     "dot_features",
     "join_features",
     "list_sites",

@@ -9,7 +9,7 @@ any optax optimizer do so; Flax's `TrainState` does it by itself.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,18 +126,40 @@ class Fp8DotGeneral(linen.Module):
 
         `precision` applies to batched products only.
         """
-        out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
-        if batch_dims:
-            out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
-            return _batched_site(self, out, lhs, rhs, dimension_numbers)
-        lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
-        rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
-        out = _site_matmul(self, lhs_rows, rhs_columns)
-        return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
+        return product(
+            self, lhs, rhs, dimension_numbers, precision, preferred_element_type
+        )
 
 
-def _batched_site(module: Fp8DotGeneral, out, lhs, rhs, dimension_numbers):
+def product(
+    module: Any,
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    **attributes: Any,
+) -> Float[Array, "..."]:
+    """Returns a `jax.lax.dot_general` that is a site, as `Fp8DotGeneral` does.
+
+    Args:
+        module: of the site, with `recipe` and `axis_names`.
+        lhs, rhs, dimension_numbers, precision, preferred_element_type: as of
+            `jax.lax.dot_general`; precision is that of batched products only.
+        attributes: further attributes of `Site`, of a product without batch dims.
+    """
+    out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+    (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
+    if batch_dims:
+        out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
+        return _batched_site(module, out, lhs, rhs, dimension_numbers)
+    lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
+    rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
+    out = _site_matmul(module, lhs_rows, rhs_columns, **attributes)
+    return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
+
+
+def _batched_site(module: Any, out, lhs, rhs, dimension_numbers):
     """Announces a batched product and returns it; Probe sees its operands."""
     (lhs_dims, rhs_dims), _ = dimension_numbers
     batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
@@ -150,22 +172,22 @@ def _batched_site(module: Fp8DotGeneral, out, lhs, rhs, dimension_numbers):
     return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
 
 
-def _plan(module: Dense | Fp8DotGeneral, spec: SiteSpec) -> KernelPlan:
+def _plan(module: Any, spec: SiteSpec) -> KernelPlan:
     return current().plan("/".join(module.path), spec, module.recipe, "xla")
 
 
-def _site_matmul(module: Dense | Fp8DotGeneral, lhs: Array, rhs: Array) -> Array:
+def _site_matmul(module: Any, lhs: Array, rhs: Array, **attributes) -> Array:
     """Runs a site that is a product alone."""
     (m, k), n = lhs.shape, rhs.shape[1]
     plan = _plan(module, SiteSpec(m=m, k=k, n=n))
-    announce(module, plan)
+    announce(module, plan, **attributes)
     out = run_planned(module, plan, SiteArrays(lhs, rhs))
     assert isinstance(out, jax.Array)
     return out
 
 
 def run_planned(
-    module: linen.Module, plan: KernelPlan, arrays: SiteArrays, **options
+    module: Any, plan: KernelPlan, arrays: SiteArrays, **options
 ) -> Array | Activations:
     """Runs a site with the module's scaling state, observed by Probe.
 
@@ -183,7 +205,7 @@ def run_planned(
 
 
 def _with_state(
-    module: linen.Module, plan: KernelPlan
+    module: Any, plan: KernelPlan
 ) -> tuple[KernelPlan, scaling.DelayedScaling | None]:
     """Returns the scaling state of a site, and the plan that goes with it.
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
@@ -31,7 +30,7 @@ PROBE = "probe"  # the collection
 
 
 def site_tap(
-    module: linen.Module,
+    module: Any,
     plan: KernelPlan,
     state: DelayedScaling | None,
     axis_names: tuple[str, ...],
@@ -74,7 +73,7 @@ def _scales(
 
 
 def per_sample_tap(
-    module: linen.Module, k: int, n: int, axis_names: tuple[str, ...]
+    module: Any, k: int, n: int, axis_names: tuple[str, ...]
 ) -> Callable[[Array, Array, Array], Array] | None:
     """Returns a tap like `site_tap`'s, for a product whose rhs differs by sample.
 

@@ -1,9 +1,9 @@
 """A model with a choice for each of its sites."""
 
 import dataclasses
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from flax import linen
 from jax.typing import DTypeLike
 
 from loka_jax.nn.context import as_recipe, overriding
@@ -11,17 +11,31 @@ from loka_jax.recipe import INITIALIZED
 from loka_jax.site import Choice
 
 
+@runtime_checkable
+class Model(Protocol):
+    """A model as a training step takes it: a Flax module, planned, or converted."""
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's variables."""
+        ...
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """A model with choices for its sites; used as the model itself is.
 
     Attributes:
-        model: its recipe holds for sites without a choice.
+        model: a Flax module, or a `Converted` one; its recipe holds for sites without a
+            choice.
         choices: pairs of path and choice, so that the model is hashable.
         scales_initialized: all delayed scales are initialized.
     """
 
-    model: linen.Module
+    model: Any
     choices: tuple[tuple[str, Choice], ...] = ()
     scales_initialized: bool = False
 
@@ -70,12 +84,8 @@ class Planned:
         return {path: choice.with_initialized_scales() for path, choice in self.choices}
 
     @property
-    def _model(self) -> linen.Module:
+    def _model(self) -> Model:
         recipe = getattr(self.model, "recipe", None)
         if not self.scales_initialized or recipe is None:
             return self.model
         return self.model.clone(recipe=recipe + INITIALIZED)
-
-
-# A model as a training step takes it.
-type Model = linen.Module | Planned

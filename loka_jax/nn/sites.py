@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-from flax import linen
 
 from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
@@ -32,6 +31,10 @@ class Site:
         follows: lhs is the output of the previous site, and can come in FP8.
         together: which passes a kernel runs that includes the site's neighbours; None
             for a site by itself.
+        left: why `nn.convert` left the layer as it is; None for a site that it or the
+            model's author made.
+        apart: why a norm or activation that follows is not part of the site, as far as
+            `nn.convert` knows.
     """
 
     path: str
@@ -39,6 +42,8 @@ class Site:
     batch: int | None = None
     follows: bool = False
     together: FmLcbPlan | None = None
+    left: str | None = None
+    apart: str | None = None
 
     @property
     def spec(self) -> SiteSpec:
@@ -53,6 +58,8 @@ class Site:
     @property
     def runs(self) -> dict[str, str]:
         """A short description of each role."""
+        if self.left is not None:
+            return {role: "as written" for role in ROLES}
         texts = {str(role): text for role, text in describe(self.plan).items()}
         if self.together is not None:
             for role in ROLES:
@@ -63,6 +70,8 @@ class Site:
     @property
     def why_not(self) -> str | None:
         """Why no role runs in FP8, or None if one does."""
+        if self.left is not None:
+            return self.left
         if self.batch is not None:
             return f"a batched product ({self.batch} of them)"
         return self.plan.why_no_fp8
@@ -75,6 +84,8 @@ class Site:
         """
         if self.together is not None:
             return self.together.why_not_forward or self.together.why_not_backward
+        if self.apart is not None:
+            return self.apart
         spec = self.spec
         if spec.norm == spec.activation == "none" and not spec.use_bias:
             return None
@@ -83,7 +94,7 @@ class Site:
     @property
     def has_choice(self) -> bool:
         """True if the site can run by another choice."""
-        return self.batch is None
+        return self.batch is None and self.left is None
 
     @property
     def is_fp8(self) -> bool:
@@ -106,7 +117,7 @@ class Site:
         }
 
 
-def announce(module: linen.Module, plan: KernelPlan, **attributes):
+def announce(module: Any, plan: KernelPlan, **attributes):
     """Passes a site to the listener of the context, if there is one.
 
     Args:

@@ -1,0 +1,280 @@
+"""Any Flax Linen model with its dense layers as sites, without touching its code.
+
+    model = nn.convert(your_model, recipe="fp8_rowwise", skip="head")
+    variables = model.init(key, x)
+    y = model.apply(variables, x)
+
+Flax lets a caller intercept the methods of modules. `Dense`, `DenseGeneral` (and with
+it the projections of attention) and `Einsum` keep their parameters, names and dtypes;
+their product alone is replaced. So checkpoints go either way. A recipe with delayed
+scaling adds its collection beside the parameters.
+
+In an `nn.Sequential`, where nothing else can read what a layer returns, a `Dense`, the
+norm after it and the activation after that are one site, `NormDense`.
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.module import merge_param
+from opt_einsum import parser
+
+from loka_jax.nn.context import as_recipe
+from loka_jax.nn.dense import product
+from loka_jax.nn.fused_sequence import (
+    Followed,
+    ParametersOf,
+    fused_call,
+    norm_parameters,
+    run_fused,
+)
+from loka_jax.nn.sites import announce
+from loka_jax.ops.device import local_device
+from loka_jax.ops.plan import resolve
+from loka_jax.recipe import Recipe
+from loka_jax.site import BF16, SiteSpec
+
+_ALONE = (
+    "what follows is the model's own code: only in an nn.Sequential is it plain that "
+    "nothing else reads the product"
+)
+
+
+def convert(
+    model: linen.Module,
+    *,
+    recipe: str | Recipe = "fp8_tensorwise",
+    only: str | tuple[str, ...] = "*",
+    skip: str | tuple[str, ...] = (),
+) -> "Converted":
+    """Returns a model that runs the dense layers of a Flax Linen model as sites.
+
+    Args:
+        model: any Linen module; our own modules in it keep their recipes.
+        recipe: of the sites.
+        only: patterns of paths ("tower/*") of the layers to convert.
+        skip: patterns of paths of layers to leave as they are, though in `only`.
+
+    Raises:
+        ValueError: if there is no recipe of that name. When the model is called, if a
+            pattern matches no layer.
+    """
+    as_recipe(recipe)
+    if not isinstance(model, linen.Module):
+        raise ValueError(f"{type(model).__name__} is no Flax Linen module.")
+    return Converted(model, recipe, _patterns(only), _patterns(skip))
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A model with its dense layers as sites; used as the model itself is.
+
+    Attributes:
+        model: the model.
+        recipe: of the sites.
+        only: patterns of paths of the layers that are converted.
+        skip: patterns of those that are not, though in `only`.
+    """
+
+    model: linen.Module
+    recipe: str | Recipe
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+
+    def clone(self, **changes: Any) -> "Converted":
+        """Returns the model with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's variables."""
+        return self._run(self.model.init, {}, *args, **kwargs)
+
+    def init_with_output(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Returns the model's output and its variables."""
+        return self._run(self.model.init_with_output, {}, *args, **kwargs)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the model's `apply`."""
+        parameters = variables.get("params", {})
+        return self._run(self.model.apply, parameters, variables, *args, **kwargs)
+
+    def _run(self, function: Callable, parameters: Any, *args, **kwargs):
+        fuses = not kwargs.get("capture_intermediates", False)
+        conversion = _Conversion(self, fuses)
+        with linen.intercept_methods(conversion.intercept):
+            out = function(*args, **kwargs)
+        conversion.check_patterns(parameters)
+        return out
+
+
+class _Conversion:
+    """One call of a converted model."""
+
+    def __init__(self, converted: Converted, fuses: bool):
+        self.converted = converted
+        self.fuses = fuses
+        self.seen: dict[str, None] = {}  # paths of layers that can be sites, in order
+
+    def intercept(self, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        """Returns what a method of a module returns; flax's `intercept_methods`."""
+        module = context.module
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        if type(module) is linen.Sequential and self.fuses:
+            return fused_call(module, args, kwargs, self.why_left)
+        if args and isinstance(args[0], ParametersOf):
+            return norm_parameters(module, args[0].features)
+        if not isinstance(module, linen.Dense | linen.DenseGeneral | linen.Einsum):
+            return call(*args, **kwargs)
+        self.seen["/".join(module.path)] = None
+        why_left = self.why_left(module)
+        if why_left is not None:
+            out = call(*args, **kwargs)
+            _announce_left(module, why_left, args, kwargs, out)
+            return out
+        host = Host(module, self.converted.recipe)
+        if args and isinstance(args[0], Followed):
+            return run_fused(host, args[0])
+        if isinstance(module, linen.Einsum):
+            return _einsum(host, *args, **kwargs)
+        return _with_product(module, host, call, args, kwargs)
+
+    def why_left(self, module: linen.Module) -> str | None:
+        """Returns why a layer is left as it is, or None if it becomes a site."""
+        path = "/".join(module.path)
+        for pattern in self.converted.skip:
+            if fnmatch.fnmatchcase(path, pattern):
+                return f"skip={pattern!r}"
+        if not any(fnmatch.fnmatchcase(path, p) for p in self.converted.only):
+            return f"not in only={', '.join(self.converted.only)}"
+        own = ("dot_general", "dot_general_cls")
+        if any(getattr(module, name, None) is not None for name in own):
+            return "has a dot_general of its own"
+        return None
+
+    def check_patterns(self, parameters: Any) -> None:
+        """Refuses patterns that match no layer.
+
+        Args:
+            parameters: of the model, of which a call may use a part only.
+
+        Raises:
+            ValueError: naming the patterns and the layers.
+        """
+        if not self.seen and not parameters:
+            raise ValueError(
+                f"{type(self.converted.model).__name__} calls no Dense, DenseGeneral "
+                "or Einsum of Flax Linen: there is nothing to convert."
+            )
+        paths = {*self.seen, *_owners(parameters)}
+        for pattern in (*self.converted.only, *self.converted.skip):
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                raise ValueError(
+                    f"pattern {pattern!r} matches no dense layer: there are "
+                    f"{', '.join(self.seen)}."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A Flax layer as the module of a site: with a recipe, else itself.
+
+    Attributes:
+        module: the layer.
+        recipe: of the site.
+        axis_names: none: under `shard_map`, JAX knows which values vary.
+    """
+
+    module: linen.Module
+    recipe: str | Recipe
+    axis_names: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the layer."""
+        return getattr(self.module, name)
+
+
+def _patterns(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields the paths of modules with a kernel."""
+    if "kernel" in parameters:
+        yield "/".join(path)
+    for name, part in parameters.items():
+        if isinstance(part, Mapping):
+            yield from _owners(part, (*path, name))
+
+
+def _with_product(module, host: Host, call: Callable, args, kwargs):
+    """Returns what a Dense or DenseGeneral returns, its product a site."""
+
+    def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
+        dtype = options.get("preferred_element_type")
+        return product(
+            host, lhs, rhs, dimension_numbers, precision, dtype, apart=_ALONE
+        )
+
+    # Modules are frozen for their users; this one is a layer's for one call.
+    object.__setattr__(module, "dot_general", dot_general)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        object.__setattr__(module, "dot_general", None)
+
+
+def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    """Returns what an Einsum of Flax returns, its product a site.
+
+    Flax's layer has no place for another product, so its equations are here again.
+    """
+    module: Any = host.module
+    equation = merge_param("einsum_str", module.einsum_str, einsum_str)
+    kernel = module.param(
+        "kernel", module.kernel_init, module.shape, module.param_dtype
+    )
+    bias, shape = None, ()
+    if module.use_bias:
+        bias_shape, shape = module._get_bias_shape(equation, inputs, kernel)
+        bias = module.param("bias", module.bias_init, bias_shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(
+        inputs, kernel, bias, dtype=module.dtype
+    )
+    operands, result, _ = parser.parse_einsum_input((equation, inputs, kernel))
+    lhs, rhs = operands.split(",")
+    shared = [c for c in lhs if c in rhs]
+    batch = [c for c in shared if c in result]
+    dims = _places(set(shared) - set(batch), lhs, rhs), _places(batch, lhs, rhs)
+    kept = [*batch, *(c for c in lhs + rhs if c not in shared)]
+    if sorted(kept) != sorted(result) or len(set(lhs)) < len(lhs):
+        raise ValueError(
+            f"Einsum {'/'.join(module.path)!r} with {equation!r} is more than a "
+            f"product: skip it, nn.convert(..., skip={'/'.join(module.path)!r})."
+        )
+    dtype = module.preferred_element_type
+    out = product(host, inputs, kernel, dims, module.precision, dtype, apart=_ALONE)
+    out = out.transpose([kept.index(c) for c in result])
+    return out if bias is None else out + jnp.reshape(bias, shape)
+
+
+def _places(letters, lhs: str, rhs: str) -> tuple[list[int], list[int]]:
+    """Returns where letters are in the names of the dims of two operands."""
+    ordered = [c for c in lhs if c in letters]
+    return [lhs.index(c) for c in ordered], [rhs.index(c) for c in ordered]
+
+
+def _announce_left(module, why_left: str, args, kwargs, out) -> None:
+    """Announces a layer that stays as it is, for `list_sites`."""
+    kernel = module.get_variable("params", "kernel")
+    x, w, y = (jax.tree.leaves(v)[0].size for v in ((args, kwargs), kernel, out))
+    # Of sizes m k, k n and m n of the product.
+    m, k, n = (max(1, math.isqrt(v)) for v in (x * y // w, x * w // y, w * y // x))
+    spec = SiteSpec(m=m, k=k, n=n)
+    announce(module, resolve(spec, BF16, local_device()), left=why_left)
