@@ -18,8 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
+from loka_jax.max_merge import manual_axes
 from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
+from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.observed import per_sample_tap, site_tap
 from loka_jax.nn.scale_state import read_scaling
 from loka_jax.nn.sites import announce
@@ -198,10 +200,23 @@ def run_planned(
         options: further arguments of `run_site`.
     """
     plan, state = _with_state(module, plan)
-    axis_names = module.axis_names
+    axis_names = _bound_axes(module)
     observe = site_tap(module, plan, state, axis_names)
-    options |= dict(axis_names=axis_names, observe=observe)
-    return run_site(plan, arrays, state, **options)
+
+    def run(arrays, state, observe):
+        return run_site(
+            plan, arrays, state, axis_names=axis_names, observe=observe, **options
+        )
+
+    lhs = arrays.lhs.y if isinstance(arrays.lhs, Activations) else arrays.lhs
+    return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)
+
+
+def _bound_axes(module: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of a module; none where `init` is outside of the mesh."""
+    if manual_axes() or not module.is_initializing():
+        return module.axis_names
+    return ()
 
 
 def _with_state(

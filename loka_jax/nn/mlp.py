@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from flax import linen
@@ -48,13 +49,14 @@ class Mlp(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: Float[Array, "B k"], *, train: bool = False
-    ) -> Float[Array, "B n"]:
+        self, x: Float[Array, "*rows k"], *, train: bool = False
+    ) -> Float[Array, "*rows n"]:
         """Returns the last layer's activations. Training with dropout needs its rng."""
         drops = train and self.dropout_rate > 0
-        plans = (
-            None if self.norm == "batch" else self._plans(*x.shape, chained=not drops)
-        )
+        plans = None
+        if self.norm != "batch":
+            m, k = math.prod(x.shape[:-1]), x.shape[-1]
+            plans = self._plans(m, k, chained=not drops)
         out: Array | Activations = x
         for i in range(len(self.features)):
             if plans is None:

@@ -89,11 +89,14 @@ def per_sample_tap(
 
 
 def _observe(observer: Observer, axis_names, scales, stats):
-    def observe(out: Array, lhs: Array, rhs: Array) -> Array:
-        lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
-        return jnp.asarray(tap(observer, axis_names, out, lhs, rhs, scales, stats))
+    # A pytree, so that a site can take its arrays as arguments.
+    observe = functools.partial(_observed, observer, axis_names)
+    return jax.tree_util.Partial(observe, scales, stats)
 
-    return observe
+
+def _observed(observer: Observer, axis_names, scales, stats, out, lhs, rhs) -> Array:
+    lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
+    return jnp.asarray(tap(observer, axis_names, out, lhs, rhs, scales, stats))
 
 
 def by_path(collection: Any) -> dict[str, Any]:
