@@ -30,6 +30,15 @@ _REMEDY = (
     "next value. Wrap the optimizer, nn.overwriting(tx), and add up gradients of "
     "microbatches by nn.accumulate."
 )
+_MISSING = (
+    "give `apply` all that `init` returned, {'params': ..., "
+    f"{OVERWRITE_WITH_GRADIENT!r}: ...}}"
+)
+_LIFTED = (
+    f"a transformation of Flax around it does not hand {OVERWRITE_WITH_GRADIENT!r} "
+    "on; name it as 'params' is, nn.scan(..., variable_axes={'params': 0, "
+    f"{OVERWRITE_WITH_GRADIENT!r}: 0}})"
+)
 
 
 def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
@@ -45,11 +54,11 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
     """
     path = "/".join(module.path)
     if not _has_state(module):
+        remedy = _LIFTED if module.is_initializing() else _MISSING
         raise ValueError(
             f"site {path!r} has no delayed scales, which its recipe {recipe.name!r} "
-            f"needs: give `apply` all that `init` returned, "
-            f"{{'params': ..., {OVERWRITE_WITH_GRADIENT!r}: ...}}, or take a recipe "
-            "without a state, such as 'fp8_tensorwise'."
+            f"needs: {remedy}, or take a recipe without a state, such as "
+            "'fp8_tensorwise'."
         )
     init = functools.partial(scaling.init_delayed, recipe)
     state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value

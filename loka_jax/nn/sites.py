@@ -5,11 +5,14 @@ announce their sites while they are traced; `list_sites` traces a model abstract
 returns the announced sites, before anything is compiled.
 """
 
+import collections
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
@@ -35,6 +38,8 @@ class Site:
             model's author made.
         apart: why a norm or activation that follows is not part of the site, as far as
             `nn.convert` knows.
+        count: how often the site runs in a call of the model, in the steps of a scan
+            or by a layer that is shared.
     """
 
     path: str
@@ -44,6 +49,7 @@ class Site:
     together: FmLcbPlan | None = None
     left: str | None = None
     apart: str | None = None
+    count: int = 1
 
     @property
     def spec(self) -> SiteSpec:
@@ -113,6 +119,7 @@ class Site:
             "why_not": self.why_not,
             "why_not_fused": self.why_not_fused,
             "has_choice": self.has_choice,
+            "count": self.count,
             "follows": self.follows,
         }
 
@@ -133,10 +140,40 @@ def announce(module: Any, plan: KernelPlan, **attributes):
 def list_sites(module: Model, *args, **kwargs) -> tuple[Site, ...]:
     """Returns the sites of `module` when called with `args`, in calling order.
 
-    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s.
+    A site that runs several times is listed once, with a count. Nothing is computed:
+    arguments may be `jax.ShapeDtypeStruct`s.
     """
-    sites: list[Site] = []
-    with site_context(listener=sites.append):
+    traced: list[Site] = []
+
+    def listener(site: Site):
+        # Layers are traced more often than they run, so that the program decides.
+        _mark.bind(index=len(traced))
+        traced.append(site)
+
+    with site_context(listener=listener):
         init = functools.partial(module.init, **kwargs)
-        jax.eval_shape(init, jax.random.key(0), *args)
-    return tuple(sites)
+        program = jax.make_jaxpr(init)(jax.random.key(0), *args)
+    counts: collections.Counter[Site] = collections.Counter()
+    for index, times in _marks(program.jaxpr):
+        counts[traced[index]] += times
+    return tuple(
+        dataclasses.replace(site, count=counts[site])
+        for site in dict.fromkeys(traced)
+        if counts[site]
+    )
+
+
+# Marks where a site is in a program that is only traced.
+_mark = jex.Primitive("loka_site")
+_mark.multiple_results = True
+_mark.def_abstract_eval(lambda *, index: [])
+
+
+def _marks(jaxpr: jex.Jaxpr, times: int = 1) -> Iterator[tuple[int, int]]:
+    """Yields the index of each mark in a program, and how often it runs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _mark:
+            yield eqn.params["index"], times
+        steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _marks(inner, times * steps)
