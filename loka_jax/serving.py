@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from loka_jax.nn import Model
+from loka_jax.nn import Model, check_scales
 
 # The parameter that holds the inner program of primitives that do nothing but run it.
 _INNER = {
@@ -36,19 +37,33 @@ class Folded(NamedTuple):
     Attributes:
         ready: the results of these computations.
         function: computes the output from `ready` and the inputs.
+        shapes: of the inputs' leaves.
     """
 
     ready: list[Array]
     function: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
 
 
 class Served:
-    """A model for inference on inputs of fixed shapes."""
+    """A model for inference on inputs of given shapes."""
 
-    def __init__(self, folded: Folded):
-        """Takes the model with its weights prepared."""
-        self.ready = folded.ready
-        self._function = jax.jit(folded.function)
+    def __init__(self, folded: Iterable[Folded]):
+        """Takes the model with its weights prepared, for each shape of its inputs."""
+        self.ready: list[Array] = []
+        self._by_shapes = {}
+        for one in folded:
+            ready = [self._kept(x) for x in one.ready]
+            self._by_shapes[one.shapes] = ready, jax.jit(one.function)
+
+    def _kept(self, weight: Array) -> Array:
+        """Returns a prepared weight, or an equal one that is kept already."""
+        for kept in self.ready:
+            alike = (kept.shape, kept.dtype) == (weight.shape, weight.dtype)
+            if alike and bool(jnp.array_equal(kept, weight)):
+                return kept
+        self.ready.append(weight)
+        return weight
 
     @property
     def num_bytes(self) -> int:
@@ -59,28 +74,54 @@ class Served:
         """Returns the model's output.
 
         Raises:
-            ValueError: if the inputs' shapes or dtypes differ from those given to
+            ValueError: if the inputs' shapes or dtypes are none of those given to
                 `serve`; they may need another plan.
         """
-        return self._function(self.ready, *inputs)
+        shapes = tuple(_shapes(jax.tree.leaves(inputs)))
+        if shapes not in self._by_shapes:
+            known = " or ".join(str([*known]) for known in self._by_shapes)
+            raise ValueError(
+                f"inputs are {[*shapes]}, but the weights were prepared for {known}: "
+                "prepare them for these shapes."
+            )
+        ready, function = self._by_shapes[shapes]
+        return function(ready, *inputs)
 
 
-def serve(model: Model, variables: Mapping[str, Any], *inputs: Any) -> Served:
+def serve(
+    model: Model,
+    variables: Mapping[str, Any],
+    *inputs: Any,
+    batch_sizes: Sequence[int] = (),
+) -> Served:
     """Returns a model for inference, with the weights in the form that its sites read.
 
     An FP8 weight is quantized once and takes a quarter of its bytes. A plan for
     inference comes from `dispatch.plan.make_plan(..., roles=("fwd",))`:
 
         planned = nn.Planned(model, plan.choices)
-        served = serve(planned, variables, dense, embeddings)
+        served = serve(planned, variables, dense, embeddings, batch_sizes=(1, 128))
         logits = served(dense, embeddings)
 
     Args:
         model: the model, planned or not.
         variables: the model's variables.
         inputs: arrays or `jax.ShapeDtypeStruct` of the shapes to be served.
+        batch_sizes: leading dims of all inputs in place of their own; weights that
+            several sizes read in one form are kept once.
+
+    Raises:
+        ValueError: if a delayed scale is none.
     """
-    return Served(fold(model.apply, variables, *inputs))
+    check_scales(variables)
+    sizes = [_with_rows(inputs, rows) for rows in batch_sizes] or [inputs]
+    return Served(fold(model.apply, variables, *shapes) for shapes in sizes)
+
+
+def _with_rows(inputs: Any, rows: int) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs
+    )
 
 
 def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
@@ -95,7 +136,7 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
         inputs: arrays or `jax.ShapeDtypeStruct`.
     """
     program, out_tree = _trace(function, weights, inputs)
-    leaves, expected = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
+    leaves, shapes = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
     parts = _split(program.jaxpr, len(leaves))
 
     def once(*leaves):
@@ -105,18 +146,13 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
 
     def later(ready, *inputs):
         inputs = jax.tree.leaves(inputs)
-        if _shapes(inputs) != expected:
-            raise ValueError(
-                f"inputs are {_shapes(inputs)}, but the weights were prepared for "
-                f"{expected}: prepare them for these shapes."
-            )
         env = dict(zip(parts.ready, ready, strict=True))
         env |= dict(zip(parts.inputs, inputs, strict=True))
         _run(program, parts.later, env)
         outs = [_read(env, var) for var in program.jaxpr.outvars]
         return jax.tree.unflatten(out_tree, outs)
 
-    return Folded(jax.jit(once)(*leaves), later)
+    return Folded(jax.jit(once)(*leaves), later, tuple(shapes))
 
 
 def _trace(function, weights, inputs):

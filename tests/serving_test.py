@@ -93,3 +93,19 @@ def test_other_shapes_are_refused():
     served = serve(model, jax.jit(model.init)(jax.random.key(0), *inputs), *inputs)
     with pytest.raises(ValueError, match="prepare them for these shapes"):
         served(*_inputs(ROWS // 2))
+
+
+def test_several_batch_sizes_share_their_weights():
+    model, inputs = MODELS["dlrm"], _inputs()
+    variables = jax.jit(model.init)(jax.random.key(0), *inputs)
+    one, served = (
+        serve(model, variables, *inputs, batch_sizes=sizes) for sizes in ((), (16, 64))
+    )
+    assert served.num_bytes == one.num_bytes
+    for rows in (16, 64):
+        inputs = _inputs(rows)
+        expected = jax.jit(model.apply)(variables, *inputs)
+        # XLA leaves roundings to bfloat16 out at other places.
+        np.testing.assert_allclose(served(*inputs), expected, atol=0.05)
+    with pytest.raises(ValueError, match=r"\(16, 13\).* or .*\(64, 13\)"):
+        served(*_inputs(32))

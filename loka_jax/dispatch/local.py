@@ -8,6 +8,7 @@ fit     all shipped measurements of the device; of an H200 for another device, w
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
 from typing import NamedTuple
@@ -75,6 +76,26 @@ def local_performance() -> Local:
         device=local_device(),
     )
     return Local(model, notes)
+
+
+def performance_of(path: str | os.PathLike) -> PerformanceModel:
+    """Returns the measurements of a table; times that it lacks are predicted.
+
+    Args:
+        path: of a table for this device, as `experiments/tune.py` writes it.
+
+    Raises:
+        ValueError: if it is no table, or does not hold here.
+    """
+    table = tables.read(pathlib.Path(path))
+    reason = table.header.why_not(header_here())
+    if reason is not None:
+        raise ValueError(
+            f"{path} does not hold here, because {reason}: measure a table with "
+            "experiments/tune.py, or plan without this one."
+        )
+    here = local_performance().performance
+    return PerformanceModel(table) if here is None else here.with_table(table)
 
 
 def cache_path() -> pathlib.Path:

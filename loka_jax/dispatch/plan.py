@@ -7,6 +7,7 @@ while a step that was traced with it runs.
 import dataclasses
 import fnmatch
 import functools
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.chains import chain_times, fastest
+from loka_jax.dispatch.local import performance_of
 from loka_jax.dispatch.loss import total, why_harmful
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.policy import (
@@ -55,7 +57,7 @@ class DispatchPlan:
 
 def make_plan(
     sites: Sequence[Site],
-    performance: PerformanceModel | None,
+    performance: PerformanceModel | str | os.PathLike | None,
     *,
     limits: Limits = DEFAULT_LIMITS,
     rules: Mapping[str, str] | None = None,
@@ -67,7 +69,8 @@ def make_plan(
 
     Args:
         sites: of the model, as `list_sites` returns them.
-        performance: times and errors on this device; without them only rules decide.
+        performance: times and errors on this device, or the path of a table with them;
+            without them only rules decide.
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
@@ -77,8 +80,11 @@ def make_plan(
         errors: of the model's own products, by path, in place of those in tables.
 
     Raises:
-        ValueError: for a rule that matches no site, names no choice, or cannot run.
+        ValueError: for a rule that matches no site, names no choice, or cannot run; for
+            a table that is none, or does not hold here.
     """
+    if isinstance(performance, str | os.PathLike):
+        performance = performance_of(performance)
     decisions: dict[str, Decision] = {}
     if performance is not None:
         options = _Options(performance, limits, config, roles, errors or {})

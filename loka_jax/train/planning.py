@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
-from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.first_use import as_if_accurate, check_plan
-from loka_jax.dispatch.header import header_here
-from loka_jax.dispatch.local import Local, local_performance
+from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
@@ -135,24 +133,7 @@ def _known(config: Config) -> Local:
     path = _file(config)
     if path is None:
         return local_performance()
-    return Local(None if _is_plan(path) else _performance_of(path))
-
-
-def _performance_of(path: pathlib.Path) -> PerformanceModel:
-    """Returns the measurements of a table; times that it lacks are predicted.
-
-    Raises:
-        ValueError: if it is no table, or does not hold here.
-    """
-    table = tables.read(path)
-    reason = table.header.why_not(header_here())
-    if reason is not None:
-        raise ValueError(
-            f"{path} does not hold here, because {reason}: measure a table with "
-            "experiments/tune.py, or leave --plan out."
-        )
-    here = local_performance().performance
-    return PerformanceModel(table) if here is None else here.with_table(table)
+    return Local(None if _is_plan(path) else performance_of(path))
 
 
 def _is_plan(path: pathlib.Path) -> bool:

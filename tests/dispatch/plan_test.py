@@ -6,8 +6,9 @@ import json
 import pytest
 
 from loka_jax import nn
+from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import candidates, table_key, why_not
-from loka_jax.dispatch.header import Header
+from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import load, save
 from loka_jax.dispatch.plan import make_plan as make_plan_of
@@ -357,3 +358,17 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
         load(tmp_path / "nowhere.json", [_site()])
     with pytest.raises(ValueError, match="is not a regular file"):
         load(tmp_path, [_site()])
+
+
+def test_a_path_names_a_table(tmp_path):
+    site = _site()
+    times = {"xla bf16": 2.0, ROW: 1.0}
+    here = Table(header_here(), _table(site, times).sites)
+    tables.write(tmp_path / "table.json", here)
+    plan = make_plan_of([site], str(tmp_path / "table.json"), config="model")
+    assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
+    tables.write(tmp_path / "other.json", Table(HEADER, here.sites))
+    with pytest.raises(ValueError, match="other.json does not hold here, because"):
+        make_plan_of([site], tmp_path / "other.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        make_plan_of([site], tmp_path / "none.json")
