@@ -9,6 +9,7 @@ from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.interaction import CrossNet
 from loka_jax.nn.mlp import Mlp
+from loka_jax.nn.nnx_convert import Fp8State, ProbeStats, take_scaling
 from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
     ActivationName,
@@ -41,12 +42,14 @@ __all__ = [
     "Fm",
     "FmLcb",
     "Fp8DotGeneral",
+    "Fp8State",
     "Mlp",
     "Model",
     "NormDense",
     "NormName",
     "Planned",
     "ProbeConfig",
+    "ProbeStats",
     "SelfAttention",
     "Site",
     "SiteContext",
@@ -64,4 +67,5 @@ __all__ = [
     "overwriting",
     "probing",
     "site_context",
+    "take_scaling",
 ]

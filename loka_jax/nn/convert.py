@@ -16,58 +16,65 @@ norm after it and the activation after that are one site, `NormDense`.
 import dataclasses
 import fnmatch
 import math
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
+from flax import linen, nnx
 from flax.linen.module import merge_param
-from opt_einsum import parser
 
 from loka_jax.nn.context import as_recipe
 from loka_jax.nn.dense import product
+from loka_jax.nn.einsum import einsum
 from loka_jax.nn.fused_sequence import (
+    ALONE,
     Followed,
     ParametersOf,
     fused_call,
     norm_parameters,
     run_fused,
 )
+from loka_jax.nn.nnx_convert import convert_nnx
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import Recipe
 from loka_jax.site import BF16, SiteSpec
 
-_ALONE = (
-    "what follows is the model's own code: only in an nn.Sequential is it plain that "
-    "nothing else reads the product"
-)
+
+@typing.overload
+def convert(model: linen.Module, *, recipe=..., only=..., skip=...) -> "Converted": ...
+
+
+@typing.overload
+def convert[M: nnx.Module](model: M, *, recipe=..., only=..., skip=...) -> M: ...
 
 
 def convert(
-    model: linen.Module,
+    model: linen.Module | nnx.Module,
     *,
     recipe: str | Recipe = "fp8_tensorwise",
     only: str | tuple[str, ...] = "*",
     skip: str | tuple[str, ...] = (),
-) -> "Converted":
-    """Returns a model that runs the dense layers of a Flax Linen model as sites.
+) -> "Converted | nnx.Module":
+    """Returns a model that runs the dense layers of a Flax model as sites.
 
     Args:
-        model: any Linen module; our own modules in it keep their recipes.
+        model: any Linen module, in which our own modules keep their recipes; or any NNX
+            module, of which a copy is returned, see `convert_nnx`.
         recipe: of the sites.
         only: patterns of paths ("tower/*") of the layers to convert.
         skip: patterns of paths of layers to leave as they are, though in `only`.
 
     Raises:
-        ValueError: if there is no recipe of that name. When the model is called, if a
-            pattern matches no layer.
+        ValueError: if there is no recipe of that name; if a pattern matches no layer,
+            of a Linen model when it is called.
     """
     as_recipe(recipe)
-    if not isinstance(model, linen.Module):
-        raise ValueError(f"{type(model).__name__} is no Flax Linen module.")
+    if isinstance(model, nnx.Module):
+        return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     return Converted(model, recipe, _patterns(only), _patterns(skip))
 
 
@@ -218,9 +225,7 @@ def _with_product(module, host: Host, call: Callable, args, kwargs):
 
     def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
         dtype = options.get("preferred_element_type")
-        return product(
-            host, lhs, rhs, dimension_numbers, precision, dtype, apart=_ALONE
-        )
+        return product(host, lhs, rhs, dimension_numbers, precision, dtype, apart=ALONE)
 
     # Modules are frozen for their users; this one is a layer's for one call.
     object.__setattr__(module, "dot_general", dot_general)
@@ -247,27 +252,9 @@ def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax
     inputs, kernel, bias = module.promote_dtype(
         inputs, kernel, bias, dtype=module.dtype
     )
-    operands, result, _ = parser.parse_einsum_input((equation, inputs, kernel))
-    lhs, rhs = operands.split(",")
-    shared = [c for c in lhs if c in rhs]
-    batch = [c for c in shared if c in result]
-    dims = _places(set(shared) - set(batch), lhs, rhs), _places(batch, lhs, rhs)
-    kept = [*batch, *(c for c in lhs + rhs if c not in shared)]
-    if sorted(kept) != sorted(result) or len(set(lhs)) < len(lhs):
-        raise ValueError(
-            f"Einsum {'/'.join(module.path)!r} with {equation!r} is more than a "
-            f"product: skip it, nn.convert(..., skip={'/'.join(module.path)!r})."
-        )
     dtype = module.preferred_element_type
-    out = product(host, inputs, kernel, dims, module.precision, dtype, apart=_ALONE)
-    out = out.transpose([kept.index(c) for c in result])
+    out = einsum(host, equation, inputs, kernel, module.precision, dtype, apart=ALONE)
     return out if bias is None else out + jnp.reshape(bias, shape)
-
-
-def _places(letters, lhs: str, rhs: str) -> tuple[list[int], list[int]]:
-    """Returns where letters are in the names of the dims of two operands."""
-    ordered = [c for c in lhs if c in letters]
-    return [lhs.index(c) for c in ordered], [rhs.index(c) for c in ordered]
 
 
 def _announce_left(module, why_left: str, args, kwargs, out) -> None:

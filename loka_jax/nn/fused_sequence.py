@@ -28,6 +28,10 @@ _ACTIVATIONS: dict[Any, ActivationName] = {
     jax.nn.hard_silu: "hard_swish",
     jax.nn.gelu: "gelu",
 }
+ALONE = (
+    "what follows is the model's own code: only in an nn.Sequential is it plain that "
+    "nothing else reads the product"
+)
 _LAST = (-1, (-1,), [-1])  # how Flax names the last axis
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from flax import nnx
 
 from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
@@ -137,7 +138,7 @@ def announce(module: Any, plan: KernelPlan, **attributes):
         listener(Site(path="/".join(module.path), plan=plan, **attributes))
 
 
-def list_sites(module: Model, *args, **kwargs) -> tuple[Site, ...]:
+def list_sites(module: Model | nnx.Module, *args, **kwargs) -> tuple[Site, ...]:
     """Returns the sites of `module` when called with `args`, in calling order.
 
     A site that runs several times is listed once, with a count. Nothing is computed:
@@ -151,8 +152,7 @@ def list_sites(module: Model, *args, **kwargs) -> tuple[Site, ...]:
         traced.append(site)
 
     with site_context(listener=listener):
-        init = functools.partial(module.init, **kwargs)
-        program = jax.make_jaxpr(init)(jax.random.key(0), *args)
+        program = _trace(module, args, kwargs)
     counts: collections.Counter[Site] = collections.Counter()
     for index, times in _marks(program.jaxpr):
         counts[traced[index]] += times
@@ -161,6 +161,19 @@ def list_sites(module: Model, *args, **kwargs) -> tuple[Site, ...]:
         for site in dict.fromkeys(traced)
         if counts[site]
     )
+
+
+def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:
+    if not isinstance(module, nnx.Module):
+        init = functools.partial(module.init, **kwargs)
+        return jax.make_jaxpr(init)(jax.random.key(0), *args)
+    graph, state = nnx.split(module)
+
+    def call(state, *args):
+        out = nnx.merge(graph, state)(*args, **kwargs)
+        return jax.tree.leaves(out)
+
+    return jax.make_jaxpr(call)(state, *args)
 
 
 # Marks where a site is in a program that is only traced.

@@ -1,0 +1,185 @@
+"""Any Flax NNX model with its dense layers as sites.
+
+    model = nn.convert(your_model, recipe="fp8_tensorwise_delayed", skip="head")
+
+    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, nn.Fp8State))
+    gradients = nnx.grad(loss, argnums=wrt)(model, batch)
+    optimizer.update(model, nn.take_scaling(model, gradients))
+
+NNX's `Linear`, `LinearGeneral` (and with it the projections of attention) and `Einsum`
+take their product as an attribute: here a module, which holds the delayed scales. The
+parameters stay where they are.
+"""
+
+import fnmatch
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.core import Tracer
+from jaxtyping import Array
+
+from loka_jax import scaling, xla
+from loka_jax.nn.context import as_recipe
+from loka_jax.nn.dense import product
+from loka_jax.nn.einsum import einsum
+from loka_jax.nn.fused_sequence import ALONE
+from loka_jax.recipe import Recipe
+
+_ANY_BATCH = 16  # a number of rows that FP8 allows
+
+
+class Fp8State(nnx.Variable):
+    """The delayed scales of a site, whose gradient is their next value."""
+
+
+class ProbeStats(nnx.Variable):
+    """What Probe learned of a site; its gradient is what it saw in a batch."""
+
+
+class _Value(NamedTuple):
+    """What a variable of a Linen module has."""
+
+    value: Any
+
+
+class SiteProduct(nnx.Module):
+    """The product of an NNX layer as a site.
+
+    Attributes:
+        path: of the layer.
+        recipe: of the site.
+        axis_names: none: under `shard_map`, JAX knows which values vary.
+    """
+
+    axis_names: tuple[str, ...] = ()
+
+    def __init__(self, path: tuple[str, ...], recipe: Recipe, has_state: bool):
+        """Takes the layer's path, the recipe, and whether it has delayed scales."""
+        self.path = path
+        self.recipe = recipe
+        state = Fp8State(scaling.init_delayed(recipe)) if has_state else None
+        self.scaling: Any = nnx.data(state)
+        self.stats: Any = nnx.data(None)
+
+    def __call__(
+        self, lhs, rhs, dimension_numbers, precision=None, **options: Any
+    ) -> Array:
+        """Returns `jax.lax.dot_general` of the operands; `out_sharding` is ours."""
+        dtype = options.get("preferred_element_type")
+        return product(self, lhs, rhs, dimension_numbers, precision, dtype, apart=ALONE)
+
+    def einsum(self, equation: str, lhs, rhs, precision=None, **options: Any) -> Array:
+        """Returns `jax.numpy.einsum` of the operands; `out_sharding` is ours."""
+        dtype = options.get("preferred_element_type")
+        return einsum(self, equation, lhs, rhs, precision, dtype, apart=ALONE)
+
+    def is_initializing(self) -> bool:
+        """Returns False: NNX has no pass that makes the variables."""
+        return False
+
+    def variable(self, collection: str, name: str, init: Any) -> Any:
+        """Returns a variable of the site, as a Linen module does.
+
+        Raises:
+            ValueError: if Probe has not seen the model outside of transformations.
+        """
+        del name
+        if collection == OVERWRITE_WITH_GRADIENT:
+            return _Value(self.scaling.get_value())
+        if self.stats is None:
+            if isinstance(jnp.zeros(()), Tracer):
+                raise ValueError(
+                    "Probe's statistics are made by a call of the model under "
+                    "nn.probing outside of jit and grad: call it once before."
+                )
+            self.stats = nnx.data(ProbeStats(init()))
+        return _Value(self.stats.get_value())
+
+
+class SiteEinsum(nnx.Module):
+    """The einsum of an NNX layer as a site."""
+
+    def __init__(self, site: SiteProduct):
+        """Takes the site."""
+        self.site = site
+
+    def __call__(self, *args, **kwargs) -> Array:
+        """Returns `jax.numpy.einsum` of the operands."""
+        return self.site.einsum(*args, **kwargs)
+
+
+def convert_nnx(
+    model: Any, recipe: str | Recipe, only: tuple[str, ...], skip: tuple[str, ...]
+) -> Any:
+    """Returns a copy of an NNX model with its dense layers as sites.
+
+    Args:
+        model: any NNX module.
+        recipe: of the sites.
+        only, skip: patterns of paths of layers, see `convert`.
+
+    Raises:
+        ValueError: if a pattern matches no layer, or there is none.
+    """
+    model = nnx.clone(model)
+    layers = {
+        "/".join(map(str, path)): layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
+    }
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no Linear, LinearGeneral or Einsum of Flax "
+            "NNX: there is nothing to convert."
+        )
+    for pattern in (*only, *skip):
+        if not fnmatch.filter(layers, pattern):
+            raise ValueError(
+                f"pattern {pattern!r} matches no dense layer: there are "
+                f"{', '.join(layers)}."
+            )
+    for path, layer in layers.items():
+        included = any(fnmatch.fnmatchcase(path, pattern) for pattern in only)
+        if included and not any(fnmatch.fnmatchcase(path, p) for p in skip):
+            _convert_layer(path, layer, as_recipe(recipe))
+    return model
+
+
+def take_scaling(model: Any, gradients: Any) -> Any:
+    """Overwrites a model's FP8 states by their gradients; returns all other gradients.
+
+    Args:
+        model: the NNX model, converted.
+        gradients: with respect to its `nnx.Param` and `Fp8State`.
+    """
+    states, rest = nnx.split_state(gradients, Fp8State, ...)
+    nnx.update(model, states)
+    return rest
+
+
+def _convert_layer(path: str, layer: Any, recipe: Recipe) -> None:
+    """Gives a layer our product, unless it has one of its own."""
+    site = SiteProduct(tuple(path.split("/")), recipe, _has_state(layer, recipe))
+    if isinstance(layer, nnx.Einsum):
+        if layer.einsum_op is jnp.einsum:
+            layer.einsum_op = nnx.data(SiteEinsum(site))
+    elif layer.dot_general in (None, jax.lax.dot_general):
+        if getattr(layer, "dot_general_cls", None) is None:
+            layer.dot_general = nnx.data(site)
+
+
+def _has_state(layer: Any, recipe: Recipe) -> bool:
+    """Returns whether a site keeps delayed scales: not if it can never be in FP8."""
+    if not recipe.is_delayed:
+        return False
+    if isinstance(layer, nnx.Einsum):
+        left, right = (layer.einsum_str or ",").partition("->")[0].split(",")
+        sizes = dict(zip(right.strip(), layer.kernel_shape, strict=False))
+        k = math.prod(size for c, size in sizes.items() if c in left)
+        return xla.why_not(_ANY_BATCH, k, math.prod(layer.kernel_shape) // k) is None
+    n = math.prod(jax.tree.leaves(layer.out_features))
+    return xla.why_not(_ANY_BATCH, layer.kernel.size // n, n) is None
