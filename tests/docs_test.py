@@ -188,7 +188,9 @@ def test_links_and_scripts_exist(page):
     matches = re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text)
     links = [(page.parent / path if path else page, anchor) for path, anchor in matches]
     paths = [path for path, _ in links]
-    named = re.findall(r"\b(?:experiments|loka_jax|tests|docs)/[\w./]*\w", text)
+    named = re.findall(
+        r"\b(?:examples|experiments|loka_jax|tests|docs)/[\w./-]*\w", text
+    )
     paths += [ROOT / path for path in named]
     missing = [str(path) for path in paths if not path.exists()]
     assert not missing, missing
