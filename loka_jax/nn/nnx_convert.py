@@ -81,14 +81,26 @@ class SiteProduct(nnx.Module):
         """Returns False: NNX has no pass that makes the variables."""
         return False
 
+    def has_variable(self, collection: str, name: str) -> bool:
+        """Returns True: a variable that is missing has an error of its own."""
+        del collection, name
+        return True
+
     def variable(self, collection: str, name: str, init: Any) -> Any:
         """Returns a variable of the site, as a Linen module does.
 
         Raises:
-            ValueError: if Probe has not seen the model outside of transformations.
+            ValueError: if Probe has not seen the model outside of transformations, or
+                the site has no delayed scales.
         """
         del name
         if collection == OVERWRITE_WITH_GRADIENT:
+            if self.scaling is None:
+                raise ValueError(
+                    f"site {'/'.join(self.path)!r} has no delayed scales: convert the "
+                    "model with a recipe that has them, such as "
+                    "'fp8_tensorwise_delayed'."
+                )
             return _Value(self.scaling.get_value())
         if self.stats is None:
             if isinstance(jnp.zeros(()), Tracer):

@@ -8,13 +8,13 @@ Inside, where values are unknown, all its factors become NaN: so does the loss.
 """
 
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
 from jaxtyping import Array
@@ -87,8 +87,6 @@ def check_scales(variables: Mapping[str, Any]) -> None:
 
 
 def _has_state(module: Any) -> bool:
-    if not isinstance(module, linen.Module):
-        return True
     return module.has_variable(
         OVERWRITE_WITH_GRADIENT, _NAME
     ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
@@ -103,16 +101,21 @@ def _check(path: str, state: DelayedScaling, is_scale) -> None:
             )
 
 
-def _is_scale(table, recipe: Recipe) -> Array | np.ndarray:
+def _is_scale(table, recipe: Recipe) -> list[Any]:
     """Returns, for each operand, True if its stored factor is one that a site made."""
-    np_or_jnp: Any = np if isinstance(table, np.ndarray) else jnp
-    scales = table[:, 0]
-    casts = [_delayed(recipe, operand) for operand in OPERANDS]
-    unused = np.array([cast is None for cast in casts])
-    any_value = np.array([cast is not None and not cast.pow2_scale for cast in casts])
-    is_power = (scales.view(np_or_jnp.int32) & _MANTISSA) == 0
-    is_factor = (scales > 0) & np_or_jnp.isfinite(scales) & (is_power | any_value)
-    return is_factor | unused
+    finite = np.isfinite if isinstance(table, np.ndarray) else jnp.isfinite
+    valid = []
+    for row, operand in enumerate(OPERANDS):
+        cast = _delayed(recipe, operand)
+        if cast is None:
+            valid.append(np.True_)
+            continue
+        scale = table[row, 0]
+        is_factor = (scale > 0) & finite(scale)
+        if cast.pow2_scale:
+            is_factor &= (scale.view(np.int32) & _MANTISSA) == 0
+        valid.append(is_factor)
+    return valid
 
 
 def _delayed(recipe: Recipe, operand):
@@ -128,7 +131,9 @@ def _poisoned(recipe: Recipe, table: Array) -> Array:
     """
     values = jax.lax.convert_element_type(table, jnp.float32)
     bad = jnp.full_like(values, jnp.inf).at[:, 0].set(jnp.nan)
-    values = jnp.where(jnp.all(_is_scale(values, recipe)), values, bad)
+    # Not by a reduction, which would be a kernel of its own.
+    is_valid = functools.reduce(operator.and_, _is_scale(values, recipe))
+    values = jnp.where(is_valid, values, bad)
     return jax.lax.convert_element_type(values, table.dtype)
 
 

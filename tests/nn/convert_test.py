@@ -163,6 +163,13 @@ def test_losses_of_converted_and_plain_models_fall_alike(name):
     np.testing.assert_allclose(losses["fp8"][0], first, rtol=0.15)
 
 
+def test_parameters_without_their_state_are_refused():
+    model, inputs = converted("ranker", DELAYED)
+    variables = RANKER[0].init(KEY, *inputs)
+    with pytest.raises(ValueError, match="site 'Dense_0' has no delayed scales"):
+        model.apply(variables, *inputs)
+
+
 def test_methods_by_name_run_converted_too():
     model, (_, item) = converted("towers")
     variables = TOWERS[0].init(KEY, *TOWERS[1])

@@ -120,6 +120,9 @@ def test_plans_and_probe(net):
     plan = make_plan(nn.list_sites(model, X), None, rules={"up": "fp8_rowwise"})
     with nn.overriding(dict(plan.choices)):
         assert [s.path for s in nn.list_sites(model, X) if s.is_fp8] == ["up"]
+    with nn.overriding({"up": DELAYED}):
+        with pytest.raises(ValueError, match="'up' has no delayed scales"):
+            model(X)
     with nn.probing(nn.ProbeConfig()):
         with pytest.raises(ValueError, match="call it once before"):
             nnx.jit(lambda m, x: m(x))(model, X)
