@@ -9,7 +9,7 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     backward  g = d + r    u = g * x0    dx0 += g * c    dbias = sum over rows of u
 
     norm      y = activation(norm(z + bias + r))
-    backward  the gradient dz of its argument, from dy = d + r
+    backward  the gradient dz of its argument, from dy = d + r    dbias = sum of dz
 
 FP8 is written under a scale that is known before the pass: stored from earlier steps,
 or the bound that a norm gives. The amax, for the next step's scale, is a by-product.
@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
     """A matrix that stands for `data` times its scales.
 
     Attributes:
-        data: bfloat16, as of an FP8 product that was not scaled; or FP8.
+        data: bfloat16, as of an FP8 product that was not scaled; FP8; or float32.
         scales: float32 `[]`, two at most, applied one after the other.
     """
 
@@ -113,9 +113,21 @@ class NormTail(NamedTuple):
 
     Attributes:
         y: the activations, in the requested forms.
-        residuals: for the backward pass: xhat in E4M3 times 1 / `XHAT_SCALE_INV`
-            (bfloat16 without a norm), and rstd; None if not requested.
+        residuals: for the backward pass: xhat, in E4M3 times 1 / `XHAT_SCALE_INV` or
+            in bfloat16, and rstd; None if not requested.
     """
 
     y: Written
     residuals: NormResiduals | None
+
+
+class NormTailGradients(NamedTuple):
+    """The outputs of the backward pass of a norm tail.
+
+    Attributes:
+        dz: gradient of z, in the requested forms.
+        dbias: float32, its sum over the rows; None if not requested.
+    """
+
+    dz: Written
+    dbias: Float[Array, "n"] | None

@@ -148,7 +148,7 @@ def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Pla
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     of_cross = [s for s in free if s.path.rpartition("/")[2][:2] in ("u_", "v_")]
     choices = tuple((site.path, Choice.parse(f"xla {recipe}")) for site in of_cross)
-    name = "fused" if isinstance(model, nn.CrossNet) else "fused_cross"
+    name = "fused" if isinstance(model, nn.CrossNet) else "fused_wide"
     option: dict[str, Any] = {name: True}
     arms = {
         "xla bf16": forced(model, free, "xla bf16"),

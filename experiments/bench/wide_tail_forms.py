@@ -246,5 +246,5 @@ def _norm_back(provider, want, d, r, residuals, scale_inv):
 
 def _cast(provider, want, z, scale_inv):
     return provider.norm_tail(
-        z, epilogue=_NO_NORM, want=want, y_scale_inv=scale_inv, keep=False
+        z, epilogue=_NO_NORM, want=want, y_scale_inv=scale_inv, xhat=None
     )

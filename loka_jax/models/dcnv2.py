@@ -30,8 +30,6 @@ class Dcnv2(RankingModel):
         num_cross_layers: number of cross layers.
         cross_rank: rank of the cross layers' weights; full if None.
         deep_mlp: widths of the deep network.
-        fused_cross: run all cross layers as one operation (`ops.cross`) where that
-            serves their plans; not yet measured as a whole.
         structure: "parallel" feeds both networks with x_0; "stacked" feeds the deep
             network with the cross network's output.
     """
@@ -39,7 +37,6 @@ class Dcnv2(RankingModel):
     bottom_mlp: tuple[int, ...] | None = None
     num_cross_layers: int = 3
     cross_rank: int | None = None
-    fused_cross: bool = False
     deep_mlp: tuple[int, ...] = (512, 512, 256)
     structure: Literal["parallel", "stacked"] = "parallel"
 
@@ -66,7 +63,7 @@ class Dcnv2(RankingModel):
             use_bias=self.bias,
             recipe=self.recipe,
             implementation=self.implementation,
-            fused=self.fused_cross,
+            fused=self.fused_wide,
             name="cross",
         )(x0)
         is_parallel = self.structure == "parallel"

@@ -86,6 +86,7 @@ class DhenLayer(ModelPart, kw_only=True):
             rank=self.cross_rank,
             recipe=self.recipe,
             implementation=self.implementation,
+            fused=self.fused_wide,
             name="cross_net",
         )
         return cross(x.reshape(x.shape[0], -1)).reshape(x.shape)
@@ -187,6 +188,7 @@ class DhenDlrm(Dhen):
             rank=self.cross_rank,
             recipe=self.recipe,
             implementation=self.implementation,
+            fused=self.fused_wide,
             name="cross_net",
         )(first.reshape(batch, -1))
         mixed = nn.join_features(last.reshape(batch, -1), pairs, multiple=1)

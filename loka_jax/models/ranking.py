@@ -24,6 +24,9 @@ class ModelPart(linen.Module):
         activation: activation of every layer of the MLPs.
         bias: every dense layer, or its norm, has a bias; the head always has one.
         implementation: "xla" to use XLA only; None to use kernels where they apply.
+        fused_wide: run wide layers of MLPs in a row, and the layers of a cross network,
+            as one operation (`ops.wide_stack`, `ops.cross`) where that serves their
+            plans; not yet measured as a whole.
     """
 
     recipe: str = "fp8_tensorwise"
@@ -31,6 +34,7 @@ class ModelPart(linen.Module):
     activation: nn.ActivationName = "relu"
     bias: bool = True
     implementation: Literal["xla"] | None = None
+    fused_wide: bool = False
 
     @property
     def compute_dtype(self) -> DTypeLike:
@@ -40,7 +44,7 @@ class ModelPart(linen.Module):
     @property
     def options(self) -> dict[str, Any]:
         """The options above, for a part of this one."""
-        names = ("recipe", "norm", "activation", "bias", "implementation")
+        names = "recipe", "norm", "activation", "bias", "implementation", "fused_wide"
         return {name: getattr(self, name) for name in names}
 
     @linen.nowrap
@@ -52,6 +56,7 @@ class ModelPart(linen.Module):
             activation=self.activation,
             use_bias=self.bias,
             implementation=self.implementation,
+            fused=self.fused_wide,
             name=name,
             **options,
         )

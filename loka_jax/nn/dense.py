@@ -79,13 +79,14 @@ class DenseVariables(Dense):
     """The variables of a `Dense` that its caller runs, under the same names."""
 
     @linen.compact
-    def __call__(self, plan: KernelPlan) -> SiteVariables:
+    def __call__(self, plan: KernelPlan, *, follows: bool = False) -> SiteVariables:
         """Returns the variables of a site, and announces it.
 
         Args:
             plan: of the site.
+            follows: as in `NormDense`.
         """
-        announce(self, plan)
+        announce(self, plan, follows=follows)
         kernel, bias = _parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 

@@ -3,15 +3,17 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
-from loka_jax.nn.dense import Dense, default_kernel_init
+from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
+from loka_jax.ops import wide_stack
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe
@@ -22,7 +24,8 @@ class Mlp(linen.Module):
     """A multi-layer perceptron; every layer is `dropout(act(norm(x W + b)))`.
 
     A layer is one site, `NormDense`, unless its norm is over the batch. Where kernels
-    serve a layer and the next, the first hands its activations on in FP8.
+    serve a layer and the next, the first hands its activations on in FP8. Wide layers
+    in a row run as one operation if `fused`.
 
     Attributes:
         features: widths of the layers.
@@ -35,6 +38,9 @@ class Mlp(linen.Module):
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
         implementation: the provider of all layers, see `NormDense`.
+        fused: run layers in a row, one of them wide, as one operation
+            (`ops.wide_stack`) where that serves their plans; not if the implementation
+            is given, or with dropout in training.
     """
 
     features: tuple[int, ...]
@@ -46,6 +52,7 @@ class Mlp(linen.Module):
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
     implementation: Provider | None = None
+    fused: bool = False
 
     @linen.compact
     def __call__(
@@ -53,21 +60,62 @@ class Mlp(linen.Module):
     ) -> Float[Array, "*rows n"]:
         """Returns the last layer's activations. Training with dropout needs its rng."""
         drops = train and self.dropout_rate > 0
-        plans = None
-        if self.norm != "batch":
-            m, k = math.prod(x.shape[:-1]), x.shape[-1]
-            plans = self._plans(m, k, chained=not drops)
-        out: Array | Activations = x
+        if self.norm != "batch" and not drops:
+            return self._by_sites(x)
+        m, k = math.prod(x.shape[:-1]), x.shape[-1]
+        plans = None if self.norm == "batch" else self._plans(m, k, chained=False)
         for i in range(len(self.features)):
             if plans is None:
-                assert not isinstance(out, Activations)
-                out = self._batch_norm_layer(i, out, train)
+                x = self._batch_norm_layer(i, x, train)
             else:
-                out = self._site(i, plans[i])(out)
+                out = self._site(i, plans[i])(x)
+                assert not isinstance(out, Activations)
+                x = out
             if drops:
-                out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
+                x = linen.Dropout(self.dropout_rate, deterministic=False)(x)
+        return x
+
+    def _by_sites(self, x: Array) -> Array:
+        """Returns the last layer's activations, of sites with nothing between them."""
+        m, k = math.prod(x.shape[:-1]), x.shape[-1]
+        wide, runs = self._wide(m, k)
+        plans = self._plans(m, k, chained=True, apart=wide)
+        out: Array | Activations = x
+        for i, plan in enumerate(plans):
+            if i not in wide:
+                out = self._site(i, plan)(out)
+            elif i in runs:
+                assert not isinstance(out, Activations)
+                out = self._by_one_operation(out, wide, runs[i])
         assert not isinstance(out, Activations)
         return out
+
+    def _wide(self, m: int, k: int) -> tuple[dict[int, KernelPlan], dict[int, range]]:
+        """Returns plans of the layers of wide stacks, and the stacks by first layer."""
+        is_asked = self.fused and self.implementation is None
+        if not is_asked or current().observer is not None:
+            return {}, {}
+        plans = self._resolve(self._specs(m, k), "xla")
+        runs = wide_stack.wide_runs(plans)
+        return {i: plans[i] for run in runs for i in run}, {run[0]: run for run in runs}
+
+    def _by_one_operation(self, x: Array, wide, layers: range) -> Array:
+        plans = tuple(wide[i] for i in layers)
+        parts: list[Any] = [
+            DenseVariables(
+                plan.spec.n,
+                recipe=self.recipe,
+                use_bias=plan.spec.use_bias,
+                kernel_init=self.kernel_init,
+                name=f"dense_{i}",
+            )(plan, follows=i > 0)
+            for i, plan in zip(layers, plans, strict=True)
+        ]
+        parameters = tuple(wide_stack.WideLayer(p.kernel, p.bias) for p in parts)
+        states = tuple(part.state for part in parts)
+        rows = x.reshape(plans[0].spec.m, -1)
+        y = wide_stack.wide_stack(rows, parameters, states, plans=plans)
+        return y.reshape(*x.shape[:-1], -1)
 
     def _site(self, i: int, plan: KernelPlan) -> NormDense:
         spec = plan.spec
@@ -103,13 +151,19 @@ class Mlp(linen.Module):
     def _is_linear(self, i: int) -> bool:
         return self.ends_linear and i == len(self.features) - 1
 
-    def _plans(self, m: int, k: int, *, chained: bool) -> list[KernelPlan]:
+    def _specs(self, m: int, k: int) -> list[SiteSpec]:
+        shapes = itertools.pairwise((k, *self.features))
+        return [self._spec(i, m, k, n) for i, (k, n) in enumerate(shapes)]
+
+    def _plans(
+        self, m: int, k: int, *, chained: bool, apart: Collection[int] = ()
+    ) -> list[KernelPlan]:
         """Returns the plan of each layer.
 
-        Where kernels run a layer and the next, which reads FP8, it is handed on so.
+        Where kernels run a layer and the next, which reads FP8, it is handed on so,
+        unless one of them is to be run apart.
         """
-        shapes = itertools.pairwise((k, *self.features))
-        specs = [self._spec(i, m, k, n) for i, (k, n) in enumerate(shapes)]
+        specs = self._specs(m, k)
         given = [specs[0].fp8_out, *(spec.fp8_out for spec in specs[:-1])]
         within = [
             dataclasses.replace(spec, fp8_in=fp8_in, out="fp8")
@@ -121,8 +175,8 @@ class Mlp(linen.Module):
             for i, plan in enumerate(plans)
         ]
         links = [
-            chained and plan.runs_kernels and next_reads
-            for plan, next_reads in zip(plans, reads[1:], strict=False)
+            chained and plan.runs_kernels and next_reads and not {i, i + 1} & set(apart)
+            for i, (plan, next_reads) in enumerate(zip(plans, reads[1:], strict=False))
         ]
         linked = [
             dataclasses.replace(
@@ -149,13 +203,15 @@ class Mlp(linen.Module):
             use_bias=self.use_bias and self.norm == "none",
         )
 
-    def _resolve(self, specs: Sequence[SiteSpec]) -> list[KernelPlan]:
+    def _resolve(
+        self, specs: Sequence[SiteSpec], provider: Provider | None = None
+    ) -> list[KernelPlan]:
         return [
             current().plan(
                 "/".join((*self.path, f"dense_{i}")),
                 spec,
                 self.recipe,
-                self._provider(i),
+                provider or self._provider(i),
             )
             for i, spec in enumerate(specs)
         ]

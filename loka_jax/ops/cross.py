@@ -23,15 +23,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
-from loka_jax.ops.cross_products import ByProduct, Network
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.products import read_state
-from loka_jax.recipe import OPERANDS
+from loka_jax.ops.tailed_products import Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
 from loka_jax.xla.tails import decode
+
+# A value for each product of each layer.
+type ByProduct[T] = tuple[tuple[T, ...], ...]
 
 
 class CrossLayer(NamedTuple):
@@ -58,20 +59,9 @@ def why_not(plans: ByProduct[KernelPlan]) -> str | None:
         return f"the sites have {len(choices)} different choices"
     (choice,) = choices
     recipe = choice.recipe
-    if choice.provider != "xla":
-        return f"provider {choice.provider!r}"
-    if jnp.dtype(recipe.compute_dtype) != jnp.bfloat16:
-        return f"{jnp.dtype(recipe.compute_dtype).name} is not bfloat16"
-    if not choice.is_fp8:
-        return None
-    if recipe.fwd is None or recipe.dlhs is None:
+    if choice.is_fp8 and (recipe.fwd is None or recipe.dlhs is None):
         return f"recipe {recipe.name!r} has no FP8 in fwd or dlhs"
-    casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
-    if any(cast.scaling != "delayed" for cast in casts):
-        return f"recipe {recipe.name!r} does not scale every operand by earlier amaxes"
-    if not recipe.scales_initialized:
-        return "delayed scales are not initialized"
-    return next((plan.refusal for plan in each if plan.refusal), None)
+    return why_not_tailed(each)
 
 
 def cross_network(
@@ -109,11 +99,8 @@ def cross_network(
     sizes |= {x0.shape}
     refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
     refusal = next(filter(None, refusals), None)
-    network = Network(plans, axis_names, triton.chosen(implementation, refusal))
-    states = tuple(
-        tuple(read_state(p.choice.recipe, s) for p, s in zip(*both, strict=True))
-        for both in zip(plans, states, strict=True)
-    )
+    network = Tailed(plans, axis_names, triton.chosen(implementation, refusal))
+    states = read_states(plans, states)
     arrays, tree = jax.tree.flatten((x0.astype(jnp.bfloat16), layers))
     return _run(network, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
 
@@ -127,18 +114,18 @@ class _Kept(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(network: Network, x0, layers, states):
+def _run(network: Tailed, x0, layers, states):
     return _propagate(network, x0, layers, states, keep=False)[0]
 
 
-def _forward(network: Network, x0, layers, states):
+def _forward(network: Tailed, x0, layers, states):
     y, kept = _propagate(network, x0, layers, states, keep=True)
     biases = tuple(layer.bias for layer in layers)
     return y, (x0, biases, states, kept)
 
 
 def _propagate(
-    network: Network, x0, layers: tuple[CrossLayer, ...], states, *, keep: bool
+    network: Tailed, x0, layers: tuple[CrossLayer, ...], states, *, keep: bool
 ) -> tuple[Array, tuple[_Kept, ...]]:
     """Returns the features after the last layer, and what backward reads."""
     sites = network.sites(states)
@@ -146,7 +133,10 @@ def _propagate(
     kept = []
     for i, (layer, own) in enumerate(zip(layers, sites, strict=True)):
         operands = [lhs]
-        weights = [s.weight(w) for s, w in zip(own, layer.kernels, strict=True)]
+        weights = [
+            site.weight(kernel, keep=keep)
+            for site, kernel in zip(own, layer.kernels, strict=True)
+        ]
         z = own[0].multiply("fwd", lhs, weights[0])
         for site, weight in zip(own[1:], weights[1:], strict=True):
             operands.append(site.cast("lhs", z, keep=keep))
@@ -167,7 +157,7 @@ def _propagate(
     return x, tuple(kept)
 
 
-def _backward(network: Network, residuals, dy):
+def _backward(network: Tailed, residuals, dy):
     x0, biases, states, kept = residuals
     sites = network.sites(states)
     # The gradient of y is d + r.

@@ -18,6 +18,7 @@ from loka_jax.triton.tail_kernel import (
     read_vector,
     scaled,
     store,
+    store_sums,
     write,
 )
 
@@ -127,9 +128,7 @@ def cross_tail_backward_kernel(
     tile = read(x0, row, column, m, n, block_m, block_n)
     tile = g * scaled(tile, x0_scale, x0_scale_2, x0_scales)
     if has_bias:
-        columns = column + tl.arange(0, block_n)
-        at = dbias + row // block_m * n + columns
-        tl.store(at, tl.sum(tile, axis=0), mask=columns < n)
+        store_sums(dbias, tile, row, column, n, block_m, block_n)
     # fmt: off
     write(
         tile, u_scale_inv, u, u_fp8, u_fp8_t, amaxes, row, column,

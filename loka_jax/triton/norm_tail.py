@@ -23,7 +23,7 @@ from loka_jax.normed import (
     NormResiduals,
     norm_features,
 )
-from loka_jax.tails import Forms, NormTail, Scaled, Written
+from loka_jax.tails import Forms, NormTail, NormTailGradients, Scaled
 from loka_jax.triton import tail
 from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tail import Arguments, TuningConfig
@@ -71,7 +71,7 @@ def norm_tail(
     epilogue: Epilogue,
     want: Forms,
     y_scale_inv: Float[Array, ""] | None = None,
-    keep: bool = True,
+    xhat: DTypeLike | None = E4M3,
     config: TuningConfig | None = None,
 ) -> NormTail:
     """Returns `activation(norm(z + bias + r))` and what its backward pass reads.
@@ -83,7 +83,8 @@ def norm_tail(
         epilogue: norm and activation; the norm is "block" or "none".
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
-        keep: return residuals.
+        xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
+            bfloat16 without a norm); None to return no residuals.
         config: the tuning config; None for the default.
 
     Raises:
@@ -97,23 +98,24 @@ def norm_tail(
     operands.add("r", r)
     operands.add("bias", bias)
     operands.add_forms(want, y_scale_inv)
-    dtype = E4M3 if epilogue.norm == "block" else jnp.bfloat16
+    keep, is_norm = xhat is not None, epilogue.norm == "block"
+    dtype = jnp.bfloat16 if xhat is None or not is_norm else xhat
     operands.constants.update(
         _constants(epilogue, dtype), has_residuals=keep, epsilon=epilogue.epsilon
     )
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
     blocks = -(-n // NORM_BLOCK)
-    has_rstd = keep and epilogue.norm == "block"
+    has_rstd = keep and is_norm
     types = [
         *tail.result_types(m, n, want, config),
         tail.optional_type(keep, (m, n), dtype),
         tail.optional_type(has_rstd, (blocks, m) if blocks > 1 else (m,), jnp.float32),
     ]
-    *y, xhat, rstd = tail.run(
+    *y, kept, rstd = tail.run(
         norm_tail_kernel.norm_tail_kernel, operands, types, config
     )
-    residuals = NormResiduals(xhat, rstd if has_rstd else None) if keep else None
+    residuals = NormResiduals(kept, rstd if has_rstd else None) if keep else None
     return NormTail(tail.written(y, want, y_scale_inv), residuals)
 
 
@@ -125,16 +127,21 @@ def norm_tail_backward(
     epilogue: Epilogue,
     want: Forms,
     dz_scale_inv: Float[Array, ""] | None = None,
+    has_bias: bool = False,
     config: TuningConfig | None = None,
-) -> Written:
-    """Returns the gradient of z, where y has the gradient `d + r`.
+) -> NormTailGradients:
+    """Returns the gradients of z and the bias, where y has the gradient `d + r`.
+
+    Deterministic.
 
     Args:
         d: first summand of the gradient of y.
         r: second summand, bfloat16, or None.
-        residuals, epilogue: of the forward pass.
-        want: the forms of the result.
+        residuals, epilogue: of the forward pass. Without a norm, y in any of its forms
+            serves the backward pass of relu, which reads only signs.
+        want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
+        has_bias: return the gradient of the bias.
         config: the tuning config; None for the default.
 
     Raises:
@@ -149,13 +156,19 @@ def norm_tail_backward(
     operands.add("r", r)
     operands.arrays.extend((xhat, xhat if rstd is None else rstd))
     operands.add_forms(want, dz_scale_inv)
-    operands.constants.update(_constants(epilogue, xhat.dtype))
+    operands.constants.update(_constants(epilogue, xhat.dtype), has_bias=has_bias)
     from loka_jax.triton import norm_tail_kernel
 
-    types = tail.result_types(m, n, want, config)
+    types = [
+        *tail.result_types(m, n, want, config),
+        tail.optional_type(has_bias, (config.tiles_m(m), n), jnp.float32),
+    ]
     kernel = norm_tail_kernel.norm_tail_backward_kernel
-    dz = tail.run(kernel, operands, types, config)
-    return tail.written(dz, want, dz_scale_inv)
+    *dz, dbias = tail.run(kernel, operands, types, config)
+    return NormTailGradients(
+        dz=tail.written(dz, want, dz_scale_inv),
+        dbias=jnp.sum(dbias, axis=0) if has_bias else None,
+    )
 
 
 def _columns(norm: NormName, n: int) -> int:

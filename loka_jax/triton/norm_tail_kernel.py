@@ -18,6 +18,7 @@ from loka_jax.triton.tail_kernel import (
     read_vector,
     scaled,
     store,
+    store_sums,
     write,
 )
 
@@ -103,10 +104,12 @@ def norm_tail_backward_kernel(
     dz_fp8,
     dz_fp8_t,
     amaxes,
+    dbias,
     m: tl.constexpr,
     n: tl.constexpr,
     d_scales: tl.constexpr,
     has_r: tl.constexpr,
+    has_bias: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
@@ -118,7 +121,10 @@ def norm_tail_backward_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Writes the gradient of the norm's argument, where `d + r` is that of y."""
+    """Writes the gradient of the norm's argument, where `d + r` is that of y.
+
+    And partial sums of it over rows, for the bias.
+    """
     row, column = first_of_tile(n, block_m, block_n)
     g = read(d, row, column, m, n, block_m, block_n)
     g = scaled(g, d_scale, d_scale_2, d_scales)
@@ -132,6 +138,8 @@ def norm_tail_backward_kernel(
         count = tl.minimum(n - column, block_n)
         along = tl.sum(tile * v, axis=1) / count
         tile = (tile - v * along[:, None]) * rate[:, None]
+    if has_bias:
+        store_sums(dbias, tile, row, column, n, block_m, block_n)
     # fmt: off
     write(
         tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,

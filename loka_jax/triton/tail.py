@@ -19,7 +19,7 @@ from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
 from loka_jax.triton.launch import launch, require_triton
 
 _MULTIPLE = 16  # of rows and columns: 16 bytes of FP8 a load or store, either way
-_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)

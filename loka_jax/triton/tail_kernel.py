@@ -106,6 +106,23 @@ def store(
 
 @triton.jit
 @no_type_check
+def store_sums(
+    sums,
+    tile,
+    row,
+    column,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes the sums over a tile's rows to the row of this tile's number."""
+    columns = column + tl.arange(0, block_n)
+    at = sums + row // block_m * n + columns
+    tl.store(at, tl.sum(tile, axis=0), mask=columns < n)
+
+
+@triton.jit
+@no_type_check
 def write(
     tile,
     scale_inv,

@@ -4,6 +4,7 @@ XLA decides how many passes a tail takes.
 """
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
@@ -14,6 +15,7 @@ from loka_jax.tails import (
     Forms,
     Fp8Copies,
     NormTail,
+    NormTailGradients,
     Scaled,
     Written,
 )
@@ -79,7 +81,7 @@ def norm_tail(
     epilogue: Epilogue,
     want: Forms,
     y_scale_inv: Float[Array, ""] | None = None,
-    keep: bool = True,
+    xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
     """Returns `activation(norm(z + bias + r))` and what its backward pass reads.
 
@@ -90,16 +92,17 @@ def norm_tail(
         epilogue: norm and activation; no gamma and beta.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
-        keep: return residuals.
+        xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
+            bfloat16 without a norm); None to return no residuals.
     """
     argument = _plus(_sum(z, r), bias)
-    xhat, rstd = normalize(argument, epilogue)
-    y = write(ACTIVATIONS[epilogue.activation](xhat), want, y_scale_inv)
-    if not keep:
+    normed, rstd = normalize(argument, epilogue)
+    y = write(ACTIVATIONS[epilogue.activation](normed), want, y_scale_inv)
+    if xhat is None:
         return NormTail(y, None)
-    if epilogue.norm == "none":
-        return NormTail(y, NormResiduals(xhat.astype(jnp.bfloat16), None))
-    stored = fp8.saturate(xhat / XHAT_SCALE_INV, E4M3)
+    if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
+        return NormTail(y, NormResiduals(normed.astype(jnp.bfloat16), rstd))
+    stored = fp8.saturate(normed / XHAT_SCALE_INV, E4M3)
     return NormTail(y, NormResiduals(stored, rstd))
 
 
@@ -111,18 +114,22 @@ def norm_tail_backward(
     epilogue: Epilogue,
     want: Forms,
     dz_scale_inv: Float[Array, ""] | None = None,
-) -> Written:
-    """Returns the gradient of z, where y has the gradient `d + r`.
+    has_bias: bool = False,
+) -> NormTailGradients:
+    """Returns the gradients of z and the bias, where y has the gradient `d + r`.
 
     Args:
         d: first summand of the gradient of y.
         r: second summand, bfloat16, or None.
-        residuals, epilogue: of the forward pass.
-        want: the forms of the result.
+        residuals, epilogue: of the forward pass. Without a norm, y in any of its forms
+            serves the backward pass of relu, which reads only signs.
+        want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
+        has_bias: return the gradient of the bias.
     """
     dz, _, _ = norm_backward(_sum(d, r), residuals, epilogue=epilogue)
-    return write(dz, want, dz_scale_inv)
+    dbias = jnp.sum(dz, axis=0) if has_bias else None
+    return NormTailGradients(write(dz, want, dz_scale_inv), dbias)
 
 
 def decode(x: Scaled) -> Float[Array, "m n"]:

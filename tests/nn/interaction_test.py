@@ -132,6 +132,6 @@ def test_dcnv2_fuses_its_cross_network_if_asked(is_fused, monkeypatch):
     model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(16,))
     features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
     calls = _calls(monkeypatch)
-    fused = model.clone(fused_cross=is_fused)
+    fused = model.clone(fused_wide=is_fused)
     jax.eval_shape(fused.init, jax.random.key(0), *features)
     assert len(calls) == is_fused

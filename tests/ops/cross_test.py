@@ -10,7 +10,7 @@ import pytest
 
 from loka_jax import fp8, scaling
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.ops import cross_products
+from loka_jax.ops import tailed_products
 from loka_jax.ops.cross import CrossLayer, cross_network, why_not
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
@@ -252,7 +252,7 @@ recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
 def test_tails_by_triton_give_the_results_of_xla(recipe, monkeypatch):
     # The interpreter takes no tracers.
     monkeypatch.setattr(
-        cross_products, "by_kernel", lambda run, *operands: run(*operands)
+        tailed_products, "by_kernel", lambda run, *operands: run(*operands)
     )
     _assert_triton_gives_the_results_of_xla(recipe)
 

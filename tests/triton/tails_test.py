@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.normed import Epilogue
+from loka_jax.normed import Epilogue, NormResiduals
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail, norm_tail, tail
 from tests import support
@@ -133,8 +133,42 @@ def test_norm_tails_are_those_of_xla(shape, norm, activation):
     _assert_same(ours, theirs)
     args = _product(shape, 4), _normal(shape, 5), theirs.residuals
     options = dict(epilogue=epilogue, want=GRADIENT, dz_scale_inv=SCALE_INV)
+    ours = norm_tail.norm_tail_backward(*args, **options, has_bias=True)
+    theirs = xla.norm_tail_backward(*args, **options, has_bias=True)
+    # A sum over rows, in another order.
+    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
+    _assert_same(ours.dz, theirs.dz)
+    assert xla.norm_tail_backward(*args, **options).dbias is None
+    assert norm_tail.norm_tail_backward(*args, **options).dbias is None
+
+
+@anywhere_
+@pytest.mark.parametrize("norm, dtype", [("block", jnp.bfloat16), ("none", E4M3)])
+def test_what_is_kept_for_backward_may_have_either_dtype(norm, dtype):
+    shape, epilogue = (48, 336), Epilogue(norm, "relu")
+    z, options = _product(shape, 0), dict(want=ALL, y_scale_inv=SCALE_INV)
+    ours = norm_tail.norm_tail(z, epilogue=epilogue, xhat=dtype, **options)
+    theirs = xla.norm_tail(z, epilogue=epilogue, xhat=dtype, **options)
+    _assert_same(ours, theirs)
+    assert theirs.residuals is not None
+    assert theirs.residuals.xhat.dtype == jnp.bfloat16
+    # Without a norm relu's backward pass may read the activations in FP8 instead.
+    kept = theirs.residuals
+    if norm == "none":
+        assert theirs.y.fp8 is not None
+        kept = NormResiduals(theirs.y.fp8.data, None)
+    args = _product(shape, 4), None, kept
+    options = dict(epilogue=epilogue, want=Forms())
     ours = norm_tail.norm_tail_backward(*args, **options)
     _assert_same(ours, xla.norm_tail_backward(*args, **options))
+
+
+@anywhere_
+def test_a_float32_weight_is_cast_in_one_pass():
+    kernel = Scaled(support.normal(48, 80))
+    options = dict(epilogue=Epilogue("none"), want=ALL, y_scale_inv=SCALE_INV)
+    ours = norm_tail.norm_tail(kernel, xhat=None, **options)
+    _assert_same(ours, xla.norm_tail(kernel, xhat=None, **options))
 
 
 @anywhere_
@@ -177,7 +211,7 @@ def test_only_the_requested_forms_are_returned(want):
         ((16, 32), jnp.bfloat16, None),
         ((24, 32), jnp.bfloat16, "m=24 is not a positive multiple of 16"),
         ((16, 0), jnp.bfloat16, "n=0 is not a positive multiple of 16"),
-        ((16, 32), jnp.float32, "float32 is none of bfloat16"),
+        ((16, 32), jnp.float16, "float16 is none of bfloat16"),
     ],
 )
 def test_refused_operands_have_a_reason(sizes, dtype, reason):
@@ -245,12 +279,45 @@ def _norm(want, epilogue, z, x, scale_inv):
     return norm_tail.norm_tail(z, x, epilogue=epilogue, **options)
 
 
+def _norm_backward(want, epilogue, d, xhat, rstd, scale_inv):
+    residuals = NormResiduals(xhat, None if epilogue.norm == "none" else rstd)
+    options = dict(epilogue=epilogue, want=want, has_bias=True)
+    return norm_tail.norm_tail_backward(
+        d, None, residuals, dz_scale_inv=scale_inv, **options
+    )
+
+
+def _assert_stores_16_bytes(program):
+    assert spilled_bytes(program.ptxas_report()) == 0
+    assert "st.global.v4" in program.ptx
+
+
 @pytest.mark.parametrize(
     "norm, activation", [("block", "hard_swish"), ("none", "none")]
 )
 def test_programs_of_norm_tails_for_hopper_do_not_spill(norm, activation):
     types = _types(16384, 7680)
     run = functools.partial(_norm, ALL, Epilogue(norm, activation))
-    program = compiled(run, types["z"], types["x"], types["scale_inv"])
-    assert spilled_bytes(program.ptxas_report()) == 0
-    assert "st.global.v4" in program.ptx
+    _assert_stores_16_bytes(compiled(run, types["z"], types["x"], types["scale_inv"]))
+
+
+@pytest.mark.parametrize(
+    "norm, activation", [("block", "hard_swish"), ("none", "relu")]
+)
+def test_programs_of_gradients_of_norm_tails_do_not_spill(norm, activation):
+    types = _types(16384, 7680)
+    run = functools.partial(_norm_backward, GRADIENT, Epilogue(norm, activation))
+    rstd = jax.ShapeDtypeStruct((7680 // 256, 16384), jnp.float32)
+    xhat = types["z8"].data
+    _assert_stores_16_bytes(compiled(run, types["z"], xhat, rstd, types["scale_inv"]))
+
+
+def test_the_program_that_casts_a_weight_does_not_spill():
+    kernel = Scaled(jax.ShapeDtypeStruct((18432, 8192), jnp.float32))
+    scale_inv = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def cast(kernel, scale_inv):
+        options = dict(epilogue=Epilogue("none"), want=ALL, xhat=None)
+        return norm_tail.norm_tail(kernel, y_scale_inv=scale_inv, **options).y
+
+    _assert_stores_16_bytes(compiled(cast, kernel, scale_inv))

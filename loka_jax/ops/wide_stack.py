@@ -1,0 +1,235 @@
+"""Wide dense layers in a row as one operation: products, and a tail in one pass each.
+
+    forward     z = x W    y = activation(norm(z + b)), the x of the next layer
+    backward    dz from dy    dW = x^T dz    dx = dz W^T, the dy of the layer before
+
+Of layers thousands of features wide the products take FP8's full gain, if what lies
+between them takes no more than one pass each way. The tail applies the scales of the
+product before it, and writes what is read next in the forms that the recipe asks for:
+in FP8, as it is and transposed for dW, under a scale that is known beforehand (from
+earlier steps, or the bound of a block norm), or in bfloat16. In bfloat16 the same
+passes run without FP8.
+
+The weights are cast once a step, in both layouts and in one pass.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax import triton
+from loka_jax.fp8 import E4M3
+from loka_jax.normed import Epilogue, NormResiduals, bounded_scale_inv
+from loka_jax.ops.kernels import equally_varying
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
+from loka_jax.scaling import DelayedScaling
+from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.triton import norm_tail
+from loka_jax.xla.tails import decode
+
+# The least size of a product of which a run of layers has one; narrow layers alone are
+# left to kernels that multiply and normalize at once.
+WIDE = 1024
+
+
+class WideLayer(NamedTuple):
+    """The parameters of a layer.
+
+    Attributes:
+        kernel: float32 (k, n).
+        bias: float32 `[n]`, added before the norm; None if absent.
+    """
+
+    kernel: Float[Array, "k n"]
+    bias: Float[Array, "n"] | None = None
+
+
+def why_not(plan: KernelPlan) -> str | None:
+    """Returns why a site is not a layer of this operation, or None if it is.
+
+    Args:
+        plan: of the site.
+    """
+    spec = plan.spec
+    if spec.fp8_in is not None or spec.out != "compute":
+        return "it hands FP8 on, or takes it"
+    return (
+        why_not_tailed([plan])
+        or norm_tail.why_not(spec.m, spec.k, norm="none")
+        or norm_tail.why_not(spec.m, spec.n, norm=spec.norm)
+    )
+
+
+def wide_runs(plans: Sequence[KernelPlan]) -> list[range]:
+    """Returns the layers that run as one operation: in a row, and one of them wide.
+
+    Args:
+        plans: of an MLP's layers.
+    """
+    runs = []
+    for is_served, group in itertools.groupby(
+        range(len(plans)), lambda i: why_not(plans[i]) is None
+    ):
+        layers = list(group)
+        specs = [plans[i].spec for i in layers]
+        if is_served and any(max(spec.k, spec.n) >= WIDE for spec in specs):
+            runs.append(range(layers[0], layers[-1] + 1))
+    return runs
+
+
+def wide_stack(
+    x: Float[Array, "m k"],
+    layers: tuple[WideLayer, ...],
+    states: tuple[DelayedScaling | None, ...],
+    *,
+    plans: tuple[KernelPlan, ...],
+    axis_names: tuple[str, ...] = (),
+    implementation: triton.Implementation | None = None,
+) -> Float[Array, "m n"]:
+    """Returns the activations of the last layer, in bfloat16.
+
+    Differentiable in x and the layers; gradients have their dtypes. The gradient with
+    respect to `states` is their values for the next step, as in `matmul`.
+
+    Each product runs in FP8 or in bfloat16 as the recipe of its layer says.
+
+    Args:
+        x: rows, cast to bfloat16.
+        layers: the parameters.
+        states: of the layers, for recipes with delayed scaling, else None.
+        plans: of the layers, with what follows their products.
+        axis_names: mesh axes over which rows are spread, under `shard_map`.
+        implementation: of the tails: "triton" requires its kernels; "xla"; None is
+            Triton if it is installed and the GPU is a Hopper, else XLA.
+
+    Raises:
+        ValueError: if a layer is not served (see `why_not`), if Triton is required and
+            is not installed, or if a state is missing.
+    """
+    for plan in plans:
+        reason = why_not(plan)
+        if reason is not None:
+            raise ValueError(f"wide_stack: {plan.spec}: {reason}.")
+    stack = Tailed(plans, axis_names, triton.chosen(implementation, None))
+    states = read_states(plans, states)
+    arrays, tree = jax.tree.flatten((x.astype(jnp.bfloat16), layers))
+    return _run(stack, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
+
+
+class _Kept(NamedTuple):
+    """What the backward pass reads of a layer's forward pass.
+
+    `residuals` are None where nothing follows the product.
+    """
+
+    lhs: Written
+    rhs: Written
+    residuals: NormResiduals | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(stack: Tailed, x, layers, states):
+    return _propagate(stack, x, layers, states, keep=False)[0]
+
+
+def _forward(stack: Tailed, x, layers, states):
+    y, kept = _propagate(stack, x, layers, states, keep=True)
+    return y, (tuple(layer.bias is not None for layer in layers), states, kept)
+
+
+def _propagate(
+    stack: Tailed, x, layers: tuple[WideLayer, ...], states, *, keep: bool
+) -> tuple[Array, tuple[_Kept, ...]]:
+    """Returns the activations of the last layer, and what backward reads."""
+    sites = stack.sites(states)
+    y, kept = sites[0].cast("lhs", Scaled(x), keep=keep), []
+    for site, following, layer in zip(sites, (*sites[1:], None), layers, strict=True):
+        lhs, rhs = y, site.weight(layer.kernel, keep=keep)
+        z = site.multiply("fwd", lhs, rhs)
+        y, residuals = _activated(site, following, z, layer.bias, keep=keep)
+        kept.append(_Kept(lhs, rhs, residuals))
+    assert y.bf16 is not None
+    return y.bf16, tuple(kept)
+
+
+def _activated(
+    site: Site, following: Site | None, z: Scaled, bias: Array | None, *, keep: bool
+) -> tuple[Written, NormResiduals | None]:
+    """Returns what follows a product, as the next layer reads it, and residuals."""
+    epilogue = _epilogue(site)
+    if following is None and _is_linear(site):
+        # XLA joins this with what reads the result.
+        out = decode(z) if bias is None else decode(z) + bias[None, :]
+        return Written(out.astype(jnp.bfloat16), None, None), None
+    want, scale_inv = Forms(), None
+    if following is not None:
+        want = following.forms("lhs", keep=keep)
+        scale_inv = _scale_inv_between(site, following)
+    xhat = E4M3 if site.products.recipe.dlhs is not None else jnp.bfloat16
+    keeps_y = _is_linear(site) or epilogue == Epilogue("none", "relu")
+    xhat = xhat if keep and not keeps_y else None
+    static = dict(epilogue=epilogue, want=want, xhat=xhat)
+    y, residuals = site.run.tail(
+        "norm_tail", z, None, bias, static=static, y_scale_inv=scale_inv
+    )
+    if keeps_y and not _is_linear(site):
+        kept = y.bf16 if y.fp8 is None else y.fp8.data  # of relu signs are enough
+        residuals = NormResiduals(kept, None)
+    return y, residuals
+
+
+def _scale_inv_between(site: Site, following: Site) -> Array | None:
+    """Returns the scale of a layer's activations, as the next one reads them."""
+    cast, spec = following.products.cast("fwd", "lhs"), site.products.plan.spec
+    if spec.norm == "block" and cast and jnp.dtype(cast.dtype) == jnp.dtype(E4M3):
+        return bounded_scale_inv(spec.norm, spec.n, None, None)
+    return following.scale_inv("lhs")
+
+
+def _backward(stack: Tailed, residuals, dy):
+    has_bias, states, kept = residuals
+    d, gradients, next_states = Scaled(dy), [], []
+    layers = list(zip(stack.sites(states), has_bias, kept, strict=True))
+    for site, layer_has_bias, (lhs, rhs, of_tail) in reversed(layers):
+        g, dbias = _gradient(site, d, of_tail, layer_has_bias)
+        dkernel = decode(site.multiply("drhs", lhs, g))
+        gradients.append(WideLayer(dkernel, dbias))
+        next_states.append(site.next_state(lhs, rhs, g))
+        d = site.multiply("dlhs", g, rhs)
+    dx = decode(d).astype(dy.dtype)
+    return dx, tuple(reversed(gradients)), tuple(reversed(next_states))
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _gradient(
+    site: Site, d: Scaled, residuals: NormResiduals | None, has_bias: bool
+) -> tuple[Written, Array | None]:
+    """Returns the gradient of a product, as backward reads it, and that of the bias."""
+    if residuals is None:
+        dbias = jnp.sum(decode(d), axis=0) if has_bias else None
+        return site.cast("g", d, keep=True), dbias
+    want = site.forms("g", keep=True)
+    static = dict(epilogue=_epilogue(site), want=want, has_bias=has_bias)
+    return site.run.tail(
+        *("norm_tail_backward", d, None, residuals),
+        static=static,
+        dz_scale_inv=site.scale_inv("g"),
+    )
+
+
+def _epilogue(site: Site) -> Epilogue:
+    spec = site.products.plan.spec
+    return Epilogue(spec.norm, spec.activation)
+
+
+def _is_linear(site: Site) -> bool:
+    spec = site.products.plan.spec
+    return spec.norm == spec.activation == "none"
