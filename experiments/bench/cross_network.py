@@ -14,7 +14,6 @@ Without a GPU times are wall clock: `--batches 64 --models cross --width 64 --ra
 """
 
 import dataclasses
-import functools
 import pathlib
 import time
 from typing import Any, Literal
@@ -26,16 +25,12 @@ from flax import linen
 
 from experiments.bench import models
 from experiments.bench import result as results
+from experiments.bench.arms import measure_arms, print_records
 from experiments.bench.dispatch import forced
 from loka_jax import nn
-from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
-from loka_jax.measure.timing import Case, profile_kernels, time_kernels
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.serving import fold
 from loka_jax.site import Choice
 
-_SETS = 2  # of inputs; one alone exceeds the L2
-_FEW = 256  # rows that set the delayed scales
+_FEW = 256  # rows with which sites are listed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +74,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
             result["runs"].append(run)
             result["seconds"] = time.perf_counter() - start
             print(f"{name}, {batch} rows [{result['seconds']:.0f} s]")
-            _print(run["programs"])
+            print_records(run["programs"])
             results.write(arguments.out, result)
     return result
 
@@ -87,51 +82,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
 def measure(name: str, batch: int, arguments: Arguments) -> dict[str, Any]:
     """Returns the times of all arms of a model."""
     model, shapes = _model(name, arguments)
-    inputs = [_normal(shapes(batch), seed) for seed in range(_SETS)]
-    programs: dict[str, Any] = {}
-    params = _params(model, _normal(shapes(_FEW), 0))
-    for arm, planned in _arms(model, shapes(_FEW), arguments).items():
-        variables = _initialized(planned, params, _normal(shapes(_FEW), 0))
-        if planned.is_delayed:
-            planned = planned.with_initialized_scales()
-        out = jax.eval_shape(planned.apply, variables, *inputs[0])
-        sets = [
-            (x, jax.random.normal(jax.random.key(9), out.shape, out.dtype))
-            for x in inputs
-        ]
-        run = functools.partial(_train, planned)
-        programs[f"training {arm}"] = (run, [(variables, *x) for x in sets])
-        folded = fold(planned.apply, variables, *inputs[0])
-        programs[f"inference {arm}"] = (
-            folded.function,
-            [(folded.ready, *x) for x in inputs],
-        )
-    compiled = compile_all(
-        {key: (run, sets[0]) for key, (run, sets) in programs.items()}
-    )
-    return {"model": name, "batch": batch, "programs": _timed(programs, compiled)}
-
-
-def _timed(programs, compiled) -> dict[str, dict[str, Any]]:
-    records: dict[str, dict[str, Any]] = {}
-    cases = {}
-    for key, program in compiled.items():
-        if isinstance(program, Exception):
-            records[key] = {"failed": str(program)[:500]}
-            continue
-        memory = program.memory_analysis()
-        records[key] = {"temporary_bytes": getattr(memory, "temp_size_in_bytes", None)}
-        cases[key] = Case(program, [leaves(x) for x in programs[key][1]])
-    for key, taken in time_kernels(cases).items():
-        records[key] |= taken._asdict()
-        longest = profile_kernels(functools.partial(_calls, cases[key]))
-        records[key]["longest"] = None if longest is None else longest.longest
-    return records
-
-
-def _calls(case: Case, calls: int):
-    """Returns the results of the last of some calls."""
-    return [case.function(*case.arguments[i % _SETS]) for i in range(calls)][-1]
+    arms = _arms(model, shapes(_FEW), arguments)
+    programs = measure_arms(model, arms, shapes, batch)
+    return {"model": name, "batch": batch, "programs": programs}
 
 
 def _model(name: str, arguments: Arguments):
@@ -143,7 +96,7 @@ def _model(name: str, arguments: Arguments):
 
 def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Planned]:
     recipe = arguments.recipe
-    inputs = _normal(shapes, 0)
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs)
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     of_cross = [s for s in free if s.path.rpartition("/")[2][:2] in ("u_", "v_")]
@@ -157,71 +110,6 @@ def _arms(model: linen.Module, shapes, arguments: Arguments) -> dict[str, nn.Pla
         "all fp8": nn.Planned(model.clone(recipe=recipe, **option)),
     }
     return {name: arms[name] for name in arguments.arms}
-
-
-def _params(model, inputs):
-    init = jax.jit(model.init, compiler_options=_untuned())
-    return init(jax.random.key(0), *inputs)["params"]
-
-
-def _initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
-    """Returns variables whose delayed scales are set, from few rows."""
-    variables: dict[str, Any] = {"params": params}
-    if not planned.is_delayed:
-        return variables
-    shapes = jax.eval_shape(planned.init, jax.random.key(0), *inputs)
-    # A table of zeros is that of a site before its first step, but for its factors.
-    states = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), shapes[OVERWRITE_WITH_GRADIENT]
-    )
-    variables[OVERWRITE_WITH_GRADIENT] = states
-    first = planned.by_xla()
-    out = jax.eval_shape(first.apply, variables, *inputs)
-    g = jax.random.normal(jax.random.key(9), out.shape, out.dtype)
-    train = jax.jit(functools.partial(_train, first), compiler_options=_untuned())
-    _, (grads, *_) = train(variables, inputs, g)
-    return variables | {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-
-
-def _untuned() -> dict[str, str]:
-    return dict(UNTUNED) if jax.default_backend() == "gpu" else {}
-
-
-def _train(planned: nn.Planned, variables, inputs, g):
-    """Returns the output, and the gradients of variables and inputs for its g."""
-
-    def run(variables, *inputs):
-        return jnp.asarray(planned.apply(variables, *inputs))
-
-    y, pull = jax.vjp(run, variables, *inputs)
-    return y, pull(g)
-
-
-def _normal(shapes, seed: int) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
-    return tuple(
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
-    )
-
-
-def _print(records: dict[str, dict[str, Any]]):
-    for key, record in records.items():
-        if "failed" in record:
-            print(f"  {key:28} failed: {record['failed'][:200]}")
-            continue
-        kind, _, _ = key.partition(" ")
-        base = records.get(f"{kind} xla bf16", record).get("median_us")
-        ratio = base / record["median_us"] if base else float("nan")
-        memory = (record["temporary_bytes"] or 0) / 1e9
-        count = record["kernels"] or 0
-        print(
-            f"  {key:28} {record['median_us']:9.0f} us {ratio:5.2f}x "
-            f"{count:4.0f} kernels {memory:6.2f} GB",
-            flush=True,
-        )
-        for name, taken_us, calls in (record["longest"] or [])[:8]:
-            print(f"      {taken_us:8.1f} us {calls:4.0f}  {name[:90]}")
 
 
 if __name__ == "__main__":
