@@ -76,7 +76,7 @@ class SiteVariables(NamedTuple):
 
 
 class DenseVariables(Dense):
-    """The variables of a `Dense` that its caller runs, under the same names."""
+    """The variables of a `Dense` that its caller runs with tails, by the same names."""
 
     @linen.compact
     def __call__(self, plan: KernelPlan, *, follows: bool = False) -> SiteVariables:
@@ -86,7 +86,7 @@ class DenseVariables(Dense):
             plan: of the site.
             follows: as in `NormDense`.
         """
-        announce(self, plan, follows=follows)
+        announce(self, plan, follows=follows, has_tails=True)
         kernel, bias = _parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 

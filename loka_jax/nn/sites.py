@@ -41,6 +41,8 @@ class Site:
             `nn.convert` knows.
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
+        has_tails: it runs with its neighbours as one operation of products and tails
+            (`ops.cross`, `ops.wide_stack`).
     """
 
     path: str
@@ -51,6 +53,7 @@ class Site:
     left: str | None = None
     apart: str | None = None
     count: int = 1
+    has_tails: bool = False
 
     @property
     def spec(self) -> SiteSpec:
@@ -67,7 +70,8 @@ class Site:
         """A short description of each role."""
         if self.left is not None:
             return {role: "as written" for role in ROLES}
-        texts = {str(role): text for role, text in describe(self.plan).items()}
+        tails = ", tails" if self.has_tails else ""
+        texts = {f"{role}": text + tails for role, text in describe(self.plan).items()}
         if self.together is not None:
             for role in ROLES:
                 if self.together.why_not(role) is None:
@@ -94,7 +98,8 @@ class Site:
         if self.apart is not None:
             return self.apart
         spec = self.spec
-        if spec.norm == spec.activation == "none" and not spec.use_bias:
+        is_product = spec.norm == spec.activation == "none" and not spec.use_bias
+        if is_product or self.has_tails:
             return None
         return self.plan.fwd.why_not_kernel
 

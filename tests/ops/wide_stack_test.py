@@ -1,0 +1,459 @@
+"""Wide layers as one operation, against their equations on the same FP8 operands."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax import fp8, scaling
+from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.ops import tailed_products
+from loka_jax.ops.device import local_device
+from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.run_site import SiteArrays, run_site
+from loka_jax.ops.wide_stack import WideLayer, why_not, wide_runs, wide_stack
+from loka_jax.recipe import ROLES, get_recipe
+from loka_jax.site import Choice, SiteSpec
+from tests import support
+from tests.triton.support import interpreted, on_gpu
+
+__all__ = ["interpreted", "on_gpu"]
+
+DELAYED = "fp8_tensorwise_delayed"
+BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs"
+M, WIDTHS = 48, (96, 272, 80, 64)  # 272: a block of a norm that is not full
+AMAXES = 8.0, 1.0, 16.0  # of lhs, rhs and g in earlier steps
+
+
+class Form(NamedTuple):
+    """What follows the products of a stack."""
+
+    norm: str = "block"
+    activation: str = "hard_swish"
+    use_bias: bool = False
+    ends_linear: bool = False
+
+
+FORMS = [
+    Form(ends_linear=True),
+    Form("block", "relu", use_bias=True),
+    Form("none", "relu", use_bias=True),
+    Form("none", "relu", use_bias=True, ends_linear=True),
+    Form("none", "hard_swish"),
+]
+forms = pytest.mark.parametrize("form", FORMS, ids=str)
+recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS])
+
+
+def _choice(recipe: str) -> Choice:
+    return Choice.parse(f"xla {recipe}").with_initialized_scales()
+
+
+def _plans(form: Form, *by_layer: str, m=M, widths=WIDTHS) -> tuple[KernelPlan, ...]:
+    """Returns plans of one recipe, or of one a layer."""
+    sizes = list(zip(widths, widths[1:], strict=False))
+    by_layer = by_layer * len(sizes) if len(by_layer) == 1 else by_layer
+
+    def plan(i: int) -> KernelPlan:
+        is_linear = form.ends_linear and i == len(sizes) - 1
+        spec = SiteSpec(m, *sizes[i], use_bias=form.use_bias)
+        if not is_linear:
+            spec = dataclasses.replace(spec, norm=form.norm, activation=form.activation)
+        return resolve(spec, _choice(by_layer[i]), local_device())
+
+    return tuple(map(plan, range(len(sizes))))
+
+
+def _layers(form: Form) -> tuple[WideLayer, ...]:
+    def layer(i):
+        k, n = WIDTHS[i : i + 2]
+        bias = support.normal(n, seed=10 + i) if form.use_bias else None
+        return WideLayer(support.normal(k, n, seed=i) / k**0.5, bias)
+
+    return tuple(map(layer, range(len(WIDTHS) - 1)))
+
+
+def _inputs():
+    """Returns x and the gradient of the result."""
+    x = support.normal(M, WIDTHS[0], seed=98, dtype=jnp.bfloat16)
+    return x, support.normal(M, WIDTHS[-1], seed=99, dtype=jnp.bfloat16)
+
+
+def _states(plans):
+    """Returns a state for each product in FP8, whose history holds one amax."""
+
+    def state(recipe):
+        if not recipe.is_delayed:
+            return None
+        first = scaling.init_delayed(recipe)
+        return scaling.update_delayed(first, jnp.array(AMAXES, jnp.float32), recipe)
+
+    return tuple(state(plan.choice.recipe) for plan in plans)
+
+
+def _value_and_gradients(run, x, layers, states, g):
+    """Returns (y, dx, gradients of the layers), and the next states."""
+    y, pull = jax.vjp(run, x, layers, states)
+    dx, dlayers, states = pull(g.astype(y.dtype))
+    return (y, dx, dlayers), states
+
+
+def _fused(plans, implementation="xla"):
+    run = functools.partial(wide_stack, plans=plans, implementation=implementation)
+    # Not jitted: XLA for CPUs drops a rounding to bfloat16 within a program.
+    return functools.partial(_value_and_gradients, run)
+
+
+def _one_by_one(plans, x, layers, states):
+    for plan, layer, state in zip(plans, layers, states, strict=True):
+        x = run_site(plan, SiteArrays(x, *layer), state)
+        assert isinstance(x, jax.Array)
+    return x
+
+
+# The equations, with roundings where the operation has them.
+
+
+def _activation(name):
+    return {"none": lambda u: u, "relu": jax.nn.relu, "hard_swish": jax.nn.hard_swish}[
+        name
+    ]
+
+
+def _normalized(z, norm):
+    """Returns the normalized rows, and rstd for every element."""
+    if norm == "none":
+        return z, jnp.ones_like(z)
+    parts = jnp.split(z, list(range(256, z.shape[1], 256)), axis=1)
+    rates = [
+        jnp.broadcast_to(
+            1 / jnp.sqrt(jnp.mean(p**2, axis=1, keepdims=True) + 1e-6), p.shape
+        )
+        for p in parts
+    ]
+    rate = jnp.concatenate(rates, axis=1)
+    return z * rate, rate
+
+
+def _block_mean(x):
+    parts = jnp.split(x, list(range(256, x.shape[1], 256)), axis=1)
+    means = [
+        jnp.broadcast_to(jnp.mean(p, axis=1, keepdims=True), p.shape) for p in parts
+    ]
+    return jnp.concatenate(means, axis=1)
+
+
+def _fp8(x, scale, dtype=E4M3):
+    return fp8.cast(x, jnp.float32(scale), dtype).dequantize()
+
+
+def _bf16(x, scale=1.0):
+    """Returns multiples of a scale that are in bfloat16."""
+    return (x / scale).astype(jnp.bfloat16).astype(jnp.float32) * scale
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, precision="highest")
+
+
+def _equations(form: Form, recipe, scales, x, layers, g):
+    """Returns (y, dx, gradients of the layers) in float32.
+
+    Args:
+        form: of the stack.
+        recipe: of all layers.
+        scales: of lhs, rhs and g; ones in bfloat16.
+        x, layers, g: operands.
+    """
+    to_lhs, to_rhs, to_g = scales
+    is_fp8, is_fp8_drhs = recipe != "bf16", recipe == DELAYED
+    cast = _fp8 if is_fp8 else lambda x, _, dtype=None: _bf16(x)
+    x, kept = x.astype(jnp.float32), []
+    for i, layer in enumerate(layers):
+        is_last = i == len(layers) - 1
+        is_linear = is_last and form.ends_linear
+        norm = "none" if is_linear else form.norm
+        f = _activation("none" if is_linear else form.activation)
+        lhs, rhs = cast(x, to_lhs), cast(layer.kernel, to_rhs)
+        if kept and kept[-1][2] == "none" and form.activation == "relu":
+            kept[-1][4] = lhs  # relu's backward pass reads signs of that
+        z = _bf16(_dot(lhs, rhs), to_lhs * to_rhs)
+        z = z if layer.bias is None else z + layer.bias[None, :]
+        xhat, rate = _normalized(z, norm)
+        kept.append([lhs if is_fp8_drhs else _bf16(x), rhs, norm, f, xhat, rate])
+        x = f(xhat)
+        if norm == "block" and is_fp8:
+            to_lhs = math.sqrt(min(xhat.shape[1], 256)) / 448
+        else:
+            to_lhs = scales[0]
+    y, d, gradients = _bf16(x), g.astype(jnp.float32), []
+    for layer, (lhs, rhs, norm, f, xhat, rate) in zip(
+        reversed(layers), reversed(kept), strict=True
+    ):
+        xhat = _fp8(xhat, 1 / 16) if norm == "block" and is_fp8 else _bf16(xhat)
+        (dz,) = jax.vjp(f, xhat)[1](d)
+        if norm == "block":
+            dz = rate * (dz - xhat * _block_mean(dz * xhat))
+        dz_cast = cast(dz, to_g, E5M2)
+        drhs_g = dz_cast if is_fp8_drhs else _bf16(dz)
+        dbias = None if layer.bias is None else jnp.sum(dz, axis=0)
+        gradients.append(WideLayer(_dot(lhs.T, drhs_g), dbias))
+        d = _bf16(_dot(dz_cast, rhs.T), to_g * to_rhs)
+    return y, _bf16(d), tuple(reversed(gradients))
+
+
+def _assert_close(ours, theirs, limit):
+    """Asserts that the relative L2 error of each array is small."""
+
+    def error(x, y):
+        x, y = (np.asarray(v, np.float64) for v in (x, y))
+        return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+    errors = jax.tree.map(error, ours, theirs)
+    assert max(jax.tree.leaves(errors)) < limit, errors
+
+
+@forms
+@pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
+def test_results_are_those_of_the_equations_on_the_same_rounded_operands(form, recipe):
+    plans, layers, (x, g) = _plans(form, recipe), _layers(form), _inputs()
+    states = _states(plans)
+    ours, _ = _fused(plans)(x, layers, states, g)
+    scales = 1.0, 1.0, 1.0
+    if recipe != "bf16":
+        scales = tuple(map(float, states[0].scale_inv))
+    theirs = _equations(form, recipe, scales, x, layers, g)
+    # Another order of sums flips few roundings to FP8 and bfloat16.
+    _assert_close(ours, theirs, len(layers) * 2.0**-8)
+    chex.assert_trees_all_equal_dtypes(ours[1:], (x, layers))
+
+
+def _exact(form: Form, x, layers, states):
+    """Returns the activations in float32, differentiable."""
+    del states
+    x = x.astype(jnp.float32)
+    for i, layer in enumerate(layers):
+        z = _dot(x, layer.kernel)
+        z = z if layer.bias is None else z + layer.bias[None, :]
+        is_linear = form.ends_linear and i == len(layers) - 1
+        norm = "none" if is_linear else form.norm
+        activation = "none" if is_linear else form.activation
+        x = _activation(activation)(_normalized(z, norm)[0])
+    return x
+
+
+# relu's slopes flip where values round to the other side of zero: compared above.
+smooth = pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.activation != "relu"], ids=str
+)
+
+
+@smooth
+def test_the_bfloat16_twin_is_near_float32(form):
+    plans, layers, (x, g) = _plans(form, "bf16"), _layers(form), _inputs()
+    states = _states(plans)
+    ours, _ = _fused(plans)(x, layers, states, g)
+    run = functools.partial(_exact, form)
+    theirs, _ = _value_and_gradients(run, x, layers, states, g)
+    # A few roundings of 2^-9 each in every layer; hard_swish's slope jumps at 3.
+    _assert_close(ours, theirs, 2.0**-5)
+
+
+@smooth
+@recipes
+def test_fp8_is_good_enough(form, recipe):
+    plans, layers, (x, g) = _plans(form, recipe), _layers(form), _inputs()
+    states = _states(plans)
+    ours, _ = _fused(plans)(x, layers, states, g)
+    run = functools.partial(_exact, form)
+    theirs, _ = _value_and_gradients(run, x, layers, states, g)
+    # The errors of the products add up: forward of the layers, and those backward.
+    depth_db = 10 * math.log10(len(layers))
+    floor = support.FLOOR_DB["e4m3_x_e4m3"] - depth_db
+    assert support.sqnr_db(theirs[0], ours[0]) > floor
+    floor = support.FLOOR_DB["e5m2_x_e4m3"] - depth_db - 10 * math.log10(2)
+    pairs = zip(*map(jax.tree.leaves, (theirs[1:], ours[1:])), strict=True)
+    assert min(support.sqnr_db(*pair) for pair in pairs) > floor
+
+
+@forms
+@recipes
+def test_states_are_those_of_the_sites_one_after_another(form, recipe):
+    plans, layers, (x, g) = _plans(form, recipe), _layers(form), _inputs()
+    states = _states(plans)
+    ours, next_ours = _fused(plans)(x, layers, states, g)
+    run = functools.partial(_one_by_one, plans)
+    theirs, next_theirs = _value_and_gradients(run, x, layers, states, g)
+    if form.activation != "relu":
+        # Roundings to FP8 flip, whose error is 5.3e-2 in E5M2 in each of the layers.
+        _assert_close(ours, theirs, 3 * 5.3e-2)
+    history = jax.tree.map(lambda s: s[:, 1:], (next_ours, next_theirs))
+    for mine, other in zip(*map(jax.tree.leaves, history), strict=True):
+        np.testing.assert_array_equal(mine[:, 1:], other[:, 1:])
+        np.testing.assert_allclose(mine[:, 0], other[:, 0], rtol=2.0**-3)
+        assert np.all(mine[:, 0] > 0)
+    chex.assert_trees_all_equal_structs(next_ours, states)
+
+
+def _dots(jaxpr):
+    """Yields the products of a program, and of those in it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jex.jaxprs_in_params(equation.params):
+            yield from _dots(inner)
+
+
+# One layer in FP8 in all roles, one in none, and one in the forward role alone.
+MIXED = [
+    (DELAYED, "bf16", BF16_DRHS),
+    ("bf16", DELAYED, f"{DELAYED}/bf16/bf16"),
+    (f"{DELAYED}/bf16/{DELAYED}", f"{DELAYED}/{DELAYED}/bf16", DELAYED),
+    (f"bf16/{DELAYED}/{DELAYED}", f"bf16/bf16/{DELAYED}", "bf16"),
+]
+mixed = pytest.mark.parametrize("by_layer", MIXED, ids=str)
+
+
+@mixed
+def test_each_role_runs_in_the_precision_of_its_recipe(by_layer):
+    form = Form("block", "relu", use_bias=True)
+    plans, layers, (x, g) = _plans(form, *by_layer), _layers(form), _inputs()
+    run = _fused(plans)
+    program = jax.make_jaxpr(run)(x, layers, _states(plans), g)
+    found = {
+        (*(v.aval.shape for v in dot.invars),): dot.invars[0].aval.dtype.itemsize
+        for dot in _dots(program.jaxpr)
+    }
+    for plan in plans:
+        for role in ROLES:
+            m, k, n = plan.spec.gemm_sizes(role)
+            is_fp8 = plan.choice.recipe.gemm(role) is not None
+            assert found[(m, k), (n, k)] == (1 if is_fp8 else 2), (plan.spec, role)
+
+
+@mixed
+def test_layers_of_different_recipes_are_as_one_after_another(by_layer):
+    form = Form("block", "hard_swish")
+    plans, layers, (x, g) = _plans(form, *by_layer), _layers(form), _inputs()
+    states = _states(plans)
+    ours, next_ours = _fused(plans)(x, layers, states, g)
+    run = functools.partial(_one_by_one, plans)
+    theirs, next_theirs = _value_and_gradients(run, x, layers, states, g)
+    _assert_close(ours, theirs, 3 * 5.3e-2)
+    measured = jax.tree.map(lambda s: s[:, 1] > 0, (next_ours, next_theirs))
+    chex.assert_trees_all_equal(*measured)
+
+
+def _assert_triton_gives_the_results_of_xla(form, recipe):
+    plans, layers, (x, g) = _plans(form, recipe), _layers(form), _inputs()
+    states = _states(plans)
+    theirs = _fused(plans)(x, layers, states, g)
+    ours = _fused(plans, "triton")(x, layers, states, g)
+    # Float32 operations in another order flip few roundings.
+    _assert_close(ours, theirs, 2.0**-8)
+
+
+by_triton = pytest.mark.parametrize(
+    "form, recipe",
+    [
+        (FORMS[0], DELAYED),
+        (FORMS[0], "bf16"),
+        (FORMS[1], BF16_DRHS),
+        (FORMS[2], DELAYED),
+        (FORMS[3], "bf16"),
+    ],
+    ids=str,
+)
+
+
+@by_triton
+@pytest.mark.usefixtures("interpreted")
+def test_tails_by_triton_give_the_results_of_xla(form, recipe, monkeypatch):
+    # The interpreter takes no tracers.
+    monkeypatch.setattr(
+        tailed_products, "by_kernel", lambda run, *operands: run(*operands)
+    )
+    _assert_triton_gives_the_results_of_xla(form, recipe)
+
+
+@by_triton
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
+def test_tails_by_triton_give_the_results_of_xla_on_a_gpu(form, recipe):
+    _assert_triton_gives_the_results_of_xla(form, recipe)
+
+
+def test_inference_writes_nothing_for_a_backward_pass():
+    form = FORMS[0]
+    plans, layers, (x, _) = _plans(form, DELAYED), _layers(form), _inputs()
+    states = _states(plans)
+    run = functools.partial(wide_stack, plans=plans, implementation="xla")
+    program = jax.make_jaxpr(run)(x, layers, states)
+    transposed = [x for x in _transposed(program.jaxpr) if x.dtype.itemsize == 1]
+    assert [x.shape for x in transposed] == [x.kernel.shape for x in layers]
+    trained, _ = _fused(plans)(x, layers, states, _inputs()[1])
+    chex.assert_trees_all_equal(run(x, layers, states), trained[0])
+
+
+def _transposed(jaxpr):
+    """Yields the types of arrays that are transposed in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "transpose":
+            yield equation.invars[0].aval
+        for inner in jex.jaxprs_in_params(equation.params):
+            yield from _transposed(inner)
+
+
+@pytest.mark.parametrize(
+    "changes, recipe, reason",
+    [
+        ({}, DELAYED, None),
+        ({}, "bf16", None),
+        ({}, "fp8_rowwise", "does not scale every operand by earlier amaxes"),
+        ({}, "f32", "float32 is not bfloat16"),
+        ({"norm": "layer"}, DELAYED, "statistics of whole rows"),
+        ({"m": 24}, DELAYED, "24 is not a positive multiple of 16"),
+        ({"k": 13}, "bf16", "=13 is not a positive multiple of 16"),
+        ({"n": 40}, DELAYED, "n=40 is not a positive multiple of 16"),
+        ({"out": "fp8"}, DELAYED, "hands FP8 on"),
+    ],
+)
+def test_what_is_not_served_has_a_reason(changes, recipe, reason):
+    spec = SiteSpec(32, 64, 96, norm="block", activation="relu")
+    spec = dataclasses.replace(spec, **changes)
+    plan = resolve(spec, _choice(recipe), local_device())
+    found = why_not(plan)
+    assert found == reason or (reason and reason in found), found
+    if reason is not None:
+        x = jnp.zeros((spec.m, spec.k), jnp.bfloat16)
+        layer = WideLayer(jnp.zeros((spec.k, spec.n)))
+        with pytest.raises(ValueError, match="wide_stack: .*"):
+            wide_stack(x, (layer,), _states((plan,)), plans=(plan,))
+
+
+def test_scales_that_are_not_set_and_other_providers_are_refused():
+    spec = SiteSpec(32, 64, 96)
+    recipe = get_recipe(DELAYED)
+    plan = resolve(spec, Choice("xla", recipe), local_device())
+    assert why_not(plan) == "delayed scales are not initialized"
+    plan = resolve(spec, Choice("pallas", recipe), local_device())
+    assert why_not(plan) == "provider 'pallas'"
+
+
+@pytest.mark.parametrize(
+    "widths, runs",
+    [
+        ((13, 512, 1024, 64), [range(1, 3)]),
+        ((512, 256, 128), []),  # narrow
+        ((2048, 1024, 100, 512, 4096), [range(0, 1), range(3, 4)]),
+    ],
+)
+def test_layers_that_are_served_run_together_if_one_is_wide(widths, runs):
+    assert wide_runs(_plans(Form(), DELAYED, widths=widths)) == runs
