@@ -6,7 +6,8 @@ Kernel time of a training pass (forward, and gradients of parameters and inputs)
 inference with weights prepared once, with peak temporary memory and the SQNR of results
 and gradients against XLA's in bfloat16. Cases, `--cases NAME@ROWS`:
 
-    wukong_m    2048-2048-2048-2048-4096, block norm and hard_swish, linear at the end
+    wukong_m    2048-2048-2048-2048-4096, block norm and hard_swish, linear at the end,
+                the input normalized, too
     wukong_l    4608-4096-4096-4096-7680, the same
     wukong_xl   18432-8192-8192-8192-15360, the same
     mlperf      3456-1024-1024-512-256, bias and relu
@@ -66,6 +67,7 @@ class Stack(NamedTuple):
             activation=self.activation,
             use_bias=self.use_bias,
             ends_linear=self.ends_linear,
+            input_norm="none" if self.norm == "none" else "block",
         )
 
 

@@ -41,9 +41,14 @@ class WukongLayer(ModelPart, kw_only=True):
         batch, n, d = x.shape
         with jax.named_scope("interaction"):
             fm, lcb = self._fm_lcb(x, train)
-            flat = self._normalized(fm.reshape(batch, -1), "fm_norm", train=train)
+            flat, input_norm = fm.reshape(batch, -1), "none"
+            if self.norm == "block":  # the MLP can do it while it casts its input
+                input_norm = "block"
+            else:
+                flat = self._normalized(flat, "fm_norm", train=train)
         widths = (*self.fmb_mlp, self.fm_embeddings * d)
-        fmb = self._mlp("fmb", widths, ends_linear=True)(flat, train=train)
+        mlp = self._mlp("fmb", widths, ends_linear=True, input_norm=input_norm)
+        fmb = mlp(flat, train=train)
         with jax.named_scope("interaction"):
             out = jnp.concatenate([fmb.reshape(batch, -1, d), lcb], axis=1)
             if n != out.shape[1]:

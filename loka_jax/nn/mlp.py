@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen
 from jaxtyping import Array, Float
@@ -38,6 +38,7 @@ class Mlp(linen.Module):
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
         implementation: the provider of all layers, see `NormDense`.
+        input_norm: norm of what the first layer reads: "block" or "none".
         fused: run layers in a row, one of them wide, as one operation
             (`ops.wide_stack`) where that serves their plans; not if the implementation
             is given, or with dropout in training.
@@ -52,6 +53,7 @@ class Mlp(linen.Module):
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
     implementation: Provider | None = None
+    input_norm: Literal["none", "block"] = "none"
     fused: bool = False
 
     @linen.compact
@@ -63,6 +65,7 @@ class Mlp(linen.Module):
         if self.norm != "batch" and not drops:
             return self._by_sites(x)
         m, k = math.prod(x.shape[:-1]), x.shape[-1]
+        x = normalize(x, self.input_norm, train=train)
         plans = None if self.norm == "batch" else self._plans(m, k, chained=False)
         for i in range(len(self.features)):
             if plans is None:
@@ -81,6 +84,8 @@ class Mlp(linen.Module):
         wide, runs = self._wide(m, k)
         plans = self._plans(m, k, chained=True, apart=wide)
         out: Array | Activations = x
+        if 0 not in wide:
+            out = normalize(x, self.input_norm, train=False)
         for i, plan in enumerate(plans):
             if i not in wide:
                 out = self._site(i, plan)(out)
@@ -113,8 +118,11 @@ class Mlp(linen.Module):
         ]
         parameters = tuple(wide_stack.WideLayer(p.kernel, p.bias) for p in parts)
         states = tuple(part.state for part in parts)
+        input_norm = self.input_norm if 0 in layers else "none"
         rows = x.reshape(plans[0].spec.m, -1)
-        y = wide_stack.wide_stack(rows, parameters, states, plans=plans)
+        y = wide_stack.wide_stack(
+            rows, parameters, states, plans=plans, input_norm=input_norm
+        )
         return y.reshape(*x.shape[:-1], -1)
 
     def _site(self, i: int, plan: KernelPlan) -> NormDense:

@@ -3,6 +3,8 @@
     forward     z = x W    y = activation(norm(z + b)), the x of the next layer
     backward    dz from dy    dW = x^T dz    dx = dz W^T, the dy of the layer before
 
+The first x may be a norm of the rows that are given.
+
 Of layers thousands of features wide the products take FP8's full gain, if what lies
 between them takes no more than one pass each way. The tail applies the scales of the
 product before it, and writes what is read next in the forms that the recipe asks for:
@@ -20,11 +22,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import triton
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import Epilogue, NormResiduals, bounded_scale_inv
+from loka_jax.normed import Epilogue, NormName, NormResiduals, bounded_scale_inv
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
@@ -89,6 +92,7 @@ def wide_stack(
     states: tuple[DelayedScaling | None, ...],
     *,
     plans: tuple[KernelPlan, ...],
+    input_norm: NormName = "none",
     axis_names: tuple[str, ...] = (),
     implementation: triton.Implementation | None = None,
 ) -> Float[Array, "m n"]:
@@ -104,6 +108,7 @@ def wide_stack(
         layers: the parameters.
         states: of the layers, for recipes with delayed scaling, else None.
         plans: of the layers, with what follows their products.
+        input_norm: of the rows before the first product: "block" or "none".
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed and the GPU is a Hopper, else XLA.
@@ -116,10 +121,34 @@ def wide_stack(
         reason = why_not(plan)
         if reason is not None:
             raise ValueError(f"wide_stack: {plan.spec}: {reason}.")
-    stack = Tailed(plans, axis_names, triton.chosen(implementation, None))
+    m, k = x.shape
+    reason = norm_tail.why_not(m, k, norm=input_norm)
+    if reason is not None:
+        raise ValueError(f"wide_stack: {reason}.")
+    tailed = Tailed(plans, axis_names, triton.chosen(implementation, None))
+    stack = _Stack(tailed, input_norm)
     states = read_states(plans, states)
     arrays, tree = jax.tree.flatten((x.astype(jnp.bfloat16), layers))
     return _run(stack, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
+
+
+class _Stack(NamedTuple):
+    """The static arguments.
+
+    Attributes:
+        tailed: of the products and tails.
+        input_norm: of the rows before the first product.
+    """
+
+    tailed: Tailed
+    input_norm: NormName
+
+    @property
+    def epilogues(self) -> tuple[Epilogue, ...]:
+        """What precedes the first product, and what follows each."""
+        specs = [plan.spec for plan in self.tailed.plans]
+        following = (Epilogue(spec.norm, spec.activation) for spec in specs)
+        return Epilogue(self.input_norm), *following
 
 
 class _Kept(NamedTuple):
@@ -134,75 +163,118 @@ class _Kept(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: Tailed, x, layers, states):
+def _run(stack: _Stack, x, layers, states):
     return _propagate(stack, x, layers, states, keep=False)[0]
 
 
-def _forward(stack: Tailed, x, layers, states):
-    y, kept = _propagate(stack, x, layers, states, keep=True)
-    return y, (tuple(layer.bias is not None for layer in layers), states, kept)
+def _forward(stack: _Stack, x, layers, states):
+    y, residuals = _propagate(stack, x, layers, states, keep=True)
+    return y, (tuple(layer.bias is not None for layer in layers), states, residuals)
 
 
 def _propagate(
-    stack: Tailed, x, layers: tuple[WideLayer, ...], states, *, keep: bool
-) -> tuple[Array, tuple[_Kept, ...]]:
+    stack: _Stack, x, layers: tuple[WideLayer, ...], states, *, keep: bool
+) -> tuple[Array, tuple[NormResiduals | None, tuple[_Kept, ...]]]:
     """Returns the activations of the last layer, and what backward reads."""
-    sites = stack.sites(states)
-    y, kept = sites[0].cast("lhs", Scaled(x), keep=keep), []
-    for site, following, layer in zip(sites, (*sites[1:], None), layers, strict=True):
+    sites, kept = stack.tailed.sites(states), []
+    first, *epilogues = stack.epilogues
+    y, of_input = _input(first, sites[0], Scaled(x), keep=keep)
+    readers = (*sites[1:], None)
+    for i, (site, epilogue, layer) in enumerate(
+        zip(sites, epilogues, layers, strict=True)
+    ):
         lhs, rhs = y, site.weight(layer.kernel, keep=keep)
         z = site.multiply("fwd", lhs, rhs)
-        y, residuals = _activated(site, following, z, layer.bias, keep=keep)
+        if readers[i] is None and _is_nothing(epilogue):
+            y, residuals = _unscaled_end(z, layer.bias), None
+        else:
+            tail = _Tail(site.run, epilogue, _xhat(site) if keep else None)
+            y, residuals = tail(readers[i], z, layer.bias)
         kept.append(_Kept(lhs, rhs, residuals))
     assert y.bf16 is not None
-    return y.bf16, tuple(kept)
+    return y.bf16, (of_input, tuple(kept))
 
 
-def _activated(
-    site: Site, following: Site | None, z: Scaled, bias: Array | None, *, keep: bool
+def _input(
+    epilogue: Epilogue, site: Site, x: Scaled, *, keep: bool
 ) -> tuple[Written, NormResiduals | None]:
-    """Returns what follows a product, as the next layer reads it, and residuals."""
-    epilogue = _epilogue(site)
-    if following is None and _is_linear(site):
-        # XLA joins this with what reads the result.
-        out = decode(z) if bias is None else decode(z) + bias[None, :]
-        return Written(out.astype(jnp.bfloat16), None, None), None
-    want, scale_inv = Forms(), None
-    if following is not None:
-        want = following.forms("lhs", keep=keep)
-        scale_inv = _scale_inv_between(site, following)
-    xhat = E4M3 if site.products.recipe.dlhs is not None else jnp.bfloat16
-    keeps_y = _is_linear(site) or epilogue == Epilogue("none", "relu")
-    xhat = xhat if keep and not keeps_y else None
-    static = dict(epilogue=epilogue, want=want, xhat=xhat)
-    y, residuals = site.run.tail(
-        "norm_tail", z, None, bias, static=static, y_scale_inv=scale_inv
-    )
-    if keeps_y and not _is_linear(site):
-        kept = y.bf16 if y.fp8 is None else y.fp8.data  # of relu signs are enough
-        residuals = NormResiduals(kept, None)
-    return y, residuals
+    """Returns the normalized rows as the first product reads them."""
+    if _is_nothing(epilogue):
+        return site.cast("lhs", x, keep=keep), None
+    return _Tail(site.run, epilogue, _xhat(site) if keep else None)(site, x)
 
 
-def _scale_inv_between(site: Site, following: Site) -> Array | None:
-    """Returns the scale of a layer's activations, as the next one reads them."""
-    cast, spec = following.products.cast("fwd", "lhs"), site.products.plan.spec
-    if spec.norm == "block" and cast and jnp.dtype(cast.dtype) == jnp.dtype(E4M3):
-        return bounded_scale_inv(spec.norm, spec.n, None, None)
-    return following.scale_inv("lhs")
+def _xhat(site: Site) -> DTypeLike:
+    """Returns the dtype that the error of the gradient allows normalized rows."""
+    return E4M3 if site.products.recipe.dlhs is not None else jnp.bfloat16
 
 
-def _backward(stack: Tailed, residuals, dy):
-    has_bias, states, kept = residuals
+def _unscaled_end(z: Scaled, bias: Array | None) -> Written:
+    """Returns the last product; XLA joins this with what reads it."""
+    out = decode(z) if bias is None else decode(z) + bias[None, :]
+    return Written(out.astype(jnp.bfloat16), None, None)
+
+
+class _Tail(NamedTuple):
+    """A tail of the forward pass.
+
+    Attributes:
+        run: has its provider.
+        epilogue: of the tail.
+        xhat: dtype of normalized rows for the backward pass; None in inference.
+    """
+
+    run: Tailed
+    epilogue: Epilogue
+    xhat: DTypeLike | None
+
+    def __call__(
+        self, reader: Site | None, z: Scaled, bias: Array | None = None
+    ) -> tuple[Written, NormResiduals | None]:
+        """Returns what follows a product, as the next one reads it, and residuals."""
+        is_kept, epilogue = self.xhat is not None, self.epilogue
+        want, scale_inv = Forms(), None
+        if reader is not None:
+            want = reader.forms("lhs", keep=is_kept)
+            scale_inv = self._scale_inv(reader, want, z.data.shape[1])
+        keeps_y = _is_nothing(epilogue) or epilogue == Epilogue("none", "relu")
+        xhat = None if keeps_y else self.xhat
+        static = dict(epilogue=epilogue, want=want, xhat=xhat)
+        y, residuals = self.run.tail(
+            *("norm_tail", z, None, bias), static=static, y_scale_inv=scale_inv
+        )
+        if keeps_y and not _is_nothing(epilogue):
+            kept = y.bf16 if y.fp8 is None else y.fp8.data  # of relu signs are enough
+            residuals = NormResiduals(kept, None)
+        return y, residuals
+
+    def _scale_inv(self, reader: Site, want: Forms, n: int) -> Array | None:
+        """Returns the scale of the activations in FP8."""
+        if want.fp8 is None:
+            return None
+        if self.epilogue.norm == "block" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
+            return bounded_scale_inv("block", n, None, None)
+        return reader.scale_inv("lhs")
+
+
+def _backward(stack: _Stack, residuals, dy):
+    has_bias, states, (of_input, kept) = residuals
     d, gradients, next_states = Scaled(dy), [], []
-    layers = list(zip(stack.sites(states), has_bias, kept, strict=True))
-    for site, layer_has_bias, (lhs, rhs, of_tail) in reversed(layers):
-        g, dbias = _gradient(site, d, of_tail, layer_has_bias)
+    first, *epilogues = stack.epilogues
+    layers = zip(stack.tailed.sites(states), epilogues, has_bias, kept, strict=True)
+    for site, epilogue, layer_has_bias, (lhs, rhs, of_tail) in reversed(list(layers)):
+        g, dbias = _gradient(site, epilogue, d, of_tail, has_bias=layer_has_bias)
         dkernel = decode(site.multiply("drhs", lhs, g))
         gradients.append(WideLayer(dkernel, dbias))
         next_states.append(site.next_state(lhs, rhs, g))
         d = site.multiply("dlhs", g, rhs)
-    dx = decode(d).astype(dy.dtype)
+    if of_input is None:
+        dx = decode(d).astype(dy.dtype)
+    else:
+        static = dict(epilogue=first, want=Forms())
+        dx = stack.tailed.tail(
+            *("norm_tail_backward", d, None, of_input), static=static
+        ).dz.bf16
     return dx, tuple(reversed(gradients)), tuple(reversed(next_states))
 
 
@@ -210,14 +282,19 @@ _run.defvjp(_forward, _backward)
 
 
 def _gradient(
-    site: Site, d: Scaled, residuals: NormResiduals | None, has_bias: bool
+    site: Site,
+    epilogue: Epilogue,
+    d: Scaled,
+    residuals: NormResiduals | None,
+    *,
+    has_bias: bool,
 ) -> tuple[Written, Array | None]:
     """Returns the gradient of a product, as backward reads it, and that of the bias."""
     if residuals is None:
         dbias = jnp.sum(decode(d), axis=0) if has_bias else None
         return site.cast("g", d, keep=True), dbias
     want = site.forms("g", keep=True)
-    static = dict(epilogue=_epilogue(site), want=want, has_bias=has_bias)
+    static = dict(epilogue=epilogue, want=want, has_bias=has_bias)
     return site.run.tail(
         *("norm_tail_backward", d, None, residuals),
         static=static,
@@ -225,11 +302,5 @@ def _gradient(
     )
 
 
-def _epilogue(site: Site) -> Epilogue:
-    spec = site.products.plan.spec
-    return Epilogue(spec.norm, spec.activation)
-
-
-def _is_linear(site: Site) -> bool:
-    spec = site.products.plan.spec
-    return spec.norm == spec.activation == "none"
+def _is_nothing(epilogue: Epilogue) -> bool:
+    return epilogue.norm == epilogue.activation == "none"

@@ -60,7 +60,12 @@ def _initialized(module, x):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"norm": "none", "activation": "relu", "ends_linear": False}]
+    "changes",
+    [
+        {},
+        {"input_norm": "block"},
+        {"norm": "none", "activation": "relu", "ends_linear": False},
+    ],
 )
 def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
     x = _x()
@@ -83,6 +88,21 @@ def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
         )
         assert site.runs == {k: f"{text}, tails" for k, text in other.runs.items()}
         assert site.why_not_fused is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("widths", [(wide_stack.WIDE, 64), (64, 64)])
+def test_the_norm_of_the_input_is_that_of_block_norm(widths, fused):
+    mlp = WIDE.clone(features=widths, recipe="bf16", fused=fused)
+    x = 3 * _x(272)  # of two blocks
+    variables = mlp.init(jax.random.key(0), x)
+    normed = nn.BlockNorm().apply({}, x)
+    ours, theirs = (
+        _trained(module, variables, rows)
+        for module, rows in ((mlp.clone(input_norm="block"), x), (mlp, normed))
+    )
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        assert np.linalg.norm(a - b) <= 2.0**-7 * np.linalg.norm(b)
 
 
 def test_in_bfloat16_the_same_passes_run(calls):
