@@ -23,7 +23,6 @@ B is the batch, n the number of embeddings, d their dimension.
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
@@ -65,10 +64,11 @@ class DhenLayer(ModelPart, kw_only=True):
         if self.attention is not None:
             seen = self._attended(x, train)
             made.append(self._compressed("attention", seen, self.attention))
-        out = _joined(made, self.ensemble)
-        if x.shape[1] != out.shape[1]:
-            x = self._compressed("residual", x, out.shape[1])
-        return self._normalized(out + x, "norm", train=train)
+        parts = _ensemble(made, self.ensemble)
+        count = sum(part.shape[1] for part in parts)
+        if x.shape[1] != count:
+            x = self._compressed("residual", x, count)
+        return self._joined(parts, x, train=train)
 
     @linen.nowrap
     def _dot(self, x: Array, count: int, train: bool) -> Float[Array, "B m d"]:
@@ -110,21 +110,21 @@ class DhenLayer(ModelPart, kw_only=True):
         return nn.Compress(count, recipe=self.recipe, name=name)(x)
 
 
-def _joined(made: list[Array], ensemble: Ensemble) -> Float[Array, "B m d"]:
-    """Returns the ensemble of what the modules have made."""
+def _ensemble(made: list[Array], ensemble: Ensemble) -> list[Array]:
+    """Returns the parts of the ensemble of what the modules have made."""
     counts = [x.shape[1] for x in made]
     if not made:
         raise ValueError(
             "DHEN has no module: set --dot, --cross, --linear or --attention."
         )
     if ensemble == "concat":
-        return jnp.concatenate(made, axis=1)
+        return made
     if len(set(counts)) > 1:
         raise ValueError(
             f"--ensemble sum of modules that make {counts} embeddings: let all make "
             "the same number, or use --ensemble concat."
         )
-    return sum(made[1:], made[0])
+    return [sum(made[1:], made[0])]
 
 
 class Dhen(StackedModel):

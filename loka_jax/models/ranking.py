@@ -3,8 +3,10 @@
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.recipe import get_recipe
@@ -26,7 +28,8 @@ class ModelPart(linen.Module):
         implementation: "xla" to use XLA only; None to use kernels where they apply.
         fused_wide: run wide layers of MLPs in a row, and the layers of a cross network,
             as one operation (`ops.wide_stack`, `ops.cross`) where that serves their
-            plans; not yet measured as a whole.
+            plans, and block norms of joined embeddings by `ops.joined_norm`; not yet
+            measured as a whole.
     """
 
     recipe: str = "fp8_tensorwise"
@@ -60,6 +63,17 @@ class ModelPart(linen.Module):
             name=name,
             **options,
         )
+
+    @linen.nowrap
+    def _joined(
+        self, parts: list[jax.Array], x: jax.Array, *, train: bool
+    ) -> Float[Array, "B n d"]:
+        """Returns the norm of the parts' embeddings plus x."""
+        is_served = self.norm == "block" and x.shape[2] <= nn.BlockNorm.block
+        if self.fused_wide and is_served and self.implementation is None:
+            return nn.joined_norm(tuple(parts), x)
+        out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return self._normalized(out + x, "norm", train=train)
 
     @linen.nowrap
     def _normalized(self, x: jax.Array, name: str, *, train: bool) -> jax.Array:

@@ -14,7 +14,6 @@ layer of both MLPs is linear.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
@@ -50,10 +49,10 @@ class WukongLayer(ModelPart, kw_only=True):
         mlp = self._mlp("fmb", widths, ends_linear=True, input_norm=input_norm)
         fmb = mlp(flat, train=train)
         with jax.named_scope("interaction"):
-            out = jnp.concatenate([fmb.reshape(batch, -1, d), lcb], axis=1)
-            if n != out.shape[1]:
-                x = nn.Compress(out.shape[1], recipe=self.recipe, name="residual")(x)
-            return self._normalized(out + x, "norm", train=train)
+            count = self.fm_embeddings + lcb.shape[1]
+            if n != count:
+                x = nn.Compress(count, recipe=self.recipe, name="residual")(x)
+            return self._joined([fmb.reshape(batch, -1, d), lcb], x, train=train)
 
     @linen.nowrap
     def _fm_lcb(self, x: Array, train: bool) -> tuple[Array, Array]:

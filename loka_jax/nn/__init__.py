@@ -24,6 +24,7 @@ from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.interaction import dot_features, join_features
+from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
@@ -60,6 +61,7 @@ __all__ = [
     "convert",
     "dot_features",
     "join_features",
+    "joined_norm",
     "list_sites",
     "merge_stats",
     "normalize",

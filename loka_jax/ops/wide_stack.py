@@ -169,7 +169,7 @@ def _run(stack: _Stack, x, layers, states):
 
 def _forward(stack: _Stack, x, layers, states):
     y, residuals = _propagate(stack, x, layers, states, keep=True)
-    return y, (tuple(layer.bias is not None for layer in layers), states, residuals)
+    return y, (tuple(layer.bias for layer in layers), states, residuals)
 
 
 def _propagate(
@@ -258,12 +258,13 @@ class _Tail(NamedTuple):
 
 
 def _backward(stack: _Stack, residuals, dy):
-    has_bias, states, (of_input, kept) = residuals
+    biases, states, (of_input, kept) = residuals
     d, gradients, next_states = Scaled(dy), [], []
     first, *epilogues = stack.epilogues
-    layers = zip(stack.tailed.sites(states), epilogues, has_bias, kept, strict=True)
-    for site, epilogue, layer_has_bias, (lhs, rhs, of_tail) in reversed(list(layers)):
-        g, dbias = _gradient(site, epilogue, d, of_tail, has_bias=layer_has_bias)
+    layers = zip(stack.tailed.sites(states), epilogues, biases, kept, strict=True)
+    for site, epilogue, bias, (lhs, rhs, of_tail) in reversed(list(layers)):
+        has_bias = bias is not None
+        g, dbias = _gradient(site, epilogue, d, of_tail, has_bias=has_bias)
         dkernel = decode(site.multiply("drhs", lhs, g))
         gradients.append(WideLayer(dkernel, dbias))
         next_states.append(site.next_state(lhs, rhs, g))
