@@ -229,6 +229,27 @@ def sum_by_row(
     """
     ids, order = _sort(flat_ids, num_rows)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
+    return sum_sorted(ids, order, grads, implementation=implementation)
+
+
+def sum_sorted(
+    ids: Int[Array, "N"],
+    order: Int[Array, "N"],
+    grads: Float[Array, "N D"],
+    *,
+    implementation: Implementation | None = None,
+) -> UniqueRows:
+    """Returns what `sum_by_row` does, of ids that are sorted already.
+
+    Args:
+        ids: sorted; `BAD_ID` is ignored.
+        order: the position in `grads` of each id's gradient.
+        grads: float32 or bfloat16.
+        implementation: as in `sum_by_row`.
+
+    Raises:
+        ValueError: if Triton is required and cannot run.
+    """
     n, dim = grads.shape
     if chosen(implementation, _triton.why_not(n, dim, grads.dtype)) == "triton":
         sums = by_kernel(_triton.sum_runs, ids, order, grads)

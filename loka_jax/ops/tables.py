@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 Pooling = Literal["sum", "mean"]
 POOLINGS = get_args(Pooling)
+_MOST_ROWS = 2**39  # that `row_order` has places for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TableSpec:
         """Checks the ranges.
 
         Raises:
-            ValueError: if a size is not positive, or ids would not fit in int32.
+            ValueError: if a size is not positive, or there are too many rows.
         """
         if not self.rows or not all(rows > 0 for rows in self.rows):
             raise ValueError(
@@ -42,11 +43,10 @@ class TableSpec:
             raise ValueError(f"{self.owners=} must be fields with as many rows.")
         if not self.dim > 0:
             raise ValueError(f"dim={self.dim} must be positive.")
-        if not self.total_rows < 2**31:
+        if not self.total_rows < _MOST_ROWS:
             raise ValueError(
-                f"{self.total_rows} rows in all do not fit in int32 ids "
-                f"(at most {2**31 - 1}): hash the largest fields into fewer rows, "
-                "or split them over several stacks."
+                f"{self.total_rows} rows in all are more than {_MOST_ROWS - 1}: hash "
+                "the largest fields into fewer rows."
             )
 
     @property
@@ -104,6 +104,22 @@ def with_dims(spec: TableSpec, dims: tuple[int, ...]) -> Tables:
     )
     stacks = tuple(_part(spec, fields, dims[fields[0]]) for fields in groups)
     return MixedTables(stacks, groups, spec.dim)
+
+
+def require_one_array(tables: Tables) -> None:
+    """Checks that the rows of each stack fit in an array on one device.
+
+    Raises:
+        ValueError: if their numbers would not fit in int32.
+    """
+    stacks = (tables,) if isinstance(tables, TableSpec) else tables.stacks
+    for stack in stacks:
+        if not stack.total_rows < 2**31:
+            raise ValueError(
+                f"{stack.total_rows} rows in all do not fit in int32 ids of one device "
+                f"(at most {2**31 - 1}): spread them over several with --mesh.shards, "
+                "or hash the largest fields into fewer rows."
+            )
 
 
 def _part(spec: TableSpec, fields: tuple[int, ...], dim: int) -> TableSpec:

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from loka_jax.ops import embedding
+from loka_jax.ops.tables import require_one_array
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from tests import support
 
@@ -60,7 +61,7 @@ def test_offsets_are_the_rows_before():
 @pytest.mark.parametrize(
     "rows, dim, reason",
     [
-        ((2**30, 2**30), 4, "do not fit in int32"),
+        ((2**31 - 1,) * 257, 4, "rows in all are more than 549755813887"),
         ((), 4, "positive number for each field"),
         ((3, 0), 4, "positive number for each field"),
         ((3,), 0, "dim=0"),
@@ -69,6 +70,13 @@ def test_offsets_are_the_rows_before():
 def test_impossible_tables_are_refused_with_a_reason(rows, dim, reason):
     with pytest.raises(ValueError, match=reason):
         embedding.TableSpec(rows=rows, dim=dim)
+
+
+def test_tables_too_large_for_one_device_are_refused_by_the_sentence():
+    require_one_array(SPEC)
+    spec = embedding.TableSpec(rows=(2**30, 2**30), dim=4)
+    with pytest.raises(ValueError, match="2147483648 rows .* int32 .* --mesh.shards"):
+        require_one_array(spec)
 
 
 def test_the_largest_table_has_int32_ids():

@@ -1,0 +1,187 @@
+"""Rows of tables over several devices: to where they are looked up, gradients back.
+
+Inside of a `jax.shard_map` with `check_vma=False`. Each of L devices holds the rows of
+S / L virtual shards (`row_order`), and ids for N lookups. For every id that is there
+once or more it asks the owner for one row:
+
+    route       sort by place  ->  a list of distinct places for each owner  ->  owners
+    fetch       owners read [L C, D] rows  ->  back  ->  each id reads its own
+    give_back   sums of gradients by distinct place  ->  owners
+
+Lists have a fixed capacity of C places, as compiled programs have fixed shapes. `need`
+is the length of the longest one: while it is at most C, the result is exact and C
+changes no bit of it. Beyond, the ids that did not fit read zeros, and the caller must
+route again with a larger C: nothing may be trained on such rows.
+
+An id that is ignored (`Places`) reads zeros, is sent nowhere and has no gradient.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from loka_jax.ops import embedding, row_codec
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.row_codec import Codec
+from loka_jax.ops.row_order import Order, Places
+from loka_jax.triton import Implementation
+
+
+class Routed(NamedTuple):
+    """The way of N ids to their owners; a slot is a place in the lists [L C].
+
+    Attributes:
+        asked: the rows of this device's part of the table that each device asks for;
+            `BAD_ID` in unused entries.
+        slots: of each id; `BAD_ID` where it is ignored or did not fit.
+        sorted_slots: the same in the order of the places.
+        order: the position in `slots` of each of `sorted_slots`.
+    """
+
+    asked: Int[Array, "L C"]
+    slots: Int[Array, "N"]
+    sorted_slots: Int[Array, "N"]
+    order: Int[Array, "N"]
+
+
+def route(
+    places: Places, order: Order, capacity: int, axis: str
+) -> tuple[Routed, Int[Array, ""]]:
+    """Returns the way of the ids, and the longest list of this device.
+
+    Args:
+        places: of the ids, [N].
+        order: of the rows.
+        capacity: C.
+        axis: the mesh axis over which the rows are spread.
+    """
+    devices = jax.lax.axis_size(axis)
+    v, q, positions = _sorted(places, order)
+    shards = order.shards // devices  # of each owner
+    # S is the v of ignored ids, whose owner is then L: no device.
+    owner = (v // np.uint32(shards)).astype(jnp.int32)
+    row = (v % np.uint32(shards)) * np.uint32(order.depth) + q
+    is_id = owner < devices
+    changed = (v[1:] != v[:-1]) | (q[1:] != q[:-1])
+    is_first = is_id & jnp.append(jnp.ones(min(1, v.size), bool), changed)
+
+    count = jnp.cumsum(is_first, dtype=jnp.int32)
+    starts = jnp.searchsorted(owner, jnp.arange(devices + 1, dtype=jnp.int32))
+    before = jnp.append(jnp.zeros(1, jnp.int32), count)[starts]  # distinct ones
+    rank = count - 1 - before[owner]
+    fits = is_id & (rank < capacity)
+    slots = jnp.where(fits, owner * capacity + rank, BAD_ID)
+
+    asked = jnp.full(devices * capacity, BAD_ID, jnp.int32)
+    asked = _write(asked, jnp.where(is_first, slots, BAD_ID), row.astype(jnp.int32))
+    routed = Routed(
+        asked=_all_to_all(asked.reshape(devices, capacity), axis),
+        slots=_write(jnp.empty_like(slots), positions, slots),
+        sorted_slots=slots,
+        order=positions,
+    )
+    return routed, jnp.max(before[1:] - before[:-1])
+
+
+def fetch(
+    table: Float[Array, "P D"], routed: Routed, codec: Codec, axis: str
+) -> Float[Array, "LC D"]:
+    """Returns the rows of the lists: a table for `embedding.lookup` of `slots`.
+
+    Args:
+        table: this device's part of the table.
+        routed: from `route`.
+        codec: of the rows on the wire.
+        axis: as in `route`.
+    """
+    payload = row_codec.encode(embedding.lookup(table, routed.asked), codec)
+    rows = row_codec.decode(_all_to_all(payload, axis), codec)
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def give_back(
+    routed: Routed,
+    grads: Float[Array, "N D"],
+    codec: Codec,
+    axis: str,
+    *,
+    replicas: str | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "K"], Float[Array, "K D"]]:
+    """Returns rows of this device's part and their gradients, for `update_rows`.
+
+    Gradients are summed in float32 before they are sent. A row is there once for each
+    device that looked it up.
+
+    Args:
+        routed: from `route`.
+        grads: a gradient for each id.
+        codec: of the sums on the wire.
+        axis: as in `route`.
+        replicas: the mesh axis over which the table is replicated, each replica with
+            ids of its own; all of them get what each got. None if there is one.
+        implementation: as in `embedding.sum_by_row`.
+    """
+    sums = embedding.sum_sorted(
+        routed.sorted_slots, routed.order, grads, implementation=implementation
+    )
+    lists = jnp.zeros((routed.asked.size, grads.shape[-1]), jnp.float32)
+    lists = _write(lists, sums.ids, sums.grads)
+    payload = row_codec.encode(lists.reshape(*routed.asked.shape, -1), codec)
+    rows, payload = routed.asked, _all_to_all(payload, axis)
+    if replicas is not None:
+        rows, payload = (
+            jax.lax.all_gather(x, replicas, tiled=True) for x in (rows, payload)
+        )
+    received = row_codec.decode(payload, codec)
+    return rows.reshape(-1), received.reshape(-1, received.shape[-1])
+
+
+def fetch_everywhere(
+    table: Float[Array, "P D"], places: Places, order: Order, axis: str
+) -> Float[Array, "*N D"]:
+    """Returns the rows of ids that all devices have, on all devices.
+
+    For few ids: each device reads the rows that it holds, and the sum has all.
+
+    Args:
+        table: this device's part of the table.
+        places: of the ids, the same on all devices.
+        order: of the rows.
+        axis: as in `route`.
+    """
+    shards = np.uint32(order.shards // jax.lax.axis_size(axis))
+    row = (places.v % shards) * np.uint32(order.depth) + places.q
+    is_mine = (places.v // shards).astype(jnp.int32) == jax.lax.axis_index(axis)
+    mine = jnp.where(is_mine, row.astype(jnp.int32), BAD_ID)
+    return jax.lax.psum(embedding.lookup(table, mine), axis)
+
+
+def _sorted(
+    places: Places, order: Order
+) -> tuple[UInt32[Array, "N"], UInt32[Array, "N"], Int[Array, "N"]]:
+    """Returns v and q in the order of the places, and the former position of each."""
+    positions = jnp.arange(places.v.size, dtype=jnp.int32)
+    if order.places + order.depth >= 2**32:  # two keys cost more than one
+        keys = (places.v, places.q, positions)
+        v, q, positions = jax.lax.sort(keys, num_keys=2, is_stable=True)
+        return v, q, positions
+    depth = np.uint32(order.depth)
+    place = places.v * depth + jnp.where(places.v < order.shards, places.q, 0)
+    place, positions = jax.lax.sort((place, positions), num_keys=1, is_stable=True)
+    return place // depth, place % depth, positions
+
+
+def _write(into: Array, at: Int[Array, "N"], values: Array) -> Array:
+    """Returns an array with values written at distinct places, but not at `BAD_ID`."""
+    return into.at[at].set(
+        values, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+
+
+def _all_to_all(lists: Array, axis: str) -> Array:
+    """Returns the part of each device's [L, ...] that is for this one."""
+    return jax.lax.all_to_all(lists, axis, 0, 0, tiled=True)
