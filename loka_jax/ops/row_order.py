@@ -116,7 +116,7 @@ def places_of_ids(
     mask = np.uint32(order.shards - 1)
     unsigned = ids.astype(jnp.uint32)
     remainder = (first % order.shards).astype(np.uint32) + (unsigned & mask)
-    q = (first // order.shards).astype(np.uint32) + (unsigned >> bits)
+    q = jnp.asarray((first // order.shards).astype(np.uint32)) + (unsigned >> bits)
     q = q + (remainder >> bits)
     v = shard_of(q, remainder, order.shards)
     return Places(v, q).where(in_range, order.shards)

@@ -32,6 +32,7 @@ from loka_jax.train import metrics
 from loka_jax.train.build import Network, network
 from loka_jax.train.config import Config
 from loka_jax.train.planning import saved_plan
+from loka_jax.train.row_layout import RowLayout, read_state
 from loka_jax.train.source_run import SourceRun, open_run
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import make_eval_step
@@ -200,7 +201,8 @@ def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
         )
         return {name: getattr(state, name) for name in _READ}
 
-    read = source.checkpoints.read(source.saved.only(_READ), jax.eval_shape(initial))
+    saved, template = source.saved.only(_READ), jax.eval_shape(initial)
+    read = read_state(source.checkpoints, saved, template, RowLayout(net.tables, 1))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         **read,

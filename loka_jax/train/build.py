@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,42 +18,23 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
-from loka_jax.ops.tables import Tables, TableSpec, with_dims
+from loka_jax.ops.row_order import VIRTUAL_SHARDS
+from loka_jax.ops.tables import Tables, TableSpec, require_one_array, with_dims
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics, tasks
 from loka_jax.train.config import Config
+from loka_jax.train.mesh import mesh_of, require_places
+from loka_jax.train.mesh_step import (
+    StepOptions,
+    make_mesh_eval_step,
+    make_mesh_train_step,
+)
 from loka_jax.train.planning import choose_plan, resumed_plan
+from loka_jax.train.programs import RoutedProgram, TrainStep
+from loka_jax.train.row_layout import RowLayout
+from loka_jax.train.spread import Spread
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
-
-
-class TrainStep:
-    """A compiled training step.
-
-    Only observed steps take and return Probe's statistics. Passing their many small
-    arrays to the others would cost the host more time than a step of a small model.
-    """
-
-    def __init__(self, step: jax.stages.Wrapped, *, is_observed: bool):
-        """Takes a jitted step, and whether it reads `TrainState.probe`."""
-        self._step = step
-        self._is_observed = is_observed
-        self.has_run = False
-
-    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns the state after a batch; the old state is donated."""
-        after = self._step(self._seen(state), batch)
-        self.has_run = True
-        if self._is_observed:
-            return after
-        return dataclasses.replace(after, probe=state.probe)
-
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """Returns the step lowered for arguments of these shapes."""
-        return self._step.lower(self._seen(state), batch)
-
-    def _seen(self, state: TrainState) -> TrainState:
-        return state if self._is_observed else dataclasses.replace(state, probe={})
 
 
 class Evaluated(NamedTuple):
@@ -91,6 +72,7 @@ class Run:
         row_update: of the tables.
         steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
+        spread: tables and batches over several devices; None with one device.
     """
 
     config: Config
@@ -106,6 +88,7 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
+    spread: Spread | None = None
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
@@ -141,7 +124,34 @@ class Run:
                 init(key), metrics=metrics.init(weighted=weighted, tasks=num_tasks)
             )
 
-        return jax.jit(init_weighted)(jax.random.key(self.config.seed))
+        key = jax.random.key(self.config.seed)
+        if self.spread is None:
+            return jax.jit(init_weighted)(key)
+        stddev = self.config.embedding.init_stddev
+        return self.spread.init(init_weighted, key, stddev, self.row_update.optimizer)
+
+    def template(self) -> TrainState:
+        """Returns shapes and placement of a state; it is not computed."""
+        shapes = jax.eval_shape(self.init)
+        if self.spread is None:
+            return shapes
+        return self.spread.placed(shapes)
+
+    @property
+    def layout(self) -> RowLayout:
+        """The order of the tables' rows."""
+        return RowLayout(self.tables, 1 if self.spread is None else VIRTUAL_SHARDS)
+
+    @property
+    def batch_sharding(self) -> jax.sharding.Sharding | None:
+        """Where batches lie; None for JAX's default device."""
+        return None if self.spread is None else self.spread.router.sharding
+
+    def ahead(
+        self, batches: Iterable[tuple[Position, Batch]]
+    ) -> Iterable[tuple[Position, Batch]]:
+        """Returns the batches, each with what its step needs begun a step before."""
+        return batches if self.spread is None else self.spread.router.ahead(batches)
 
     @property
     def first_step(self) -> TrainStep:
@@ -181,9 +191,16 @@ class Run:
         return {}
 
     @functools.cached_property
-    def eval_step(self) -> jax.stages.Wrapped:
+    def eval_step(self) -> jax.stages.Wrapped | RoutedProgram:
         """The evaluation step."""
-        return jax.jit(make_eval_step(self.planned, self.tables), donate_argnums=1)
+        return self.eval_step_of(self.planned)
+
+    def eval_step_of(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
+        """Returns the evaluation step of a model that has the run's variables."""
+        if self.spread is None:
+            return jax.jit(make_eval_step(model, self.tables), donate_argnums=1)
+        step = make_mesh_eval_step(model, self.tables, self.spread.wire)
+        return self.spread.eval_program(step)
 
     def evaluate(self, state: TrainState, dataset: Dataset) -> Evaluated:
         """Returns logits and metrics of `state` on all of `dataset`, in order.
@@ -205,17 +222,20 @@ class Run:
         return Evaluated(values, *rows)
 
     def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
-        step = make_train_step(
-            model,
-            self.tables,
-            self.optimizer,
-            self.row_update,
+        parts = (model, self.tables, self.optimizer, self.row_update)
+        options = StepOptions(
             microbatches=self.config.loop.microbatches,
             dropout_seed=self.config.seed,
             probe=probe,
             task_weights=self.config.optim.task_weights,
         )
-        return TrainStep(jax.jit(step, donate_argnums=0), is_observed=probe is not None)
+        if self.spread is None:
+            step = make_train_step(*parts, **options._asdict())
+            program = jax.jit(step, donate_argnums=0)
+        else:
+            step = make_mesh_train_step(*parts, self.spread.wire, options)
+            program = self.spread.train_program(step)
+        return TrainStep(program, is_observed=probe is not None)
 
 
 class Network(NamedTuple):
@@ -230,8 +250,13 @@ class Network(NamedTuple):
     list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
 
 
-def network(config: Config, schema: Schema) -> Network:
+def network(config: Config, schema: Schema, devices: int = 1) -> Network:
     """Returns the tables and sites of the model for data of this schema.
+
+    Args:
+        config: the run.
+        schema: of the data.
+        devices: over which a batch is spread.
 
     Raises:
         ValueError: if the data have no categorical column, or other tasks than the
@@ -253,7 +278,7 @@ def network(config: Config, schema: Schema) -> Network:
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     tables = with_dims(stack, tuple(dims.values()))
     _check_ids(config.loop.batch_size, schema)
-    rows = config.loop.batch_size // config.loop.microbatches
+    rows = config.loop.batch_size // config.loop.microbatches // devices
     inputs = (
         jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
         jax.ShapeDtypeStruct((rows, len(schema.fields), dim), jnp.float32),
@@ -289,8 +314,14 @@ def build(
         ValueError: one sentence with the option or file and the remedy.
     """
     splits = open_data(config.data, seed=config.seed, base=base)
-    tables, list_sites = network(config, splits.train.schema)
     loop = config.loop
+    mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
+    devices = 1 if mesh is None else mesh.size
+    tables, list_sites = network(config, splits.train.schema, devices)
+    if mesh is None:
+        require_one_array(tables)
+    else:
+        require_places(tables, mesh)
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
     total_steps = steps_per_epoch * loop.epochs
     if loop.max_steps is not None:
@@ -320,6 +351,7 @@ def build(
         ),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
+        spread=None if mesh is None else Spread(mesh, config.mesh, tables),
     )
 
 

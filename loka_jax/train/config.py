@@ -22,6 +22,7 @@ from loka_jax.optim import OptimConfig
 from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.train.mesh import MeshConfig
 
 _MAX_DIM = 4096
 _DIMS = f"in 1..{_MAX_DIM}"
@@ -278,6 +279,7 @@ class Config:
             speed, measured or predicted; "tune" measures first what is not; a file is a
             table (from tune.py) or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
+        mesh: several devices.
         init_from: the folder of a run to go on from, with the data of a later day: with
             its weights, its optimizer states, its plan and its vocabulary.
         run: options of this execution only.
@@ -293,6 +295,7 @@ class Config:
     probe: ProbeOptions = ProbeOptions()
     plan: str = "auto"
     dispatch: DispatchOptions = DispatchOptions()
+    mesh: MeshConfig = MeshConfig()
     init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 

@@ -23,6 +23,7 @@ from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
 from loka_jax.train.host_state import Progress
+from loka_jax.train.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 
@@ -100,8 +101,14 @@ def look_step(
     """
     if not recipes:
         return None
-    observe = make_observe_step(run.planned, run.tables, Sampler(max_rows=MAX_ROWS))
-    parts = run.config.loop.microbatches
+    observer, parts = Sampler(max_rows=MAX_ROWS), run.config.loop.microbatches
+    if run.spread is None:
+        observe = make_observe_step(run.planned, run.tables, observer)
+    else:  # all devices look at the part of one of them
+        parts *= run.spread.mesh.size
+        observe = run.spread.everywhere(
+            make_observe_step(run.planned, run.tables, observer, look_up_everywhere)
+        )
 
     def look(state: TrainState, batch: Batch) -> Look:
         part = jax.tree.map(lambda x: jnp.asarray(x)[: len(x) // parts], batch)

@@ -13,17 +13,20 @@ single one can be a batch of outliers.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from loka_jax import nn
 from loka_jax.data import Batch
-from loka_jax.ops.tables import Tables
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import make_eval_step
+
+type EvalStep = Callable[..., tuple[metrics.MetricState, Array]]
+type EvalStepOf = Callable[[nn.Planned], EvalStep]
 
 LIMIT = 1.5
 ABSURD = 3.0
@@ -82,7 +85,7 @@ class Guard:
 
 def likely_cause(
     model: nn.Planned,
-    tables: Tables,
+    eval_step_of: EvalStepOf,
     state: TrainState,
     batch: Batch | None,
     columns: tuple[str, ...],
@@ -91,7 +94,7 @@ def likely_cause(
 
     Args:
         model: the model with its choices.
-        tables: the embedding tables.
+        eval_step_of: gives the compiled evaluation step of a model.
         state: the state that has diverged.
         batch: the newest training batch; None if there was none.
         columns: names of the dense features.
@@ -106,10 +109,9 @@ def likely_cause(
             f"{np.nanmax(sizes[:, worst]):.3g}; transform it (--data.transform log1p) "
             "or clip it (--data.huge-limit)"
         )
-    in_fp8 = logloss(model, tables, state, batch)
-    in_bf16 = logloss(
-        nn.Planned(model.model.clone(recipe="bf16")), tables, state, batch
-    )
+    in_fp8 = logloss(eval_step_of(model), state, batch)
+    plain = nn.Planned(model.model.clone(recipe="bf16"))
+    in_bf16 = logloss(eval_step_of(plain), state, batch)
     if in_bf16 < in_fp8 / 2:
         return (
             f"FP8 is the likely cause: the loss of the newest batch is {in_fp8:.3g}, "
@@ -121,14 +123,11 @@ def likely_cause(
     )
 
 
-def logloss(
-    model: nn.Planned, tables: Tables, state: TrainState, batch: Batch
-) -> float:
+def logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
     """Returns the log loss of a batch, infinite if it is not a finite number.
 
     Of several tasks, it is the largest.
     """
-    step = jax.jit(make_eval_step(model, tables))
     seen, _ = step(state, metrics.init_like(state.metrics), batch)
     values = [metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen)]
     return max(

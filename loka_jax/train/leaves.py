@@ -46,15 +46,17 @@ def from_host(array: np.ndarray | None, template: Any) -> Any:
         array = np.zeros(template.shape, template.dtype)
     if isinstance(template, np.ndarray | np.generic):
         return array
-    leaf = jnp.asarray(array)
-    if _is_key(template):
-        impls = []
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
-        leaf = jax.random.wrap_key_data(leaf, impl=impls[0])
     # An uncommitted array stays so: a committed copy would cause a recompilation.
     is_uncommitted = template.sharding is None or not getattr(
         template, "committed", True
     )
+    if not _is_key(template):
+        if is_uncommitted:
+            return jnp.asarray(array)
+        return jax.device_put(array, template.sharding)  # no device needs all of it
+    impls = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
+    leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
     return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
 
 

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from loka_jax.data import Batch
 from loka_jax.ops import embedding
+from loka_jax.ops.row_order import Order, Places, places_of_ids
 
 
 class FoundBag(NamedTuple):
@@ -49,6 +51,57 @@ def find(tables: embedding.TableSpec, batch: Batch) -> Found:
         weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
         bags.append(FoundBag(flat, jnp.asarray(weights)[:, None]))
     return Found(ids, tuple(bags))
+
+
+def places(
+    tables: embedding.TableSpec, batch: Batch, order: Order
+) -> tuple[Places, Int[Array, ""]]:
+    """Returns the places of a batch's rows, and the number of ids out of range.
+
+    The order is that of `row_gradients`. Padding is ignored: examples of weight 0, and
+    values in lists that are missing or have weight 0.
+
+    Args:
+        tables: the embedding tables.
+        batch: the batch.
+        order: of the rows over devices.
+    """
+    single = tables.num_single
+    is_example = jnp.asarray(batch.weights)[:, None] > 0
+    found = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(single))
+    bad = jnp.sum(found.v == order.shards, dtype=jnp.int32)
+    parts = [found.where(is_example, order.shards)]
+    for field, bag in enumerate(batch.bags, single):
+        ids, fields = jnp.asarray(bag.ids)[:, None], slice(field, field + 1)
+        found = places_of_ids(tables, ids, order, fields)
+        is_bad = (found.v == order.shards) & (ids != -1)
+        bad = bad + jnp.sum(is_bad, dtype=jnp.int32)
+        keep = is_example[:, None]
+        if bag.weights is not None:
+            keep = keep & (jnp.asarray(bag.weights)[:, None] != 0)
+        parts.append(found.where(keep, order.shards))
+    flat = (
+        jnp.concatenate([x.ravel() for x in column])
+        for column in zip(*parts, strict=True)
+    )
+    return Places(*flat), bad
+
+
+def at_slots(batch: Batch, slots: Int[Array, "N"]) -> Found:
+    """Returns what `find` does, with the slots of fetched rows as ids.
+
+    Args:
+        batch: the batch.
+        slots: of the ids, in the order of `places`.
+    """
+    sizes = [batch.ids.size, *(bag.ids.size for bag in batch.bags)]
+    first, *others = jnp.split(slots, np.cumsum(sizes)[:-1])
+    bags = []
+    for part, bag in zip(others, batch.bags, strict=True):
+        weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
+        ids = part.reshape(bag.ids.shape)
+        bags.append(FoundBag(ids[:, None], jnp.asarray(weights)[:, None]))
+    return Found(first.reshape(batch.ids.shape), tuple(bags))
 
 
 def embeddings(

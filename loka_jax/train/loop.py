@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
-from loka_jax.train import log_lines, metrics, operands, replan, verdict
+from loka_jax.train import (
+    log_lines,
+    metrics,
+    operands,
+    replan,
+    row_layout,
+    verdict,
+)
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.clock import Clock
@@ -101,8 +108,9 @@ class Loop:
             loop.batch_size,
             shuffle=True,
             num_batches=self._remaining(),
+            sharding=self.run.batch_sharding,
         ) as batches:
-            for position, batch in batches:
+            for position, batch in self.run.ahead(batches):
                 self._look_at_operands(batch)
                 self.step(position, batch)
                 self._take_look(batch)
@@ -337,4 +345,5 @@ class Loop:
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
             "encoding": self.run.splits.encoding_digest,
+            row_layout.KEY: self.run.layout.shards,
         }

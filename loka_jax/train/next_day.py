@@ -27,6 +27,7 @@ from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.progress import plain
 from loka_jax.train.record import RunRecord
+from loka_jax.train.row_layout import read_state
 from loka_jax.train.source_run import SourceRun, open_run, read_config_of
 from loka_jax.train.state import TrainState
 
@@ -95,11 +96,13 @@ def initial_state(run: Run, source: SourceRun) -> TrainState:
         state = vars(run.init())
         return {name: value for name, value in state.items() if name not in _CARRIED}
 
-    def carried() -> dict[str, Any]:
-        return {name: getattr(run.init(), name) for name in _CARRIED}
-
-    saved = source.saved.only(_CARRIED)
-    state = source.checkpoints.read(saved, jax.eval_shape(carried))
+    template = vars(run.template())
+    state = read_state(
+        source.checkpoints,
+        source.saved.only(_CARRIED),
+        {name: template[name] for name in _CARRIED},
+        run.layout,
+    )
     state["opt_state"] = _restarted(state["opt_state"])
     return TrainState(**state, **jax.jit(fresh)())  # makes no second table
 

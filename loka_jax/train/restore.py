@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from loka_jax.train.build import Run
@@ -12,6 +11,7 @@ from loka_jax.train.guard import Diverged
 from loka_jax.train.host_state import Progress
 from loka_jax.train.manifest import Saved
 from loka_jax.train.planning import saved_plan
+from loka_jax.train.row_layout import read_state
 from loka_jax.train.state import TrainState
 
 # Times that a run goes back to a checkpoint before it counts as failed.
@@ -42,8 +42,7 @@ def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:
     """
     run = run.replanned(saved_plan(saved.meta["plan"], run.sites))
     # Shapes only: a second state beside the run's might not fit on the device.
-    template = jax.eval_shape(lambda: vars(run.init()))
-    state = TrainState(**checkpoints.read(saved, template))
+    state = read_state(checkpoints, saved, run.template(), run.layout)
     return Moment(run, state, Progress.from_json(saved.meta["progress"]))
 
 

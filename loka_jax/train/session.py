@@ -43,6 +43,7 @@ from loka_jax.train.record import (
     read_run,
     versions,
 )
+from loka_jax.train.row_layout import read_state
 from loka_jax.train.signals import StopRequest, stop_on_signals
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
@@ -56,6 +57,7 @@ _MAY_CHANGE = (
     "loop.keep_checkpoints",
     "loop.max_skipped_steps",
     "loop.on_divergence",
+    "mesh",
 )
 # The values of OptimConfig.best_by, as they are printed.
 _MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}
@@ -267,7 +269,9 @@ def _open_loop(
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            state = folders.newest.read(saved, state, config=config.identity())
+            state = read_state(
+                folders.newest, saved, state, run.layout, config=config.identity()
+            )
         progress = Progress.from_json(saved.meta.get("progress", {}))
         display.say(f"Resuming at step {saved.step:,}.")
     elif config.run.resume:
@@ -295,7 +299,7 @@ def _open_loop(
 
 def _compile(run: Run, console: Console) -> int:
     """Compiles a training step without running it."""
-    state = jax.eval_shape(run.init)
+    state = run.template()
     size = run.config.loop.batch_size
     batch = run.splits.train.batch(Position(0, 0, 0), size, shuffle=False)
     compiled = run.first_step.lower(state, batch).compile()

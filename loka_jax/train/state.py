@@ -90,11 +90,10 @@ def init_state(
             jnp.zeros((1, num_dense)),
             by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),
         )
-    keys = table_key
-    if isinstance(tables, MixedTables):
-        keys = tuple(jax.random.split(table_key, len(tables.stacks)))
     table = by_stack(
-        lambda spec, key: embedding.init_table(key, spec, init_stddev), tables, keys
+        lambda spec, key: embedding.init_table(key, spec, init_stddev),
+        tables,
+        table_keys(table_key, tables),
     )
     params = variables["params"]
     return TrainState(
@@ -113,3 +112,15 @@ def init_state(
         grad_norm=jnp.zeros((), jnp.float32),
         metrics=metrics.init(),
     )
+
+
+def table_keys(key: Array, tables: Tables) -> Any:
+    """Returns the random key of the initial table of each stack.
+
+    Args:
+        key: the second of the two that the key of `init_state` splits into.
+        tables: the embedding tables.
+    """
+    if isinstance(tables, MixedTables):
+        return tuple(jax.random.split(key, len(tables.stacks)))
+    return key

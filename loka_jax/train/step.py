@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, PyTree
 from loka_jax import scaling
 from loka_jax.data import Batch
 from loka_jax.nn import (
-    OVERWRITE_WITH_GRADIENT,
     PROBE,
     Model,
     ProbeConfig,
@@ -35,6 +34,7 @@ from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
 from loka_jax.train import lookup, metrics, tasks
+from loka_jax.train.gradients import accumulated, gradients_of, variables_of
 from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
 
@@ -54,13 +54,6 @@ class RowUpdate(NamedTuple):
     learning_rate: optax.Schedule
     l2: float
     implementation: Literal["xla"] | None = None
-
-
-class _Gradients(NamedTuple):
-    params: Any
-    rows: PyTree[Float[Array, "B _ _"]]
-    fp8: Any
-    probe: Any
 
 
 def make_train_step(
@@ -90,10 +83,10 @@ def make_train_step(
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
     network = projected(model, tables)
-    gradients = functools.partial(_gradients, network, probe, task_weights)
+    gradients = functools.partial(gradients_of, network, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
-            _accumulated, gradients, microbatches, probe is not None
+            accumulated, gradients, microbatches, probe is not None
         )
 
     def step(state: TrainState, batch: Batch) -> TrainState:
@@ -103,9 +96,9 @@ def make_train_step(
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
         grad_norm = optax.tree.norm(grads.params)
-        is_finite = _all_finite(loss, grad_norm, grads.rows, batch.dense)
+        is_finite = all_finite(loss, grad_norm, grads.rows, batch.dense)
         with jax.named_scope("optimizer"):
-            params, opt_state = _updated(optimizer, state, grads.params)
+            params, opt_state = optimized(optimizer, state, grads.params)
         proposed = {
             "params": params,
             "opt_state": opt_state,
@@ -115,7 +108,7 @@ def make_train_step(
         }
         if probe is not None:
             proposed["probe"] = merge_stats(state.probe, grads.probe, probe)
-        accepted = _accepted(is_finite, proposed, state)
+        kept = accepted(is_finite, proposed, state)
         weights = jnp.asarray(batch.weights)
         touched = by_stack(
             functools.partial(lookup.row_gradients, weights=weights),
@@ -131,7 +124,7 @@ def make_train_step(
         weights = jnp.where(is_finite, weights, 0.0)
         with jax.named_scope("metrics"):
             seen = metrics.update(state.metrics, logits, labels, weights)
-        new = accepted | {"table": table, "row_state": row_state, "metrics": seen}
+        new = kept | {"table": table, "row_state": row_state, "metrics": seen}
         return dataclasses.replace(
             state, **new, **_counted(is_finite, tables, found, batch, state)
         )
@@ -164,24 +157,35 @@ def logits_of(
     """Returns the logits of a batch in evaluation mode."""
     network = projected(model, tables)
     _, rows = _look_up(network, tables, state, batch)
-    return jnp.asarray(network.apply(_variables(state), batch.dense, rows))
+    return jnp.asarray(network.apply(variables_of(state), batch.dense, rows))
+
+
+def look_up(model: Any, tables: Tables, state: TrainState, batch: Batch) -> Any:
+    """Returns the fields' embeddings of a batch."""
+    return _look_up(model, tables, state, batch)[1]
 
 
 def make_observe_step(
-    model: Model, tables: Tables, observer: Observer
+    model: Model, tables: Tables, observer: Observer, look_up=look_up
 ) -> Callable[[TrainState, Batch], Any]:
-    """Returns a step that returns an observer's result of every site, not training."""
+    """Returns a step that returns an observer's result of every site, not training.
+
+    Args:
+        model, tables: as in `make_train_step`.
+        observer: of the sites.
+        look_up: gives the fields' embeddings.
+    """
     network = projected(model, tables)
 
     def step(state: TrainState, batch: Batch):
-        _, rows = _look_up(network, tables, state, batch)
+        rows = look_up(network, tables, state, batch)
         with probing(observer):
             init = functools.partial(network.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = dataclasses.replace(state, probe=empty)
         key = jax.random.key(0)
-        return _gradients(network, observer, (), state, batch, rows, key)[-1].probe
+        return gradients_of(network, observer, (), state, batch, rows, key)[-1].probe
 
     return step
 
@@ -222,102 +226,15 @@ def _look_up(
     return found, by_stack(look_up, tables, state.table, found)
 
 
-def _variables(state: TrainState) -> dict[str, Any]:
-    return {
-        "params": state.params,
-        OVERWRITE_WITH_GRADIENT: state.fp8,
-        "batch_stats": state.batch_stats,
-    }
-
-
-def _gradients(
-    model, probe, task_weights, state: TrainState, batch, rows, key, total_weight=None
-):
-    """Returns the loss, the logits, the new batch statistics, and the gradients."""
-    labels, weights = tasks.labels_and_weights(batch)
-    if total_weight is None:
-        total_weight = jnp.sum(weights, axis=0)
-
-    def loss_of(params, rows, fp8, stats):
-        variables = _variables(state) | {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
-        with probing(probe):
-            logits, updated = model.apply(
-                variables | {PROBE: stats},
-                batch.dense,
-                rows,
-                train=True,
-                rngs={"dropout": key},
-                mutable=["batch_stats"],
-            )
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-        losses = jnp.where(weights > 0, losses * weights, 0.0)
-        means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
-        loss = tasks.total_loss(means, task_weights)
-        return loss, (logits, updated.get("batch_stats", {}))
-
-    stats = {} if probe is None else state.probe
-    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
-    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
-    return loss, logits, batch_stats, _Gradients(*grads)
-
-
-def _divisor(state: TrainState, total_weight: Array) -> Array:
-    """Returns the batch's total weight, or 1 if that is 0; of each task, if several."""
-    if state.metrics.weight is None:  # a total of whole numbers
-        return jnp.maximum(total_weight, 1.0)
-    return jnp.where(total_weight > 0, total_weight, 1.0)
-
-
-def _accumulated(
-    gradients, count, is_probed, state: TrainState, batch: Batch, rows, key
-):
-    """Returns the result of `gradients`, accumulated over parts of the batch."""
-    total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
-
-    def add(carry, part):
-        (part_batch, part_rows), key = part
-        loss, params, fp8, stats, batch_stats = carry
-        part_loss, logits, batch_stats, grads = gradients(
-            dataclasses.replace(state, batch_stats=batch_stats),
-            part_batch,
-            part_rows,
-            key,
-            total_weight,
-        )
-        carry = (
-            loss + part_loss,
-            jax.tree.map(jnp.add, params, grads.params),
-            scaling.merge_delayed(fp8, grads.fp8),
-            merge_stats(stats, grads.probe, ProbeConfig()),
-            batch_stats,
-        )
-        return carry, (logits, grads.rows)
-
-    start = (
-        jnp.zeros(()),
-        jax.tree.map(jnp.zeros_like, state.params),
-        jax.tree.map(jnp.zeros_like, state.fp8),
-        jax.tree.map(jnp.zeros_like, state.probe if is_probed else {}),
-        state.batch_stats,
-    )
-    carry, (logits, row_grads) = jax.lax.scan(
-        add, start, (parts, jax.random.split(key, count))
-    )
-    loss, params, fp8, stats, batch_stats = carry
-    row_grads = jax.tree.map(lambda x, like: x.reshape(like.shape), row_grads, rows)
-    logits = logits.reshape(-1, *logits.shape[2:])
-    return loss, logits, batch_stats, _Gradients(params, row_grads, fp8, stats)
-
-
-def _all_finite(loss, grad_norm, row_grads, features):
+def all_finite(loss, grad_norm, row_grads, features) -> Array:
+    """Returns whether all numbers of a step are finite."""
     # Features too: an infinite feature saturates in a cast with a delayed scale, and if
     # all roles of the first layer are FP8, no gradient reveals it.
     values = (loss, grad_norm, optax.tree.norm(row_grads), features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
 
 
-def _accepted(is_finite, proposed: dict[str, Any], state: TrainState):
+def accepted(is_finite, proposed: dict[str, Any], state: TrainState):
     """Returns proposed fields of the state, or the old ones if the step is skipped."""
     kept = {name: getattr(state, name) for name in proposed}
     return jax.tree.map(functools.partial(jnp.where, is_finite), proposed, kept)
@@ -334,14 +251,21 @@ def _counted(
         split(tables, batch),
     )
     return {
-        "step": state.step + 1,
-        "skipped": state.skipped + jnp.where(is_finite, 0, 1),
-        "skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
+        **count_step(is_finite, state),
         "bad_ids": jax.tree.reduce(jnp.add, bad_ids, state.bad_ids),
     }
 
 
-def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradients):
+def count_step(is_finite: Array, state: TrainState) -> dict[str, Any]:
+    """Returns the counters of steps after one, which is skipped unless finite."""
+    return {
+        "step": state.step + 1,
+        "skipped": state.skipped + jnp.where(is_finite, 0, 1),
+        "skipped_in_a_row": jnp.where(is_finite, 0, state.skipped_in_a_row + 1),
+    }
+
+
+def optimized(optimizer: optax.GradientTransformation, state: TrainState, gradients):
     """Returns the dense parameters and the optimizer's state after a step."""
     with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
@@ -351,17 +275,22 @@ def _updated(optimizer: optax.GradientTransformation, state: TrainState, gradien
 
 def _update_tables(tables, state: TrainState, touched, row_update: RowUpdate, enabled):
     """Returns the tables and the row optimizer's state after a step."""
-    lr = row_update.learning_rate(state.step - state.skipped)
-    lr = jnp.asarray(lr) * state.lr_scale
+    lr = rows_lr(row_update, state)
 
     def update(_, table, row_state, touched):
-        return _update_table(table, row_state, touched, row_update, lr, enabled)
+        return update_table(table, row_state, touched, row_update, lr, enabled)
 
     updated = by_stack(update, tables, state.table, state.row_state, touched)
     return updated if isinstance(tables, TableSpec) else zip(*updated, strict=True)
 
 
-def _update_table(table, row_state, touched, row_update: RowUpdate, lr, enabled):
+def rows_lr(row_update: RowUpdate, state: TrainState) -> Array:
+    """Returns the learning rate of the rows in a step."""
+    lr = row_update.learning_rate(state.step - state.skipped)
+    return jnp.asarray(lr) * state.lr_scale
+
+
+def update_table(table, row_state, touched, row_update: RowUpdate, lr, enabled):
     """Returns a table and its optimizer's state after a step."""
     ids, row_grads = touched
     ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])

@@ -89,7 +89,7 @@ def explained(
     """
     newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
     columns = run.splits.train.schema.dense
-    cause = guard.likely_cause(run.planned, run.tables, state, batch, columns)
+    cause = guard.likely_cause(run.planned, run.eval_step_of, state, batch, columns)
     return Diverged(
         f"training has diverged at step {step}: {symptom}; {cause}; {newest}."
     )

@@ -1,0 +1,131 @@
+"""The loss of a batch and its gradients, also accumulated over parts of the batch."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from loka_jax import scaling
+from loka_jax.nn import (
+    OVERWRITE_WITH_GRADIENT,
+    PROBE,
+    ProbeConfig,
+    merge_stats,
+    probing,
+)
+from loka_jax.train import tasks
+from loka_jax.train.state import TrainState
+
+
+class Gradients(NamedTuple):
+    """Gradients; those of FP8 state and statistics are their next values.
+
+    Attributes:
+        params: of the dense parameters.
+        rows: of the embeddings.
+        fp8: the next FP8 state.
+        probe: Probe's statistics of the batch.
+    """
+
+    params: Any
+    rows: PyTree[Float[Array, "B _ _"]]
+    fp8: Any
+    probe: Any
+
+
+def variables_of(state: TrainState) -> dict[str, Any]:
+    """Returns the variables of the model in a state."""
+    return {
+        "params": state.params,
+        OVERWRITE_WITH_GRADIENT: state.fp8,
+        "batch_stats": state.batch_stats,
+    }
+
+
+def gradients_of(
+    model, probe, task_weights, state: TrainState, batch, rows, key, total_weight=None
+):
+    """Returns the loss, the logits, the new batch statistics, and the gradients.
+
+    The loss is the sum over the batch of the weighted losses, over `total_weight`: the
+    weight of the batch, or of a larger one of which this is a part.
+    """
+    labels, weights = tasks.labels_and_weights(batch)
+    if total_weight is None:
+        total_weight = jnp.sum(weights, axis=0)
+
+    def loss_of(params, rows, fp8, stats):
+        changed = {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
+        variables = variables_of(state) | changed
+        with probing(probe):
+            logits, updated = model.apply(
+                variables | {PROBE: stats},
+                batch.dense,
+                rows,
+                train=True,
+                rngs={"dropout": key},
+                mutable=["batch_stats"],
+            )
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+        losses = jnp.where(weights > 0, losses * weights, 0.0)
+        means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
+        loss = tasks.total_loss(means, task_weights)
+        return loss, (logits, updated.get("batch_stats", {}))
+
+    stats = {} if probe is None else state.probe
+    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
+    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
+    return loss, logits, batch_stats, Gradients(*grads)
+
+
+def _divisor(state: TrainState, total_weight: Array) -> Array:
+    """Returns the batch's total weight, or 1 if that is 0; of each task, if several."""
+    if state.metrics.weight is None:  # a total of whole numbers
+        return jnp.maximum(total_weight, 1.0)
+    return jnp.where(total_weight > 0, total_weight, 1.0)
+
+
+def accumulated(
+    gradients, count, is_probed, state: TrainState, batch, rows, key, total_weight=None
+):
+    """Returns the result of `gradients`, accumulated over parts of the batch."""
+    if total_weight is None:
+        total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
+
+    def add(carry, part):
+        (part_batch, part_rows), key = part
+        loss, params, fp8, stats, batch_stats = carry
+        part_loss, logits, batch_stats, grads = gradients(
+            dataclasses.replace(state, batch_stats=batch_stats),
+            part_batch,
+            part_rows,
+            key,
+            total_weight,
+        )
+        carry = (
+            loss + part_loss,
+            jax.tree.map(jnp.add, params, grads.params),
+            scaling.merge_delayed(fp8, grads.fp8),
+            merge_stats(stats, grads.probe, ProbeConfig()),
+            batch_stats,
+        )
+        return carry, (logits, grads.rows)
+
+    start = (
+        jnp.zeros(()),
+        jax.tree.map(jnp.zeros_like, state.params),
+        jax.tree.map(jnp.zeros_like, state.fp8),
+        jax.tree.map(jnp.zeros_like, state.probe if is_probed else {}),
+        state.batch_stats,
+    )
+    carry, (logits, row_grads) = jax.lax.scan(
+        add, start, (parts, jax.random.split(key, count))
+    )
+    loss, params, fp8, stats, batch_stats = carry
+    row_grads = jax.tree.map(lambda x, like: x.reshape(like.shape), row_grads, rows)
+    logits = logits.reshape(-1, *logits.shape[2:])
+    return loss, logits, batch_stats, Gradients(params, row_grads, fp8, stats)

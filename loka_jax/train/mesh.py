@@ -1,0 +1,138 @@
+"""The devices of a run, and what lies where on them.
+
+mesh ("replica", "shard"), M x L devices
+batches     spread over all devices
+tables      spread over "shard", each replica has them all
+the rest    on all devices
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from loka_jax.ops.row_codec import Codec
+from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
+from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.options import require
+from loka_jax.train.state import TrainState
+
+REPLICA, SHARD = AXES = ("replica", "shard")
+BATCH = P(AXES)
+_ROWS = P(SHARD)
+_ON_SHARDS = ("table", "row_state")  # of the state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Several devices: replicas x shards of them.
+
+    Attributes:
+        replicas: groups of devices with tables of their own, whose rows all get the
+            gradients of all groups; None for 1, or one for each process.
+        shards: devices over which a group's tables are spread, a power of two; None for
+            all GPUs of a process. On CPUs, and with one device, None for no mesh.
+        wire_rows: how rows travel: "f32", "bf16", or "e4m3" or "int8" with a scale a
+            row.
+        wire_gradients: how the gradients of rows travel.
+    """
+
+    replicas: int | None = None
+    shards: int | None = None
+    wire_rows: Codec = "bf16"
+    wire_gradients: Codec = "bf16"
+
+    def __post_init__(self):  # noqa: D105
+        for name in ("replicas", "shards"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--mesh.{name}", value, "at least 1")
+        shards = self.shards or 1
+        is_part = shards <= VIRTUAL_SHARDS and VIRTUAL_SHARDS % shards == 0
+        allowed = f"a power of two up to {VIRTUAL_SHARDS}"
+        require(is_part, "--mesh.shards", shards, allowed)
+
+
+def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | None:
+    """Returns the mesh of a run, None for one device.
+
+    Args:
+        config: of the mesh.
+        batch_size: examples in a step, of all devices together.
+        microbatches: parts of a batch.
+
+    Raises:
+        ValueError: if there are too few devices, or the batch does not divide.
+    """
+    replicas, shards = _shape(config)
+    count = replicas * shards
+    if count == 1:
+        return None
+    devices = jax.devices()
+    if count > len(devices):
+        raise ValueError(
+            f"--mesh.replicas {replicas} x --mesh.shards {shards} are {count} devices, "
+            f"and there are {len(devices)}: lower one of them."
+        )
+    if VIRTUAL_SHARDS % shards:
+        raise ValueError(
+            f"the {shards} devices of a process are no power of two: give "
+            "--mesh.shards, and --mesh.replicas for the rest."
+        )
+    if batch_size % (count * microbatches):
+        parts = f"{count} devices" + f" x {microbatches}" * (microbatches > 1)
+        raise ValueError(
+            f"--loop.batch-size {batch_size} must be a multiple of {parts}: "
+            "change it, or use fewer devices with --mesh.shards and --mesh.replicas."
+        )
+    auto = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(
+        (replicas, shards), AXES, axis_types=auto, devices=devices[:count]
+    )
+
+
+def _shape(config: MeshConfig) -> tuple[int, int]:
+    """Returns the number of replicas and shards."""
+    if config.replicas is None and config.shards is None:
+        # CPU devices share the cores of one CPU: nothing is gained by several.
+        if jax.default_backend() == "cpu":
+            return 1, 1
+        return jax.process_count(), jax.local_device_count()
+    if config.shards is None:
+        return config.replicas or 1, max(jax.device_count() // config.replicas, 1)
+    return config.replicas or 1, config.shards
+
+
+def order_of(spec: TableSpec) -> Order:
+    """Returns the order of the rows of tables over devices."""
+    return Order(spec.total_rows, VIRTUAL_SHARDS)
+
+
+def require_places(tables: Tables, mesh: Mesh) -> None:
+    """Checks that the rows of each stack fit in the arrays of the devices.
+
+    Raises:
+        ValueError: if their numbers would not fit in int32.
+    """
+    shards = mesh.shape[SHARD]
+    for stack in (tables,) if isinstance(tables, TableSpec) else tables.stacks:
+        if not order_of(stack).places // shards < 2**31 - 1:
+            raise ValueError(
+                f"{stack.total_rows} rows in all over {shards} devices do not fit in "
+                "int32 places of each: raise --mesh.shards, or hash the largest fields "
+                "into fewer rows."
+            )
+
+
+def state_specs() -> TrainState:
+    """Returns how the parts of a state lie on a mesh, a prefix of its tree."""
+    names = [field.name for field in dataclasses.fields(TrainState)]
+    specs: dict[str, Any] = {name: P() for name in names}
+    specs |= dict.fromkeys(_ON_SHARDS, _ROWS)
+    return TrainState(**specs)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """Returns partition specs as shardings of a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -1,0 +1,276 @@
+"""One training step, and one evaluation step, over the devices of a mesh.
+
+Each device runs the step of `step.py` on its part of the batch, with rows fetched from
+their owners. What must be equal everywhere then is, in two collectives:
+
+    sum         dense gradients, loss, metrics of the batch, moments of batch norms
+    maximum     FP8 state; whether any device has a number that is not finite
+
+so that all devices skip the same steps. The loss of a part is over the weight of the
+whole batch, found when it was routed. FP8 state is merged by the maximum as over
+microbatches. In the steps before scales are initialized, and with current scaling, each
+device casts by the amaxes of its own part.
+
+A step whose lists were too short for its ids (`exchange`) is skipped too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float
+
+from loka_jax.data import Batch
+from loka_jax.nn import Model, ProbeConfig, merge_stats
+from loka_jax.ops import exchange
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.exchange import Routed
+from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.train import lookup, metrics, tasks
+from loka_jax.train.gradients import (
+    Gradients,
+    accumulated,
+    gradients_of,
+    variables_of,
+)
+from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, order_of
+from loka_jax.train.routing import RoutedBatch
+from loka_jax.train.stacks import by_stack, projected, split
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import (
+    RowUpdate,
+    accepted,
+    all_finite,
+    count_step,
+    optimized,
+    rows_lr,
+    update_table,
+)
+
+
+class StepOptions(NamedTuple):
+    """Arguments of `make_train_step` that have defaults there."""
+
+    microbatches: int = 1
+    dropout_seed: int = 0
+    probe: ProbeConfig | None = None
+    task_weights: tuple[float, ...] = ()
+
+
+class _Merged(NamedTuple):
+    """What all devices have of a step."""
+
+    loss: Float[Array, ""]
+    params: Any  # the gradients
+    batch_stats: Any
+    fp8: Any
+    seen: metrics.MetricState  # of the batch
+    parts_are_finite: Bool[Array, ""]
+
+
+def make_mesh_train_step(
+    model: Model,
+    tables: Tables,
+    optimizer: optax.GradientTransformation,
+    row_update: RowUpdate,
+    wire: MeshConfig,
+    options: StepOptions,
+) -> Callable[[TrainState, Batch, RoutedBatch], TrainState]:
+    """Returns the training step of a device, to be run under a `shard_map`.
+
+    Args:
+        model, tables, optimizer, row_update: as of `make_train_step`.
+        wire: how rows and their gradients travel.
+        options: the other arguments of `make_train_step`.
+    """
+    network = projected(model, tables)
+    probe = options.probe
+    gradients = functools.partial(gradients_of, network, probe, options.task_weights)
+    if options.microbatches > 1:
+        gradients = functools.partial(
+            accumulated, gradients, options.microbatches, probe is not None
+        )
+
+    def step(state: TrainState, batch: Batch, routed: RoutedBatch) -> TrainState:
+        with jax.named_scope("lookup"):
+            rows = _fetch(network, tables, state, batch, routed, wire)
+        key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
+        key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
+        loss, logits, batch_stats, grads = gradients(
+            state, batch, rows, key, routed.total_weight
+        )
+        with jax.named_scope("metrics"):
+            seen = _seen(state, logits, batch)
+        merged = _merge(loss, batch_stats, grads, seen, batch)
+
+        grad_norm = optax.tree.norm(merged.params)
+        is_finite = (
+            merged.parts_are_finite
+            & jnp.isfinite(merged.loss)
+            & jnp.isfinite(grad_norm)
+            & jnp.all(jnp.stack(routed.missing) <= 0)
+        )
+        with jax.named_scope("optimizer"):
+            params, opt_state = optimized(optimizer, state, merged.params)
+        proposed = {
+            "params": params,
+            "opt_state": opt_state,
+            "fp8": merged.fp8,
+            "batch_stats": merged.batch_stats,
+            "grad_norm": grad_norm,
+            "metrics": metrics.merge(state.metrics, merged.seen),
+        }
+        if probe is not None:
+            stats = _merge_stats(grads.probe)
+            proposed["probe"] = merge_stats(state.probe, stats, probe)
+        with jax.named_scope("update_rows"):
+            table, row_state = _update_tables(
+                tables, state, batch, routed, grads.rows, (row_update, wire, is_finite)
+            )
+        return dataclasses.replace(
+            state,
+            **accepted(is_finite, proposed, state),
+            table=table,
+            row_state=row_state,
+            **count_step(is_finite, state),
+            bad_ids=state.bad_ids + routed.bad_ids,
+        )
+
+    return step
+
+
+def make_mesh_eval_step(
+    model: Model, tables: Tables, wire: MeshConfig
+) -> Callable[
+    [TrainState, metrics.MetricState, Batch, RoutedBatch],
+    tuple[metrics.MetricState, Array],
+]:
+    """Returns the evaluation step of a device: see `make_eval_step`.
+
+    The metrics are those of all devices, the logits those of its own examples.
+    """
+    network = projected(model, tables)
+
+    def step(state, seen, batch: Batch, routed: RoutedBatch):
+        rows = _fetch(network, tables, state, batch, routed, wire)
+        logits = network.apply(variables_of(state), batch.dense, rows)
+        logits = jnp.asarray(logits).astype(jnp.float32)
+        (batch_seen,) = _sum((_seen(state, logits, batch),))
+        return metrics.merge(seen, batch_seen), logits
+
+    return step
+
+
+def look_up_everywhere(
+    model: Any, tables: Tables, state: TrainState, batch: Batch
+) -> Any:
+    """Returns the fields' embeddings of a batch that all devices have, on all."""
+    dtype = getattr(model, "compute_dtype", jnp.float32)
+
+    def look_up(spec: TableSpec, table: Array, part: Batch):
+        order = order_of(spec)
+        places, _ = lookup.places(spec, part, order)
+        rows = exchange.fetch_everywhere(table, places, order, SHARD)
+        slots = jnp.arange(len(rows), dtype=jnp.int32)
+        is_row = places.v < order.shards
+        found = lookup.at_slots(part, jnp.where(is_row, slots, BAD_ID))
+        return lookup.embeddings(spec, rows, found, dtype)
+
+    return by_stack(look_up, tables, state.table, split(tables, batch))
+
+
+def _fetch(
+    model: Any,
+    tables: Tables,
+    state: TrainState,
+    batch: Batch,
+    routed: RoutedBatch,
+    wire: MeshConfig,
+) -> Any:
+    """Returns the fields' embeddings of this device's part of a batch, by stack."""
+    # The model would cast them first of all: as in a step without a mesh.
+    dtype = getattr(model, "compute_dtype", jnp.float32)
+
+    def fetch(spec: TableSpec, table: Array, part: Batch, route: Routed):
+        rows = exchange.fetch(table, route, wire.wire_rows, SHARD)
+        found = lookup.at_slots(part, route.slots)
+        return lookup.embeddings(spec, rows, found, dtype)
+
+    return by_stack(fetch, tables, state.table, split(tables, batch), routed.routes)
+
+
+def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
+    """Returns the parts of tables and optimizer states after a step."""
+    row_update, wire, enabled = how
+    lr = rows_lr(row_update, state)
+    weights = jnp.asarray(batch.weights)
+    has_replicas = jax.lax.axis_size(REPLICA) > 1
+
+    def update(spec: TableSpec, table, row_state, part: Batch, route: Routed, grads):
+        found = lookup.at_slots(part, route.slots)
+        _, grads = lookup.row_gradients(spec, found, grads, weights)
+        touched = exchange.give_back(
+            route,
+            grads.reshape(-1, grads.shape[-1]),
+            wire.wire_gradients,
+            SHARD,
+            replicas=REPLICA if has_replicas else None,
+            implementation=row_update.implementation,
+        )
+        return update_table(table, row_state, touched, row_update, lr, enabled)
+
+    parts = state.table, state.row_state, split(tables, batch), routed.routes, row_grads
+    found = by_stack(update, tables, *parts)
+    return found if isinstance(tables, TableSpec) else zip(*found, strict=True)
+
+
+def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState:
+    """Returns the metrics of this device's part of a batch."""
+    labels, weights = tasks.labels_and_weights(batch)
+    return metrics.update(metrics.init_like(state.metrics), logits, labels, weights)
+
+
+def _merge(loss, batch_stats, grads: Gradients, seen, batch: Batch) -> _Merged:
+    """Returns what the devices have together, by one sum and one maximum."""
+    count = jax.lax.axis_size(AXES)
+    batch_stats = jax.tree.map(lambda x: x / count, batch_stats)
+    summed = _sum((loss, grads.params, batch_stats, seen))
+    # The loss and the dense gradients of all devices are looked at after the sum.
+    is_finite = all_finite(0.0, 0.0, grads.rows, batch.dense)
+    bad = 1.0 - is_finite.astype(jnp.float32)
+    fp8, bad = _maximum((grads.fp8, bad))
+    loss, params, batch_stats, seen = summed
+    return _Merged(loss, params, batch_stats, fp8, seen, bad == 0)
+
+
+def _sum(tree: Any) -> Any:
+    """Returns the sum of trees over all devices, by one collective of float32.
+
+    Whole numbers are exact below 2^24.
+    """
+    floats = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    flat, unflatten = ravel_pytree(floats)
+    total = unflatten(jax.lax.psum(flat, AXES))
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, tree)
+
+
+def _maximum(tree: Any) -> Any:
+    """Returns the element-wise maximum of float32 trees over all devices."""
+    flat, unflatten = ravel_pytree(tree)
+    return unflatten(jax.lax.pmax(flat, AXES))
+
+
+def _merge_stats(stats: Any) -> Any:
+    """Returns Probe's statistics of all devices, merged as those of microbatches."""
+    flat, unflatten = ravel_pytree(stats)
+    parts = jax.lax.all_gather(flat, AXES)
+
+    def add(merged, part):
+        return merge_stats(merged, unflatten(part), ProbeConfig()), None
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, stats), parts)[0]

@@ -1,0 +1,55 @@
+"""The compiled programs of a run: they take a batch as their last argument."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from loka_jax.data import Batch
+from loka_jax.train.routing import Router
+from loka_jax.train.state import TrainState
+
+
+class RoutedProgram:
+    """A compiled program that takes, after the batch, the ways of its ids."""
+
+    def __init__(self, program: jax.stages.Wrapped, router: Router):
+        """Takes the program, and what routes batches."""
+        self._program, self._router = program, router
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the result; the last argument is the batch."""
+        return self._program(*args[:-1], *self._router(args[-1]))
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Returns the program lowered for such arguments; the batch must be real."""
+        return self._program.lower(*args[:-1], *self._router(args[-1]))
+
+
+class TrainStep:
+    """A compiled training step.
+
+    Only observed steps take and return Probe's statistics. Passing their many small
+    arrays to the others would cost the host more time than a step of a small model.
+    """
+
+    def __init__(self, step: jax.stages.Wrapped | RoutedProgram, *, is_observed: bool):
+        """Takes a compiled step, and whether it reads `TrainState.probe`."""
+        self._step = step
+        self._is_observed = is_observed
+        self.has_run = False
+
+    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
+        """Returns the state after a batch; the old state is donated."""
+        after = self._step(self._seen(state), batch)
+        self.has_run = True
+        if self._is_observed:
+            return after
+        return dataclasses.replace(after, probe=state.probe)
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Returns the step lowered for arguments of these shapes."""
+        return self._step.lower(self._seen(state), batch)
+
+    def _seen(self, state: TrainState) -> TrainState:
+        return state if self._is_observed else dataclasses.replace(state, probe={})

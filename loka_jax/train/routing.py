@@ -1,0 +1,183 @@
+"""The ids of batches on their way to the devices that hold their rows.
+
+A batch is routed (`exchange.route`) by a program of its own, begun before the step of
+the batch before it: while that step runs, the host learns how long the lists are. Lists
+that do not fit are routed again with a larger capacity, so that a step never sees less
+than all of its rows. What steps need beside that and all devices must agree on, the
+weight of the whole batch and the number of bad ids, is found here too.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from loka_jax.data import Batch, Position
+from loka_jax.ops import exchange
+from loka_jax.ops.exchange import Routed
+from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.train import lookup, tasks
+from loka_jax.train.mesh import AXES, BATCH, SHARD, order_of, shardings
+from loka_jax.train.stacks import by_stack, split
+
+_LEAST = 16  # places in a list
+_GROWTH = 1.05
+_CLIMB = 1.5
+
+
+class RoutedBatch(NamedTuple):
+    """What a step needs to know of a batch beforehand.
+
+    Attributes:
+        routes: the ways of the ids, by stack.
+        need: the length of the longest list of any device, by stack.
+        bad_ids: number of ids out of range.
+        total_weight: of the examples; [T] of several tasks.
+    """
+
+    routes: Any
+    need: Any
+    bad_ids: Int[Array, ""]
+    total_weight: Float[Array, ""] | Float[Array, "T"]
+
+    @property
+    def missing(self) -> list[Any]:
+        """How many places the lists of each stack lack; none are if it is negative."""
+        routes = jax.tree.leaves(self.routes, is_leaf=lambda x: isinstance(x, Routed))
+        needs = jax.tree.leaves(self.need)
+        return [n - r.asked.shape[1] for r, n in zip(routes, needs, strict=True)]
+
+
+_EVERYWHERE: Any = P()
+SPECS = RoutedBatch(BATCH, _EVERYWHERE, _EVERYWHERE, _EVERYWHERE)
+
+
+def capacity_for(need: float, most: int) -> int:
+    """Returns the capacity for lists of about `need` places.
+
+    It leaves room for four standard deviations, if each list holds any of many ids
+    independently of the others, and comes from a geometric ladder, so that runs alike
+    compile the same programs.
+
+    Args:
+        need: length of the longest list so far.
+        most: no list is longer.
+    """
+    room = max((need + 4 * math.sqrt(need)) / _LEAST, 1.0)
+    rung = math.ceil(math.log(room, _GROWTH) - 1e-9)
+    return min(math.ceil(_LEAST * _GROWTH**rung / 8) * 8, most)
+
+
+class Router:
+    """Routes batches, and remembers how long lists must be.
+
+    Attributes:
+        capacity: the places of a list, for each stack.
+        climbs: how often a list did not fit, after the first batch.
+        sharding: of batches.
+    """
+
+    def __init__(self, mesh: Mesh, tables: Tables):
+        """Takes the mesh, and the tables spread over it."""
+        self._most = by_stack(
+            lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
+        )
+        self.capacity: Any = by_stack(lambda _: _LEAST, tables)
+        self.climbs = 0
+        self._has_routed = False
+        self._begun: collections.deque[_Begun] = collections.deque(maxlen=2)
+        self.sharding = shardings(mesh, BATCH)
+        self._run = jax.jit(
+            functools.partial(_route, mesh, tables),
+            static_argnums=0,
+            in_shardings=self.sharding,
+            out_shardings=shardings(mesh, SPECS),
+        )
+
+    def put(self, batch: Batch) -> Batch:
+        """Returns a batch spread over the devices."""
+        return jax.device_put(batch, self.sharding)
+
+    def ahead(
+        self, batches: Iterable[tuple[Position, Batch]]
+    ) -> Iterator[tuple[Position, Batch]]:
+        """Yields each batch once the routing of the one after it has begun."""
+        waiting = None
+        for position, batch in batches:
+            self._begin(batch)
+            if waiting is not None:
+                yield waiting
+            waiting = position, batch
+        if waiting is not None:
+            yield waiting
+
+    def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
+        """Returns a batch on its devices, and the ways of all of its ids."""
+        begun = next((x for x in self._begun if x.batch is batch), None)
+        _, placed, routed = begun or self._begin(batch)
+        while not self._fits(routed):
+            routed = self._run(self.capacity, placed)
+        self._has_routed = True
+        return placed, routed
+
+    def _begin(self, batch: Batch) -> "_Begun":
+        placed = self.put(batch)
+        begun = _Begun(batch, placed, self._run(self.capacity, placed))
+        self._begun.append(begun)
+        return begun
+
+    def _fits(self, routed: RoutedBatch) -> bool:
+        """Returns whether all lists fit, after making room for those that do not."""
+        routed = routed._replace(need=jax.device_get(routed.need))
+        if all(missing <= 0 for missing in routed.missing):
+            return True
+        self.capacity = jax.tree.map(
+            self._enough, routed.need, self.capacity, self._most
+        )
+        self.climbs += self._has_routed
+        return False
+
+    def _enough(self, need: Any, capacity: int, most: int) -> int:
+        if need <= capacity:
+            return capacity
+        least = _CLIMB * capacity if self._has_routed else 0.0
+        return capacity_for(max(float(need), least), most)
+
+
+class _Begun(NamedTuple):
+    """A batch as it was given, on its devices, and its ids on their way."""
+
+    batch: Batch
+    placed: Batch
+    routed: RoutedBatch
+
+
+def _route(mesh: Mesh, tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
+    """Returns the ways of the ids of a batch that is spread over all devices."""
+    part = functools.partial(_route_part, tables, capacity)
+    return jax.shard_map(
+        part, mesh=mesh, in_specs=BATCH, out_specs=SPECS, check_vma=False
+    )(batch)
+
+
+def _route_part(tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
+    def one(spec: TableSpec, part: Batch, capacity: int):
+        order = order_of(spec)
+        places, bad = lookup.places(spec, part, order)
+        return *exchange.route(places, order, capacity, SHARD), bad
+
+    found = by_stack(one, tables, split(tables, batch), capacity)
+    if not isinstance(tables, TableSpec):
+        found = tuple(zip(*found, strict=True))
+    routes, need, bad = found
+    weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+    bad = jax.tree.reduce(jnp.add, bad)
+    bad, weight = jax.lax.psum((bad, weight), AXES)
+    return RoutedBatch(routes, jax.lax.pmax(need, AXES), bad, weight)

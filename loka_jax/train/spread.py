@@ -1,0 +1,132 @@
+"""A run's programs and initial state over the devices of a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from loka_jax.data import Batch
+from loka_jax.ops import row_order
+from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.train.mesh import (
+    BATCH,
+    SHARD,
+    MeshConfig,
+    order_of,
+    shardings,
+    state_specs,
+)
+from loka_jax.train.programs import RoutedProgram
+from loka_jax.train.routing import SPECS, Router
+from loka_jax.train.stacks import by_stack
+from loka_jax.train.state import TrainState, table_keys
+
+
+class Spread:
+    """A run's tables and batches over the devices of a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        wire: how rows travel.
+        tables: the tables.
+        router: routes batches.
+    """
+
+    def __init__(self, mesh: Mesh, wire: MeshConfig, tables: Tables):
+        """Takes the mesh, how rows travel on it, and the tables."""
+        self.mesh, self.wire, self.tables = mesh, wire, tables
+        self.router = Router(mesh, tables)
+
+    def placed(self, shapes: TrainState) -> TrainState:
+        """Returns the shapes of a state with their shardings."""
+
+        def place(sharding: NamedSharding, part: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                part,
+            )
+
+        return jax.tree.map(place, shardings(self.mesh, state_specs()), shapes)
+
+    def train_program(self, step: Callable[..., TrainState]) -> RoutedProgram:
+        """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
+        specs = state_specs()
+        return self._program(step, (specs, BATCH, SPECS), specs, donate=0)
+
+    def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
+        """Returns a step of `make_mesh_eval_step`, compiled, its metrics donated."""
+        specs = (state_specs(), P(), BATCH, SPECS)
+        return self._program(step, specs, (P(), BATCH), donate=1)
+
+    def _program(self, step, in_specs, out_specs, donate: int) -> RoutedProgram:
+        mapped = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        program = jax.jit(
+            mapped,
+            donate_argnums=donate,
+            in_shardings=shardings(self.mesh, in_specs),
+            out_shardings=shardings(self.mesh, out_specs),
+        )
+        return RoutedProgram(program, self.router)
+
+    def everywhere(
+        self, function: Callable[[TrainState, Batch], Any]
+    ) -> Callable[[TrainState, Batch], Any]:
+        """Returns a function of a state and a batch that all devices compute alike."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(state_specs(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+
+    def init(
+        self,
+        init: Callable[[Array], TrainState],
+        key: Array,
+        stddev: float,
+        row_optimizer: Any,
+    ) -> TrainState:
+        """Returns the state before the first step, its tables made where they lie.
+
+        Row by row these are the tables of a run without a mesh.
+
+        Args:
+            init: gives the state without a mesh; its tables are not computed.
+            key: its argument.
+            stddev: standard deviation of the tables' values.
+            row_optimizer: optimizer of the rows.
+        """
+
+        def part(spec: TableSpec, key: Array) -> tuple[Array, Any]:
+            order = order_of(spec)
+            count = order.shards // self.mesh.shape[SHARD]
+            first = jax.lax.axis_index(SHARD) * count
+            shards = first + jnp.arange(count, dtype=jnp.int32)
+            table = stddev * row_order.normal_rows(key, order, spec.dim, shards)
+            return table, row_optimizer.init(table)
+
+        def spread(key: Array) -> TrainState:
+            _, table_key = jax.random.split(key)
+            make = functools.partial(by_stack, part, self.tables)
+            made = jax.shard_map(
+                make, mesh=self.mesh, in_specs=P(), out_specs=P(SHARD), check_vma=False
+            )(table_keys(table_key, self.tables))
+            if not isinstance(self.tables, TableSpec):
+                made = tuple(zip(*made, strict=True))
+            table, row_state = made
+            return dataclasses.replace(init(key), table=table, row_state=row_state)
+
+        return jax.jit(spread, out_shardings=shardings(self.mesh, state_specs()))(key)
