@@ -130,12 +130,10 @@ class Run:
         stddev = self.config.embedding.init_stddev
         return self.spread.init(init_weighted, key, stddev, self.row_update.optimizer)
 
-    def template(self) -> TrainState:
-        """Returns shapes and placement of a state; it is not computed."""
-        shapes = jax.eval_shape(self.init)
-        if self.spread is None:
-            return shapes
-        return self.spread.placed(shapes)
+    def template(self) -> dict[str, Any]:
+        """Returns shapes and placement of the parts of a state; none is computed."""
+        shapes = jax.eval_shape(lambda: vars(self.init()))
+        return shapes if self.spread is None else self.spread.placed(shapes)
 
     @property
     def layout(self) -> RowLayout:

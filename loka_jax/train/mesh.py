@@ -100,7 +100,8 @@ def _shape(config: MeshConfig) -> tuple[int, int]:
             return 1, 1
         return jax.process_count(), jax.local_device_count()
     if config.shards is None:
-        return config.replicas or 1, max(jax.device_count() // config.replicas, 1)
+        replicas = config.replicas or 1
+        return replicas, max(jax.device_count() // replicas, 1)
     return config.replicas or 1, config.shards
 
 
@@ -125,12 +126,10 @@ def require_places(tables: Tables, mesh: Mesh) -> None:
             )
 
 
-def state_specs() -> TrainState:
-    """Returns how the parts of a state lie on a mesh, a prefix of its tree."""
+def state_specs() -> dict[str, P]:
+    """Returns how the parts of a state lie on a mesh, by name."""
     names = [field.name for field in dataclasses.fields(TrainState)]
-    specs: dict[str, Any] = {name: P() for name in names}
-    specs |= dict.fromkeys(_ON_SHARDS, _ROWS)
-    return TrainState(**specs)
+    return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

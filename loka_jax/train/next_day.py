@@ -96,7 +96,7 @@ def initial_state(run: Run, source: SourceRun) -> TrainState:
         state = vars(run.init())
         return {name: value for name, value in state.items() if name not in _CARRIED}
 
-    template = vars(run.template())
+    template = run.template()
     state = read_state(
         source.checkpoints,
         source.saved.only(_CARRIED),

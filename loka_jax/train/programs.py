@@ -11,19 +11,31 @@ from loka_jax.train.state import TrainState
 
 
 class RoutedProgram:
-    """A compiled program that takes, after the batch, the ways of its ids."""
+    """A compiled program of a mesh: it takes the ways of the batch's ids, too.
+
+    In place of a state the program has its parts, by name: what lies where is said of
+    each of them.
+    """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router):
         """Takes the program, and what routes batches."""
         self._program, self._router = program, router
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, state: TrainState, *args: Any) -> Any:
         """Returns the result; the last argument is the batch."""
-        return self._program(*args[:-1], *self._router(args[-1]))
+        return self._program(vars(state), *args[:-1], *self._router(args[-1]))
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Returns the program lowered for such arguments; the batch must be real."""
-        return self._program.lower(*args[:-1], *self._router(args[-1]))
+    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
+        """Returns the program lowered for such a state; the batch must be real."""
+        return self._program.lower(vars(state), *args[:-1], *self._router(args[-1]))
+
+
+class RoutedStep(RoutedProgram):
+    """A program that returns the parts of the next state."""
+
+    def __call__(self, state: TrainState, *args: Any) -> TrainState:
+        """Returns the next state; the last argument is the batch."""
+        return TrainState(**super().__call__(state, *args))
 
 
 class TrainStep:

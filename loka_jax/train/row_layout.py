@@ -32,20 +32,19 @@ class RowLayout(NamedTuple):
     shards: int
 
 
-def read_state[State](
+def read_state(
     checkpoints: Checkpoints,
     saved: Saved,
-    template: State,
+    template: dict[str, Any],
     layout: RowLayout,
-    *,
     config: dict[str, Any] | None = None,
-) -> State:
-    """Returns the state of a checkpoint with its rows in the order of a layout.
+) -> dict[str, Any]:
+    """Returns parts of a checkpoint's state with its rows in the order of a layout.
 
     Args:
         checkpoints: the folder of the checkpoint.
         saved: the checkpoint.
-        template: as of `Checkpoints.read`; a `TrainState`, or a dict of its parts.
+        template: as of `Checkpoints.read`, parts of a state by name.
         layout: of the rows.
         config: as of `Checkpoints.read`.
 

@@ -269,8 +269,9 @@ def _open_loop(
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            state = read_state(
-                folders.newest, saved, state, run.layout, config=config.identity()
+            template, config_now = vars(state), config.identity()
+            state = TrainState(
+                **read_state(folders.newest, saved, template, run.layout, config_now)
             )
         progress = Progress.from_json(saved.meta.get("progress", {}))
         display.say(f"Resuming at step {saved.step:,}.")
@@ -299,7 +300,7 @@ def _open_loop(
 
 def _compile(run: Run, console: Console) -> int:
     """Compiles a training step without running it."""
-    state = run.template()
+    state = jax.eval_shape(run.init)
     size = run.config.loop.batch_size
     batch = run.splits.train.batch(Position(0, 0, 0), size, shuffle=False)
     compiled = run.first_step.lower(state, batch).compile()

@@ -1,6 +1,5 @@
 """A run's programs and initial state over the devices of a mesh."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from loka_jax.train.mesh import (
     shardings,
     state_specs,
 )
-from loka_jax.train.programs import RoutedProgram
+from loka_jax.train.programs import RoutedProgram, RoutedStep
 from loka_jax.train.routing import SPECS, Router
 from loka_jax.train.stacks import by_stack
 from loka_jax.train.state import TrainState, table_keys
@@ -43,54 +42,66 @@ class Spread:
         self.mesh, self.wire, self.tables = mesh, wire, tables
         self.router = Router(mesh, tables)
 
-    def placed(self, shapes: TrainState) -> TrainState:
-        """Returns the shapes of a state with their shardings."""
+    def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Returns the shapes of a state's parts with their shardings."""
 
-        def place(sharding: NamedSharding, part: Any) -> Any:
+        def place(part: Any, sharding: NamedSharding) -> Any:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 part,
             )
 
-        return jax.tree.map(place, shardings(self.mesh, state_specs()), shapes)
+        by_name = shardings(self.mesh, state_specs())
+        return {name: place(part, by_name[name]) for name, part in shapes.items()}
 
-    def train_program(self, step: Callable[..., TrainState]) -> RoutedProgram:
+    def train_program(self, step: Callable[..., TrainState]) -> RoutedStep:
         """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
+
+        def parts_after(parts: dict[str, Any], *args: Any) -> dict[str, Any]:
+            return vars(step(TrainState(**parts), *args))
+
         specs = state_specs()
-        return self._program(step, (specs, BATCH, SPECS), specs, donate=0)
+        in_specs = (specs, BATCH, SPECS)
+        program = self._compiled(parts_after, in_specs, specs, donate=0)
+        return RoutedStep(program, self.router)
 
     def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
         """Returns a step of `make_mesh_eval_step`, compiled, its metrics donated."""
-        specs = (state_specs(), P(), BATCH, SPECS)
-        return self._program(step, specs, (P(), BATCH), donate=1)
 
-    def _program(self, step, in_specs, out_specs, donate: int) -> RoutedProgram:
+        def evaluated(parts: dict[str, Any], *args: Any) -> Any:
+            return step(TrainState(**parts), *args)
+
+        in_specs = (state_specs(), P(), BATCH, SPECS)
+        program = self._compiled(evaluated, in_specs, (P(), BATCH), donate=1)
+        return RoutedProgram(program, self.router)
+
+    def _compiled(self, function, in_specs, out_specs, donate: int):
         mapped = jax.shard_map(
-            step,
+            function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
         )
-        program = jax.jit(
+        return jax.jit(
             mapped,
             donate_argnums=donate,
             in_shardings=shardings(self.mesh, in_specs),
             out_shardings=shardings(self.mesh, out_specs),
         )
-        return RoutedProgram(program, self.router)
 
     def everywhere(
         self, function: Callable[[TrainState, Batch], Any]
     ) -> Callable[[TrainState, Batch], Any]:
         """Returns a function of a state and a batch that all devices compute alike."""
-        return jax.shard_map(
-            function,
+        mapped = jax.shard_map(
+            lambda parts, batch: function(TrainState(**parts), batch),
             mesh=self.mesh,
             in_specs=(state_specs(), P()),
             out_specs=P(),
             check_vma=False,
         )
+        return lambda state, batch: mapped(vars(state), batch)
 
     def init(
         self,
@@ -118,7 +129,7 @@ class Spread:
             table = stddev * row_order.normal_rows(key, order, spec.dim, shards)
             return table, row_optimizer.init(table)
 
-        def spread(key: Array) -> TrainState:
+        def spread(key: Array) -> dict[str, Any]:
             _, table_key = jax.random.split(key)
             make = functools.partial(by_stack, part, self.tables)
             made = jax.shard_map(
@@ -127,6 +138,7 @@ class Spread:
             if not isinstance(self.tables, TableSpec):
                 made = tuple(zip(*made, strict=True))
             table, row_state = made
-            return dataclasses.replace(init(key), table=table, row_state=row_state)
+            return vars(init(key)) | {"table": table, "row_state": row_state}
 
-        return jax.jit(spread, out_shardings=shardings(self.mesh, state_specs()))(key)
+        placement = shardings(self.mesh, state_specs())
+        return TrainState(**jax.jit(spread, out_shardings=placement)(key))

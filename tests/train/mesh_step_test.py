@@ -1,0 +1,135 @@
+"""A step over a mesh equals that of one device; all of it on eight CPU devices."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.data import Position
+from loka_jax.ops.row_order import Order, places_of
+from loka_jax.train import build as build_lib
+from loka_jax.train import metrics
+from loka_jax.train.mesh import MeshConfig
+from loka_jax.train.row_layout import _reordered
+from loka_jax.train.state import TrainState
+from tests.train import support
+from tests.train.support import digest
+
+MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
+SIZE = 128  # FP8 takes multiples of 16 examples of a device
+DATA = dataclasses.replace(support.DATA, examples=512)
+ROWS = sum(DATA.rows)
+ORDER = Order(ROWS, 256)
+PLACES = places_of(np.arange(ROWS), ORDER)
+COUNTERS = ("step", "skipped", "skipped_in_a_row", "bad_ids")
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+
+@functools.cache
+def run_of(replicas=1, shards=1, recipe="fp8_tensorwise_delayed", wire="f32"):
+    """A run of a small model; over one device by default."""
+    config = support.config(batch_size=SIZE, data=DATA)
+    config = dataclasses.replace(
+        config,
+        model=config.model.clone(recipe=recipe, dropout_rate=0.0),
+        mesh=MeshConfig(
+            replicas=replicas, shards=shards, wire_rows=wire, wire_gradients=wire
+        ),
+    )
+    return build_lib.build(config, None, lambda line: None)
+
+
+def batch_of(step=0, padding=0):
+    batch = run_of().splits.train.batch(Position(0, step, 0), SIZE, shuffle=True)
+    batch = jax.tree.map(np.array, batch)
+    batch.weights[SIZE - padding :] = 0
+    return batch
+
+
+def warm(recipe="fp8_tensorwise_delayed"):
+    """The parts of one device's state after two steps, on the host.
+
+    A copy: a step that is given them may write its result in their place.
+    """
+    return jax.tree.map(np.copy, _warm(recipe))
+
+
+@functools.cache
+def _warm(recipe):
+    run = run_of(recipe=recipe)
+    state = run.init()
+    for step in range(2):
+        state = run.first_step(state, batch_of(step))
+    return jax.device_get(vars(state))
+
+
+def alone(parts):
+    return TrainState(**jax.tree.map(jnp.asarray, parts))
+
+
+def spread(run, parts):
+    """Returns the state of one device on the devices of a run."""
+    placed = {
+        name: jax.tree.map(lambda x: _reordered(x, Order(ROWS, 1), ORDER), parts[name])
+        for name in ("table", "row_state")
+    }
+    return TrainState(
+        **jax.tree.map(
+            lambda x, like: jax.device_put(x, like.sharding),
+            parts | placed,
+            run.template(),
+        )
+    )
+
+
+def gathered(state):
+    """Returns the parts of a state over devices as those of one, on the host."""
+    parts = jax.device_get(vars(state))
+    for name in ("table", "row_state"):
+        parts[name] = jax.tree.map(lambda x: x[PLACES], parts[name])
+    return parts
+
+
+@functools.cache
+def stepped(replicas, shards):
+    """The state after a step of a mesh."""
+    run = run_of(replicas, shards)
+    return run.step(spread(run, warm()), batch_of(2, padding=19))
+
+
+@functools.cache
+def stepped_alone():
+    """The parts of the state after that step of one device."""
+    return jax.device_get(vars(run_of().step(alone(warm()), batch_of(2, padding=19))))
+
+
+@pytest.mark.parametrize("replicas, shards", MESHES)
+def test_a_step_is_that_of_one_device(replicas, shards):
+    want, found = stepped_alone(), gathered(stepped(replicas, shards))
+    assert digest(want["table"]) != digest(warm()["table"])
+    for name in ("table", "params"):
+        chex.assert_trees_all_close(found[name], want[name], rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(found["row_state"], want["row_state"], rtol=1e-5)
+    chex.assert_trees_all_equal(found["fp8"], want["fp8"])
+    np.testing.assert_allclose(found["grad_norm"], want["grad_norm"], rtol=1e-5)
+    for name in COUNTERS:
+        assert found[name] == want[name], name
+    a, b = (metrics.compute(parts["metrics"]) for parts in (found, want))
+    assert a["count"] == b["count"]
+    assert a["logloss"] == pytest.approx(b["logloss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas, shards", MESHES)
+def test_replicas_are_equal_bit_for_bit(replicas, shards):
+    for leaf in jax.tree.leaves(stepped(replicas, shards)):
+        by_index: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            first = by_index.setdefault(str(shard.index), data)
+            np.testing.assert_array_equal(data, first)
+        of_rows = leaf.shape[:1] == (ORDER.places,)
+        assert len(by_index) == (shards if of_rows else 1)
