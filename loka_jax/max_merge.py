@@ -12,8 +12,11 @@ dtype say what their sum is:
     gradient float32     the maximum; where nothing contributes, the table itself
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +116,31 @@ _unmerged.defvjp(
     lambda dtype, x: (_unmerged(dtype, x), None),
     lambda dtype, _, gradient: (jax.lax.convert_element_type(gradient, dtype),),
 )
+
+
+_merged_by_caller = contextvars.ContextVar("merged_by_caller", default=False)
+
+
+@contextlib.contextmanager
+def merging_over_devices() -> Iterator[None]:
+    """Leaves the maximum over the devices of a `shard_map` to the caller.
+
+    Each device's gradient is then what it alone contributes, and one collective merges
+    those of all arrays, instead of one for each.
+    """
+    token = _merged_by_caller.set(True)
+    try:
+        yield
+    finally:
+        _merged_by_caller.reset(token)
+
+
+def axes_to_merge() -> tuple[str, ...]:
+    """Returns the axes of a `shard_map` that tracks none, over which gradients differ.
+
+    () if the caller merges them.
+    """
+    return () if _merged_by_caller.get() else manual_axes()
 
 
 def manual_axes() -> tuple[str, ...]:

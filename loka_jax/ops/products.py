@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, scaling, triton, xla
 from loka_jax.fp8 import Fp8Array, fp8_max
-from loka_jax.max_merge import manual_axes, tracks_varying
+from loka_jax.max_merge import axes_to_merge, manual_axes, tracks_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import (
     BLOCK,
@@ -269,13 +269,14 @@ class Products(NamedTuple):
 def _unmerged_axes(products: Products, state, amaxes: Array) -> tuple[str, ...]:
     """Returns the mesh axes over which amaxes differ, but not the state.
 
-    These are all axes where `shard_map` does not say, and nobody named any.
+    These are all axes where `shard_map` does not say, and nobody named any, or merges
+    the states later.
     """
     axes = manual_axes()
     if tracks_varying(axes):
         own = jax.typeof(state.table).mat.varying
         return tuple(sorted(jax.typeof(amaxes).mat.varying - own))
-    return () if products.axis_names else axes
+    return () if products.axis_names else axes_to_merge()
 
 
 def with_copy(x: Array, copy: Fp8Array, amaxes: Array) -> SiteOperand:

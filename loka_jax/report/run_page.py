@@ -75,6 +75,8 @@ def _facts(run: RunFiles) -> list[str]:
     facts = [
         ("recipe", _recipe(run)),
         ("on", device or summary.get("device")),
+        ("mesh", summary.get("mesh")),
+        ("list climbs", summary.get("list_climbs")),
         ("seed", summary.get("seed", run.config.get("seed"))),
         ("steps", number(summary.get("steps", last.get("step")))),
         ("examples", number(summary.get("examples", last.get("examples")))),

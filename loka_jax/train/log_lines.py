@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from loka_jax.data import Dataset
@@ -38,6 +39,23 @@ def training(
         "skipped_steps": skipped,
         "bad_ids": int(state.bad_ids),
         **memory_bytes(),
+        **exchanged(run),
+    }
+
+
+def exchanged(run: Run) -> dict[str, Any]:
+    """Returns the mesh, and the lengths of the lists between its devices.
+
+    Lists have a capacity by stack of tables, and climb where it was too small for a
+    batch. {} with one device.
+    """
+    if run.spread is None:
+        return {}
+    router = run.spread.router
+    return {
+        "mesh": " x ".join(map(str, run.spread.mesh.devices.shape)),
+        "list_capacity": jax.tree.leaves(router.capacity),
+        "list_climbs": router.climbs,
     }
 
 

@@ -26,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
 from loka_jax.data import Batch
+from loka_jax.max_merge import merging_over_devices
 from loka_jax.nn import Model, ProbeConfig, merge_stats
 from loka_jax.ops import exchange
 from loka_jax.ops.embedding import BAD_ID
@@ -101,9 +102,10 @@ def make_mesh_train_step(
             rows = _fetch(network, tables, state, batch, routed, wire)
         key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
         key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
-        loss, logits, batch_stats, grads = gradients(
-            state, batch, rows, key, routed.total_weight
-        )
+        with merging_over_devices():
+            loss, logits, batch_stats, grads = gradients(
+                state, batch, rows, key, routed.total_weight
+            )
         with jax.named_scope("metrics"):
             seen = _seen(state, logits, batch)
         merged = _merge(loss, batch_stats, grads, seen, batch)

@@ -26,6 +26,7 @@ from loka_jax.train.config import Config
 from loka_jax.train.device_notice import device_notice
 from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
+from loka_jax.train.log_lines import exchanged
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.profiler import Profiler
@@ -269,10 +270,8 @@ def _open_loop(
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            template, config_now = vars(state), config.identity()
-            state = TrainState(
-                **read_state(folders.newest, saved, template, run.layout, config_now)
-            )
+            parts = (folders.newest, saved, vars(state), run.layout, config.identity())
+            state = TrainState(**read_state(*parts))
         progress = Progress.from_json(saved.meta.get("progress", {}))
         display.say(f"Resuming at step {saved.step:,}.")
     elif config.run.resume:
@@ -355,6 +354,7 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
         "warnings": progress.scale_watch.warnings,
         "days": progress.days,
         "data": splits.report,
+        **exchanged(run),
     }
 
 
@@ -367,10 +367,10 @@ def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
 
 
 def _quality(values: dict[str, Any]) -> str:
-    names = {"auc": "AUC", "logloss": "log loss", "ne": "NE"}
+    names = _MEASURES | {"calibration": "calibration"}
     shown = (
-        f"{text} {'n/a' if values[name] is None else format(values[name], '.5f')}"
-        for name, text in (names | {"calibration": "calibration"}).items()
+        f"{names[name]} {'n/a' if values[name] is None else f'{values[name]:.5f}'}"
+        for name in ("auc", "logloss", "ne", "calibration")
     )
     return "  ".join(shown)
 

@@ -112,7 +112,8 @@ class Spread:
     ) -> TrainState:
         """Returns the state before the first step, its tables made where they lie.
 
-        Row by row these are the tables of a run without a mesh.
+        Row by row these are the tables of a run without a mesh, but for the last bit,
+        as XLA may multiply constants in another order.
 
         Args:
             init: gives the state without a mesh; its tables are not computed.

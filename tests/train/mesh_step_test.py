@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import chex
 import jax
@@ -133,3 +135,82 @@ def test_replicas_are_equal_bit_for_bit(replicas, shards):
             np.testing.assert_array_equal(data, first)
         of_rows = leaf.shape[:1] == (ORDER.places,)
         assert len(by_index) == (shards if of_rows else 1)
+
+
+def collectives(text):
+    """Yields kind, dtype, elements and axes of each collective of a program."""
+    kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+    for line in text.splitlines():
+        if found := re.search(rf"= (.*) ({kinds})(?:-start)?\(", line):
+            axes = re.search(r"replica_groups=mesh\[.*?\] \{(.*?)\}", line)
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", found[1]):
+                size = math.prod(int(d) for d in dims.split(",") if d)
+                yield found[2], dtype, size, axes and axes[1]
+
+
+def test_the_compiled_step_says_what_travels():
+    run = run_of(2, 4, wire="bf16")
+    step = run.step.lower(spread(run, warm()), batch_of())
+    found = list(collectives(step.compile().as_text()))
+    assert {kind for kind, *_ in found} == {"all-to-all", "all-gather", "all-reduce"}
+    for kind, dtype, size, axes in found:
+        assert size < ORDER.places // 4 * 16  # a shard
+        match kind:
+            case "all-to-all":
+                assert (axes, dtype) == ("'shard'", "u16")
+            case "all-gather":  # row numbers and their gradients
+                assert axes == "'replica'" and dtype in ("s32", "u16")
+    assert sum(kind == "all-reduce" for kind, *_ in found) == 2
+
+
+def test_a_list_that_does_not_fit_skips_the_step():
+    run = run_of(2, 4)
+    router, (placed, routed) = run.spread.router, run.spread.router(batch_of(2))
+    short = router._run(int(routed.need) - 1, placed)
+    program = run.step._step._program
+    state = spread(run, warm())
+    before = jax.device_get(vars(state))
+    after = jax.device_get(program(vars(state), placed, short))
+    moved = {name for name in before if digest(before[name]) != digest(after[name])}
+    assert moved == {"step", "skipped", "skipped_in_a_row"}
+
+
+def test_a_number_that_is_not_finite_skips_the_step_everywhere():
+    run, batch = run_of(2, 4), batch_of(2)
+    batch.dense[100, 3] = np.inf
+    state = spread(run, warm())
+    before = jax.device_get(vars(state))
+    after = run.step(state, batch)
+    for shard in after.skipped.addressable_shards:
+        assert int(shard.data) == int(before["skipped"]) + 1
+    after = jax.device_get(vars(after))
+    moved = {name for name in before if digest(before[name]) != digest(after[name])}
+    assert moved == {"step", "skipped", "skipped_in_a_row"}
+
+
+def test_an_evaluation_is_that_of_one_device():
+    run, one = run_of(2, 4), run_of()
+    data = one.splits.valid
+    want = one.evaluate(alone(warm()), data)
+    found = run.evaluate(spread(run, warm()), data)
+    real = want.weights > 0
+    np.testing.assert_allclose(found.logits[real], want.logits[real], rtol=1e-5)
+    assert found.values["ne"] == pytest.approx(want.values["ne"], rel=1e-6)
+    assert found.values["count"] == want.values["count"]
+
+
+def test_initial_states_are_those_of_one_device():
+    found, want = gathered(run_of(2, 4).init()), jax.device_get(vars(run_of().init()))
+    tables = found.pop("table"), want.pop("table")
+    np.testing.assert_allclose(*tables, rtol=2.0**-22)
+    chex.assert_trees_all_equal(found, want)
+
+
+def test_without_a_mesh_nothing_knows_of_one():
+    step = run_of().step
+
+    def parts_after(parts, batch):
+        return vars(step._step(TrainState(**parts), batch))
+
+    text = jax.jit(parts_after).lower(warm(), batch_of()).as_text()
+    assert not re.search("sharding|mesh|all_reduce|all_to_all|manual", text)
