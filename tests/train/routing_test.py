@@ -1,0 +1,99 @@
+"""How long lists of ids must be, and that a batch that needs more gets more."""
+
+import jax
+import numpy as np
+import pytest
+
+from loka_jax.data import Batch
+from loka_jax.ops.tables import TableSpec
+from loka_jax.train.mesh import MeshConfig, mesh_of, require_places
+from loka_jax.train.routing import Router, capacity_for
+
+TABLES = TableSpec(rows=(40_000, 50), dim=4)
+
+
+def test_capacities_leave_room_and_come_from_a_ladder():
+    for need in (0, 1, 15, 100, 20_000, 10**6):
+        capacity = capacity_for(float(need), 2**31)
+        assert need + 4 * np.sqrt(need) <= capacity <= 1.06 * need + 5 * need**0.5 + 32
+    rungs = {capacity_for(float(need), 2**31) for need in range(20_000, 21_000)}
+    assert len(rungs) <= 3
+    assert capacity_for(1000.0, 900) == 900
+
+
+def batch_of(distinct, size=256):
+    ids = np.zeros((size, 2), np.int32)
+    ids[:, 0] = np.arange(size) % distinct
+    return Batch(
+        dense=np.zeros((size, 1), np.float32),
+        ids=ids,
+        labels=np.zeros(size, np.float32),
+        weights=np.ones(size, np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    return mesh_of(MeshConfig(replicas=4, shards=2), 256, 1)
+
+
+def test_lists_that_do_not_fit_are_routed_again(mesh):
+    router = Router(mesh, TABLES)
+    _, few = router(batch_of(4))
+    assert router.climbs == 0
+    before = router.capacity
+    _, many = router(batch_of(256))
+    assert router.climbs == 1
+    assert int(few.need) <= before < int(many.need) <= router.capacity
+    assert all(int(x) <= 0 for x in few.missing + many.missing)
+    assert int(many.total_weight) == 256 and int(many.bad_ids) == 0
+    router(batch_of(4))
+    assert router.climbs == 1
+
+
+def test_batches_are_routed_one_ahead_and_keep_their_order(mesh):
+    router, begun = Router(mesh, TABLES), []
+    batches = [(i, batch_of(4 + i)) for i in range(4)]
+
+    def source():
+        for item in batches:
+            begun.append(item[0])
+            yield item
+
+    for i, (position, batch) in enumerate(router.ahead(source())):
+        assert position == i and batch is batches[i][1]
+        assert begun[-1] == min(i + 1, 3)
+        _, routed = router(batch)
+        alone = Router(mesh, TABLES)(batch)[1]
+        assert int(routed.need) == int(alone.need)
+
+
+@pytest.mark.parametrize(
+    "options, size, reason",
+    [
+        ({"replicas": 3, "shards": 4}, 96, "are 12 devices, and there are 8"),
+        ({"replicas": 2, "shards": 4}, 100, "100 must be a multiple of 8 devices"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(mesh, options, size, reason):
+    with pytest.raises(ValueError, match=reason):
+        mesh_of(MeshConfig(**options), size, 1)
+
+
+def test_odd_meshes_are_refused(mesh):
+    with pytest.raises(ValueError, match="--mesh.shards 3 must be a power of two"):
+        MeshConfig(shards=3)
+    with pytest.raises(ValueError, match="--mesh.replicas 0 must be at least 1"):
+        MeshConfig(replicas=0)
+    with pytest.raises(ValueError, match="multiple of 8 devices x 3"):
+        mesh_of(MeshConfig(replicas=1, shards=8), 64, 3)
+    rows = (2**31 - 1,) * 3
+    with pytest.raises(ValueError, match="raise --mesh.shards"):
+        require_places(TableSpec(rows=rows, dim=1), mesh)
+
+
+def test_one_device_is_no_mesh():
+    assert mesh_of(MeshConfig(), 64, 1) is None  # on a CPU
+    assert mesh_of(MeshConfig(replicas=1, shards=1), 63, 1) is None
