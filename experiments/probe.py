@@ -59,7 +59,10 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
 
 
 def observed(config: Config) -> Config:
-    """Returns the config with Probe on, resuming the run in the workdir if any."""
+    """Returns the config with Probe on, resuming the run in the workdir if any.
+
+    It has one device, as the survey has.
+    """
     workdir = choose_workdir(config)
     is_begun = (workdir / record.CONFIG).exists()
     run = dataclasses.replace(
@@ -69,7 +72,8 @@ def observed(config: Config) -> Config:
     if probe.every is None:
         every = _saved_every(workdir) if is_begun else _EVERY
         probe = dataclasses.replace(probe, every=every)
-    return dataclasses.replace(config, run=run, probe=probe)
+    mesh = dataclasses.replace(config.mesh, replicas=1, shards=1)
+    return dataclasses.replace(config, run=run, probe=probe, mesh=mesh)
 
 
 def _saved_every(workdir: pathlib.Path) -> int:
