@@ -68,9 +68,11 @@ def places(
     """
     single = tables.num_single
     is_example = jnp.asarray(batch.weights)[:, None] > 0
-    found = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(single))
-    bad = jnp.sum(found.v == order.shards, dtype=jnp.int32)
-    parts = [found.where(is_example, order.shards)]
+    bad, parts = jnp.zeros((), jnp.int32), []
+    if single:  # XLA (jax 0.11.2) ends the process at empty operands here
+        found = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(single))
+        bad = bad + jnp.sum(found.v == order.shards, dtype=jnp.int32)
+        parts.append(found.where(is_example, order.shards))
     for field, bag in enumerate(batch.bags, single):
         ids, fields = jnp.asarray(bag.ids)[:, None], slice(field, field + 1)
         found = places_of_ids(tables, ids, order, fields)

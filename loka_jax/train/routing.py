@@ -180,4 +180,7 @@ def _route_part(tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     bad = jax.tree.reduce(jnp.add, bad)
     bad, weight = jax.lax.psum((bad, weight), AXES)
-    return RoutedBatch(routes, jax.lax.pmax(need, AXES), bad, weight)
+    leaves, tree = jax.tree.flatten(need)
+    longest = jax.lax.pmax(jnp.stack(leaves), AXES)
+    need = jax.tree.unflatten(tree, list(longest))
+    return RoutedBatch(routes, need, bad, weight)

@@ -1,0 +1,74 @@
+"""Multi-valued fields, several embedding dims and microbatches over a mesh."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from loka_jax.ops.row_order import Order, places_of
+from loka_jax.optim.rows import Adam
+from loka_jax.train.mesh import MeshConfig, mesh_of
+from loka_jax.train.mesh_step import StepOptions, make_mesh_train_step
+from loka_jax.train.row_layout import _reordered
+from loka_jax.train.spread import Spread
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import RowUpdate
+from tests.train import lookup_test
+from tests.train.lookup_test import MODELS, SIZE
+from tests.train.stacks_test import MIXED
+
+CONFIG = MeshConfig(replicas=2, shards=4, wire_rows="f32", wire_gradients="f32")
+ADAM = Adam()  # moves a row that is touched by a gradient of zero, too
+
+
+def placed(spread, parts):
+    """Returns the parts of a state of one device on the devices of a mesh."""
+    parts = dict(parts)
+    for name in ("table", "row_state"):
+        parts[name] = tuple(
+            jax.tree.map(
+                lambda x, rows=stack.total_rows: _reordered(
+                    np.asarray(x), Order(rows, 1), Order(rows, 256)
+                ),
+                part,
+            )
+            for stack, part in zip(spread.tables.stacks, parts[name], strict=True)
+        )
+    return jax.tree.map(
+        lambda x, like: jax.device_put(np.copy(x), like.sharding),
+        parts,
+        spread.placed(parts),
+    )
+
+
+def test_a_step_is_that_of_one_device():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    model, batch = MODELS["dlrm"], lookup_test.make_batch()
+    batch.weights[-5:] = 0
+    batch.ids[3, 1] = 99  # no row's
+    state = lookup_test.make_state(model, ADAM, tables=MIXED)
+    mesh = mesh_of(CONFIG, SIZE, 2)
+    assert mesh is not None
+    spread = Spread(mesh, CONFIG, MIXED)
+    update = RowUpdate(ADAM, optax.constant_schedule(0.1), 0.0)
+    step = make_mesh_train_step(
+        model, MIXED, optax.sgd(0.1), update, CONFIG, StepOptions(microbatches=2)
+    )
+    before = TrainState(**placed(spread, vars(state)))
+    found = vars(spread.train_program(step)(before, batch))
+    want = vars(lookup_test.make_step(model, ADAM, tables=MIXED)(state, batch))
+    assert int(found["bad_ids"]) == int(want["bad_ids"]) == 1
+    np.testing.assert_allclose(found["grad_norm"], want["grad_norm"], rtol=1e-5)
+    for name in ("table", "row_state"):
+        for stack, a, b in zip(MIXED.stacks, found[name], want[name], strict=True):
+            rows = stack.total_rows
+            at = places_of(np.arange(rows), Order(rows, 256))
+            jax.tree.map(
+                lambda x, y, at=at: np.testing.assert_allclose(
+                    np.asarray(x)[at], y, rtol=1e-3, atol=1e-6
+                ),
+                a,
+                b,
+            )
+    assert np.any(np.asarray(want["table"][2]) != np.asarray(state.table[2]))
