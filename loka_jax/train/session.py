@@ -60,8 +60,7 @@ _MAY_CHANGE = (
     "loop.on_divergence",
     "mesh",
 )
-# The values of OptimConfig.best_by, as they are printed.
-_MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}
+_MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}  # OptimConfig.best_by
 
 
 class Trained(NamedTuple):
@@ -354,8 +353,7 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
         "warnings": progress.scale_watch.warnings,
         "days": progress.days,
         "data": splits.report,
-        **exchanged(run),
-    }
+    } | exchanged(run)
 
 
 def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
