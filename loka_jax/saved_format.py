@@ -6,6 +6,7 @@ by one sentence, and not by the first field that does not fit.
 """
 
 import pathlib
+import re
 from typing import Any
 
 from loka_jax.terminal import shown
@@ -15,6 +16,7 @@ KEY = "format"  # of the number in config.json and in the manifest of a checkpoi
 # encoding as a folder of shards, so its number is raised with that of shards, too.
 RUN = 4
 SHARDS = 3  # a folder of shards: schema, settings, report and records
+CHECKPOINTS = "checkpoints"  # of a run: a folder for each saved step, by its number
 
 
 def why_not(found: object, reads: int) -> str | None:
@@ -49,3 +51,9 @@ def require_run(path: pathlib.Path, found: object) -> None:
             f"{path} cannot be read ({reason}): train the run again, or use that "
             "version."
         )
+
+
+def steps_in(checkpoints: pathlib.Path) -> list[int]:
+    """Returns the steps in a folder of checkpoints, ignoring other files."""
+    names = (path.name for path in checkpoints.iterdir())
+    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]

@@ -16,7 +16,7 @@ LAYERS = (
         "max_merge",
         "saved_format",
     ),
-    ("recipe", "normed", "packed"),
+    ("recipe", "normed", "packed", "launch"),
     ("scaling", "site", "tails", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),

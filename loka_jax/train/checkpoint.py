@@ -29,11 +29,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
+from loka_jax.saved_format import steps_in
 from loka_jax.terminal import one_line, printable
 from loka_jax.train import manifest
 from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
 from loka_jax.train.manifest import Saved
-from loka_jax.train.record import steps_in
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -47,7 +46,7 @@ from loka_jax.train.breakdown import Scores, breakdown, with_names
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
-CHECKPOINTS, BEST = "checkpoints", "best"
+BEST = "best"
 EVALUATION = "evaluation.json"
 ENCODING = "encoding"
 _PACKAGES = (
@@ -229,12 +228,6 @@ class RunRecord:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
-
-
-def steps_in(directory: Path) -> list[int]:
-    """Returns the steps in a folder of checkpoints, ignoring other files."""
-    names = (path.name for path in directory.iterdir())
-    return [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:

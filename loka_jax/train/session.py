@@ -18,6 +18,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
+from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoint import Checkpoints, require_space
@@ -39,7 +40,6 @@ from loka_jax.train.progress import (
 )
 from loka_jax.train.record import (
     BEST,
-    CHECKPOINTS,
     RunRecord,
     read_run,
     versions,

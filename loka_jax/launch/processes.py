@@ -1,0 +1,228 @@
+"""The processes of a job: started with their rank, ended to the last one.
+
+Each leads a session of its own, so that Ctrl-C reaches it through the supervisor only,
+and so that the processes that it has started end with it.
+"""
+
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOGS = "LOKA_LOGS"  # names the folder of the logs to the processes
+WORKDIR = "workdir"  # there: a file in which process 0 names the folder of its run
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, as little is safe between fork and exec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to run.
+
+    Attributes:
+        command: a Python script and its arguments.
+        processes: how many processes run it.
+        logs: the folder of their logs.
+        cpu_devices: CPU devices of each process; None for one GPU each.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    logs: Path
+    cpu_devices: int | None = None
+
+    def log(self, rank: int) -> Path:
+        """Returns the file with the output of a process."""
+        return self.logs / f"rank-{rank}.log"
+
+
+def why_not(job: Job, environment: Mapping[str, str]) -> str | None:
+    """Returns why a job cannot run here and what to do, or None."""
+    if job.processes < 1:
+        return f"--processes {job.processes} must be at least 1."
+    if job.cpu_devices is not None:
+        if job.cpu_devices < 1:
+            return f"--cpu-devices {job.cpu_devices} must be at least 1."
+        return None
+    gpus = _num_gpus(environment)
+    if gpus < job.processes:
+        return (
+            f"--processes {job.processes} need as many GPUs, and {gpus} are visible: "
+            "lower --processes, check CUDA_VISIBLE_DEVICES, or set --cpu-devices."
+        )
+    return None
+
+
+def environment_of(
+    job: Job, rank: int, port: int, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the environment of a process, with the variables that torchrun sets."""
+    own = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(job.processes),
+        "LOCAL_WORLD_SIZE": str(job.processes),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        LOGS: str(job.logs.absolute()),
+        "PYTHONUNBUFFERED": "1",  # a killed process leaves all that it has said
+    }
+    if sys.stdout.isatty():  # of which rank 0 gets a copy without a size
+        size = shutil.get_terminal_size()
+        own |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}
+    if job.cpu_devices is not None:
+        own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.cpu_devices)}
+    return {**environment, **own}
+
+
+class Processes:
+    """The running processes of a job, by rank. Usable in a `with` statement.
+
+    Their output goes to their logs, and that of rank 0 to the standard output, too.
+    """
+
+    def __init__(self, job: Job):
+        """Starts them."""
+        self.job = job
+        job.logs.mkdir(parents=True, exist_ok=True)
+        (job.logs / WORKDIR).unlink(missing_ok=True)
+        self._children: list[subprocess.Popen] = []
+        self._shown: threading.Thread | None = None
+        try:
+            self._start_all()
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> "Processes":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends those that still run."""
+        self.end()
+
+    def exit_codes(self) -> list[int | None]:
+        """Returns the exit code of each process, minus the signal that killed it.
+
+        None for those that run.
+        """
+        return [child.poll() for child in self._children]
+
+    def send(self, number: int) -> None:
+        """Sends a signal to those that run."""
+        for child in self._children:
+            child.send_signal(number)
+
+    def stopped(self) -> list[int]:
+        """Returns the ranks that SIGSTOP or a debugger holds."""
+        return [rank for rank, c in enumerate(self._children) if _is_stopped(c.pid)]
+
+    def end(self) -> None:
+        """Ends all: SIGTERM, five seconds, SIGKILL, also to what they have started."""
+        self.send(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while None in self.exit_codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills all at once, also what they have started."""
+        for child in self._children:
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:  # nothing of it is left
+                pass
+            child.wait()
+        if self._shown is not None:
+            self._shown.join()
+
+    def _start_all(self) -> None:
+        port = _free_port()
+        ours, theirs = _terminal_or_pipe()
+        try:
+            for rank in range(self.job.processes):
+                environment = environment_of(self.job, rank, port, os.environ)
+                with open(self.job.log(rank), "wb") as log:
+                    output = log.fileno() if rank else theirs
+                    self._children.append(_start(self.job.command, environment, output))
+        finally:
+            os.close(theirs)
+            # After the last fork: a fork copies no thread but the locks it holds.
+            copy = functools.partial(_copy, ours, self.job.log(0))
+            self._shown = threading.Thread(target=copy, daemon=True)
+            self._shown.start()
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], output: int
+) -> subprocess.Popen:
+    """Starts a process that leads its own session."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+
+
+def _terminal_or_pipe() -> tuple[int, int]:
+    """Returns both ends of a terminal, if there is one, for a progress bar."""
+    return os.openpty() if sys.stdout.isatty() else os.pipe()
+
+
+def _copy(source: int, log: Path) -> None:
+    """Copies what a process writes to the standard output and to its log."""
+    with open(log, "wb", buffering=0) as file:
+        while True:
+            try:
+                content = os.read(source, 1 << 16)
+            except OSError:  # a terminal ends so
+                content = b""
+            if not content:
+                break
+            file.write(content)
+            sys.stdout.buffer.write(content)
+            sys.stdout.buffer.flush()
+    os.close(source)
+
+
+def _die_with_parent() -> None:
+    """Lets the kernel kill this process with the supervisor, whatever kills that."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended, or this is not Linux
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _num_gpus(environment: Mapping[str, str]) -> int:
+    """Returns the number of GPUs that a process may see."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(bool(name.strip()) for name in visible.split(","))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

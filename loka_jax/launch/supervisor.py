@@ -1,0 +1,92 @@
+"""Waits for the processes of a job, and ends all of them when one fails.
+
+all end with 0           0
+one dies or fails        SIGTERM to the others, 5 s, SIGKILL; 1 (2 if it said so)
+Ctrl-C, SIGTERM          passed on, so that all save the same step; 130, 143
+a second signal          SIGKILL to all; 130, 143
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from loka_jax.launch.processes import Processes
+
+_STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # by a signal, after saving
+_USAGE = 2
+_POLL_SECONDS = 0.05
+
+
+class End(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: the exit code of the job.
+        rank: the process that failed first; None if none did.
+        exit_code: of that process, minus the signal that killed it.
+        stuck: the processes that were held by SIGSTOP then.
+    """
+
+    code: int
+    rank: int | None = None
+    exit_code: int = 0
+    stuck: tuple[int, ...] = ()
+
+
+class Supervisor:
+    """Waits for processes; signals to this one are theirs."""
+
+    def __init__(self, processes: Processes):
+        """Handles Ctrl-C and SIGTERM from now on."""
+        self._processes = processes
+        self._signal: int | None = None
+        self._is_second = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def wait(self) -> End:
+        """Returns how the job ended; what still runs then is to be ended."""
+        while True:
+            codes = self._processes.exit_codes()
+            if self._is_second:
+                return End(self._stop_code(codes))
+            if (rank := self._failed(codes)) is not None:
+                code = codes[rank]
+                assert code is not None
+                stuck = tuple(self._processes.stopped())
+                return End(2 if code == _USAGE else 1, rank, code, stuck)
+            if None not in codes:
+                return End(self._stop_code(codes) if any(codes) else 0)
+            time.sleep(_POLL_SECONDS)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self._signal is not None:
+            self._is_second = True
+            self._processes.kill()
+            return
+        self._signal = number
+        # As Ctrl-C in any case: SIGTERM is JAX's own in a process of several.
+        self._processes.send(signal.SIGINT)
+
+    def _failed(self, codes: Sequence[int | None]) -> int | None:
+        """Returns the rank of the process to blame, or None if none has failed.
+
+        If several have, one that was killed: the others failed for want of it.
+        """
+        fine = {0, None, *_STOPPED}
+        if self._signal is not None:
+            fine |= {-signal.SIGINT, -signal.SIGTERM}
+        failed = [rank for rank, code in enumerate(codes) if code not in fine]
+        return min(failed, key=lambda rank: _blame(codes[rank]), default=None)
+
+    def _stop_code(self, codes: Sequence[int | None]) -> int:
+        if self._signal is not None:
+            return 128 + self._signal
+        return max(code or 0 for code in codes)
+
+
+def _blame(code: int | None) -> int:
+    """Returns 0 for a process that was killed, 1 for one that aborted or failed."""
+    is_killed = code is not None and code < 0 and code != -signal.SIGABRT
+    return 0 if is_killed else 1

@@ -1,0 +1,89 @@
+"""Stand-ins for a training process: each does what its first argument says."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+RANK = int(os.environ["RANK"])
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def wait():
+    say("waiting")
+    while True:
+        time.sleep(0.05)
+
+
+def note_run(workdir):
+    (pathlib.Path(os.environ["LOKA_LOGS"]) / "workdir").write_text(workdir)
+
+
+def deaf():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    wait()
+
+
+def save():
+    def stop(number, _):
+        say(f"saved on signal {number}")
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGINT, stop)
+    wait()
+
+
+def main(what, *arguments):
+    if what == "done":
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "JAX_PLATFORMS")
+        say(" ".join(os.environ[name] for name in names))
+    elif what == "die" and RANK == 1:
+        note_run(arguments[0])
+        say("step 7")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "fail" and RANK == 1:
+        say("Traceback\nKeyError: 3")
+        sys.exit(1)
+    elif what == "refuse" and RANK == 1:
+        say("error: no such file.")
+        sys.exit(2)
+    elif what == "stuck" and RANK == 0:
+        deadline = time.monotonic() + 10
+        while "T" not in state_of_peer(arguments[0]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        say("no step for 1 s")
+        os._exit(1)
+    elif what == "stuck":
+        pathlib.Path(arguments[0]).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "nest":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pathlib.Path(arguments[0], f"{RANK}").write_text(str(child.pid))
+        if RANK == 1:
+            sys.exit(3)
+        wait()
+    elif what == "deaf":
+        deaf()
+    elif what == "save":
+        save()
+    else:
+        wait()
+
+
+def state_of_peer(path):
+    try:
+        pid = pathlib.Path(path).read_text()
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+main(*sys.argv[1:])

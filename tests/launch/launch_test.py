@@ -1,0 +1,161 @@
+"""A job of several processes ends as a whole, says why, and never hangs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loka_jax.launch.processes import Job, why_not
+
+CHILD = Path(__file__).with_name("child.py")
+ROOT = CHILD.parents[2]
+# SIGTERM, five seconds, SIGKILL, and the start of Python on a busy machine.
+BOUND_SECONDS = 10
+
+
+class Launched:
+    """A launcher in a process of its own."""
+
+    def __init__(self, logs, *arguments, processes=2):
+        command = [sys.executable, "-m", "loka_jax.launch", "--processes"]
+        options = [str(processes), "--cpu-devices", "1", "--logs", str(logs)]
+        self.process = subprocess.Popen(
+            [*command, *options, str(CHILD), *map(str, arguments)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.logs, self.processes = logs, processes
+
+    def wait_until_started(self):
+        """Waits until all children have said something."""
+        logs = [self.logs / f"rank-{rank}.log" for rank in range(self.processes)]
+        until = time.monotonic() + 30
+        while not all(log.exists() and log.stat().st_size for log in logs):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+    def end(self):
+        """Returns exit code, output and errors."""
+        out, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, out, errors
+
+    def log(self, rank):
+        return (self.logs / f"rank-{rank}.log").read_text()
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] != "Z"
+    except OSError:
+        return False
+
+
+def test_every_process_gets_its_rank_and_the_output_of_the_first_is_shown(tmp_path):
+    job = Launched(tmp_path, "done", processes=3)
+    code, out, errors = job.end()
+    assert (code, errors) == (0, "")
+    assert out.splitlines()[1:] == ["0 0 3 127.0.0.1 cpu"]
+    said = [job.log(rank) for rank in range(3)]
+    assert said == [f"{rank} {rank} 3 127.0.0.1 cpu\n" for rank in range(3)]
+
+
+def test_a_death_ends_all_and_says_who_why_and_how_to_go_on(tmp_path):
+    for name in ("4", "12", "16.damaged-1", ".unfinished"):
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    began = time.monotonic()
+    code, _, errors = Launched(tmp_path / "logs", "die", tmp_path / "run").end()
+    assert code == 1 and time.monotonic() - began < BOUND_SECONDS
+    (sentence,) = errors.splitlines()
+    assert sentence.startswith("error: rank 1 was killed by SIGKILL (its last line in")
+    assert "is 'step 7'" in sentence
+    assert "newest checkpoint is step 12:" in sentence
+    resume = f"--processes 2 --cpu-devices 1 {CHILD} --resume --workdir {tmp_path}/run"
+    assert sentence.endswith(f"go on with python -m loka_jax.launch {resume}")
+
+
+def test_without_a_checkpoint_the_sentence_says_so(tmp_path):
+    _, _, errors = Launched(tmp_path / "logs", "die", tmp_path / "run").end()
+    assert f"no checkpoint was saved yet in {tmp_path}/run" in errors
+
+
+def test_a_failure_is_named_by_its_last_line(tmp_path):
+    code, _, errors = Launched(tmp_path, "fail").end()
+    assert code == 1
+    assert re.search("rank 1 ended with exit code 1 .*'KeyError: 3'", errors), errors
+    assert "had not begun to train" in errors
+
+
+def test_an_error_that_the_user_can_mend_stays_one_sentence(tmp_path):
+    code, out, errors = Launched(tmp_path, "refuse").end()
+    assert (code, errors) == (2, "error: no such file.\n")
+
+
+def test_a_stopped_process_is_named_when_another_gives_up(tmp_path):
+    code, _, errors = Launched(tmp_path, "stuck", tmp_path / "pid").end()
+    assert code == 1
+    stuck = r"error: rank 1 had been stopped \(SIGSTOP\), and rank 0 .*no step for 1 s"
+    assert re.match(stuck, errors), errors
+    assert not is_alive((tmp_path / "pid").read_text())
+
+
+def test_what_the_processes_have_started_ends_with_them(tmp_path):
+    code, _, errors = Launched(tmp_path / "logs", "nest", tmp_path).end()
+    assert code == 1 and "rank 1 ended with exit code 3" in errors
+    assert not any(is_alive((tmp_path / rank).read_text()) for rank in "01")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all_and_decides_the_exit_code(tmp_path, number):
+    job = Launched(tmp_path, "save")
+    job.wait_until_started()
+    job.process.send_signal(number)
+    code, _, errors = job.end()
+    assert (code, errors) == (128 + number, "")
+    assert all("saved on signal 2" in job.log(rank) for rank in (0, 1))
+
+
+def test_a_second_signal_kills(tmp_path):
+    job = Launched(tmp_path, "deaf")
+    job.wait_until_started()
+    job.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert job.process.poll() is None
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end()[0] == 143
+    assert time.monotonic() - began < 2
+
+
+def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
+    job = Launched(tmp_path, "deaf")
+    job.wait_until_started()
+    tasks = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+    children = tasks.read_text().split()
+    assert len(children) == 2
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert job.end()[0] == -signal.SIGKILL
+    until = time.monotonic() + 5
+    while any(map(is_alive, children)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path):
+    job = Job(command=("x.py",), processes=4, logs=tmp_path)
+    reason = why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert reason is not None and "and 2 are visible: lower --processes" in reason
+    assert why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) is None
+
+
+def test_the_supervisor_imports_neither_jax_nor_numpy():
+    heavy = "{'jax', 'numpy'}"
+    code = f"import sys, loka_jax.launch.__main__; print({heavy} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.stdout == b"set()\n", done.stderr
