@@ -141,6 +141,33 @@ class Position(NamedTuple):
     seed: int
 
 
+class Part(NamedTuple):
+    """A slice of each batch, of `count` equal ones: what a process reads of it.
+
+    Positions are those of whole batches, so they do not depend on it.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, batch_size: int) -> range:
+        """Returns the rows of a batch in the part, `B i / P` to `B (i + 1) / P`.
+
+        Raises:
+            ValueError: if the batch does not divide.
+        """
+        if batch_size % self.count:
+            raise ValueError(
+                f"--loop.batch-size {batch_size} must be a multiple of the "
+                f"{self.count} processes: change it, or use fewer processes."
+            )
+        size = batch_size // self.count
+        return range(self.index * size, (self.index + 1) * size)
+
+
+WHOLE = Part()
+
+
 @runtime_checkable
 class Dataset(Protocol):
     """One split: a set of examples that can be read from any position."""
@@ -159,8 +186,18 @@ class Dataset(Protocol):
         """Returns the number of batches in one epoch, counting a padded last one."""
         ...
 
-    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
-        """Returns the batch at `position`, a pure function of the arguments."""
+    def batch(
+        self,
+        position: Position,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        part: Part = WHOLE,
+    ) -> Batch:
+        """Returns a part of the batch at `position`, a pure function of the arguments.
+
+        `batch_size` is that of the whole batch.
+        """
         ...
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
 from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import Batch, Position, Schema
+from loka_jax.data.batch import WHOLE, Batch, Part, Position, Schema
 from loka_jax.data.config import DataConfig
 
 NUM_DENSE = 13
@@ -256,34 +256,43 @@ class GeneratedDataset:
         """Returns the number of batches in one epoch, counting a padded last one."""
         return batch_lib.num_batches(self.num_examples, batch_size)
 
-    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
-        """Returns the batch at `position`, made on JAX's default device.
+    def batch(
+        self,
+        position: Position,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        part: Part = WHOLE,
+    ) -> Batch:
+        """Returns a part of the batch at `position`, made on JAX's default device.
 
         Args:
             position: the batch to make; held-out splits read only its step.
             batch_size: rows of the batch.
             shuffle: ignored: the examples of a stream are independent.
+            part: the slice of the batch to make.
         """
         del shuffle
-        return self.batch_and_logit(position, batch_size)[0]
+        return self.batch_and_logit(position, batch_size, part)[0]
 
     def batch_and_logit(
-        self, position: Position, batch_size: int
+        self, position: Position, batch_size: int, part: Part = WHOLE
     ) -> tuple[Batch, Float[Array, "B"]]:
-        """Returns the batch at `position` and the planted model's logits."""
+        """Returns a part of the batch at `position` and the planted model's logits."""
         batches = self.num_batches(batch_size)
         if not 0 <= position.step < batches:
             raise ValueError(f"{position.step=} must lie in [0, {batches}).")
+        rows = part.rows(batch_size)
         is_train = self._split == "train"
         place = (
             _SPLITS[self._split],
             (position.seed if is_train else self._seed) % 2**32,
             position.epoch if is_train else 0,
-            position.step * batch_size,
+            position.step * batch_size + rows.start,
             self.num_examples,
         )
         place = np.array(place, np.uint32)
-        return _make(self._config, self._world, batch_size, place)
+        return _make(self._config, self._world, len(rows), place)
 
 
 def best_possible_ne(

@@ -11,7 +11,15 @@ from types import TracebackType
 
 import jax
 
-from loka_jax.data.batch import Batch, Dataset, Position, next_position
+from loka_jax.data.batch import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    next_position,
+)
+from loka_jax.data.placement import placed
 
 
 class Prefetcher:
@@ -31,6 +39,7 @@ class Prefetcher:
         num_batches: int | None = None,
         depth: int = 4,
         sharding: jax.sharding.Sharding | None = None,
+        part: Part = WHOLE,
     ):
         """Starts the thread.
 
@@ -42,6 +51,8 @@ class Prefetcher:
             num_batches: the number of batches; endless if None.
             depth: the largest number of batches that wait on the device.
             sharding: the batches' placement; JAX's default device if None.
+            part: the slice that this process reads; the batches are whole ones over
+                the devices of all processes.
         """
         if not depth >= 1:
             raise ValueError(f"{depth=} must be at least 1.")
@@ -55,8 +66,10 @@ class Prefetcher:
             position = start
             try:
                 for _ in counter:
-                    batch = dataset.batch(position, batch_size, shuffle=shuffle)
-                    if not self._put((position, jax.device_put(batch, sharding))):
+                    batch = dataset.batch(
+                        position, batch_size, shuffle=shuffle, part=part
+                    )
+                    if not self._put((position, placed(batch, sharding, part))):
                         return
                     position = next_position(position, per_epoch)
                 self._put(StopIteration())

@@ -3,7 +3,7 @@
 import numpy as np
 
 from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import Bag, Batch, Position, Schema
+from loka_jax.data.batch import WHOLE, Bag, Batch, Part, Position, Schema
 from loka_jax.data.permutation import key_of, permute
 from loka_jax.data.shards import record_dtype_of
 
@@ -40,8 +40,15 @@ class ShardDataset:
         """Returns the number of batches in one epoch, counting a padded last one."""
         return batch_lib.num_batches(self.num_examples, batch_size)
 
-    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
-        """Returns the batch at `position`, in host memory.
+    def batch(
+        self,
+        position: Position,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        part: Part = WHOLE,
+    ) -> Batch:
+        """Returns a part of the batch at `position`, in host memory.
 
         Args:
             position: seed and epoch determine the order, the step a place in it.
@@ -49,6 +56,7 @@ class ShardDataset:
                 rows at zero weight: real rows, so that batch norm is not misled.
             shuffle: if false, rows come in the order of the files, whatever the seed
                 and the epoch.
+            part: the slice of the batch to read; the others are not touched.
 
         Raises:
             ValueError: if the step, a stored id or a label is out of range.
@@ -57,7 +65,7 @@ class ShardDataset:
         if not 0 <= position.step < batches:
             raise ValueError(f"{position.step=} must lie in [0, {batches}).")
         start = position.step * batch_size
-        places = np.arange(start, start + batch_size)
+        places = start + np.asarray(part.rows(batch_size))
         index = places % self.num_examples
         if shuffle:
             key = key_of(position.seed, position.epoch)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from loka_jax.data import Batch, Position, Schema
+from loka_jax.data import WHOLE, Batch, Part, Position, Schema
 from loka_jax.data.prefetch import Prefetcher
 
 
@@ -25,7 +25,9 @@ class Numbered:
     def num_batches(self, batch_size: int) -> int:
         return self.num_examples // batch_size
 
-    def batch(self, position: Position, batch_size: int, *, shuffle: bool) -> Batch:
+    def batch(
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
+    ) -> Batch:
         if position.step == self.fail_at:
             raise ValueError("row 7 is bad")
         self.made += 1
