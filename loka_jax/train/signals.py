@@ -1,10 +1,17 @@
-"""Handles Ctrl-C and SIGTERM: between two steps while training, else immediately."""
+"""Handles Ctrl-C and SIGTERM: between two steps while training, else immediately.
+
+Several processes must stop after the same step. JAX finds one, and takes SIGTERM for
+that: from `jax.distributed.initialize` on Python does not see it. So Ctrl-C becomes
+SIGTERM while training, and SIGTERM before training is obeyed after the first steps.
+"""
 
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -32,6 +39,15 @@ class StopRequest:
         """130 after Ctrl-C, 143 after SIGTERM, else 0."""
         return 0 if self._signal is None else 128 + self._signal
 
+    def reached(self, step: int) -> bool:
+        """Returns whether to stop after a step; several processes all ask after each.
+
+        Args:
+            step: the number of steps taken.
+        """
+        del step
+        return self.is_set
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Makes a first signal within the block only set `is_set`, to be polled."""
@@ -52,14 +68,57 @@ class StopRequest:
             raise SystemExit(self.exit_code)
 
 
+class AgreedStop(StopRequest):
+    """The signal handler of one of several processes, which stop after the same step.
+
+    A signal to any of them is for all.
+    """
+
+    def __init__(self):
+        """Starts without a signal."""
+        super().__init__()
+        self._is_agreed = False
+
+    @property
+    def is_set(self) -> bool:
+        """True from the step on after which all processes stop."""
+        return self._is_agreed
+
+    @property
+    def exit_code(self) -> int:
+        """130 if this process got Ctrl-C, 143 if another signal stopped it, else 0."""
+        if not self._is_agreed:
+            return 0
+        return 128 + (self._signal or signal.SIGTERM)
+
+    def reached(self, step: int) -> bool:
+        """Returns whether all processes stop after this step."""
+        self._is_agreed = self._is_agreed or reached_preemption_sync_point(step)
+        return self._is_agreed
+
+    def __call__(self, number: int, _frame):
+        """Handles Ctrl-C."""
+        if self._signal is not None:
+            os._exit(128 + number)
+        self._signal = number
+        if not self._is_deferred:
+            raise SystemExit(128 + number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Yields a `StopRequest` that handles Ctrl-C and SIGTERM within the block."""
-    request = StopRequest()
+def stop_on_signals(processes: int = 1) -> Iterator[StopRequest]:
+    """Yields a `StopRequest` that handles Ctrl-C and SIGTERM within the block.
+
+    Args:
+        processes: of the run, connected already; if there are several, JAX handles
+            SIGTERM.
+    """
+    request = StopRequest() if processes == 1 else AgreedStop()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM)[: 2 if processes == 1 else 1]
     before = [signal.signal(number, request) for number in numbers]
     try:
         yield request

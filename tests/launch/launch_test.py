@@ -21,12 +21,22 @@ BOUND_SECONDS = 10
 class Launched:
     """A launcher in a process of its own."""
 
-    def __init__(self, logs, *arguments, processes=2):
-        command = [sys.executable, "-m", "loka_jax.launch", "--processes"]
-        options = [str(processes), "--cpu-devices", "1", "--logs", str(logs)]
+    def __init__(
+        self,
+        logs,
+        *arguments,
+        processes=2,
+        script="child.py",
+        devices_per_process=1,
+    ):
+        options = ["--processes", processes, "--cpu-devices", devices_per_process]
+        command = [*options, "--logs", logs, CHILD.with_name(script), *arguments]
+        # Not the tests' own flags, which say how many devices there are.
+        flags = "--xla_backend_optimization_level=0"
         self.process = subprocess.Popen(
-            [*command, *options, str(CHILD), *map(str, arguments)],
+            [sys.executable, "-m", "loka_jax.launch", *map(str, command)],
             cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -41,9 +51,17 @@ class Launched:
             assert time.monotonic() < until
             time.sleep(0.02)
 
-    def end(self):
+    def pids(self):
+        """Returns the process ids of the ranks."""
+        pid = self.process.pid
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    def signal_rank(self, rank, number):
+        os.kill(int(self.pids()[rank]), number)
+
+    def end(self, seconds=30):
         """Returns exit code, output and errors."""
-        out, errors = self.process.communicate(timeout=30)
+        out, errors = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, errors
 
     def log(self, rank):
@@ -136,8 +154,7 @@ def test_a_second_signal_kills(tmp_path):
 def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
     job = Launched(tmp_path, "deaf")
     job.wait_until_started()
-    tasks = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
-    children = tasks.read_text().split()
+    children = job.pids()
     assert len(children) == 2
     os.kill(job.process.pid, signal.SIGKILL)
     assert job.end()[0] == -signal.SIGKILL

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from loka_jax.train import signals
 from loka_jax.train.signals import stop_on_signals
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -64,3 +65,31 @@ def test_another_thread_may_train_without_handlers():
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_of_several_processes_ctrl_c_is_handed_to_jax_while_training():
+    handed = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: handed.append(number))
+    try:
+        with stop_on_signals(processes=2) as stop, stop.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert handed == [signal.SIGTERM]
+            # Not before the others have agreed on a step.
+            assert (stop.is_set, stop.exit_code) == (False, 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_several_processes_stop_when_all_have_agreed(monkeypatch):
+    agreed = "reached_preemption_sync_point"
+    monkeypatch.setattr(signals, agreed, lambda step: step == 7)
+    with stop_on_signals(processes=2) as stop, stop.deferred():
+        assert not stop.reached(6) and not stop.is_set
+        assert stop.reached(7) and stop.is_set and stop.exit_code == 143
+        assert stop.reached(8)
+
+
+def test_of_several_processes_ctrl_c_ends_each_outside_training():
+    with pytest.raises(SystemExit) as ended, stop_on_signals(processes=2):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended.value.code == 130

@@ -1,0 +1,119 @@
+"""The processes of a run: who they are, and what they agree on.
+
+They are found, in this order, by torchrun's variables, which `loka_jax.launch` sets
+too, or by those of a step of srun, which JAX reads itself. A process alone has none.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all
+
+from loka_jax.launch.processes import LOGS, WORKDIR
+
+# A process that dies elsewhere ends this one, too, after so long without a sign.
+_HEARTBEAT_SECONDS = 20
+_MAX_TEXT = 4096
+
+
+class Processes(NamedTuple):
+    """This process among those of the run.
+
+    Attributes:
+        index: its number, from 0 on.
+        count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that writes the files of the run, and prints."""
+        return self.index == 0
+
+    def same(self, text: str) -> str:
+        """Returns the first process's text in all of them; all must call it."""
+        if self.count == 1:
+            return text
+        # Imported late: it takes long, and only several processes need it.
+        content = text.encode()
+        if len(content) > _MAX_TEXT:
+            raise ValueError(f"{text[:80]}... is longer than {_MAX_TEXT} bytes.")
+        padded = np.zeros(_MAX_TEXT, np.uint8)
+        padded[: len(content)] = np.frombuffer(content, np.uint8)
+        found = np.asarray(broadcast_one_to_all(padded))
+        return found.tobytes().rstrip(b"\0").decode()
+
+
+def start() -> Processes:
+    """Returns this process among those of the run, connected to the others.
+
+    It does nothing but return in a process alone, or if it was called before.
+
+    Raises:
+        ValueError: if the variables of the environment do not fit.
+    """
+    arguments = connection(os.environ)
+    if arguments is None:
+        return Processes()
+    if not jax.distributed.is_initialized():
+        jax.distributed.initialize(
+            **arguments, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
+    return Processes(jax.process_index(), jax.process_count())
+
+
+def connection(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns the arguments of `jax.distributed.initialize`; None in a process alone.
+
+    Raises:
+        ValueError: if a variable is missing, or is no number.
+    """
+    if "WORLD_SIZE" in environment:
+        return _of_torchrun(environment)
+    if _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1:
+        return {}  # JAX reads them
+    return None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    count = _number(environment, "WORLD_SIZE")
+    if count == 1:
+        return None
+    address = environment.get("MASTER_ADDR", "127.0.0.1")
+    # The store of torchrun listens at the port itself.
+    is_taken = "TORCHELASTIC_RUN_ID" in environment
+    port = _number(environment, "MASTER_PORT") + is_taken
+    found = {
+        "coordinator_address": f"{address}:{port}",
+        "num_processes": count,
+        "process_id": _number(environment, "RANK"),
+        "local_device_ids": [_number(environment, "LOCAL_RANK")],
+    }
+    if address == "127.0.0.1":  # JAX would listen on all networks
+        found["coordinator_bind_address"] = f"{address}:{port}"
+    return found
+
+
+def _number(
+    environment: Mapping[str, str], name: str, default: str | None = None
+) -> int:
+    value = environment.get(name, default)
+    if value is None or not value.isdecimal():
+        raise ValueError(
+            f"{name} is {value!r} in the environment, where a number is needed as "
+            "WORLD_SIZE is set: start with python -m loka_jax.launch or torchrun, or "
+            "unset WORLD_SIZE."
+        )
+    return int(value)
+
+
+def tell_workdir(workdir: Path) -> None:
+    """Tells the launcher, if there is one, the folder of the run."""
+    if (logs := os.environ.get(LOGS)) is not None:
+        (Path(logs) / WORKDIR).write_text(str(workdir), encoding="utf-8")

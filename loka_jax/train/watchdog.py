@@ -1,0 +1,83 @@
+"""Ends a process whose run makes no progress, as when another one hangs.
+
+A collective waits for ever for a process that is stuck, and nothing else notices.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from loka_jax.terminal import printable
+
+_TICKS = 20  # in the time without progress
+
+
+class Watchdog:
+    """Ends the process when `alive` was not called for some time.
+
+    Usable in a `with` statement, outside of which nothing is watched.
+    """
+
+    def __init__(self, seconds: float, *, end: Callable[[int], None] = os._exit):
+        """Prepares to watch.
+
+        Args:
+            seconds: the time without progress after which the process ends.
+            end: ends it, with an exit code.
+        """
+        self._seconds = seconds
+        self._end = end
+        self._watched = threading.get_ident()
+        self._ticks_left = _TICKS
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="watchdog", daemon=True
+        )
+
+    def __enter__(self) -> "Watchdog":
+        """Begins to watch this thread."""
+        self._watched = threading.get_ident()
+        self.alive()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the watch."""
+        self._closed.set()
+        self._thread.join()
+
+    def alive(self) -> None:
+        """Notes progress."""
+        self._ticks_left = _TICKS
+
+    def _watch(self) -> None:
+        # Ticks rather than a clock: a process that was stopped as a whole, or slept
+        # with its machine, has a chance to go on.
+        while not self._closed.wait(self._seconds / _TICKS):
+            self._ticks_left -= 1
+            if self._ticks_left < 0:
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        where = _place(self._watched)
+        sentence = (
+            f"error: no step within {self._seconds:g} s (--watchdog): this process "
+            f"waits at {where}, likely for another one that is stuck."
+        )
+        print(printable(sentence), file=sys.stderr, flush=True)
+        self._end(1)
+
+
+def _place(thread: int) -> str:
+    """Returns where in this package a thread is, as "step.py:12 in train_step"."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its end"
+    stack = traceback.extract_stack(frame)
+    own = [part for part in stack if "/loka_jax/" in part.filename] or stack
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}"

@@ -1,0 +1,61 @@
+"""How a process finds the others of its run."""
+
+import pytest
+
+from loka_jax.launch.processes import Job, environment_of
+from loka_jax.train.processes import Processes, connection, start
+
+TORCHRUN = {
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+}
+
+
+def test_a_process_alone_connects_to_nobody():
+    assert connection({}) is None
+    assert connection({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    # Of an allocation, and of a shell in it, with one task.
+    assert connection({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) is None
+    assert connection({"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert start() == Processes(0, 1)
+    assert Processes().same("text") == "text"
+
+
+def test_variables_of_torchrun_are_understood():
+    assert connection(TORCHRUN) == {
+        "coordinator_address": "10.0.0.7:29500",
+        "num_processes": 8,
+        "process_id": 5,
+        "local_device_ids": [1],
+    }
+
+
+def test_the_port_of_torchruns_own_store_is_left_to_it():
+    found = connection(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
+    assert found is not None and found["coordinator_address"] == "10.0.0.7:29501"
+
+
+def test_jax_reads_the_variables_of_srun_itself():
+    assert connection({"SLURM_STEP_NUM_TASKS": "4"}) == {}
+
+
+def test_what_the_launcher_sets_is_understood_and_stays_on_this_machine(tmp_path):
+    job = Job(command=("x.py",), processes=4, logs=tmp_path)
+    found = connection(environment_of(job, 3, 4567, {"WORLD_SIZE": "9"}))
+    assert found == {
+        "coordinator_address": "127.0.0.1:4567",
+        "coordinator_bind_address": "127.0.0.1:4567",
+        "num_processes": 4,
+        "process_id": 3,
+        "local_device_ids": [3],
+    }
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_missing_variable_is_named(name):
+    rest = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(ValueError, match=f"^{name} is None .* loka_jax.launch"):
+        connection(rest)
