@@ -33,4 +33,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from loka_jax.train.processes import leave
+
+    leave(main)

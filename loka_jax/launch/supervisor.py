@@ -76,7 +76,7 @@ class Supervisor:
         """
         fine = {0, None, *_STOPPED}
         if self._signal is not None:
-            fine |= {-signal.SIGINT, -signal.SIGTERM}
+            fine |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGABRT}
         failed = [rank for rank, code in enumerate(codes) if code not in fine]
         return min(failed, key=lambda rank: _blame(codes[rank]), default=None)
 
@@ -87,6 +87,10 @@ class Supervisor:
 
 
 def _blame(code: int | None) -> int:
-    """Returns 0 for a process that was killed, 1 for one that aborted or failed."""
-    is_killed = code is not None and code < 0 and code != -signal.SIGABRT
-    return 0 if is_killed else 1
+    """Returns 0 for a process that was killed, 1 for one that failed.
+
+    It is 2 for one that aborted, as JAX does when it misses another one.
+    """
+    if code == -signal.SIGABRT:
+        return 2
+    return 0 if code is not None and code < 0 else 1

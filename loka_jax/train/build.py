@@ -10,10 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
+from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import Float
 
 from loka_jax import nn
-from loka_jax.data import Batch, Dataset, Position, Schema, Splits, open_data
+from loka_jax.data import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    Schema,
+    Splits,
+    open_data,
+)
+from loka_jax.data.placement import placed
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
@@ -21,7 +32,7 @@ from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, TableSpec, require_one_array, with_dims
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics, tasks
+from loka_jax.train import metrics, tasks, watchdog
 from loka_jax.train.config import Config
 from loka_jax.train.mesh import mesh_of, require_places
 from loka_jax.train.mesh_step import (
@@ -145,6 +156,13 @@ class Run:
         """Where batches lie; None for JAX's default device."""
         return None if self.spread is None else self.spread.router.sharding
 
+    @property
+    def part(self) -> Part:
+        """The part of each batch that this process reads."""
+        if self.spread is None:
+            return WHOLE
+        return Part(jax.process_index(), jax.process_count())
+
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterable[tuple[Position, Batch]]:
@@ -209,15 +227,32 @@ class Run:
         fetching them batch by batch would stall it.
         """
         seen, scored = metrics.init_like(state.metrics), []
-        size = self.config.loop.batch_size
-        for step in range(dataset.num_batches(size)):
-            batch = dataset.batch(Position(0, step, 0), size, shuffle=False)
+        for step in range(dataset.num_batches(self.config.loop.batch_size)):
+            batch = self._read(dataset, step)
             seen, logits = self.eval_step(state, seen, batch)
             scored.append((logits, batch.labels, batch.weights))
-        columns = zip(*jax.device_get(scored), strict=True)
+            watchdog.alive()
+        columns = zip(*self._fetched(scored), strict=True)
         rows = tuple(map(np.concatenate, columns))
         values = tasks.evaluated(dataset.schema.labels, seen, *rows)
         return Evaluated(values, *rows)
+
+    def _read(self, dataset: Dataset, step: int) -> Batch:
+        """Returns a batch in order, over all devices of the run if there are several.
+
+        Of several processes, each reads its part.
+        """
+        place, size, part = Position(0, step, 0), self.config.loop.batch_size, self.part
+        batch = dataset.batch(place, size, shuffle=False, part=part)
+        if self.spread is None:
+            return batch
+        return placed(batch, self.batch_sharding, part)
+
+    def _fetched(self, tree: Any) -> Any:
+        """Returns arrays in host memory, whole in each of several processes."""
+        if self.part.count == 1:
+            return jax.device_get(tree)
+        return process_allgather(tree, tiled=True)
 
     def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
         parts = (model, self.tables, self.optimizer, self.row_update)

@@ -11,8 +11,9 @@ step that later differs from its manifest is renamed, and the step before it is 
 
 Arrays and JSON only, no pickle; nothing is read through a symlink. A foreign checkpoint
 is still untrusted input: digests reveal damage, not intent.
-Single process: every leaf must be addressable from it. One writer: the run's lock
-(`record.RunRecord`) excludes a second one; others may read at any time.
+One writer: the run's lock (`record.RunRecord`) excludes a second one; others may read
+at any time. Of several processes, all call the same in the same order, each writes its
+own shards, and the first alone makes, commits, renames and removes (`shared_save`).
 """
 
 import glob
@@ -20,7 +21,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ import orbax.checkpoint as ocp
 from loka_jax import jsonfile
 from loka_jax.saved_format import steps_in
 from loka_jax.terminal import one_line, printable
-from loka_jax.train import manifest
-from loka_jax.train.leaves import from_host, named_leaves, require_fit, to_host
+from loka_jax.train import disk_room, manifest, shared_save
+from loka_jax.train.leaves import (
+    from_host,
+    named_leaves,
+    on_device,
+    require_fit,
+    to_host,
+)
 from loka_jax.train.manifest import Saved
+from loka_jax.train.processes import ALONE, Processes
 
 _log = logging.getLogger(__name__)
-
-# Bytes on the disk for a byte of state that does not compress, with something to spare.
-_DISK_BYTES = 1.1
 
 
 class Checkpoints:
@@ -49,12 +54,19 @@ class Checkpoints:
     in a `with` statement, which closes.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 3):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 3,
+        processes: Processes = ALONE,
+    ):
         """Opens `directory`, creating it if necessary.
 
         Args:
             directory: the folder of the steps; it may be a symlink itself.
             keep: the number of newest checkpoints to keep.
+            processes: of the run.
 
         Raises:
             ValueError: if `keep` is not positive, the directory cannot be made, or
@@ -62,7 +74,7 @@ class Checkpoints:
         """
         if not keep >= 1:
             raise ValueError(f"{keep=} must be at least 1.")
-        self._keep = keep
+        self._keep, self._processes = keep, processes
         self._directory = Path(directory).resolve()
         self._unfinished = self._directory / ".unfinished"
         self._manager: ocp.CheckpointManager | None = None
@@ -123,7 +135,8 @@ class Checkpoints:
         self.wait()
         if step in self._steps():
             return False
-        leaves = {name: to_host(name, leaf) for name, leaf in named_leaves(state)}
+        copied = to_host if self._processes.count == 1 else on_device
+        leaves = {name: copied(name, leaf) for name, leaf in named_leaves(state)}
         shapes = {
             name: {"shape": list(array.shape), "dtype": dtype}
             for name, (array, dtype) in leaves.items()
@@ -132,10 +145,13 @@ class Checkpoints:
         saved = Saved(step, meta, shapes)
         arrays = {name: array for name, (array, _) in leaves.items()}
         size = sum(array.nbytes for array in arrays.values())
-        _require_copies(self._directory, 1, size)
+        disk_room.require_copies(self._directory, 1, size)
+        save = self._save_twice
+        if self._processes.count > 1:
+            save = self._begin_shared(step, arrays)
         # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
-            target=self._save_twice, args=(saved, arrays), name="checkpoint"
+            target=save, args=(saved, arrays), name="checkpoint"
         )
         self._thread.start()
         return True
@@ -165,7 +181,8 @@ class Checkpoints:
 
     def remove_unfinished(self) -> None:
         """Removes what an interrupted save left; only the owner of the run may."""
-        _remove(self._unfinished)
+        if self._processes.is_first:
+            _remove(self._unfinished)
 
     def latest_step(self) -> int | None:
         """Returns the newest step, without verifying it, or None."""
@@ -174,9 +191,10 @@ class Checkpoints:
     def drop_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, for a run that resumes at `step`."""
         self.wait()
-        for later in self._steps():
+        for later in self._steps() if self._processes.is_first else ():
             if later > step:
                 self._remove_step(later)
+        shared_save.meet(self._processes, "dropped")
 
     def newest(self) -> Saved | None:
         """Returns the newest undamaged checkpoint, or None if nothing was ever saved.
@@ -188,6 +206,13 @@ class Checkpoints:
             ValueError: if only damaged checkpoints are left.
         """
         self.wait()
+        found = self._newest() if self._processes.is_first else None
+        step = self._processes.same("" if found is None else str(found.step))
+        if self._processes.is_first or not step:
+            return found
+        return manifest.verified_by_another(self._path(int(step)))  # the first
+
+    def _newest(self) -> Saved | None:
         for step in sorted(self._steps(), reverse=True):
             path = self._path(step)
             try:
@@ -224,7 +249,7 @@ class Checkpoints:
         require_fit(saved.leaves, template, self._path(saved.step), changed)
         named = dict(named_leaves(template))
         arrays = self._read_arrays(
-            saved.step, [name for name, leaf in named.items() if leaf.size]
+            saved.step, {name: leaf for name, leaf in named.items() if leaf.size}
         )
         leaves = [from_host(arrays.get(name), leaf) for name, leaf in named.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
@@ -263,15 +288,43 @@ class Checkpoints:
                 return
             except Exception as error:  # of any kind: `wait` raises it
                 self._manager = None  # the next attempt starts in a clean directory
-                reason = one_line(error)
                 if retries_left:
+                    reason = one_line(error)
                     _log.warning("saving %s failed (%s): retrying.", what, reason)
                     continue
-                self._error = OSError(
-                    f"{what} could not be saved in {self._directory} ({reason}): "
-                    "check space and permissions there; the newest checkpoint is "
-                    f"step {self.latest_step()}."
-                )
+                self._error = self._failure(saved, error)
+
+    def _failure(self, saved: Saved, error: Exception) -> OSError:
+        return OSError(
+            f"step {saved.step} could not be saved in {self._directory} "
+            f"({one_line(error)}): check space and permissions there; the newest "
+            f"checkpoint is step {self.latest_step()}."
+        )
+
+    def _begin_shared(
+        self, step: int, arrays: dict[str, Any]
+    ) -> Callable[[Saved, dict[str, Any]], None]:
+        """Copies the arrays of all processes; returns what ends the save."""
+        path = self._unfinished / str(step)
+        if self._processes.is_first:
+            _remove(self._unfinished)
+            path.mkdir(parents=True)
+        shared_save.meet(self._processes, "begin")
+        stored = {name: a for name, a in arrays.items() if a.size}
+        writer = shared_save.begin(path / "default", stored, self._processes)
+
+        def end(saved: Saved, _: dict[str, Any]) -> None:
+            try:
+                writer.wait_until_finished()
+                writer.close()
+                if self._processes.is_first:
+                    self._commit(saved)
+                    self._remove_old()
+                shared_save.meet(self._processes, "saved")
+            except Exception as error:  # of any kind: `wait` raises it
+                self._error = self._failure(saved, error)
+
+        return end
 
     def _write(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
         if self._manager is None:
@@ -283,11 +336,14 @@ class Checkpoints:
         stored = stored or {"nothing": np.zeros(1, np.int8)}
         self._manager.save(saved.step, args=ocp.args.PyTreeSave(stored), force=True)
         self._open_again(saved.step, stored)
+        self._commit(saved)
+        self._manager.reload()
+
+    def _commit(self, saved: Saved) -> None:
         written = self._unfinished / str(saved.step)
         manifest.write(written, saved._asdict())
         os.replace(written, self._path(saved.step))
         jsonfile.sync_directory(self._directory)
-        self._manager.reload()
 
     def _open_again(self, step: int, stored: dict[str, np.ndarray]) -> None:
         """Raises OSError unless Orbax finds every array of the save in progress."""
@@ -320,53 +376,17 @@ class Checkpoints:
         text = printable(str(damage))
         _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, text)
 
-    def _read_arrays(self, step: int, names: list[str]) -> dict[str, np.ndarray]:
-        if not names:
+    def _read_arrays(self, step: int, leaves: dict[str, Any]) -> dict[str, Any]:
+        if not leaves:
             return {}
-        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        how = {name: shared_save.restore_args(leaf) for name, leaf in leaves.items()}
         args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(names, 0),
-            restore_args=dict.fromkeys(names, as_numpy),
+            item=dict.fromkeys(leaves, 0),
+            restore_args=how,
             partial_restore=True,  # `require_fit` has compared the names
         )
         with _manager(self._directory) as manager:
             return manager.restore(step, args=args)
-
-
-def require_space(folders: Sequence[Checkpoints], state: Any) -> None:
-    """Checks, before the first step, that the checkpoints of a run will fit.
-
-    Args:
-        folders: all that the run saves to. Those on one file system share its space.
-        state: a pytree of arrays or `jax.ShapeDtypeStruct`.
-
-    Raises:
-        ValueError: if a file system has less space than the checkpoints that are kept
-            and those in progress need beside the ones that are there.
-    """
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
-    by_device: dict[int, list[Checkpoints]] = {}
-    for folder in folders:
-        by_device.setdefault(folder.directory.stat().st_dev, []).append(folder)
-    for together in by_device.values():
-        copies = sum(folder.copies_to_come() for folder in together)
-        _require_copies(together[0].directory, copies, sum(sizes))
-
-
-def _require_copies(directory: Path, copies: int, state_bytes: int) -> None:
-    """Raises ValueError if a file system has no space for so many more checkpoints."""
-    needed = int(_DISK_BYTES * copies * state_bytes)
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        folders = (directory, *directory.parents)
-        mount = next(folder for folder in folders if folder.is_mount())
-        more = "checkpoint" if copies == 1 else "checkpoints"
-        raise ValueError(
-            f"{directory} needs {needed:,} bytes for {copies} more {more}, and "
-            f"{free:,} are free on its file system ({mount}): free "
-            f"{needed - free:,} bytes there, lower --loop.keep-checkpoints, or choose "
-            "another --workdir."
-        )
 
 
 def _manager(directory: Path) -> ocp.CheckpointManager:

@@ -232,6 +232,8 @@ class RunOptions:
         profile: START:STEPS writes a profiler trace of those steps into the workdir.
         tensorboard: write TensorBoard events too (needs the extra `report`).
         require_gpu: exit with an error if there is no GPU.
+        watchdog: seconds without a step after which one of several processes ends, as
+            another is stuck; a first step that compiles for longer needs more.
     """
 
     workdir: pathlib.Path | None = None
@@ -241,8 +243,10 @@ class RunOptions:
     profile: str | None = None
     tensorboard: bool = False
     require_gpu: bool = False
+    watchdog: float = 300.0
 
     def __post_init__(self):  # noqa: D105
+        require(0 < self.watchdog, "--watchdog", self.watchdog, "positive")
         if self.profile is not None:
             self.profile_steps()
 

@@ -40,8 +40,21 @@ def to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
     return np.array(data, copy=True), dtype
 
 
-def from_host(array: np.ndarray | None, template: Any) -> Any:
-    """Returns a restored leaf of the template's type, on the template's devices."""
+def on_device(name: str, leaf: Any) -> tuple[jax.Array, str]:
+    """Returns what `to_host` does, but where it is, as processes share it."""
+    dtype = str(leaf.dtype)
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf, dtype
+
+
+def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
+    """Returns a restored leaf of the template's type, on the template's devices.
+
+    Args:
+        array: in host memory, or on these devices already; None without elements.
+        template: like the leaf.
+    """
+    if isinstance(array, jax.Array):
+        return array
     if array is None:  # arrays without elements are not written
         array = np.zeros(template.shape, template.dtype)
     if isinstance(template, np.ndarray | np.generic):
@@ -53,7 +66,9 @@ def from_host(array: np.ndarray | None, template: Any) -> Any:
     if not _is_key(template):
         if is_uncommitted:
             return jnp.asarray(array)
-        return jax.device_put(array, template.sharding)  # no device needs all of it
+        sharding: Any = template.sharding
+        # No device, and no process, needs all of it on its devices.
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
     impls = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
     leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])

@@ -19,6 +19,7 @@ from loka_jax.train import (
     replan,
     row_layout,
     verdict,
+    watchdog,
 )
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints
@@ -109,6 +110,7 @@ class Loop:
             shuffle=True,
             num_batches=self._remaining(),
             sharding=self.run.batch_sharding,
+            part=self.run.part,
         ) as batches:
             for position, batch in self.run.ahead(batches):
                 self._look_at_operands(batch)
@@ -122,7 +124,8 @@ class Loop:
                     self._review_plan()
                 if self._save_is_due():
                     self._save()
-                if stop.is_set or self.progress.plateau.stop:
+                watchdog.alive()
+                if stop.reached(self.progress.step) or self.progress.plateau.stop:
                     break
         if not self._save_is_due():
             self._save()

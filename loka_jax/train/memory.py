@@ -16,7 +16,7 @@ def memory_bytes() -> dict[str, int | None]:
             tell, such as the CPU.
         host_bytes: resident now; None on a system without /proc.
     """
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     host = None
     if _STATM.exists():
         host = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

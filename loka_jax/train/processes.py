@@ -5,19 +5,21 @@ too, or by those of a step of srun, which JAX reads itself. A process alone has 
 """
 
 import os
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from loka_jax.data import Part
 from loka_jax.launch.processes import LOGS, WORKDIR
 
 # A process that dies elsewhere ends this one, too, after so long without a sign.
 _HEARTBEAT_SECONDS = 20
-_MAX_TEXT = 4096
 
 
 class Processes(NamedTuple):
@@ -36,18 +38,30 @@ class Processes(NamedTuple):
         """True in the process that writes the files of the run, and prints."""
         return self.index == 0
 
+    @property
+    def shows(self) -> bool:
+        """True if it may print: it is the first, or its output goes to its own log."""
+        return self.is_first or LOGS in os.environ
+
+    @property
+    def part(self) -> Part:
+        """Its part of each batch."""
+        return Part(self.index, self.count)
+
     def same(self, text: str) -> str:
         """Returns the first process's text in all of them; all must call it."""
         if self.count == 1:
             return text
         # Imported late: it takes long, and only several processes need it.
-        content = text.encode()
-        if len(content) > _MAX_TEXT:
-            raise ValueError(f"{text[:80]}... is longer than {_MAX_TEXT} bytes.")
-        padded = np.zeros(_MAX_TEXT, np.uint8)
-        padded[: len(content)] = np.frombuffer(content, np.uint8)
-        found = np.asarray(broadcast_one_to_all(padded))
-        return found.tobytes().rstrip(b"\0").decode()
+        content = np.frombuffer(text.encode(), np.uint8)
+        size = int(broadcast_one_to_all(np.int32(content.size)))
+        if not size:
+            return ""
+        padded = np.resize(content, size) if content.size else np.zeros(size, np.uint8)
+        return np.asarray(broadcast_one_to_all(padded)).tobytes().decode()
+
+
+ALONE = Processes()
 
 
 def start() -> Processes:
@@ -60,7 +74,7 @@ def start() -> Processes:
     """
     arguments = connection(os.environ)
     if arguments is None:
-        return Processes()
+        return ALONE
     if not jax.distributed.is_initialized():
         jax.distributed.initialize(
             **arguments, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
@@ -111,6 +125,35 @@ def _number(
             "unset WORLD_SIZE."
         )
     return int(value)
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit code of `main`.
+
+    One of several that has failed ends at once, without the wait for the others that
+    JAX adds to an end: they wait for this one.
+    """
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+        if jax.distributed.is_initialized():
+            _leave_at_once(code if isinstance(code, int) else 1)
+        raise
+    except BaseException:
+        if jax.distributed.is_initialized():
+            traceback.print_exc()
+            _leave_at_once(1)
+        raise
+    if code in (1, 2) and jax.distributed.is_initialized():
+        _leave_at_once(code)
+    sys.exit(code)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def tell_workdir(workdir: Path) -> None:

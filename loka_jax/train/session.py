@@ -5,8 +5,12 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
+import dataclasses
+import functools
+import json
 import pathlib
 import shlex
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +19,23 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import plan_rows
+from loka_jax.dispatch.plan import as_json, plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
-from loka_jax.train.checkpoint import Checkpoints, require_space
+from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
 from loka_jax.train.device_notice import device_notice
+from loka_jax.train.disk_room import require_space
 from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import exchanged
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
+from loka_jax.train.processes import Processes, start, tell_workdir
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -45,9 +51,12 @@ from loka_jax.train.record import (
     versions,
 )
 from loka_jax.train.row_layout import read_state
+from loka_jax.train.shared_save import meet
 from loka_jax.train.signals import StopRequest, stop_on_signals
+from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
+from loka_jax.train.watchdog import Watchdog
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
@@ -105,8 +114,10 @@ def train(
     if config.run.print_config:
         console.print_json(data=config.identity())
         return Trained(0)
+    processes = start()
+    console.quiet = not processes.shows
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(processes.count))
         display = TrainingProgress(console, is_stopping=lambda: stop.is_set)
         stack.enter_context(display)
         with display.doing("looking for a GPU"):
@@ -116,15 +127,17 @@ def train(
             run = _build(config, console, display)
             with display.doing("compiling"):
                 return Trained(_compile(run, console))
-        workdir = choose_workdir(config)
+        workdir = _workdir_of(config, processes)
         # Locked before the data are read, which can take long.
-        record = stack.enter_context(_record(config, workdir))
-        folders = _open_folders(stack, config, workdir)
+        record = stack.enter_context(_record(config, workdir, processes))
+        folders = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
             saved = folders.newest.newest() if config.run.resume else None
             source = next_day.source_of(config) if saved is None else None
         base = next_day.base_of(saved, source, workdir)
-        run = _build(config, console, display, saved or source, base)
+        plan = _plan_of(saved or source)
+        build_run = functools.partial(_build, config, console, display, base=base)
+        run = _built_in_turn(processes, build_run, plan)
         if saved is not None:
             _require_same_data(saved, run)
         loop = _open_loop(stack, run, saved or source, record, folders, display)
@@ -133,6 +146,8 @@ def train(
                 next_day.begin(loop, source, record, console)
         record.write_sites([site.as_row() for site in run.sites])
         record.write_plan(run.plan)
+        if processes.count > 1:
+            stack.enter_context(Watchdog(config.run.watchdog))
         with stop.deferred():
             loop.train(stop)
         run = loop.run  # sites may have been demoted
@@ -141,8 +156,10 @@ def train(
             summary = _finish(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
         record.write_summary(summary | {"command": command})
-        with display.doing("writing the report"):
-            page = write_run_page(workdir / "report.html", read_run(workdir))
+        page = workdir / "report.html"
+        if processes.is_first:
+            with display.doing("writing the report"):
+                write_run_page(page, read_run(workdir))
         display.close()
         _print_end(console, summary, page, loop.saved_step())
         return Trained(stop.exit_code, workdir, run, loop.state)
@@ -163,12 +180,10 @@ def _build(
     config: Config,
     console: Console,
     display: TrainingProgress,
-    start: Saved | SourceRun | None = None,
+    plan: Any = None,
     base: ShardFolder | None = None,
 ) -> Run:
     """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
-    saved = start.saved if isinstance(start, SourceRun) else start
-    plan = None if saved is None else saved.meta.get("plan", {})
     with display.doing("preparing data, model and plan"):
         run = build(config, plan, display.say, base)
     print_data(console, run.splits.report)
@@ -183,6 +198,49 @@ def _build(
             f"{run.total_steps - 1}: start earlier."
         )
     return run
+
+
+def _plan_of(start: Saved | SourceRun | None) -> Any:
+    """Returns the plan of a checkpoint as JSON values, None without one."""
+    saved = start.saved if isinstance(start, SourceRun) else start
+    return None if saved is None else saved.meta.get("plan", {})
+
+
+def _built_in_turn(
+    processes: Processes, build_run: Callable[[Any], Run], plan: Any
+) -> Run:
+    """Returns the run, built by the first of several processes before the others.
+
+    They find the data that it has converted, and follow the plan that it has made.
+    """
+    first = build_run(plan) if processes.is_first else None
+    meet(processes, "built")
+    made = "" if first is None else jsonfile.dumps(as_json(first.plan))
+    made = processes.same(made)
+    run = first or build_run(json.loads(made))
+    _require_all_devices(run, processes)
+    # By times that each has measured for itself they would change it differently.
+    return run if processes.count == 1 else dataclasses.replace(run, reviewer=None)
+
+
+def _require_all_devices(run: Run, processes: Processes):
+    """Raises ValueError if several processes do not train on all of their devices."""
+    used = 1 if run.spread is None else run.spread.mesh.size
+    if processes.count > 1 and used != jax.device_count():
+        raise ValueError(
+            f"{processes.count} processes have {jax.device_count()} devices, and "
+            f"--mesh.replicas x --mesh.shards are {used}: use all of them, or start "
+            "fewer processes."
+        )
+
+
+def _workdir_of(config: Config, processes: Processes) -> pathlib.Path:
+    """Returns the workdir that the first process has chosen; the launcher hears it."""
+    chosen = str(choose_workdir(config)) if processes.is_first else ""
+    workdir = pathlib.Path(processes.same(chosen))
+    if processes.is_first:
+        tell_workdir(workdir)
+    return workdir
 
 
 def _require_same_data(saved: Saved, run: Run):
@@ -221,7 +279,9 @@ def choose_workdir(config: Config) -> pathlib.Path:
     return pathlib.Path("runs") / f"{name}-{number - 1}"
 
 
-def _record(config: Config, workdir: pathlib.Path) -> RunRecord:
+def _record(config: Config, workdir: pathlib.Path, processes: Processes) -> RunRecord:
+    if not processes.is_first:
+        return SilentRecord(workdir)
     return RunRecord(
         workdir,
         config=config.identity(),
@@ -239,15 +299,19 @@ class _Folders(NamedTuple):
 
 
 def _open_folders(
-    stack: contextlib.ExitStack, config: Config, workdir: pathlib.Path
+    stack: contextlib.ExitStack,
+    config: Config,
+    workdir: pathlib.Path,
+    processes: Processes,
 ) -> _Folders:
     """Returns the run's checkpoints, without what an interrupted save left."""
     keep = config.loop.keep_checkpoints
     folders = _Folders(
-        stack.enter_context(Checkpoints(workdir / CHECKPOINTS, keep=keep)),
-        stack.enter_context(Checkpoints(workdir / BEST, keep=1)),
+        Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes),
+        Checkpoints(workdir / BEST, keep=1, processes=processes),
     )
     for folder in folders:
+        stack.enter_context(folder)
         folder.remove_unfinished()
     return folders
 
@@ -280,7 +344,8 @@ def _open_loop(
     require_space(folders if keeps_best else [folders.newest], state)
     # A run that begins again scores its day again.
     record.start(-1 if saved is None else progress.step)
-    run_encoding.keep(run.splits, record.workdir)
+    if not isinstance(record, SilentRecord):
+        run_encoding.keep(run.splits, record.workdir)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)

@@ -15,10 +15,20 @@ from loka_jax.terminal import printable
 _TICKS = 20  # in the time without progress
 
 
+_watching: "list[Watchdog]" = []
+
+
+def alive() -> None:
+    """Notes progress of this process, if it is watched."""
+    for watchdog in _watching:
+        watchdog.alive()
+
+
 class Watchdog:
     """Ends the process when `alive` was not called for some time.
 
-    Usable in a `with` statement, outside of which nothing is watched.
+    Usable in a `with` statement, outside of which nothing is watched. There is one in a
+    process, as there is one run.
     """
 
     def __init__(self, seconds: float, *, end: Callable[[int], None] = os._exit):
@@ -42,10 +52,12 @@ class Watchdog:
         self._watched = threading.get_ident()
         self.alive()
         self._thread.start()
+        _watching.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends the watch."""
+        _watching.remove(self)
         self._closed.set()
         self._thread.join()
 

@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.train.checkpoint import Checkpoints, require_space
+from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.disk_room import require_space
 
 
 class State(NamedTuple):
