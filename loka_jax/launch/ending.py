@@ -78,11 +78,11 @@ def _workdir(job: Job) -> Path | None:
 
 
 def _last_line(log: Path) -> str:
-    """Returns the end of the last line in a log that is not blank; "" if none is."""
+    """Returns the start of the last line in a log that is not blank; "" if none is."""
     with open(log, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(size - _MAX_TAIL, 0))
         text = file.read().decode(errors="replace")
     lines = re.split(r"[\r\n]+", _ESCAPES.sub("", text))
     kept = [line.strip() for line in lines if line.strip()]
-    return kept[-1][-_MAX_LINE:] if kept else ""
+    return kept[-1][:_MAX_LINE] if kept else ""

@@ -51,7 +51,8 @@ class Supervisor:
             codes = self._processes.exit_codes()
             if self._is_second:
                 return End(self._stop_code(codes))
-            if (rank := self._failed(codes)) is not None:
+            is_stopping = self._signal is not None
+            if (rank := to_blame(codes, is_stopping=is_stopping)) is not None:
                 code = codes[rank]
                 assert code is not None
                 stuck = tuple(self._processes.stopped())
@@ -69,28 +70,31 @@ class Supervisor:
         # As Ctrl-C in any case: SIGTERM is JAX's own in a process of several.
         self._processes.send(signal.SIGINT)
 
-    def _failed(self, codes: Sequence[int | None]) -> int | None:
-        """Returns the rank of the process to blame, or None if none has failed.
-
-        If several have, one that was killed: the others failed for want of it.
-        """
-        fine = {0, None, *_STOPPED}
-        if self._signal is not None:
-            fine |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGABRT}
-        failed = [rank for rank, code in enumerate(codes) if code not in fine]
-        return min(failed, key=lambda rank: _blame(codes[rank]), default=None)
-
     def _stop_code(self, codes: Sequence[int | None]) -> int:
         if self._signal is not None:
             return 128 + self._signal
         return max(code or 0 for code in codes)
 
 
-def _blame(code: int | None) -> int:
-    """Returns 0 for a process that was killed, 1 for one that failed.
+def to_blame(codes: Sequence[int | None], *, is_stopping: bool) -> int | None:
+    """Returns the rank of the process that failed first, or None if none has failed.
 
-    It is 2 for one that aborted, as JAX does when it misses another one.
+    Of several that have, it is one that was killed: the others failed for want of it.
+    JAX aborts a process that misses another one, so such a one is the last to blame.
+
+    Args:
+        codes: as of `Processes.exit_codes`.
+        is_stopping: a signal was passed on, so that it may have ended some.
     """
-    if code == -signal.SIGABRT:
-        return 2
-    return 0 if code is not None and code < 0 else 1
+    fine = {0, None, *_STOPPED}
+    if is_stopping:
+        fine |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGABRT}
+
+    def place(rank: int) -> int:
+        code = codes[rank] or 0
+        if code == -signal.SIGABRT:
+            return 2
+        return 0 if code < 0 else 1
+
+    failed = [rank for rank, code in enumerate(codes) if code not in fine]
+    return min(failed, key=place, default=None)

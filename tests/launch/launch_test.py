@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from loka_jax.launch.processes import Job, why_not
+from loka_jax.launch.supervisor import to_blame
 
 CHILD = Path(__file__).with_name("child.py")
 ROOT = CHILD.parents[2]
@@ -162,6 +163,22 @@ def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
     while any(map(is_alive, children)):
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "codes, stopping, rank",
+    [
+        ((None, 0, None), False, None),
+        ((-signal.SIGABRT, 1, -signal.SIGKILL), False, 2),
+        ((-signal.SIGABRT, None, 1), False, 2),
+        ((0, -signal.SIGABRT), False, 1),
+        ((143, 130, None), False, None),  # saved on a signal to one of them
+        ((-signal.SIGINT, -signal.SIGABRT), True, None),
+        ((-signal.SIGINT, -signal.SIGSEGV), True, 1),
+    ],
+)
+def test_the_process_to_blame_is_the_one_that_died_first(codes, stopping, rank):
+    assert to_blame(codes, is_stopping=stopping) == rank
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):
