@@ -228,16 +228,16 @@ class Run:
         """
         seen, scored = metrics.init_like(state.metrics), []
         for step in range(dataset.num_batches(self.config.loop.batch_size)):
-            batch = self._read(dataset, step)
+            batch = self.read(dataset, step)
             seen, logits = self.eval_step(state, seen, batch)
             scored.append((logits, batch.labels, batch.weights))
             watchdog.alive()
-        columns = zip(*self._fetched(scored), strict=True)
+        columns = zip(*self.fetched(scored), strict=True)
         rows = tuple(map(np.concatenate, columns))
         values = tasks.evaluated(dataset.schema.labels, seen, *rows)
         return Evaluated(values, *rows)
 
-    def _read(self, dataset: Dataset, step: int) -> Batch:
+    def read(self, dataset: Dataset, step: int) -> Batch:
         """Returns a batch in order, over all devices of the run if there are several.
 
         Of several processes, each reads its part.
@@ -248,7 +248,7 @@ class Run:
             return batch
         return placed(batch, self.batch_sharding, part)
 
-    def _fetched(self, tree: Any) -> Any:
+    def fetched(self, tree: Any) -> Any:
         """Returns arrays in host memory, whole in each of several processes."""
         if self.part.count == 1:
             return jax.device_get(tree)

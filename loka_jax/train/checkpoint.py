@@ -36,8 +36,8 @@ from loka_jax.train import disk_room, manifest, shared_save
 from loka_jax.train.leaves import (
     from_host,
     named_leaves,
-    on_device,
     require_fit,
+    shared,
     to_host,
 )
 from loka_jax.train.manifest import Saved
@@ -135,7 +135,7 @@ class Checkpoints:
         self.wait()
         if step in self._steps():
             return False
-        copied = to_host if self._processes.count == 1 else on_device
+        copied = to_host if self._processes.count == 1 else shared
         leaves = {name: copied(name, leaf) for name, leaf in named_leaves(state)}
         shapes = {
             name: {"shape": list(array.shape), "dtype": dtype}
@@ -305,13 +305,14 @@ class Checkpoints:
         self, step: int, arrays: dict[str, Any]
     ) -> Callable[[Saved, dict[str, Any]], None]:
         """Copies the arrays of all processes; returns what ends the save."""
-        path = self._unfinished / str(step)
         if self._processes.is_first:
             _remove(self._unfinished)
-            path.mkdir(parents=True)
+            self._unfinished.mkdir()
         shared_save.meet(self._processes, "begin")
         stored = {name: a for name, a in arrays.items() if a.size}
-        writer = shared_save.begin(path / "default", stored, self._processes)
+        writer = shared_save.begin(
+            self._unfinished / str(step), stored, self._processes
+        )
 
         def end(saved: Saved, _: dict[str, Any]) -> None:
             try:

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -11,6 +11,7 @@ import jax
 _DISK_BYTES = 1.1
 
 
+@runtime_checkable
 class Folder(Protocol):
     """A folder of checkpoints."""
 

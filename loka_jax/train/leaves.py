@@ -40,10 +40,14 @@ def to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
     return np.array(data, copy=True), dtype
 
 
-def on_device(name: str, leaf: Any) -> tuple[jax.Array, str]:
-    """Returns what `to_host` does, but where it is, as processes share it."""
-    dtype = str(leaf.dtype)
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf, dtype
+def shared(name: str, leaf: Any) -> tuple[jax.Array | np.ndarray, str]:
+    """Returns what `to_host` does, but leaves an array that processes share as it is.
+
+    One that each process has for itself is equal in all, such as a learning rate.
+    """
+    if leaf.is_fully_addressable:
+        return to_host(name, leaf)
+    return leaf, str(leaf.dtype)
 
 
 def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:

@@ -287,7 +287,7 @@ class Loop:
             self.run,
             self.state,
             self.progress.step,
-            batch=self._batch,
+            batch=self.run.fetched(self._batch),
             saved=self.saved_step(),
         )
 

@@ -5,12 +5,9 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import dataclasses
 import functools
-import json
 import pathlib
 import shlex
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +16,13 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import as_json, plan_rows
+from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed, write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
+from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
@@ -51,7 +49,6 @@ from loka_jax.train.record import (
     versions,
 )
 from loka_jax.train.row_layout import read_state
-from loka_jax.train.shared_save import meet
 from loka_jax.train.signals import StopRequest, stop_on_signals
 from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
@@ -137,7 +134,7 @@ def train(
         base = next_day.base_of(saved, source, workdir)
         plan = _plan_of(saved or source)
         build_run = functools.partial(_build, config, console, display, base=base)
-        run = _built_in_turn(processes, build_run, plan)
+        run = built_in_turn(processes, build_run, plan)
         if saved is not None:
             _require_same_data(saved, run)
         loop = _open_loop(stack, run, saved or source, record, folders, display)
@@ -204,34 +201,6 @@ def _plan_of(start: Saved | SourceRun | None) -> Any:
     """Returns the plan of a checkpoint as JSON values, None without one."""
     saved = start.saved if isinstance(start, SourceRun) else start
     return None if saved is None else saved.meta.get("plan", {})
-
-
-def _built_in_turn(
-    processes: Processes, build_run: Callable[[Any], Run], plan: Any
-) -> Run:
-    """Returns the run, built by the first of several processes before the others.
-
-    They find the data that it has converted, and follow the plan that it has made.
-    """
-    first = build_run(plan) if processes.is_first else None
-    meet(processes, "built")
-    made = "" if first is None else jsonfile.dumps(as_json(first.plan))
-    made = processes.same(made)
-    run = first or build_run(json.loads(made))
-    _require_all_devices(run, processes)
-    # By times that each has measured for itself they would change it differently.
-    return run if processes.count == 1 else dataclasses.replace(run, reviewer=None)
-
-
-def _require_all_devices(run: Run, processes: Processes):
-    """Raises ValueError if several processes do not train on all of their devices."""
-    used = 1 if run.spread is None else run.spread.mesh.size
-    if processes.count > 1 and used != jax.device_count():
-        raise ValueError(
-            f"{processes.count} processes have {jax.device_count()} devices, and "
-            f"--mesh.replicas x --mesh.shards are {used}: use all of them, or start "
-            "fewer processes."
-        )
 
 
 def _workdir_of(config: Config, processes: Processes) -> pathlib.Path:
@@ -364,8 +333,7 @@ def _open_loop(
 def _compile(run: Run, console: Console) -> int:
     """Compiles a training step without running it."""
     state = jax.eval_shape(run.init)
-    size = run.config.loop.batch_size
-    batch = run.splits.train.batch(Position(0, 0, 0), size, shuffle=False)
+    batch = run.read(run.splits.train, 0)
     compiled = run.first_step.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     if memory is not None:

@@ -33,23 +33,29 @@ def meet(processes: Processes, name: str) -> None:
 
 
 def begin(
-    path: Path, arrays: dict[str, jax.Array], processes: Processes
+    path: Path, arrays: dict[str, jax.Array | np.ndarray], processes: Processes
 ) -> ocp.AsyncCheckpointer:
     """Returns a writer that has copied the arrays; `wait_until_finished` awaits it.
 
     Args:
-        path: of the folder to write, in one that is there.
-        arrays: of which each process writes the shards that it has.
+        path: of the folder to write, as `CheckpointManager` does, in one that is
+            there.
+        arrays: of which each process writes the shards that it has, and the first
+            those in host memory.
         processes: of the run.
     """
     together = ocp.options.MultiprocessingOptions(
         active_processes=set(range(processes.count))
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=together)
+    handler = ocp.CompositeCheckpointHandler(
+        default=ocp.PyTreeCheckpointHandler(multiprocessing_options=together),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=together),
+    )
     writer = ocp.AsyncCheckpointer(
         handler, timeout_secs=_TIMEOUT_SECONDS, multiprocessing_options=together
     )
-    writer.save(path, args=ocp.args.PyTreeSave(arrays), force=True)
+    args = ocp.args.Composite(default=ocp.args.PyTreeSave(arrays))
+    writer.save(path, args=args)
     return writer
 
 
