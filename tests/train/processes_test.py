@@ -1,9 +1,12 @@
 """How a process finds the others of its run."""
 
+import os
+
+import jax
 import pytest
 
 from loka_jax.launch.processes import Job, environment_of
-from loka_jax.train.processes import Processes, connection, start
+from loka_jax.train.processes import Processes, connection, leave, start
 
 TORCHRUN = {
     "MASTER_ADDR": "10.0.0.7",
@@ -59,3 +62,38 @@ def test_a_missing_variable_is_named(name):
     rest = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ValueError, match=f"^{name} is None .* loka_jax.launch"):
         connection(rest)
+
+
+class Left(Exception):
+    """Stands for the immediate end of the process."""
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "main, code",
+    [
+        (lambda: 2, 2),
+        (lambda: 1, 1),
+        (lambda: fail(KeyError("a bug")), 1),
+        (lambda: fail(SystemExit(130)), 130),
+    ],
+    ids=["usage", "failure", "bug", "signal"],
+)
+def test_one_of_several_processes_that_fails_does_not_wait(monkeypatch, main, code):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", lambda code: fail(Left(code)))
+    with pytest.raises(Left) as left:
+        leave(main)
+    assert left.value.args == (code,)
+
+
+# 143 is of a run that all processes have saved: they end together.
+@pytest.mark.parametrize("several, code", [(True, 0), (True, 143), (False, 2)])
+def test_a_process_that_is_waited_for_by_none_ends_as_usual(monkeypatch, several, code):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: several)
+    with pytest.raises(SystemExit) as end:
+        leave(lambda: code)
+    assert end.value.code == code
