@@ -7,6 +7,7 @@ the rest    on all devices
 """
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.options import require
+from loka_jax.train.processes import per_host
 from loka_jax.train.state import TrainState
 
 REPLICA, SHARD = AXES = ("replica", "shard")
@@ -31,9 +33,9 @@ class MeshConfig:
 
     Attributes:
         replicas: groups of devices with tables of their own, whose rows all get the
-            gradients of all groups; None for 1, or one for each process.
+            gradients of all groups; None for 1, or one for each host.
         shards: devices over which a group's tables are spread, a power of two; None for
-            all GPUs of a process. On CPUs, and with one device, None for no mesh.
+            all GPUs of a host. On CPUs, and with one device, None for no mesh.
         wire_rows: how rows travel: "f32", "bf16", or "e4m3" or "int8" with a scale a
             row.
         wire_gradients: how the gradients of rows travel.
@@ -77,7 +79,7 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
         )
     if VIRTUAL_SHARDS % shards:
         raise ValueError(
-            f"the {shards} devices of a process are no power of two: give "
+            f"the {shards} devices of a host are no power of two: give "
             "--mesh.shards, and --mesh.replicas for the rest."
         )
     if batch_size % (count * microbatches):
@@ -96,9 +98,10 @@ def _shape(config: MeshConfig) -> tuple[int, int]:
     """Returns the number of replicas and shards."""
     if config.replicas is None and config.shards is None:
         # CPU devices share the cores of one CPU: nothing is gained by several.
-        if jax.default_backend() == "cpu":
+        if jax.default_backend() == "cpu" and jax.process_count() == 1:
             return 1, 1
-        return jax.process_count(), jax.local_device_count()
+        hosts = max(jax.process_count() // per_host(os.environ), 1)
+        return hosts, jax.device_count() // hosts
     if config.shards is None:
         replicas = config.replicas or 1
         return replicas, max(jax.device_count() // replicas, 1)

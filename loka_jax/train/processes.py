@@ -5,6 +5,7 @@ too, or by those of a step of srun, which JAX reads itself. A process alone has 
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -93,6 +94,15 @@ def connection(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return {}  # JAX reads them
     return None
+
+
+def per_host(environment: Mapping[str, str]) -> int:
+    """Returns how many processes of the run there are on this host."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return _number(environment, "LOCAL_WORLD_SIZE")
+    # Such as "4(x2)": four on each of two.
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return int(re.split(r"\D", tasks)[0])
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from loka_jax.launch.processes import Job, environment_of
-from loka_jax.train.processes import Processes, connection, leave, start
+from loka_jax.train.processes import Processes, connection, leave, per_host, start
 
 TORCHRUN = {
     "MASTER_ADDR": "10.0.0.7",
@@ -43,6 +43,12 @@ def test_the_port_of_torchruns_own_store_is_left_to_it():
 
 def test_jax_reads_the_variables_of_srun_itself():
     assert connection({"SLURM_STEP_NUM_TASKS": "4"}) == {}
+
+
+def test_processes_of_a_host_are_counted():
+    assert per_host({}) == per_host({"SLURM_STEP_TASKS_PER_NODE": "1"}) == 1
+    assert per_host({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}) == 4
+    assert per_host({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}) == 8
 
 
 def test_what_the_launcher_sets_is_understood_and_stays_on_this_machine(tmp_path):
