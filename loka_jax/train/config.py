@@ -233,7 +233,7 @@ class RunOptions:
         tensorboard: write TensorBoard events too (needs the extra `report`).
         require_gpu: exit with an error if there is no GPU.
         watchdog: seconds without a step after which one of several processes ends, as
-            another is stuck; a first step that compiles for longer needs more.
+            another is stuck.
     """
 
     workdir: pathlib.Path | None = None

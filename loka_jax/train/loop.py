@@ -163,7 +163,8 @@ class Loop:
         )
         activity = "training" if take_step.has_run else "compiling"
         try:
-            with self._display.doing(activity):
+            compiles = not take_step.has_run
+            with self._display.doing(activity), watchdog.resting(compiles):
                 self.state = take_step(self.state, batch)
         except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from loka_jax.terminal import printable
 
@@ -24,11 +25,31 @@ def alive() -> None:
         watchdog.alive()
 
 
+@contextmanager
+def resting(rests: bool = True) -> Iterator[None]:
+    """Leaves out the time within the block, such as that of a compilation.
+
+    Args:
+        rests: whether to leave it out.
+    """
+    for watchdog in _watching:
+        watchdog.is_resting = rests
+    try:
+        yield
+    finally:
+        for watchdog in _watching:
+            watchdog.alive()
+            watchdog.is_resting = False
+
+
 class Watchdog:
     """Ends the process when `alive` was not called for some time.
 
     Usable in a `with` statement, outside of which nothing is watched. There is one in a
     process, as there is one run.
+
+    Attributes:
+        is_resting: whether the time now is left out.
     """
 
     def __init__(self, seconds: float, *, end: Callable[[int], None] = os._exit):
@@ -42,6 +63,7 @@ class Watchdog:
         self._end = end
         self._watched = threading.get_ident()
         self._ticks_left = _TICKS
+        self.is_resting = False
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="watchdog", daemon=True
@@ -69,7 +91,7 @@ class Watchdog:
         # Ticks rather than a clock: a process that was stopped as a whole, or slept
         # with its machine, has a chance to go on.
         while not self._closed.wait(self._seconds / _TICKS):
-            self._ticks_left -= 1
+            self._ticks_left -= not self.is_resting
             if self._ticks_left < 0:
                 self._give_up()
                 return

@@ -8,12 +8,15 @@ from loka_jax.train.watchdog import Watchdog
 
 STUCK = """
 import time
-from loka_jax.train.watchdog import Watchdog
+from loka_jax.train.watchdog import Watchdog, resting
 with Watchdog(0.2) as watch:
     for _ in range(8):
         time.sleep(0.1)  # longer in all than the watchdog waits
         watch.alive()
     print("trained", flush=True)
+    with resting():
+        time.sleep(0.8)
+    print("compiled", flush=True)
     time.sleep(60)
 """
 
@@ -24,10 +27,10 @@ def test_a_process_without_progress_ends_with_a_sentence():
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60
     )
     assert time.monotonic() - began < 30
-    assert (done.returncode, done.stdout) == (1, "trained\n")
+    assert (done.returncode, done.stdout) == (1, "trained\ncompiled\n")
     *stacks, sentence = done.stderr.splitlines()
     assert sentence.startswith("error: no step within 0.2 s (--watchdog): ")
-    assert "waits at <string>:9 in <module>" in sentence
+    assert "waits at <string>:12 in <module>" in sentence
     assert any("Thread" in line for line in stacks)
 
 
