@@ -30,13 +30,18 @@ def ended_by(job: Job, end: End) -> str | None:
 
 def _who(job: Job, end: End) -> str:
     log = job.log(end.rank or 0)
-    last = _last_line(log)
-    said = f"its last line in {log} is {last!r}" if last else f"{log} is empty"
-    what = f"rank {end.rank} {_cause(end.exit_code)} ({said})"
+    what = f"rank {end.rank} {_cause(end.exit_code)} ({_said(end.exit_code, log)})"
     if not end.stuck:
         return what
     ranks = " and ".join(f"rank {rank}" for rank in end.stuck)
     return f"{ranks} had been stopped (SIGSTOP), and {what}"
+
+
+def _said(code: int, log: Path) -> str:
+    if code == -signal.SIGABRT:  # its last lines are addresses
+        return f"as JAX does to a process that misses another one: see {log}"
+    last = _last_line(log)
+    return f"its last line in {log} is {last!r}" if last else f"{log} is empty"
 
 
 def _cause(code: int) -> str:

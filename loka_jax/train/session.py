@@ -33,7 +33,7 @@ from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import exchanged
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
-from loka_jax.train.processes import Processes, start, tell_workdir
+from loka_jax.train.processes import Processes, start
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -54,6 +54,7 @@ from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 from loka_jax.train.watchdog import Watchdog
+from loka_jax.train.workdir import workdir_of
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
@@ -124,7 +125,7 @@ def train(
             run = _build(config, console, display)
             with display.doing("compiling"):
                 return Trained(_compile(run, console))
-        workdir = _workdir_of(config, processes)
+        workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         record = stack.enter_context(_record(config, workdir, processes))
         folders = _open_folders(stack, config, workdir, processes)
@@ -203,15 +204,6 @@ def _plan_of(start: Saved | SourceRun | None) -> Any:
     return None if saved is None else saved.meta.get("plan", {})
 
 
-def _workdir_of(config: Config, processes: Processes) -> pathlib.Path:
-    """Returns the workdir that the first process has chosen; the launcher hears it."""
-    chosen = str(choose_workdir(config)) if processes.is_first else ""
-    workdir = pathlib.Path(processes.same(chosen))
-    if processes.is_first:
-        tell_workdir(workdir)
-    return workdir
-
-
 def _require_same_data(saved: Saved, run: Run):
     """Raises ValueError if a checkpoint was trained on other data than the run's."""
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
@@ -221,31 +213,6 @@ def _require_same_data(saved: Saved, run: Run):
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "
             "--workdir."
         )
-
-
-def choose_workdir(config: Config) -> pathlib.Path:
-    """Returns the workdir: that of `--workdir`, or one under runs/.
-
-    Without `--workdir` every run gets a new folder, so that a command can be repeated;
-    `--resume` then takes the newest of them.
-
-    Raises:
-        ValueError: if there is no run to resume.
-    """
-    if config.run.workdir is not None:
-        return config.run.workdir
-    name = f"{config.name}-{config.model.recipe}-s{config.seed}"
-    number = 1
-    while (pathlib.Path("runs") / f"{name}-{number}").exists():
-        number += 1
-    if not config.run.resume:
-        return pathlib.Path("runs") / f"{name}-{number}"
-    if number == 1:
-        raise ValueError(
-            f"there is no run runs/{name}-1 to resume: leave out --resume, or name the "
-            "run's folder with --workdir."
-        )
-    return pathlib.Path("runs") / f"{name}-{number - 1}"
 
 
 def _record(config: Config, workdir: pathlib.Path, processes: Processes) -> RunRecord:

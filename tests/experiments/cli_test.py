@@ -16,6 +16,7 @@ from loka_jax import jsonfile, saved_format
 from loka_jax.recipe import RECIPES
 from loka_jax.train import session
 from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.workdir import choose_workdir
 
 GENERATED = ["--config", "fp8_dlrm_tiny"]
 CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]
@@ -464,7 +465,7 @@ def test_a_gpu_too_old_for_fp8_is_refused(monkeypatch):
 def test_runs_without_a_workdir_get_a_folder_each(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = configs.get_config("bf16_dlrm_tiny")
-    first = session.choose_workdir(config)
+    first = choose_workdir(config)
     assert first == pathlib.Path("runs/bf16_dlrm_tiny-bf16-s0-1")
     first.mkdir(parents=True)
-    assert session.choose_workdir(config).name == "bf16_dlrm_tiny-bf16-s0-2"
+    assert choose_workdir(config).name == "bf16_dlrm_tiny-bf16-s0-2"

