@@ -113,7 +113,7 @@ def train(
         console.print_json(data=config.identity())
         return Trained(0)
     processes = start()
-    console.quiet = not processes.shows
+    console.quiet |= not processes.shows
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(processes.count))
         display = TrainingProgress(console, is_stopping=lambda: stop.is_set)
