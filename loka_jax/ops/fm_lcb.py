@@ -50,9 +50,6 @@ class FmLcbPlan(NamedTuple):
         return self.why_not_forward if role == "fwd" else self.why_not_backward
 
 
-# Embeddings of an example: beyond them no GPU has run the backward kernel yet.
-_MEASURED_BACKWARD = 64
-
 BY_XLA = FmLcbPlan("provider 'xla'", "provider 'xla'")
 
 
@@ -75,8 +72,6 @@ def plan_fm_lcb(
     batch, n, d = x.shape
     problem = _kernel.Problem(batch=batch, n=n, d=d, k=k, m=m)
     backward = _backward_kernel.why_not(problem)
-    if backward is None and n > _MEASURED_BACKWARD:
-        backward = f"n={n} > {_MEASURED_BACKWARD} was not yet run on a GPU"
     return FmLcbPlan(_kernel.why_not(problem), backward, device.interpret)
 
 
