@@ -33,8 +33,8 @@ def _sites(name, rows):
     return [site for site in sites if site.has_choice and site.recipe != "f32"]
 
 
-def test_there_is_one():
-    assert [path.stem for path in SHIPPED] == ["nvidia_h200"]
+def test_there_are_those_of_two_devices():
+    assert [path.stem for path in SHIPPED] == ["nvidia_h100_80gb_hbm3", "nvidia_h200"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
