@@ -145,9 +145,10 @@ def _initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
     if not planned.is_delayed:
         return variables
     shapes = jax.eval_shape(planned.init, jax.random.key(0), *inputs)
-    # A table of zeros is that of a site before its first step, but for its factors.
+    # As of sites before their first step: no history, and any factor of a scale.
     states = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), shapes[OVERWRITE_WITH_GRADIENT]
+        lambda x: jnp.zeros(x.shape, x.dtype).at[:, 0].set(1),
+        shapes[OVERWRITE_WITH_GRADIENT],
     )
     variables[OVERWRITE_WITH_GRADIENT] = states
     first = planned.by_xla()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax import nn
 from tests import support
 
 B, DENSE, F, D = 32, 5, 3, 16
@@ -27,6 +28,10 @@ def initialized(model, *args):
     """Returns the model's variables: random parameters and states without history."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *args)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+    if nn.OVERWRITE_WITH_GRADIENT in nothing:  # any factors but zero
+        nothing[nn.OVERWRITE_WITH_GRADIENT] = jax.tree.map(
+            lambda table: table.at[:, 0].set(1), nothing[nn.OVERWRITE_WITH_GRADIENT]
+        )
     leaves, tree = jax.tree.flatten(variables["params"])
     leaves = [
         support.normal(*p.shape, seed=i) / max(p.shape[0], 1) ** 0.5
