@@ -26,7 +26,7 @@ def gradients(model, variables, x):
     return jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x)
 
 
-def compare(model, mesh, x, *, params=None):
+def assert_alike_on(model, mesh, x, *, params=None):
     variables = jax.jit(model.init)(jax.random.key(0), x)
     expected = gradients(model, variables, x)
     with jax.set_mesh(mesh):
@@ -42,19 +42,19 @@ def compare(model, mesh, x, *, params=None):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", DELAYED])
 def test_a_chain_of_sites_with_spread_rows(mesh, recipe):
     model = nn.Mlp((32, 16), recipe=recipe, norm="layer", use_bias=False)
-    got = compare(model, mesh, support.normal(32, 64))
+    got = assert_alike_on(model, mesh, support.normal(32, 64))
     assert jax.typeof(got[1]).sharding.spec == P("data", None)
 
 
 def test_rows_of_several_dims(mesh):
-    compare(
+    assert_alike_on(
         nn.Dense(32, recipe=DELAYED, use_bias=False), mesh, support.normal(8, 4, 64)
     )
 
 
 def test_a_kernel_with_spread_columns_keeps_them_spread(mesh):
     model = nn.Dense(32, recipe="fp8_rowwise", use_bias=False)
-    compare(model, mesh, support.normal(32, 64), params=P(None, "model"))
+    assert_alike_on(model, mesh, support.normal(32, 64), params=P(None, "model"))
     with jax.set_mesh(mesh):
         x = jax.device_put(support.normal(32, 64), NamedSharding(mesh, P("data")))
         kernel = jax.device_put(
@@ -66,21 +66,27 @@ def test_a_kernel_with_spread_columns_keeps_them_spread(mesh):
 
 def test_a_kernel_spread_as_rows_are(mesh):
     model = nn.Dense(32, recipe="bf16", use_bias=False)
-    compare(model, mesh, support.normal(32, 64), params=P(None, "data"))
+    assert_alike_on(model, mesh, support.normal(32, 64), params=P(None, "data"))
 
 
 def test_converted_models(mesh):
     with jax.numpy_dtype_promotion("standard"):
         layers = [linen.Dense(32, use_bias=False), linen.relu]
         model = nn.convert(linen.Sequential(layers), recipe="fp8_tensorwise")
-        compare(model, mesh, support.normal(32, 64))
+        assert_alike_on(model, mesh, support.normal(32, 64))
 
 
 def test_probe_on_spread_rows(mesh):
     model, x = nn.Dense(32, recipe="bf16", use_bias=False), support.normal(32, 64)
     with nn.probing(nn.ProbeConfig()), jax.set_mesh(mesh):
         variables = jax.jit(model.init)(jax.random.key(0), x)
-        gradients(model, variables, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+        got, _ = gradients(model, variables, rows)
+    expected, _ = gradients(model, {"params": variables["params"]}, x)
+    close = dict(rtol=2e-2, atol=2e-4)  # as in `assert_alike_on`
+    chex.assert_trees_all_close(
+        *map(jax.device_get, (got["params"], expected["params"])), **close
+    )
 
 
 def test_init_outside_of_the_mesh_needs_no_axis():
