@@ -29,8 +29,8 @@ from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
-from loka_jax.train.build import Network, network
 from loka_jax.train.config import Config
+from loka_jax.train.network import Network, network
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.row_layout import RowLayout, read_state
 from loka_jax.train.source_run import SourceRun, open_run

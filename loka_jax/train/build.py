@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
@@ -20,7 +19,6 @@ from loka_jax.data import (
     Dataset,
     Part,
     Position,
-    Schema,
     Splits,
     open_data,
 )
@@ -30,7 +28,7 @@ from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
-from loka_jax.ops.tables import Tables, TableSpec, require_one_array, with_dims
+from loka_jax.ops.tables import Tables, require_one_array
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics, tasks, watchdog
 from loka_jax.train.config import Config
@@ -40,6 +38,7 @@ from loka_jax.train.mesh_step import (
     make_mesh_eval_step,
     make_mesh_train_step,
 )
+from loka_jax.train.network import network
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.programs import RoutedProgram, TrainStep
 from loka_jax.train.row_layout import RowLayout
@@ -271,63 +270,6 @@ class Run:
         return TrainStep(program, is_observed=probe is not None)
 
 
-class Network(NamedTuple):
-    """The model of a run without its data.
-
-    Attributes:
-        tables: the embedding tables.
-        list_sites: from a plan to every GEMM of the model at the training batch size.
-    """
-
-    tables: Tables
-    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
-
-
-def network(config: Config, schema: Schema, devices: int = 1) -> Network:
-    """Returns the tables and sites of the model for data of this schema.
-
-    Args:
-        config: the run.
-        schema: of the data.
-        devices: over which a batch is spread.
-
-    Raises:
-        ValueError: if the data have no categorical column, or other tasks than the
-            model.
-    """
-    tasks.check_tasks(schema.labels, config.model, config.optim)
-    if not schema.fields:
-        raise ValueError(
-            "the model needs at least one categorical column: name them with "
-            "--data.categorical A B C."
-        )
-    dim = config.embedding.dim
-    stack = TableSpec(
-        rows=schema.vocab_sizes,
-        dim=dim,
-        pooling=config.embedding.pooling_of(schema.multi),
-        owners=schema.tables if schema.owners else (),
-    )
-    dims = config.embedding.dims_of(schema.fields, schema.owners)
-    tables = with_dims(stack, tuple(dims.values()))
-    _check_ids(config.loop.batch_size, schema)
-    rows = config.loop.batch_size // config.loop.microbatches // devices
-    inputs = (
-        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
-        jax.ShapeDtypeStruct((rows, len(schema.fields), dim), jnp.float32),
-    )
-    return Network(tables, functools.partial(_list_sites, config.model, inputs))
-
-
-def _check_ids(batch_size: int, schema: Schema):
-    ids = len(schema.categorical) + sum(schema.slots)
-    if not batch_size * ids < 2**31:
-        raise ValueError(
-            f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
-            "int32: lower it, or --data.max-values."
-        )
-
-
 def build(
     config: Config,
     saved: Any = None,
@@ -400,7 +342,3 @@ def _reviewer(
         rules=config.dispatch.by_pattern,
         config=config.name,
     )
-
-
-def _list_sites(model: linen.Module, inputs, plan: DispatchPlan) -> tuple[nn.Site, ...]:
-    return nn.list_sites(nn.Planned(model, plan.choices), *inputs)

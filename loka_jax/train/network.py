@@ -1,0 +1,77 @@
+"""The model of a run without its data: its tables, and the GEMMs of a step."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.data import Schema
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.ops.tables import Tables, TableSpec, with_dims
+from loka_jax.train import tasks
+from loka_jax.train.config import Config
+
+
+class Network(NamedTuple):
+    """The model of a run without its data.
+
+    Attributes:
+        tables: the embedding tables.
+        list_sites: from a plan to every GEMM of the model at the training batch size.
+    """
+
+    tables: Tables
+    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+
+
+def network(config: Config, schema: Schema, devices: int = 1) -> Network:
+    """Returns the tables and sites of the model for data of this schema.
+
+    Args:
+        config: the run.
+        schema: of the data.
+        devices: over which a batch is spread.
+
+    Raises:
+        ValueError: if the data have no categorical column, or other tasks than the
+            model.
+    """
+    tasks.check_tasks(schema.labels, config.model, config.optim)
+    if not schema.fields:
+        raise ValueError(
+            "the model needs at least one categorical column: name them with "
+            "--data.categorical A B C."
+        )
+    dim = config.embedding.dim
+    stack = TableSpec(
+        rows=schema.vocab_sizes,
+        dim=dim,
+        pooling=config.embedding.pooling_of(schema.multi),
+        owners=schema.tables if schema.owners else (),
+    )
+    dims = config.embedding.dims_of(schema.fields, schema.owners)
+    tables = with_dims(stack, tuple(dims.values()))
+    _check_ids(config.loop.batch_size, schema)
+    rows = config.loop.batch_size // config.loop.microbatches // devices
+    inputs = (
+        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
+        jax.ShapeDtypeStruct((rows, len(schema.fields), dim), jnp.float32),
+    )
+    return Network(tables, functools.partial(_list_sites, config.model, inputs))
+
+
+def _check_ids(batch_size: int, schema: Schema):
+    ids = len(schema.categorical) + sum(schema.slots)
+    if not batch_size * ids < 2**31:
+        raise ValueError(
+            f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
+            "int32: lower it, or --data.max-values."
+        )
+
+
+def _list_sites(model: linen.Module, inputs, plan: DispatchPlan) -> tuple[nn.Site, ...]:
+    return nn.list_sites(nn.Planned(model, plan.choices), *inputs)
