@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from loka_jax import jsonfile
 from loka_jax.saved_format import steps_in
 from loka_jax.terminal import one_line, printable
-from loka_jax.train import disk_room, manifest, shared_save
+from loka_jax.train import disk_room, manifest, orbax_manager, shared_save
 from loka_jax.train.leaves import (
     from_host,
     named_leaves,
@@ -80,7 +80,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
-        _quiet_orbax()
+        orbax_manager.quiet_orbax()
         if glob.escape(str(self._directory)) != str(self._directory):
             raise ValueError(
                 f"no checkpoint can be saved below {self._directory}, because its path "
@@ -331,7 +331,7 @@ class Checkpoints:
         if self._manager is None:
             _remove(self._unfinished)  # left by a killed run or a failed attempt
             self._unfinished.mkdir()
-            self._manager = _manager(self._unfinished)
+            self._manager = orbax_manager.manager_of(self._unfinished)
         # Orbax refuses arrays without elements, and a tree without arrays.
         stored = {name: a for name, a in arrays.items() if a.size}
         stored = stored or {"nothing": np.zeros(1, np.int8)}
@@ -386,14 +386,8 @@ class Checkpoints:
             restore_args=how,
             partial_restore=True,  # `require_fit` has compared the names
         )
-        with _manager(self._directory) as manager:
+        with orbax_manager.manager_of(self._directory) as manager:
             return manager.restore(step, args=args)
-
-
-def _manager(directory: Path) -> ocp.CheckpointManager:
-    # Synchronous, because our own thread is in the background and awaits the save.
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    return ocp.CheckpointManager(directory, options=options)
 
 
 def _remove(path: Path) -> None:
@@ -402,11 +396,3 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-def _quiet_orbax() -> None:
-    """Keeps Orbax's progress messages off the console, but not warnings and errors."""
-    for name in ("absl", "orbax"):
-        logger = logging.getLogger(name)
-        if logger.getEffectiveLevel() < logging.WARNING:
-            logger.setLevel(logging.WARNING)
