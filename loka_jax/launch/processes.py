@@ -100,7 +100,7 @@ class Processes:
         self._shown: threading.Thread | None = None
         try:
             self._start_all()
-        except BaseException:
+        except BaseException:  # a signal, too, must leave no process behind
             self.end()
             raise
 

@@ -150,7 +150,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
         if jax.distributed.is_initialized():
             _leave_at_once(code if isinstance(code, int) else 1)
         raise
-    except BaseException:
+    except BaseException:  # whatever it is, JAX would wait for the other processes
         if jax.distributed.is_initialized():
             traceback.print_exc()
             _leave_at_once(1)
