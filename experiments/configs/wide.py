@@ -145,6 +145,7 @@ def _dhen(name: str, *, dot_width: int, cross_rank: int | None, dim: int) -> Dhe
             cross_rank=cross_rank,
             top_mlp=_TOP_MLP,
             recipe=FP8,
+            fused_wide=True,
         ),
         data=_DATA,
         embedding=EmbeddingConfig(dim=dim, init_stddev=_STDDEV),
