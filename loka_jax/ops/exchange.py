@@ -69,7 +69,9 @@ def route(
     is_first = is_id & jnp.append(jnp.ones(min(1, v.size), bool), changed)
 
     count = jnp.cumsum(is_first, dtype=jnp.int32)
-    starts = jnp.searchsorted(owner, jnp.arange(devices + 1, dtype=jnp.int32))
+    # By counting: XLA's binary search is a loop of launches, and devices are few.
+    parts = jnp.arange(devices + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(owner, parts, method="compare_all")
     before = jnp.append(jnp.zeros(1, jnp.int32), count)[starts]  # distinct ones
     rank = count - 1 - before[owner]
     fits = is_id & (rank < capacity)

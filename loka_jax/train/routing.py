@@ -102,7 +102,10 @@ class Router:
         )
 
     def put(self, batch: Batch) -> Batch:
-        """Returns a batch spread over the devices."""
+        """Returns a batch spread over the devices, itself if it is."""
+        leaves = jax.tree.leaves(batch)
+        if all(getattr(x, "sharding", None) == self.sharding for x in leaves):
+            return batch
         return jax.device_put(batch, self.sharding)
 
     def ahead(
@@ -130,6 +133,8 @@ class Router:
     def _begin(self, batch: Batch) -> "_Begun":
         placed = self.put(batch)
         begun = _Begun(batch, placed, self._run(self.capacity, placed))
+        for need in jax.tree.leaves(begun.routed.need):
+            need.copy_to_host_async()  # on the host before the step asks
         self._begun.append(begun)
         return begun
 
