@@ -40,15 +40,17 @@ def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
 
     Args:
         name: of `WIDE`, with all Mods but for the MLPerf benchmark's; "NAME MOD" has
-            one of `MODS` alone, "NAME plain" none.
+            one of `MODS` alone, "NAME plain" none. Where hard_swish is missing there is
+            swish, which it replaces.
     """
     config_name, _, mod = name.partition(" ")
     config = get_config(f"fp8_{config_name}")
     model = config.model.clone(recipe="bf16")
-    has_all = not mod and config_name != "mlperf_dcnv2"
-    chosen = tuple(MODS) if has_all else (mod,) if mod in MODS else ()
-    for key in chosen:
-        model = model.clone(**MODS[key])
+    if config_name != "mlperf_dcnv2":
+        model = model.clone(activation="swish")
+        mod = mod or "all"
+    for key in MODS if mod == "all" else (mod,):
+        model = model.clone(**MODS.get(key, {}))
     fields, dim = len(config.data.rows), config.embedding.dim
     return model, lambda m: ((m, NUM_DENSE), (m, fields, dim))
 

@@ -6,14 +6,18 @@ Kernel time of a training step, from gathered embeddings to new parameters: forw
 gradients of parameters and embeddings, clipping and Adam, with donated state; and of
 inference with weights prepared once (`loka_jax.serving`). Beside each the memory of
 the compiled program: arguments, results that are not in their place, temporaries.
-Every arm has the same Mods:
+Every arm has the same Mods, and a recipe: its name, or "fp8" for `--recipe`:
 
-    xla bf16    XLA alone, the faster of two forms where a site has two
-    xla fp8     XLA alone, all sites in FP8, one after another
-    ours bf16   kernels, and fused networks and stacks, in bfloat16
-    ours fp8    the same in FP8
+    xla bf16          XLA alone, the faster of two forms where a site has two
+    xla fp8           XLA alone, all sites in FP8, one after another
+    torchao RECIPE    XLA, FP8 at the sites that torchao's filter lets through
+    ours bf16         kernels, and fused networks and stacks, in bfloat16
+    ours fp8          the same in FP8
+    wide fp8          the same, narrow sites in bfloat16
 
 Ours over XLA's bf16 is the gain; ours in FP8 over ours in bf16 is FP8's part of it.
+With a recipe's name, `xla fp8_rowwise`, arms make the recipe table of the LoKA paper:
+each recipe everywhere, torchao's filter, and a choice site by site.
 
 Without a GPU times are wall clock: `--models wukong_tiny --batches 64`.
 """
@@ -24,7 +28,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -34,14 +38,21 @@ import tyro
 
 from experiments.bench import models
 from experiments.bench import result as results
-from experiments.bench.dispatch import make_inputs, train_pass
+from experiments.bench.dispatch import (
+    forced,
+    make_inputs,
+    passes_torchao,
+    train_pass,
+)
 from loka_jax import nn
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered, compile_lowered
 from loka_jax.measure.timing import profile_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.ops.wide_stack import WIDE
 from loka_jax.optim import OptimConfig
 from loka_jax.optim.from_config import make_dense_optimizer
 from loka_jax.serving import fold
+from loka_jax.site import Choice
 
 _SETS = 2  # of inputs; one alone exceeds the L2
 _FEW = 256  # rows that set the delayed scales
@@ -60,7 +71,7 @@ class Arguments:
         models: of `models.wide`: mlperf_dcnv2, wukong_m, "wukong_m plain", dhen_l.
         batches: rows.
         arms: of those above.
-        recipe: of FP8.
+        recipe: of arms "fp8".
         kinds: of programs to time.
         calls: of a program in each of three profiles.
         budget_s: begin no arm after that many seconds.
@@ -102,19 +113,45 @@ def measure(
     name: str, batch: int, arguments: Arguments
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the name, and the times and memory, of each arm's programs."""
+    batches: dict[str, int] = {kind: batch for kind in arguments.kinds}
+    programs = make_programs(name, batches, arguments.arms, arguments.recipe)
+    yield from compiled_and_timed(programs, arguments.calls)
+
+
+def make_programs(
+    name: str, batches: Mapping[str, int], arms: Sequence[str], recipe: str
+) -> dict[str, "Inference | Training"]:
+    """Returns the programs of a model by kind and arm.
+
+    Args:
+        name: of the model.
+        batches: the rows of each kind.
+        arms: of each kind.
+        recipe: of arms "fp8".
+    """
     model, shapes = models.wide(name)
     few = make_inputs(shapes(_FEW), 0)
-    sets = [make_inputs(shapes(batch), seed) for seed in range(_SETS)]
+    sets = {
+        kind: [make_inputs(shapes(batch), seed) for seed in range(_SETS)]
+        for kind, batch in batches.items()
+    }
     params = _on_device(nn.Planned(model.clone(implementation="xla")).init, few)
     programs: dict[str, Inference | Training] = {}
-    for arm in arguments.arms:
-        planned = arm_of(model, arm, arguments.recipe)
+    for arm in arms:
+        planned = arm_of(model, arm, recipe, few)
         variables = _variables(planned, params["params"], few)
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
-        for kind in arguments.kinds:
+        for kind, inputs in sets.items():
             program = {"training": Training, "inference": Inference}[kind]
-            programs[f"{kind} {arm}"] = program(planned, variables, sets)
+            programs[f"{kind} {arm}"] = program(planned, variables, inputs)
+    return programs
+
+
+def compiled_and_timed(
+    programs: Mapping[str, "Inference | Training"], calls: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the times and memory of programs, which are compiled at once."""
     lowered = {
         key: Lowered(program.lowered(), NO_CAPTURE) for key, program in programs.items()
     }
@@ -123,19 +160,41 @@ def measure(
             yield key, {"failed": str(compiled)[:500]}
             continue
         try:
-            yield key, _timed(compiled, programs[key].calls(compiled), arguments.calls)
+            yield key, _timed(compiled, programs[key].calls(compiled), calls)
         except jax.errors.JaxRuntimeError as error:  # out of memory
             yield key, {"failed": str(error)[:500]}
         gc.collect()
 
 
-def arm_of(model, arm: str, recipe: str) -> nn.Planned:
-    """Returns the planned model of an arm."""
+def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
+    """Returns the planned model of an arm.
+
+    Args:
+        model: in bfloat16.
+        arm: its name.
+        recipe: of arms "fp8".
+        inputs: of the model.
+
+    Raises:
+        ValueError: if there is no such arm.
+    """
     kind, _, precision = arm.partition(" ")
-    model = model.clone(recipe="bf16" if precision == "bf16" else recipe)
+    precision = recipe if precision == "fp8" else precision
     if kind == "xla":
-        return nn.Planned(model.clone(implementation="xla"))
-    return nn.Planned(model.clone(fused_wide=True))
+        return nn.Planned(model.clone(recipe=precision, implementation="xla"))
+    if kind == "ours":
+        return nn.Planned(model.clone(recipe=precision, fused_wide=True))
+    sites = nn.list_sites(model.clone(recipe=precision), *inputs)
+    free = [site for site in sites if site.has_choice and site.recipe != "f32"]
+    if kind == "torchao":
+        through = [s for s in free if passes_torchao(precision, s.spec.k, s.spec.n)]
+        return forced(model, through, f"xla {precision}")
+    if kind == "wide":
+        choice = Choice.parse(f"xla {precision}")
+        wide = [site for site in free if max(site.spec.k, site.spec.n) >= WIDE]
+        choices = tuple((site.path, choice) for site in wide)
+        return nn.Planned(model.clone(recipe="bf16", fused_wide=True), choices)
+    raise ValueError(f"--arms {arm!r}: begin it with xla, ours, torchao or wide.")
 
 
 def _on_device(function: Callable[..., Any], arguments: tuple) -> Any:
@@ -149,7 +208,7 @@ def _variables(planned: nn.Planned, params, few: tuple) -> dict[str, Any]:
     """Returns variables whose delayed scales are set, from few rows."""
     if not planned.is_delayed:
         return {"params": params}
-    by_xla = nn.Planned(planned.model.clone(implementation="xla"))
+    by_xla = planned.by_xla()
 
     def first_step(key, params, *inputs):
         state = by_xla.init(key, *inputs)[_FP8]
