@@ -1,0 +1,139 @@
+"""Trains models of several sizes on the generated log: quality against cost.
+
+    python experiments/bench/size_curve.py --jobs 4 --out size_curve.json
+
+For each size the GFLOP of training an example (three times forward, from shapes) and
+the share of the reachable gap that is closed, (1 - NE) / (1 - best NE): DLRM and DCN V2
+that grow in width, and Wukong from a few megaflop to M. All see the same examples once,
+in the same recipe; batch sizes and rates are those of their configurations.
+`--sizes dlrm "wukong S"` selects some. Several runs share a GPU with
+XLA_PYTHON_CLIENT_PREALLOCATE=false.
+
+References:
+    Wukong, arXiv 2403.02545, figure 1: quality against GFLOP an example.
+"""
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from experiments.bench import result as results
+from experiments.bench.paired_seeds import train_once
+from experiments.cli import parse
+from loka_jax import nn
+from loka_jax.data.generated import NUM_DENSE
+from loka_jax.train.config import Config
+
+_ROWS = 16
+_WUKONG_S = (
+    *("--num-layers 3 --dense-embeddings 14 --embeddings-per-field 1".split()),
+    *("--embedding.dim 64 --k 24 --fm-embeddings 16 --lcb-embeddings 16".split()),
+    *("--fmb-mlp 512 512 --top-mlp 512 256".split()),
+)
+# Options over a configuration; the small ones keep its batch size and rates.
+SIZES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dlrm": ("fp8_dlrm", ()),
+    "dlrm 1024": ("fp8_dlrm", ("--top-mlp", "1024", "1024", "512")),
+    "dlrm 4096": ("fp8_dlrm", ("--top-mlp", "4096", "4096", "1024")),
+    "dcnv2": ("fp8_dcnv2", ()),
+    "dcnv2 1024": ("fp8_dcnv2", ("--deep-mlp", "1024", "1024", "512")),
+    "dcnv2 mlperf": ("fp8_mlperf_dcnv2", ("--loop.batch-size", "16384")),
+    "wukong": ("fp8_wukong", ()),
+    "wukong S": ("fp8_wukong_m", (*_WUKONG_S, "--loop.batch-size", "4096")),
+    "wukong M": ("fp8_wukong_m", ()),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON, after every run; printed only if None.
+        sizes: of those above.
+        recipe: of all runs.
+        examples: of training.
+        seeds: runs of each size.
+        jobs: runs at a time.
+    """
+
+    out: pathlib.Path | None = None
+    sizes: tuple[str, ...] = tuple(SIZES)
+    recipe: str = "bf16"
+    examples: int = 25_165_824
+    seeds: int = 1
+    jobs: int = 1
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Trains, prints, writes and returns the result."""
+    jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
+    result = results.head("size_curve", arguments) | {"sizes": {}}
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        jobs = {
+            pool.submit(_train, name, seed, arguments): name
+            for seed in range(arguments.seeds)
+            for name in arguments.sizes
+        }
+        for job in concurrent.futures.as_completed(jobs):
+            name = jobs[job]
+            record = result["sizes"].setdefault(name, _costs(name))
+            run = job.result()
+            result["versions"] = run.pop("versions")
+            record.setdefault("runs", []).append(run)
+            shares = [run["share_of_gap"] for run in record["runs"]]
+            record["share_of_gap"] = statistics.fmean(shares)
+            print(
+                f"{name:14} {record['gflop']:8.4f} GFLOP "
+                f"{record['parameters'] / 1e6:7.2f} M  share {shares[-1]:.2%}",
+                flush=True,
+            )
+            results.write(arguments.out, result)
+    return result
+
+
+def config_of(name: str) -> Config:
+    """Returns the configuration of a size."""
+    base, options = SIZES[name]
+    return parse(["--config", base, *options])
+
+
+def _train(name: str, seed: int, arguments: Arguments) -> dict[str, Any]:
+    """Returns what a run reached, trained in a process of its own."""
+    base, options = SIZES[name]
+    extra = [*options, "--data.examples", str(arguments.examples)]
+    summary = train_once(base, arguments.recipe, seed, extra)
+    ne, best = summary["final_eval"]["ne"], summary["best_possible_ne"]
+    return {
+        "seed": seed,
+        "ne": ne,
+        "best_possible_ne": best,
+        "share_of_gap": (1 - ne) / (1 - best),
+        "auc": summary["final_eval"]["auc"],
+        "steps": summary["steps"],
+        "skipped_steps": summary["skipped_steps"],
+        "seconds": summary["seconds"],
+        "versions": summary["versions"],
+    }
+
+
+def _costs(name: str) -> dict[str, Any]:
+    """Returns the GFLOP of training an example, and the dense parameters."""
+    config = config_of(name)
+    shapes = (_ROWS, NUM_DENSE), (_ROWS, len(config.data.rows), config.embedding.dim)
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    sites = nn.list_sites(config.model, *inputs)
+    flop = sum(6 * s.spec.m * s.spec.k * s.spec.n * (s.batch or 1) for s in sites)
+    variables = jax.eval_shape(config.model.init, jax.random.key(0), *inputs)
+    count = sum(p.size for p in jax.tree.leaves(variables["params"]))
+    return {"gflop": flop / _ROWS / 1e9, "parameters": count}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
