@@ -14,6 +14,7 @@ Every arm has the same Mods, and a recipe: its name, or "fp8" for `--recipe`:
     ours bf16         kernels, and fused networks and stacks, in bfloat16
     ours fp8          the same in FP8
     wide fp8          the same, narrow sites in bfloat16
+    dispatch          the choices for this GPU, as if all errors were small enough
 
 Ours over XLA's bf16 is the gain; ours in FP8 over ours in bf16 is FP8's part of it.
 With a recipe's name, `xla fp8_rowwise`, arms make the recipe table of the LoKA paper:
@@ -45,6 +46,9 @@ from experiments.bench.dispatch import (
     train_pass,
 )
 from loka_jax import nn
+from loka_jax.dispatch.first_use import as_if_accurate
+from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.plan import make_plan
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered, compile_lowered
 from loka_jax.measure.timing import profile_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
@@ -138,7 +142,7 @@ def make_programs(
     params = _on_device(nn.Planned(model.clone(implementation="xla")).init, few)
     programs: dict[str, Inference | Training] = {}
     for arm in arms:
-        planned = arm_of(model, arm, recipe, few)
+        planned = arm_of(model, arm, recipe, next(iter(sets.values()))[0])
         variables = _variables(planned, params["params"], few)
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
@@ -184,6 +188,11 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
         return nn.Planned(model.clone(recipe=precision, implementation="xla"))
     if kind == "ours":
         return nn.Planned(model.clone(recipe=precision, fused_wide=True))
+    if kind == "dispatch":
+        sites = nn.list_sites(model.clone(recipe=recipe), *inputs)
+        performance = local_performance().performance
+        plan = make_plan(sites, performance, errors=as_if_accurate(sites))
+        return nn.Planned(model.clone(fused_wide=True), plan.choices)
     sites = nn.list_sites(model.clone(recipe=precision), *inputs)
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     if kind == "torchao":
@@ -194,7 +203,7 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
         wide = [site for site in free if max(site.spec.k, site.spec.n) >= WIDE]
         choices = tuple((site.path, choice) for site in wide)
         return nn.Planned(model.clone(recipe="bf16", fused_wide=True), choices)
-    raise ValueError(f"--arms {arm!r}: begin it with xla, ours, torchao or wide.")
+    raise ValueError(f"--arms {arm!r}: begin it with xla, ours, torchao, wide.")
 
 
 def _on_device(function: Callable[..., Any], arguments: tuple) -> Any:

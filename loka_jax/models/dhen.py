@@ -44,6 +44,7 @@ class DhenLayer(ModelPart, kw_only=True):
     dot_mlp: tuple[int, ...]
     cross_rank: int | None
     num_heads: int
+    dropout_rate: float
 
     @linen.compact
     def __call__(
@@ -75,7 +76,10 @@ class DhenLayer(ModelPart, kw_only=True):
         batch, _, dim = x.shape
         with jax.named_scope("interaction"):
             pairs = nn.dot_features(None, x, implementation=self.implementation)
-        mlp = self._mlp("dot_mlp", (*self.dot_mlp, count * dim), ends_linear=True)
+        widths = (*self.dot_mlp, count * dim)
+        mlp = self._mlp(
+            "dot_mlp", widths, ends_linear=True, dropout_rate=self.dropout_rate
+        )
         return mlp(pairs, train=train).reshape(batch, count, dim)
 
     @linen.nowrap
@@ -101,7 +105,9 @@ class DhenLayer(ModelPart, kw_only=True):
             name="self_attention",
         )
         h = self._normalized(x + attention(x), "attention_norm", train=train)
-        mlp = self._mlp("ffn", (2 * dim, dim), ends_linear=True)
+        mlp = self._mlp(
+            "ffn", (2 * dim, dim), ends_linear=True, dropout_rate=self.dropout_rate
+        )
         out = mlp(h.reshape(-1, dim), train=train).reshape(h.shape)
         return self._normalized(h + out, "ffn_norm", train=train)
 
@@ -161,6 +167,7 @@ class Dhen(StackedModel):
             dot_mlp=self.dot_mlp,
             cross_rank=self.cross_rank,
             num_heads=self.num_heads,
+            dropout_rate=self.layer_dropout_rate,
             name=f"layer_{i}",
         )
 

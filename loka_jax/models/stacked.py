@@ -25,6 +25,8 @@ class StackedModel(RankingModel):
         embeddings_per_field: e; a row of a table holds e embeddings.
         num_layers: L.
         top_mlp: widths of the MLP after the last layer.
+        layer_dropout_rate: dropout rate of the MLPs within layers, their last, linear
+            layer included.
     """
 
     bottom_mlp: tuple[int, ...] = (512, 256)
@@ -32,6 +34,7 @@ class StackedModel(RankingModel):
     embeddings_per_field: int = 1
     num_layers: int = 2
     top_mlp: tuple[int, ...] = (512, 256)
+    layer_dropout_rate: float = 0.0
 
     @linen.compact
     def __call__(

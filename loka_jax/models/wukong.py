@@ -31,6 +31,7 @@ class WukongLayer(ModelPart, kw_only=True):
     fmb_mlp: tuple[int, ...]
     attention_mlp: tuple[int, ...] | None
     attention_embeddings: int
+    dropout_rate: float
 
     @linen.compact
     def __call__(
@@ -46,7 +47,13 @@ class WukongLayer(ModelPart, kw_only=True):
             else:
                 flat = self._normalized(flat, "fm_norm", train=train)
         widths = (*self.fmb_mlp, self.fm_embeddings * d)
-        mlp = self._mlp("fmb", widths, ends_linear=True, input_norm=input_norm)
+        mlp = self._mlp(
+            "fmb",
+            widths,
+            ends_linear=True,
+            input_norm=input_norm,
+            dropout_rate=self.dropout_rate,
+        )
         fmb = mlp(flat, train=train)
         with jax.named_scope("interaction"):
             count = self.fm_embeddings + lcb.shape[1]
@@ -107,5 +114,6 @@ class Wukong(StackedModel):
             fmb_mlp=self.fmb_mlp,
             attention_mlp=self.attention_mlp,
             attention_embeddings=self.attention_embeddings,
+            dropout_rate=self.layer_dropout_rate,
             name=f"layer_{i}",
         )

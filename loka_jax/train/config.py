@@ -364,9 +364,9 @@ class DhenDlrmConfig(Config):
 
 
 def _check_model(model: RankingModel):
-    require(
-        0 <= model.dropout_rate < 1, "--dropout-rate", model.dropout_rate, "in [0, 1)"
-    )
+    for name in ("dropout_rate", "layer_dropout_rate"):
+        rate = getattr(model, name, 0.0)
+        require(0 <= rate < 1, f"--{name.replace('_', '-')}", rate, "in [0, 1)")
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)
         option = f"--{field.name.replace('_', '-')}"

@@ -154,10 +154,16 @@ def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
     assert support.sqnr_db(exact_gradients[2], gradients[2]) > floor
 
 
-@pytest.mark.parametrize("make", [tiny_dlrm, tiny_dcnv2, tiny_wukong])
-def test_dropout_acts_in_training_only(make):
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        *((make, "dropout_rate") for make in (tiny_dlrm, tiny_dcnv2, tiny_wukong)),
+        *((make, "layer_dropout_rate") for make in (tiny_wukong, tiny_dhen)),
+    ],
+)
+def test_dropout_acts_in_training_only(make, option):
     args = inputs()
-    model = make(recipe="f32", dropout_rate=0.5)
+    model = make(recipe="f32", **{option: 0.5})
     variables = initialized(model, *args)
     apply = jax.jit(model.apply, static_argnames="train")
     rngs = {"dropout": jax.random.key(1)}
