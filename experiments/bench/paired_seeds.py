@@ -5,14 +5,16 @@
         -- --data.path FOLDER
 
 Runs of one seed share initial weights, dropout and the order of examples, so that
-their difference is the recipe's. Options after `--` are passed to every run. Prints and
-writes each arm's mean and spread, and its difference from the first arm with the 95 %
-interval of the mean difference (Student's t over the pairs).
+their difference is the recipe's. Options after `--` are passed to every run. Prints
+and writes each arm's mean and spread, and its difference from the first arm with the
+95 % interval of the mean difference (Student's t over the pairs); the file is written
+after every seed.
 """
 
 import argparse
 import concurrent.futures
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -27,8 +29,18 @@ METRICS = ("auc", "logloss", "ne", "calibration")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
 
-def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
+def train_once(
+    config: str, recipe: str, seed: int, extra: list[str], gpu: int | None = None
+) -> dict:
     """Returns the summary of one run, trained in a separate process.
+
+    Args:
+        config: to train.
+        recipe: of all sites, or `DISPATCH`.
+        seed: of the run.
+        extra: further options.
+        gpu: to train on, of which it takes only the memory that it needs; None leaves
+            the environment as it is.
 
     Raises:
         RuntimeError: with the end of the output if the run failed.
@@ -41,8 +53,15 @@ def train_once(config: str, recipe: str, seed: int, extra: list[str]) -> dict:
         else:
             arguments += ["--recipe", recipe, "--plan", "off"]
         command = [sys.executable, "experiments/train.py", *arguments, *extra]
+        environment = dict(os.environ)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         done = subprocess.run(
-            [*command, "--workdir", str(workdir)], capture_output=True, text=True
+            [*command, "--workdir", str(workdir)],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         if done.returncode:
             tail = (done.stdout + done.stderr)[-2000:]
@@ -98,33 +117,23 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--gpus", type=int, help="the seeds are dealt to")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(arguments[:split])
+    runs: dict[str, list[dict]] = {recipe: [] for recipe in options.recipes}
+    result = {}
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {
-            recipe: [
-                pool.submit(train_once, options.config, recipe, seed, extra)
-                for seed in range(options.seeds)
-            ]
-            for recipe in options.recipes
-        }
-        runs = {recipe: [job.result() for job in row] for recipe, row in jobs.items()}
-    first = next(iter(runs.values()))[0]
-    result = {
-        "command": results.command(),
-        "config": first["config"],
-        "versions": first["versions"],
-        "seeds": list(range(options.seeds)),
-        "split": first["final_split"],
-        "steps": {r: [s["steps"] for s in rows] for r, rows in runs.items()},
-        "skipped_steps": {
-            r: [s["skipped_steps"] for s in rows] for r, rows in runs.items()
-        },
-        "fp8_sites": {r: rows[0]["sites"] for r, rows in runs.items()},
-        "best_possible_ne": first["best_possible_ne"],
-        "arms": compare(runs),
-    }
-    results.write(options.out, result)
+        jobs = []
+        for seed in range(options.seeds):
+            gpu = None if options.gpus is None else seed % options.gpus
+            for recipe in options.recipes:
+                run = options.config, recipe, seed, extra, gpu
+                jobs.append((recipe, pool.submit(train_once, *run)))
+        for recipe, job in jobs:
+            runs[recipe].append(job.result())
+            if recipe == options.recipes[-1]:  # all of this seed are there
+                result = summarize(runs)
+                results.write(options.out, result)
     for arm, metrics in result["arms"].items():
         for name, metric in metrics.items():
             delta = metric["minus_first"]
@@ -132,6 +141,27 @@ def main() -> None:
                 f"{arm:34} {name:12}{metric['mean']:.5f} +- {metric['std']:.5f}  "
                 f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}"
             )
+
+
+def summarize(runs: dict[str, list[dict]]) -> dict:
+    """Returns the result of some seeds, of the summaries of each arm."""
+    first = next(iter(runs.values()))[0]
+    return {
+        "command": results.command(),
+        "config": first["config"],
+        "versions": first["versions"],
+        "seeds": list(range(len(next(iter(runs.values()))))),
+        "split": first["final_split"],
+        "steps": {r: [s["steps"] for s in rows] for r, rows in runs.items()},
+        "seconds": {r: [s["seconds"] for s in rows] for r, rows in runs.items()},
+        "skipped_steps": {
+            r: [s["skipped_steps"] for s in rows] for r, rows in runs.items()
+        },
+        "fp8_sites": {r: rows[0]["sites"] for r, rows in runs.items()},
+        "best_possible_ne": first["best_possible_ne"],
+        "best_valid": {r: [s["best_valid"] for s in rows] for r, rows in runs.items()},
+        "arms": compare(runs),
+    }
 
 
 if __name__ == "__main__":

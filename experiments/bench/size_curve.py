@@ -6,8 +6,7 @@ For each size the GFLOP of training an example (three times forward, from shapes
 the share of the reachable gap that is closed, (1 - NE) / (1 - best NE): DLRM and DCN V2
 that grow in width, and Wukong from a few megaflop to M. All see the same examples once,
 in the same recipe; batch sizes and rates are those of their configurations.
-`--sizes dlrm "wukong S"` selects some. Several runs share a GPU with
-XLA_PYTHON_CLIENT_PREALLOCATE=false.
+`--sizes dlrm "wukong S"` selects some; with `--gpus 1` several runs share a GPU.
 
 References:
     Wukong, arXiv 2403.02545, figure 1: quality against GFLOP an example.
@@ -61,6 +60,7 @@ class Arguments:
         examples: of training.
         seeds: runs of each size.
         jobs: runs at a time.
+        gpus: that the runs are dealt to in turn; None leaves the environment as it is.
     """
 
     out: pathlib.Path | None = None
@@ -69,6 +69,7 @@ class Arguments:
     examples: int = 25_165_824
     seeds: int = 1
     jobs: int = 1
+    gpus: int | None = None
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
@@ -77,9 +78,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
     result = results.head("size_curve", arguments) | {"sizes": {}}
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
-            pool.submit(_train, name, seed, arguments): name
+            pool.submit(_train, name, seed, i, arguments): name
             for seed in range(arguments.seeds)
-            for name in arguments.sizes
+            for i, name in enumerate(arguments.sizes)
         }
         for job in concurrent.futures.as_completed(jobs):
             name = jobs[job]
@@ -104,11 +105,12 @@ def config_of(name: str) -> Config:
     return parse(["--config", base, *options])
 
 
-def _train(name: str, seed: int, arguments: Arguments) -> dict[str, Any]:
+def _train(name: str, seed: int, turn: int, arguments: Arguments) -> dict[str, Any]:
     """Returns what a run reached, trained in a process of its own."""
     base, options = SIZES[name]
     extra = [*options, "--data.examples", str(arguments.examples)]
-    summary = train_once(base, arguments.recipe, seed, extra)
+    gpu = None if arguments.gpus is None else turn % arguments.gpus
+    summary = train_once(base, arguments.recipe, seed, extra, gpu)
     ne, best = summary["final_eval"]["ne"], summary["best_possible_ne"]
     return {
         "seed": seed,
