@@ -20,6 +20,8 @@ QUICK = ("fp8_dcnv2_tiny",)
 # The same data in another model, which takes steps in another family.
 AGAIN = (
     *("criteo_dcnv2_tiny", "frappe_dcnv2_tiny", "fp8_dlrm_tiny"),
+    *("criteo_wukong_tiny", "frappe_wukong_tiny"),
+    *("criteo_dhen_tiny", "frappe_dhen_tiny"),
     *("fp8_dhen_dlrm_tiny", "fp8_mlperf_dcnv2_tiny"),
 )
 ONCE = [name for name in TINY if name not in AGAIN]
