@@ -84,7 +84,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         }
         for job in concurrent.futures.as_completed(jobs):
             name = jobs[job]
-            record = result["sizes"].setdefault(name, _costs(name))
+            record = result["sizes"].setdefault(name, costs(name))
             run = job.result()
             result["versions"] = run.pop("versions")
             record.setdefault("runs", []).append(run)
@@ -125,7 +125,7 @@ def _train(name: str, seed: int, turn: int, arguments: Arguments) -> dict[str, A
     }
 
 
-def _costs(name: str) -> dict[str, Any]:
+def costs(name: str) -> dict[str, Any]:
     """Returns the GFLOP of training an example, and the dense parameters."""
     config = config_of(name)
     shapes = (_ROWS, NUM_DENSE), (_ROWS, len(config.data.rows), config.embedding.dim)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from experiments import configs
-from experiments.bench import models
+from experiments.bench import models, size_curve
 from loka_jax import nn
 
 ROWS = 16
@@ -55,6 +55,7 @@ def test_the_benchmark_has_every_size_with_and_without_mods():
         *(False, "block", "hard_swish"),
     )
     assert shapes(8) == ((8, 13), (8, 26, 256))
+    assert models.wide("wukong_m all")[0] == wukong
     plain, _ = models.wide("wukong_m plain")
     model = configs.get_config("fp8_wukong_m").model
     assert plain == model.clone(recipe="bf16", activation="swish")
@@ -62,3 +63,12 @@ def test_the_benchmark_has_every_size_with_and_without_mods():
     assert block == plain.clone(norm="block")
     mlperf, _ = models.wide("mlperf_dcnv2")
     assert mlperf == configs.get_config("bf16_mlperf_dcnv2").model
+
+
+def test_the_curve_has_wukong_s_and_m():
+    small, medium = size_curve.costs("wukong S"), size_curve.costs("wukong M")
+    assert small["gflop"] == pytest.approx(0.03, rel=0.2)
+    assert small["parameters"] / 1e6 == pytest.approx(5, rel=0.1)
+    assert (medium["gflop"], medium["parameters"] / 1e6) == pytest.approx(
+        SIZES["wukong_m"], rel=0.1
+    )
