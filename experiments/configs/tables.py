@@ -200,7 +200,7 @@ def criteo_wukong() -> WukongConfig:
         ),
         data=_CRITEO_DATA,
         embedding=_CRITEO_EMBEDDING,
-        optim=criteo_dlrm().optim,
+        optim=dataclasses.replace(criteo_dlrm().optim, lr=1.5e-3),
         loop=_CRITEO_STACKED_LOOP,
     )
 
