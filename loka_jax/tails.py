@@ -5,8 +5,8 @@ scales were not applied yet, and writes its result in the forms that later produ
 read. Hopper's FP8 tensor cores contract the last dim of both operands, so the weight
 gradient, which contracts the rows, reads the transposes: these are FP8 forms, too.
 
-    cross     y = x0 * c + x        c = z + bias
-    backward  g = d + r    u = g * x0    dx0 += g * c    dbias = sum over rows of u
+    cross     y = x0 * (z_1 + ... + z_p + bias)
+    backward  u = x0 * (d_1 + ... + d_p)    dbias = sum over rows of u
 
     norm      y = activation(norm(z + bias + r))
     backward  the gradient dz of its argument, from dy = d + r    dbias = sum of dz
@@ -91,21 +91,18 @@ class Written(NamedTuple):
     amaxes: Float[Array, "p"] | None
 
 
-class CrossGradients(NamedTuple):
-    """The outputs of the backward pass of a cross tail.
+class CrossTail(NamedTuple):
+    """The outputs of a cross tail, `y = x0 * s` with s a sum, either way.
 
     Attributes:
-        u: gradient of z + bias, in the requested forms.
-        dx0: bfloat16 gradient of x0, the given part included.
-        g: bfloat16, the gradient of y; None if there was only one summand, or if it
-            was not requested.
-        dbias: float32; None without a bias.
+        y: the product, in the requested forms.
+        s: bfloat16; None if not requested.
+        row_sum: float32, the sum of y over its rows; None if not requested.
     """
 
-    u: Written
-    dx0: Float[Array, "m n"]
-    g: Float[Array, "m n"] | None
-    dbias: Float[Array, "n"] | None
+    y: Written
+    s: Float[Array, "m n"] | None
+    row_sum: Float[Array, "n"] | None
 
 
 class NormTail(NamedTuple):

@@ -17,6 +17,7 @@ from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.normed import Epilogue
 from loka_jax.tails import Forms, Scaled
 from loka_jax.triton import cross_tail as triton_cross
+from loka_jax.triton import joined_cast as triton_joined
 from loka_jax.triton import norm_tail as triton_norm
 from loka_jax.triton.tail import TuningConfig
 
@@ -25,19 +26,21 @@ _FP8 = Forms(fp8=E4M3)
 _BOTH = Forms(fp8=E4M3, transposed=True)
 _ALL = Forms(fp8=E4M3, transposed=True, amax=True)
 _HANDED = Forms(bf16=False, fp8=E4M3, transposed=True)  # under a bound: no amax
+_HANDED_ONCE = Forms(bf16=False, fp8=E4M3)
 _MEASURED = Forms(bf16=False, fp8=E4M3, transposed=True, amax=True)
 _U = Forms(bf16=False, fp8=E5M2)
 _U_BOTH = Forms(bf16=False, fp8=E5M2, transposed=True)
 _U_ALL = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
+_FIRST = 128  # columns of the first of two arrays to be joined
 _EPILOGUE = Epilogue("block", "hard_swish")
 _NO_NORM = Epilogue("none")
 
-_CROSS = ("z", "x0", "x", "bias", "scale_inv")
-_CROSS_FP8 = ("z8", "x08", "x", "bias", "scale_inv")
-_BACK = ("d", "r", "x0", "z", "bias", "dx0", "scale_inv")
-_BACK_FP8 = ("d", "r", "x08", "z8", "bias", "dx0", "scale_inv")
-_BACK_NO_BIAS = ("d", "r", "x0", "z", "none", "dx0", "scale_inv")
-_BACK_LAST = ("d", "none", "x0", "z", "bias", "none", "scale_inv")
+_SUMMANDS = (1, 2, 3)
+_CROSS = ("zs", "x0", "bias", "scale_inv")
+_CROSS_FP8 = [(f"z8 {i}", "x08", "bias", "scale_inv") for i in _SUMMANDS]
+_BACK = ("ds", "x0", "scale_inv")
+_BACK_FP8 = [(f"d8 {i}", "x08", "scale_inv") for i in _SUMMANDS]
+_JOIN = ("first", "second", "scale_inv")
 _NORM = ("z", "none", "scale_inv")
 _NORM_R = ("z", "r", "scale_inv")
 _NORM_BACK = ("d", "none", "residuals", "scale_inv")
@@ -84,15 +87,23 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
     operands: dict[str, Any] = {
         name: Scaled(4 * normal(m, n), (half, half)) for name in ("z", "d")
     }
-    operands |= {name: normal(m, n) for name in ("x0", "x", "r", "dx0")}
+    operands |= {name: normal(m, n) for name in ("x0", "r")}
     x0 = operands["x0"]
-    z8, x08 = (fp8.quantize(x) for x in (operands["z"].data, x0))
+    x08 = fp8.quantize(x0)
+    operands |= {"zs": [operands["z"]], "ds": [operands["d"]]}
+    for name, dtype in (("z8", E4M3), ("d8", E5M2)):
+        summands = []
+        for i in _SUMMANDS:
+            x = fp8.quantize(normal(m, n), dtype)
+            summands.append(Scaled(x.data, (x.scale_inv, half)))
+            operands[f"{name} {i}"] = [*summands]
     z = Scaled(normal(m, n))
     kept = xla.norm_tail(z, epilogue=_EPILOGUE, want=_BF16)
     return operands | {
         "x0": Scaled(x0),
-        "z8": Scaled(z8.data, (z8.scale_inv / 4,)),
         "x08": Scaled(x08.data, (x08.scale_inv,)),
+        "first": x0[:, :_FIRST],
+        "second": x0[:, _FIRST:],
         "bias": jax.random.normal(next(keys), (n,)),
         "residuals": kept.residuals,
         "scale_inv": jnp.asarray(2.0**-5, jnp.float32),
@@ -108,18 +119,11 @@ def xla_forms() -> list[Form]:
 
     return [
         form("cross: bf16", _cross, _BF16, _CROSS),
-        form("cross: bf16, fp8", _cross, _FP8, _CROSS),
-        form("cross: bf16, fp8, fp8^T", _cross, _BOTH, _CROSS),
-        form("cross: bf16, fp8, fp8^T, amax", _cross, _ALL, _CROSS),
-        form("cross of fp8: bf16", _cross, _BF16, _CROSS_FP8),
-        form("cross of fp8: bf16, fp8, fp8^T, amax", _cross, _ALL, _CROSS_FP8),
+        form("cross: fp8, fp8^T, amax", _cross, _MEASURED, _CROSS),
+        *(form(f"{x[0]} of cross: bf16", _cross, _BF16, x) for x in _CROSS_FP8),
         form("cross back: bf16", _back, _BF16, _BACK),
-        form("cross back: bf16, no bias", _back, _BF16, _BACK_NO_BIAS),
-        form("cross back: fp8", _back, _U, _BACK),
-        form("cross back: fp8, fp8^T", _back, _U_BOTH, _BACK),
-        form("cross back: fp8, fp8^T, amax", _back, _U_ALL, _BACK),
-        form("cross back: fp8, fp8^T, amax, no bias", _back, _U_ALL, _BACK_NO_BIAS),
-        form("cross back of fp8: fp8, fp8^T, amax", _back, _U_ALL, _BACK_FP8),
+        *(form(f"{x[0]} of cross back: bf16", _back, _BF16, x) for x in _BACK_FP8),
+        form("join: fp8, fp8^T, amax", _join, _MEASURED, _JOIN),
         form("norm: bf16", _norm, _BF16, _NORM),
         form("norm: fp8, fp8^T", _norm, _HANDED, _NORM),
         form("norm of residual: fp8, fp8^T", _norm, _HANDED, _NORM_R),
@@ -135,10 +139,10 @@ def triton_forms(m: int, n: int, tune: bool) -> list[Form]:
     cross, back = triton_cross.DEFAULT, triton_cross.BACKWARD_DEFAULT
     norm, cast = triton_norm.DEFAULT, triton_norm.NO_NORM_DEFAULT
     kernels = (
-        ("cross", _cross, _ALL, _CROSS, cross),
-        ("cross of fp8", _cross, _ALL, _CROSS_FP8, cross),
-        ("cross back", _back, _U_ALL, _BACK, back),
-        ("cross back of fp8", _back, _U_ALL, _BACK_FP8, back),
+        ("cross", _cross, _MEASURED, _CROSS, cross),
+        *((f"{x[0]} of cross", _cross, _MEASURED, x, cross) for x in _CROSS_FP8),
+        *((f"{x[0]} of cross back", _back, _U_ALL, x, back) for x in _BACK_FP8),
+        ("join", _join, _MEASURED, _JOIN, triton_joined.DEFAULT),
         ("norm", _norm, _HANDED, _NORM, norm),
         ("norm back", _norm_back, _U_ALL, _NORM_BACK, norm),
         ("cast", _cast, _MEASURED, ("z", "scale_inv"), cast),
@@ -154,14 +158,9 @@ def triton_parts(m: int, n: int, best: dict[str, TuningConfig]) -> list[Form]:
     """Returns Triton's kernels with fewer results or operands, with these configs."""
     parts = (
         ("cross", ": bf16", _cross, _BF16, _CROSS),
-        ("cross", ": bf16, fp8", _cross, _FP8, _CROSS),
-        ("cross", ": bf16, fp8, fp8^T", _cross, _BOTH, _CROSS),
-        ("cross of fp8", ": bf16, fp8", _cross, _FP8, _CROSS_FP8),
-        ("cross back", ": fp8", _back, _U, _BACK),
-        ("cross back", ": fp8, fp8^T", _back, _U_BOTH, _BACK),
-        ("cross back", ": all, no bias", _back, _U_ALL, _BACK_NO_BIAS),
-        ("cross back", ": all, last layer", _back, _U_ALL, _BACK_LAST),
-        ("cross back", ": all, first layer", _back_first, _U_ALL, _BACK),
+        ("z8 3 of cross", ": fp8", _cross, _HANDED_ONCE, _CROSS_FP8[-1]),
+        ("d8 3 of cross back", ": fp8, fp8^T", _back, _U_BOTH, _BACK_FP8[-1]),
+        ("join", ": fp8", _join, _HANDED_ONCE, _JOIN),
         ("norm", " of residual", _norm, _HANDED, _NORM_R),
         ("norm back", ": fp8, fp8^T", _norm_back, _U_BOTH, _NORM_BACK),
     )
@@ -198,7 +197,8 @@ class _Triton:
 
     def __init__(self, config: TuningConfig):
         modules = {
-            triton_cross: ("cross_tail", "cross_tail_backward"),
+            triton_cross: ("cross_tail",),
+            triton_joined: ("joined_cast",),
             triton_norm: ("norm_tail", "norm_tail_backward"),
         }
         for module, names in modules.items():
@@ -215,19 +215,18 @@ def _scale(want: Forms, scale_inv):
     return None if want.fp8 is None else scale_inv
 
 
-def _cross(provider, want, z, x0, x, bias, scale_inv):
+def _cross(provider, want, zs, x0, bias, scale_inv):
     scale_inv = _scale(want, scale_inv)
-    return provider.cross_tail(z, x0, x, bias, want=want, y_scale_inv=scale_inv)
+    return provider.cross_tail(zs, x0, bias, want=want, y_scale_inv=scale_inv)
 
 
-def _back(provider, want, d, r, x0, z, bias, dx0, scale_inv, **options):
-    options |= dict(want=want, u_scale_inv=_scale(want, scale_inv))
-    return provider.cross_tail_backward(d, r, x0, z, bias, dx0, **options)
+def _back(provider, want, ds, x0, scale_inv):
+    options = dict(want=want, y_scale_inv=_scale(want, scale_inv), has_row_sum=True)
+    return provider.cross_tail(ds, x0, **options)
 
 
-def _back_first(*operands):
-    """The first layer's, whose gradient of x needs no array of its own."""
-    return _back(*operands, keep_g=False)
+def _join(provider, want, first, second, scale_inv):
+    return provider.joined_cast(first, second, want=want, scale_inv=scale_inv)
 
 
 def _norm(provider, want, z, r, scale_inv):

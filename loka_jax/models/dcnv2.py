@@ -55,9 +55,7 @@ class Dcnv2(RankingModel):
         if self.bottom_mlp is not None and bottom.shape[1]:
             mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))
             bottom = mlp(bottom, train=train)
-        x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
-
-        crossed = nn.CrossNet(
+        cross = nn.CrossNet(
             self.num_cross_layers,
             rank=self.cross_rank,
             use_bias=self.bias,
@@ -65,11 +63,14 @@ class Dcnv2(RankingModel):
             implementation=self.implementation,
             fused=self.fused_wide,
             name="cross",
-        )(x0)
-        is_parallel = self.structure == "parallel"
+        )
         mlp = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
-        deep = mlp(_separated(x0) if is_parallel else crossed, train=train)
-        out = nn.join_features(crossed, deep, multiple=1) if is_parallel else deep
+        if self.structure == "stacked":
+            out = mlp(cross((bottom, flat), hand_on=True), train=train)
+        else:
+            x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
+            crossed, deep = cross(x0), mlp(_separated(x0), train=train)
+            out = nn.join_features(crossed, deep, multiple=1)
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 
 

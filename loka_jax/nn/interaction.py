@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
 from loka_jax.ops import cross
+from loka_jax.ops.cross import Crossed
+from loka_jax.ops.interaction import join_features, padded
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
@@ -44,13 +46,29 @@ class CrossNet(linen.Module):
     fused: bool = False
 
     @linen.compact
-    def __call__(self, x0: Float[Array, "B k"]) -> Float[Array, "B k"]:
-        """Returns the features after the last cross layer."""
+    def __call__(
+        self,
+        x0: Float[Array, "B k"] | tuple[Float[Array, "B _"], Float[Array, "B _"]],
+        *,
+        hand_on: bool = False,
+    ) -> Any:
+        """Returns the features after the last cross layer.
+
+        Args:
+            x0: the features, or two arrays of them, see `join_features`.
+            hand_on: return a network that is one operation as it is: `Mlp` runs it
+                together with the layers that read its features.
+        """
+        parts = _parts(x0)
+        m, k = parts[0].shape[0], sum(x.shape[1] for x in parts)
         if self.fused:
-            plans = self._plans(*x0.shape)
+            plans = self._plans(m, k)
             if self._is_one_operation(plans):
-                return self._by_one_operation(x0, plans)
-        x = x0
+                crossed = self._as_one_operation(parts, plans)
+                if hand_on:
+                    return crossed
+                return cross.cross_network(crossed).astype(parts[0].dtype)
+        x = x0 = parts[0] if len(parts) == 1 else join_features(parts[0], parts[1])
         for i in range(self.num_layers):
             hidden = x
             for name, features, use_bias in self._products(i, x0.shape[1]):
@@ -85,20 +103,19 @@ class CrossNet(linen.Module):
             return False
         return plans[0][0].choice.is_fp8 and cross.why_not(plans) is None
 
-    def _by_one_operation(self, x0: Array, plans) -> Array:
+    def _as_one_operation(self, x0: tuple[Array, ...], plans) -> Crossed:
         layers, states = [], []
         for i, own in enumerate(plans):
             parts: list[Any] = [
                 self._dense(DenseVariables, *product)(plan)
                 for product, plan in zip(
-                    self._products(i, x0.shape[1]), own, strict=True
+                    self._products(i, own[-1].spec.n), own, strict=True
                 )
             ]
             kernels = tuple(part.kernel for part in parts)
             layers.append(cross.CrossLayer(kernels, parts[-1].bias))
             states.append(tuple(part.state for part in parts))
-        y = cross.cross_network(x0, tuple(layers), tuple(states), plans=plans)
-        return y.astype(x0.dtype)
+        return Crossed(x0, tuple(layers), tuple(states), plans)
 
     def _dense(self, layer: type[Dense], name: str, features: int, use_bias: bool):
         return layer(
@@ -108,3 +125,14 @@ class CrossNet(linen.Module):
             kernel_init=self.kernel_init,
             name=name,
         )
+
+
+def _parts(x0: Array | tuple[Array, Array]) -> tuple[Array, ...]:
+    """Returns features as arrays that a kernel can join, one where it cannot."""
+    if not isinstance(x0, tuple):
+        return (x0,)
+    widths = [x.shape[1] for x in x0]
+    is_full = padded(sum(widths)) == sum(widths)
+    if is_full and all(k and not k % 16 for k in widths):
+        return x0
+    return (join_features(*x0),)

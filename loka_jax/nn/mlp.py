@@ -13,7 +13,8 @@ from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
-from loka_jax.ops import wide_stack
+from loka_jax.ops import cross, crossed_stack, wide_stack
+from loka_jax.ops.cross import Crossed
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe
@@ -58,12 +59,19 @@ class Mlp(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: Float[Array, "*rows k"], *, train: bool = False
+        self, x: Float[Array, "*rows k"] | Crossed, *, train: bool = False
     ) -> Float[Array, "*rows n"]:
-        """Returns the last layer's activations. Training with dropout needs its rng."""
+        """Returns the last layer's activations. Training with dropout needs its rng.
+
+        Args:
+            x: rows, or a cross network that makes them (see `CrossNet`): it runs
+                together with the first wide layers where they are one operation.
+            train: drop activations, and normalize by the batch's statistics.
+        """
         drops = train and self.dropout_rate > 0
         if self.norm != "batch" and not drops:
             return self._by_sites(x)
+        x = _features(x)
         m, k = math.prod(x.shape[:-1]), x.shape[-1]
         x = normalize(x, self.input_norm, train=train)
         plans = None if self.norm == "batch" else self._plans(m, k, chained=False)
@@ -78,21 +86,24 @@ class Mlp(linen.Module):
                 x = linen.Dropout(self.dropout_rate, deterministic=False)(x)
         return x
 
-    def _by_sites(self, x: Array) -> Array:
+    def _by_sites(self, x: Array | Crossed) -> Array:
         """Returns the last layer's activations, of sites with nothing between them."""
         m, k = math.prod(x.shape[:-1]), x.shape[-1]
         wide, runs = self._wide(m, k)
+        if 0 not in runs or self.input_norm != "none":
+            x = _features(x)
         plans = self._plans(m, k, chained=True, apart=wide)
-        out: Array | Activations = x
+        out: Array | Activations | Crossed = x
         if 0 not in wide:
-            out = normalize(x, self.input_norm, train=False)
+            out = normalize(_features(x), self.input_norm, train=False)
         for i, plan in enumerate(plans):
             if i not in wide:
+                assert not isinstance(out, Crossed)
                 out = self._site(i, plan)(out)
             elif i in runs:
                 assert not isinstance(out, Activations)
                 out = self._by_one_operation(out, wide, runs[i])
-        assert not isinstance(out, Activations)
+        assert not isinstance(out, Activations | Crossed)
         return out
 
     def _wide(self, m: int, k: int) -> tuple[dict[int, KernelPlan], dict[int, range]]:
@@ -104,7 +115,7 @@ class Mlp(linen.Module):
         runs = wide_stack.wide_runs(plans)
         return {i: plans[i] for run in runs for i in run}, {run[0]: run for run in runs}
 
-    def _by_one_operation(self, x: Array, wide, layers: range) -> Array:
+    def _by_one_operation(self, x: Array | Crossed, wide, layers: range) -> Array:
         plans = tuple(wide[i] for i in layers)
         parts: list[Any] = [
             DenseVariables(
@@ -118,6 +129,8 @@ class Mlp(linen.Module):
         ]
         parameters = tuple(wide_stack.WideLayer(p.kernel, p.bias) for p in parts)
         states = tuple(part.state for part in parts)
+        if isinstance(x, Crossed):
+            return crossed_stack.crossed_stack(x, parameters, states, plans=plans)
         input_norm = self.input_norm if 0 in layers else "none"
         rows = x.reshape(plans[0].spec.m, -1)
         y = wide_stack.wide_stack(
@@ -229,3 +242,7 @@ class Mlp(linen.Module):
         if self.implementation is None and self._is_linear(i):
             return "xla"
         return self.implementation
+
+
+def _features(x: Array | Crossed) -> Array:
+    return cross.cross_network(x) if isinstance(x, Crossed) else x

@@ -1,20 +1,26 @@
 """A cross network as one operation: products in FP8, and a tail in one pass each way.
 
-    forward     z = x V U                            x' = x0 * (z + b) + x
-    backward    g = dL/dx'      u = g * x0           dx0 += g * (z + b)
-                dU = (x V)^T u  dh = u U^T           dV = x^T dh     dL/dx = dh V^T + g
+Features are those of the first layer times a factor, `x_l = x0 * s_l`, s_0 = 1:
+
+    forward     z = x_l V U                          s' = s_l + z + b    x' = x0 * s'
+    backward    d_l = dh V^T    dh = u U^T           u = x0 * (d_L + ... + d_{l+1})
+                dU = (x V)^T u  dV = x^T dh          dx0 = sum over l of d_l * s_l
 
 Rows of x are examples; a layer of full rank has one kernel W in place of V and U. What
 lies between the products is memory bandwidth: at 3,456 features and rank 512 a pass
-takes as long as a product. So there is one pass a layer each way, the tail, which
-applies the scales of the product before it, and writes what is read next: x' and u in
-FP8 under scales from earlier steps, with their amaxes, and for dU and dV transposed, or
-in bfloat16, as the recipe says. In bfloat16 the same passes run without FP8.
+takes as long as a product. So there is one pass a layer each way, the tail. It reads
+x0 and the products of all layers so far, whose scales it applies, and writes nothing
+but what the next product reads: x' or u in FP8 under scales from earlier steps, with
+their amaxes, and for dU and dV transposed, or in bfloat16, as the recipe says. Nothing
+is read and written again to add to it; one pass at the end makes dx0.
+
+Where the first product reads x0 in E4M3, so do the tails: the network is that of the
+rounded features. What only tails read, z and d, leaves its product in FP8, z in E4M3
+and d in the format of gradients. In bfloat16 the same passes run without FP8.
 
 The weights are cast once a step, in both layouts.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -23,9 +29,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
+from loka_jax.fp8 import E4M3
+from loka_jax.ops.interaction import join_features
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.tailed_products import Tailed, read_states, why_not_tailed
+from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
@@ -47,6 +55,27 @@ class CrossLayer(NamedTuple):
     bias: Float[Array, "n"] | None = None
 
 
+class Crossed(NamedTuple):
+    """A cross network and its operands, for an operation that runs it.
+
+    Attributes:
+        x0: the features: an array, or two whose columns are joined.
+        layers: the parameters.
+        states: of the products, for recipes with delayed scaling, else None.
+        plans: of the products.
+    """
+
+    x0: tuple[Float[Array, "m _"], ...]
+    layers: tuple[CrossLayer, ...]
+    states: ByProduct[DelayedScaling | None]
+    plans: ByProduct[KernelPlan]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the features."""
+        return self.x0[0].shape[0], sum(x.shape[1] for x in self.x0)
+
+
 def why_not(plans: ByProduct[KernelPlan]) -> str | None:
     """Returns why these sites do not run as one operation, or None if they do.
 
@@ -61,28 +90,24 @@ def why_not(plans: ByProduct[KernelPlan]) -> str | None:
     recipe = choice.recipe
     if choice.is_fp8 and (recipe.fwd is None or recipe.dlhs is None):
         return f"recipe {recipe.name!r} has no FP8 in fwd or dlhs"
+    if any(jnp.dtype(cast.dtype) != jnp.dtype(E4M3) for cast in recipe.casts("lhs")):
+        return f"recipe {recipe.name!r} reads features in less than E4M3"
     return why_not_tailed(each)
 
 
 def cross_network(
-    x0: Float[Array, "m n"],
-    layers: tuple[CrossLayer, ...],
-    states: ByProduct[DelayedScaling | None],
+    crossed: Crossed,
     *,
-    plans: ByProduct[KernelPlan],
     axis_names: tuple[str, ...] = (),
     implementation: triton.Implementation | None = None,
 ) -> Float[Array, "m n"]:
     """Returns the features after the last cross layer, in bfloat16.
 
     Differentiable in x0 and the layers; gradients have their dtypes. The gradient with
-    respect to `states` is their values for the next step, as in `matmul`.
+    respect to the states is their values for the next step, as in `matmul`.
 
     Args:
-        x0: the features, cast to bfloat16.
-        layers: the parameters.
-        states: of the products, for recipes with delayed scaling, else None.
-        plans: of the products.
+        crossed: the network.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed, the GPU is a Hopper and its kernels support the
@@ -92,105 +117,212 @@ def cross_network(
         ValueError: if the plans are not served (see `why_not`), if Triton is required
             and cannot run, or if a state is missing.
     """
-    reason = why_not(plans)
-    if reason is not None:
-        raise ValueError(f"cross_network: {reason}.")
-    sizes = {(plan.spec.m, plan.spec.n) for layer in plans for plan in layer}
-    sizes |= {x0.shape}
-    refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
-    refusal = next(filter(None, refusals), None)
-    network = Tailed(plans, axis_names, triton.chosen(implementation, refusal))
-    states = read_states(plans, states)
-    arrays, tree = jax.tree.flatten((x0.astype(jnp.bfloat16), layers))
+    refusal = check(crossed)
+    provider = triton.chosen(implementation, refusal)
+    network = Tailed(crossed.plans, axis_names, provider)
+    states = read_states(crossed.plans, crossed.states)
+    arrays, tree = jax.tree.flatten((crossed.x0, crossed.layers))
     return _run(network, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
 
 
-class _Kept(NamedTuple):
-    """What the backward pass reads of a layer's forward pass."""
+def check(crossed: Crossed) -> str | None:
+    """Returns why Triton does not run the tails of a network, or None if it does.
 
-    lhs: tuple[Written, ...]
-    rhs: tuple[Written, ...]
-    z: Scaled
+    Raises:
+        ValueError: if the plans are not served (see `why_not`).
+    """
+    reason = why_not(crossed.plans)
+    if reason is not None:
+        raise ValueError(f"cross_network: {reason}.")
+    specs = [plan.spec for layer in crossed.plans for plan in layer]
+    sizes = {(spec.m, spec.n) for spec in specs} | {x.shape for x in crossed.x0}
+    refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
+    return next(filter(None, refusals), None)
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads of the forward pass.
+
+    Attributes:
+        x0: of the first layer, as the tails read it.
+        lhs, rhs: the operands of each layer's products.
+        z: the product that ends each layer.
+    """
+
+    x0: Scaled
+    lhs: ByProduct[Written]
+    rhs: ByProduct[Written]
+    z: tuple[Scaled, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(network: Tailed, x0, layers, states):
-    return _propagate(network, x0, layers, states, keep=False)[0]
+    return _forward(network, x0, layers, states, keep=False)[0]
 
 
-def _forward(network: Tailed, x0, layers, states):
-    y, kept = _propagate(network, x0, layers, states, keep=True)
-    biases = tuple(layer.bias for layer in layers)
-    return y, (x0, biases, states, kept)
-
-
-def _propagate(
-    network: Tailed, x0, layers: tuple[CrossLayer, ...], states, *, keep: bool
-) -> tuple[Array, tuple[_Kept, ...]]:
-    """Returns the features after the last layer, and what backward reads."""
-    sites = network.sites(states)
-    x, lhs = x0, sites[0][0].cast("lhs", Scaled(x0), keep=keep)
-    kept = []
-    for i, (layer, own) in enumerate(zip(layers, sites, strict=True)):
-        operands = [lhs]
-        weights = [
-            site.weight(kernel, keep=keep)
-            for site, kernel in zip(own, layer.kernels, strict=True)
-        ]
-        z = own[0].multiply("fwd", lhs, weights[0])
-        for site, weight in zip(own[1:], weights[1:], strict=True):
-            operands.append(site.cast("lhs", z, keep=keep))
-            z = site.multiply("fwd", operands[-1], weight)
-        want, scale_inv = Forms(), None
-        if i + 1 < len(layers):
-            following = sites[i + 1][0]
-            want = dataclasses.replace(following.forms("lhs", keep=keep), bf16=True)
-            scale_inv = following.scale_inv("lhs")
-        lhs = network.tail(
-            "cross_tail",
-            *(z, Scaled(x0), x, layer.bias),
-            static=dict(want=want),
-            y_scale_inv=scale_inv,
-        )
-        x = lhs.bf16
-        kept.append(_Kept(tuple(operands), tuple(weights), z))
-    return x, tuple(kept)
+def _forward(network: Tailed, x0, layers, states, *, keep: bool = True):
+    y, kept = propagate(network, x0, layers, states, reader=None, keep=keep)
+    assert y.bf16 is not None
+    return y.bf16, (x0, biases_of(layers), states, kept)
 
 
 def _backward(network: Tailed, residuals, dy):
     x0, biases, states, kept = residuals
-    sites = network.sites(states)
-    # The gradient of y is d + r.
-    d, r, dx0 = Scaled(dy), None, None
-    gradients, next_states = [], []
-    for i in reversed(range(len(sites))):
-        own, (lhs, rhs, z) = sites[i], kept[i]
-        # The first layer's x is x0: its gradient g joins g * (z + b).
-        is_first = i == 0
-        bias = _plus_one(biases[i], z) if is_first else biases[i]
-        tail = network.tail(
-            "cross_tail_backward",
-            *(d, r, Scaled(x0), z, bias, dx0),
-            static=dict(want=own[-1].forms("g", keep=True), keep_g=not is_first),
-            u_scale_inv=own[-1].scale_inv("g"),
-        )
-        r, dx0, g = dy if r is None else tail.g, tail.dx0, tail.u
-        kernels, layer_states = [], []
-        for j in reversed(range(len(own))):
-            kernels.append(decode(own[j].multiply("drhs", lhs[j], g)))
-            layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
-            d = own[j].multiply("dlhs", g, rhs[j])
-            if j:
-                g = own[j - 1].cast("g", d, keep=True)
-        dbias = None if biases[i] is None else tail.dbias
-        gradients.append(CrossLayer(tuple(reversed(kernels)), dbias))
-        next_states.append(tuple(reversed(layer_states)))
-    dx = decode(d) + jnp.asarray(dx0, jnp.float32)
-    return dx.astype(dy.dtype), tuple(reversed(gradients)), tuple(reversed(next_states))
+    dx0, *gradients = pull_back(network, kept, biases, states, Scaled(dy))
+    return split(dx0, x0), *gradients
 
 
 _run.defvjp(_forward, _backward)
 
 
-def _plus_one(bias: Array | None, z: Scaled) -> Array:
-    return jnp.ones(z.data.shape[1], jnp.float32) if bias is None else bias + 1
+def biases_of(layers: tuple[CrossLayer, ...]) -> tuple[Array | None, ...]:
+    """Returns the bias of each layer."""
+    return tuple(layer.bias for layer in layers)
+
+
+def propagate(
+    network: Tailed,
+    x0: tuple[Array, ...],
+    layers: tuple[CrossLayer, ...],
+    states: ByProduct[DelayedScaling | None],
+    *,
+    reader: Site | None,
+    keep: bool,
+) -> tuple[Written, Kept]:
+    """Returns the features after the last layer, and what backward reads.
+
+    Args:
+        network: the static arguments.
+        x0, layers, states: of the network.
+        reader: the site that reads the features; None for bfloat16.
+        keep: for the backward pass, too.
+    """
+    sites = network.sites(states)
+    x = _joined(network, x0, sites[0][0], keep=keep)
+    factor, all_lhs, all_rhs, all_z = _factor(x), [], [], []
+    summands, bias = (), jnp.ones(sum(part.shape[1] for part in x0), jnp.float32)
+    readers = (*(own[0] for own in sites[1:]), reader)
+    for i, (own, layer) in enumerate(zip(sites, layers, strict=True)):
+        lhs, rhs, z = _products(own, x, layer, keep=keep)
+        summands = (*summands, z)
+        bias = bias if layer.bias is None else bias + layer.bias
+        want, scale_inv = Forms(), None
+        if (following := readers[i]) is not None:
+            want = following.forms("lhs", keep=keep)
+            scale_inv = following.scale_inv("lhs")
+        is_full = len(summands) == cross_tail.MAX_SUMMANDS and i + 1 < len(sites)
+        out = network.tail(
+            "cross_tail",
+            *(summands, factor, bias),
+            static=dict(want=want, keep_s=is_full),
+            y_scale_inv=scale_inv,
+        )
+        if is_full:
+            summands, bias = (Scaled(out.s),), jnp.zeros_like(bias)
+        x = out.y
+        all_lhs.append(lhs)
+        all_rhs.append(rhs)
+        all_z.append(z)
+    return x, Kept(factor, tuple(all_lhs), tuple(all_rhs), tuple(all_z))
+
+
+def _joined(
+    network: Tailed, parts: tuple[Array, ...], reader: Site, *, keep: bool
+) -> Written:
+    """Returns the features as the first product and the tails read them."""
+    want = reader.forms("lhs", keep=keep)
+    if want.fp8 is None or len(parts) == 1:
+        x = parts[0] if len(parts) == 1 else join_features(*parts, multiple=1)
+        return reader.cast("lhs", Scaled(x.astype(jnp.bfloat16)), keep=keep)
+    scale_inv = reader.scale_inv("lhs")
+    return network.tail(
+        "joined_cast", *parts, static=dict(want=want), scale_inv=scale_inv
+    )
+
+
+def _factor(x: Written) -> Scaled:
+    """Returns the features of the first layer in the shortest form of them."""
+    if x.fp8 is None:
+        assert x.bf16 is not None
+        return Scaled(x.bf16)
+    return Scaled(x.fp8.data, (x.fp8.scale_inv,))
+
+
+def _products(own: tuple[Site, ...], x: Written, layer: CrossLayer, *, keep: bool):
+    """Returns the operands of a layer's products, and the last product."""
+    weights = tuple(
+        site.weight(kernel, keep=keep)
+        for site, kernel in zip(own, layer.kernels, strict=True)
+    )
+    operands = [x]
+    for site, following, weight in zip(own, own[1:], weights, strict=False):
+        h = None if keep else site.hand_on(operands[-1], weight, following)
+        if h is None:
+            product = site.multiply("fwd", operands[-1], weight)
+            h = following.cast("lhs", product, keep=keep)
+        operands.append(h)
+    z = own[-1].multiply_to_fp8("fwd", operands[-1], weights[-1])
+    return tuple(operands), weights, z
+
+
+def pull_back(
+    network: Tailed,
+    kept: Kept,
+    biases: tuple[Array | None, ...],
+    states: ByProduct[DelayedScaling | None],
+    d: Scaled,
+) -> tuple[Array, tuple[CrossLayer, ...], ByProduct[DelayedScaling | None]]:
+    """Returns the gradients of x0, float32, and of the layers, and the next states.
+
+    Args:
+        network: the static arguments.
+        kept: of the forward pass.
+        biases, states: of the layers.
+        d: the gradient of the features after the last layer.
+    """
+    summands, all_d, gradients, next_states = (d,), [d], [], []
+    layers = zip(network.sites(states), kept.lhs, kept.rhs, biases, strict=True)
+    for i, (own, lhs, rhs, bias) in reversed(list(enumerate(layers))):
+        is_full = len(summands) == cross_tail.MAX_SUMMANDS and i > 0
+        has_bias = bias is not None
+        want = own[-1].forms("g", keep=True)
+        out = network.tail(
+            "cross_tail",
+            *(summands, kept.x0, None),
+            static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
+            y_scale_inv=own[-1].scale_inv("g"),
+        )
+        kernels, layer_states, g = [], [], out.y
+        for j in reversed(range(len(own))):
+            kernels.append(decode(own[j].multiply("drhs", lhs[j], g)))
+            layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
+            if j:
+                d = own[j].multiply("dlhs", g, rhs[j])
+                g = own[j - 1].cast("g", d, keep=True)
+        d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
+        gradients.append(CrossLayer(tuple(reversed(kernels)), out.row_sum))
+        next_states.append(tuple(reversed(layer_states)))
+        summands = (Scaled(out.s), d) if is_full else (*summands, d)
+        all_d.append(d)
+    dx0 = _feature_gradient(tuple(reversed(all_d)), kept.z, biases)
+    return dx0, tuple(reversed(gradients)), tuple(reversed(next_states))
+
+
+def _feature_gradient(
+    all_d: tuple[Scaled, ...], all_z: tuple[Scaled, ...], biases
+) -> Float[Array, "m n"]:
+    """Returns `sum over l of d_l * s_l`, which XLA joins with what reads it."""
+    total, s = decode(all_d[0]), jnp.ones((), jnp.float32)
+    for d, z, bias in zip(all_d[1:], all_z, biases, strict=True):
+        s = s + decode(z) if bias is None else s + decode(z) + bias[None, :]
+        total = total + decode(d) * s
+    return total
+
+
+def split(dx0: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Returns the gradient of each part of x0, in its dtype."""
+    if len(parts) == 1:
+        return (dx0.astype(parts[0].dtype),)
+    first, second = parts
+    at = first.shape[1]
+    return dx0[:, :at].astype(first.dtype), dx0[:, at:].astype(second.dtype)

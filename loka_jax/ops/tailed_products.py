@@ -1,4 +1,4 @@
-"""Products in a row with the passes between them: what `cross` and `wide_stack` share.
+"""Products in a row with the passes between them: what wide operations share.
 
 A `Site` multiplies with operands that are `Written` in the forms that its products
 read, and leaves its results unscaled: the tail that reads them applies the scales.
@@ -6,6 +6,7 @@ read, and leaves its results unscaled: the tail that reads them applies the scal
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products, read_state
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Scaled, Written
-from loka_jax.triton import cross_tail, norm_tail
+from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
+from loka_jax.triton import cross_tail, joined_cast, norm_tail
 from loka_jax.xla.tails import decode
 
 # The dims that the operands of a role's product contract.
@@ -39,11 +40,19 @@ _READERS: dict[Operand, tuple[Role, ...]] = {
 }
 _TRITON = {
     "cross_tail": cross_tail.cross_tail,
-    "cross_tail_backward": cross_tail.cross_tail_backward,
+    "joined_cast": joined_cast.joined_cast,
     "norm_tail": norm_tail.norm_tail,
     "norm_tail_backward": norm_tail.norm_tail_backward,
 }
 _CAST = Epilogue("none")
+# Of a product in FP8: what 1 stands for is 2^_UNIT_EXPONENT sqrt(k). Delayed scales put
+# the amaxes of operands between 2^6.8 and 2^7.8 (E4M3), and so their root mean squares
+# at 2^3 to 2^6: those of products are 2^-1 to 2^5 in this unit. Rows that are 100 times
+# smaller are still rounded with full precision, and E5M2 has 2^15 more either way.
+_UNIT_EXPONENT = 7
+# Sums of 32 products lose 2^-13 of the largest at each addition in the tensor cores'
+# accumulators: over so many less than 2^-6, a quarter of the rounding to E4M3.
+_MAX_FAST = 4096
 
 
 def why_not_tailed(plans: Iterable[KernelPlan]) -> str | None:
@@ -175,6 +184,62 @@ class Site(NamedTuple):
         options = dict(out_dtype=dtype, fast_accumulation=gemm.fast_accumulation)
         out = xla.fp8_product(lhs.data, rhs.data, **options)
         return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
+
+    def multiply_to_fp8(self, role: Role, first: Written, second: Written) -> Scaled:
+        """Returns the product of a role in the FP8 format of its first operand.
+
+        For what is only read element by element: one byte in place of two. Its scale
+        needs no amax, see `_UNIT_EXPONENT`; values far beyond that saturate.
+
+        In high precision the product is bfloat16.
+        """
+        gemm = self.products.recipe.gemm(role)
+        if gemm is None:
+            return self.multiply(role, first, second)
+        lhs, rhs = _fp8_views(role, first, second)
+        k = lhs.data.shape[1]
+        unit = 2.0 ** (_UNIT_EXPONENT + int(math.log2(k)) // 2)
+        is_short = k <= _MAX_FAST
+        out = xla.fp8_product_to_fp8(
+            *(lhs.data, rhs.data, 1 / unit),
+            out_dtype=gemm.first.dtype,
+            fast_accumulation=gemm.fast_accumulation or is_short,
+        )
+        return Scaled(out, (lhs.scale_inv * unit, rhs.scale_inv))
+
+    def hand_on(
+        self,
+        first: Written,
+        second: Written,
+        reader: "Site",
+        bias: Array | None = None,
+        *,
+        has_relu: bool = False,
+    ) -> Written | None:
+        """Returns the activations of an inference as the next product reads them.
+
+        The product writes them itself, in FP8; None where it or the next one runs in
+        high precision.
+
+        Args:
+            first, second: the operands of fwd.
+            reader: the next product.
+            bias: float32; None if absent.
+            has_relu: apply relu after the bias.
+        """
+        gemm, want = self.products.recipe.gemm("fwd"), reader.forms("lhs", keep=False)
+        scale_inv = reader.scale_inv("lhs")
+        if gemm is None or want.fp8 is None or scale_inv is None:
+            return None
+        lhs, rhs = _fp8_views("fwd", first, second)
+        unscaled = None if bias is None else bias / lhs.scale_inv / rhs.scale_inv
+        out = xla.fp8_product_to_fp8(
+            *(lhs.data, rhs.data, lhs.scale_inv / scale_inv * rhs.scale_inv, unscaled),
+            out_dtype=want.fp8,
+            has_relu=has_relu,
+            fast_accumulation=gemm.fast_accumulation,
+        )
+        return Written(None, Fp8Copies(out, None, scale_inv), None)
 
     def next_state(self, lhs: Written, rhs: Written, g: Written):
         """Returns the gradient of the state."""

@@ -117,10 +117,7 @@ def wide_stack(
         ValueError: if a layer is not served (see `why_not`), if Triton is required and
             is not installed, or if a state is missing.
     """
-    for plan in plans:
-        reason = why_not(plan)
-        if reason is not None:
-            raise ValueError(f"wide_stack: {plan.spec}: {reason}.")
+    check(plans)
     m, k = x.shape
     reason = norm_tail.why_not(m, k, norm=input_norm)
     if reason is not None:
@@ -130,6 +127,14 @@ def wide_stack(
     states = read_states(plans, states)
     arrays, tree = jax.tree.flatten((x.astype(jnp.bfloat16), layers))
     return _run(stack, *jax.tree.unflatten(tree, equally_varying(*arrays)), states)
+
+
+def check(plans: tuple[KernelPlan, ...]):
+    """Raises a ValueError if a layer is not served (see `why_not`)."""
+    for plan in plans:
+        reason = why_not(plan)
+        if reason is not None:
+            raise ValueError(f"wide_stack: {plan.spec}: {reason}.")
 
 
 class _Stack(NamedTuple):
@@ -143,15 +148,8 @@ class _Stack(NamedTuple):
     tailed: Tailed
     input_norm: NormName
 
-    @property
-    def epilogues(self) -> tuple[Epilogue, ...]:
-        """What precedes the first product, and what follows each."""
-        specs = [plan.spec for plan in self.tailed.plans]
-        following = (Epilogue(spec.norm, spec.activation) for spec in specs)
-        return Epilogue(self.input_norm), *following
 
-
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What the backward pass reads of a layer's forward pass.
 
     `residuals` are None where nothing follows the product.
@@ -164,35 +162,117 @@ class _Kept(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack: _Stack, x, layers, states):
-    return _propagate(stack, x, layers, states, keep=False)[0]
+    return _whole(stack, x, layers, states, keep=False)[0]
 
 
 def _forward(stack: _Stack, x, layers, states):
-    y, residuals = _propagate(stack, x, layers, states, keep=True)
-    return y, (tuple(layer.bias for layer in layers), states, residuals)
+    y, residuals = _whole(stack, x, layers, states, keep=True)
+    return y, (biases_of(layers), states, residuals)
 
 
-def _propagate(
-    stack: _Stack, x, layers: tuple[WideLayer, ...], states, *, keep: bool
-) -> tuple[Array, tuple[NormResiduals | None, tuple[_Kept, ...]]]:
+def _whole(stack: _Stack, x, layers, states, *, keep: bool):
     """Returns the activations of the last layer, and what backward reads."""
-    sites, kept = stack.tailed.sites(states), []
-    first, *epilogues = stack.epilogues
-    y, of_input = _input(first, sites[0], Scaled(x), keep=keep)
+    first = stack.tailed.sites(states)[0]
+    lhs, of_input = _input(Epilogue(stack.input_norm), first, Scaled(x), keep=keep)
+    y, kept = propagate(stack.tailed, lhs, layers, states, keep=keep)
+    return y, (of_input, kept)
+
+
+def _backward(stack: _Stack, residuals, dy):
+    biases, states, (of_input, kept) = residuals
+    d, *gradients = pull_back(stack.tailed, kept, biases, states, dy)
+    if of_input is None:
+        return decode(d).astype(dy.dtype), *gradients
+    static = dict(epilogue=Epilogue(stack.input_norm), want=Forms())
+    dx = stack.tailed.tail("norm_tail_backward", d, None, of_input, static=static)
+    return dx.dz.bf16, *gradients
+
+
+_run.defvjp(_forward, _backward)
+
+
+def biases_of(layers: tuple[WideLayer, ...]) -> tuple[Array | None, ...]:
+    """Returns the bias of each layer."""
+    return tuple(layer.bias for layer in layers)
+
+
+def propagate(
+    stack: Tailed, x: Written, layers: tuple[WideLayer, ...], states, *, keep: bool
+) -> tuple[Float[Array, "m n"], tuple[Kept, ...]]:
+    """Returns the activations of the last layer, and what backward reads.
+
+    Args:
+        stack: the static arguments; its plans are those of the layers.
+        x: rows, as the first product reads them.
+        layers, states: of the stack.
+        keep: for the backward pass, too.
+    """
+    sites, y, kept = stack.sites(states), x, []
     readers = (*sites[1:], None)
-    for i, (site, epilogue, layer) in enumerate(
-        zip(sites, epilogues, layers, strict=True)
-    ):
+    for i, (site, layer) in enumerate(zip(sites, layers, strict=True)):
+        epilogue = _epilogue(site)
         lhs, rhs = y, site.weight(layer.kernel, keep=keep)
+        if not keep and (handed := _handed(site, readers[i], lhs, rhs, layer.bias)):
+            y = handed
+            continue
         z = site.multiply("fwd", lhs, rhs)
         if readers[i] is None and _is_nothing(epilogue):
             y, residuals = _unscaled_end(z, layer.bias), None
         else:
             tail = _Tail(site.run, epilogue, _xhat(site) if keep else None)
             y, residuals = tail(readers[i], z, layer.bias)
-        kept.append(_Kept(lhs, rhs, residuals))
+        kept.append(Kept(lhs, rhs, residuals))
     assert y.bf16 is not None
-    return y.bf16, (of_input, tuple(kept))
+    return y.bf16, tuple(kept)
+
+
+def pull_back(
+    stack: Tailed,
+    kept: tuple[Kept, ...],
+    biases: tuple[Array | None, ...],
+    states,
+    dy: Float[Array, "m n"],
+    *,
+    to_fp8: bool = False,
+) -> tuple[Scaled, tuple[WideLayer, ...], tuple[DelayedScaling | None, ...]]:
+    """Returns the gradients of the rows and of the layers, and the next states.
+
+    Args:
+        stack: the static arguments.
+        kept: of the forward pass.
+        biases, states: of the layers.
+        dy: the gradient of the last activations.
+        to_fp8: return the gradient of the rows in FP8 if their product runs in FP8.
+    """
+    d, gradients, next_states = Scaled(dy), [], []
+    layers = zip(stack.sites(states), biases, kept, strict=True)
+    for i, (site, bias, (lhs, rhs, of_tail)) in reversed(list(enumerate(layers))):
+        has_bias = bias is not None
+        g, dbias = _gradient(site, _epilogue(site), d, of_tail, has_bias=has_bias)
+        dkernel = decode(site.multiply("drhs", lhs, g))
+        gradients.append(WideLayer(dkernel, dbias))
+        next_states.append(site.next_state(lhs, rhs, g))
+        multiply = site.multiply_to_fp8 if to_fp8 and i == 0 else site.multiply
+        d = multiply("dlhs", g, rhs)
+    return d, tuple(reversed(gradients)), tuple(reversed(next_states))
+
+
+def _handed(
+    site: Site, reader: Site | None, lhs: Written, rhs: Written, bias: Array | None
+) -> Written | None:
+    """Returns activations that a product writes itself, None if a tail does."""
+    epilogue = _epilogue(site)
+    if reader is None or epilogue.norm != "none":
+        return None
+    if epilogue.activation not in ("none", "relu"):
+        return None
+    has_relu = epilogue.activation == "relu"
+    return site.hand_on(lhs, rhs, reader, bias, has_relu=has_relu)
+
+
+def _epilogue(site: Site) -> Epilogue:
+    spec = site.products.plan.spec
+    return Epilogue(spec.norm, spec.activation)
 
 
 def _input(
@@ -255,31 +335,6 @@ class _Tail(NamedTuple):
         if self.epilogue.norm == "block" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
             return bounded_scale_inv("block", n, None, None)
         return reader.scale_inv("lhs")
-
-
-def _backward(stack: _Stack, residuals, dy):
-    biases, states, (of_input, kept) = residuals
-    d, gradients, next_states = Scaled(dy), [], []
-    first, *epilogues = stack.epilogues
-    layers = zip(stack.tailed.sites(states), epilogues, biases, kept, strict=True)
-    for site, epilogue, bias, (lhs, rhs, of_tail) in reversed(list(layers)):
-        has_bias = bias is not None
-        g, dbias = _gradient(site, epilogue, d, of_tail, has_bias=has_bias)
-        dkernel = decode(site.multiply("drhs", lhs, g))
-        gradients.append(WideLayer(dkernel, dbias))
-        next_states.append(site.next_state(lhs, rhs, g))
-        d = site.multiply("dlhs", g, rhs)
-    if of_input is None:
-        dx = decode(d).astype(dy.dtype)
-    else:
-        static = dict(epilogue=first, want=Forms())
-        dx = stack.tailed.tail(
-            *("norm_tail_backward", d, None, of_input), static=static
-        ).dz.bf16
-    return dx, tuple(reversed(gradients)), tuple(reversed(next_states))
-
-
-_run.defvjp(_forward, _backward)
 
 
 def _gradient(

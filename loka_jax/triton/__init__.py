@@ -7,6 +7,7 @@ is not served (None if it is), and functions that launch its kernels:
     dot_features  dot_features, dot_features_backward: dot products of pairs of vectors
     row_update    sum_runs, sgd, rowwise_adagrad: sums of gradients by row, row updates
     cross_tail    what follows the product of a cross layer, each way
+    joined_cast   FP8 forms of joined features
     packed        pack, sum_packed, unpack: vectors in 8 bits for the wire
     norm_tail     norm, residual and activation after a product, each way
     joined_norm   norm of joined embeddings plus a residual, each way

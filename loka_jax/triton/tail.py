@@ -7,6 +7,7 @@ through shared memory.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,14 @@ class Arguments(NamedTuple):
         assert len(rest) == len(x.scales) <= 2
         self.arrays.extend((x.data, first.reshape(1), second.reshape(1)))
         self.constants[f"{name}_scales"] = len(x.scales)
+
+    def add_summands(self, name: str, summands: Sequence[Scaled], most: int):
+        """Appends `most` operands: <name>_<i>_scales is -1 where there is none."""
+        for i in range(most):
+            is_given = i < len(summands)
+            self.add_scaled(f"{name}_{i}", summands[i if is_given else 0])
+            if not is_given:
+                self.constants[f"{name}_{i}_scales"] = -1
 
     def add_forms(self, want: Forms, scale_inv: Array | None):
         """Appends the scale of a result; the constants say in which forms it goes."""

@@ -5,7 +5,8 @@ fp8_matmul        FP8 product; `why_not` says in a sentence why sizes are not
 norm_activation   norm and activation; every site is served
 dense_norm        reference of `pallas.dense_norm`
 norm_backward     backward pass of activation and norm
-cross_tail        what follows the product of a cross layer, and its backward pass
+cross_tail        what follows the product of a cross layer, either way
+joined_cast       FP8 forms of joined features
 norm_tail         norm, residual and activation, and their backward pass
 pack, sum_packed, unpack
                   vectors in 8 bits for the wire
@@ -21,13 +22,14 @@ from loka_jax.xla.matmul import (
     describe,
     fp8_matmul,
     fp8_product,
+    fp8_product_to_fp8,
     high_precision_matmul,
     why_not,
 )
 from loka_jax.xla.packed import pack, sum_packed, unpack
 from loka_jax.xla.tails import (
     cross_tail,
-    cross_tail_backward,
+    joined_cast,
     norm_tail,
     norm_tail_backward,
 )
@@ -35,12 +37,13 @@ from loka_jax.xla.tails import (
 __all__ = [
     "ACTIVATIONS",
     "cross_tail",
-    "cross_tail_backward",
     "dense_norm",
     "describe",
     "fp8_matmul",
     "fp8_product",
+    "fp8_product_to_fp8",
     "high_precision_matmul",
+    "joined_cast",
     "norm_activation",
     "norm_backward",
     "norm_tail",

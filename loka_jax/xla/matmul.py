@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import Fp8Array
+from loka_jax.fp8 import Fp8Array, fp8_max
 from loka_jax.recipe import GemmRecipe
 
 # Both operands contract their last dim.
@@ -103,6 +103,41 @@ def fp8_product(
         default=lambda a, b: _dot(a, b, out_dtype, precision=None),
     )
     return out[:m]
+
+
+def fp8_product_to_fp8(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "n k"],
+    factor: float | Float[Array, ""],
+    bias: Float[Array, "n"] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    has_relu: bool = False,
+    fast_accumulation: bool = False,
+) -> Float[Array, "m n"]:
+    """Returns `factor * relu(lhs @ rhs.T + bias)` in FP8, saturated.
+
+    XLA makes all of it part of cuBLASLt's product. That takes one factor and one clip,
+    and with a bias bfloat16 throughout.
+
+    Args:
+        lhs, rhs: in FP8, of sizes that FP8 products take.
+        factor: of the result.
+        bias: in units of the unscaled product; None if absent.
+        out_dtype: `E4M3` or `E5M2`.
+        has_relu: apply relu.
+        fast_accumulation: as in `fp8_matmul`.
+    """
+    dtype = jnp.float32 if bias is None else jnp.bfloat16
+    options = dict(out_dtype=dtype, fast_accumulation=fast_accumulation)
+    out = fp8_product(lhs, rhs, **options)
+    if bias is not None:
+        out = out + bias.astype(dtype)[None, :]
+    if has_relu:
+        out = jax.nn.relu(out)
+    limit = jnp.asarray(fp8_max(out_dtype), dtype)
+    out = out * jnp.asarray(factor, jnp.float32).astype(dtype)
+    return jnp.clip(out, -limit, limit).astype(out_dtype)
 
 
 def high_precision_matmul(

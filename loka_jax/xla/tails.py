@@ -3,6 +3,9 @@
 XLA decides how many passes a tail takes.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -11,7 +14,7 @@ from loka_jax import fp8
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormResiduals
 from loka_jax.tails import (
-    CrossGradients,
+    CrossTail,
     Forms,
     Fp8Copies,
     NormTail,
@@ -23,54 +26,36 @@ from loka_jax.xla.dense_norm import ACTIVATIONS, norm_backward, normalize
 
 
 def cross_tail(
-    z: Scaled,
+    summands: Sequence[Scaled],
     x0: Scaled,
-    x: Float[Array, "m n"],
     bias: Float[Array, "n"] | None = None,
     *,
     want: Forms,
     y_scale_inv: Float[Array, ""] | None = None,
-) -> Written:
-    """Returns `x0 * (z + bias) + x`, computed in float32."""
-    y = decode(x0) * _plus(decode(z), bias) + x.astype(jnp.float32)
-    return write(y, want, y_scale_inv)
+    keep_s: bool = False,
+    has_row_sum: bool = False,
+) -> CrossTail:
+    """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32."""
+    s = functools.reduce(jnp.add, map(decode, summands))
+    s = _plus(s, bias)
+    y = decode(x0) * s
+    return CrossTail(
+        y=write(y, want, y_scale_inv),
+        s=s.astype(jnp.bfloat16) if keep_s else None,
+        row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
+    )
 
 
-def cross_tail_backward(
-    d: Scaled,
-    r: Float[Array, "m n"] | None,
-    x0: Scaled,
-    z: Scaled,
-    bias: Float[Array, "n"] | None,
-    dx0: Float[Array, "m n"] | None,
+def joined_cast(
+    first: Float[Array, "m a"],
+    second: Float[Array, "m b"],
     *,
     want: Forms,
-    u_scale_inv: Float[Array, ""] | None = None,
-    keep_g: bool = True,
-) -> CrossGradients:
-    """Returns the gradients of `cross_tail` where y has the gradient `g = d + r`.
-
-    The gradient of x is g, or d if there is no r.
-
-    Args:
-        d: first summand of g.
-        r: second summand, bfloat16, or None.
-        x0, z, bias: of the forward pass.
-        dx0: bfloat16, to which the gradient of x0 is added; zero if None.
-        want: the forms of u.
-        u_scale_inv: scale of the FP8 form.
-        keep_g: return g if there is an r.
-    """
-    g = _sum(d, r)
-    u = g * decode(x0)
-    own = g * _plus(decode(z), bias)
-    own = own if dx0 is None else own + dx0.astype(jnp.float32)
-    return CrossGradients(
-        u=write(u, want, u_scale_inv),
-        dx0=own.astype(jnp.bfloat16),
-        g=g.astype(jnp.bfloat16) if keep_g and r is not None else None,
-        dbias=None if bias is None else jnp.sum(u, axis=0),
-    )
+    scale_inv: Float[Array, ""],
+) -> Written:
+    """Returns `[first; second]` in the requested forms."""
+    parts = (x.astype(jnp.float32) for x in (first, second))
+    return write(jnp.concatenate([*parts], axis=1), want, scale_inv)
 
 
 def norm_tail(

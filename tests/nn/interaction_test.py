@@ -96,8 +96,10 @@ def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(
     assert len(calls) == 1
     chex.assert_trees_all_equal_structs(ours, theirs)
     for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        # The quantization error of E5M2, 5.3e-2, in each layer.
-        assert np.linalg.norm(x - y) <= 2 * 5.3e-2 * np.linalg.norm(y)
+        # Independent roundings to E5M2, whose error is 5.3e-2: in each layer three of
+        # ours (u, dh, d) and two of theirs.
+        limit = (2 * (3 + 2)) ** 0.5 * 5.3e-2
+        assert np.linalg.norm(x - y) <= limit * np.linalg.norm(y)
     with nn.probing(ProbeConfig()):
         fused.apply(fused.init(jax.random.key(0), x0), x0)
     assert len(calls) == 1

@@ -9,7 +9,7 @@ import pytest
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.ops import wide_stack
+from loka_jax.ops import crossed_stack, wide_stack
 from loka_jax.probe.site import ProbeConfig
 from loka_jax.site import Choice
 from tests import support
@@ -184,3 +184,52 @@ def test_models_fuse_wide_layers_if_asked(name, is_fused, calls):
     features = support.normal(32, 16), support.normal(32, 16, 16, seed=1)
     jax.eval_shape(model.init, jax.random.key(0), *features)
     assert len(calls) == count * is_fused
+
+
+STACKED = Dcnv2(
+    num_cross_layers=2,
+    cross_rank=32,
+    deep_mlp=(1024, 32),
+    structure="stacked",
+    recipe=f"{DELAYED}:initialized",
+    fused_wide=True,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, count",
+    [
+        ({}, 1),
+        ({"recipe": "bf16"}, 0),  # XLA's cross layers
+        ({"structure": "parallel"}, 0),
+        ({"deep_mlp": (64, 32)}, 0),  # narrow
+        ({"dropout_rate": 0.5}, 0),
+        ({"norm": "batch"}, 0),
+    ],
+    ids=str,
+)
+def test_a_cross_network_and_the_wide_layers_that_read_it_are_one_operation(
+    changes, count, monkeypatch
+):
+    found, run = [], crossed_stack.crossed_stack
+
+    def counted(*args, **kwargs):
+        found.append(args)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(crossed_stack, "crossed_stack", counted)
+    model = STACKED.clone(**changes)
+    features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+    def initialized(*features):
+        return model.init(keys, *features, train=True)
+
+    shapes = jax.eval_shape(initialized, *features)
+    assert len(found) == count
+    found.clear()
+    one_by_one = model.clone(fused_wide=False)
+    with_names = jax.eval_shape(one_by_one.init, keys, *features)
+    chex.assert_trees_all_equal_shapes(shapes["params"], with_names["params"])
+    sites = [[s.path for s in nn.list_sites(m, *features)] for m in (model, one_by_one)]
+    assert sites[0] == sites[1]

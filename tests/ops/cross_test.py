@@ -1,6 +1,7 @@
 """A cross network as one operation, against its equations on the same FP8 operands."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import pytest
 from loka_jax import fp8, scaling
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.ops import tailed_products
-from loka_jax.ops.cross import CrossLayer, cross_network, why_not
+from loka_jax.ops.cross import Crossed, CrossLayer, cross_network, why_not
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.run_site import SiteArrays, run_site
@@ -74,8 +75,14 @@ def _value_and_gradients(network, x0, layers, states, g):
     return (y, dx0, dlayers), states
 
 
+def _network(x0, layers, states, *, plans, **options):
+    """Returns the features of a cross network of an array, or of two to be joined."""
+    parts = x0 if isinstance(x0, tuple) else (x0,)
+    return cross_network(Crossed(parts, layers, states, plans), **options)
+
+
 def _fused(plans):
-    run = functools.partial(cross_network, plans=plans, implementation="xla")
+    run = functools.partial(_network, plans=plans, implementation="xla")
     # Not jitted: XLA for CPUs drops a rounding to bfloat16 within a program.
     return functools.partial(_value_and_gradients, run)
 
@@ -108,31 +115,49 @@ _gradient_rounded.defvjp(
 def _equations(scales, recipe, x0, layers, states):
     """Returns the features in float32, from operands that are rounded alike.
 
-    Between products values are in bfloat16. Scales are of lhs, rhs and g of every
-    product; None without rounding.
+    Products that other products read are rounded to bfloat16, the others to FP8.
+    Scales are of lhs, rhs and g of every product; None without rounding.
     """
     del states
+
+    def fp8_cast(dtype, *factors):
+        if scales is None:
+            return lambda x: x
+        return functools.partial(_fp8, math.prod(factors), dtype)
+
+    of_lhs, of_rhs, of_g = scales or (1.0, 1.0, 1.0)
     bf16 = (lambda x: x) if scales is None else _bf16
-    casts = [lambda x: x] * 3
-    if scales is not None:
-        dtypes = E4M3, E4M3, E5M2
-        casts = [functools.partial(_fp8, *x) for x in zip(scales, dtypes, strict=True)]
-    to_lhs, to_rhs, to_g = casts
-    x = y = x0 = x0.astype(jnp.float32)
+    to_lhs, to_rhs = fp8_cast(E4M3, of_lhs), fp8_cast(E4M3, of_rhs)
+    to_g = fp8_cast(E5M2, of_g)
+    first = _rounded(to_lhs, x0.astype(jnp.float32))
+    s, y = jnp.ones(()), first
     for layer in layers:
-        h = y
-        for kernel in layer.kernels:
-            lhs = _rounded(to_lhs, _gradient_rounded(bf16, h))
+        # dlhs sums over the columns of the first kernel, fwd over the last one's rows.
+        to_d = fp8_cast(E5M2, of_g, of_rhs, _unit(layer.kernels[0].shape[1]))
+        to_z = fp8_cast(E4M3, of_lhs, of_rhs, _unit(layer.kernels[-1].shape[0]))
+        h = _gradient_rounded(to_d, first * s)
+        given = x0 if layer is layers[0] else h
+        for j, kernel in enumerate(layer.kernels):
+            lhs = _rounded(to_lhs, h)
             if recipe == BF16_DRHS:  # of zeros, whose gradient is drhs
                 kernel, own = jax.lax.stop_gradient(kernel), kernel
-                drhs = _dot(bf16(jax.lax.stop_gradient(h)), own - kernel)
+                given = bf16(jax.lax.stop_gradient(given if j == 0 else h))
+                drhs = _dot(given, own - kernel)
             else:
                 drhs = jnp.zeros(())
-            h = _gradient_rounded(to_g, _dot(lhs, _rounded(to_rhs, kernel)))
-            h = _rounded(bf16, jnp.add(h, _gradient_rounded(bf16, drhs)))
-        y = x0 * (h if layer.bias is None else h + layer.bias[None, :]) + x
-        x = _rounded(bf16, _gradient_rounded(bf16, y))
-    return x
+            is_last = j + 1 == len(layer.kernels)
+            z = _gradient_rounded(to_g, _dot(lhs, _rounded(to_rhs, kernel)))
+            z = _rounded(to_z if is_last else bf16, z)
+            z = jnp.add(z, _gradient_rounded(bf16, drhs))
+            h = z if is_last else _gradient_rounded(bf16, z)
+        s = s + h if layer.bias is None else s + h + layer.bias[None, :]
+        y = _rounded(bf16, first * s)
+    return y
+
+
+def _unit(k):
+    """Returns what 1 stands for in a product in FP8, in units of its operands' data."""
+    return 2.0 ** (7 + int(math.log2(k)) // 2)
 
 
 def _dot(a, b):
@@ -188,10 +213,12 @@ def test_results_are_those_of_the_equations_on_the_same_rounded_operands(
 
 @ranks
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_the_bfloat16_twin_follows_the_equations(rank, has_bias):
-    layers, (x0, g) = _layers(rank, 3, has_bias), _inputs()
+@pytest.mark.parametrize("depth", [3, 5])  # of 5, sums of 3 products are kept
+def test_the_bfloat16_twin_follows_the_equations(rank, has_bias, depth):
+    layers, (x0, g) = _layers(rank, depth, has_bias), _inputs()
+    layers = jax.tree.map(lambda x: x / 2, layers)
     states = tuple((None,) * len(layer.kernels) for layer in layers)
-    ours, _ = _fused(_plans(rank, 3, "bf16"))(x0, layers, states, g)
+    ours, _ = _fused(_plans(rank, depth, "bf16"))(x0, layers, states, g)
     run = functools.partial(_equations, None, None)
     theirs, _ = _value_and_gradients(run, x0, layers, states, g)
     # A few roundings of 2^-9 each in every layer.
@@ -217,10 +244,65 @@ def test_states_are_those_of_the_sites_one_after_another(rank, recipe):
     chex.assert_trees_all_equal_structs(next_ours, states)
 
 
+@pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
+def test_two_arrays_of_features_are_joined(recipe):
+    layers, (x0, g) = _layers(RANK, 2), _inputs()
+    states = _states(layers)
+    if recipe == "bf16":
+        states = tuple((None,) * len(layer.kernels) for layer in layers)
+    run = _fused(_plans(RANK, 2, recipe))
+    parts = x0[:, :16], x0[:, 16:]
+    (y, dparts, dlayers), next_states = run(parts, layers, states, g)
+    (theirs, dx0, their_dlayers), their_states = run(x0, layers, states, g)
+    dx0 = dx0[:, :16], dx0[:, 16:]
+    chex.assert_trees_all_equal((y, dparts), (theirs, dx0))
+    chex.assert_trees_all_equal(next_states, their_states)
+    chex.assert_trees_all_equal(dlayers, their_dlayers)
+
+
+# Relative errors of a cast in the L2 norm.
+_OF_E4M3, _OF_E5M2 = 2.6e-2, 5.3e-2
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.7])
+def test_what_tails_read_in_fp8_adds_the_errors_of_its_casts(spread):
+    """Rows of very different size have errors of their own size."""
+    depth, plans, layers = 3, _plans(RANK, 3, m=128), _layers(RANK, 3)
+    of_rows = jnp.exp(spread * support.normal(128, 1, seed=97))
+    x0 = (support.normal(128, N, seed=98) * of_rows).astype(jnp.bfloat16)
+    g = support.normal(128, N, seed=99, dtype=jnp.bfloat16)
+    by_sites = functools.partial(_present, plans)
+    present = functools.partial(_value_and_gradients, by_sites)
+    _, states = present(x0, layers, _states(layers), g)  # of the inputs' own amaxes
+    _, states = present(x0, layers, states, g)
+    run = functools.partial(_equations, None, None)
+    exact, _ = _value_and_gradients(run, x0, layers, states, g)
+    theirs, _ = present(x0, layers, states, g)
+    ours, _ = _fused(plans)(x0, layers, states, g)
+
+    def of_each_row(results):
+        return jax.tree.map(lambda x, y: _row_errors(x, y), results[:2], exact[:2])
+
+    y, dx0 = (np.sqrt(depth + 1) * _OF_E4M3, np.sqrt(depth) * _OF_E5M2)
+    added = y, np.hypot(y, dx0)  # of x0 and z, and for dx0 of d, too
+    for mine, other, more in zip(*map(of_each_row, (ours, theirs)), added, strict=True):
+        assert np.median(mine) <= np.hypot(np.median(other), more)
+        assert np.max(mine) <= np.max(other) + 2 * more
+    limit = np.hypot(y, dx0)
+    mine, other = (_errors(x[2], exact[2]) for x in (ours, theirs))
+    for x, y in zip(*map(jax.tree.leaves, (mine, other)), strict=True):
+        assert x <= y + limit  # those of rows of one size may point the same way
+
+
+def _row_errors(x, y):
+    x, y = (np.asarray(v, np.float64) for v in (x, y))
+    return np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)
+
+
 def test_a_state_that_serves_two_networks_has_the_larger_amaxes():
     layers, (x0, g) = _layers(RANK, 1), _inputs()
     states, plans = _states(layers), _plans(RANK, 1)
-    run = functools.partial(cross_network, plans=plans)
+    run = functools.partial(_network, plans=plans)
 
     def twice(x0, layers, states):
         return run(x0, layers, states) + run(4 * x0, layers, states)
@@ -238,7 +320,7 @@ def _assert_triton_gives_the_results_of_xla(recipe):
         states = tuple((None,) * len(layer.kernels) for layer in layers)
     plans = _plans(RANK, 2, recipe)
     theirs = _fused(plans)(x0, layers, states, g)
-    run = functools.partial(cross_network, plans=plans, implementation="triton")
+    run = functools.partial(_network, plans=plans, implementation="triton")
     ours = _value_and_gradients(run, x0, layers, states, g)
     # Float32 operations in another order flip few roundings.
     _assert_close(ours, theirs, 2.0**-8)
@@ -281,10 +363,10 @@ def test_what_is_not_served_has_a_reason():
     assert why_not(_plans(RANK, 1, m=24)) is not None
     layers, (x0, _) = _layers(RANK, 2), _inputs()
     with pytest.raises(ValueError, match="different choices"):
-        cross_network(x0, layers, _states(layers), plans=mixed)
+        _network(x0, layers, _states(layers), plans=mixed)
 
 
 def test_a_network_without_its_state_is_refused():
     layers, (x0, _) = _layers(RANK, 1), _inputs()
     with pytest.raises(ValueError, match="needs a delayed-scaling state"):
-        cross_network(x0, layers, ((None, None),), plans=_plans(RANK, 1))
+        _network(x0, layers, ((None, None),), plans=_plans(RANK, 1))

@@ -11,7 +11,7 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormResiduals
 from loka_jax.tails import Forms, Scaled, Written
-from loka_jax.triton import cross_tail, norm_tail, tail
+from loka_jax.triton import cross_tail, joined_cast, norm_tail, tail
 from tests import support
 from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
 
@@ -80,32 +80,32 @@ def _whole(results):
 
 @anywhere_
 @shapes
-@pytest.mark.parametrize(
-    "is_fp8, has_bias", [(True, True), (False, True), (False, False)]
-)
-def test_cross_tails_are_those_of_xla(shape, is_fp8, has_bias):
-    z, x0 = (_fp8(shape, i) if is_fp8 else _product(shape, i) for i in (0, 1))
-    bias = support.normal(shape[1], seed=3) if has_bias else None
-    args = z, x0, _normal(shape, 2), bias
-    options = dict(want=ALL, y_scale_inv=SCALE_INV)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("is_backward", [True, False])
+def test_cross_tails_are_those_of_xla(shape, count, is_fp8, is_backward):
+    make = _fp8 if is_fp8 else _product
+    summands, x0 = [make(shape, i) for i in range(count)], make(shape, 3)
+    bias = None if is_backward else support.normal(shape[1], seed=4)
+    want = GRADIENT if is_backward else ALL
+    options = dict(want=want, y_scale_inv=SCALE_INV, keep_s=count == 3)
+    options["has_row_sum"] = is_backward
+    args = summands, x0, bias
     ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
-    _assert_same(ours, xla.cross_tail(*args, **options))
+    theirs = xla.cross_tail(*args, **options)
+    if is_backward:  # a sum over rows, in another order
+        np.testing.assert_allclose(ours.row_sum, theirs.row_sum, rtol=1e-5, atol=1e-4)
+    _assert_same(ours._replace(row_sum=None), theirs._replace(row_sum=None))
 
 
 @anywhere_
-@shapes
-@pytest.mark.parametrize("is_last", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_gradients_of_cross_tails_are_those_of_xla(shape, is_last, has_bias):
-    r, dx0 = (None, None) if is_last else (_normal(shape, 5), _normal(shape, 6))
-    bias = support.normal(shape[1], seed=3) if has_bias else None
-    args = _product(shape, 4), r, _fp8(shape, 1), _product(shape, 0), bias, dx0
-    options = dict(want=GRADIENT, u_scale_inv=SCALE_INV)
-    ours = cross_tail.cross_tail_backward(*args, **options, config=CROSS_CONFIG)
-    theirs = xla.cross_tail_backward(*args, **options)
-    if has_bias:  # a sum over rows, in another order
-        np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
-    _assert_same(ours._replace(dbias=None), theirs._replace(dbias=None))
+@pytest.mark.parametrize("widths", [(16, 32), (48, 32), (64, 112)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_joined_casts_are_those_of_xla(widths, dtype):
+    parts = [_normal((48, n), i, dtype) for i, n in enumerate(widths)]
+    options = dict(want=ALL, scale_inv=SCALE_INV)
+    ours = joined_cast.joined_cast(*parts, **options, config=CROSS_CONFIG)
+    _assert_same(ours, xla.joined_cast(*parts, **options))
 
 
 NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
@@ -176,14 +176,9 @@ def test_values_beyond_the_scale_saturate_and_nan_stays():
     zeros = jnp.zeros((32, 32), jnp.bfloat16)
     x = zeros.at[3, 5].set(1e6).at[7, 2].set(-1e6).at[9, 4].set(jnp.nan)
     x = x.at[11, 1].set(jnp.inf)
-    y = cross_tail.cross_tail(
-        Scaled(zeros),
-        Scaled(zeros),
-        x,
-        want=ALL,
-        y_scale_inv=SCALE_INV,
-        config=CROSS_CONFIG,
-    )
+    ones = jnp.ones_like(zeros)
+    options = dict(want=ALL, y_scale_inv=SCALE_INV, config=CROSS_CONFIG)
+    y = cross_tail.cross_tail([Scaled(x)], Scaled(ones), **options).y
     assert y.fp8 is not None and y.fp8.data_t is not None and y.amaxes is not None
     data = np.asarray(y.fp8.data, np.float32)
     np.testing.assert_array_equal(data.T, np.asarray(y.fp8.data_t, np.float32))
@@ -198,7 +193,7 @@ FORMS = [Forms(), Forms(bf16=False, fp8=E4M3), Forms(fp8=E4M3, transposed=True)]
 @anywhere_
 @pytest.mark.parametrize("want", FORMS, ids=str)
 def test_only_the_requested_forms_are_returned(want):
-    args = _product((32, 32), 0), _fp8((32, 32), 1), _normal((32, 32), 2)
+    args = [_product((32, 32), 0)], _fp8((32, 32), 1)
     scale_inv = None if want.fp8 is None else SCALE_INV
     options = dict(want=want, y_scale_inv=scale_inv)
     ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
@@ -220,7 +215,13 @@ def test_refused_operands_have_a_reason(sizes, dtype, reason):
     assert found == reason or (reason and found.startswith(reason))
     if reason is not None:
         with pytest.raises(ValueError, match=reason):
-            cross_tail.cross_tail(z, z, z.data, want=Forms())
+            cross_tail.cross_tail([z], z, want=Forms())
+
+
+def test_too_many_summands_are_refused():
+    z = Scaled(jnp.zeros((16, 16), jnp.bfloat16))
+    with pytest.raises(ValueError, match="4 summands of 3"):
+        cross_tail.cross_tail([z] * 4, z, want=Forms())
 
 
 def test_norms_of_whole_rows_are_refused():
@@ -247,19 +248,26 @@ def _types(m, n):
     )
 
 
-def _forward(want, z, x0, x, bias, scale_inv):
+def _forward(want, z, x0, bias, scale_inv):
     options = dict(want=want, y_scale_inv=scale_inv)
-    return cross_tail.cross_tail(z, x0, x, bias, **options)
+    return cross_tail.cross_tail([z] * 3, x0, bias, **options)
 
 
-def _backward(want, d, x, x0, z, bias, scale_inv):
-    options = dict(want=want, u_scale_inv=scale_inv)
-    return cross_tail.cross_tail_backward(d, x, x0, z, bias, x, **options)
+def _backward(want, d, x0, scale_inv):
+    options = dict(want=want, y_scale_inv=scale_inv, has_row_sum=True)
+    return cross_tail.cross_tail([d] * 3, x0, **options)
+
+
+def _join(want, first, second, scale_inv):
+    return joined_cast.joined_cast(first, second, want=want, scale_inv=scale_inv)
 
 
 CROSS_PROGRAMS = {
-    "forward": (_forward, ALL, ("z", "z8", "x", "bias", "scale_inv")),
-    "backward": (_backward, GRADIENT, ("z", "x", "z8", "z", "bias", "scale_inv")),
+    "forward": (_forward, ALL, ("z8", "z8", "bias", "scale_inv")),
+    "forward of bf16": (_forward, ALL, ("z", "z", "bias", "scale_inv")),
+    "backward": (_backward, GRADIENT, ("z8", "z8", "scale_inv")),
+    "backward of bf16": (_backward, GRADIENT, ("z", "z8", "scale_inv")),
+    "join": (_join, ALL, ("first", "x", "scale_inv")),
 }
 
 
@@ -267,6 +275,7 @@ CROSS_PROGRAMS = {
 def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
     function, want, reads = CROSS_PROGRAMS[name]
     types = _types(65536, 3456)
+    types["first"] = jax.ShapeDtypeStruct((65536, 128), jnp.bfloat16)
     run = functools.partial(function, want)
     program = compiled(run, *(types[x] for x in reads))
     assert spilled_bytes(program.ptxas_report()) == 0

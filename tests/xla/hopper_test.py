@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-from loka_jax import fp8, nn, quality
+from loka_jax import fp8, nn, quality, xla
 from tests import hopper, support
 
 # Recipe -> FP8 GEMMs and other products of a Dense, forward and backward.
@@ -156,3 +156,20 @@ def test_kernels_added_by_flax(kernels_in_bf16):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         flax_kernels = kernels_of_a_step(flax_dense)
     assert (flax_kernels - kernels_in_bf16) / 4 > 12
+
+
+@pytest.mark.parametrize("first, out", [(fp8.E4M3, fp8.E4M3), (fp8.E5M2, fp8.E5M2)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_writes_its_result_in_fp8_itself(first, out, has_bias):
+    def run(lhs, rhs, factor, bias):
+        options = dict(out_dtype=out, has_relu=has_bias, fast_accumulation=True)
+        bias = bias if has_bias else None
+        return xla.fp8_product_to_fp8(lhs, rhs, factor, bias, **options)
+
+    lhs = jax.ShapeDtypeStruct((4096, 512), first)
+    rhs = jax.ShapeDtypeStruct((1024, 512), fp8.E4M3)
+    factor = jax.ShapeDtypeStruct((), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    hlo = hopper.compiled(run, lhs, rhs, factor, bias)
+    assert counts(hlo) == (1, 0)
+    assert len(hopper.kernels(hlo)) == 1 + has_bias  # the bias is cast to bfloat16

@@ -1,0 +1,51 @@
+"""Joined features in FP8 by Triton, in one pass: `[first; second]`, cast on the way.
+
+The features of a cross network are a vector of the dense features and the embeddings.
+Its products and its tails read them in FP8, so that nothing has to be concatenated.
+"""
+
+from jaxtyping import Array, Float
+
+from loka_jax.tails import Forms, Written
+from loka_jax.triton import tail
+from loka_jax.triton.tail import Arguments, TuningConfig
+
+CONFIGS = (
+    TuningConfig(128, 128, 8),
+    TuningConfig(64, 128, 8),
+    TuningConfig(64, 128, 4),
+    TuningConfig(64, 64, 4),
+)
+DEFAULT = TuningConfig(64, 128, 4)
+
+
+def joined_cast(
+    first: Float[Array, "m a"],
+    second: Float[Array, "m b"],
+    *,
+    want: Forms,
+    scale_inv: Float[Array, ""],
+    config: TuningConfig = DEFAULT,
+) -> Written:
+    """Returns `[first; second]` in the requested forms, one of them FP8.
+
+    Args:
+        first, second: bfloat16 or float32.
+        want: the forms.
+        scale_inv: scale of the FP8 form.
+        config: the tuning config.
+
+    Raises:
+        ValueError: if these operands are not served (see `tail.why_not`).
+        ImportError: if jax-triton is not installed.
+    """
+    (m, start), n = first.shape, first.shape[1] + second.shape[1]
+    tail.check("joined_cast", m, start, first)
+    tail.check("joined_cast", m, n - start, second)
+    operands = Arguments([first, second], dict(m=m, n=n, start=start))
+    operands.add_forms(want, scale_inv)
+    from loka_jax.triton import joined_cast_kernel  # not above: it imports Triton
+
+    types = tail.result_types(m, n, want, config)
+    kernel = joined_cast_kernel.joined_cast_kernel
+    return tail.written(tail.run(kernel, operands, types, config), want, scale_inv)

@@ -1,0 +1,55 @@
+"""The kernel of `joined_cast`. Importing this module imports Triton.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from loka_jax.triton.tail_kernel import first_of_tile, write
+
+
+@triton.jit
+@no_type_check
+def joined_cast_kernel(
+    first,
+    second,
+    scale_inv,
+    y,
+    y_fp8,
+    y_fp8_t,
+    amaxes,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    start: tl.constexpr,
+    has_bf16: tl.constexpr,
+    has_fp8: tl.constexpr,
+    has_fp8_t: tl.constexpr,
+    has_amax: tl.constexpr,
+    limit: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes `[first; second]`, whose second part begins in column `start`."""
+    row, column = first_of_tile(n, block_m, block_n)
+    rows = (row + tl.arange(0, block_m))[:, None]
+    columns = (column + tl.arange(0, block_n))[None, :]
+    inside = (rows < m) & (columns < n)
+    # Beyond 2^31 elements the offsets of rows need 64 bits.
+    rows = rows.to(tl.int64)
+    at = first + rows * start + columns
+    tile = tl.load(at, mask=inside & (columns < start), other=0.0).to(tl.float32)
+    at = second + rows * (n - start) + (columns - start)
+    rest = tl.load(at, mask=inside & (columns >= start), other=0.0).to(tl.float32)
+    # fmt: off
+    write(
+        tile + rest, scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
+        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+    )
+    # fmt: on
