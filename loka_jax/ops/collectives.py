@@ -20,6 +20,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import xla
@@ -36,6 +37,8 @@ Wire = Literal["f32", "bf16", "int8"]
 def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire) -> PyTree:
     """Returns gradients summed over devices, in their dtypes and equal on all devices.
 
+    A tree is summed as one array.
+
     What must be exact (a loss, weights, counters) is no gradient: `psum` it.
 
     Args:
@@ -49,7 +52,8 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire) -> PyTree:
     if wire not in ("f32", "bf16"):
         raise ValueError(f"{wire=} must be 'f32', 'bf16' or 'int8'.")
     dtype = jnp.bfloat16 if wire == "bf16" else jnp.float32
-    sums = jax.lax.psum(jax.tree.map(lambda x: x.astype(dtype), tree), axis_name)
+    flat, unflatten = ravel_pytree(jax.tree.map(lambda x: x.astype(dtype), tree))
+    sums = unflatten(jax.lax.psum(flat, axis_name))
     return jax.tree.map(lambda s, x: s.astype(x.dtype), sums, tree)
 
 

@@ -77,6 +77,7 @@ def _facts(run: RunFiles) -> list[str]:
         ("on", device or summary.get("device")),
         ("mesh", summary.get("mesh")),
         ("list climbs", summary.get("list_climbs")),
+        ("", _summed(as_dict(summary.get("gradients")))),
         ("seed", summary.get("seed", run.config.get("seed"))),
         ("steps", number(summary.get("steps", last.get("step")))),
         ("examples", number(summary.get("examples", last.get("examples")))),
@@ -88,6 +89,13 @@ def _facts(run: RunFiles) -> list[str]:
         for name, value in facts
         if value not in (None, "", "n/a")
     ]
+
+
+def _summed(gradients: dict[str, Any]) -> str:
+    """Returns how dense gradients travel and why; "" with one device."""
+    if not gradients:
+        return ""
+    return f"gradients summed in {gradients.get('wire')}: {gradients.get('reason')}"
 
 
 def _tiles(run: RunFiles) -> list[Tile]:

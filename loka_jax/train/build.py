@@ -30,8 +30,9 @@ from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, require_one_array
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics, tasks, watchdog
+from loka_jax.train import gradient_sum, metrics, tasks, watchdog
 from loka_jax.train.config import Config
+from loka_jax.train.gradient_sum import GradientSum
 from loka_jax.train.mesh import mesh_of, require_places
 from loka_jax.train.mesh_step import (
     StepOptions,
@@ -83,6 +84,7 @@ class Run:
         steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
         spread: tables and batches over several devices; None with one device.
+        summed: how dense gradients are summed over them; None with one device.
     """
 
     config: Config
@@ -99,6 +101,7 @@ class Run:
     steps_per_epoch: int
     total_steps: int
     spread: Spread | None = None
+    summed: GradientSum | None = None
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
@@ -261,11 +264,13 @@ class Run:
             probe=probe,
             task_weights=self.config.optim.task_weights,
         )
-        if self.spread is None:
+        if self.spread is None or self.summed is None:
             step = make_train_step(*parts, **options._asdict())
             program = jax.jit(step, donate_argnums=0)
         else:
-            step = make_mesh_train_step(*parts, self.spread.wire, options)
+            step = make_mesh_train_step(
+                *parts, self.spread.wire, options, self.summed.wire
+            )
             program = self.spread.train_program(step)
         return TrainStep(program, is_observed=probe is not None)
 
@@ -307,7 +312,7 @@ def build(
     else:
         planned = resumed_plan(config, saved, sites)
     optim = config.optim
-    return Run(
+    run = Run(
         config=config,
         splits=splits,
         model=config.model,
@@ -328,6 +333,12 @@ def build(
         total_steps=total_steps,
         spread=None if mesh is None else Spread(mesh, config.mesh, tables),
     )
+    if mesh is None:
+        return run
+    params = run.template()["params"]
+    summed = gradient_sum.choose(config.collectives, params, mesh.size)
+    notes = (*run.plan_notes, summed.note)
+    return dataclasses.replace(run, summed=summed, plan_notes=notes)
 
 
 def _reviewer(

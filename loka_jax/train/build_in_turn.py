@@ -10,6 +10,7 @@ import jax
 from loka_jax import jsonfile
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train.build import Run
+from loka_jax.train.gradient_sum import GradientSum
 from loka_jax.train.processes import Processes
 from loka_jax.train.shared_save import meet
 
@@ -19,7 +20,8 @@ def built_in_turn(
 ) -> Run:
     """Returns the run, built by the first of several processes before the others.
 
-    They find the data that it has converted, and follow the plan that it has made.
+    They find the data that it has converted, and follow its plan and its choice of how
+    gradients are summed.
 
     Args:
         processes: of the run.
@@ -31,12 +33,21 @@ def built_in_turn(
     """
     first = build_run(plan) if processes.is_first else None
     meet(processes, "built")
-    made = "" if first is None else jsonfile.dumps(as_json(first.plan))
-    made = processes.same(made)
-    run = first or build_run(json.loads(made))
+    chosen = "" if first is None else jsonfile.dumps(_chosen(first))
+    chosen = json.loads(processes.same(chosen))
+    run = first or build_run(chosen["plan"])
     _require_all_devices(run, processes)
+    if processes.count == 1:
+        return run
     # By times that each has measured for itself they would change it differently.
-    return run if processes.count == 1 else dataclasses.replace(run, reviewer=None)
+    summed = GradientSum(**chosen["summed"])
+    return dataclasses.replace(run, summed=summed, reviewer=None)
+
+
+def _chosen(run: Run) -> dict[str, Any]:
+    """Returns what all processes must do alike, as JSON values."""
+    summed = None if run.summed is None else run.summed._asdict()
+    return {"plan": as_json(run.plan), "summed": summed}
 
 
 def _require_all_devices(run: Run, processes: Processes):

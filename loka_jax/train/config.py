@@ -22,6 +22,7 @@ from loka_jax.optim import OptimConfig
 from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.mesh import MeshConfig
 
 _MAX_DIM = 4096
@@ -284,6 +285,7 @@ class Config:
             table (from tune.py) or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
         mesh: several devices.
+        collectives: what is summed over them, and how it travels.
         init_from: the folder of a run to go on from, with the data of a later day: with
             its weights, its optimizer states, its plan and its vocabulary.
         run: options of this execution only.
@@ -300,6 +302,7 @@ class Config:
     plan: str = "auto"
     dispatch: DispatchOptions = DispatchOptions()
     mesh: MeshConfig = MeshConfig()
+    collectives: CollectivesConfig = CollectivesConfig()
     init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 

@@ -59,6 +59,11 @@ def exchanged(run: Run) -> dict[str, Any]:
     }
 
 
+def summed(run: Run) -> dict[str, Any]:
+    """Returns how dense gradients are summed, and why; {} with one device."""
+    return {} if run.summed is None else {"gradients": run.summed._asdict()}
+
+
 def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
     """Returns the line on an evaluation that gave the `quality` in `values`."""
     return _line("eval", progress) | {"split": "valid"} | values

@@ -18,7 +18,7 @@ from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.options import require
-from loka_jax.train.processes import per_host
+from loka_jax.train.processes import hosts
 from loka_jax.train.state import TrainState
 
 REPLICA, SHARD = AXES = ("replica", "shard")
@@ -100,8 +100,8 @@ def _shape(config: MeshConfig) -> tuple[int, int]:
         # CPU devices share the cores of one CPU: nothing is gained by several.
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
             return 1, 1
-        hosts = max(jax.process_count() // per_host(os.environ), 1)
-        return hosts, jax.device_count() // hosts
+        groups = hosts(os.environ)
+        return groups, jax.device_count() // groups
     if config.shards is None:
         replicas = config.replicas or 1
         return replicas, max(jax.device_count() // replicas, 1)

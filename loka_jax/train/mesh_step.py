@@ -6,10 +6,11 @@ their owners. What must be equal everywhere then is, in two collectives:
     sum         dense gradients, loss, metrics of the batch, moments of batch norms
     maximum     FP8 state; whether any device has a number that is not finite
 
-so that all devices skip the same steps. The loss of a part is over the weight of the
-whole batch, found when it was routed. FP8 state is merged by the maximum as over
-microbatches. In the steps before scales are initialized, and with current scaling, each
-device casts by the amaxes of its own part.
+so that all devices skip the same steps. Gradients that travel in fewer bits have a sum
+of their own (`ops.collectives`), which keeps what is not finite; the rest is exact. The
+loss of a part is over the weight of the whole batch, found when it was routed. FP8
+state is merged by the maximum as over microbatches. In the steps before scales are
+initialized, and with current scaling, each device casts by the amaxes of its own part.
 
 A step whose lists were too short for its ids (`exchange`) is skipped too.
 """
@@ -29,6 +30,7 @@ from loka_jax.data import Batch
 from loka_jax.max_merge import merging_over_devices
 from loka_jax.nn import Model, ProbeConfig, merge_stats
 from loka_jax.ops import exchange
+from loka_jax.ops.collectives import Wire, sum_gradients
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.tables import Tables, TableSpec
@@ -81,6 +83,7 @@ def make_mesh_train_step(
     row_update: RowUpdate,
     wire: MeshConfig,
     options: StepOptions,
+    gradients_wire: Wire = "f32",
 ) -> Callable[[TrainState, Batch, RoutedBatch], TrainState]:
     """Returns the training step of a device, to be run under a `shard_map`.
 
@@ -88,6 +91,7 @@ def make_mesh_train_step(
         model, tables, optimizer, row_update: as of `make_train_step`.
         wire: how rows and their gradients travel.
         options: the other arguments of `make_train_step`.
+        gradients_wire: how dense gradients travel.
     """
     network = projected(model, tables)
     probe = options.probe
@@ -108,7 +112,8 @@ def make_mesh_train_step(
             )
         with jax.named_scope("metrics"):
             seen = _seen(state, logits, batch)
-        merged = _merge(loss, batch_stats, grads, seen, batch)
+        with jax.named_scope("merge"):
+            merged = _merge(loss, batch_stats, grads, seen, batch, gradients_wire)
 
         grad_norm = optax.tree.norm(merged.params)
         is_finite = (
@@ -237,16 +242,25 @@ def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState
     return metrics.update(metrics.init_like(state.metrics), logits, labels, weights)
 
 
-def _merge(loss, batch_stats, grads: Gradients, seen, batch: Batch) -> _Merged:
-    """Returns what the devices have together, by one sum and one maximum."""
+def _merge(
+    loss, batch_stats, grads: Gradients, seen, batch: Batch, wire: Wire
+) -> _Merged:
+    """Returns what the devices have together, by one sum and one maximum.
+
+    By two sums if gradients do not travel in float32.
+    """
     count = jax.lax.axis_size(AXES)
     batch_stats = jax.tree.map(lambda x: x / count, batch_stats)
-    summed = _sum((loss, grads.params, batch_stats, seen))
+    rest, params = (loss, batch_stats, seen), grads.params
+    if wire == "f32":
+        rest, params = _sum((rest, params))
+    else:
+        rest, params = _sum(rest), sum_gradients(params, AXES, wire)
     # The loss and the dense gradients of all devices are looked at after the sum.
     is_finite = all_finite(0.0, 0.0, grads.rows, batch.dense)
     bad = 1.0 - is_finite.astype(jnp.float32)
     fp8, bad = _maximum((grads.fp8, bad))
-    loss, params, batch_stats, seen = summed
+    loss, batch_stats, seen = rest
     return _Merged(loss, params, batch_stats, fp8, seen, bad == 0)
 
 

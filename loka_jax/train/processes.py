@@ -105,6 +105,11 @@ def per_host(environment: Mapping[str, str]) -> int:
     return int(re.split(r"\D", tasks)[0])
 
 
+def hosts(environment: Mapping[str, str]) -> int:
+    """Returns over how many hosts the processes of the run are spread."""
+    return max(jax.process_count() // per_host(environment), 1)
+
+
 def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
     count = _number(environment, "WORLD_SIZE")
     if count == 1:
