@@ -59,7 +59,7 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} must be at least 1.")
     dense_us = options["dense_us"] or None
-    schema = _schema(config)
+    schema = schema_of(config)
     if options["simulate"]:
         workload = workload_of(config, schema, config.loop.batch_size, dense_us)
         found = [fastest(workload, n, rates) for n in SIMULATED]
@@ -136,7 +136,7 @@ def _parts(parts: Mapping[str, float], unit: float, digits: int) -> str:
     return ", ".join(f"{name} {x / unit:,.{digits}f}" for name, x in parts.items() if x)
 
 
-def _schema(config: Config) -> Schema:
+def schema_of(config: Config) -> Schema:
     """Returns the data's columns; generated data need not be made for that."""
     if config.data.kind == "generated":
         return generated.schema_of(config.data)

@@ -3,9 +3,7 @@
     python experiments/bench/step_split.py --config fp8_dlrm --out step_split.json
 
 For each arm: microseconds a step (wall clock of queued steps, on batches made before),
-and the device's kernel time by part of the step. Kernels are assigned to parts by the
-names that the program's instructions carry; a kernel that does work of several parts
-counts for the one of its result. Arms:
+and the device's kernel time by part of the step (`step_parts`). Arms:
 
     xla bf16    bfloat16 by XLA alone
     auto bf16   bfloat16 with kernels where they serve
@@ -18,33 +16,20 @@ Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 import dataclasses
 import functools
 import pathlib
-import re
 import sys
 from typing import Any
 
 import tyro
 
 from experiments.bench import result as results
+from experiments.bench.step_parts import kernels_by_part
 from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.cli import run_cli
 from experiments.configs import get_config
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.measure.compiling import NO_CAPTURE
-from loka_jax.measure.timing import profile_ops, time_chains
+from loka_jax.measure.timing import time_chains
 from loka_jax.train.build import Run, build
-
-# By the scopes in an instruction's name; the first that fits.
-_PARTS = {
-    "lookup": re.compile(r"/lookup/"),
-    "rows update": re.compile(r"/update_rows/"),
-    "dense update": re.compile(r"/optimizer/"),
-    "metrics": re.compile(r"/metrics/"),
-    "interaction, backward": re.compile(r"transpose\(.*interaction"),
-    "interaction, forward": re.compile(r"interaction"),
-    "dense, backward": re.compile(r"transpose\("),
-    "dense, forward": re.compile(r"jvp\("),
-}
-_OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,22 +105,9 @@ def _measured(run: Run):
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     # The step takes no statistics of Probe where it does not observe.
     held = [dataclasses.replace(state, probe={})]
-    scopes = _scopes(compiled.as_text() or "")
-    parts = dict.fromkeys((*_PARTS, _OTHER), 0.0)
     chain = chain_of(compiled, held, batches, READ_STEP)
-    for op, time_us in profile_ops(chain).items():
-        parts[_part(scopes.get(op, ""))] += time_us
+    parts = kernels_by_part(compiled.as_text() or "", chain)
     return chain_of(run.step, held, batches, READ_STEP), parts
-
-
-def _scopes(text: str) -> dict[str, str]:
-    """Returns the `op_name` of each instruction of a compiled program."""
-    pattern = r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\""
-    return dict(re.findall(pattern, text, flags=re.MULTILINE))
-
-
-def _part(name: str) -> str:
-    return next((part for part, scope in _PARTS.items() if scope.search(name)), _OTHER)
 
 
 def _print(result: dict[str, Any]):

@@ -12,7 +12,7 @@ from loka_jax.train.state import TrainState
 
 Chain = Callable[[int], Any]
 READ_STEP = operator.attrgetter("step")  # to wait for a training step
-_NUM_BATCHES = 8
+NUM_BATCHES = 8
 
 
 def chain_of(
@@ -43,7 +43,7 @@ def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     train, size = run.splits.train, run.config.loop.batch_size
     batches = [
         jax.block_until_ready(train.batch(Position(0, i, 0), size, shuffle=True))
-        for i in range(_NUM_BATCHES)
+        for i in range(NUM_BATCHES)
     ]
     state = run.init()
     for batch in batches[:3]:

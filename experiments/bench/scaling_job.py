@@ -1,0 +1,268 @@
+"""Times training steps on GPUs of this job; `scaling.py` starts it and compares.
+
+    python experiments/bench/scaling_job.py --config fp8_dlrm --job.points 1x65536
+    python -m loka_jax.launch --processes 2 experiments/bench/scaling_job.py \
+        --config fp8_dlrm --job.points 2x65536
+
+A point is a number of GPUs x the examples of each. For every point the run is built and
+warmed up as in training: lists are routed until all fit, scales are initialized. Then
+two chains of steps take turns:
+
+    step         on batches that lie on the devices, each routed a step ahead
+    with_input   on batches that the prefetch thread makes meanwhile, as in training
+
+Wall clock of queued steps. `parts` has the device's kernel time of a step by part,
+where one process has all GPUs: that of collectives includes waiting for other GPUs. A
+plan for as many examples of a GPU is found in `--job.plans`, or left there.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.bench import result as results
+from experiments.bench.step_parts import kernels_by_part
+from experiments.bench.steps import NUM_BATCHES, READ_STEP, Chain, chain_of
+from experiments.cli import parse_with, run_cli
+from loka_jax import jsonfile
+from loka_jax.data import Batch, Position
+from loka_jax.data.placement import placed
+from loka_jax.data.prefetch import Prefetcher
+from loka_jax.dispatch.plan import as_json
+from loka_jax.measure.compiling import NO_CAPTURE
+from loka_jax.measure.timing import profile_kernels, time_chains
+from loka_jax.terminal import one_line
+from loka_jax.train.build import Run, build
+from loka_jax.train.build_in_turn import built_in_turn
+from loka_jax.train.config import Config
+from loka_jax.train.log_lines import exchanged, summed
+from loka_jax.train.processes import Processes, leave, start
+from loka_jax.train.record import versions
+from loka_jax.train.state import TrainState
+
+_FIRST = Position(0, 0, 0)
+_ROUNDS = 7  # that are timed, after one more
+_EPOCH = 64  # batches
+
+
+class Point(NamedTuple):
+    """What is timed: so many GPUs, and examples of each in a step."""
+
+    gpus: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        """Returns the point of a text such as "2x65536".
+
+        Raises:
+            ValueError: if it is none.
+        """
+        gpus, _, batch = text.partition("x")
+        if not (gpus.isdecimal() and batch.isdecimal() and int(gpus) * int(batch)):
+            raise ValueError(f"--job.points {text} must be GPUSxEXAMPLES, as 2x65536.")
+        return cls(int(gpus), int(batch))
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"{self.gpus}x{self.batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is timed in this job.
+
+    Attributes:
+        points: GPUs x examples of each.
+        steps: timed steps of a chain.
+        parts: also profile a step by part.
+        plans: folder of plans by the examples of a GPU; "" for none.
+        out: where to write the JSON, after every point; "" for nowhere.
+        budget_s: begin no point after that many seconds.
+    """
+
+    points: tuple[str, ...] = ("1x65536",)
+    steps: int = 400
+    parts: bool = True
+    plans: str = ""
+    out: str = ""
+    budget_s: float = 600.0
+
+
+def measure_all(config: Config, options: Options) -> int:
+    """Times all points, writes them, and returns the exit code."""
+    begun = time.perf_counter()
+    points = [Point.parse(text) for text in options.points]
+    processes = start()
+    result = {"versions": versions(), "processes": processes.count, "points": []}
+    for point in points:
+        used = time.perf_counter() - begun
+        if processes.same("late" if used > options.budget_s else "in time") == "late":
+            record = {"failed": f"not begun: {used:.0f} s are over the budget"}
+        else:
+            record = _measured_or_failed(config, point, options, processes)
+        result["points"].append(point._asdict() | record)
+        result["seconds"] = time.perf_counter() - begun
+        if processes.is_first:
+            print(jsonfile.dumps(result["points"][-1]), flush=True)
+            results.write(pathlib.Path(options.out) if options.out else None, result)
+    return 0
+
+
+def _measured_or_failed(
+    config: Config, point: Point, options: Options, processes: Processes
+) -> dict[str, Any]:
+    """Returns the record of a point, or why there is none."""
+    try:
+        return measure(config, point, options, processes)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if processes.count > 1:  # the others would wait for this one
+            raise
+        return {"failed": one_line(error)}
+
+
+def measure(
+    config: Config, point: Point, options: Options, processes: Processes
+) -> dict[str, Any]:
+    """Returns the times of steps at a point."""
+    begun = time.perf_counter()
+    run = _run_at(config, point, options, processes)
+    batches = [_batch(run, number) for number in range(NUM_BATCHES)]
+    held = [_warmed_up(run, batches)]
+    chains = {
+        "step": _on_made(run, held, batches),
+        "with_input": _with_input(run, held),
+    }
+    ready = time.perf_counter()
+    calls = -(-options.steps // _ROUNDS)
+    times = time_chains(chains, calls=calls, rounds=_ROUNDS)
+    has_parts = options.parts and processes.count == 1
+    return {
+        "processes": processes.count,
+        "fp8_sites": sum(site.is_fp8 for site in run.sites),
+        "skipped": int(held[0].skipped),
+        **{name: timing._asdict() for name, timing in times.items()},
+        **exchanged(run),
+        **summed(run),
+        "build_s": ready - begun,
+        "timing_s": time.perf_counter() - ready,
+        "parts": _parts(run, held[0], batches) if has_parts else None,
+    }
+
+
+def _run_at(
+    config: Config, point: Point, options: Options, processes: Processes
+) -> Run:
+    """Returns the run on so many GPUs, with the plan for its examples of a GPU."""
+    replicas = config.mesh.replicas or 1
+    if point.gpus % replicas:
+        raise ValueError(f"--mesh.replicas {replicas} do not divide {point.gpus} GPUs.")
+    size = point.gpus * point.batch
+    data = config.data
+    if data.kind == "generated":
+        data = dataclasses.replace(data, examples=_EPOCH * size, eval_examples=1024)
+    config = dataclasses.replace(
+        config,
+        data=data,
+        loop=dataclasses.replace(config.loop, batch_size=size, max_steps=None),
+        mesh=dataclasses.replace(
+            config.mesh, replicas=replicas, shards=point.gpus // replicas
+        ),
+    )
+    plan = None
+    file = pathlib.Path(options.plans) / f"plan-{point.batch}.json"
+    if options.plans and file.exists():
+        plan = jsonfile.read(file)
+    run = built_in_turn(processes, lambda plan: build(config, plan, print), plan)
+    if options.plans and plan is None and processes.is_first:
+        jsonfile.write(file, as_json(run.plan))
+    return run
+
+
+def _batch(run: Run, number: int) -> Batch:
+    """Returns a training batch on the devices of the run."""
+    train, size, part = run.splits.train, run.config.loop.batch_size, run.part
+    batch = train.batch(Position(0, number, 0), size, shuffle=True, part=part)
+    return jax.block_until_ready(placed(batch, run.batch_sharding, part))
+
+
+def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
+    """Returns the state after steps that set delayed scales and compiled all."""
+    if run.spread is not None:
+        for batch in batches:  # before steps are compiled for lists that are too short
+            run.spread.router(batch)
+    state = run.init()
+    for batch in batches[:3]:
+        state = run.first_step(state, batch)
+    return jax.block_until_ready(run.step(state, batches[3]))
+
+
+def _on_made(run: Run, held: list[TrainState], batches: list[Batch]) -> Chain:
+    def queue(count: int) -> jax.Array:
+        order = itertools.islice(itertools.cycle(batches), count)
+        for _, batch in run.ahead((_FIRST, batch) for batch in order):
+            held[0] = run.step(held[0], batch)
+        return held[0].step
+
+    return queue
+
+
+def _with_input(run: Run, held: list[TrainState]) -> Chain:
+    def queue(count: int) -> jax.Array:
+        with Prefetcher(
+            run.splits.train,
+            _FIRST,
+            run.config.loop.batch_size,
+            shuffle=True,
+            num_batches=count,
+            sharding=run.batch_sharding,
+            part=run.part,
+        ) as made:
+            for _, batch in run.ahead(made):
+                held[0] = run.step(held[0], batch)
+        return held[0].step
+
+    return queue
+
+
+def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
+    """Returns the microseconds of a step's kernels on a device, by part."""
+    # The step takes no statistics of Probe where it does not observe.
+    state = dataclasses.replace(state, probe={})
+    compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
+    text = compiled.as_text() or ""
+    if run.spread is None:
+        chain = chain_of(compiled, [state], batches, READ_STEP)
+        return kernels_by_part(text, chain)
+    router, devices = run.spread.router, run.spread.mesh.size
+    chain = chain_of(
+        lambda parts, routed: compiled(parts, *routed),
+        [vars(state)],
+        [router(batch) for batch in batches],
+        lambda parts: parts["step"],
+    )
+    parts = kernels_by_part(text, chain, devices)
+    routes = chain_of(lambda _, batch: router(batch), [None], batches)
+    routing = profile_kernels(routes)
+    if routing is not None:
+        parts["route"] = routing.busy_us / devices
+    return parts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def command() -> int:
+        config, options = parse_with(arguments, "bench/scaling_job.py", job=Options())
+        return measure_all(config, options["job"])
+
+    return run_cli(command)
+
+
+if __name__ == "__main__":
+    leave(main)
