@@ -8,6 +8,8 @@ once or more it asks the owner for one row:
     fetch       owners read [L C, D] rows  ->  back  ->  each id reads its own
     give_back   sums of gradients by distinct place  ->  owners
 
+How rows are cast for the wire, at once with these reads, is `row_codec`'s.
+
 Lists have a fixed capacity of C places, as compiled programs have fixed shapes. `need`
 is the length of the longest one: while it is at most C, the result is exact and C
 changes no bit of it. Beyond, the ids that did not fit read zeros, and the caller must
@@ -16,7 +18,7 @@ route again with a larger C: nothing may be trained on such rows.
 An id that is ignored (`Places`) reads zeros, is sent nowhere and has no gradient.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +41,14 @@ class Routed(NamedTuple):
         slots: of each id; `BAD_ID` where it is ignored or did not fit.
         sorted_slots: the same in the order of the places.
         order: the position in `slots` of each of `sorted_slots`.
+        ends: the last place in `sorted_slots` of each slot; `BAD_ID` if it has none.
     """
 
     asked: Int[Array, "L C"]
     slots: Int[Array, "N"]
     sorted_slots: Int[Array, "N"]
     order: Int[Array, "N"]
+    ends: Int[Array, "L C"]
 
 
 def route(
@@ -77,31 +81,62 @@ def route(
     fits = is_id & (rank < capacity)
     slots = jnp.where(fits, owner * capacity + rank, BAD_ID)
 
-    asked = jnp.full(devices * capacity, BAD_ID, jnp.int32)
-    asked = _write(asked, jnp.where(is_first, slots, BAD_ID), row.astype(jnp.int32))
+    empty = jnp.full(devices * capacity, BAD_ID, jnp.int32)
+    asked = _write(empty, jnp.where(is_first, slots, BAD_ID), row.astype(jnp.int32))
+    is_last = jnp.append(changed, jnp.ones(min(1, v.size), bool))
+    at = jnp.arange(v.size, dtype=jnp.int32)
+    ends = _write(empty, jnp.where(is_last, slots, BAD_ID), at)
     routed = Routed(
         asked=_all_to_all(asked.reshape(devices, capacity), axis),
         slots=_write(jnp.empty_like(slots), positions, slots),
         sorted_slots=slots,
         order=positions,
+        ends=ends.reshape(devices, capacity),
     )
     return routed, jnp.max(before[1:] - before[:-1])
 
 
 def fetch(
-    table: Float[Array, "P D"], routed: Routed, codec: Codec, axis: str
-) -> Float[Array, "LC D"]:
-    """Returns the rows of the lists: a table for `embedding.lookup` of `slots`.
+    table: Float[Array, "P D"],
+    routed: Routed,
+    codec: Codec,
+    axis: str,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "N D"]:
+    """Returns the row of each id, zeros where it is ignored or did not fit.
 
     Args:
         table: this device's part of the table.
         routed: from `route`.
         codec: of the rows on the wire.
         axis: as in `route`.
+        implementation: as in `row_codec.gathered`.
     """
-    payload = row_codec.encode(embedding.lookup(table, routed.asked), codec)
-    rows = row_codec.decode(_all_to_all(payload, axis), codec)
-    return rows.reshape(-1, rows.shape[-1])
+    how: Any = {"implementation": implementation}
+    payload = row_codec.gathered(table, routed.asked, codec, **how)
+    payload, dim = _all_to_all(payload, axis), table.shape[-1]
+    return row_codec.spread(payload, routed.slots, codec, dim, **how)
+
+
+def fetch_lists(
+    table: Float[Array, "P D"],
+    routed: Routed,
+    codec: Codec,
+    axis: str,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "LC D"]:
+    """Returns the rows of the lists: a table for lookups of `slots`, as pooled ones.
+
+    Arguments are those of `fetch`.
+    """
+    payload = row_codec.gathered(
+        table, routed.asked, codec, implementation=implementation
+    )
+    dim = table.shape[-1]
+    rows = row_codec.decode(_all_to_all(payload, axis), codec, dim)
+    return rows.reshape(-1, dim)
 
 
 def give_back(
@@ -130,16 +165,17 @@ def give_back(
     sums = embedding.sum_sorted(
         routed.sorted_slots, routed.order, grads, implementation=implementation
     )
-    lists = jnp.zeros((routed.asked.size, grads.shape[-1]), jnp.float32)
-    lists = _write(lists, sums.ids, sums.grads)
-    payload = row_codec.encode(lists.reshape(*routed.asked.shape, -1), codec)
+    payload = row_codec.gathered(
+        sums.grads, routed.ends, codec, implementation=implementation
+    )
     rows, payload = routed.asked, _all_to_all(payload, axis)
     if replicas is not None:
         rows, payload = (
             jax.lax.all_gather(x, replicas, tiled=True) for x in (rows, payload)
         )
-    received = row_codec.decode(payload, codec)
-    return rows.reshape(-1), received.reshape(-1, received.shape[-1])
+    dim = grads.shape[-1]
+    received = row_codec.decode(payload, codec, dim)
+    return rows.reshape(-1), received.reshape(-1, dim)
 
 
 def fetch_everywhere(

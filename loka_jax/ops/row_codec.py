@@ -3,24 +3,30 @@
 Payloads are unsigned integers. XLA would widen floats of 8 and 16 bits where a backend
 has no collective for them, and integers travel as they are.
 
-    f32     [N, D] float32
-    bf16    [N, D] uint16
-    e4m3    [N, D + 1] uint8: the codes, and the exponent of the row's scale_inv
-    int8    [N, D + 1] uint8, likewise
+    f32     [L, C D] float32
+    bf16    [L, C D] uint16
+    e4m3    [L, C D + C] uint8: codes, then exponents of the scale_inv of each row
+    int8    [L, C D + C] uint8, likewise
 
-Scales are powers of two, so that decoding is exact in bfloat16. Rows that are not
-finite come back as infinities and NaN, whatever the codec.
+of L lists of C rows of D values: w is the width. Scales are powers of two, so that
+decoding is exact in bfloat16. Rows that are not finite come back as infinities and NaN,
+whatever the codec. Triton's kernels gather and encode, or decode and spread, at once.
 """
 
+import functools
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3
+from loka_jax.ops import embedding
+from loka_jax.ops.kernels import by_kernel
+from loka_jax.triton import Implementation, chosen
+from loka_jax.triton import row_wire as _triton
 
 Codec = Literal["f32", "bf16", "e4m3", "int8"]
 CODECS = get_args(Codec)
@@ -33,12 +39,68 @@ def row_bytes(codec: Codec, dim: int) -> int:
     return {"f32": 4 * dim, "bf16": 2 * dim}.get(codec, dim + 1)
 
 
-def encode(rows: Float[Array, "*N D"], codec: Codec) -> Shaped[Array, "*N _"]:
-    """Returns the payload of rows."""
+def gathered(
+    rows: Float[Array, "R D"],
+    ids: Int[Array, "L C"],
+    codec: Codec,
+    *,
+    implementation: Implementation | None = None,
+) -> Shaped[Array, "L w"]:
+    """Returns the payload of the rows of some ids, of zeros for ids of no row.
+
+    Args:
+        rows: float32 or bfloat16.
+        ids: of the rows; those that are out of range, such as `BAD_ID`, have none.
+        codec: of the payload.
+        implementation: as in `embedding.sum_by_row`; all have the same bits.
+
+    Raises:
+        ValueError: if Triton is required and cannot run.
+    """
+    why_not = _triton.why_not(codec, ids.size, rows.shape[1], rows.dtype)
+    if chosen(implementation, why_not) == "triton":
+        run = functools.partial(_triton.encode, codec=codec)
+        return by_kernel(run, rows, ids)
+    return encode(embedding.lookup(rows, ids), codec)
+
+
+def spread(
+    payload: Shaped[Array, "L w"],
+    slots: Int[Array, "N"],
+    codec: Codec,
+    dim: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "N D"]:
+    """Returns the rows of some places in lists, zeros for numbers of no place.
+
+    Float32 of "f32" and else bfloat16.
+
+    Args:
+        payload: of the lists.
+        slots: numbers of places, those of a list one after the other.
+        codec: of the payload.
+        dim: D.
+        implementation: as in `gathered`.
+
+    Raises:
+        ValueError: if Triton is required and cannot run.
+    """
+    why_not = _triton.why_not(codec, slots.size, dim, jnp.bfloat16)
+    if chosen(implementation, why_not) == "triton":
+        run = functools.partial(_triton.decode, codec=codec, dim=dim)
+        return by_kernel(run, payload, slots)
+    return embedding.lookup(decode(payload, codec, dim).reshape(-1, dim), slots)
+
+
+def encode(rows: Float[Array, "*L C D"], codec: Codec) -> Shaped[Array, "*L w"]:
+    """Returns the payload of lists of rows."""
+    width = rows.shape[-2] * rows.shape[-1]
+    flat = rows.reshape(*rows.shape[:-2], width)
     if codec == "f32":
-        return rows.astype(jnp.float32)
+        return flat.astype(jnp.float32)
     if codec == "bf16":
-        return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+        return jax.lax.bitcast_convert_type(flat.astype(jnp.bfloat16), jnp.uint16)
     rows = rows.astype(jnp.float32)
     amax = fp8.amax(rows, (-1,))
     if codec == "e4m3":
@@ -50,25 +112,28 @@ def encode(rows: Float[Array, "*N D"], codec: Codec) -> Shaped[Array, "*N _"]:
         codes = jnp.clip(scaled, -_INT8_MAX, _INT8_MAX).astype(jnp.int8)
     bits = jax.lax.bitcast_convert_type(scale_inv, jnp.uint32) >> np.uint32(23)
     exponent = jnp.where(jnp.isfinite(amax), bits, np.uint32(255)).astype(jnp.uint8)
-    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    return jnp.concatenate([codes, exponent], axis=-1)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(flat.shape)
+    return jnp.concatenate([codes, exponent[..., 0]], axis=-1)
 
 
-def decode(payload: Shaped[Array, "*N _"], codec: Codec) -> Float[Array, "*N D"]:
-    """Returns the rows of a payload, float32 of "f32" and else bfloat16."""
+def decode(
+    payload: Shaped[Array, "*L w"], codec: Codec, dim: int
+) -> Float[Array, "*L C D"]:
+    """Returns the lists of a payload, float32 of "f32" and else bfloat16."""
+    lists = payload.shape[:-1]
     if codec == "f32":
-        return payload
+        return payload.reshape(*lists, -1, dim)
     if codec == "bf16":
-        return jax.lax.bitcast_convert_type(payload, jnp.bfloat16)
+        rows = jax.lax.bitcast_convert_type(payload, jnp.bfloat16)
+        return rows.reshape(*lists, -1, dim)
+    capacity = payload.shape[-1] // (dim + 1)
+    codes, exponents = jnp.split(payload, [capacity * dim], axis=-1)
     dtype = E4M3 if codec == "e4m3" else jnp.int8
-    codes = jax.lax.bitcast_convert_type(payload[..., :-1], dtype)
-    return (codes.astype(jnp.float32) * _scale_inv(payload)).astype(jnp.bfloat16)
-
-
-def _scale_inv(payload: UInt8[Array, "*N _"]) -> Float[Array, "*N 1"]:
-    """Returns the factors of the rows; infinite for a row that was not finite."""
-    bits = payload[..., -1:].astype(jnp.uint32) << np.uint32(23)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    codes = jax.lax.bitcast_convert_type(codes, dtype).reshape(*lists, capacity, dim)
+    # Infinite for a row that was not finite.
+    bits = exponents.astype(jnp.uint32) << np.uint32(23)
+    scale_inv = jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+    return (codes.astype(jnp.float32) * scale_inv).astype(jnp.bfloat16)
 
 
 def _int8_scale_inv(amax: Float[Array, "*N 1"]) -> Float[Array, "*N 1"]:

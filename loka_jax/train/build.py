@@ -217,7 +217,8 @@ class Run:
         """Returns the evaluation step of a model that has the run's variables."""
         if self.spread is None:
             return jax.jit(make_eval_step(model, self.tables), donate_argnums=1)
-        step = make_mesh_eval_step(model, self.tables, self.spread.wire)
+        parts = (model, self.tables, self.spread.wire)
+        step = make_mesh_eval_step(*parts, self.row_update.implementation)
         return self.spread.eval_program(step)
 
     def evaluate(self, state: TrainState, dataset: Dataset) -> Evaluated:

@@ -54,6 +54,7 @@ from loka_jax.train.step import (
     rows_lr,
     update_table,
 )
+from loka_jax.triton import Implementation
 
 
 class StepOptions(NamedTuple):
@@ -103,7 +104,9 @@ def make_mesh_train_step(
 
     def step(state: TrainState, batch: Batch, routed: RoutedBatch) -> TrainState:
         with jax.named_scope("lookup"):
-            rows = _fetch(network, tables, state, batch, routed, wire)
+            rows = _fetch(
+                network, tables, state, batch, routed, wire, row_update.implementation
+            )
         key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
         key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
         with merging_over_devices():
@@ -152,7 +155,10 @@ def make_mesh_train_step(
 
 
 def make_mesh_eval_step(
-    model: Model, tables: Tables, wire: MeshConfig
+    model: Model,
+    tables: Tables,
+    wire: MeshConfig,
+    implementation: Implementation | None = None,
 ) -> Callable[
     [TrainState, metrics.MetricState, Batch, RoutedBatch],
     tuple[metrics.MetricState, Array],
@@ -160,11 +166,16 @@ def make_mesh_eval_step(
     """Returns the evaluation step of a device: see `make_eval_step`.
 
     The metrics are those of all devices, the logits those of its own examples.
+
+    Args:
+        model, tables: as of `make_eval_step`.
+        wire: how rows travel.
+        implementation: as of `RowUpdate`.
     """
     network = projected(model, tables)
 
     def step(state, seen, batch: Batch, routed: RoutedBatch):
-        rows = _fetch(network, tables, state, batch, routed, wire)
+        rows = _fetch(network, tables, state, batch, routed, wire, implementation)
         logits = network.apply(variables_of(state), batch.dense, rows)
         logits = jnp.asarray(logits).astype(jnp.float32)
         (batch_seen,) = _sum((_seen(state, logits, batch),))
@@ -198,13 +209,18 @@ def _fetch(
     batch: Batch,
     routed: RoutedBatch,
     wire: MeshConfig,
+    implementation: Implementation | None,
 ) -> Any:
     """Returns the fields' embeddings of this device's part of a batch, by stack."""
     # The model would cast them first of all: as in a step without a mesh.
     dtype = getattr(model, "compute_dtype", jnp.float32)
 
     def fetch(spec: TableSpec, table: Array, part: Batch, route: Routed):
-        rows = exchange.fetch(table, route, wire.wire_rows, SHARD)
+        how: Any = (table, route, wire.wire_rows, SHARD)
+        if not part.bags:
+            rows = exchange.fetch(*how, implementation=implementation)
+            return rows.reshape(*part.ids.shape, -1).astype(dtype)
+        rows = exchange.fetch_lists(*how, implementation=implementation)
         found = lookup.at_slots(part, route.slots)
         return lookup.embeddings(spec, rows, found, dtype)
 

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import dot_features, joined_norm, matmul, packed, row_update, tail
+from loka_jax.triton import (
+    dot_features,
+    joined_norm,
+    matmul,
+    packed,
+    row_update,
+    row_wire,
+    tail,
+)
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # numpy's name of a type -> Triton's.
@@ -143,7 +151,7 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
-    modules = dot_features, joined_norm, matmul, packed, row_update, tail
+    modules = dot_features, joined_norm, matmul, packed, row_update, row_wire, tail
     for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
         importlib.import_module(f"{triton.__name__}.{path.stem}")
 

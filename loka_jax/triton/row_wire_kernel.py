@@ -1,0 +1,137 @@
+"""The kernels of `row_wire`. Importing this module imports Triton.
+
+A program has a tile of rows. Scales are powers of two, found from the bits of the
+largest magnitude, so that codes are those of `ops.row_codec` bit for bit.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
+_EXPONENT = tl.constexpr(0x7F800000)  # its exponent; from here on infinite or NaN
+_MANTISSA_BITS = tl.constexpr(23)
+_INVERSE = tl.constexpr(254 << 23)  # minus the bits of a power of two: of its inverse
+_TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
+_E4M3_MAX = tl.constexpr(448.0)
+_INT8_MAX = tl.constexpr(127.0)
+# Added to a float32 of at most 2^22 it leaves the nearest integer, ties to even, in the
+# lowest bits, in two's complement.
+_ROUND = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+@no_type_check
+def encode_kernel(
+    rows,
+    ids,
+    payload,
+    num_rows: tl.constexpr,
+    capacity: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    tile_dim: tl.constexpr,
+    codec: tl.constexpr,
+):
+    """Writes the payload of the rows that lists ask for, zeros for other ids."""
+    tiles: tl.constexpr = (capacity + tile - 1) // tile
+    number = tl.program_id(0) // tiles
+    entry = (tl.program_id(0) % tiles) * tile + tl.arange(0, tile)
+    exists = entry < capacity
+    first_id = ids + number.to(tl.int64) * capacity
+    id = tl.load(first_id + entry, mask=exists, other=-1)
+    is_row = (id >= 0) & (id < num_rows)
+    d = tl.arange(0, tile_dim)[None, :]
+    at = rows + id.to(tl.int64)[:, None] * dim + d
+    x = tl.load(at, mask=is_row[:, None] & (d < dim), other=0.0).to(tl.float32)
+
+    start = payload + number.to(tl.int64) * width
+    at = start + entry.to(tl.int64)[:, None] * dim + d
+    inside = exists[:, None] & (d < dim)
+    if codec == "bf16":
+        tl.store(at, x.to(payload.dtype.element_ty), mask=inside)
+    else:
+        codes, exponent = _coded(x, codec)
+        tl.store(at, codes, mask=inside)
+        # The exponents of a list follow all of its codes.
+        tl.store(start + capacity * dim + entry, exponent, mask=exists)
+
+
+@triton.jit
+@no_type_check
+def decode_kernel(
+    payload,
+    slots,
+    rows,
+    n: tl.constexpr,
+    num_slots: tl.constexpr,
+    capacity: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    tile_dim: tl.constexpr,
+    codec: tl.constexpr,
+):
+    """Writes the row of each slot, zeros for other numbers."""
+    i = tl.program_id(0) * tile + tl.arange(0, tile)
+    slot = tl.load(slots + i, mask=i < n, other=-1)
+    is_slot = (slot >= 0) & (slot < num_slots)
+    start = payload + (slot // capacity).to(tl.int64) * width
+    entry = (slot % capacity).to(tl.int64)
+    d = tl.arange(0, tile_dim)[None, :]
+    inside = is_slot[:, None] & (d < dim)
+    codes = tl.load(start[:, None] + entry[:, None] * dim + d, mask=inside, other=0)
+    if codec == "bf16":
+        x = codes.to(tl.float32)
+    else:
+        exponent = tl.load(start + capacity * dim + entry, mask=is_slot, other=0)
+        bits = exponent.to(tl.int32) << _MANTISSA_BITS
+        if codec == "int8":
+            codes = codes.to(tl.int8, bitcast=True)
+        else:
+            codes = codes.to(tl.float8e4nv, bitcast=True)
+        x = codes.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+    at = rows + i.to(tl.int64)[:, None] * dim + d
+    tl.store(at, x.to(rows.dtype.element_ty), mask=(i < n)[:, None] & (d < dim))
+
+
+@triton.jit
+@no_type_check
+def _coded(x, codec: tl.constexpr):
+    """Returns codes of rows, uint8, and the exponents of their scales.
+
+    255 for a row that is not finite.
+    """
+    # Of integers, in whose order a NaN lies above infinity: a maximum of floats drops
+    # it.
+    magnitude = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
+    amax = magnitude.to(tl.float32, bitcast=True)
+    is_finite = magnitude < _EXPONENT
+    if codec == "int8":
+        # The least power of two that takes the amax to 127 or less.
+        ratio = tl.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
+        ratio = tl.where(is_finite, tl.maximum(ratio, _TINY), 1.0)
+        bits = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & _EXPONENT
+        scale_inv = bits.to(tl.float32, bitcast=True)
+        scaled = tl.div_rn(x, tl.zeros_like(x) + scale_inv[:, None])
+        scaled = tl.clamp(scaled, -_INT8_MAX, _INT8_MAX)
+        codes = (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+    else:
+        # The largest power of two that takes the amax to 448 or less.
+        limit = tl.zeros_like(amax) + _E4M3_MAX
+        scale = tl.div_rn(limit, tl.maximum(amax, 2 * _E4M3_MAX * _TINY))
+        scale_bits = scale.to(tl.int32, bitcast=True) & _EXPONENT
+        scale = scale_bits.to(tl.float32, bitcast=True)
+        bits = _INVERSE - scale_bits  # of 1 / scale
+        scaled = tl.clamp(x * scale[:, None], -_E4M3_MAX, _E4M3_MAX)
+        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    exponent = tl.where(is_finite, bits >> _MANTISSA_BITS, 255)
+    return codes, exponent.to(tl.uint8)
