@@ -101,6 +101,15 @@ def test_two_processes_give_the_bits_of_one_with_all_devices(runs):
     assert (runs.folder / "two" / "report.html").exists() and "Report:" in out
 
 
+def test_gradients_in_int8_have_the_bits_of_one_process(runs):
+    for name, processes in (("int8-one", 1), ("int8-two", 2)):
+        runs.train(name, processes, "int8=1")
+    assert runs.outcome("int8-two") == runs.outcome("int8-one")
+    assert runs.outcome("int8-one")[2] != runs.outcome("one")[2]
+    summed = support.summary(runs.folder / "int8-two")["gradients"]
+    assert (summed["wire"], summed["reason"]) == ("int8", "as asked")
+
+
 @pytest.mark.parametrize(
     "where, saved", [("stall=5", 3), ("stall_save=6", 3)], ids=["step", "save"]
 )

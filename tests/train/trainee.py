@@ -4,7 +4,7 @@
 
 With `slow=SECONDS` every step takes longer. With `stall=STEP` the second process waits
 for ever before that step, so that it can be killed or stopped within one, and with
-`stall_save=STEP` while that step is saved.
+`stall_save=STEP` while that step is saved. With `int8=1` gradients travel in int8.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import jax
 from loka_jax.data import generated
 from loka_jax.train import shared_save
 from loka_jax.train.config import RunOptions
+from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh import MeshConfig
 from loka_jax.train.processes import leave
@@ -45,9 +46,11 @@ def main() -> int:
         stall_at(stall)
         stall_saving(stall_save)
     resume = bool(numbers.pop("resume", 0))
+    gradients = "int8" if numbers.pop("int8", 0) else "auto"
     config = dataclasses.replace(
         support.config(workdir, **SMALL | numbers),
         mesh=MeshConfig(shards=shards, replicas=replicas),
+        collectives=CollectivesConfig(gradients=gradients),
         run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
     )
     return train(config, sys.argv).exit_code
