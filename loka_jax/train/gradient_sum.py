@@ -51,7 +51,7 @@ class GradientSum(NamedTuple):
     @property
     def note(self) -> str:
         """A sentence for the user."""
-        size = f"{self.num_bytes / _MIB:.1f} MiB"
+        size = f"{self.num_bytes / _MIB:.3g} MiB"
         return f"Dense gradients, {size}, are summed in {self.wire}: {self.reason}."
 
 
