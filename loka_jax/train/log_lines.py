@@ -59,6 +59,11 @@ def exchanged(run: Run) -> dict[str, Any]:
     }
 
 
+def over_devices(run: Run) -> dict[str, Any]:
+    """Returns what several devices do of a run, for its summary; {} with one."""
+    return exchanged(run) | summed(run)
+
+
 def summed(run: Run) -> dict[str, Any]:
     """Returns how dense gradients are summed, and why; {} with one device."""
     return {} if run.summed is None else {"gradients": run.summed._asdict()}

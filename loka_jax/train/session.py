@@ -30,7 +30,7 @@ from loka_jax.train.device_notice import device_notice
 from loka_jax.train.disk_room import require_space
 from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
-from loka_jax.train.log_lines import exchanged, summed
+from loka_jax.train.log_lines import over_devices
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.processes import Processes, start
@@ -327,37 +327,33 @@ def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
     in_fp8 = sum(site.is_fp8 for site in run.sites)
-    return (
-        {
-            "config": run.config.identity(),
-            "seed": run.config.seed,
-            "recipe": run.config.model.recipe,
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "finished": not stop.is_set,
-            "steps": progress.step,
-            "examples": progress.examples,
-            "seconds": progress.seconds,
-            "examples_per_second": loop.examples_per_second(),
-            "skipped_steps": int(loop.state.skipped),
-            "bad_ids": int(loop.state.bad_ids),
-            "best_valid": progress.best,
-            "final_eval": final,
-            "final_split": split,
-            "final_step": final_step,
-            "final_state": final_state,
-            "best_possible_ne": splits.report.get("best_possible_ne"),
-            "sites": {"total": len(run.sites), "fp8": in_fp8},
-            "plan": plan_rows(run.plan),
-            "changes": progress.changes,
-            "returns": progress.returns,
-            "warnings": progress.scale_watch.warnings,
-            "days": progress.days,
-            "data": splits.report,
-        }
-        | exchanged(run)
-        | summed(run)
-    )
+    return {
+        "config": run.config.identity(),
+        "seed": run.config.seed,
+        "recipe": run.config.model.recipe,
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "finished": not stop.is_set,
+        "steps": progress.step,
+        "examples": progress.examples,
+        "seconds": progress.seconds,
+        "examples_per_second": loop.examples_per_second(),
+        "skipped_steps": int(loop.state.skipped),
+        "bad_ids": int(loop.state.bad_ids),
+        "best_valid": progress.best,
+        "final_eval": final,
+        "final_split": split,
+        "final_step": final_step,
+        "final_state": final_state,
+        "best_possible_ne": splits.report.get("best_possible_ne"),
+        "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "plan": plan_rows(run.plan),
+        "changes": progress.changes,
+        "returns": progress.returns,
+        "warnings": progress.scale_watch.warnings,
+        "days": progress.days,
+        "data": splits.report,
+    } | over_devices(run)
 
 
 def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
