@@ -7,10 +7,17 @@ from loka_jax.optim.from_config import (
     make_schedule,
 )
 from loka_jax.optim.plateau import Plateau
-from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd, whole_table_update
+from loka_jax.optim.rows import (
+    Adam,
+    LaggedRowwiseAdagrad,
+    RowwiseAdagrad,
+    Sgd,
+    whole_table_update,
+)
 
 __all__ = [
     "Adam",
+    "LaggedRowwiseAdagrad",
     "OptimConfig",
     "Plateau",
     "RowwiseAdagrad",

@@ -17,6 +17,9 @@ class OptimConfig:
         rows_lr: its learning rate.
         rows_l2: weight l of `l / 2 ||table||^2` in the loss. If positive, every row is
             updated every step, at a cost that grows with the tables.
+        rows_c: c of `rowwise_adagrad`, which divides its sums of squares by c in each
+            step: for groups that update their rows alone, `--mesh.sync weights`.
+        rows_lagged: `rowwise_adagrad` divides by the sums of squares before the step.
         eps: added to denominators by `rowwise_adagrad` and the Adams.
         warmup_steps: steps over which both rates grow linearly from 0.
         decay: both rates after the warm-up: constant, or falling to 0 at the last step.
@@ -39,6 +42,8 @@ class OptimConfig:
     rows: Literal["rowwise_adagrad", "adam", "sgd"] = "rowwise_adagrad"
     rows_lr: float = 0.05
     rows_l2: float = 0.0
+    rows_c: float = 1.0
+    rows_lagged: bool = False
     eps: float = 1e-8
     warmup_steps: int = 0
     decay: Literal["constant", "cosine", "linear"] = "constant"
@@ -67,6 +72,11 @@ class OptimConfig:
                 f"--optim.weight-decay {self.weight_decay} needs --optim.dense adamw, "
                 f"not {self.dense}."
             )
+        if self.rows != "rowwise_adagrad" and (self.rows_c != 1 or self.rows_lagged):
+            option = "--optim.rows-lagged" if self.rows_lagged else "--optim.rows-c"
+            raise ValueError(
+                f"{option} needs --optim.rows rowwise_adagrad, not {self.rows}."
+            )
 
 
 _RANGES = (
@@ -75,6 +85,7 @@ _RANGES = (
     ("clip_norm", 1e-12, 1e12),
     ("rows_lr", 1e-12, 1e3),
     ("rows_l2", 0.0, 1e3),
+    ("rows_c", 1e-3, 1e6),
     ("eps", 1e-30, 1.0),
     ("warmup_steps", 0, 2**31 - 1),
     ("plateau_factor", 1e-6, 1.0),

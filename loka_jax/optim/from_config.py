@@ -4,7 +4,7 @@ import optax
 
 from loka_jax.ops.embedding import RowOptimizer
 from loka_jax.optim.config import OptimConfig
-from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
+from loka_jax.optim.rows import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
 
 
 def make_schedule(lr: float, config: OptimConfig, total_steps: int) -> optax.Schedule:
@@ -60,4 +60,6 @@ def make_row_optimizer(config: OptimConfig) -> RowOptimizer:
         return Sgd()
     if config.rows == "adam":
         return Adam(eps=config.eps)
-    return RowwiseAdagrad(eps=config.eps)
+    if config.rows_lagged:
+        return LaggedRowwiseAdagrad(eps=config.eps, c=config.rows_c)
+    return RowwiseAdagrad(eps=config.eps, c=config.rows_c)

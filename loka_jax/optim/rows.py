@@ -28,21 +28,33 @@ class RowwiseAdagradState(NamedTuple):
 class RowwiseAdagrad:
     """AdaGrad with one accumulator per row instead of one per entry.
 
-    `acc += mean_D(g^2);  row -= lr g / (sqrt(acc) + eps)` with g the row's *summed*
+    `acc += mean_D(g^2);  row -= lr g / (sqrt(acc / c) + eps)` with g the row's *summed*
     gradient. Duplicates are summed before they are squared, as in FBGEMM's
     `EXACT_ROWWISE_ADAGRAD` and torchrec's `RowWiseAdagrad`.
+
+    With c = 1 it is that. c > 1 is the momentum-scaled row-wise AdaGrad of groups that
+    update alone (`--mesh.sync weights`): the gradient of a group of 1/M of the batch is
+    noisier than that of all of it, and its square up to M times as large, as it is for
+    a row that one group alone has. It is nothing but `sqrt(c)` times lr and eps.
 
     Attributes:
         eps: added to the square root.
         initial_accumulator: initial value of the accumulators.
+        c: divides the accumulators where a row is updated, not where they are kept.
+
+    References:
+        Zhang et al.: Two-dimensional Sparse Parallelism for Large Scale Deep Learning
+        Recommendation Model Training. arXiv 2508.03854: c = M, with eps in the root.
     """
 
     eps: float = 1e-8
     initial_accumulator: float = 0.0
+    c: float = 1.0
 
     def __post_init__(self):
         """Raises ValueError if a number is out of range."""
         _check_positive("eps", self.eps)
+        _check_positive("c", self.c)
         if not 0 <= self.initial_accumulator < math.inf:
             raise ValueError(
                 f"initial_accumulator={self.initial_accumulator} must be finite "
@@ -63,7 +75,7 @@ class RowwiseAdagrad:
     ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
         """Returns the updated rows and their new state."""
         acc = row_state.sum_of_squares + jnp.mean(jnp.square(grads), axis=-1)
-        step = lr * grads / (jnp.sqrt(acc) + self.eps)[:, None]
+        step = lr * grads / (jnp.sqrt(acc / self.c) + self.eps)[:, None]
         return rows - step, RowwiseAdagradState(acc)
 
     def update_in_place(
@@ -81,11 +93,53 @@ class RowwiseAdagrad:
             ids: sorted; `embedding.BAD_ID` marks unused entries.
             order: the position in `row_grads` of each id's gradient.
         """
-        acc = opt_state.sum_of_squares
+        root = math.sqrt(self.c)
         table, acc = row_update.rowwise_adagrad(
-            table, acc, ids, order, row_grads, lr=lr, eps=self.eps
+            *(table, opt_state.sum_of_squares, ids, order, row_grads),
+            lr=root * lr,
+            eps=root * self.eps,
         )
         return table, RowwiseAdagradState(acc)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaggedRowwiseAdagrad:
+    """Row-wise AdaGrad whose step is divided by the accumulator before that step.
+
+    `row -= lr g / (sqrt(acc / c) + eps);  acc += mean_D(g^2)`, but a row's first step,
+    with an accumulator of 0, is that of `RowwiseAdagrad`. Groups that update alone then
+    divide by the average that all of them have, so that the mean of their steps is that
+    of the mean of their gradients.
+
+    Attributes:
+        eps, c: as of `RowwiseAdagrad`.
+    """
+
+    eps: float = 1e-8
+    c: float = 1.0
+
+    def __post_init__(self):
+        """Raises ValueError if a number is out of range."""
+        _check_positive("eps", self.eps)
+        _check_positive("c", self.c)
+
+    def init(self, table: Float[Array, "R D"]) -> RowwiseAdagradState:
+        """Returns the initial state of a table."""
+        return RowwiseAdagradState(jnp.zeros(table.shape[:1], jnp.float32))
+
+    def update(
+        self,
+        rows: Float[Array, "N D"],
+        row_state: RowwiseAdagradState,
+        grads: Float[Array, "N D"],
+        lr: Float[Array, ""] | float,
+    ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
+        """Returns the updated rows and their new state."""
+        before = row_state.sum_of_squares
+        acc = before + jnp.mean(jnp.square(grads), axis=-1)
+        seen = jnp.where(before > 0, before, acc)
+        step = lr * grads / (jnp.sqrt(seen / self.c) + self.eps)[:, None]
+        return rows - step, RowwiseAdagradState(acc)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

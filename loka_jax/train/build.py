@@ -171,6 +171,14 @@ class Run:
         """Returns the batches, each with what its step needs begun a step before."""
         return batches if self.spread is None else self.spread.router.ahead(batches)
 
+    def synced(self, state: TrainState) -> TrainState:
+        """Returns a state that all groups of devices have alike.
+
+        Between training steps they may not (`row_sync`), and whatever else reads the
+        tables needs them so. The state is donated.
+        """
+        return state if self.spread is None else self.spread.sync(state)
+
     @property
     def first_step(self) -> TrainStep:
         """The training step for states whose delayed scales may be uninitialized."""
@@ -332,7 +340,11 @@ def build(
         ),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        spread=None if mesh is None else Spread(mesh, config.mesh, tables),
+        spread=(
+            None
+            if mesh is None
+            else Spread(mesh, config.mesh, tables, config.embedding.implementation)
+        ),
     )
     if mesh is None:
         return run

@@ -23,7 +23,7 @@ from loka_jax.options import pairs, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
 from loka_jax.train.gradient_sum import CollectivesConfig
-from loka_jax.train.mesh import MeshConfig
+from loka_jax.train.mesh import MeshConfig, require_averages
 
 _MAX_DIM = 4096
 _DIMS = f"in 1..{_MAX_DIM}"
@@ -317,6 +317,7 @@ class Config:
                 f"{INITIALIZED!r}; training switches to it by itself."
             )
         _check_model(self.model)
+        require_averages(self.mesh, self.optim)
 
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""

@@ -200,6 +200,7 @@ class Loop:
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
         if self.progress.step and self._is_due(self.run.config.loop.look_every):
             with self._display.doing("looking at operands"):
+                self._sync()
                 self.progress = self._drift.after(
                     self.run, self.state, self.progress, batch
                 )
@@ -283,6 +284,7 @@ class Loop:
 
     def _explained(self, symptom: Diverged) -> Diverged:
         self._checkpoints.wait()
+        self._sync()
         return verdict.explained(
             symptom,
             self.run,
@@ -307,9 +309,14 @@ class Loop:
         self._scales_initialized = False
         return True
 
+    def _sync(self):
+        """Makes the tables of all groups equal, before they are read."""
+        self.state = self.run.synced(self.state)
+
     def _evaluate(self):
         self._tick()
         self._refuse_skipping()
+        self._sync()
         with self._display.doing("evaluating"):
             values = quality(self.run, self.state, self.run.splits.valid)
         line = log_lines.evaluation(self.progress, values)
@@ -330,6 +337,7 @@ class Loop:
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""
         self._tick()
+        self._sync()
         self.progress = self._looks.read(self.run, self.progress)
         self.progress = self._drift.read(self.progress)
         if not verdict.is_healthy(self.run, self.state, self.progress):

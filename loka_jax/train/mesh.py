@@ -8,7 +8,7 @@ the rest    on all devices
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
-from loka_jax.options import require
+from loka_jax.optim import OptimConfig
+from loka_jax.options import option_of, require
 from loka_jax.train.processes import hosts
 from loka_jax.train.state import TrainState
 
@@ -32,28 +33,61 @@ class MeshConfig:
     """Several devices: replicas x shards of them.
 
     Attributes:
-        replicas: groups of devices with tables of their own, whose rows all get the
-            gradients of all groups; None for 1, or one for each host.
+        replicas: groups of devices with tables of their own; None for 1, or one for
+            each host.
         shards: devices over which a group's tables are spread, a power of two; None for
             all GPUs of a host. On CPUs, and with one device, None for no mesh.
         wire_rows: how rows travel: "f32", "bf16", or "e4m3" or "int8" with a scale a
             row.
-        wire_gradients: how the gradients of rows travel.
+        wire_gradients: how the gradients of rows travel, and the changes of rows where
+            groups average them.
+        sync: what makes the tables of all groups equal: their rows all get the
+            "gradients" of all groups, which is exact; or groups update them alone, and
+            average the "weights" of touched rows (arXiv 2508.03854).
+        sync_every: steps from one average to the next.
     """
 
     replicas: int | None = None
     shards: int | None = None
     wire_rows: Codec = "bf16"
     wire_gradients: Codec = "bf16"
+    sync: Literal["gradients", "weights"] = "gradients"
+    sync_every: int = 1
 
     def __post_init__(self):  # noqa: D105
-        for name in ("replicas", "shards"):
+        for name in ("replicas", "shards", "sync_every"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"--mesh.{name}", value, "at least 1")
+            is_count = value is None or value >= 1
+            require(is_count, option_of(f"mesh.{name}"), value, "at least 1")
+        if self.sync_every > 1 and self.sync != "weights":
+            raise ValueError(
+                f"--mesh.sync-every {self.sync_every} needs --mesh.sync weights: "
+                "gradients reach all groups in every step."
+            )
         shards = self.shards or 1
         is_part = shards <= VIRTUAL_SHARDS and VIRTUAL_SHARDS % shards == 0
         allowed = f"a power of two up to {VIRTUAL_SHARDS}"
         require(is_part, "--mesh.shards", shards, allowed)
+
+
+def require_averages(config: MeshConfig, optim: OptimConfig) -> None:
+    """Checks that groups can average what their rows' optimizer changes.
+
+    Raises:
+        ValueError: if it keeps what has no average, or changes all rows.
+    """
+    if config.sync != "weights":
+        return
+    if optim.rows == "adam":
+        raise ValueError(
+            "--mesh.sync weights averages what a row optimizer keeps, and the counts "
+            "of Adam have no average: use --optim.rows rowwise_adagrad or sgd."
+        )
+    if optim.rows_l2 > 0:
+        raise ValueError(
+            f"--optim.rows-l2 {optim.rows_l2} changes every row in every step, and "
+            "--mesh.sync weights sends what has changed: use --mesh.sync gradients."
+        )
 
 
 def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | None:

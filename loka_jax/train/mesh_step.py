@@ -13,6 +13,8 @@ state is merged by the maximum as over microbatches. In the steps before scales 
 initialized, and with current scaling, each device casts by the amaxes of its own part.
 
 A step whose lists were too short for its ids (`exchange`) is skipped too.
+
+Replicas get the row gradients of all of them, or update rows alone (`row_sync`).
 """
 
 import dataclasses
@@ -43,6 +45,7 @@ from loka_jax.train.gradients import (
 )
 from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, order_of
 from loka_jax.train.routing import RoutedBatch
+from loka_jax.train.row_sync import update_alone
 from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import (
@@ -85,8 +88,10 @@ def make_mesh_train_step(
     wire: MeshConfig,
     options: StepOptions,
     gradients_wire: Wire = "f32",
-) -> Callable[[TrainState, Batch, RoutedBatch], TrainState]:
+) -> Callable[[TrainState, Batch, RoutedBatch], tuple[TrainState, Any]]:
     """Returns the training step of a device, to be run under a `shard_map`.
+
+    Beside the state it returns what `RowSync.after` takes.
 
     Args:
         model, tables, optimizer, row_update: as of `make_train_step`.
@@ -102,7 +107,7 @@ def make_mesh_train_step(
             accumulated, gradients, options.microbatches, probe is not None
         )
 
-    def step(state: TrainState, batch: Batch, routed: RoutedBatch) -> TrainState:
+    def step(state: TrainState, batch: Batch, routed: RoutedBatch):
         with jax.named_scope("lookup"):
             rows = _fetch(
                 network, tables, state, batch, routed, wire, row_update.implementation
@@ -139,10 +144,10 @@ def make_mesh_train_step(
             stats = _merge_stats(grads.probe)
             proposed["probe"] = merge_stats(state.probe, stats, probe)
         with jax.named_scope("update_rows"):
-            table, row_state = _update_tables(
+            table, row_state, before = _update_tables(
                 tables, state, batch, routed, grads.rows, (row_update, wire, is_finite)
             )
-        return dataclasses.replace(
+        after = dataclasses.replace(
             state,
             **accepted(is_finite, proposed, state),
             table=table,
@@ -150,6 +155,7 @@ def make_mesh_train_step(
             **count_step(is_finite, state),
             bad_ids=state.bad_ids + routed.bad_ids,
         )
+        return after, before
 
     return step
 
@@ -228,11 +234,15 @@ def _fetch(
 
 
 def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
-    """Returns the parts of tables and optimizer states after a step."""
+    """Returns the parts of tables and optimizer states after a step, and before it.
+
+    Before it only what groups have yet to average, None without.
+    """
     row_update, wire, enabled = how
     lr = rows_lr(row_update, state)
     weights = jnp.asarray(batch.weights)
     has_replicas = jax.lax.axis_size(REPLICA) > 1
+    is_alone = has_replicas and wire.sync == "weights"
 
     def update(spec: TableSpec, table, row_state, part: Batch, route: Routed, grads):
         found = lookup.at_slots(part, route.slots)
@@ -242,10 +252,13 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
             grads.reshape(-1, grads.shape[-1]),
             wire.wire_gradients,
             SHARD,
-            replicas=REPLICA if has_replicas else None,
+            replicas=REPLICA if has_replicas and not is_alone else None,
             implementation=row_update.implementation,
         )
-        return update_table(table, row_state, touched, row_update, lr, enabled)
+        if is_alone:
+            return update_alone(table, row_state, touched, how, lr)
+        updated = update_table(table, row_state, touched, row_update, lr, enabled)
+        return *updated, None
 
     parts = state.table, state.row_state, split(tables, batch), routed.routes, row_grads
     found = by_stack(update, tables, *parts)

@@ -7,6 +7,7 @@ import jax
 
 from loka_jax.data import Batch
 from loka_jax.train.routing import Router
+from loka_jax.train.row_sync import RowSync
 from loka_jax.train.state import TrainState
 
 
@@ -31,11 +32,17 @@ class RoutedProgram:
 
 
 class RoutedStep(RoutedProgram):
-    """A program that returns the parts of the next state."""
+    """A program that returns the parts of the next state, and what `sync` takes."""
+
+    def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
+        """Takes the program, what routes batches, and what averages rows."""
+        super().__init__(program, router)
+        self._sync = sync
 
     def __call__(self, state: TrainState, *args: Any) -> TrainState:
         """Returns the next state; the last argument is the batch."""
-        return TrainState(**super().__call__(state, *args))
+        parts, before = super().__call__(state, *args)
+        return self._sync.after(state, TrainState(**parts), before)
 
 
 class TrainStep:

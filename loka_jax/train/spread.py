@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from loka_jax.train.mesh import (
 )
 from loka_jax.train.programs import RoutedProgram, RoutedStep
 from loka_jax.train.routing import SPECS, Router
+from loka_jax.train.row_sync import RowSync
 from loka_jax.train.stacks import by_stack
 from loka_jax.train.state import TrainState, table_keys
 
@@ -35,12 +36,20 @@ class Spread:
         wire: how rows travel.
         tables: the tables.
         router: routes batches.
+        sync: averages the rows of groups that update them alone.
     """
 
-    def __init__(self, mesh: Mesh, wire: MeshConfig, tables: Tables):
-        """Takes the mesh, how rows travel on it, and the tables."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        wire: MeshConfig,
+        tables: Tables,
+        implementation: Literal["xla"] | None = None,
+    ):
+        """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
         self.mesh, self.wire, self.tables = mesh, wire, tables
         self.router = Router(mesh, tables)
+        self.sync = RowSync(mesh, wire, tables, implementation)
 
     def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Returns the shapes of a state's parts with their shardings."""
@@ -54,16 +63,17 @@ class Spread:
         by_name = shardings(self.mesh, state_specs())
         return {name: place(part, by_name[name]) for name, part in shapes.items()}
 
-    def train_program(self, step: Callable[..., TrainState]) -> RoutedStep:
+    def train_program(self, step: Callable[..., Any]) -> RoutedStep:
         """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
 
-        def parts_after(parts: dict[str, Any], *args: Any) -> dict[str, Any]:
-            return vars(step(TrainState(**parts), *args))
+        def parts_after(parts: dict[str, Any], *args: Any) -> tuple[Any, Any]:
+            state, before = step(TrainState(**parts), *args)
+            return vars(state), before
 
         specs = state_specs()
-        in_specs = (specs, BATCH, SPECS)
-        program = self._compiled(parts_after, in_specs, specs, donate=0)
-        return RoutedStep(program, self.router)
+        in_specs, out_specs = (specs, BATCH, SPECS), (specs, BATCH)
+        program = self._compiled(parts_after, in_specs, out_specs, donate=0)
+        return RoutedStep(program, self.router, self.sync)
 
     def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
         """Returns a step of `make_mesh_eval_step`, compiled, its metrics donated."""

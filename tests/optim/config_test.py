@@ -8,7 +8,16 @@ from loka_jax.optim import OptimConfig
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
 @pytest.mark.parametrize(
     "name",
-    ["lr", "rows_lr", "rows_l2", "eps", "clip_norm", "weight_decay", "plateau_factor"],
+    [
+        "lr",
+        "rows_lr",
+        "rows_l2",
+        "rows_c",
+        "eps",
+        "clip_norm",
+        "weight_decay",
+        "plateau_factor",
+    ],
 )
 def test_a_number_out_of_range_is_refused_by_its_option(name, value):
     with pytest.raises(ValueError, match=f"--optim.{name.replace('_', '-')} "):
@@ -30,3 +39,15 @@ def test_a_count_out_of_range_is_refused(name, value):
 def test_weight_decay_is_refused_where_it_would_be_ignored():
     with pytest.raises(ValueError, match="needs --optim.dense adamw"):
         OptimConfig(dense="adam", weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    "options, option",
+    [
+        (dict(rows_c=2.0), "--optim.rows-c"),
+        (dict(rows_lagged=True), "--optim.rows-lagged"),
+    ],
+)
+def test_settings_of_adagrad_are_refused_where_they_would_be_ignored(options, option):
+    with pytest.raises(ValueError, match=f"{option} needs --optim.rows rowwise_ad"):
+        OptimConfig(rows="sgd", **options)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 
 from loka_jax.optim import (
     Adam,
+    LaggedRowwiseAdagrad,
     OptimConfig,
     RowwiseAdagrad,
     Sgd,
@@ -93,3 +96,10 @@ def test_rows_names_the_row_optimizer():
         for rows in ("rowwise_adagrad", "adam", "sgd")
     ]
     assert made == [RowwiseAdagrad(eps=1e-6), Adam(eps=1e-6), Sgd()]
+
+
+def test_rows_c_and_lag_are_those_of_rowwise_adagrad():
+    options = OptimConfig(rows_c=4.0, eps=1e-6)
+    assert make_row_optimizer(options) == RowwiseAdagrad(eps=1e-6, c=4.0)
+    lagged = dataclasses.replace(options, rows_lagged=True)
+    assert make_row_optimizer(lagged) == LaggedRowwiseAdagrad(eps=1e-6, c=4.0)

@@ -8,7 +8,13 @@ import optax
 import pytest
 
 from loka_jax.ops import embedding
-from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd, whole_table_update
+from loka_jax.optim.rows import (
+    Adam,
+    LaggedRowwiseAdagrad,
+    RowwiseAdagrad,
+    Sgd,
+    whole_table_update,
+)
 
 update_rows = jax.jit(embedding.update_rows, static_argnums=4)
 TRUE, FALSE = jnp.asarray(True), jnp.asarray(False)
@@ -61,6 +67,23 @@ def test_rowwise_adagrad_follows_torchrecs_formula():
         total = summed(ids, grads)  # duplicates first, then the square
         acc += (total**2).mean(axis=1)
         table -= lr * total / (np.sqrt(acc) + eps)[:, None]
+    np.testing.assert_allclose(state.sum_of_squares, acc, rtol=1e-5)
+    np.testing.assert_allclose(new, table, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [RowwiseAdagrad, LaggedRowwiseAdagrad])
+def test_rowwise_adagrad_divides_by_its_scaled_sums(kind):
+    table, lr, eps, c = np.asarray(normal(0, ROWS, DIM), np.float64), 0.1, 1e-3, 4.0
+    new, state = train(kind(eps=eps, c=c), jnp.asarray(table, jnp.float32), lr)
+    acc = np.zeros(ROWS)
+    for ids, grads in batches():
+        total = summed(ids, grads)
+        after = acc + (total**2).mean(axis=1)
+        used = after
+        if kind is LaggedRowwiseAdagrad:  # by the sums before, unless there are none
+            used = np.where(acc > 0, acc, after)
+        table -= lr * total / (np.sqrt(used / c) + eps)[:, None]
+        acc = after
     np.testing.assert_allclose(state.sum_of_squares, acc, rtol=1e-5)
     np.testing.assert_allclose(new, table, rtol=1e-5, atol=1e-5)
 
@@ -165,6 +188,9 @@ def test_a_disabled_whole_table_update_leaves_no_trace(optimizer):
     [
         (lambda: RowwiseAdagrad(eps=0.0), "eps=0.0"),
         (lambda: RowwiseAdagrad(eps=float("nan")), "eps=nan"),
+        (lambda: RowwiseAdagrad(c=0.0), "c=0.0"),
+        (lambda: LaggedRowwiseAdagrad(c=float("nan")), "c=nan"),
+        (lambda: LaggedRowwiseAdagrad(eps=-1.0), "eps=-1.0"),
         (lambda: RowwiseAdagrad(initial_accumulator=-1.0), "initial_accumulator=-1"),
         (lambda: Adam(b1=1.0), "b1=1.0"),
         (lambda: Adam(b2=float("nan")), "b2=nan"),

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import embedding, kernels
-from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
+from loka_jax.optim.rows import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
 from loka_jax.triton import row_update
 from loka_jax.triton.row_update import why_not
 from tests import hopper, support
@@ -191,7 +191,8 @@ def test_updates_over_many_levels(optimizer, kind):
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
     "optimizer, dim",
-    [(ADAGRAD, 1), (ADAGRAD, 10), (ADAGRAD, 128), (Sgd(), 16), (Adam(), 16)],
+    [(ADAGRAD, 1), (ADAGRAD, 10), (ADAGRAD, 128), (Sgd(), 16), (Adam(), 16)]
+    + [(RowwiseAdagrad(eps=1e-2, c=9.0), 16), (LaggedRowwiseAdagrad(c=9.0), 16)],
 )
 def test_updates_of_every_width(optimizer, dim):
     _check_update(optimizer, "one long", 300, dim)

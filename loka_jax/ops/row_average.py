@@ -1,0 +1,155 @@
+"""Averages over replicas of the rows that each replica has updated alone.
+
+Inside of a `jax.shard_map` with `check_vma=False`. M replicas have a table each, with a
+row optimizer's state, that were equal once. A row that none of them has touched since
+is equal still, so that over the others alone
+
+    w <- w0 + 1/M sum_m (w_m - w0)        likewise the state
+
+is the average of whole tables. w0 is the row as it was, which a replica remembers when
+it touches the row; on one that did not it is the row itself.
+
+    remember    before each update, what is at its N places
+    distinct    of all updates since, one entry for each row: its oldest
+    average     all_gather over the replicas of (row, w_m - w0), one sum, w0 + sum / M
+
+The sum has the same terms in the same order everywhere, so that replicas are equal bit
+for bit after it, whatever the codec. All leaves are floats with a number, or D, a row.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from loka_jax.ops import embedding, row_codec
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.row_codec import Codec
+from loka_jax.triton import Implementation
+
+
+class Remembered(NamedTuple):
+    """Rows as they were when all replicas had the same.
+
+    Attributes:
+        rows: their numbers in this device's part of the table; `BAD_ID` if unused.
+        table: the rows.
+        state: of the row optimizer, for each of them.
+    """
+
+    rows: Int[Array, "N"]
+    table: Float[Array, "N D"]
+    state: PyTree[Float[Array, "N *_"]]
+
+
+def remember(
+    table: Float[Array, "P D"], state: PyTree, rows: Int[Array, "N"]
+) -> Remembered:
+    """Returns rows as they are; the same row may be there several times."""
+    return Remembered(rows, *_read((table, state), rows))
+
+
+def distinct(
+    updates: Sequence[Remembered], num_rows: int
+) -> tuple[Remembered, Int[Array, ""]]:
+    """Returns the oldest entry of each row, from the front, and their number.
+
+    Args:
+        updates: in the order of time.
+        num_rows: P, of this device's part of the table; no result is longer.
+    """
+    every = jax.tree.map(lambda *parts: jnp.concatenate(parts), *updates)
+    positions = jnp.arange(every.rows.size, dtype=jnp.int32)
+    rows, positions = jax.lax.sort((every.rows, positions), num_keys=2)
+    is_first = jnp.append(jnp.ones(min(1, rows.size), bool), rows[1:] != rows[:-1])
+    is_first = is_first & (rows != BAD_ID)
+    count = jnp.cumsum(is_first, dtype=jnp.int32)
+    # Places beyond the length are dropped, as that of no row is.
+    place = jnp.where(is_first, count - 1, BAD_ID)
+    length = min(rows.size, num_rows)
+    found = _write(jnp.full(length, BAD_ID, jnp.int32), place, rows)
+    source = _write(jnp.zeros(length, jnp.int32), place, positions)
+    _, table, state = jax.tree.map(lambda x: x[source], every)
+    return Remembered(found, table, state), count[-1]
+
+
+def average(
+    table: Float[Array, "P D"],
+    state: PyTree,
+    before: Remembered,
+    codec: Codec,
+    axis: str,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "P D"], PyTree]:
+    """Returns table and state with the rows that any replica has touched averaged.
+
+    Args:
+        table: of this replica, this device's part.
+        state: of the row optimizer.
+        before: from `distinct`: all rows that this replica has changed.
+        codec: of the changes of rows on the wire. Those of the state are float32.
+        axis: the mesh axis of the replicas.
+        implementation: as in `embedding.sum_by_row`.
+    """
+    old = before.table, before.state
+    table_change, state_change = jax.tree.map(
+        lambda now, then: now.astype(jnp.float32) - then.astype(jnp.float32),
+        _read((table, state), before.rows),
+        old,
+    )
+    sent = before.rows, row_codec.encode(table_change, codec), state_change
+    rows, payload, state_change = jax.tree.map(
+        lambda x: jax.lax.all_gather(x, axis, tiled=True), sent
+    )
+    changes = row_codec.decode(payload, codec).astype(jnp.float32), state_change
+    flat, unflatten = _columns(changes)
+    ids, sums = embedding.sum_by_row(
+        rows, flat, table.shape[0], implementation=implementation
+    )
+    means = unflatten(sums / jax.lax.axis_size(axis))
+    restored = _write_rows((table, state), before.rows, old)
+    new = jax.tree.map(jnp.add, _read(restored, ids), means)
+    return _write_rows(restored, ids, new)
+
+
+def _columns(tree: PyTree):
+    """Returns arrays [N, ...] side by side, and what takes them apart again."""
+    leaves, structure = jax.tree.flatten(tree)
+    flat = [leaf.reshape(len(leaf), -1) for leaf in leaves]
+    ends = [sum(x.shape[1] for x in flat[: i + 1]) for i in range(len(flat))]
+
+    def unflatten(columns: Float[Array, "N E"]) -> PyTree:
+        parts = jnp.split(columns, ends[:-1], axis=1)
+        return structure.unflatten(
+            part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
+        )
+
+    return jnp.concatenate(flat, axis=1), unflatten
+
+
+def _read(tree: PyTree, rows: Int[Array, "N"]) -> PyTree:
+    """Returns the rows of each leaf, zeros for `BAD_ID`."""
+    return jax.tree.map(
+        lambda leaf: leaf.at[rows].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        ),
+        tree,
+    )
+
+
+def _write_rows(tree: PyTree, rows: Int[Array, "N"], values: PyTree) -> PyTree:
+    """Returns each leaf with its values at distinct rows."""
+    return jax.tree.map(lambda leaf, new: _write(leaf, rows, new), tree, values)
+
+
+def _write(into: Array, at: Int[Array, "N"], values: Array) -> Array:
+    """Returns an array with values at distinct places, but not at `BAD_ID`."""
+    return into.at[at].set(
+        values.astype(into.dtype),
+        mode="drop",
+        unique_indices=True,
+        wrap_negative_indices=False,
+    )

@@ -1,0 +1,204 @@
+"""Groups of devices that update their rows alone, and average them every k steps.
+
+`--mesh.sync weights`, the two-dimensional scheme of arXiv 2508.03854. M groups have all
+tables each. With g_m the gradient of a row from the examples of group m, M times as
+large as its part of the gradient of the whole batch, a step of each is
+
+    w_m, v_m  <-  row optimizer(w_m, v_m, g_m)
+
+and every k steps the rows that any of them has touched become the averages of w_m and
+v_m over all (`row_average`), rows and the optimizer's state alike. With SGD and k = 1
+that is the update by the gradient of the batch; AdaGrad squares gradients before they
+are averaged, so that its sums grow faster (`optim.rows` has the factor c for that).
+
+With k = 1 it is part of the step. Else it is a program of its own, and between two of
+them the tables of the groups differ: nothing but training steps may read them then.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from loka_jax.ops import row_average
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.row_average import Remembered
+from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.train.mesh import (
+    AXES,
+    BATCH,
+    REPLICA,
+    SHARD,
+    MeshConfig,
+    order_of,
+    shardings,
+)
+from loka_jax.train.routing import capacity_for
+from loka_jax.train.stacks import by_stack
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import update_table
+
+_ROWS = P(SHARD)
+
+
+def update_alone(table, row_state, touched, how, lr):
+    """Returns a table and its optimizer's state after a step of this group.
+
+    And the rows as they were, None if they have been averaged already.
+
+    Args:
+        table: this device's part of it.
+        row_state: of the row optimizer.
+        touched: rows, and their gradients from this group.
+        how: row update, wire, and whether the step is taken.
+        lr: learning rate of the rows.
+    """
+    row_update, wire, enabled = how
+    rows, grads = touched
+    rows = jnp.where(enabled, rows, BAD_ID)
+    grads = grads.astype(jnp.float32) * jax.lax.axis_size(REPLICA)
+    before = row_average.remember(table, row_state, rows)
+    table, row_state = update_table(
+        table, row_state, (rows, grads), row_update, lr, enabled
+    )
+    if wire.sync_every > 1:
+        return table, row_state, before
+    before, _ = row_average.distinct([before], len(table))
+    implementation = row_update.implementation
+    averaged = row_average.average(
+        *(table, row_state, before, wire.wire_gradients, REPLICA),
+        implementation=implementation,
+    )
+    return *averaged, None
+
+
+class RowSync:
+    """Averages the rows of all groups every k steps, and whenever it is asked to.
+
+    It has the rows that were touched since, as they were, for the tables that the last
+    step has returned. Other tables are taken for equal on all groups.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        wire: MeshConfig,
+        tables: Tables,
+        implementation: Literal["xla"] | None,
+    ):
+        """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
+        self._mesh, self._tables, self._every = mesh, tables, wire.sync_every
+        self._log: list[Any] = []
+        self._table: Callable[[], Any] = lambda: None  # of the last step, if it is left
+        self._capacity: Any = by_stack(lambda _: 0, tables)
+        average = functools.partial(
+            row_average.average,
+            codec=wire.wire_gradients,
+            axis=REPLICA,
+            implementation=implementation,
+        )
+        self._distinct = jax.jit(functools.partial(_distinct, mesh, tables))
+        self._average = jax.jit(
+            functools.partial(_averaged, mesh, tables, average),
+            static_argnums=0,
+            donate_argnums=(1, 2),
+            out_shardings=shardings(mesh, (_ROWS, _ROWS)),
+        )
+
+    def after(self, state: TrainState, new: TrainState, before: Any) -> TrainState:
+        """Returns the state after a step, its rows averaged if it is time.
+
+        Args:
+            state: before the step.
+            new: after it.
+            before: from `update_alone`, by stack.
+        """
+        if not jax.tree.leaves(before):  # averaged already
+            return new
+        if self._table() is not _first_table(state):
+            self._log.clear()
+        self._log.append(before)
+        self._table = weakref.ref(_first_table(new))
+        return new if len(self._log) < self._every else self(new)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        """Returns the state with the rows of all groups equal."""
+        log, self._log = self._log, []
+        if not log or self._table() is not _first_table(state):
+            return state
+        before, need = self._distinct(tuple(log))
+        self._capacity = by_stack(
+            self._enough, self._tables, self._capacity, jax.device_get(need), before
+        )
+        table, row_state = self._average(
+            self._capacity, state.table, state.row_state, before
+        )
+        return dataclasses.replace(state, table=table, row_state=row_state)
+
+    def _enough(self, _, capacity: int, need: Any, before: Remembered) -> int:
+        """Returns the length of the lists of a stack: a rung, so that few compile."""
+        most = before.rows.size // self._mesh.size
+        return max(capacity, capacity_for(float(need), most))
+
+
+def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
+    """Returns the oldest entries of all rows, and the most of any device, by stack."""
+
+    def one(spec: TableSpec, *updates: Remembered):
+        num_rows = order_of(spec).places // mesh.shape[SHARD]
+        found, count = row_average.distinct(updates, num_rows)
+        return found, jax.lax.pmax(count, AXES)
+
+    def every(log):
+        found = by_stack(one, tables, *log)
+        return (
+            found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
+        )
+
+    return jax.shard_map(
+        every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
+    )(log)
+
+
+def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
+    """Returns tables and optimizer's states with the rows in lists averaged.
+
+    Args:
+        mesh, tables: of the run.
+        average: `row_average.average`.
+        capacity: entries of a list that are used, by stack.
+        parts: tables, states and lists.
+    """
+
+    def one(_, capacity: int, table, state, before: Remembered):
+        before = jax.tree.map(lambda x: x[:capacity], before)
+        return average(table, state, before)
+
+    def every(*parts):
+        found = by_stack(one, tables, capacity, *parts)
+        return (
+            found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
+        )
+
+    return jax.shard_map(
+        every,
+        mesh=mesh,
+        in_specs=(_ROWS, _ROWS, BATCH),
+        out_specs=(_ROWS, _ROWS),
+        check_vma=False,
+    )(*parts)
+
+
+def _by_kind(tables: Tables, found: Any) -> Any:
+    """Returns pairs of each stack as a pair of tuples, as `TrainState` has them."""
+    return found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
+
+
+def _first_table(state: TrainState) -> Any:
+    return jax.tree.leaves(state.table)[0]
