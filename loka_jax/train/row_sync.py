@@ -83,6 +83,9 @@ class RowSync:
 
     It has the rows that were touched since, as they were, for the tables that the last
     step has returned. Other tables are taken for equal on all groups.
+
+    Attributes:
+        capacity: the places of a list, for each stack.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class RowSync:
         self._mesh, self._tables, self._every = mesh, tables, wire.sync_every
         self._log: list[Any] = []
         self._table: Callable[[], Any] = lambda: None  # of the last step, if it is left
-        self._capacity: Any = by_stack(lambda _: 0, tables)
+        self.capacity: Any = by_stack(lambda _: 0, tables)
         average = functools.partial(
             row_average.average,
             codec=wire.wire_gradients,
@@ -133,11 +136,11 @@ class RowSync:
         if not log or self._table() is not _first_table(state):
             return state
         before, need = self._distinct(tuple(log))
-        self._capacity = by_stack(
-            self._enough, self._tables, self._capacity, jax.device_get(need), before
+        self.capacity = by_stack(
+            self._enough, self._tables, self.capacity, jax.device_get(need), before
         )
         table, row_state = self._average(
-            self._capacity, state.table, state.row_state, before
+            self.capacity, state.table, state.row_state, before
         )
         return dataclasses.replace(state, table=table, row_state=row_state)
 
