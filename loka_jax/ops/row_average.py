@@ -46,9 +46,13 @@ class Remembered(NamedTuple):
 
 def remember(
     table: Float[Array, "P D"], state: PyTree, rows: Int[Array, "N"]
-) -> Remembered:
-    """Returns rows as they are; the same row may be there several times."""
-    return Remembered(rows, *_read((table, state), rows))
+) -> tuple[tuple[Float[Array, "P D"], PyTree], Remembered]:
+    """Returns table and state to go on with, and rows as they are.
+
+    The same row may be there several times.
+    """
+    both, (old_table, old_state) = _read((table, state), rows)
+    return both, Remembered(rows, old_table, old_state)
 
 
 def distinct(
@@ -95,10 +99,9 @@ def average(
         implementation: as in `embedding.sum_by_row`.
     """
     old = before.table, before.state
+    both, now = _read((table, state), before.rows)
     table_change, state_change = jax.tree.map(
-        lambda now, then: now.astype(jnp.float32) - then.astype(jnp.float32),
-        _read((table, state), before.rows),
-        old,
+        lambda now, then: now.astype(jnp.float32) - then.astype(jnp.float32), now, old
     )
     sent = before.rows, row_codec.encode(table_change, codec), state_change
     rows, payload, state_change = jax.tree.map(
@@ -110,9 +113,8 @@ def average(
         rows, flat, table.shape[0], implementation=implementation
     )
     means = unflatten(sums / jax.lax.axis_size(axis))
-    restored = _write_rows((table, state), before.rows, old)
-    new = jax.tree.map(jnp.add, _read(restored, ids), means)
-    return _write_rows(restored, ids, new)
+    restored, shared = _read(_write_rows(both, before.rows, old), ids)
+    return _write_rows(restored, ids, jax.tree.map(jnp.add, shared, means))
 
 
 def _columns(tree: PyTree):
@@ -130,14 +132,16 @@ def _columns(tree: PyTree):
     return jnp.concatenate(flat, axis=1), unflatten
 
 
-def _read(tree: PyTree, rows: Int[Array, "N"]) -> PyTree:
-    """Returns the rows of each leaf, zeros for `BAD_ID`."""
-    return jax.tree.map(
+def _read(tree: PyTree, rows: Int[Array, "N"]) -> tuple[PyTree, PyTree]:
+    """Returns the tree to go on with, and the rows of each leaf, zeros for `BAD_ID`."""
+    values = jax.tree.map(
         lambda leaf: leaf.at[rows].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         ),
         tree,
     )
+    # Else XLA reads late, and copies whole tables before they are written.
+    return jax.lax.optimization_barrier((tree, values))
 
 
 def _write_rows(tree: PyTree, rows: Int[Array, "N"], values: PyTree) -> PyTree:

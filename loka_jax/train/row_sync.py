@@ -63,10 +63,8 @@ def update_alone(table, row_state, touched, how, lr):
     rows, grads = touched
     rows = jnp.where(enabled, rows, BAD_ID)
     grads = grads.astype(jnp.float32) * jax.lax.axis_size(REPLICA)
-    before = row_average.remember(table, row_state, rows)
-    table, row_state = update_table(
-        table, row_state, (rows, grads), row_update, lr, enabled
-    )
+    parts, before = row_average.remember(table, row_state, rows)
+    table, row_state = update_table(*parts, (rows, grads), row_update, lr, enabled)
     if wire.sync_every > 1:
         return table, row_state, before
     before, _ = row_average.distinct([before], len(table))
