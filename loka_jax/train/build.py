@@ -45,7 +45,7 @@ from loka_jax.train.programs import RoutedProgram, TrainStep
 from loka_jax.train.row_layout import RowLayout
 from loka_jax.train.spread import Spread
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
+from loka_jax.train.step import RowUpdate, compiled_eval_step, make_train_step
 
 
 class Evaluated(NamedTuple):
@@ -224,7 +224,7 @@ class Run:
     def eval_step_of(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
         """Returns the evaluation step of a model that has the run's variables."""
         if self.spread is None:
-            return jax.jit(make_eval_step(model, self.tables), donate_argnums=1)
+            return compiled_eval_step(model, self.tables)
         parts = (model, self.tables, self.spread.wire)
         step = make_mesh_eval_step(*parts, self.row_update.implementation)
         return self.spread.eval_program(step)
@@ -306,7 +306,7 @@ def build(
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
-    tables, list_sites = network(config, splits.train.schema, devices)
+    tables, list_sites, *_ = network(config, splits.train.schema, devices)
     if mesh is None:
         require_one_array(tables)
     else:

@@ -39,7 +39,7 @@ def workload_of(
         batch: examples of a GPU.
         dense_us: the measured time of a step without its tables; None to estimate it.
     """
-    tables, list_sites = network(config, schema)
+    tables, list_sites, *_ = network(config, schema)
     state = _shapes(config, schema, tables)
     sites = [site.spec for site in list_sites(DispatchPlan())]
     scale = batch / (config.loop.batch_size // config.loop.microbatches)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen
 
 from loka_jax import nn
 from loka_jax.data import Schema
@@ -22,10 +21,14 @@ class Network(NamedTuple):
     Attributes:
         tables: the embedding tables.
         list_sites: from a plan to every GEMM of the model at the training batch size.
+        sites_at: the same from a plan and a number of rows.
+        inputs: from a number of rows to the shapes of the model's inputs.
     """
 
     tables: Tables
     list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+    sites_at: Callable[[DispatchPlan, int], tuple[nn.Site, ...]]
+    inputs: Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]
 
 
 def network(config: Config, schema: Schema, devices: int = 1) -> Network:
@@ -57,11 +60,16 @@ def network(config: Config, schema: Schema, devices: int = 1) -> Network:
     tables = with_dims(stack, tuple(dims.values()))
     _check_ids(config.loop.batch_size, schema)
     rows = config.loop.batch_size // config.loop.microbatches // devices
-    inputs = (
-        jax.ShapeDtypeStruct((rows, len(schema.dense)), jnp.float32),
-        jax.ShapeDtypeStruct((rows, len(schema.fields), dim), jnp.float32),
-    )
-    return Network(tables, functools.partial(_list_sites, config.model, inputs))
+
+    def inputs(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        shapes = (len(schema.dense),), (len(schema.fields), dim)
+        return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
+
+    def sites_at(plan: DispatchPlan, rows: int) -> tuple[nn.Site, ...]:
+        planned = nn.Planned(config.model, plan.choices)
+        return nn.list_sites(planned, *inputs(rows))
+
+    return Network(tables, functools.partial(sites_at, rows=rows), sites_at, inputs)
 
 
 def _check_ids(batch_size: int, schema: Schema):
@@ -71,7 +79,3 @@ def _check_ids(batch_size: int, schema: Schema):
             f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
             "int32: lower it, or --data.max-values."
         )
-
-
-def _list_sites(model: linen.Module, inputs, plan: DispatchPlan) -> tuple[nn.Site, ...]:
-    return nn.list_sites(nn.Planned(model, plan.choices), *inputs)

@@ -26,6 +26,7 @@ from loka_jax.train.routing import SPECS, Router
 from loka_jax.train.row_sync import RowSync
 from loka_jax.train.stacks import by_stack
 from loka_jax.train.state import TrainState, table_keys
+from loka_jax.train.step import INFERENCE_OPTIONS
 
 
 class Spread:
@@ -82,10 +83,13 @@ class Spread:
             return step(TrainState(**parts), *args)
 
         in_specs = (state_specs(), P(), BATCH, SPECS)
-        program = self._compiled(evaluated, in_specs, (P(), BATCH), donate=1)
+        out_specs = (P(), BATCH)
+        program = self._compiled(
+            evaluated, in_specs, out_specs, donate=1, options=INFERENCE_OPTIONS
+        )
         return RoutedProgram(program, self.router)
 
-    def _compiled(self, function, in_specs, out_specs, donate: int):
+    def _compiled(self, function, in_specs, out_specs, donate: int, options=None):
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -98,6 +102,7 @@ class Spread:
             donate_argnums=donate,
             in_shardings=shardings(self.mesh, in_specs),
             out_shardings=shardings(self.mesh, out_specs),
+            compiler_options=options,
         )
 
     def everywhere(

@@ -38,6 +38,10 @@ from loka_jax.train.gradients import accumulated, gradients_of, variables_of
 from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
 
+# Of evaluation and inference: roundings that the model makes are made, so that weights
+# may be rounded ahead, as in an exported model. By default XLA leaves some out.
+INFERENCE_OPTIONS = {"xla_allow_excess_precision": False}
+
 
 class RowUpdate(NamedTuple):
     """How embedding rows are updated.
@@ -149,6 +153,15 @@ def make_eval_step(
         return metrics.update(seen, logits, labels, weights), logits
 
     return step
+
+
+def compiled_eval_step(model: Model, tables: Tables) -> jax.stages.Wrapped:
+    """Returns the evaluation step, compiled, its metrics donated."""
+    return jax.jit(
+        make_eval_step(model, tables),
+        donate_argnums=1,
+        compiler_options=INFERENCE_OPTIONS,
+    )
 
 
 def logits_of(
