@@ -11,10 +11,7 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pyarrow as pa
 from jaxtyping import Array, Float
 
@@ -27,17 +24,14 @@ from loka_jax.data.saved_encoding import load_encoding
 from loka_jax.data.settings import features_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.optim.rows import Sgd
+from loka_jax.predict.trained import read_trained
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
-from loka_jax.train.network import Network, network
 from loka_jax.train.planning import saved_plan
-from loka_jax.train.row_layout import RowLayout, read_state
-from loka_jax.train.source_run import SourceRun, open_run
-from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import make_eval_step
+from loka_jax.train.source_run import open_run
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import compiled_eval_step
 
-_READ = ("params", "fp8", "batch_stats", "table")  # of a checkpoint's state
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
 _REFUSAL = (
     "which is not in the run's vocabulary, and the run has --data.unknown error: "
@@ -176,47 +170,12 @@ def load(
     source = open_run(pathlib.Path(run), best=True)
     config, saved = source.config, source.saved
     encoding = load_encoding(source.encoding())
-    net = network(config, encoding.schema)
-    sites = net.list_sites(DispatchPlan())
+    trained = read_trained(source, encoding.schema)
+    sites = trained.network.list_sites(DispatchPlan())
     chosen = saved_plan(saved.meta["plan"], sites) if plan == "saved" else None
     model = nn.Planned(config.model, () if chosen is None else chosen.choices)
-    state = _read_state(source, net, len(encoding.schema.dense))
-    run_step = jax.jit(make_eval_step(model, net.tables), donate_argnums=1)
-    return Predictor(config, encoding, saved.step, state, run_step)
-
-
-def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
-    """Returns the part of a checkpoint's state that scores depend on."""
-    config = source.config
-
-    def initial() -> dict[str, Any]:
-        state = init_state(
-            jax.random.key(0),
-            model=nn.Planned(config.model, ()).by_xla(),
-            tables=net.tables,
-            num_dense=num_dense,
-            optimizer=optax.identity(),
-            row_optimizer=Sgd(),
-            init_stddev=config.embedding.init_stddev,
-        )
-        return {name: getattr(state, name) for name in _READ}
-
-    saved, template = source.saved.only(_READ), jax.eval_shape(initial)
-    read = read_state(source.checkpoints, saved, template, RowLayout(net.tables, 1))
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        **read,
-        step=zero,
-        probe={},
-        opt_state=(),
-        row_state=(),
-        lr_scale=jnp.ones((), jnp.float32),
-        skipped=zero,
-        skipped_in_a_row=zero,
-        bad_ids=zero,
-        grad_norm=jnp.zeros((), jnp.float32),
-        metrics=metrics.init(),
-    )
+    run_step = compiled_eval_step(model, trained.network.tables)
+    return Predictor(config, encoding, saved.step, trained.state, run_step)
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
