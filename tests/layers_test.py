@@ -16,7 +16,7 @@ LAYERS = (
         "max_merge",
         "saved_format",
     ),
-    ("recipe", "normed", "packed", "launch"),
+    ("recipe", "normed", "packed", "launch", "server"),
     ("scaling", "site", "tails", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other
     ("probe",),
@@ -27,6 +27,7 @@ LAYERS = (
     ("dispatch",),
     ("train",),
     ("survey", "predict"),
+    ("export",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -19,6 +19,7 @@ at its first launch.
 from loka_jax.triton.launch import (
     Implementation,
     chosen,
+    left_out,
     why_not_here,
     why_not_installed,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Implementation",
     "chosen",
     "fp8_matmul",
+    "left_out",
     "why_not",
     "why_not_here",
     "why_not_installed",

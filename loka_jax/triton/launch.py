@@ -4,8 +4,10 @@ jax-triton has no interpreter and no rules for derivatives or batching: call the
 inside a `custom_vjp`, on a GPU, and write each operation in plain JAX as well.
 """
 
+import contextlib
+import contextvars
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,9 +22,25 @@ _COMPUTE_CAPABILITY = 90
 _NOT_INSTALLED = "is not installed: pip install 'loka-jax[triton]'"
 
 
+# Why operations that may choose have no kernel here, whatever the machine.
+_left_out: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "left_out", default=None
+)
+
+
+@contextlib.contextmanager
+def left_out(reason: str) -> Iterator[None]:
+    """Leaves operations that may choose a provider to XLA while they are traced."""
+    token = _left_out.set(reason)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
 def why_not_here() -> str | None:
     """Returns why no kernel of this provider runs on this machine, or None."""
-    missing = why_not_installed()
+    missing = _left_out.get() or why_not_installed()
     if missing is not None:
         return missing
     device = jax.devices()[0]

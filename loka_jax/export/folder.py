@@ -1,0 +1,247 @@
+"""Writes a trained model as a folder that needs jax alone.
+
+model.json                what the model reads and returns, programs, digests
+loader.py                 reads the folder: imports jax and numpy
+programs/cuda_128.bin     one for each platform and batch size
+weights.safetensors       weights of all programs, FP8 where plans say so, and tables
+vocabulary.safetensors    the values of each column with a vocabulary
+vendor/                   flatbuffers, which jax reads programs with but lacks
+"""
+
+import hashlib
+import importlib.util
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from loka_jax import jsonfile
+from loka_jax.data.generated import schema_of
+from loka_jax.data.saved_encoding import load_encoding
+from loka_jax.data.shards import new_folder
+from loka_jax.dispatch import plan as plans
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.export import loader
+from loka_jax.export.encoding import Spec, inputs_as_given, inputs_of
+from loka_jax.export.forms import (
+    Form,
+    PlanName,
+    Platform,
+    make_form,
+    plan_of,
+    runs_here,
+)
+from loka_jax.export.programs import Program, Weights, evaluated, make_program
+from loka_jax.predict.trained import Trained, read_trained
+from loka_jax.train.record import versions
+from loka_jax.train.source_run import open_run
+
+_SMALL = (1, 16, 128, 1024)  # with the run's own batch size, the default ones
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Attributes:
+        programs: the programs.
+        num_bytes: of all files.
+        weight_bytes: of the weights by dtype, tables apart.
+        differences: by batch size, the largest difference between a program that runs
+            here and the run's evaluation step with the same choices.
+    """
+
+    programs: list[Program]
+    num_bytes: int
+    weight_bytes: dict[str, int]
+    differences: dict[int, float]
+
+
+def export_run(
+    workdir: pathlib.Path,
+    out: pathlib.Path,
+    *,
+    batch_sizes: Sequence[int] = (),
+    platforms: Sequence[Platform] = ("cpu", "cuda"),
+    plan: PlanName = "auto",
+    say: Callable[[str], None] = print,
+) -> Exported:
+    """Writes the model of a trained run to a new folder.
+
+    Args:
+        workdir: the folder of the run.
+        out: the new folder.
+        batch_sizes: rows of the programs; by default 1, 16, 128, 1,024 and the run's.
+        platforms: for which programs are made.
+        plan: "auto" lets Dispatch choose at each batch size on a GPU; "saved" keeps the
+            run's plan; "off" runs all by XLA in the model's recipe.
+        say: takes lines of progress.
+
+    Raises:
+        ValueError: if there is no whole run, or `out` exists.
+    """
+    _require_extra()
+    source = open_run(workdir, best=True)
+    if source.saved.meta.get("encoding") is None:
+        schema = schema_of(source.config.data)
+        spec = inputs_as_given(schema)
+    else:
+        encoding = load_encoding(source.encoding())
+        schema, spec = encoding.schema, inputs_of(encoding)
+    trained = read_trained(source, schema)
+    own = trained.config.loop.batch_size
+    sizes = _checked(batch_sizes or (*(x for x in _SMALL if x < own), own))
+    sites = trained.network.list_sites(DispatchPlan())
+    saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
+    forms = (
+        make_form(trained, name, size, plan_of(plan, saved, trained, (name, size), say))
+        for name in platforms
+        for size in sizes
+    )
+    return write_model(trained, spec, forms, out, say)
+
+
+def write_model(
+    trained: Trained,
+    spec: Spec,
+    forms: Iterator[Form],
+    out: pathlib.Path,
+    say: Callable[[str], None] = print,
+) -> Exported:
+    """Writes programs of a model to a new folder, and compares those that run here.
+
+    Args:
+        trained: the model.
+        spec: how rows become its inputs.
+        forms: of the programs.
+        out: the new folder.
+        say: takes lines of progress.
+    """
+    inputs, vocabulary = spec
+    encoding, weights, programs = loader.Encoding(inputs, vocabulary), Weights(), []
+    with new_folder(out, "--out") as partial:
+        (partial / "programs").mkdir()
+        for form in forms:
+            program = make_program(trained, form, encoding, weights)
+            (partial / _file(form)).write_bytes(program.content)
+            programs.append(program)
+            say(_line(program))
+        tables = jax.tree.leaves(trained.state.table)
+        names = [f"table_{i}" for i in range(len(tables))]
+        arrays = dict(zip(names, map(np.asarray, tables), strict=True))
+        _save(partial / "weights.safetensors", weights.arrays | arrays)
+        _save(partial / "vocabulary.safetensors", vocabulary)
+        _copy_code(partial)
+        description = {
+            "format": loader.FORMAT,
+            "name": trained.config.name,
+            "step": trained.step,
+            "made_with": versions(),
+            "inputs": inputs,
+            "outputs": list(trained.schema.labels),
+            "programs": [
+                program.as_json() | {"file": _file(program.form), "tables": names}
+                for program in programs
+            ],
+        }
+        _describe(partial, description)
+        differences = _differences(trained, encoding, partial, programs)
+        num_bytes = sum(x.stat().st_size for x in partial.rglob("*") if x.is_file())
+    by_dtype: dict[str, int] = {}
+    for x in weights.arrays.values():
+        by_dtype[x.dtype.name] = by_dtype.get(x.dtype.name, 0) + x.nbytes
+    return Exported(programs, num_bytes, by_dtype, differences)
+
+
+def _checked(sizes: Sequence[int]) -> list[int]:
+    if bad := [size for size in sizes if size < 1]:
+        raise ValueError(f"--batch-sizes {bad[0]} must be 1 or more: correct it.")
+    return sorted(set(sizes))
+
+
+def _require_extra():
+    for name in ("flatbuffers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"{name} is not installed, which writes exported models: pip install "
+                "'loka-jax[export]'."
+            )
+
+
+def _save(path: pathlib.Path, arrays: dict[str, np.ndarray]):
+    from safetensors.numpy import save_file  # an optional extra
+
+    save_file(arrays, path)
+
+
+def _copy_code(folder: pathlib.Path):
+    shutil.copyfile(loader.__file__, folder / "loader.py")
+    spec = importlib.util.find_spec("flatbuffers")
+    assert spec is not None and spec.origin is not None
+    source, target = pathlib.Path(spec.origin).parent, folder / "vendor" / "flatbuffers"
+    target.mkdir(parents=True)
+    for path in source.glob("*.py"):
+        shutil.copyfile(path, target / path.name)
+
+
+def _describe(folder: pathlib.Path, description: dict[str, Any]):
+    """Writes `model.json`, with the digests of all files and its own."""
+    files = {}
+    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+    plain: Any = jsonfile.jsonable(description | {"files": files})
+    jsonfile.write(folder / loader.MODEL, plain | {"digest": loader.digest_of(plain)})
+
+
+def _differences(
+    trained: Trained, encoding: loader.Encoding, folder: pathlib.Path, programs
+) -> dict[int, float]:
+    """Returns by batch size how far programs that run here are from evaluations."""
+    here = [p.form for p in programs if runs_here(p.form.platform)]
+    if not here:
+        return {}
+    model, found = loader.load(folder), {}
+    for form in here:
+        inputs = _drawn(encoding.blank(form.batch_size), trained)
+        expected = evaluated(trained, form, inputs)
+        found[form.batch_size] = float(np.max(np.abs(model.logits(inputs) - expected)))
+    return found
+
+
+def _drawn(blank: loader.Inputs, trained: Trained) -> loader.Inputs:
+    """Returns random inputs of the shapes of `blank`."""
+    rng, sizes = np.random.default_rng(0), trained.schema.vocab_sizes
+    single = blank.ids.shape[1]
+    bags = tuple(
+        (
+            rng.integers(loader.PADDING, rows, ids.shape, np.int32),
+            None if weights is None else rng.random(weights.shape, np.float32),
+        )
+        for (ids, weights), rows in zip(blank.bags, sizes[single:], strict=True)
+    )
+    return loader.Inputs(
+        rng.standard_normal(blank.dense.shape, np.float32),
+        rng.integers(0, sizes[:single], blank.ids.shape, np.int32),
+        bags,
+    )
+
+
+def _file(form: Form) -> str:
+    return f"programs/{form.platform}_{form.batch_size}.bin"
+
+
+def _line(program: Program) -> str:
+    form = program.form
+    in_fp8 = sum("e4m3" in text or "fp8" in text for text in form.runs.values())
+    text = (
+        f"{form.platform} {form.batch_size:,}: {in_fp8} of {len(form.runs)} sites in "
+        f"FP8, {len(program.content):,} bytes"
+    )
+    for path, why in form.twins.items():
+        text += f"\n  {path} by XLA instead of {why}"
+    return text

@@ -1,0 +1,144 @@
+"""What runs at each site of an exported program: a plan for its platform and batch.
+
+    cpu     the recipes of the run's plan, by XLA
+    cuda    on a GPU: what Dispatch chooses at this batch size for the forward pass;
+            without one: as on a CPU, so that the program runs on every GPU
+
+JAX promises that programs with Pallas's Mosaic kernels can be read later; it promises
+nothing of Triton's, so in a program these have their XLA twins.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+
+from loka_jax import nn, triton
+from loka_jax.dispatch import plan as plans
+from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.nn.context import site_context
+from loka_jax.ops.device import Device, local_device
+from loka_jax.ops.plan import resolve
+from loka_jax.predict.trained import Trained
+from loka_jax.site import Choice
+from loka_jax.train.step import scales_initialized
+
+Platform = Literal["cpu", "cuda"]
+PlanName = Literal["auto", "saved", "off"]
+NO_TRITON = "JAX promises nothing of Triton's kernels in exported programs"
+
+
+class Form(NamedTuple):
+    """A program to export.
+
+    Attributes:
+        platform: on which it runs.
+        batch_size: its rows.
+        model: with the choices of its plan.
+        device: that kernels are planned for.
+        runs: by site, what runs there.
+        twins: by site, which kernel XLA stands in for, and why.
+    """
+
+    platform: Platform
+    batch_size: int
+    model: nn.Planned
+    device: Device
+    runs: dict[str, str]
+    twins: dict[str, str]
+
+
+def make_form(
+    trained: Trained, platform: Platform, batch_size: int, plan: DispatchPlan
+) -> Form:
+    """Returns the form of a program, with XLA in place of what cannot be exported."""
+    device = _device_of(platform)
+    with tracing(device):
+        sites = trained.network.sites_at(DispatchPlan(), batch_size)
+        specs = {site.path: site.spec for site in sites}
+        choices, twins = [], {}
+        for path, choice in plan.choices:
+            reason = _why_not(choice, specs[path], device)
+            if reason is not None:
+                twins[path] = f"{choice.name}: {reason}"
+                choice = Choice("xla", choice.recipe)
+            choices.append((path, choice))
+        model = nn.Planned(trained.config.model, tuple(choices))
+        if model.is_delayed and scales_initialized(trained.state):
+            model = model.with_initialized_scales()  # else it looks for both scales
+        inputs = trained.network.inputs(batch_size)
+        runs = {s.path: s.runs["fwd"] for s in nn.list_sites(model, *inputs)}
+    return Form(platform, batch_size, model, device, runs, twins)
+
+
+@contextlib.contextmanager
+def tracing(device: Device) -> Iterator[None]:
+    """Plans sites for a device, without Triton's kernels, while they are traced."""
+    with site_context(device=device), triton.left_out(NO_TRITON):
+        yield
+
+
+def runs_here(platform: Platform) -> bool:
+    """Returns whether JAX's default device is of that platform."""
+    return {"cpu": "cpu", "cuda": "gpu"}[platform] == jax.default_backend()
+
+
+def plan_of(
+    name: PlanName,
+    saved: DispatchPlan,
+    trained: Trained,
+    form: tuple[Platform, int],
+    say: Callable[[str], None],
+) -> DispatchPlan:
+    """Returns the plan of a program.
+
+    Args:
+        name: "auto" lets Dispatch choose on a GPU; "saved" keeps the run's plan; "off"
+            runs all by XLA in the model's recipe.
+        saved: the run's plan.
+        trained: the model.
+        form: platform and batch size.
+        say: takes lines of progress.
+    """
+    platform, batch_size = form
+    if name == "off":
+        return DispatchPlan()
+    if name == "saved" or platform == "cpu" or not runs_here(platform):
+        return saved
+    sites = trained.network.sites_at(DispatchPlan(), batch_size)
+    return _chosen(trained, sites, say)
+
+
+def _chosen(
+    trained: Trained, sites: Sequence[nn.Site], say: Callable[[str], None]
+) -> DispatchPlan:
+    """Returns what Dispatch chooses for inference, checked on this device."""
+    options, performance = trained.config.dispatch, local_performance().performance
+    make_plan = functools.partial(
+        plans.make_plan,
+        sites,
+        limits=options.limits,
+        rules=options.by_pattern,
+        config=trained.config.name,
+        roles=("fwd",),
+    )
+    if performance is None:
+        return make_plan(None)
+    return check_plan(make_plan, sites, performance, options.check_seconds, say).plan
+
+
+def _device_of(platform: Platform) -> Device:
+    if runs_here(platform):
+        return local_device()
+    return Device(platform="cpu" if platform == "cpu" else "gpu")
+
+
+def _why_not(choice: Choice, spec, device: Device) -> str | None:
+    """Returns why a choice cannot run in an exported program, or None if it can."""
+    if choice.provider == "triton":
+        return NO_TRITON
+    return resolve(spec, choice, device).why_not

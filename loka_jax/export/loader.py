@@ -1,0 +1,420 @@
+"""Scores rows with the model in this folder; needs jax, and what jax installs.
+
+    import loader
+
+    model = loader.load("model")
+    model.scores({"price": [1.5, 2.0], "user": ["u1", "u7"]})
+
+`experiments/export.py` copies this file into each folder that it writes. There is one
+program for each platform and batch size. Rows that fill none are padded with the first
+ones; more rows than the largest holds are split; their order is kept.
+
+A program can do anything that a GPU or CPU can: load only folders that you trust.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import itertools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+FORMAT = 1
+MODEL = "model.json"
+# Roundings that the model makes are made, as weights were rounded when exporting.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+PADDING = -1  # in place of an id in a list
+_MISSING = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
+_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-?inf(inity)?|-?nan", re.I)
+_KINDS = ("missing", "nan", "huge", "negative")
+_MAX_WEIGHT = 1e12
+_DTYPES = {
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2},
+    **{"F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16},
+    **{"F32": np.float32, "I32": np.int32, "I64": np.int64, "U32": np.uint32},
+    **{"BOOL": np.bool_, "I8": np.int8, "U8": np.uint8},
+}
+
+
+class Inputs(NamedTuple):
+    """The inputs of the model for some rows."""
+
+    dense: np.ndarray  # float32 [rows, n]
+    ids: np.ndarray  # int32 [rows, f], of fields with one value
+    # Of each multi-valued field: ids, int32 [rows, slots], PADDING where a list is
+    # shorter, and their weights, float32, or None.
+    bags: tuple[tuple[np.ndarray, np.ndarray | None], ...] = ()
+
+
+def load(folder: Any = None) -> "Model":
+    """Returns the model of a folder, after comparing the digests of its files.
+
+    Args:
+        folder: with `model.json`; that of this file if None.
+
+    Raises:
+        ValueError: in one sentence, if a file is missing or damaged, or the folder has
+            no programs for this machine.
+    """
+    path = pathlib.Path(__file__).parent if folder is None else pathlib.Path(folder)
+    description = _description(path)
+    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    programs = [p for p in description["programs"] if p["platform"] == here]
+    if not programs:
+        found = sorted({p["platform"] for p in description["programs"]})
+        raise ValueError(
+            f"{path} has programs for {' and '.join(found)}, and JAX runs on {here}: "
+            f"export it with --platforms {' '.join(found)} {here}."
+        )
+    needed = {p["compute_capability"] for p in programs} - {None}
+    own = getattr(jax.devices()[0], "compute_capability", None)
+    if needed - {own}:
+        raise ValueError(
+            f"{path} has kernels for compute capability {needed.pop()}, and this GPU "
+            f"has {own}: export it on this machine, or with --plan off."
+        )
+    return Model(path, description, programs)
+
+
+class Model:
+    """An exported model.
+
+    Attributes:
+        description: the contents of `model.json`.
+        tasks: names of what is predicted.
+        encoding: how rows become inputs; its `columns` are what a row must have.
+        batch_sizes: of its programs, the smallest first.
+    """
+
+    def __init__(self, folder: pathlib.Path, description: dict, programs: list[dict]):
+        """Takes the parts of a folder; `load` reads and checks them."""
+        self.description = description
+        self.tasks = tuple(description["outputs"])
+        vocabularies = read_arrays(folder / "vocabulary.safetensors")
+        self.encoding = Encoding(description["inputs"], vocabularies)
+        self._programs = {
+            p["batch_size"]: (p, (folder / p["file"]).read_bytes()) for p in programs
+        }
+        self.batch_sizes = tuple(sorted(self._programs))
+        self._vendor = str((folder / "vendor").resolve())
+        self._arrays = read_arrays(folder / "weights.safetensors")
+        self._on_device: dict[str, jax.Array] = {}
+
+    def scores(self, rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
+        """Returns the probability of each row, float32 [N], or [N, T] of T tasks.
+
+        Args:
+            rows: columns by name; columns that the model does not know are ignored.
+
+        Raises:
+            ValueError: if a column is missing, or holds a value that is refused.
+        """
+        return self.probabilities(self.encoding.inputs(rows))
+
+    def probabilities(self, inputs: Inputs) -> np.ndarray:
+        """Returns `1 / (1 + exp(-logit))` of each row, computed in float64."""
+        x = self.logits(inputs).astype(np.float64)
+        small = np.exp(-np.abs(x))  # never overflows
+        return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+
+    def logits(self, inputs: Inputs) -> np.ndarray:
+        """Returns the logit of each row, float32 [N], or [N, T] of T tasks."""
+        parts = []
+        for start, stop, size in self._pieces(len(inputs.dense)):
+            cut = functools.partial(_padded, start=start, stop=stop, size=size)
+            logits = self.program(size)(jax.tree.map(cut, inputs))
+            parts.append((logits, stop - start))
+        none = np.zeros((0, len(self.tasks)) if len(self.tasks) > 1 else 0, np.float32)
+        return np.concatenate([none, *(np.asarray(x)[:kept] for x, kept in parts)])
+
+    def warm(self) -> None:
+        """Compiles all programs, so that no later call waits for it."""
+        for size in self.batch_sizes:
+            self.program(size)(self.encoding.blank(size))
+
+    @functools.cache  # noqa: B019 (a model lives as long as its programs)
+    def program(self, batch_size: int) -> Callable[[Inputs], jax.Array]:
+        """Returns the compiled program of a batch size, from inputs to logits."""
+        if importlib.util.find_spec("flatbuffers") is None:
+            sys.path.append(self._vendor)  # JAX reads programs with it, but lacks it
+        from jax import export
+
+        entry, content = self._programs[batch_size]
+        called = export.deserialize(bytearray(content)).call
+        run = jax.jit(called, compiler_options=COMPILER_OPTIONS)
+        weights, tables = (
+            [self._array(name) for name in entry[part]]
+            for part in ("weights", "tables")
+        )
+        return lambda inputs: run(weights, tables, *inputs)
+
+    def _array(self, name: str) -> jax.Array:
+        """Returns a weight on the device, where all programs share it."""
+        if name not in self._on_device:
+            self._on_device[name] = jax.device_put(self._arrays[name])
+        return self._on_device[name]
+
+    def _pieces(self, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the start, stop and batch size of each call for so many rows."""
+        largest = self.batch_sizes[-1]
+        for start in range(0, count, largest):
+            stop = min(start + largest, count)
+            fits = (size for size in self.batch_sizes if size >= stop - start)
+            yield start, stop, next(fits)
+
+
+def _padded(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
+    """Returns rows, padded with the first ones as an evaluation pads its last batch."""
+    part, missing = x[start:stop], size - (stop - start)
+    return np.concatenate([part, np.resize(x[:size], (missing, *x.shape[1:]))])
+
+
+class Encoding:
+    """Turns columns of raw values into a model's inputs, as training did.
+
+    Attributes:
+        columns: names of the columns.
+    """
+
+    def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
+        """Takes the `inputs` of `model.json`, and the vocabularies."""
+        self._spec, self._arrays = spec, arrays
+        self._single = len(spec["fields"]) - len(spec["multi"])
+        names = [*spec["dense"]["columns"], *(f["column"] for f in spec["fields"])]
+        names += [bag["weights"] for bag in spec["multi"] if bag["weights"]]
+        self.columns = tuple(dict.fromkeys(names))
+
+    def blank(self, count: int) -> Inputs:
+        """Returns inputs of zeros."""
+        dense = np.zeros((count, len(self._spec["dense"]["columns"])), np.float32)
+        bags = []
+        for bag in self._spec["multi"]:
+            ids = np.zeros((count, bag["slots"]), np.int32)
+            bags.append((ids, ids.astype(np.float32) if bag["weights"] else None))
+        return Inputs(dense, np.zeros((count, self._single), np.int32), tuple(bags))
+
+    def inputs(self, rows: Mapping[str, Sequence[Any]]) -> Inputs:
+        """Returns the inputs for rows; see `Model.scores`."""
+        for name in self.columns:
+            if name not in rows:
+                raise ValueError(f"there is no column {name!r}: add it to the rows.")
+        lengths = {len(rows[name]) for name in self.columns}
+        if len(lengths) > 1:
+            raise ValueError(f"columns hold {sorted(lengths)} values: give as many.")
+        inputs, fields = self.blank(lengths.pop()), self._spec["fields"]
+        self._fill_dense(inputs.dense, rows)
+        for j, field in enumerate(fields[: self._single]):
+            texts = _each(_text, rows[field["column"]], field["column"])
+            inputs.ids[:, j] = _each(self._finder(j), texts, field["column"])
+        for bag, (ids, weights) in enumerate(inputs.bags):
+            self._fill_bag(bag, rows, ids, weights)
+        return inputs
+
+    def _fill_dense(self, out: np.ndarray, rows: Mapping[str, Sequence[Any]]) -> None:
+        spec = self._spec["dense"]
+        for j, name in enumerate(spec["columns"]):
+            x = np.array(_each(_cleaner(spec), rows[name], name), np.float64)
+            if spec["transform"] == "log1p":
+                x = np.copysign(np.log1p(np.abs(x)), x)
+            elif spec["transform"] == "standardize":
+                x = (x - spec["mean"][j]) / spec["std"][j]
+            out[:, j] = x
+
+    def _fill_bag(self, bag: int, rows, ids: np.ndarray, weights) -> None:
+        """Writes the ids of a multi-valued field, and the weights if it has them."""
+        spec, field = self._spec["multi"][bag], self._spec["fields"][self._single + bag]
+        column, find = field["column"], self._finder(self._single + bag)
+        split = functools.partial(_list, separator=spec["separator"])
+        lists = _each(split, rows[column], column)
+        ids[:] = PADDING
+        for at, values in enumerate(lists):
+            texts = _each(_text, values, column, at)
+            kept = [i for i, text in enumerate(texts) if text is not None]
+            found = _each(find, [texts[i] for i in kept], column, at)[: ids.shape[1]]
+            ids[at, : len(found)] = found
+            if weights is not None:
+                name = spec["weights"]
+                own = _each(split, [rows[name][at]], name, at)[0]
+                if len(own) != len(values):
+                    why = f"not a weight for each of {len(values)} values"
+                    raise _refusal(at, name, own, why)
+                numbers = _each(_weight, [own[i] for i in kept], name, at)
+                weights[at, : len(found)] = numbers[: len(found)]
+
+    @functools.cache  # noqa: B019 (an encoding lives as long as its model)
+    def _finder(self, at: int) -> Callable[[str | None], int]:
+        """Returns the function from a text to its id in a field."""
+        find = self._find(**self._spec["fields"][at])
+        refuses = self._spec["unknown"] == "error"
+
+        def checked(text: str | None) -> int:
+            found = 0 if text is None else find(text)
+            if not found and text is not None and refuses:
+                raise ValueError("which is not in the vocabulary, and is refused")
+            return found
+
+        return checked
+
+    def _find(self, kind: str, of: str, rows: int, **_) -> Callable[[str], int]:
+        if kind == "vocabulary":
+            text = self._arrays[f"{of}/bytes"].tobytes()
+            ends = [0, *self._arrays[f"{of}/ends"].tolist()]
+            cuts = enumerate(itertools.pairwise(ends), 1)
+            known = {text[start:end].decode(): i for i, (start, end) in cuts}
+            return lambda text: known.get(text, 0)
+        if kind == "modulo":
+            return lambda text: 1 + _integer(text) % 2**64 % (rows - 1)
+        if kind == "ids":
+            return lambda text: _integer(text, 0, rows)
+        salt = hashlib.blake2b(of.encode(), digest_size=16).digest()
+        hashed = functools.partial(hashlib.blake2b, digest_size=8, key=salt)
+        return lambda text: (
+            1 + int.from_bytes(hashed(text.encode()).digest(), "little") % (rows - 1)
+        )
+
+
+def _each(function, values, column: str, row: int | None = None) -> list[Any]:
+    """Returns the function of each value; each is of `row`, or of a row of its own."""
+    found = []
+    for at, value in enumerate(values):
+        try:
+            found.append(function(value))
+        except (ValueError, OverflowError) as error:
+            where = at if row is None else row
+            raise _refusal(where, column, value, str(error)) from None
+    return found
+
+
+def _refusal(at: int, column: str, value: Any, why: str) -> ValueError:
+    where = f"row {at + 1} column {column!r}"
+    return ValueError(f"{where} holds {repr(value)[:40]}, {why}: correct it.")
+
+
+def _cleaner(spec: dict[str, Any]) -> Callable[[Any], float]:
+    """Returns the function from a dense value to a number, by the policies."""
+    limit = spec["huge_limit"]
+    low = 0.0 if spec["negative"] == "clip" else -limit
+
+    def cleaned(value: Any) -> float:
+        number = _number(value)
+        x = 0.0 if number is None else number
+        applies = number is None, x != x, abs(x) > limit, x < 0
+        for kind in itertools.compress(_KINDS, applies):
+            if spec[kind] == "error":
+                raise ValueError(f"which is {kind} and refused")
+        return 0.0 if x != x else min(max(x, low), limit)
+
+    return cleaned
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        text = value.strip()
+        if text in _MISSING:
+            return None
+        if _NUMBER.fullmatch(text):
+            return float(text)
+    elif value is None or isinstance(value, bool | int | float | np.number | np.bool_):
+        return None if value is None else float(value)
+    raise ValueError("which is no number")
+
+
+def _weight(value: Any) -> float:
+    number = _number(value)
+    if number is None or not 0 <= number <= _MAX_WEIGHT:
+        raise ValueError(f"no weight in 0 to {_MAX_WEIGHT:g}")
+    return number
+
+
+def _text(value: Any) -> str | None:
+    """Returns a value as text; None for a missing one."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or value == "" or value != value:
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float) and abs(value) < 2**53 and value.is_integer():
+        return str(int(value))
+    raise ValueError("which is neither text nor an integer")
+
+
+def _list(value: Any, separator: str | None) -> Sequence[Any]:
+    if isinstance(value, list | tuple | np.ndarray):
+        return list(value)
+    if value is None:
+        return ()
+    if separator is None:
+        raise ValueError("which is no list")
+    text = _text(value)
+    return () if text is None else text.split(separator)
+
+
+def _integer(text: str, low: int = -(2**63), high: int = 2**64) -> int:
+    if re.fullmatch("-?[0-9]{1,20}", text) and low <= int(text) < high:
+        return int(text)
+    raise ValueError(f"no integer in {low}..{high - 1}")
+
+
+def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a safetensors file, mapped into memory."""
+    data = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    arrays = {}
+    for name, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        arrays[name] = data[first:last].view(dtype).reshape(entry["shape"])
+    return arrays
+
+
+def _description(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the contents of `model.json`, after comparing all digests."""
+    path = folder / MODEL
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no model ({MODEL} is missing): export one.")
+    try:
+        value = json.loads(path.read_bytes())
+        if value.pop("digest") != digest_of(value):
+            raise KeyError
+        made_by, files = value["format"], value["files"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _lost(path, "is damaged") from None
+    if made_by != FORMAT:
+        raise ValueError(
+            f"{path} has format {made_by}, and this loader reads {FORMAT}: use the "
+            "loader.py beside it."
+        )
+    for name, entry in files.items():
+        _check_file(folder / name, entry["sha256"])
+    return value
+
+
+def digest_of(value: dict[str, Any]) -> str:
+    """Returns the digest of `model.json` without the digest itself."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _check_file(path: pathlib.Path, sha256: str) -> None:
+    if not path.is_file():
+        raise _lost(path, "is missing")
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise _lost(path, "is damaged")
+
+
+def _lost(path: pathlib.Path, how: str) -> ValueError:
+    return ValueError(f"{path} {how}: restore it from a copy, or export again.")

@@ -1,0 +1,143 @@
+"""Serialized programs for inference, with their weights apart and prepared once.
+
+    logits = program(weights, tables, dense, ids, bags)
+
+`weights` are what the model computes from its variables alone (`serving.fold`): FP8
+where the plan says so. Programs of several batch sizes share equal ones.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jaxtyping import Array
+
+from loka_jax import nn
+from loka_jax.data import Batch
+from loka_jax.data.batch import Bag
+from loka_jax.export.forms import Form, tracing
+from loka_jax.export.loader import Encoding, Inputs
+from loka_jax.ops.tables import Tables
+from loka_jax.predict.trained import Trained
+from loka_jax.serving import fold
+from loka_jax.train import metrics
+from loka_jax.train.state import TrainState
+from loka_jax.train.step import compiled_eval_step, logits_of
+
+_WEIGHTS = ("params", "fp8", "batch_stats")
+_MOSAIC = "mosaic_gpu_v2"
+# A hint that XLA reads on every platform. JAX has not said for how long it will.
+_UNPROMISED = (export.DisabledSafetyCheck.custom_call("LayoutConstraint"),)
+
+
+class Program(NamedTuple):
+    """A serialized program.
+
+    Attributes:
+        form: what it runs.
+        content: its bytes.
+        weights: names of its weights, in order.
+        compute_capability: the only one that it runs on; None for any.
+    """
+
+    form: Form
+    content: bytes
+    weights: list[str]
+    compute_capability: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns its description but for the names of files."""
+        return {
+            "platform": self.form.platform,
+            "batch_size": self.form.batch_size,
+            "compute_capability": self.compute_capability,
+            "weights": self.weights,
+            "sites": self.form.runs,
+            "twins": self.form.twins,
+        }
+
+
+class Weights:
+    """The weights of all programs, equal ones once.
+
+    Attributes:
+        arrays: by name.
+    """
+
+    def __init__(self):
+        """Starts with none."""
+        self.arrays: dict[str, np.ndarray] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def add(self, weight: Array) -> str:
+        """Returns the name of a weight, that of an equal one if there is one."""
+        array = np.ascontiguousarray(weight)
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        key = array.shape, array.dtype, digest
+        if key not in self._names:
+            self._names[key] = name = f"weight_{len(self._names)}"
+            self.arrays[name] = array.reshape(weight.shape)
+        return self._names[key]
+
+
+def make_program(
+    trained: Trained, form: Form, encoding: Encoding, weights: Weights
+) -> Program:
+    """Returns the program of a form; its weights are added to `weights`.
+
+    Nothing runs but the preparation of the weights, so that programs for a GPU can be
+    made on a CPU.
+    """
+    state = trained.state
+    own = {name: getattr(state, name) for name in _WEIGHTS}
+    tables = jax.tree.leaves(state.table)
+    logits = _logits_of(form.model, trained.network.tables, state)
+    inputs = tuple(encoding.blank(form.batch_size))
+    with tracing(form.device):
+        folded = fold(logits, own, tables, *inputs)
+        exported = export.export(
+            jax.jit(folded.function),
+            platforms=(form.platform,),
+            disabled_checks=_UNPROMISED,
+        )(*jax.tree.map(_shape, (folded.ready, tables, *inputs)))
+    needs = (
+        form.device.compute_capability if _MOSAIC in exported.mlir_module() else None
+    )
+    names = [weights.add(weight) for weight in folded.ready]
+    return Program(form, bytes(exported.serialize()), names, needs)
+
+
+def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
+    """Returns the logits of the run's evaluation step with the choices of a form."""
+    rows, tasks = len(inputs.dense), len(trained.schema.labels)
+    labels = np.zeros((rows, tasks) if tasks > 1 else rows, np.float32)
+    weights = np.ones(rows, np.float32)
+    bags = tuple(Bag(*bag) for bag in inputs.bags)
+    batch = Batch(inputs.dense, inputs.ids, labels, weights, bags)
+    model = dataclasses.replace(form.model, scales_initialized=False)
+    step = compiled_eval_step(model, trained.network.tables)
+    with tracing(form.device):
+        _, logits = step(trained.state, metrics.init(tasks=tasks), batch)
+    return np.asarray(logits)
+
+
+def _logits_of(model: nn.Planned, tables: Tables, state: TrainState) -> Callable:
+    """Returns the logits as a function of weights, tables and inputs."""
+    structure = jax.tree.structure(state.table)
+
+    def logits(weights, table, dense, ids, bags):
+        table = jax.tree.unflatten(structure, table)
+        batch = Batch(dense, ids, None, None, tuple(Bag(*bag) for bag in bags))  # pyright: ignore[reportArgumentType]  # evaluation has no labels
+        own = dataclasses.replace(state, **weights, table=table)
+        return logits_of(model, tables, own, batch).astype(jnp.float32)
+
+    return logits
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

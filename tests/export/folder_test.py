@@ -1,0 +1,209 @@
+"""An exported run scores as its evaluation did, where only jax is installed."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pyarrow import csv
+
+import loka_jax
+from experiments import export as command
+from loka_jax.export import export_run, loader
+from loka_jax.train.step import INFERENCE_OPTIONS
+from tests.experiments.cli_test import assert_refused
+from tests.predict import support
+from tests.train import support as runs
+
+BATCH = 32  # of the run
+# What jax needs: a clean environment has nothing else.
+NEEDED = ("jax", "jaxlib", "numpy", "numpy.libs", "ml_dtypes", "opt_einsum", "scipy")
+SCRIPT = """
+import json, sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+import loader
+model = loader.load(sys.argv[2])
+rows = json.load(sys.stdin)
+scores = model.scores(rows).tolist()
+print(json.dumps({"scores": scores, "modules": sorted(sys.modules)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return support.train_and_lose_the_data(tmp_path_factory.mktemp("trained"))
+
+
+def exported(trained, tmp_path_factory, sizes):
+    out = tmp_path_factory.mktemp("exported") / "model"
+    return out, export_run(trained.workdir, out, batch_sizes=sizes)
+
+
+@pytest.fixture(scope="module")
+def one(trained, tmp_path_factory):
+    return exported(trained, tmp_path_factory, (BATCH,))
+
+
+@pytest.fixture(scope="module")
+def several(trained, tmp_path_factory):
+    return exported(trained, tmp_path_factory, (16, 1, BATCH))
+
+
+def columns(trained):
+    table = csv.read_csv(trained.test)
+    return {name: table[name].to_pylist() for name in ("price", "user", "item")}
+
+
+def test_scores_are_the_evaluations_where_only_jax_is_installed(trained, one, tmp_path):
+    site = pathlib.Path(importlib.util.find_spec("jax").origin).parents[1]
+    for name in (*NEEDED, "scipy.libs"):
+        if (site / name).exists():
+            (tmp_path / name).symlink_to(site / name)
+    folder = shutil.copytree(one[0], tmp_path / "model")
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", SCRIPT, str(tmp_path), str(folder)],
+        input=json.dumps(columns(trained)),
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    logits = trained.logits.astype(np.float64)
+    expected = (1 / (1 + np.exp(-logits))).astype(np.float32)
+    assert np.array_equal(np.array(said["scores"], np.float32), expected)
+    top = {name.partition(".")[0] for name in said["modules"]}
+    assert not top & {"loka_jax", "flax", "pyarrow", "safetensors"}
+    assert "flatbuffers" in top
+
+
+def test_every_program_equals_the_evaluation_step(several):
+    assert several[1].differences == {1: 0.0, 16: 0.0, BATCH: 0.0}
+
+
+def test_rows_are_split_padded_and_kept_in_order(trained, several):
+    model = loader.load(several[0])
+    assert model.batch_sizes == (1, 16, BATCH)
+    inputs = model.encoding.inputs(columns(trained))
+    logits = model.logits(inputs)
+    assert np.array_equal(logits[:64], trained.logits[:64])  # two whole batches
+    first = [x[:5] for x in inputs[:2]]
+    rest = [np.concatenate([x[64:], y]) for x, y in zip(inputs[:2], first, strict=True)]
+    padded = np.asarray(model.program(16)(loader.Inputs(*rest)))
+    assert np.array_equal(logits[64:], padded[:11])
+    assert model.logits(loader.Inputs(*(x[:0] for x in inputs[:2]))).shape == (0,)
+    single = model.logits(loader.Inputs(*(x[3:4] for x in inputs[:2])))
+    np.testing.assert_allclose(single, logits[3:4], atol=0.1)  # bf16 at one row
+
+
+def test_weights_are_in_fp8_where_the_plan_says_so(several):
+    out, found = several
+    arrays = loader.read_arrays(out / "weights.safetensors")
+    kinds = [x.dtype for name, x in arrays.items() if name.startswith("weight")]
+    sites = [p.form.runs for p in found.programs if p.form.batch_size == BATCH][0]
+    in_fp8 = sum("e4m3" in runs for runs in sites.values())
+    assert in_fp8 == kinds.count(jnp.float8_e4m3fn) == 2
+    assert found.weight_bytes["float8_e4m3fn"] > found.weight_bytes["float32"]
+
+
+def test_programs_for_a_gpu_are_made_without_one(several):
+    description = json.loads((several[0] / "model.json").read_text())
+    for_gpu = [p for p in description["programs"] if p["platform"] == "cuda"]
+    assert [p["batch_size"] for p in for_gpu] == [1, 16, BATCH]
+    assert {p["compute_capability"] for p in for_gpu} == {None}
+
+
+def test_another_platforms_folder_is_refused(trained, tmp_path):
+    export_run(trained.workdir, tmp_path / "m", batch_sizes=(16,), platforms=("cuda",))
+    with pytest.raises(ValueError, match="for cuda, and JAX runs on cpu: export it"):
+        loader.load(tmp_path / "m")
+
+
+def test_a_damaged_folder_is_refused(one, tmp_path):
+    """Of every file: each of its ends and its middle changed, cut, gone."""
+    folder = shutil.copytree(one[0], tmp_path / "model")
+    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+        content = path.read_bytes()
+        if not content:
+            continue
+        damaged = [content[:-2], content[: len(content) // 2], b""]
+        for at in (0, len(content) // 2, len(content) - 2):
+            changed = bytes([content[at] ^ 1])
+            damaged.append(content[:at] + changed + content[at + 1 :])
+        for wrong in damaged:
+            path.write_bytes(wrong)
+            with pytest.raises(ValueError, match=f"{path.name} is damaged: restore it"):
+                loader.load(folder)
+        path.unlink()
+        with pytest.raises(ValueError, match=f"{path.name}.* is missing"):
+            loader.load(folder)
+        path.write_bytes(content)
+    assert loader.load(folder).tasks == ("label",)
+
+
+def test_another_format_is_refused(one, tmp_path):
+    folder = shutil.copytree(one[0], tmp_path / "model")
+    value = json.loads((folder / "model.json").read_text())
+    del value["digest"]
+    value["format"] = 2
+    value["digest"] = loader.digest_of(value)
+    (folder / "model.json").write_text(json.dumps(value))
+    with pytest.raises(ValueError, match="has format 2, and this loader reads 1: use"):
+        loader.load(folder)
+
+
+@pytest.mark.slow
+def test_a_run_on_generated_clicks_takes_ids(tmp_path):
+    config = runs.config(tmp_path / "run", eval_every=None, epochs=1)
+    assert runs.train(config)[0] == 0
+    found = export_run(
+        tmp_path / "run", tmp_path / "m", batch_sizes=(8,), platforms=("cpu",)
+    )
+    assert found.differences == {8: 0.0}
+    model = loader.load(tmp_path / "m")
+    rows = {name: [1, 2, 3] for name in model.encoding.columns}
+    assert model.scores(rows).shape == (3,)
+    with pytest.raises(ValueError, match=r"'C4' holds '4', no integer in 0\.\.3"):
+        model.scores(rows | {"C4": [0, 1, 4]})
+
+
+def test_the_loader_compiles_as_evaluations_do():
+    assert loader.COMPILER_OPTIONS == INFERENCE_OPTIONS
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--batch-sizes", "0"], "--batch-sizes 0 must be 1 or more"),
+        (["--platforms", "tpu"], "--platforms is 'tpu'"),
+        (["--workdir", "gone"], "holds no run"),
+    ],
+)
+def test_a_bad_command_is_one_sentence(trained, tmp_path, capsys, options, said):
+    out = tmp_path / "model"
+    arguments = ["--workdir", str(trained.workdir), "--out", str(out), *options]
+    code = command.main(arguments)
+    assert_refused((code, *capsys.readouterr()), said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_a_folder_and_says_what_is_in_it(trained, tmp_path, capsys):
+    arguments = ["--workdir", str(trained.workdir), "--out", str(tmp_path / "model")]
+    options = ["--batch-sizes", str(BATCH), "--platforms", "cpu", "--plan", "off"]
+    assert command.main([*arguments, *options]) == 0
+    said = capsys.readouterr().out
+    assert "cpu 32: 2 of 4 sites in FP8" in said
+    assert "32 rows: equal bit for bit to the run's evaluation step here." in said
+    assert_refused((command.main(arguments), *capsys.readouterr()), "exists already")
+
+
+def test_a_folder_scores_what_predict_does(trained, one):
+    expected = loka_jax.load(trained.workdir).scores(csv.read_csv(trained.test))
+    assert np.array_equal(loader.load(one[0]).scores(columns(trained)), expected)
