@@ -1,0 +1,72 @@
+"""Serves an exported model over HTTP, with dynamic batching.
+
+    pip install 'loka-jax[serve]'
+    python experiments/export.py --workdir runs/RUN --out model/
+    python examples/serve.py model/ --port 8000
+    curl localhost:8000/score -d '{"rows": [{"price": 1.5, "user": "u1", "item": 3}]}'
+
+`kill -HUP` restarts it, with another model in the folder too, and loses no request.
+"""
+
+import argparse
+import asyncio
+import importlib
+import os
+import socket
+import sys
+
+import jax
+import numpy as np
+
+from loka_jax.server import supervise
+
+
+class Scorer:
+    """An exported model as a worker takes it."""
+
+    def __init__(self, folder):
+        sys.path.insert(0, folder)
+        loader = importlib.import_module("loader")  # the folder's own
+        self.model = loader.load(folder)
+        self.columns = self.model.encoding.columns
+        parts = ("name", "step")
+        self.health = {part: self.model.description[part] for part in parts}
+        self.model.warm()
+
+    def encode(self, columns):
+        return self.model.encoding.inputs(columns)
+
+    def run(self, batch):
+        parts = jax.tree.map(lambda *x: np.concatenate(x), *batch)
+        scores = self.model.probabilities(parts)
+        ends = np.cumsum([len(inputs.dense) for inputs in batch])
+        return [part.tolist() for part in np.split(scores, ends[:-1])]
+
+
+def main(argv=None):
+    """Runs workers, or one of them; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="written by experiments/export.py")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-rows", type=int, default=1024)
+    parser.add_argument("--wait-ms", type=float, default=1.0)
+    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker is None:
+        # While one worker replaces another, both have the model on the GPU.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        command = [sys.executable, __file__, *(argv or sys.argv[1:]), "--worker"]
+        return supervise(command, options.host, options.port)
+    from loka_jax.server.app import Limits, Worker
+
+    scorer = Scorer(options.folder)
+    listening, ready = options.worker
+    limits = Limits(max_rows=options.max_rows, wait_ms=options.wait_ms)
+    worker = Worker(scorer, limits)
+    asyncio.run(worker.serve(socket.socket(fileno=listening), ready))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

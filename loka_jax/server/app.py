@@ -1,0 +1,160 @@
+"""A model behind HTTP: requests are checked, collected into batches, and answered.
+
+    POST /score    {"rows": [{"price": 1.5, "user": "u1"}, ...]}
+                   200 {"scores": [0.2, ...]}, or {"error": "a sentence"} with
+                   400 if the request is malformed, 503 if too many rows wait
+    GET /health    200 {"model": ..., "step": ..., "worker": process id}
+
+On SIGTERM the worker stops accepting, answers all that it has accepted, asks
+clients to close their connections, and ends.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from aiohttp import web
+
+from loka_jax.server.batching import Batcher, Busy
+from loka_jax.server.restarts import unblock
+
+_FORM = 'the body must be JSON of the form {"rows": [{"COLUMN": value, ...}, ...]}'
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """What is served.
+
+    Attributes:
+        columns: that a row must have.
+        health: what /health says.
+    """
+
+    columns: Sequence[str]
+    health: Mapping[str, Any]
+
+    def encode(self, columns: Mapping[str, list[Any]]) -> Any:
+        """Returns the inputs of rows; raises a ValueError that says what is wrong."""
+        ...
+
+    def run(self, batch: Sequence[Any]) -> Sequence[list[Any]]:
+        """Returns the scores of each request of a batch."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a worker.
+
+    Attributes:
+        max_rows: of a batch, and of a request.
+        wait_ms: how long the first request of a batch waits for others.
+        max_waiting: rows that may wait; further ones are told to come later.
+        grace_s: how long connections are kept after SIGTERM for their next request,
+            whose answer closes them.
+    """
+
+    max_rows: int = 1024
+    wait_ms: float = 1.0
+    max_waiting: int = 65536
+    grace_s: float = 3.0
+
+
+def columns_of(
+    body: bytes, names: Sequence[str], max_rows: int
+) -> dict[str, list[Any]]:
+    """Returns the columns of a request's rows.
+
+    Raises:
+        ValueError: in one sentence, if it is malformed.
+    """
+    try:
+        rows = json.loads(body)["rows"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{_FORM}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{_FORM}.")
+    if not 1 <= len(rows) <= max_rows:
+        raise ValueError(f"there are {len(rows)} rows: send 1 to {max_rows:,}.")
+    for number, row in enumerate(rows, 1):
+        for name in names:
+            if name not in row:
+                raise ValueError(f"row {number} has no {name!r}: add it, or null.")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+class Worker:
+    """Answers requests until it is told to end."""
+
+    def __init__(self, scorer: Scorer, limits: Limits):
+        """Takes what is served, and the limits."""
+        self._scorer, self._limits = scorer, limits
+        self._batcher = Batcher(
+            scorer.run,
+            max_rows=limits.max_rows,
+            wait_s=limits.wait_ms / 1e3,
+            max_waiting=limits.max_waiting,
+        )
+        self._ending = asyncio.Event()
+
+    async def serve(self, listening: socket.socket, ready: int) -> None:
+        """Answers the requests that arrive at a socket, until SIGTERM.
+
+        Args:
+            listening: the socket.
+            ready: file that a byte is written to once requests are accepted.
+        """
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        unblock()
+        app = web.Application(client_max_size=1 << 24)
+        app.on_response_prepare.append(self._closing)
+        app.add_routes(
+            [web.post("/score", self._score), web.get("/health", self._health)]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
+        await runner.setup()
+        site = web.SockSite(runner, listening)
+        await site.start()
+        work = asyncio.create_task(self._batcher.work())
+        os.write(ready, b"1")
+        os.close(ready)
+        await self._ending.wait()
+        await site.stop()
+        await asyncio.sleep(self._limits.grace_s)
+        await runner.cleanup()  # after the last answer
+        work.cancel()
+
+    async def _score(self, request: web.Request) -> web.Response:
+        limit = self._limits.max_rows
+        try:
+            columns = columns_of(await request.read(), self._scorer.columns, limit)
+            inputs = self._scorer.encode(columns)
+        except ValueError as error:
+            return _said(str(error), 400)
+        count = len(columns[self._scorer.columns[0]])
+        try:
+            return web.json_response(
+                {"scores": await self._batcher.result(inputs, count)}
+            )
+        except Busy:
+            return _said("too many rows wait: send them later.", 503)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({**self._scorer.health, "worker": os.getpid()})
+
+    async def _closing(self, request: web.Request, response: web.StreamResponse):
+        """Asks a client to connect again, if this worker ends."""
+        del request
+        if self._ending.is_set():
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+
+def _said(sentence: str, status: int) -> web.Response:
+    return web.json_response({"error": sentence}, status=status)

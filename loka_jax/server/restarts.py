@@ -1,0 +1,78 @@
+"""Workers that share a listening socket, so that a restart loses no connection.
+
+    SIGHUP          a new worker starts; once it is ready the old one is told to end
+    SIGTERM, ^C     the worker is told to end, and waited for
+    a worker ends   by itself: another one starts
+
+The socket stays open all the while: connections that a worker which ends has not
+accepted wait for the next one. A worker that is told to end (SIGTERM) stops accepting
+and finishes what it has accepted.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+
+_SIGNALS = {signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+
+
+def supervise(
+    command: Sequence[str], host: str, port: int, *, say: Callable[[str], None] = print
+) -> int:
+    """Runs workers until SIGTERM, and returns the exit code.
+
+    Args:
+        command: of a worker. It gets two more arguments, the numbers of open files: of
+            the listening socket, and of a pipe that it writes to once it is ready.
+        host: to listen at.
+        port: to listen at; 0 for a free one, which `say` names.
+        say: takes lines of progress.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    with socket.create_server((host, port), backlog=1024) as listening:
+        worker = _ready(command, listening)
+        if worker is None:
+            return 1
+        say(f"listening at {listening.getsockname()[1]}, worker {worker.pid}")
+        ending: list[subprocess.Popen] = []
+        while (got := signal.sigwait(_SIGNALS)) in (signal.SIGHUP, signal.SIGCHLD):
+            ending = [old for old in ending if old.poll() is None]
+            if got == signal.SIGCHLD and worker.poll() is None:
+                continue
+            new = _ready(command, listening)
+            if new is None:
+                say("the new worker ended before it was ready")
+                if worker.poll() is not None:
+                    return 1
+                continue
+            worker.terminate()
+            ending, worker = [*ending, worker], new
+            say(f"worker {new.pid} is ready")
+        worker.terminate()
+        for process in (*ending, worker):
+            process.wait()
+    return 0
+
+
+def unblock() -> None:
+    """Lets a worker have the signals that its parent waits for."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _ready(command: Sequence[str], listening: socket.socket) -> subprocess.Popen | None:
+    """Starts a worker, and returns it once it is ready; None if it ended before."""
+    reading, writing = os.pipe()
+    files = listening.fileno(), writing
+    process = subprocess.Popen([*command, *map(str, files)], pass_fds=files)
+    os.close(writing)
+    try:
+        select.select([reading], [], [])
+        if os.read(reading, 1):
+            return process
+    finally:
+        os.close(reading)
+    process.wait()
+    return None

@@ -1,0 +1,155 @@
+"""Malformed requests are told so; restarts and the end lose none of the others."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp")
+
+from loka_jax.server import app  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+START = """
+import sys
+from loka_jax.server import supervise
+sys.exit(supervise([sys.executable, sys.argv[1]], "127.0.0.1", 0,
+                   say=lambda line: print(line, flush=True)))
+"""
+
+
+@contextlib.contextmanager
+def server():
+    """Yields the process of a server, and its address."""
+    command = [sys.executable, "-c", START, str(HERE / "worker.py")]
+    paths = [str(HERE.parents[1]), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        found = re.fullmatch(r"listening at (\d+), .*\n", process.stdout.readline())
+        assert found is not None
+        yield process, f"http://127.0.0.1:{found[1]}"
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+async def ask(session, address, x):
+    """Returns the status and the answer."""
+    body = {"rows": [{"x": value} for value in x]}
+    async with session.post(f"{address}/score", json=body) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (b"", "the body must be JSON of the form"),
+        (b"[" * 100_000, "the body must be JSON"),
+        (b'{"rows": 3}', "the body must be JSON"),
+        (b'{"rows": [3]}', "the body must be JSON"),
+        (b"[1]", "the body must be JSON"),
+        (b'{"rows": []}', "there are 0 rows: send 1 to 4"),
+        (b'{"rows": [{}, {}, {}, {}, {}]}', "there are 5 rows: send 1 to 4"),
+        (b'{"rows": [{"x": 1}, {"y": 1}]}', "row 2 has no 'x': add it, or null"),
+        (b'{"rows": [{"x": 1' + b"0" * 5000 + b"}]}", "the body must be JSON"),
+        (b"\xff\xfe", "the body must be JSON"),
+    ],
+)
+def test_a_malformed_body_is_one_sentence(body, said):
+    with pytest.raises(ValueError, match=said) as error:
+        app.columns_of(body, ("x",), 4)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_rows_become_columns():
+    body = b'{"rows": [{"x": 1, "y": "a", "z": 0}, {"x": null, "y": "b"}]}'
+    assert app.columns_of(body, ("y", "x"), 4) == {"y": ["a", "b"], "x": [1, None]}
+
+
+def test_answers_errors_and_load_that_is_too_much():
+    async def main(address):
+        async with aiohttp.ClientSession() as session:
+            assert await ask(session, address, [1, 2]) == (200, {"scores": [2, 4]})
+            status, said = await ask(session, address, ["a"])
+            assert (status, said["error"].startswith("row 1 column 'x'")) == (400, True)
+            async with session.post(f"{address}/score", data=b"{") as response:
+                assert response.status == 400
+            assert (await ask(session, address, [3] * 9))[0] == 400
+            many = await asyncio.gather(
+                *(ask(session, address, [i] * 4) for i in range(12))
+            )
+            by_status = {status for status, _ in many}
+            assert by_status == {200, 503}
+            assert all(
+                said == {"scores": [2 * i] * 4}
+                for i, (status, said) in enumerate(many)
+                if status == 200
+            )
+            async with session.get(f"{address}/health") as response:
+                assert (await response.json())["model"] == "doubler"
+            async with session.post(
+                f"{address}/score", json={"rows": [{"x": -1}]}
+            ) as response:
+                assert response.status == 500
+            assert (await ask(session, address, [5]))[0] == 200  # it goes on
+
+    with server() as (_, address):
+        asyncio.run(main(address))
+
+
+def test_restarts_under_load_and_the_end_lose_nothing():
+    asked, answers, workers = [], [], set()
+
+    async def client(session, address, number):
+        while len(workers) < 3:
+            asked.append(x := 100_000 * number + len(asked))
+            answers.append((x, await ask(session, address, [x])))
+            if x % 10 == 0:
+                async with session.get(f"{address}/health") as response:
+                    workers.add((await response.json())["worker"])
+
+    async def main(process, address):
+        async with aiohttp.ClientSession() as session:
+            clients = [client(session, address, number) for number in range(6)]
+            running = asyncio.gather(*clients)
+            for count in (1, 2):
+                while len(workers) < count:
+                    await asyncio.sleep(0.01)
+                process.send_signal(signal.SIGHUP)
+            await running
+            last = asyncio.create_task(ask(session, address, [7]))
+            await asyncio.sleep(0.002)
+            process.send_signal(signal.SIGTERM)
+            assert await last == (200, {"scores": [14]})
+
+    with server() as (process, address):
+        asyncio.run(asyncio.wait_for(main(process, address), 240))
+        assert process.wait(30) == 0
+    assert len(asked) == len(answers) == len({x for x, _ in answers})
+    assert all(answer == (200, {"scores": [2 * x]}) for x, answer in answers)
+
+
+def test_a_worker_that_dies_is_replaced():
+    async def worker(session, address):
+        async with session.get(f"{address}/health") as response:
+            return (await response.json())["worker"]
+
+    async def main(address):
+        async with aiohttp.ClientSession() as session:
+            first = await worker(session, address)
+        os.kill(first, signal.SIGKILL)
+        async with aiohttp.ClientSession() as session:
+            assert await worker(session, address) != first
+            assert await ask(session, address, [4]) == (200, {"scores": [8]})
+
+    with server() as (_, address):
+        asyncio.run(main(address))

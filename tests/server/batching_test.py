@@ -1,0 +1,88 @@
+"""Requests are collected up to a size or a wait, and answered in their order."""
+
+import asyncio
+
+import pytest
+
+from loka_jax.server import Batcher, Busy
+
+
+def run(values, *, max_rows=4, wait_s=0.05, max_waiting=100, function=None):
+    """Returns the results of requests that come at once, and the batches."""
+    batches = []
+
+    def seen(batch):
+        batches.append(list(batch))
+        return [10 * x for x in batch] if function is None else function(batch)
+
+    async def main():
+        limits = {"max_rows": max_rows, "wait_s": wait_s, "max_waiting": max_waiting}
+        batcher = Batcher(seen, **limits)
+        work = asyncio.create_task(batcher.work())
+        asked = [batcher.result(value, rows) for value, rows in values]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        work.cancel()
+        return results
+
+    return asyncio.run(main()), batches
+
+
+def test_a_batch_holds_as_many_rows_as_fit():
+    results, batches = run([(1, 2), (2, 1), (3, 2), (4, 2), (5, 9), (6, 1)])
+    assert results == [10, 20, 30, 40, 50, 60]
+    assert batches == [[1, 2], [3, 4], [5], [6]]
+
+
+def test_a_request_waits_for_others_only_so_long():
+    async def main():
+        batches = []
+        batcher = Batcher(
+            lambda batch: batches.append(batch) or batch,
+            max_rows=100,
+            wait_s=0.05,
+            max_waiting=100,
+        )
+        work = asyncio.create_task(batcher.work())
+        first = asyncio.create_task(batcher.result("a", 1))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(batcher.result("b", 1))
+        await asyncio.gather(first, second)
+        await batcher.result("c", 1)
+        work.cancel()
+        return batches
+
+    assert asyncio.run(main()) == [["a", "b"], ["c"]]
+
+
+def test_more_rows_than_may_wait_are_refused_at_once():
+    results, _ = run([(1, 3), (2, 2), (3, 1)], max_waiting=4)
+    assert results[0] == 10 and results[2] == 30
+    assert isinstance(results[1], Busy)
+
+
+def test_an_error_is_that_of_its_batch_alone():
+    def fails(batch):
+        if 2 in batch:
+            raise ZeroDivisionError
+        return batch
+
+    results, _ = run([(1, 1), (2, 1), (3, 1)], max_rows=1, function=fails)
+    assert results[0] == 1 and results[2] == 3
+    assert isinstance(results[1], ZeroDivisionError)
+
+
+def test_who_is_gone_does_not_stop_the_others():
+    async def main():
+        batcher = Batcher(list, max_rows=2, wait_s=0.02, max_waiting=9)
+        work = asyncio.create_task(batcher.work())
+        gone = asyncio.create_task(batcher.result("a", 1))
+        stays = asyncio.create_task(batcher.result("b", 1))
+        await asyncio.sleep(0.001)
+        gone.cancel()
+        result = await asyncio.wait_for(stays, 5)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        return result
+
+    assert asyncio.run(main()) == "b"
