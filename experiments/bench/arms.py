@@ -45,7 +45,7 @@ def measure_arms(
     programs: dict[str, Any] = {}
     params = _params(model, few)
     for arm, planned in arms.items():
-        variables = _initialized(planned, params, few)
+        variables = initialized(planned, params, few)
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
         out = jax.eval_shape(planned.apply, variables, *inputs[0])
@@ -139,7 +139,7 @@ def _params(model, inputs):
     return init(jax.random.key(0), *inputs)["params"]
 
 
-def _initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
+def initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
     """Returns variables whose delayed scales are set, from few rows."""
     variables: dict[str, Any] = {"params": params}
     if not planned.is_delayed:

@@ -20,7 +20,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,11 +74,10 @@ def load(folder: Any = None) -> "Model":
             f"{path} has programs for {' and '.join(found)}, and JAX runs on {here}: "
             f"export it with --platforms {' '.join(found)} {here}."
         )
-    needed = {p["compute_capability"] for p in programs} - {None}
     own = getattr(jax.devices()[0], "compute_capability", None)
-    if needed - {own}:
+    if other := {p["compute_capability"] for p in programs} - {None, own}:
         raise ValueError(
-            f"{path} has kernels for compute capability {needed.pop()}, and this GPU "
+            f"{path} has kernels for compute capability {other.pop()}, and this GPU "
             f"has {own}: export it on this machine, or with --plan off."
         )
     return Model(path, description, programs)
@@ -105,17 +104,15 @@ class Model:
         }
         self.batch_sizes = tuple(sorted(self._programs))
         self._vendor = str((folder / "vendor").resolve())
-        self._arrays = read_arrays(folder / "weights.safetensors")
-        self._on_device: dict[str, jax.Array] = {}
+        arrays = read_arrays(folder / "weights.safetensors")
+        used = {name for p in programs for name in (*p["weights"], *p["tables"])}
+        self._arrays = {name: jax.device_put(arrays[name]) for name in used}
 
     def scores(self, rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Returns the probability of each row, float32 [N], or [N, T] of T tasks.
 
-        Args:
-            rows: columns by name; columns that the model does not know are ignored.
-
-        Raises:
-            ValueError: if a column is missing, or holds a value that is refused.
+        Other columns than those of `encoding.columns` are ignored; one that is missing
+        or holds a value that is refused is a ValueError.
         """
         return self.probabilities(self.encoding.inputs(rows))
 
@@ -127,8 +124,10 @@ class Model:
 
     def logits(self, inputs: Inputs) -> np.ndarray:
         """Returns the logit of each row, float32 [N], or [N, T] of T tasks."""
-        parts = []
-        for start, stop, size in self._pieces(len(inputs.dense)):
+        count, parts = len(inputs.dense), []
+        for start in range(0, count, self.batch_sizes[-1]):
+            stop = min(start + self.batch_sizes[-1], count)
+            size = next(size for size in self.batch_sizes if size >= stop - start)
             cut = functools.partial(_padded, start=start, stop=stop, size=size)
             logits = self.program(size)(jax.tree.map(cut, inputs))
             parts.append((logits, stop - start))
@@ -148,27 +147,13 @@ class Model:
         from jax import export
 
         entry, content = self._programs[batch_size]
+        if entry["compute_capability"] is not None:
+            importlib.import_module("jax.experimental.mosaic.gpu")  # runs its kernels
         called = export.deserialize(bytearray(content)).call
         run = jax.jit(called, compiler_options=COMPILER_OPTIONS)
-        weights, tables = (
-            [self._array(name) for name in entry[part]]
-            for part in ("weights", "tables")
-        )
+        weights = [self._arrays[name] for name in entry["weights"]]
+        tables = [self._arrays[name] for name in entry["tables"]]
         return lambda inputs: run(weights, tables, *inputs)
-
-    def _array(self, name: str) -> jax.Array:
-        """Returns a weight on the device, where all programs share it."""
-        if name not in self._on_device:
-            self._on_device[name] = jax.device_put(self._arrays[name])
-        return self._on_device[name]
-
-    def _pieces(self, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the start, stop and batch size of each call for so many rows."""
-        largest = self.batch_sizes[-1]
-        for start in range(0, count, largest):
-            stop = min(start + largest, count)
-            fits = (size for size in self.batch_sizes if size >= stop - start)
-            yield start, stop, next(fits)
 
 
 def _padded(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
@@ -178,11 +163,7 @@ def _padded(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
 
 
 class Encoding:
-    """Turns columns of raw values into a model's inputs, as training did.
-
-    Attributes:
-        columns: names of the columns.
-    """
+    """Turns `columns` of raw values into a model's inputs, as training did."""
 
     def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
         """Takes the `inputs` of `model.json`, and the vocabularies."""

@@ -96,20 +96,35 @@ def make_program(
     state = trained.state
     own = {name: getattr(state, name) for name in _WEIGHTS}
     tables = jax.tree.leaves(state.table)
-    logits = _logits_of(form.model, trained.network.tables, state)
-    inputs = tuple(encoding.blank(form.batch_size))
+    logits = logits_function(form.model, trained.network.tables, state)
+    inputs = tables, *encoding.blank(form.batch_size)
+    exported, ready = exported_with(form, logits, own, *inputs)
+    names = [weights.add(weight) for weight in ready]
+    needs = None
+    if _MOSAIC in exported.mlir_module():
+        needs = form.device.compute_capability
+    return Program(form, bytes(exported.serialize()), names, needs)
+
+
+def exported_with(
+    form: Form, function: Callable, weights: Any, *inputs: Any
+) -> tuple[export.Exported, list[Array]]:
+    """Returns a function of prepared weights and inputs, and the prepared weights.
+
+    Args:
+        form: for which platform and device.
+        function: of weights and inputs.
+        weights: its first argument.
+        inputs: the others, arrays or shapes.
+    """
     with tracing(form.device):
-        folded = fold(logits, own, tables, *inputs)
+        folded = fold(function, weights, *inputs)
         exported = export.export(
             jax.jit(folded.function),
             platforms=(form.platform,),
             disabled_checks=_UNPROMISED,
-        )(*jax.tree.map(_shape, (folded.ready, tables, *inputs)))
-    needs = (
-        form.device.compute_capability if _MOSAIC in exported.mlir_module() else None
-    )
-    names = [weights.add(weight) for weight in folded.ready]
-    return Program(form, bytes(exported.serialize()), names, needs)
+        )(*jax.tree.map(_shape, (folded.ready, *inputs)))
+    return exported, folded.ready
 
 
 def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
@@ -126,7 +141,7 @@ def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     return np.asarray(logits)
 
 
-def _logits_of(model: nn.Planned, tables: Tables, state: TrainState) -> Callable:
+def logits_function(model: nn.Planned, tables: Tables, state: TrainState) -> Callable:
     """Returns the logits as a function of weights, tables and inputs."""
     structure = jax.tree.structure(state.table)
 

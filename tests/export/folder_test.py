@@ -1,9 +1,11 @@
 """An exported run scores as its evaluation did, where only jax is installed."""
 
+import dataclasses
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,16 @@ from pyarrow import csv
 
 import loka_jax
 from experiments import export as command
+from experiments.configs import find_config
+from loka_jax.data.generated import schema_of
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import Decision
 from loka_jax.export import export_run, loader
+from loka_jax.export.encoding import inputs_as_given
+from loka_jax.export.folder import write_model
+from loka_jax.export.forms import make_form
+from loka_jax.predict.trained import untrained
+from loka_jax.site import Choice
 from loka_jax.train.step import INFERENCE_OPTIONS
 from tests.experiments.cli_test import assert_refused
 from tests.predict import support
@@ -23,7 +34,9 @@ from tests.train import support as runs
 
 BATCH = 32  # of the run
 # What jax needs: a clean environment has nothing else.
-NEEDED = ("jax", "jaxlib", "numpy", "numpy.libs", "ml_dtypes", "opt_einsum", "scipy")
+NEEDED = re.compile(
+    r"(jax|jaxlib|jax_plugins|jax_cuda\w+|numpy|ml_dtypes|opt_einsum|scipy|nvidia)(\W.*)?"
+)
 SCRIPT = """
 import json, sys
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
@@ -60,28 +73,53 @@ def columns(trained):
     return {name: table[name].to_pylist() for name in ("price", "user", "item")}
 
 
-def test_scores_are_the_evaluations_where_only_jax_is_installed(trained, one, tmp_path):
+def in_a_clean_environment(folder, rows, tmp_path, platform):
+    """Returns the scores of rows where only jax is installed, and all modules."""
     site = pathlib.Path(importlib.util.find_spec("jax").origin).parents[1]
-    for name in (*NEEDED, "scipy.libs"):
-        if (site / name).exists():
-            (tmp_path / name).symlink_to(site / name)
-    folder = shutil.copytree(one[0], tmp_path / "model")
+    for path in site.iterdir():
+        if NEEDED.fullmatch(path.name):
+            (tmp_path / path.name).symlink_to(path)
+    env = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ended = subprocess.run(
         [sys.executable, "-I", "-S", "-c", SCRIPT, str(tmp_path), str(folder)],
-        input=json.dumps(columns(trained)),
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        input=json.dumps(rows),
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
+    return np.array(said["scores"], np.float32), said["modules"]
+
+
+def test_scores_are_the_evaluations_where_only_jax_is_installed(trained, one, tmp_path):
+    rows = columns(trained)
+    scores, modules = in_a_clean_environment(one[0], rows, tmp_path, "cpu")
     logits = trained.logits.astype(np.float64)
-    expected = (1 / (1 + np.exp(-logits))).astype(np.float32)
-    assert np.array_equal(np.array(said["scores"], np.float32), expected)
-    top = {name.partition(".")[0] for name in said["modules"]}
+    assert np.array_equal(scores, (1 / (1 + np.exp(-logits))).astype(np.float32))
+    top = {name.partition(".")[0] for name in modules}
     assert not top & {"loka_jax", "flax", "pyarrow", "safetensors"}
     assert "flatbuffers" in top
+
+
+@pytest.mark.gpu
+def test_mosaic_kernels_run_where_only_jax_is_installed(tmp_path):
+    config = find_config("fp8_dlrm")
+    model = config.model.clone(norm="layer", recipe="fp8_rowwise")
+    schema = schema_of(config.data)
+    trained = untrained(dataclasses.replace(config, model=model), schema)
+    sites = trained.network.sites_at(DispatchPlan(), 128)
+    decision = Decision(Choice.parse("pallas fp8_rowwise"), "asked")
+    plan = DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))
+    form = make_form(trained, "cuda", 128, plan)
+    spec, out = inputs_as_given(schema), tmp_path / "model"
+    found = write_model(trained, spec, iter([form]), out)
+    assert found.programs[0].compute_capability is not None
+    assert found.differences == {128: 0.0}
+    rows = {name: [1, 2, 3] for name in loader.load(out).encoding.columns}
+    scores, _ = in_a_clean_environment(out, rows, tmp_path, "cuda")
+    np.testing.assert_allclose(scores, loader.load(out).scores(rows), atol=1e-3)
 
 
 def test_every_program_equals_the_evaluation_step(several):

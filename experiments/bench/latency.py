@@ -1,0 +1,271 @@
+"""Latency of an exported model and of its dense part, at several batch sizes.
+
+    python experiments/bench/latency.py --out latency.json
+
+Wall clock of single calls, one after another, from the host's call until the result is
+there: p50 and p99.
+
+    dense    from embeddings on the device to logits on the device
+    whole    from ids on the host, through the tables, to logits on the host
+
+    xla bf16     the same model by XLA alone, weights in bfloat16
+    torch bf16   by PyTorch, compiled, as CUDA graphs; if it is installed
+    ours bf16    exported, with what Dispatch chooses in bfloat16 at the batch size
+    ours fp8     exported, with what it chooses in any recipe if FP8 is accurate enough
+
+Weights are random; delayed scales are set. Dispatch goes by what is known of the
+device and predictions, which are not checked here.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.bench import models, torch_dlrm
+from experiments.bench import result as results
+from experiments.bench.arms import initialized
+from experiments.configs import find_config
+from loka_jax import nn
+from loka_jax.data.generated import schema_of
+from loka_jax.dispatch import plan as plans
+from loka_jax.dispatch.first_use import as_if_accurate
+from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.export import loader
+from loka_jax.export.encoding import inputs_as_given
+from loka_jax.export.forms import Form, Platform, make_form
+from loka_jax.export.programs import exported_with, logits_function
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.predict.trained import Trained, untrained
+from loka_jax.train.gradients import variables_of
+
+_FEW = 256  # rows that set the delayed scales
+_LEAST_CALLS, _LEAST_S = 200, 0.3
+_THREADS = 8
+_ARMS = ("xla bf16", "ours bf16", "ours fp8", "torch bf16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON, after every program; printed only if None.
+        models: fp8_dlrm, mlperf_dlrm (26 tables of 100,000 rows), or tiny.
+        batches: rows of a call.
+        arms: of those above.
+        budget_s: begin no program after that many seconds.
+    """
+
+    out: pathlib.Path | None = None
+    models: tuple[str, ...] = ("fp8_dlrm", "mlperf_dlrm")
+    batches: tuple[int, ...] = (1, 16, 128, 1024, 8192)
+    arms: tuple[str, ...] = _ARMS
+    budget_s: float = 110.0
+
+
+class Case(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        kind: "dense" or "whole".
+        batch: its rows.
+        arm: its form.
+        prepare: compiles it, and returns a call that waits for its result.
+        sites: what runs at each site, if it is ours.
+    """
+
+    kind: str
+    batch: int
+    arm: str
+    prepare: Callable[[], Callable[[], Any]]
+    sites: dict[str, str]
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    """Measures, prints, writes and returns the result."""
+    start = time.perf_counter()
+    result = results.head("latency", arguments) | {"models": {}}
+    for name in arguments.models:
+        rows = result["models"].setdefault(name, [])
+        for case, call in _prepared(list(_cases(name, arguments))):
+            left = arguments.budget_s - (time.perf_counter() - start)
+            row = {"kind": case.kind, "batch": case.batch, "arm": case.arm}
+            timed = _timed(case, call) if left > 0 else {"skipped": "the budget"}
+            rows.append(row | timed)
+            print(f"{name}: {_line(rows[-1])}", flush=True)
+            result["seconds"] = time.perf_counter() - start
+            results.write(arguments.out, result)
+    return result
+
+
+def model_of(name: str) -> Trained:
+    """Returns a model with random weights and delayed scales that are set."""
+    config = find_config("fp8_dlrm_tiny" if name == "tiny" else "fp8_dlrm")
+    if name == "mlperf_dlrm":
+        config = dataclasses.replace(
+            config,
+            model=models.MLPERF_DLRM.clone(recipe=config.model.recipe),
+            data=dataclasses.replace(config.data, rows=(100_000,) * 26),
+            embedding=dataclasses.replace(config.embedding, dim=128),
+        )
+    trained = untrained(config, schema_of(config.data))
+    few = [
+        jax.random.normal(jax.random.key(i), x.shape)
+        for i, x in enumerate(trained.network.inputs(_FEW))
+    ]
+    set_scales = initialized(nn.Planned(config.model), trained.state.params, few)
+    fp8 = set_scales[OVERWRITE_WITH_GRADIENT]
+    return trained._replace(state=dataclasses.replace(trained.state, fp8=fp8))
+
+
+def _cases(name: str, arguments: Arguments) -> Iterator[Case]:
+    """Yields the cases of a model, those of PyTorch last: it compiles slowly."""
+    trained = model_of(name)
+    config = trained.config
+    plain = config.model.clone(recipe="bf16")
+    in_bf16 = trained._replace(config=dataclasses.replace(config, model=plain))
+    arms = {
+        "xla bf16": functools.partial(_by_xla, in_bf16),
+        "ours bf16": functools.partial(_ours, in_bf16),
+        "ours fp8": functools.partial(_ours, trained),
+    }
+    for arm, prepare in arms.items():
+        for batch in arguments.batches if arm in arguments.arms else ():
+            yield from prepare(arm, batch)
+    if "torch bf16" in arguments.arms and torch_dlrm.is_installed():
+        yield from _by_torch(trained, arguments.batches)
+
+
+def _by_xla(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
+    form = make_form(trained, _platform(), batch, DispatchPlan())
+    model = dataclasses.replace(form.model.by_xla(), scales_initialized=False)
+    form = form._replace(model=model)
+    yield from _exported(trained, form, arm, {}, None)
+
+
+def _ours(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
+    sites = trained.network.sites_at(DispatchPlan(), batch)
+    plan = plans.make_plan(
+        sites,
+        local_performance().performance,
+        config=trained.config.name,
+        roles=("fwd",),
+        errors=as_if_accurate(sites),
+    )
+    form = make_form(trained, _platform(), batch, plan)
+    yield from _exported(trained, form, arm, form.runs, loader.COMPILER_OPTIONS)
+
+
+def _exported(
+    trained: Trained, form: Form, arm: str, sites: dict[str, str], options: Any
+) -> Iterator[Case]:
+    """Yields the dense part and the whole of a form."""
+    batch, network = form.batch_size, trained.network
+    variables = variables_of(trained.state)
+    dense, rows = (np.zeros(x.shape, x.dtype) for x in network.inputs(batch))
+    rows = jnp.asarray(rows, jnp.bfloat16)
+    exported, ready = exported_with(form, form.model.apply, variables, dense, rows)
+
+    def dense_part():
+        run = jax.jit(exported.call, compiler_options=options)
+        inputs = jax.device_put((ready, *_drawn(trained, batch, rows.dtype)))
+        program = run.lower(*inputs).compile()
+        return lambda: program(*inputs).block_until_ready()
+
+    yield Case("dense", batch, arm, dense_part, sites)
+    own = {x: getattr(trained.state, x) for x in ("params", "fp8", "batch_stats")}
+    logits = logits_function(form.model, network.tables, trained.state)
+    tables = jax.tree.leaves(trained.state.table)
+    blank = loader.Encoding(*inputs_as_given(trained.schema)).blank(batch)
+    whole, prepared = exported_with(form, logits, own, tables, *blank)
+
+    def from_ids():
+        run = jax.jit(whole.call, compiler_options=options)
+        inputs = _ids(trained, batch)
+        program = run.lower(prepared, tables, *inputs, ()).compile()
+        return lambda: np.asarray(program(prepared, tables, *inputs, ()))
+
+    yield Case("whole", batch, arm, from_ids, sites)
+
+
+def _by_torch(trained: Trained, batches: tuple[int, ...]) -> Iterator[Case]:
+    *starts, rows = np.cumsum((0, *trained.schema.vocab_sizes)).tolist()
+    offsets, fields = np.array(starts, np.int32), len(starts)
+    args = trained.config.model, fields, trained.config.embedding.dim
+    for kind in ("dense", "whole"):
+        call_of = torch_dlrm.compiled(*args, rows if kind == "whole" else None)
+        for batch in batches:
+            inputs = _ids(trained, batch)
+            if kind == "whole":  # one table, as ours are stacked
+                inputs[1] = np.add(inputs[1], offsets, dtype=np.int32)
+            else:
+                inputs = [np.asarray(x) for x in _drawn(trained, batch, np.float32)]
+            prepare = functools.partial(call_of, *inputs)
+            yield Case(kind, batch, "torch bf16", lambda p=prepare: p(), {})
+
+
+def _prepared(cases: list[Case]) -> Iterator[tuple[Case, Callable[[], Any] | None]]:
+    """Yields the cases with their calls; ours and XLA's are compiled at a time."""
+    by_jax = [case for case in cases if case.arm != "torch bf16"]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        calls = list(pool.map(lambda case: case.prepare(), by_jax))
+    yield from zip(by_jax, calls, strict=True)
+    yield from ((case, None) for case in cases if case.arm == "torch bf16")
+
+
+def _timed(case: Case, call: Callable[[], Any] | None) -> dict[str, Any]:
+    """Returns percentiles of a case's calls."""
+    call = call or case.prepare()
+    for _ in range(20):
+        call()
+    times, start = [], time.perf_counter()
+    while len(times) < _LEAST_CALLS or time.perf_counter() - start < _LEAST_S:
+        before = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - before)
+    p50, p99 = 1e6 * np.percentile(times, (50, 99))
+    row = {"calls": len(times), "p50_us": float(p50), "p99_us": float(p99)}
+    return row | ({"sites": case.sites} if case.sites else {})
+
+
+def _platform() -> Platform:
+    return "cuda" if jax.default_backend() == "gpu" else "cpu"
+
+
+def _drawn(trained: Trained, batch: int, dtype) -> list[jax.Array]:
+    """Returns dense features and embeddings, N(0, 1)."""
+    dense, rows = trained.network.inputs(batch)
+    return [
+        jax.random.normal(jax.random.key(0), dense.shape),
+        jax.random.normal(jax.random.key(1), rows.shape).astype(dtype),
+    ]
+
+
+def _ids(trained: Trained, batch: int) -> list[np.ndarray]:
+    """Returns dense features and ids on the host."""
+    rng, sizes = np.random.default_rng(0), trained.schema.vocab_sizes
+    return [
+        rng.standard_normal((batch, len(trained.schema.dense)), np.float32),
+        rng.integers(0, sizes, (batch, len(sizes)), np.int32),
+    ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = f"{row['kind']} {row['batch']:,} {row['arm']}"
+    if "skipped" in row:
+        return f"{name}: skipped, {row['skipped']} is spent"
+    return f"{name}: p50 {row['p50_us']:,.0f} us, p99 {row['p99_us']:,.0f} us"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
