@@ -25,6 +25,8 @@ class Scorer:
     """An exported model as a worker takes it."""
 
     def __init__(self, folder):
+        if not os.path.exists(os.path.join(folder, "loader.py")):
+            raise ValueError(f"{folder} holds no exported model: name one.")
         sys.path.insert(0, folder)
         loader = importlib.import_module("loader")  # the folder's own
         self.model = loader.load(folder)
@@ -60,7 +62,11 @@ def main(argv=None):
         return supervise(command, options.host, options.port)
     from loka_jax.server.app import Limits, Worker
 
-    scorer = Scorer(options.folder)
+    try:
+        scorer = Scorer(options.folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     listening, ready = options.worker
     limits = Limits(max_rows=options.max_rows, wait_ms=options.wait_ms)
     worker = Worker(scorer, limits)

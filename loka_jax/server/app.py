@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from aiohttp import web
 
 from loka_jax.server.batching import Batcher, Busy
-from loka_jax.server.restarts import unblock
+from loka_jax.server.restarts import listen_to_parent
 
 _FORM = 'the body must be JSON of the form {"rows": [{"COLUMN": value, ...}, ...]}'
 
@@ -110,7 +110,7 @@ class Worker:
             ready: file that a byte is written to once requests are accepted.
         """
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
-        unblock()
+        listen_to_parent()
         app = web.Application(client_max_size=1 << 24)
         app.on_response_prepare.append(self._closing)
         app.add_routes(

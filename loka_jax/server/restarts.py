@@ -10,7 +10,6 @@ and finishes what it has accepted.
 """
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,8 @@ def supervise(
 ) -> int:
     """Runs workers until SIGTERM, and returns the exit code.
 
+    If one ends before it is ready and no other runs, that is its exit code.
+
     Args:
         command: of a worker. It gets two more arguments, the numbers of open files: of
             the listening socket, and of a pipe that it writes to once it is ready.
@@ -33,20 +34,20 @@ def supervise(
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     with socket.create_server((host, port), backlog=1024) as listening:
-        worker = _ready(command, listening)
-        if worker is None:
-            return 1
+        worker = _started(command, listening)
+        if worker.returncode is not None:
+            return worker.returncode or 1
         say(f"listening at {listening.getsockname()[1]}, worker {worker.pid}")
         ending: list[subprocess.Popen] = []
         while (got := signal.sigwait(_SIGNALS)) in (signal.SIGHUP, signal.SIGCHLD):
             ending = [old for old in ending if old.poll() is None]
             if got == signal.SIGCHLD and worker.poll() is None:
                 continue
-            new = _ready(command, listening)
-            if new is None:
+            new = _started(command, listening)
+            if new.returncode is not None:
                 say("the new worker ended before it was ready")
                 if worker.poll() is not None:
-                    return 1
+                    return new.returncode or 1
                 continue
             worker.terminate()
             ending, worker = [*ending, worker], new
@@ -57,22 +58,20 @@ def supervise(
     return 0
 
 
-def unblock() -> None:
-    """Lets a worker have the signals that its parent waits for."""
+def listen_to_parent() -> None:
+    """Lets a worker have SIGTERM, which its parent blocks, and leaves ^C to that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _ready(command: Sequence[str], listening: socket.socket) -> subprocess.Popen | None:
-    """Starts a worker, and returns it once it is ready; None if it ended before."""
+def _started(command: Sequence[str], listening: socket.socket) -> subprocess.Popen:
+    """Returns a worker once it is ready, or has ended, with its return code."""
     reading, writing = os.pipe()
     files = listening.fileno(), writing
     process = subprocess.Popen([*command, *map(str, files)], pass_fds=files)
     os.close(writing)
-    try:
-        select.select([reading], [], [])
-        if os.read(reading, 1):
-            return process
-    finally:
-        os.close(reading)
-    process.wait()
-    return None
+    is_ready = os.read(reading, 1)  # nothing if it ends
+    os.close(reading)
+    if not is_ready:
+        process.wait()
+    return process

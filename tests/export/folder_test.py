@@ -18,6 +18,7 @@ from pyarrow import csv
 import loka_jax
 from experiments import export as command
 from experiments.configs import find_config
+from loka_jax.data import Schema
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
@@ -167,10 +168,10 @@ def test_another_platforms_folder_is_refused(trained, tmp_path):
 def test_a_damaged_folder_is_refused(one, tmp_path):
     """Of every file: each of its ends and its middle changed, cut, gone."""
     folder = shutil.copytree(one[0], tmp_path / "model")
-    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+    names = json.loads((folder / "model.json").read_text())["files"]
+    assert {"loader.py", "weights.safetensors", f"programs/cpu_{BATCH}.bin"} <= {*names}
+    for path in (folder / name for name in (*names, "model.json")):
         content = path.read_bytes()
-        if not content:
-            continue
         damaged = [content[:-2], content[: len(content) // 2], b""]
         for at in (0, len(content) // 2, len(content) - 2):
             changed = bytes([content[at] ^ 1])
@@ -210,6 +211,27 @@ def test_a_run_on_generated_clicks_takes_ids(tmp_path):
     assert model.scores(rows).shape == (3,)
     with pytest.raises(ValueError, match=r"'C4' holds '4', no integer in 0\.\.3"):
         model.scores(rows | {"C4": [0, 1, 4]})
+
+
+def test_each_task_has_a_column_of_scores(tmp_path):
+    schema = Schema(
+        label="click",
+        further_labels=("buy",),
+        dense=("price",),
+        categorical=("user", "item"),
+        vocab_sizes=(9, 5),
+    )
+    trained = untrained(find_config("fp8_mmoe_tiny"), schema)
+    forms = [make_form(trained, "cpu", rows, DispatchPlan()) for rows in (2, 16)]
+    out = tmp_path / "model"
+    found = write_model(trained, inputs_as_given(schema), iter(forms), out)
+    assert found.differences == {2: 0.0, 16: 0.0}
+    model = loader.load(out)
+    rows = {"price": range(20), "user": [3] * 20, "item": [i % 5 for i in range(20)]}
+    assert model.tasks == ("click", "buy")
+    scores = model.scores(rows)
+    assert scores.shape == (20, 2) and len(np.unique(scores, axis=0)) == 20
+    assert model.scores({name: [] for name in rows}).shape == (0, 2)
 
 
 def test_the_loader_compiles_as_evaluations_do():

@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 import loka_jax
+from loka_jax.export import export_run, loader
 from loka_jax.predict import score_file
 from loka_jax.train.config import EmbeddingConfig
 from tests.predict import support
@@ -83,6 +84,14 @@ def test_scores_of_a_file_with_lists_are_the_evaluations(trained, expected, tmp_
     scores = parquet.read_table(out)
     assert np.array_equal(scores["score"], expected)
     assert scores["user"] == parquet.read_table(trained.test)["user"]
+
+
+def test_exported_lists_are_scored_as_the_evaluations(trained, expected, tmp_path):
+    options = {"batch_sizes": (32,), "platforms": ("cpu",)}  # that of the run
+    found = export_run(trained.workdir, tmp_path / "model", **options)
+    assert found.differences == {32: 0.0}
+    rows = parquet.read_table(trained.test).to_pydict()
+    assert np.array_equal(loader.load(tmp_path / "model").scores(rows), expected)
 
 
 def test_lists_and_their_weights_count(trained, expected):

@@ -138,6 +138,14 @@ def test_restarts_under_load_and_the_end_lose_nothing():
     assert all(answer == (200, {"scores": [2 * x]}) for x, answer in answers)
 
 
+def test_a_worker_that_never_gets_ready_ends_the_server():
+    command = [sys.executable, "-c", START.replace("sys.argv[1]", "'/no/worker.py'")]
+    paths = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
 def test_a_worker_that_dies_is_replaced():
     async def worker(session, address):
         async with session.get(f"{address}/health") as response:

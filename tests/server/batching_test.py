@@ -1,6 +1,7 @@
 """Requests are collected up to a size or a wait, and answered in their order."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -72,14 +73,21 @@ def test_an_error_is_that_of_its_batch_alone():
 
 
 def test_who_is_gone_does_not_stop_the_others():
+    release = threading.Event()
+
+    def held(batch):
+        assert release.wait(60)
+        return batch
+
     async def main():
-        batcher = Batcher(list, max_rows=2, wait_s=0.02, max_waiting=9)
+        batcher = Batcher(held, max_rows=2, wait_s=0.02, max_waiting=9)
         work = asyncio.create_task(batcher.work())
         gone = asyncio.create_task(batcher.result("a", 1))
         stays = asyncio.create_task(batcher.result("b", 1))
         await asyncio.sleep(0.001)
         gone.cancel()
-        result = await asyncio.wait_for(stays, 5)
+        release.set()
+        result = await asyncio.wait_for(stays, 60)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
