@@ -29,6 +29,7 @@ from loka_jax.train.step import scales_initialized
 
 Platform = Literal["cpu", "cuda"]
 PlanName = Literal["auto", "saved", "off"]
+_BETWEEN = "operations between sites"
 NO_TRITON = "JAX promises nothing of Triton's kernels in exported programs"
 
 
@@ -57,7 +58,7 @@ def make_form(
 ) -> Form:
     """Returns the form of a program, with XLA in place of what cannot be exported."""
     device = _device_of(platform)
-    with tracing(device):
+    with tracing(device) as left_out:
         sites = trained.network.sites_at(DispatchPlan(), batch_size)
         specs = {site.path: site.spec for site in sites}
         choices, twins = [], {}
@@ -72,14 +73,20 @@ def make_form(
             model = model.with_initialized_scales()  # else it looks for both scales
         inputs = trained.network.inputs(batch_size)
         runs = {s.path: s.runs["fwd"] for s in nn.list_sites(model, *inputs)}
+    if left_out and platform == "cuda":
+        twins[_BETWEEN] = f"triton: {NO_TRITON}"
     return Form(platform, batch_size, model, device, runs, twins)
 
 
 @contextlib.contextmanager
-def tracing(device: Device) -> Iterator[None]:
-    """Plans sites for a device, without Triton's kernels, while they are traced."""
-    with site_context(device=device), triton.left_out(NO_TRITON):
-        yield
+def tracing(device: Device) -> Iterator[list[str]]:
+    """Plans sites for a device, without Triton's kernels, while they are traced.
+
+    Yields:
+        a list, which grows by an entry for each operation that would have had one.
+    """
+    with site_context(device=device), triton.left_out() as left_out:
+        yield left_out
 
 
 def runs_here(platform: Platform) -> bool:

@@ -61,8 +61,7 @@ def load(folder: Any = None) -> "Model":
         folder: with `model.json`; that of this file if None.
 
     Raises:
-        ValueError: in one sentence, if a file is missing or damaged, or the folder has
-            no programs for this machine.
+        ValueError: in one sentence, if a file is damaged, or no program runs here.
     """
     path = pathlib.Path(__file__).parent if folder is None else pathlib.Path(folder)
     description = _description(path)

@@ -22,25 +22,29 @@ _COMPUTE_CAPABILITY = 90
 _NOT_INSTALLED = "is not installed: pip install 'loka-jax[triton]'"
 
 
-# Why operations that may choose have no kernel here, whatever the machine.
-_left_out: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+# Of a program without kernels: an entry for each operation that would have had one.
+_left_out: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
     "left_out", default=None
 )
 
 
 @contextlib.contextmanager
-def left_out(reason: str) -> Iterator[None]:
-    """Leaves operations that may choose a provider to XLA while they are traced."""
-    token = _left_out.set(reason)
+def left_out() -> Iterator[list[str]]:
+    """Leaves operations that may choose a provider to XLA while they are traced.
+
+    Yields:
+        a list, which grows by an entry for each one that a kernel serves.
+    """
+    token = _left_out.set(found := [])
     try:
-        yield
+        yield found
     finally:
         _left_out.reset(token)
 
 
 def why_not_here() -> str | None:
     """Returns why no kernel of this provider runs on this machine, or None."""
-    missing = _left_out.get() or why_not_installed()
+    missing = why_not_installed()
     if missing is not None:
         return missing
     device = jax.devices()[0]
@@ -62,6 +66,9 @@ def chosen(
         ValueError: if Triton was requested and cannot run.
     """
     if implementation is None:
+        if (found := _left_out.get()) is not None:
+            found += [] if why_not else ["triton"]
+            return "xla"
         return "xla" if why_not or why_not_here() else "triton"
     reason = why_not or why_not_installed()
     if implementation == "triton" and reason is not None:

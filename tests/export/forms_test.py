@@ -49,6 +49,8 @@ def test_a_kernel_that_cannot_be_exported_has_its_twin(trained, platform):
     }
     assert "triton fp8_rowwise: JAX promises nothing" in form.twins[first]
     assert "pallas fp8_rowwise: " in form.twins[second]
+    # The dot products of pairs run by Triton on a Hopper GPU only.
+    assert ("operations between sites" in form.twins) == (platform == "cuda")
 
 
 def test_dispatch_chooses_at_each_batch_size(trained, monkeypatch):
