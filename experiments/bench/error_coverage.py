@@ -15,7 +15,7 @@ Frappe and Criteo if their data are given. On a CPU: `--tiny`.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Float
 
+from experiments.bench import apart
 from experiments.bench import result as results
 from experiments.configs import get_config
 from loka_jax import nn
@@ -57,6 +58,8 @@ class Arguments:
         steps: of training before the intervals are taken.
         every: Probe observes every so many of these steps.
         later: further steps, of which every fifth is measured.
+        batch_size: of all models; None for their own.
+        jobs: models at a time, each in a process of its own.
     """
 
     out: pathlib.Path | None = None
@@ -67,6 +70,8 @@ class Arguments:
     steps: int = 300
     every: int = 10
     later: int = 50
+    batch_size: int | None = None
+    jobs: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,15 +176,22 @@ def _share(values) -> float:
     return float(np.mean(list(values)))
 
 
-def _configs(arguments: Arguments) -> Iterator[tuple[str, Config]]:
+def _configs(arguments: Arguments) -> Iterator[Config]:
+    for config in _named(arguments):
+        size = arguments.batch_size or config.loop.batch_size
+        loop = dataclasses.replace(config.loop, batch_size=size)
+        yield dataclasses.replace(config, loop=loop)
+
+
+def _named(arguments: Arguments) -> Iterator[Config]:
     suffix = "_tiny" if arguments.tiny else ""
     for name in arguments.models:
-        yield name, _new(name, suffix) if name in NEW else get_config(name + suffix)
+        yield _new(name, suffix) if name in NEW else get_config(name + suffix)
     for name, path in (("frappe", arguments.frappe), ("criteo", arguments.criteo)):
         for model in ("dlrm", "dcnv2") if path is not None else ():
             config = get_config(f"{name}_{model}{suffix}")
             data = dataclasses.replace(config.data, path=path)
-            yield f"{name}_{model}", dataclasses.replace(config, data=data)
+            yield dataclasses.replace(config, data=data)
 
 
 def _new(name: str, suffix: str) -> Config:
@@ -198,22 +210,28 @@ def _new(name: str, suffix: str) -> Config:
 
 def main(arguments: Arguments):
     """Measures the coverage of every model, prints and writes it."""
-    models = {}
-    for name, config in _configs(arguments):
-        models[name] = found = measure(config, arguments)
-        print(
-            f"{name}: {found['inside']:.1%} inside, {found['below']:.1%} below the "
-            f"upper end, of {found['count']}",
-            flush=True,
-        )
-    count = sum(found["count"] for found in models.values())
-    shares = {
-        key: sum(found[key] * found["count"] for found in models.values()) / count
+    models: dict[str, dict[str, Any]] = {}
+    calls = [(config, arguments) for config in _configs(arguments)]
+    for (config, _), found in apart.measured(measure, calls, arguments.jobs):
+        models[config.name] = found
+        shares = _shares(models.values())
+        for name, one in ((config.name, found), ("all", shares)):
+            print(
+                f"{name}: {one['inside']:.1%} inside, {one['below']:.1%} below the "
+                f"upper end, of {one['count']}",
+                flush=True,
+            )
+        head = results.head("error_coverage", arguments)
+        results.write(arguments.out, head | shares | {"models": models})
+
+
+def _shares(models: Collection[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the shares over all models."""
+    count = sum(found["count"] for found in models)
+    return {"count": count} | {
+        key: sum(found[key] * found["count"] for found in models) / count
         for key in ("inside", "below")
     }
-    print(f"all: {shares['inside']:.1%} inside, {shares['below']:.1%} below")
-    head = results.head("error_coverage", arguments)
-    results.write(arguments.out, head | shares | {"count": count, "models": models})
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m tests.drills.drifts fp8_dlrm fp8_dcnv2 frappe_dlrm=FILE criteo_dlrm=FILE
 
 Each configuration, with `=FILE` on its data, trains `--steps` steps with delayed and
-with current scaling, and looks at its operands every `--look-every` steps. It prints
-JSON: for each run its looks, the sites that left FP8 and the sentences on scales. The
-exit code is 1 if any site did, or if a run had no look.
+with current scaling, and looks at its operands every `--look-every` steps. It writes
+JSON: for each run its looks, the sites that left FP8 and the sentences on scales, after
+each run those so far. The exit code is 1 if any site did, or if a run had no look.
 """
 
 import argparse
@@ -18,9 +18,12 @@ from typing import Any
 
 from rich.console import Console
 
+from experiments.bench import apart
+from experiments.bench import result as results
 from experiments.configs import get_config
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.config import Config, RunOptions
+from loka_jax.train.record import versions
 from loka_jax.train.session import train
 
 RECIPES = ("fp8_tensorwise_delayed_bf16_drhs", "fp8_tensorwise", "fp8_rowwise")
@@ -55,8 +58,13 @@ def config(name: str, recipe: str, workdir: Path, options) -> Config:
     )
 
 
-def trained(config: Config) -> dict[str, Any]:
+def trained(name: str, recipe: str, options: argparse.Namespace) -> dict[str, Any]:
     """Trains a run and returns what its looks have shown."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _trained(config(name, recipe, Path(folder), options))
+
+
+def _trained(config: Config) -> dict[str, Any]:
     workdir = train(config, [], Console(stderr=True, quiet=True)).workdir
     assert workdir is not None
     summary = json.loads((workdir / "summary.json").read_text())
@@ -83,14 +91,20 @@ def main() -> int:
     parser.add_argument("--look-every", type=int, default=64)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, help="of the JSON; printed only without")
     options = parser.parse_args()
+    calls = [
+        (name, recipe, options)
+        for name in options.configs
+        for recipe in options.recipes
+    ]
     runs = []
-    for name in options.configs:
-        for recipe in options.recipes:
-            with tempfile.TemporaryDirectory() as folder:
-                runs.append(trained(config(name, recipe, Path(folder), options)))
-            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-    print(json.dumps(runs, indent=1))
+    for _, run in apart.measured(trained, calls, options.jobs):
+        runs.append(run)
+        print(json.dumps(run), flush=True)
+        head = {"command": results.command(), "versions": versions()}
+        results.write(options.out, head | {"runs": runs})
     return int(any(run["changes"] or not run["looks"] for run in runs))
 
 
