@@ -11,6 +11,7 @@ and gradients against XLA's in bfloat16. Cases, `--cases NAME@ROWS`:
     wukong_l    4608-4096-4096-4096-7680, the same
     wukong_xl   18432-8192-8192-8192-15360, the same
     mlperf      3456-1024-1024-512-256, bias and relu
+    fp8_dlrm    384-4096-4096-1024, the same: the top MLP of that configuration on a GPU
 
 Arms:
 
@@ -76,6 +77,7 @@ STACKS = {
     "wukong_l": Stack(4608, (4096, 4096, 4096, 7680)),
     "wukong_xl": Stack(18432, (8192, 8192, 8192, 15360)),
     "mlperf": Stack(3456, (1024, 1024, 512, 256), "none", "relu", True, False),
+    "fp8_dlrm": Stack(384, (4096, 4096, 1024), "none", "relu", True, False),
 }
 
 
