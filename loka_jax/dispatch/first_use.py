@@ -100,11 +100,12 @@ def unchecked(
     chains: dict[tuple[SiteSpec, Choice], bool] = {}  # by candidate: in a chain, too
     for path, decision in plan.decisions:
         spec, choice = specs[path], decision.choice
-        if decision.spread is None or choice == BF16:
+        estimates = performance.estimates(spec)
+        if choice == BF16 or estimates.spread("training", choice) is None:
             continue
         in_chain = path in chained and choice.provider == "pallas"
         chains[spec, choice] = in_chain or chains.get((spec, choice), False)
-        if performance.estimates(spec).spread("training", BF16) is not None:
+        if estimates.spread("training", BF16) is not None:
             chains[spec, BF16] = False
     return [
         Job(spec, (choice,), passes=("training",), in_chain=in_chain, digests=False)

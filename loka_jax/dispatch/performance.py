@@ -20,7 +20,7 @@ import numpy as np
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.regression import LEAST_POINTS, Points, Prediction, Regression
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.dispatch.work import place, work
+from loka_jax.dispatch.work import least_us, place, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.recipe import ROLES, GemmRecipe
@@ -86,6 +86,11 @@ class PerformanceModel:
         self._fits: dict[tuple[str, str], _Fit | None] = {}
         self._estimates: dict[SiteSpec, Estimates] = {}
 
+    @property
+    def roofline(self) -> Roofline | None:
+        """The roofline of this device; None without predictions."""
+        return self._roofline
+
     def with_table(self, table: Table) -> "PerformanceModel":
         """Returns the model with other measurements on this device."""
         other = PerformanceModel(
@@ -128,7 +133,9 @@ class PerformanceModel:
                 points = _points([(spec, x) for x in served], pass_name, self._roofline)
                 kinds = np.array([fit.kinds[choice.name] for choice in served])
                 times = fit.regression.predict(Points(*points, kinds))
-                predicted |= zip([x.name for x in served], times, strict=True)
+                for choice, (us, spread) in zip(served, times, strict=True):
+                    least = least_us(spec, choice, pass_name, self._roofline)
+                    predicted[choice.name] = Prediction(max(us, least), spread)
         if self._roofline == self._fitted.roofline:
             return predicted
         return {

@@ -28,6 +28,7 @@ from loka_jax.dispatch.policy import (
     decide,
     largest_error,
 )
+from loka_jax.dispatch.stacks import Layers, decide_stack, stacks
 from loka_jax.dispatch.table import Entry, RoleErrors
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
@@ -203,13 +204,20 @@ def _decide_chain(
         for entry, site_terms in zip(entries, terms, strict=True)
     ]
     together = _decide_together(entries, terms, alone, options.limits)
-    name = terms[0].pass_name
-    return {
-        site.path: decision._replace(spread=of_site.spread(name, decision.choice))
-        for site, decision, of_site in zip(
-            chain, together or alone, estimates, strict=True
-        )
-    }
+    name, paths = terms[0].pass_name, [site.path for site in chain]
+    decisions = [
+        decision._replace(spread=of_site.spread(name, decision.choice))
+        for decision, of_site in zip(together or alone, estimates, strict=True)
+    ]
+    roofline = options.performance.roofline
+    if roofline is None:
+        return dict(zip(paths, decisions, strict=True))
+    for run in stacks(chain):
+        of_run = slice(run.start, run.stop)
+        layers = Layers(chain[of_run], entries[of_run], terms[of_run])
+        joined = decide_stack(layers, decisions[of_run], options.limits, roofline)
+        decisions[of_run] = joined
+    return dict(zip(paths, decisions, strict=True))
 
 
 def _decide_together(

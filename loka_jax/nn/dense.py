@@ -86,7 +86,7 @@ class DenseVariables(Dense):
             plan: of the site.
             follows: as in `NormDense`.
         """
-        announce(self, plan, follows=follows, has_tails=True)
+        announce(self, plan, follows=follows, joins=True, has_tails=True)
         kernel, bias = _parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 

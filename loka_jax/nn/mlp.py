@@ -108,8 +108,7 @@ class Mlp(linen.Module):
 
     def _wide(self, m: int, k: int) -> tuple[dict[int, KernelPlan], dict[int, range]]:
         """Returns plans of the layers of wide stacks, and the stacks by first layer."""
-        is_asked = self.fused and self.implementation is None
-        if not is_asked or current().observer is not None:
+        if not self._may_join or current().observer is not None:
             return {}, {}
         plans = self._resolve(self._specs(m, k), "xla")
         runs = wide_stack.wide_runs(plans)
@@ -148,6 +147,7 @@ class Mlp(linen.Module):
             use_bias=spec.use_bias,
             out=spec.out,
             follows=i > 0 and self.dropout_rate == 0,
+            joins=self._may_join and self.dropout_rate == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
             norm_parameters=NormParameters(spec.norm, self.use_bias, name=f"norm_{i}"),
@@ -168,6 +168,11 @@ class Mlp(linen.Module):
             return x
         x = normalize(x, "batch", train=train, use_bias=self.use_bias, name=f"norm_{i}")
         return activation(self.activation)(x)
+
+    @property
+    def _may_join(self) -> bool:
+        """True if layers in a row may run as one operation where nothing drops."""
+        return self.fused and self.implementation is None
 
     def _is_linear(self, i: int) -> bool:
         return self.ends_linear and i == len(self.features) - 1

@@ -41,6 +41,8 @@ class Site:
             `nn.convert` knows.
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
+        joins: it may run with its neighbours as one operation of products and tails, if
+            their choices allow.
         has_tails: it runs with its neighbours as one operation of products and tails
             (`ops.cross`, `ops.wide_stack`).
     """
@@ -53,6 +55,7 @@ class Site:
     left: str | None = None
     apart: str | None = None
     count: int = 1
+    joins: bool = False
     has_tails: bool = False
 
     @property
