@@ -11,6 +11,7 @@ import jax
 import tyro
 
 from experiments.arguments import asks_for_help, take
+from experiments.by_device import named_here
 from experiments.configs import find_config, names
 from experiments.first_help import short_help
 from experiments.options import parse_options
@@ -74,7 +75,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     """
     name, rest = take(arguments, "--config")
     if name is not None:
-        return find_config(name), rest
+        return find_config(named_here(name, rest)), rest
     config = _of_a_run(rest)
     if config is not None:
         return config, rest

@@ -39,7 +39,7 @@ def in_bf16[C: Config](config: C) -> C:
 
 @register
 def fp8_dlrm() -> DlrmConfig:
-    """A small DLRM in FP8: about two minutes on two CPU cores."""
+    """A DLRM in FP8: about two minutes on two CPU cores; wider on a Hopper GPU."""
     return DlrmConfig(
         name="fp8_dlrm",
         model=Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe=FP8),
@@ -54,6 +54,26 @@ def fp8_dlrm() -> DlrmConfig:
 def bf16_dlrm() -> DlrmConfig:
     """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
     return in_bf16(fp8_dlrm())
+
+
+@register
+def fp8_dlrm_wide() -> DlrmConfig:
+    """The DLRM that `fp8_dlrm` is on a Hopper GPU: a top MLP 4,096 wide in FP8."""
+    small = fp8_dlrm()
+    return dataclasses.replace(
+        small,
+        name="fp8_dlrm_wide",
+        model=small.model.clone(top_mlp=(4096, 4096, 1024), fused_wide=True),
+        data=DataConfig(examples=50_331_648),
+        optim=dataclasses.replace(_OPTIM, lr=5e-4, warmup_steps=128),
+        loop=LoopConfig(batch_size=8192, eval_every=1024),
+    )
+
+
+@register
+def bf16_dlrm_wide() -> DlrmConfig:
+    """The same DLRM in bfloat16, the baseline of `fp8_dlrm_wide`."""
+    return in_bf16(fp8_dlrm_wide())
 
 
 @register
