@@ -33,6 +33,7 @@ from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.live import live_intervals, with_live
+from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.table import BadTable, Entry, Table
@@ -76,6 +77,7 @@ def tune(
         options,
         effects=_effects(run, done.state, options.held_out_batches, say),
         timed=timed,
+        performance=local_performance().performance,
         say=say,
     )
     # Written after every site, because measuring all of them can take long.

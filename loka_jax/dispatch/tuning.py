@@ -1,12 +1,14 @@
 """Tuning: measures all sites of a model, for a dispatch table."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Table
@@ -14,7 +16,7 @@ from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.site import SiteSpec
+from loka_jax.site import Choice, SiteSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class TuneConfig:
         held_out_batches: most batches of validation data for the effect on the loss.
         seed: of all draws.
         workers: processes that compile at a time; they take times one after another.
+        most: candidates of a site, of the least predicted times besides bfloat16; all
+            if None.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -36,6 +40,7 @@ class TuneConfig:
     held_out_batches: int = 32
     seed: int = 0
     workers: int = max(1, (os.cpu_count() or 1) // 2)
+    most: int | None = None
 
     def __post_init__(self):  # noqa: D105
         least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "seed": 0, "workers": 1}
@@ -43,6 +48,8 @@ class TuneConfig:
             value = getattr(self, name)
             option = f"--tune.{name.replace('_', '-')}"
             require(value >= bound, option, value, f"at least {bound}")
+        is_enough = self.most is None or self.most >= 1
+        require(is_enough, "--tune.most", self.most, "at least 1")
         for size in self.batch_sizes:
             require(size >= 1, "--tune.batch-sizes", size, "at least 1")
 
@@ -55,6 +62,7 @@ def tune(
     *,
     effects: Mapping[str, Interval] | None = None,
     timed: Collection[SiteSpec] = (),
+    performance: PerformanceModel | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
     """Yields the measurements of all candidates, each a table of a part of a site.
@@ -66,10 +74,11 @@ def tune(
         config: options.
         effects: by path, the effect of FP8 on the loss, see `Entry`.
         timed: keys of sites with times, of which only the errors are measured.
+        performance: predicts times, for `config.most`; None where there is none.
         say: takes a line of progress.
     """
     header = header_here()
-    jobs = list(_jobs(name, sites, stats, config, timed))
+    jobs = list(jobs_of(name, sites, stats, config, timed, performance))
     by_source = {
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
@@ -82,13 +91,15 @@ def tune(
         yield Table(header, {job.spec: entry})
 
 
-def _jobs(
+def jobs_of(
     name: str,
     sites: Sequence[Site],
     stats: Mapping[str, SiteStats],
     config: TuneConfig,
     timed: Collection[SiteSpec],
+    performance: PerformanceModel | None = None,
 ) -> Iterator[Job]:
+    """Yields a job for each site and number of rows; arguments as in `tune`."""
     timed = set(timed)
     for site in sites:
         if not is_open(site):
@@ -97,7 +108,7 @@ def _jobs(
             key = table_key(dataclasses.replace(site.spec, m=m))
             yield Job(
                 spec=key,
-                choices=() if key in timed else tuple(candidates(key)),
+                choices=() if key in timed else _choices(key, config.most, performance),
                 stats=stats.get(site.path),
                 source=_source(name, site.path, stats),
                 pairs=config.pairs,
@@ -105,6 +116,21 @@ def _jobs(
                 seed=config.seed,
             )
             timed.add(key)
+
+
+def _choices(
+    spec: SiteSpec, most: int | None, performance: PerformanceModel | None
+) -> tuple[Choice, ...]:
+    """Returns the candidates of a site, or those of the least predicted times.
+
+    All in bfloat16 are among them, which FP8 is compared with.
+    """
+    every = tuple(candidates(spec))
+    if most is None or performance is None:
+        return every
+    times = performance.estimates(spec).entry.times.get("training", {})
+    fastest = sorted(every, key=lambda choice: times.get(choice.name, math.inf))[:most]
+    return tuple(x for x in every if x in fastest or not x.is_fp8)
 
 
 def _source(name: str, path: str, stats: Mapping[str, SiteStats]) -> str:
