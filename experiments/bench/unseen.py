@@ -27,7 +27,7 @@ from experiments.bench import dispatch as bench
 from experiments.bench import result as results
 from experiments.bench.models import Tower
 from loka_jax import nn
-from loka_jax.dispatch.at_start import jobs_worth_measuring
+from loka_jax.dispatch.at_start import jobs_worth_measuring, parts_of
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.header import header_here
@@ -119,7 +119,7 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     models = {"predicted": _model(Table(header_here()), fitted)}
     jobs = jobs_worth_measuring(sites, models["predicted"])
     start = time.monotonic()
-    single = [part for job in jobs for part in job.split(len(job.choices))]
+    single = [part for job in jobs for part in parts_of(job)]
     tuned = _measured(single, arguments.workers, arguments.seconds)
     seconds = time.monotonic() - start
     models["tuned"] = _model(tuned, fitted)

@@ -27,7 +27,7 @@ from loka_jax.dispatch.table import Table
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
 
-_MOST_CANDIDATES = 6  # of a site, besides XLA's bfloat16
+_MOST_CANDIDATES = 3  # of a site, besides those in bfloat16
 _DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
 _PASS = "training"
 _WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
@@ -58,7 +58,7 @@ def tune_at_start(
         return local
     say(f"{name}: tuning {len(jobs)} sites, for {seconds:g} seconds at most.")
     start = time.monotonic()
-    single = [part for job in jobs for part in job.split(len(job.choices))]
+    single = [part for job in jobs for part in parts_of(job)]
     left = Counter(part.spec for part in single)
     for job, _ in measure_into_cache(single, seconds):
         left[job.spec] -= 1
@@ -80,6 +80,16 @@ def measure_into_cache(
         found = Table(header_here(), {job.spec: entry})
         tables.add(cache_path(), found)
         yield job, found
+
+
+def parts_of(job: Job) -> Iterator[Job]:
+    """Yields a job for each candidate.
+
+    XLA's bfloat16 is timed only: it runs in any case, and its check takes as long as
+    that of another candidate.
+    """
+    for part in job.split(len(job.choices)):
+        yield part._replace(is_judged=part.choices != (BF16,))
 
 
 def jobs_worth_measuring(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from loka_jax.dispatch.at_start import measure_into_cache
+from loka_jax.dispatch.at_start import measure_into_cache, parts_of
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
@@ -107,10 +107,11 @@ def unchecked(
         chains[spec, choice] = in_chain or chains.get((spec, choice), False)
         if estimates.spread("training", BF16) is not None:
             chains[spec, BF16] = False
-    return [
+    jobs = (
         Job(spec, (choice,), passes=("training",), in_chain=in_chain, digests=False)
         for (spec, choice), in_chain in chains.items()
-    ]
+    )
+    return [part for job in jobs for part in parts_of(job)]
 
 
 def _measured(

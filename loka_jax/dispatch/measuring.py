@@ -5,8 +5,8 @@ right    the whole site, forward and backward, against the float32 product of th
 errors   of each product in each recipe, on operands drawn from Probe's statistics
 times    kernel time of the whole site, its operands out of the L2
 
-Programs are lowered at any time, compiled while no process takes times, as the search
-for the fastest kernels uses the GPU, and run alone.
+Programs are lowered at any time, compiled and checked while no process takes times, as
+both use the GPU, and timed alone.
 """
 
 import contextlib
@@ -255,10 +255,9 @@ def _measure(
         failures: why a candidate does not compile, or what is wrong with it, by name.
         job, begin, gpu: as in `measure_site`.
     """
+    right = []
     with gpu.together():
         compiled = _compile(candidates, job, begin)
-    with gpu.alone():
-        right = []
         for candidate in candidates:
             name = candidate.choice.name
             begin(name)
@@ -267,6 +266,10 @@ def _measure(
                 right.append(candidate)
             else:
                 failures[name] = reason
+    if not right:
+        return {}
+    # Only times need the GPU alone: nothing else may wait for one process at a time.
+    with gpu.alone():
         begin("")
         return _time(right, compiled, job)
 

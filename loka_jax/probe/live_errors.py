@@ -11,8 +11,9 @@ Rows and columns are spread evenly, others at each step. Operands are cast as th
 casts them, with its stored scales where a recipe's scales are delayed; a site without
 such a state would cast with the scale of equal earlier amaxes, and so is measured.
 
-The errors of the steps are averaged. Their spread over the steps tells how far the
-error of another step may lie from the mean.
+The worst row is that of the whole product, as far as the tail of the rows that are
+seen tells. The errors of the steps are averaged. Their spread over the steps tells how
+far the error of another step may lie from the mean.
 """
 
 import functools
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from loka_jax import fp8, xla
+from loka_jax import fp8, quality, xla
 from loka_jax.fp8 import Fp8Array
 from loka_jax.recipe import (
     BLOCK,
@@ -43,6 +44,7 @@ MEASURES = ("relative_l2", "worst_row", "mere")
 RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
 _ROWS, _COLUMNS = 256, 64  # of a product that are computed
 _ANY_ROWS = 16  # a number of rows that FP8 allows
+_TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
 _GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1)
 # Of each measure: the sums of the steps' weights and of their squares, and the weighted
 # mean and sum of squared deviations.
@@ -142,6 +144,8 @@ def _role_errors(
 ) -> Float[Array, "recipes measures"]:
     """Returns the errors of each recipe's product; NaN where it has none in FP8."""
     first, second = _blocks(operands, role, shift)
+    # Errors of few of a row's columns vary more, which makes up for fewer rows.
+    num_rows = first.shape[0] if role == "drhs" else operands.lhs.shape[0]
     gemms = [get_recipe(name).gemm(role) for name in recipes]
     nothing = jnp.full((len(MEASURES),), jnp.nan, jnp.float32)
     # Kernels pad rows, but not k and n.
@@ -165,7 +169,8 @@ def _role_errors(
         )
         # Otherwise the compiler would omit the rounding of a product to bfloat16.
         out = jax.lax.optimization_barrier(out)
-        rows.append(_errors(total(ref), total(out.astype(f32)), role, axis_names))
+        out = total(out.astype(f32))
+        rows.append(_errors(total(ref), out, role, num_rows, axis_names))
     return jnp.stack(rows)
 
 
@@ -241,13 +246,36 @@ def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
     return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
 
 
+def _worst_of_all(errors: Float[Array, "r"], num_rows: int) -> Float[Array, ""]:
+    """Returns what to expect of the largest error of all rows, of which some are seen.
+
+        log max of N rows ~ log max of r rows + s log(N / r)
+
+    for a tail P(e > t) ~ t^(-1/s), whose s is the mean of the logarithms of the largest
+    errors, an eighth of them, above the next one, and 1 at most.
+
+    References:
+        Hill, "A Simple General Approach to Inference About the Tail of a Distribution",
+        Annals of Statistics, 1975.
+    """
+    count = errors.shape[0] // _TAIL_SHARE
+    if num_rows <= errors.shape[0] or count < 1:
+        return jnp.max(errors)
+    largest, _ = jax.lax.top_k(errors, count + 1)
+    # Rows without an error are below every other.
+    logs = jnp.log(jnp.maximum(largest, jnp.finfo(jnp.float32).tiny))
+    slope = jnp.minimum(jnp.mean(logs[:-1]) - logs[-1], 1.0)
+    return largest[0] * (num_rows / errors.shape[0]) ** slope
+
+
 def _errors(
     ref: Float[Array, "r c"],
     out: Float[Array, "r c"],
     role: Role,
+    num_rows: int,
     axis_names: tuple[str, ...],
 ) -> Float[Array, "3"]:
-    """Returns the measures of a product, over all devices."""
+    """Returns the measures of a product of so many rows, over all devices."""
     # The blocks of drhs are the same on all devices, those of other roles are not.
     names = () if role == "drhs" else axis_names
     unit = fp8.amax_over_devices(fp8.amax(ref), names)
@@ -255,7 +283,7 @@ def _errors(
     ref, noise = ref / unit, jnp.abs(out - ref) / unit
     is_counted = ref != 0
     signals, noises = jnp.sum(ref**2, axis=1), jnp.sum(noise**2, axis=1)
-    relative = noise / jnp.where(is_counted, jnp.abs(ref), 1.0)
+    relative = quality.relative_error(ref, noise)
     sums = jnp.stack(
         [
             jnp.sum(signals),
@@ -264,7 +292,7 @@ def _errors(
             jnp.sum(is_counted, dtype=jnp.float32),
         ]
     )
-    worst = jnp.max(jnp.where(signals > 0, noises / signals, 0.0))
+    worst = _worst_of_all(jnp.where(signals > 0, noises / signals, 0.0), num_rows)
     if names:
         sums = jax.lax.psum(sums, names)
         worst = jax.lax.pmax(worst, names)
