@@ -11,6 +11,7 @@ the two rooflines. Needs no GPU: the times are in the tables.
 error      |predicted / measured - 1|
 covered    measured times within 1.96 spreads of the predicted ones
 regret     time of the candidate that is predicted to be the fastest, over the fastest
+total      the same of the times of all sites together: a site counts by its time
 by xla     the same if XLA's bfloat16 is always taken
 """
 
@@ -100,12 +101,16 @@ def judged(points: list[Point], arguments: Arguments) -> dict[str, Any]:
     for point in points:
         by_site[point.spec].append(point)
     regrets, by_xla, rows = [], [], []
+    chosen_us = xla_us = best_us = 0.0
     for spec, candidates in by_site.items():
         best = min(candidates, key=lambda p: p.measured)
         chosen = min(candidates, key=lambda p: p.predicted)
         regrets.append(chosen.measured / best.measured - 1)
         xla = next(p for p in candidates if p.choice == BF16.name)
         by_xla.append(xla.measured / best.measured - 1)
+        chosen_us += chosen.measured
+        xla_us += xla.measured
+        best_us += best.measured
         rows.append((regrets[-1], str(spec), chosen.choice, best.choice))
     return {
         "predictions": len(points),
@@ -115,8 +120,10 @@ def judged(points: list[Point], arguments: Arguments) -> dict[str, Any]:
         "mean_regret": statistics.mean(regrets),
         "p95_regret": _quantile(regrets, 0.95),
         "largest_regret": max(regrets),
+        "total_regret": chosen_us / best_us - 1,
         "mean_regret_by_xla": statistics.mean(by_xla),
         "largest_regret_by_xla": max(by_xla),
+        "total_regret_by_xla": xla_us / best_us - 1,
         "worst": sorted(rows, reverse=True)[: arguments.worst],
     }
 
