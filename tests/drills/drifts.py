@@ -11,6 +11,7 @@ each run those so far. The exit code is 1 if any site did, or if a run had no lo
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,7 @@ from loka_jax.train.config import Config, RunOptions
 from loka_jax.train.record import versions
 from loka_jax.train.session import train
 
+_COMMAND = ("python", "-m", "tests.drills.drifts")
 RECIPES = ("fp8_tensorwise_delayed_bf16_drhs", "fp8_tensorwise", "fp8_rowwise")
 
 
@@ -103,8 +105,9 @@ def main() -> int:
     for _, run in apart.measured(trained, calls, options.jobs):
         runs.append(run)
         print(json.dumps(run), flush=True)
-        head = {"command": results.command(), "versions": versions()}
-        results.write(options.out, head | {"runs": runs})
+        command = shlex.join([*_COMMAND, *sys.argv[1:]])
+        result = {"command": command, "versions": versions(), "runs": runs}
+        results.write(options.out, result)
     return int(any(run["changes"] or not run["looks"] for run in runs))
 
 
