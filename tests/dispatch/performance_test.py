@@ -14,8 +14,12 @@ from loka_jax.dispatch.regression import LEAST_POINTS, Points, Regression
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import place, work
 from loka_jax.site import BF16, Choice, SiteSpec
-from tests.ops.stand_ins import ROOFLINE
+from tests.ops import stand_ins
 
+# Products take next to no time: the synthetic kernels only copy.
+ROOFLINE = dataclasses.replace(
+    stand_ins.ROOFLINE, bf16_flops_per_us=1e12, fp8_flops_per_us=2e12
+)
 H200 = "NVIDIA H200"
 HEADER = Header(H200, "1", "1", "", "x")
 KERNEL = Choice.parse("pallas bf16")
@@ -75,6 +79,15 @@ def test_neighbours_correct_what_the_factors_get_wrong():
     far = _predicted(PerformanceModel(others), left_out)
     off_near, off_far = (abs(math.log(p.us / time(left_out))) for p in (near, far))
     assert off_near < 0.6 * off_far and near.spread < far.spread
+
+
+def test_no_prediction_is_less_than_the_products_at_full_rate():
+    table = _table(_sites())
+    slow = dataclasses.replace(ROOFLINE, bf16_flops_per_us=1e6)
+    spec = _sites()[-1]
+    least = 0.9 * 3 * 2 * spec.m * spec.k * spec.n / 1e6
+    model = PerformanceModel(Table(HEADER), fitted=table, roofline=slow)
+    assert _predicted(model, spec).us >= least
 
 
 def test_few_measurements_predict_nothing():
