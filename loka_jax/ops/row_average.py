@@ -103,12 +103,12 @@ def average(
     table_change, state_change = jax.tree.map(
         lambda now, then: now.astype(jnp.float32) - then.astype(jnp.float32), now, old
     )
-    sent = before.rows, row_codec.encode(table_change, codec), state_change
-    rows, payload, state_change = jax.tree.map(
-        lambda x: jax.lax.all_gather(x, axis, tiled=True), sent
+    payload = jax.lax.all_gather(row_codec.encode(table_change, codec), axis)
+    rows, state_change = jax.tree.map(
+        lambda x: jax.lax.all_gather(x, axis, tiled=True), (before.rows, state_change)
     )
-    changes = row_codec.decode(payload, codec).astype(jnp.float32), state_change
-    flat, unflatten = _columns(changes)
+    received = row_codec.decode(payload, codec, table.shape[1]).astype(jnp.float32)
+    flat, unflatten = _columns((received.reshape(-1, table.shape[1]), state_change))
     ids, sums = embedding.sum_by_row(
         rows, flat, table.shape[0], implementation=implementation
     )
