@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 
 from experiments.cli import run_cli
+from loka_jax.commands import spoken
 from loka_jax.report import ComparedRun, write_compare_page
 from loka_jax.train.record import read_run
 from loka_jax.train.scores_file import read_scores
@@ -44,7 +45,7 @@ def compare(
         ComparedRun(name, read_run(path), read_scores(path))
         for name, path in zip(_names(paths), paths, strict=True)
     ]
-    return write_compare_page(out, runs, command)
+    return write_compare_page(out, runs, spoken(command))
 
 
 def _names(paths: list[pathlib.Path]) -> list[str]:
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="compare.py",
-        description=__doc__,
+        description=spoken(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)

@@ -12,8 +12,10 @@ import pathlib
 import shutil
 import sys
 
+import loka_jax
 from experiments.arguments import asks_for_help, take
 from loka_jax.cache_folder import cache_folder
+from loka_jax.commands import spoken
 
 # The options that most people need, with the same words in every script.
 _OPTIONS = {
@@ -52,7 +54,7 @@ _CONVERT = {
     "--verify FOLDER": "checks a folder of shards; nothing is converted",
     **{name: text for name, text in _OPTIONS.items() if name.startswith("--data.")},
 }
-_REPOSITORY = pathlib.Path(__file__).parents[1]
+_FOLDER = pathlib.Path(__file__).parent
 
 
 def first_help(arguments: list[str], script: str) -> None:
@@ -88,7 +90,7 @@ def short_help(script: str) -> str:
     else:
         usage = "--config NAME [--option value ...]"
         options = _OPTIONS | _OWN_OPTIONS[script]
-    lines = [f"usage: python experiments/{script} {usage}", ""]
+    lines = [spoken(f"usage: python experiments/{script} {usage}"), ""]
     for name, text in options.items():
         first, *others = text.split("\n")
         lines += [f"  {name:23} {first}", *(" " * 26 + line for line in others)]
@@ -117,7 +119,7 @@ def configurations() -> dict[str, str]:
 def _registered() -> dict[str, str]:
     """Returns what describes the registered configurations, read from their source."""
     found = {}
-    for path in sorted((_REPOSITORY / "experiments" / "configs").glob("*.py")):
+    for path in sorted((_FOLDER / "configs").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any(
                 isinstance(mark, ast.Name) and mark.id == "register"
@@ -155,8 +157,8 @@ def keep_help(script: str, config: str, text: str) -> None:
 def _kept_path(script: str, config: str) -> pathlib.Path:
     """Returns the file of a help; each width of the terminal and source has its own."""
     digest = hashlib.sha256(str(shutil.get_terminal_size().columns).encode())
-    for folder in ("experiments", "loka_jax"):
-        for path in sorted((_REPOSITORY / folder).rglob("*.py")):
+    for folder in (_FOLDER, pathlib.Path(loka_jax.__path__[0])):
+        for path in sorted(folder.rglob("*.py")):
             digest.update(f"{path} {path.stat().st_mtime_ns}".encode())
     name = pathlib.Path(config).name  # of a file, which is not kept
     return cache_folder("help") / f"{script}-{name}-{digest.hexdigest()[:16]}.txt"

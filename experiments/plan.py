@@ -30,6 +30,7 @@ from typing import Any
 
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
+from loka_jax.commands import spoken
 from loka_jax.data import Schema, generated, open_data
 from loka_jax.train.config import Config
 from loka_jax.train.mesh_plan import (
@@ -121,7 +122,7 @@ def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
 def as_json(workload: Workload, found: list[Estimate], rates: Rates) -> dict[str, Any]:
     """Returns workload, rates and meshes as JSON values."""
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": spoken(shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])),
         "workload": dataclasses.asdict(workload),
         "rates": dataclasses.asdict(rates),
         "meshes": [

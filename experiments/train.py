@@ -1,4 +1,6 @@
-"""Trains a ranking model: `python experiments/train.py --config fp8_dlrm`.
+"""Trains a ranking model.
+
+    python experiments/train.py --config fp8_dlrm
 
 Options override the configuration: `--optim.lr 3e-4`, `--recipe fp8_rowwise`,
 `--seed 3`, `--data.path DIR`. `--config NAME --help` lists all of them with the

@@ -6,7 +6,7 @@ import typing
 if typing.TYPE_CHECKING:
     from loka_jax.predict import Predictor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def load(

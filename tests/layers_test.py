@@ -16,6 +16,7 @@ LAYERS = (
         "max_merge",
         "saved_format",
     ),
+    ("commands",),
     ("recipe", "normed", "packed", "launch", "server"),
     ("scaling", "site", "tails", "report"),
     ("xla", "pallas", "triton"),  # providers: no knowledge of each other

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from loka_jax.cache_folder import cache_folder
+from loka_jax.commands import spoken
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.performance import PerformanceModel
@@ -92,7 +93,7 @@ def performance_of(path: str | os.PathLike) -> PerformanceModel:
     if reason is not None:
         raise ValueError(
             f"{path} does not hold here, because {reason}: measure a table with "
-            "experiments/tune.py, or plan without this one."
+            f"{spoken('experiments/tune.py')}, or plan without this one."
         )
     here = local_performance().performance
     return PerformanceModel(table) if here is None else here.with_table(table)

@@ -1,5 +1,7 @@
 """`python -m loka_jax.launch --processes 4 experiments/train.py --config fp8_dlrm`.
 
+Or a command of `loka`: `python -m loka_jax.launch --processes 4 train ...`.
+
 Exit codes: 0 done; 2 an error that the user can mend; 1 a process failed, died or hung;
 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
@@ -55,7 +57,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="runs each process on so many CPU devices, and on no GPU",
     )
-    parser.add_argument("script", help="for example experiments/train.py")
+    parser.add_argument("script", help="for example experiments/train.py, or train")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
     options.command = (options.script, *options.arguments)

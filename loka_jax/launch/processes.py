@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loka_jax.commands import run_by_python
+
 LOGS = "LOKA_LOGS"  # names the folder of the logs to the processes
 WORKDIR = "workdir"  # there: a file in which process 0 names the folder of its run
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -30,7 +32,7 @@ class Job:
     """What is to run.
 
     Attributes:
-        command: a Python script and its arguments.
+        command: a Python script, or a command of `loka`, and its arguments.
         processes: how many processes run it.
         logs: the folder of their logs.
         cpu_devices: CPU devices of each process; None for one GPU each.
@@ -169,7 +171,7 @@ def _start(
 ) -> subprocess.Popen:
     """Starts a process that leads its own session."""
     return subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, *run_by_python(command)],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

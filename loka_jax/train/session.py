@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 
 from loka_jax import jsonfile
+from loka_jax.commands import spoken
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import plan_rows
@@ -153,7 +154,7 @@ def train(
         with display.doing("evaluating"):
             summary = _finish(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
-        record.write_summary(summary | {"command": command})
+        record.write_summary(summary | {"command": spoken(command)})
         page = workdir / "report.html"
         if processes.is_first:
             with display.doing("writing the report"):

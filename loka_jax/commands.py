@@ -1,0 +1,87 @@
+"""The command `loka`: `loka train --config fp8_dlrm`, or `python -m loka_jax.commands`.
+
+A command is a script of `experiments/`, and runs as `python experiments/train.py` does.
+A wheel has the scripts in a folder of their own, which only the process of a command
+imports from, so that `experiments` remains the name of a user's own folder.
+
+Exit codes: those of the script; 2 if there is no such command.
+"""
+
+import ast
+import pathlib
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+
+import loka_jax
+from loka_jax.options import did_you_mean
+from loka_jax.terminal import printable
+
+_IN_WHEEL = pathlib.Path(__file__).parent / "scripts" / "experiments"
+_IN_CHECKOUT = pathlib.Path(__file__).parents[1] / "experiments"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command that a command line names, and returns the exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"loka_jax {loka_jax.__version__}")
+        return 0
+    if name not in names():
+        hint = did_you_mean(name, names())
+        wrong = f"there is no command {name!r}: {hint}Use" if name else "use"
+        print(
+            f"error: {printable(wrong)} one of {', '.join(names())}.", file=sys.stderr
+        )
+        return 2
+    script = folder() / f"{name}.py"
+    sys.path.insert(0, str(folder().parent))
+    sys.argv = [str(script), *rest]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def folder() -> pathlib.Path:
+    """Returns the folder of the scripts."""
+    return _IN_WHEEL if _IN_WHEEL.exists() else _IN_CHECKOUT
+
+
+def names() -> list[str]:
+    """Returns the names of all commands."""
+    scripts = sorted(folder().glob("*.py"))
+    return [path.stem for path in scripts if "\ndef main(" in path.read_text("utf-8")]
+
+
+def run_by_python(command: Sequence[str]) -> list[str]:
+    """Returns the arguments of Python that run a script, or a command of `loka`."""
+    first, *rest = command
+    if first in names() and not pathlib.Path(first).exists():
+        return ["-m", "loka_jax.commands", *command]
+    return [first, *rest]
+
+
+def spoken(text: str) -> str:
+    """Returns a text that names scripts with the commands that run them here.
+
+    A wheel has no `python experiments/train.py`; it has `loka train`.
+    """
+    if not _IN_WHEEL.exists():
+        return text
+    return re.sub(r"(?:uv run )?(?:python )?\bexperiments/(\w+)\.py", r"loka \1", text)
+
+
+def _help() -> str:
+    lines = ["usage: loka COMMAND [--option value ...]", ""]
+    for name in names():
+        source = (folder() / f"{name}.py").read_text("utf-8")
+        what = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:12} {what}")
+    return "\n".join([*lines, "", "loka COMMAND --help explains a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
