@@ -39,7 +39,7 @@ from loka_jax.measure.intervals import interval
 
 AS_WRITTEN = "as written"
 ARMS = (AS_WRITTEN, "bf16", "fp8_tensorwise_delayed", "fp8_rowwise")
-USERS, ITEMS, TASTES, FEATURES = 1000, 500, 8, 32
+USERS, ITEMS, TASTES, FEATURES = 256, 256, 4, 32
 TOKENS, LENGTH, OWN_NEXT = 64, 32, 0.8  # the last: chance of a token's own successor
 
 
