@@ -15,6 +15,12 @@ FLAGS = "--xla_force_host_platform_device_count=8"
 if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
     FLAGS += " --xla_backend_optimization_level=0"  # it is the level of GPUs, too
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked for
+ALWAYS_CACHED = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+# As in pyproject.toml: a program that another process was still writing.
+INCOMPLETE = "ignore:Error reading persistent compilation cache entry"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -24,9 +30,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "gpu":
         return
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    folder = str(config.cache.mkdir("xla"))
+    for name, value in {"jax_compilation_cache_dir": folder, **ALWAYS_CACHED}.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # of processes that tests start
+    os.environ["PYTHONWARNINGS"] = INCOMPLETE
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

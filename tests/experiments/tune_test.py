@@ -17,6 +17,7 @@ from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice
+from tests.train import support
 
 ROW = "xla fp8_rowwise"
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
@@ -26,6 +27,7 @@ TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alon
 @pytest.mark.slow
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "candidates", lambda spec: [BF16, Choice.parse(ROW)])
+    support.share_data(monkeypatch)
     path = tmp_path / "table.json"
     options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
     options += ["--tune.held-out-batches", "1"]

@@ -14,7 +14,7 @@ from loka_jax.probe import live_errors
 from loka_jax.probe.site import SiteStats
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
-from loka_jax.train import replan
+from loka_jax.train import replan, session
 from loka_jax.train.config import DispatchOptions, ProbeOptions
 from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
@@ -67,6 +67,7 @@ def _plant_outlier(monkeypatch):
 def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
     table = support.write_table(tmp_path / "table.json", source="another")
     _plant_outlier(monkeypatch)
+    monkeypatch.setattr(session, "build", support.build)
     workdir = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         support.train(_config(workdir, table, max_steps=12))
