@@ -18,6 +18,7 @@ from typing import Literal
 import tyro
 
 from experiments.bad_values import one_sentence
+from loka_jax.commands import spoken
 from loka_jax.terminal import printable
 
 
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     try:
         with one_sentence("export.py"):
-            arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+            arguments = tyro.cli(
+                Arguments, args=argv, description=spoken(__doc__ or "")
+            )
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
