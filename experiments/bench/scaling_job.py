@@ -8,7 +8,7 @@ A point is a number of GPUs x the examples of each. For every point the run is b
 warmed up as in training: lists are routed until all fit, scales are initialized. Then
 two chains of steps take turns:
 
-    step         on batches that lie on the devices, each routed a step ahead
+    step         on batches that lie on the devices, each routed ahead
     with_input   on batches that the prefetch thread makes meanwhile, as in training
 
 Wall clock of queued steps. `parts` has the device's kernel time of a step by part,

@@ -1,10 +1,10 @@
 """The ids of batches on their way to the devices that hold their rows.
 
-A batch is routed (`exchange.route`) by a program of its own, begun before the step of
-the batch before it: while that step runs, the host learns how long the lists are. Lists
-that do not fit are routed again with a larger capacity, so that a step never sees less
-than all of its rows. What steps need beside that and all devices must agree on, the
-weight of the whole batch and the number of bad ids, is found here too.
+A batch is routed (`exchange.route`) by a program of its own, begun two steps before its
+own: while these run, the host learns how long the lists are. Lists that do not fit are
+routed again with a larger capacity, so that a step never sees less than all of its
+rows. What steps need beside that and all devices must agree on, the weight of the whole
+batch and the number of bad ids, is found here too.
 """
 
 import collections
@@ -30,6 +30,7 @@ from loka_jax.train.stacks import by_stack, split
 _LEAST = 16  # places in a list
 _GROWTH = 1.05
 _CLIMB = 1.5
+_AHEAD = 2  # batches; with one the host waits for the last that it launched
 
 
 class RoutedBatch(NamedTuple):
@@ -92,7 +93,7 @@ class Router:
         self.capacity: Any = by_stack(lambda _: _LEAST, tables)
         self.climbs = 0
         self._has_routed = False
-        self._begun: collections.deque[_Begun] = collections.deque(maxlen=2)
+        self._begun: collections.deque[_Begun] = collections.deque(maxlen=_AHEAD + 1)
         self.sharding = shardings(mesh, BATCH)
         self._run = jax.jit(
             functools.partial(_route, mesh, tables),
@@ -111,15 +112,14 @@ class Router:
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
-        """Yields each batch once the routing of the one after it has begun."""
-        waiting = None
+        """Yields each batch once the routing of the two after it has begun."""
+        waiting: collections.deque[tuple[Position, Batch]] = collections.deque()
         for position, batch in batches:
             self._begin(batch)
-            if waiting is not None:
-                yield waiting
-            waiting = position, batch
-        if waiting is not None:
-            yield waiting
+            waiting.append((position, batch))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
         """Returns a batch on its devices, and the ways of all of its ids."""

@@ -53,7 +53,7 @@ def test_lists_that_do_not_fit_are_routed_again(mesh):
     assert router.climbs == 1
 
 
-def test_batches_are_routed_one_ahead_and_keep_their_order(mesh):
+def test_batches_are_routed_two_ahead_and_keep_their_order(mesh):
     router, begun = Router(mesh, TABLES), []
     batches = [(i, batch_of(4 + i)) for i in range(4)]
 
@@ -64,7 +64,7 @@ def test_batches_are_routed_one_ahead_and_keep_their_order(mesh):
 
     for i, (position, batch) in enumerate(router.ahead(source())):
         assert position == i and batch is batches[i][1]
-        assert begun[-1] == min(i + 1, 3)
+        assert begun[-1] == min(i + 2, 3)
         _, routed = router(batch)
         alone = Router(mesh, TABLES)(batch)[1]
         assert int(routed.need) == int(alone.need)
