@@ -157,10 +157,7 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
         return found, jax.lax.pmax(count, AXES)
 
     def every(log):
-        found = by_stack(one, tables, *log)
-        return (
-            found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
-        )
+        return _by_kind(tables, by_stack(one, tables, *log))
 
     return jax.shard_map(
         every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
@@ -182,10 +179,7 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
         return average(table, state, before)
 
     def every(*parts):
-        found = by_stack(one, tables, capacity, *parts)
-        return (
-            found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
-        )
+        return _by_kind(tables, by_stack(one, tables, capacity, *parts))
 
     return jax.shard_map(
         every,
