@@ -22,6 +22,7 @@ from loka_jax.site import Choice, SiteSpec
 _TILE = 128  # rows and columns of a product that an SM computes at a time
 _EVEN = 64  # sizes of which multiples fill the tiles of all kernels
 _ALIGNED = 8  # bfloat16 values in 16 bytes, which a fast load takes
+_FP8_ROWS = 16  # of which XLA's FP8 products take multiples
 _SECTOR = 32  # bytes of the smallest access to memory
 
 
@@ -118,8 +119,9 @@ def _products(
         moved = 2 * (a * b + b * c + a * c) / roofline.bytes_per_us
         tiles = math.ceil(a / _TILE) * math.ceil(c / _TILE)
         waves = math.ceil(tiles / roofline.sms) * roofline.sms
+        copied = _copied_bytes(spec, choice, role) / roofline.bytes_per_us
         bounds += [
-            max(2 * a * b * c / rate, moved),
+            max(2 * a * b * c / rate, moved) + copied,
             max(2 * waves * _TILE * _TILE * b / rate, moved),
             b / 1000 * roofline.launch_us,  # steps of a sum, one after another
         ]
@@ -127,10 +129,29 @@ def _products(
 
 
 def _rate(choice: Choice, role: Role, roofline: Roofline) -> float:
-    """Returns the rate of a product; blockwise FP8 is multiplied in bfloat16."""
-    gemm = choice.recipe.gemm(role)
-    is_fp8 = gemm is not None and gemm.first.granularity != "blockwise"
+    """Returns the rate of a product."""
+    is_fp8 = _is_fp8(choice, role)
     return roofline.fp8_flops_per_us if is_fp8 else roofline.bf16_flops_per_us
+
+
+def _is_fp8(choice: Choice, role: Role) -> bool:
+    """Returns True if a product is in FP8; blockwise is multiplied in bfloat16."""
+    gemm = choice.recipe.gemm(role)
+    return gemm is not None and gemm.first.granularity != "blockwise"
+
+
+def _copied_bytes(spec: SiteSpec, choice: Choice, role: Role) -> int:
+    """Returns the bytes moved to pad rows of FP8, and to slice those of bfloat16.
+
+    As `xla.matmul.fp8_product` does where rows are no multiple of 16. That of drhs sums
+    over rows: padding joins the copies that transpose them.
+    """
+    if spec.m % _FP8_ROWS == 0 or role == "drhs" or not _is_fp8(choice, role):
+        return 0
+    if role == "fwd" and choice.provider == "pallas" and is_fused(spec, choice):
+        return 0
+    rows, k, n = spec.gemm_sizes(role)
+    return 2 * rows * (k + 2 * n)
 
 
 def _if(condition: bool, parts: list[float]) -> list[float]:

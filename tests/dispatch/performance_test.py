@@ -139,6 +139,15 @@ def test_work_counts_partial_rows_and_tiles():
     assert place(full, KERNEL).shape == place(partial, BF16).shape
 
 
+def test_work_counts_the_copies_of_fp8_at_rows_that_are_padded():
+    even, odd = (SiteSpec(m, 512, 1024, "block", "relu") for m in (50_000, 49_999))
+    for choice, copies in ((BF16, 0), (Choice.parse("pallas fp8_rowwise"), 1)):
+        parts = [work(spec, choice, "inference", ROOFLINE) for spec in (even, odd)]
+        # Lhs of one byte and y of two, read and written.
+        us = 2 * odd.m * (odd.k + 2 * odd.n) / ROOFLINE.bytes_per_us
+        assert np.max(parts[1] - parts[0]) == pytest.approx(copies * us, abs=0.02 * us)
+
+
 def test_factors_are_not_negative():
     rng = np.random.default_rng(0)
     works, places = rng.random((40, 3)), rng.random((40, 2))
