@@ -145,8 +145,9 @@ def test_inference_gives_the_activations_of_training(recipe, activation):
 def _assert_triton_gives_the_results_of_xla(recipe):
     ours, _ = _results(recipe, True, implementation="triton")
     theirs, _ = _results(recipe, True)
-    # Float32 operations in another order flip few roundings.
-    _assert_close(ours, theirs, 2.0**-8)
+    # Other roundings to bfloat16 (2^-9) flip a code of E5M2, of steps of 2^-2, with a
+    # probability of 2^-7, which is an error of 2^-2: in the mean 2^-2 sqrt(2^-7).
+    _assert_close(ours, theirs, 2.0**-8 if recipe == "bf16" else 2.0**-5.5)
 
 
 @recipes
