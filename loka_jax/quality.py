@@ -35,28 +35,21 @@ def relative_l2(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, 
 
 
 def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
-    """Returns the mean element-wise relative error, `mean min(|x - ref| / |ref|, 1)`.
+    """Returns the mean element-wise relative error, `mean |x - ref| / |ref|`.
 
-    Elements with `ref = 0` are left out. An element that is all wrong counts as 1, as
-    zero in its place would: the paper counts its whole ratio, whose mean does not
-    exist (`P(ratio > t) ~ 1 / t` near `ref = 0`) and so grows with the elements that
-    are looked at.
+    Elements with `ref = 0` are left out. The mean is heavy-tailed: near-zero elements
+    dominate it, so it is 0.3 to 0.7 where `relative_l2` is 0.037. Of values with a
+    density at 0 it has no mean over draws (`P(ratio > t) ~ 1 / t`): it grows with the
+    elements that are looked at, and no interval holds it at its rate.
 
     References:
         LoKA, arXiv 2605.10886, section on Probe.
     """
     ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
     counted = ref != 0
-    error = relative_error(ref, jnp.abs(x - ref))
+    error = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
     count = jnp.sum(counted.astype(jnp.float32))
     return jnp.sum(jnp.where(counted, error, 0.0)) / jnp.maximum(count, 1)
-
-
-def relative_error(
-    ref: Float[Array, "*s"], noise: Float[Array, "*s"]
-) -> Float[Array, "*s"]:
-    """Returns `min(noise / |ref|, 1)`; NaN stays, and `ref = 0` gives no meaning."""
-    return jnp.minimum(noise / jnp.where(ref != 0, jnp.abs(ref), 1.0), 1.0)
 
 
 def underflow_rate(

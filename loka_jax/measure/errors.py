@@ -1,6 +1,7 @@
 """The errors of a product against its reference, over many draws of the operands.
 
-`intervals.interval` returns the mean over draws with its interval.
+A single draw says little, since `mere` is a heavy-tailed mean. `intervals.interval`
+returns the mean over draws with its interval.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ class Errors(NamedTuple):
     """The errors of a product, of one draw or as arrays over draws.
 
     Attributes:
-        mere: mean element-wise relative error, see `quality.mere`.
+        mere: mean element-wise relative error, as the paper defines it.
         relative_l2: `||x - ref|| / ||ref||`.
         median: of the element-wise relative errors; of very many, an even sample.
         worst_row: the largest relative L2 of a row that is not all zero.
