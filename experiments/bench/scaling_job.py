@@ -240,7 +240,7 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
         return kernels_by_part(text, chain)
     router, devices = run.spread.router, run.spread.mesh.size
     chain = chain_of(
-        lambda parts, routed: compiled(parts, *routed),
+        lambda parts, routed: compiled(parts, *routed)[0],
         [vars(state)],
         [router(batch) for batch in batches],
         lambda parts: parts["step"],
