@@ -20,6 +20,16 @@ def wait():
         time.sleep(0.05)
 
 
+def wait_until(is_true):
+    """Waits as long as the job may last: the test that has started it has a limit."""
+    while not is_true():
+        time.sleep(0.02)
+
+
+def has_text(path):
+    return path.exists() and path.stat().st_size > 0
+
+
 def note_run(workdir):
     (pathlib.Path(os.environ["LOKA_LOGS"]) / "workdir").write_text(workdir)
 
@@ -55,9 +65,7 @@ def main(what, *arguments):
         say("error: no such file.")
         sys.exit(2)
     elif what == "stuck" and RANK == 0:
-        deadline = time.monotonic() + 10
-        while "T" not in state_of_peer(arguments[0]) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: "T" in state_of_peer(arguments[0]))
         say("no step for 1 s")
         os._exit(1)
     elif what == "stuck":
@@ -65,10 +73,11 @@ def main(what, *arguments):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "nest":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        pathlib.Path(arguments[0], f"{RANK}").write_text(str(child.pid))
-        if RANK == 1:
-            sys.exit(3)
-        wait()
+        started = [pathlib.Path(arguments[0], rank) for rank in "01"]
+        started[RANK].write_text(str(child.pid))
+        # The launcher ends rank 0 with rank 1, which may have started long before it.
+        wait_until(lambda: RANK == 1 and all(map(has_text, started)))
+        sys.exit(3)
     elif what == "deaf":
         deaf()
     elif what == "save":
