@@ -17,9 +17,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import spoken
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import plan_rows
-from loka_jax.optim import OptimConfig
-from loka_jax.report import gap_closed, write_run_page
+from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
@@ -29,31 +27,24 @@ from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
 from loka_jax.train.device_notice import device_notice
 from loka_jax.train.disk_room import require_space
-from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
-from loka_jax.train.log_lines import over_devices
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.processes import Processes, start
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
-    plain,
     print_data,
     print_plan,
     print_sites,
 )
-from loka_jax.train.record import (
-    BEST,
-    RunRecord,
-    read_run,
-    versions,
-)
+from loka_jax.train.record import BEST, RunRecord, read_run
 from loka_jax.train.row_layout import read_state
-from loka_jax.train.signals import StopRequest, stop_on_signals
+from loka_jax.train.signals import stop_on_signals
 from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
+from loka_jax.train.summary import print_end, summarize
 from loka_jax.train.watchdog import Watchdog
 from loka_jax.train.workdir import workdir_of
 
@@ -68,7 +59,6 @@ _MAY_CHANGE = (
     "loop.on_divergence",
     *("mesh", "collectives"),
 )
-_MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}  # OptimConfig.best_by
 
 
 class Trained(NamedTuple):
@@ -152,7 +142,7 @@ def train(
         run = loop.run  # sites may have been demoted
         record.write_sites([site.as_row() for site in run.sites])
         with display.doing("evaluating"):
-            summary = _finish(loop, stop, record)
+            summary = summarize(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
         record.write_summary(summary | {"command": spoken(command)})
         page = workdir / "report.html"
@@ -160,7 +150,7 @@ def train(
             with display.doing("writing the report"):
                 write_run_page(page, read_run(workdir))
         display.close()
-        _print_end(console, summary, page, loop.saved_step())
+        print_end(console, summary, page, loop.saved_step())
         return Trained(stop.exit_code, workdir, run, loop.state)
 
 
@@ -309,93 +299,3 @@ def _compile(run: Run, console: Console) -> int:
         console.print(f"One step compiles; it holds {held / 2**20:,.0f} MiB.")
     console.print(f"{run.total_steps:,} steps would be taken.")
     return 0
-
-
-def _finish(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
-    """Returns the summary, with the final evaluation unless the run was stopped."""
-    run, progress = loop.run, loop.progress
-    splits = run.splits
-    split, held_out = "test", splits.test
-    if held_out is None:
-        split, held_out = "valid", splits.valid
-    final, final_step, final_state = None, None, None
-    if not stop.is_set:
-        best = loop.best_state()
-        final_step = best.progress.step
-        final_state = _which(run.config.optim, progress, final_step)
-        final, samples = evaluate_finally(best.run, best.state, held_out)
-        if samples:
-            columns = held_out.schema.categorical
-            record.write_scores(samples, split, columns, splits.folder)
-    in_fp8 = sum(site.is_fp8 for site in run.sites)
-    return {
-        "config": run.config.identity(),
-        "seed": run.config.seed,
-        "recipe": run.config.model.recipe,
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "finished": not stop.is_set,
-        "steps": progress.step,
-        "examples": progress.examples,
-        "seconds": progress.seconds,
-        "examples_per_second": loop.examples_per_second(),
-        "skipped_steps": int(loop.state.skipped),
-        "bad_ids": int(loop.state.bad_ids),
-        "best_valid": progress.best,
-        "final_eval": final,
-        "final_split": split,
-        "final_step": final_step,
-        "final_state": final_state,
-        "best_possible_ne": splits.report.get("best_possible_ne"),
-        "sites": {"total": len(run.sites), "fp8": in_fp8},
-        "plan": plan_rows(run.plan),
-        "changes": progress.changes,
-        "returns": progress.returns,
-        "warnings": progress.scale_watch.warnings,
-        "days": progress.days,
-        "data": splits.report,
-    } | over_devices(run)
-
-
-def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
-    """Returns which state the final evaluation judges, as a phrase."""
-    if optim.plateau_patience is None or progress.best is None:
-        return f"step {step:,}, the last"
-    task = "" if optim.best_task is None else f" of {optim.best_task}"
-    return f"step {step:,}, the best by {_MEASURES[optim.best_by]}{task}"
-
-
-def _quality(values: dict[str, Any]) -> str:
-    names = _MEASURES | {"calibration": "calibration"}
-    shown = (
-        f"{names[name]} {'n/a' if values[name] is None else f'{values[name]:.5f}'}"
-        for name in ("auc", "logloss", "ne", "calibration")
-    )
-    return "  ".join(shown)
-
-
-def _print_end(
-    console: Console, summary: dict[str, Any], report: pathlib.Path, saved: int | None
-):
-    final = summary["final_eval"]
-    if final is None:
-        newest = "nothing was saved" if saved is None else f"saved is step {saved:,}"
-        if saved == summary["steps"]:
-            newest = "and saved"
-        stopped = f"Stopped at step {summary['steps']:,}, {newest}"
-        resume = f"continue with --resume --workdir {report.parent}"
-        console.print(plain(f"{stopped}: {resume}"))
-        return
-    tasks = final.get("tasks", {})
-    mean = f", mean of {len(tasks)} tasks" if tasks else ""
-    state = summary["final_state"]
-    console.print(
-        plain(f"{summary['final_split']}{mean}: {_quality(final)}  ({state})")
-    )
-    for name, values in tasks.items():
-        console.print(plain(f"  {name}: {_quality(values)}"))
-    best = summary["best_possible_ne"]
-    share = gap_closed(final["ne"], best)
-    if share is not None:
-        console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
-    console.print(plain(f"Report: {report}"))

@@ -1,0 +1,121 @@
+"""What a run leaves at its end: the summary, and the last lines printed."""
+
+import pathlib
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from loka_jax.dispatch.plan import plan_rows
+from loka_jax.optim import OptimConfig
+from loka_jax.report import gap_closed
+from loka_jax.train.final_evaluation import evaluate_finally
+from loka_jax.train.host_state import Progress
+from loka_jax.train.log_lines import over_devices
+from loka_jax.train.loop import Loop
+from loka_jax.train.progress import plain
+from loka_jax.train.record import RunRecord, versions
+from loka_jax.train.signals import StopRequest
+
+_MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}  # OptimConfig.best_by
+
+
+def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any]:
+    """Returns what summary.json holds, with a final evaluation unless it was stopped.
+
+    Writes the scores of the evaluated examples where the record keeps them.
+    """
+    run, progress = loop.run, loop.progress
+    splits = run.splits
+    split, held_out = "test", splits.test
+    if held_out is None:
+        split, held_out = "valid", splits.valid
+    final, final_step, final_state = None, None, None
+    if not stop.is_set:
+        best = loop.best_state()
+        final_step = best.progress.step
+        final_state = _which(run.config.optim, progress, final_step)
+        final, samples = evaluate_finally(best.run, best.state, held_out)
+        if samples:
+            columns = held_out.schema.categorical
+            record.write_scores(samples, split, columns, splits.folder)
+    in_fp8 = sum(site.is_fp8 for site in run.sites)
+    return {
+        "config": run.config.identity(),
+        "seed": run.config.seed,
+        "recipe": run.config.model.recipe,
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "finished": not stop.is_set,
+        "steps": progress.step,
+        "examples": progress.examples,
+        "seconds": progress.seconds,
+        "examples_per_second": loop.examples_per_second(),
+        "skipped_steps": int(loop.state.skipped),
+        "bad_ids": int(loop.state.bad_ids),
+        "best_valid": progress.best,
+        "final_eval": final,
+        "final_split": split,
+        "final_step": final_step,
+        "final_state": final_state,
+        "best_possible_ne": splits.report.get("best_possible_ne"),
+        "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "plan": plan_rows(run.plan),
+        "changes": progress.changes,
+        "returns": progress.returns,
+        "warnings": progress.scale_watch.warnings,
+        "days": progress.days,
+        "data": splits.report,
+    } | over_devices(run)
+
+
+def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
+    """Returns which state the final evaluation judges, as a phrase."""
+    if optim.plateau_patience is None or progress.best is None:
+        return f"step {step:,}, the last"
+    task = "" if optim.best_task is None else f" of {optim.best_task}"
+    return f"step {step:,}, the best by {_MEASURES[optim.best_by]}{task}"
+
+
+def _quality(values: dict[str, Any]) -> str:
+    names = _MEASURES | {"calibration": "calibration"}
+    shown = (
+        f"{names[name]} {'n/a' if values[name] is None else f'{values[name]:.5f}'}"
+        for name in ("auc", "logloss", "ne", "calibration")
+    )
+    return "  ".join(shown)
+
+
+def print_end(
+    console: Console, summary: dict[str, Any], report: pathlib.Path, saved: int | None
+):
+    """Prints the quality of a run and where its report is, or how to resume it.
+
+    Args:
+        console: where to print.
+        summary: of `summarize`.
+        report: path of the page.
+        saved: step of the newest checkpoint, None without one.
+    """
+    final = summary["final_eval"]
+    if final is None:
+        newest = "nothing was saved" if saved is None else f"saved is step {saved:,}"
+        if saved == summary["steps"]:
+            newest = "and saved"
+        stopped = f"Stopped at step {summary['steps']:,}, {newest}"
+        resume = f"continue with --resume --workdir {report.parent}"
+        console.print(plain(f"{stopped}: {resume}"))
+        return
+    tasks = final.get("tasks", {})
+    mean = f", mean of {len(tasks)} tasks" if tasks else ""
+    state = summary["final_state"]
+    console.print(
+        plain(f"{summary['final_split']}{mean}: {_quality(final)}  ({state})")
+    )
+    for name, values in tasks.items():
+        console.print(plain(f"  {name}: {_quality(values)}"))
+    best = summary["best_possible_ne"]
+    share = gap_closed(final["ne"], best)
+    if share is not None:
+        console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
+    console.print(plain(f"Report: {report}"))
