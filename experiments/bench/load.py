@@ -5,8 +5,9 @@
 Starts `examples/serve.py`. Requests come at random times at each rate, whether earlier
 ones are answered or not (an open loop), and latency counts from the time at which a
 request was due. Some are malformed; at half of each load the server is restarted. A
-request is lost if it has no answer, and wrong if its scores are not those of its rows
-before the load (within `--tolerance`: another batch size is another program).
+request is lost if it has no answer, and wrong if its scores are not those that one of
+the model's programs gave for its rows before the load: batches of other sizes run other
+programs, and in other precisions, too.
 """
 
 import asyncio
@@ -55,10 +56,10 @@ class Arguments:
         rows: of a request, 1 to this many.
         malformed: share of the requests.
         restarts: restarts during each load.
-        tolerance: of scores against those before the load.
+        tolerance: of scores against those before the load, on a scale from 0 to 1.
         timeout_s: after which a request counts as lost.
         connections: of the client.
-        max_rows: of a batch of the server.
+        max_rows: of a batch of the server; one of the model's batch sizes.
         wait_ms: how long its first request waits for others.
     """
 
@@ -69,7 +70,7 @@ class Arguments:
     rows: int = 8
     malformed: float = 0.02
     restarts: int = 1
-    tolerance: float = 0.02
+    tolerance: float = 1e-4
     timeout_s: float = 30.0
     connections: int = 256
     max_rows: int = 1024
@@ -97,9 +98,8 @@ class Seen(NamedTuple):
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measures, prints, writes and returns the result."""
     result = results.head("load", arguments) | {"loads": []}
-    rows = draw_rows(arguments.model)
     with _server(arguments) as (process, address):
-        session = _Session(arguments, process, address, rows)
+        session = _Session(arguments, process, address)
         for load in asyncio.run(session.loads()):
             result["loads"].append(load)
     results.write(arguments.out, result)
@@ -156,10 +156,10 @@ def _server(arguments: Arguments) -> Iterator[tuple[subprocess.Popen, str]]:
 class _Session:
     """A client of the server."""
 
-    def __init__(self, arguments, process, address: str, rows: list[dict[str, Any]]):
+    def __init__(self, arguments: Arguments, process: subprocess.Popen, address: str):
         self._arguments, self._process = arguments, process
-        self._address, self._rows = address, rows
-        self._expected: list[Any] = []
+        self._address, self._rows = address, draw_rows(arguments.model)
+        self._expected = np.zeros(())  # [programs, rows], and [tasks] if several
         self._rng = np.random.default_rng(1)
 
     async def loads(self) -> list[dict[str, Any]]:
@@ -171,13 +171,27 @@ class _Session:
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector
         ) as session:
-            for row in self._rows:
-                _, answer = await self._post(session, json.dumps({"rows": [row]}))
-                self._expected += answer["scores"]
+            by_program = [
+                await self._scores(session, size)
+                for size in loader.load(options.model).batch_sizes
+                if size <= options.max_rows
+            ]
+            self._expected = np.array(by_program)
             for rate in options.rates:
                 found.append(await self._load(session, rate))
                 print(_line(found[-1]), flush=True)
         return found
+
+    async def _scores(self, session, size: int) -> list[Any]:
+        """Returns the scores of all rows by the program of a batch size."""
+        count, scores = len(self._rows), []
+        for start in range(0, count, size):
+            rows = [self._rows[i % count] for i in range(start, start + size)]
+            status, answer = await self._post(session, json.dumps({"rows": rows}))
+            if status != 200:
+                raise ValueError(f"{size} rows were answered by {status}: {answer}")
+            scores += answer["scores"]
+        return scores[:count]
 
     async def _load(self, session, rate: float) -> dict[str, Any]:
         """Returns what one offered load gave."""
@@ -227,10 +241,13 @@ class _Session:
         return Seen(due_s, seconds, status, is_malformed, is_right)
 
     def _agrees(self, scores: list[Any], chosen: np.ndarray) -> bool:
-        expected = np.array([self._expected[i] for i in chosen])
-        found = np.array(scores)
-        return found.shape == expected.shape and bool(
-            np.all(np.abs(found - expected) <= self._arguments.tolerance)
+        """Returns whether each row has the scores of one of the programs."""
+        expected, found = self._expected[:, chosen], np.array(scores)
+        if found.shape != expected.shape[1:]:
+            return False
+        errors = np.abs(expected - found).reshape(*expected.shape[:2], -1)
+        return bool(
+            np.all(errors.max(axis=-1).min(axis=0) <= self._arguments.tolerance)
         )
 
     async def _post(self, session, body: Any) -> tuple[int, Any]:

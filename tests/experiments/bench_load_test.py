@@ -33,7 +33,6 @@ def test_a_served_model_loses_nothing_in_a_restart(tmp_path):
             minutes=0.4,
             malformed=0.2,
             max_rows=32,
-            tolerance=0.1,
         )
     )
     first, second = json.loads(out.read_text())["loads"]
