@@ -56,7 +56,8 @@ class Arguments:
         rows: of a request, 1 to this many.
         malformed: share of the requests.
         restarts: restarts during each load.
-        tolerance: of scores against those before the load, on a scale from 0 to 1.
+        tolerance: of scores against those before the load, on a scale from 0 to 1:
+            a row's last bits depend on its place in a batch, and can flip codes of FP8.
         timeout_s: after which a request counts as lost.
         connections: of the client.
         max_rows: of a batch of the server; one of the model's batch sizes.
@@ -70,7 +71,7 @@ class Arguments:
     rows: int = 8
     malformed: float = 0.02
     restarts: int = 1
-    tolerance: float = 1e-4
+    tolerance: float = 0.005
     timeout_s: float = 30.0
     connections: int = 256
     max_rows: int = 1024
