@@ -17,7 +17,7 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.data.shards import ShardFolder
-from loka_jax.train import log_lines, run_encoding
+from loka_jax.train import run_encoding
 from loka_jax.train.build import Run
 from loka_jax.train.column_table import print_days
 from loka_jax.train.config import Config
@@ -26,7 +26,6 @@ from loka_jax.train.log_lines import quality
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
 from loka_jax.train.progress import plain
-from loka_jax.train.record import RunRecord
 from loka_jax.train.row_layout import read_state
 from loka_jax.train.source_run import SourceRun, open_run, read_config_of
 from loka_jax.train.state import TrainState
@@ -119,8 +118,8 @@ def _restarted(opt_state: Any) -> Any:
     return jax.tree.map(restart, opt_state, is_leaf=is_schedule)
 
 
-def begin(loop: Loop, source: SourceRun, record: RunRecord, console: Console):
-    """Scores the rows that a run will be trained on, for record and console."""
+def begin(loop: Loop, source: SourceRun, console: Console):
+    """Scores the rows that a run will be trained on, for its progress and console."""
     run, train = loop.run, loop.run.splits.train
     step = f"step {source.saved.step:,} of {source.workdir}"
     console.print(plain(f"Going on from {step}."))
@@ -129,5 +128,4 @@ def begin(loop: Loop, source: SourceRun, record: RunRecord, console: Console):
     day = {"data": path.name, "examples": train.num_examples}
     day |= quality(run, loop.state, train)
     loop.progress = dataclasses.replace(loop.progress, days=(*before, day))
-    record.log(log_lines.day(loop.progress))
     print_days(console, loop.progress.days)

@@ -19,7 +19,7 @@ from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
-from loka_jax.train import next_day, run_encoding
+from loka_jax.train import log_lines, next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.checkpoint import Checkpoints
@@ -118,26 +118,25 @@ def train(
                 return Trained(_compile(run, console))
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
-        record = stack.enter_context(_record(config, workdir, processes))
+        with stop.postponed():  # whoever makes a folder must be able to remove it
+            record = stack.enter_context(_record(config, workdir, processes))
         folders = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
             saved = folders.newest.newest() if config.run.resume else None
             source = next_day.source_of(config) if saved is None else None
         base = next_day.base_of(saved, source, workdir)
-        plan = _plan_of(saved or source)
         build_run = functools.partial(_build, config, console, display, base=base)
-        run = built_in_turn(processes, build_run, plan)
+        run = built_in_turn(processes, build_run, _plan_of(saved or source))
         if saved is not None:
             _require_same_data(saved, run)
         loop = _open_loop(stack, run, saved or source, record, folders, display)
         if source is not None:
             with display.doing("evaluating"):
-                next_day.begin(loop, source, record, console)
-        record.write_sites([site.as_row() for site in run.sites])
-        record.write_plan(run.plan)
+                next_day.begin(loop, source, console)
         if processes.count > 1:
             stack.enter_context(Watchdog(config.run.watchdog))
-        with stop.deferred():
+        with stop.deferred():  # a run that is stopped before leaves nothing
+            _begin_record(record, loop, is_new=saved is None)
             loop.train(stop)
         run = loop.run  # sites may have been demoted
         record.write_sites([site.as_row() for site in run.sites])
@@ -269,10 +268,6 @@ def _open_loop(
     folders.best.drop_after(progress.step)
     keeps_best = config.optim.plateau_patience is not None
     require_space(folders if keeps_best else [folders.newest], state)
-    # A run that begins again scores its day again.
-    record.start(-1 if saved is None else progress.step)
-    if not isinstance(record, SilentRecord):
-        run_encoding.keep(run.splits, record.workdir)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
@@ -286,6 +281,19 @@ def _open_loop(
         display=display,
         profiler=profiler,
     )
+
+
+def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
+    """Writes what a run knows of itself before its first step."""
+    run, progress = loop.run, loop.progress
+    # A run that begins again has scored its day again.
+    record.start(-1 if is_new else progress.step)
+    if not isinstance(record, SilentRecord):
+        run_encoding.keep(run.splits, record.workdir)
+    if is_new and progress.days:
+        record.log(log_lines.day(progress))
+    record.write_sites([site.as_row() for site in run.sites])
+    record.write_plan(run.plan)
 
 
 def _compile(run: Run, console: Console) -> int:

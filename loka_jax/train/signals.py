@@ -57,6 +57,14 @@ class StopRequest:
         finally:
             self._is_deferred = False
 
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Lets a first signal within the block raise `SystemExit` at its end."""
+        with self.deferred():
+            yield
+        if self._signal is not None:
+            raise SystemExit(128 + self._signal)
+
     def __call__(self, number: int, _frame):
         """Handles a signal."""
         if self.is_set:

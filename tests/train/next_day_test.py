@@ -20,7 +20,6 @@ from loka_jax.train.config import RunOptions
 from loka_jax.train.host_state import Progress
 from loka_jax.train.leaves import named_leaves
 from loka_jax.train.loop import Loop
-from loka_jax.train.record import RunRecord
 from loka_jax.train.source_run import open_run
 from tests.predict.support import config, rows, write
 from tests.train import support
@@ -142,15 +141,13 @@ def test_a_run_starts_with_all_that_the_other_had_learned(at_start):
     assert int(state.step) == 0
 
 
-def test_quality_by_day_goes_on_from_run_to_run(folder, at_start, tmp_path):
+def test_quality_by_day_goes_on_from_run_to_run(folder, at_start):
     run, state, source = at_start
     third = source._replace(saved=open_run(folder / "two", best=False).saved)
     loop = Loop.__new__(Loop)  # as it stands before its first step
     loop.run, loop.state = run, state
     loop.progress = Progress(position=Position(0, 0, 0))
-    with RunRecord(tmp_path, config={}) as record:
-        record.start(0)
-        next_day.begin(loop, third, record, Console(quiet=True))
+    next_day.begin(loop, third, Console(quiet=True))
     first_day, last_day = loop.progress.days
     assert first_day == summary(folder / "two")["days"][0] == last_day
     assert Progress.from_json(loop.progress.to_json()) == loop.progress

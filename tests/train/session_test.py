@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from loka_jax import jsonfile
+from loka_jax.train import folder_lock, manifest, session
 from loka_jax.train import loop as loop_lib
-from loka_jax.train import manifest, session
 from loka_jax.train.build import Run
 from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
@@ -187,17 +187,31 @@ def test_resuming_where_nothing_was_saved_starts_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_data_is_read_ends_at_once(tmp_path, monkeypatch, number):
-    def build(*_):
-        os.kill(os.getpid(), number)
-        raise AssertionError("went on")
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (folder_lock, "_is_at"),  # the folder has just been made
+        (session, "_open_folders"),
+        (session, "build"),
+        (session, "Loop"),  # the last that is made before the first step
+    ],
+)
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(
+    tmp_path, monkeypatch, module, name, number
+):
+    plain = getattr(module, name)
 
-    monkeypatch.setattr(session, "build", build)
+    def signalled(*args, **options):
+        os.kill(os.getpid(), number)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(module, name, signalled)
+    monkeypatch.setattr(Loop, "train", lambda *_: pytest.fail("went on"))
     handler = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
-        train(config(tmp_path / "run"))
+        train(config(tmp_path / "runs" / "run"))
     assert ended.value.code == 128 + number
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "runs").exists()
     assert signal.getsignal(number) is handler
 
 

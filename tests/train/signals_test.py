@@ -29,6 +29,22 @@ def test_a_deferred_signal_is_only_remembered(number):
         assert (stop.is_set, stop.exit_code) == (True, 128 + number)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_postponed_signal_ends_the_process_after_the_block(processes):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX takes it, of two
+    try:
+        with pytest.raises(SystemExit) as ended, stop_on_signals(processes) as stop:
+            with stop.postponed():
+                pass
+            with stop.postponed():
+                os.kill(os.getpid(), signal.SIGINT)
+                went_on = True
+            raise AssertionError
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert went_on and ended.value.code == 130
+
+
 SECOND = """
 import os, signal
 from loka_jax.train.signals import stop_on_signals
@@ -42,7 +58,7 @@ with stop_on_signals() as stop, stop.deferred():
 
 def test_a_second_signal_ends_the_process_at_once():
     done = subprocess.run(
-        [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SECOND], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (143, "deferred\n"), done.stderr
 
