@@ -31,8 +31,9 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"{job.processes} processes; their output is in {job.logs}/rank-*.log")
     sys.stdout.flush()
-    with Processes(job) as processes:
-        end = Supervisor(processes).wait()
+    supervisor = Supervisor(processes := Processes(job))
+    with processes:
+        end = supervisor.wait()
     if (sentence := ended_by(job, end)) is not None:
         print(f"error: {printable(sentence)}", file=sys.stderr)
     return end.code

@@ -88,31 +88,35 @@ def environment_of(
 
 
 class Processes:
-    """The running processes of a job, by rank. Usable in a `with` statement.
+    """The processes of a job, by rank, which run within a `with` statement.
 
     Their output goes to their logs, and that of rank 0 to the standard output, too.
     """
 
     def __init__(self, job: Job):
-        """Starts them."""
+        """Prepares to start them."""
         self.job = job
-        job.logs.mkdir(parents=True, exist_ok=True)
-        (job.logs / WORKDIR).unlink(missing_ok=True)
         self._children: list[subprocess.Popen] = []
         self._shown: threading.Thread | None = None
-        try:
-            self._start_all()
-        except BaseException:  # a signal, too, must leave no process behind
-            self.end()
-            raise
 
     def __enter__(self) -> "Processes":
-        """Returns itself."""
+        """Starts them."""
+        self.job.logs.mkdir(parents=True, exist_ok=True)
+        (self.job.logs / WORKDIR).unlink(missing_ok=True)
+        try:
+            self._start_all()
+        except BaseException:  # whatever it is must leave no process behind
+            self.end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends those that still run."""
         self.end()
+
+    def are_started(self) -> bool:
+        """Returns whether all have been started."""
+        return len(self._children) == self.job.processes
 
     def exit_codes(self) -> list[int | None]:
         """Returns the exit code of each process, minus the signal that killed it.

@@ -3,6 +3,7 @@
 all end with 0           0
 one dies or fails        SIGTERM to the others, 5 s, SIGKILL; 1 (2 if it said so)
 Ctrl-C, SIGTERM          passed on, so that all save the same step; 130, 143
+  before all have begun  as if one had failed; 130, 143
 a second signal          SIGKILL to all; 130, 143
 """
 
@@ -38,10 +39,10 @@ class Supervisor:
     """Waits for processes; signals to this one are theirs."""
 
     def __init__(self, processes: Processes):
-        """Handles Ctrl-C and SIGTERM from now on."""
+        """Handles Ctrl-C and SIGTERM from now on, also while they are started."""
         self._processes = processes
         self._signal: int | None = None
-        self._is_second = False
+        self._is_over = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -49,7 +50,7 @@ class Supervisor:
         """Returns how the job ended; what still runs then is to be ended."""
         while True:
             codes = self._processes.exit_codes()
-            if self._is_second:
+            if self._is_over:
                 return End(self._stop_code(codes))
             is_stopping = self._signal is not None
             if (rank := to_blame(codes, is_stopping=is_stopping)) is not None:
@@ -63,10 +64,13 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self._signal is not None:
-            self._is_second = True
+            self._is_over = True
             self._processes.kill()
             return
         self._signal = number
+        if not self._processes.are_started():  # there is nothing to save
+            self._is_over = True
+            return
         # As Ctrl-C in any case: SIGTERM is JAX's own in a process of several.
         self._processes.send(signal.SIGINT)
 

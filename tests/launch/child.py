@@ -30,13 +30,13 @@ def has_text(path):
     return path.exists() and path.stat().st_size > 0
 
 
-def note_run(workdir):
-    (pathlib.Path(os.environ["LOKA_LOGS"]) / "workdir").write_text(workdir)
+def note(name, text):
+    (pathlib.Path(os.environ["LOKA_LOGS"]) / name).write_text(text)
 
 
 def deaf():
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda number, _: say(f"heard {number}"))
     wait()
 
 
@@ -54,9 +54,9 @@ def main(what, *arguments):
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "JAX_PLATFORMS")
         say(" ".join(os.environ[name] for name in names))
     elif what == "die" and RANK == 1:
-        note_run(arguments[0])
+        note("workdir", arguments[0])
         say("step 7")
-        time.sleep(0.3)
+        note("died", str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "fail" and RANK == 1:
         say("Traceback\nKeyError: 3")

