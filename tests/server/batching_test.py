@@ -34,25 +34,30 @@ def test_a_batch_holds_as_many_rows_as_fit():
     assert batches == [[1, 2], [3, 4], [5], [6]]
 
 
-def test_a_request_waits_for_others_only_so_long():
+def test_a_request_waits_for_others():
     async def main():
         batches = []
         batcher = Batcher(
             lambda batch: batches.append(batch) or batch,
-            max_rows=100,
-            wait_s=0.05,
+            max_rows=2,
+            wait_s=3600.0,
             max_waiting=100,
         )
         work = asyncio.create_task(batcher.work())
         first = asyncio.create_task(batcher.result("a", 1))
-        await asyncio.sleep(0.01)
-        second = asyncio.create_task(batcher.result("b", 1))
-        await asyncio.gather(first, second)
-        await batcher.result("c", 1)
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        await batcher.result("b", 1)
+        await first
         work.cancel()
         return batches
 
-    assert asyncio.run(main()) == [["a", "b"], ["c"]]
+    assert asyncio.run(main()) == [["a", "b"]]
+
+
+def test_a_request_waits_no_longer_than_it_is_to():
+    results, _ = run([("a", 1)], max_rows=100, wait_s=0.02, function=list)
+    assert results == ["a"]
 
 
 def test_more_rows_than_may_wait_are_refused_at_once():
