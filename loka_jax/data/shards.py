@@ -13,8 +13,8 @@ import io
 import json
 import os
 import pathlib
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,6 +206,8 @@ def new_folder(
 ) -> Iterator[pathlib.Path]:
     """Yields a temporary folder, renamed to `target` on success or else removed.
 
+    Who may read it follows the umask, as of any other output.
+
     Args:
         target: the folder, which must not exist yet.
         options: those that name another folder, for messages.
@@ -215,12 +217,13 @@ def new_folder(
     """
     if target.is_symlink() or (target.exists() and not _is_empty_folder(target)):
         raise ValueError(f"{target} exists already: remove it, or choose another name.")
-    partial = None
+    prefix = f".{target.name}.partial-"
+    # Named before it is made, so that a signal between the two leaves nothing.
+    partial = target.with_name(f"{prefix}{secrets.token_hex(8)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name}.partial-"
         _remove_abandoned(target.parent, prefix)
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        partial.mkdir()
         yield partial
         os.rename(partial, target)
     except OSError as error:
@@ -229,13 +232,12 @@ def new_folder(
             f"choose another folder with {options}."
         ) from None
     finally:  # also after Ctrl-C; after the rename there is nothing to remove
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _reason(error: OSError, partial: pathlib.Path | None) -> str:
+def _reason(error: OSError, partial: pathlib.Path) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or partial is None:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not partial.is_dir():
         return reason
     written = sum(path.stat().st_size for path in partial.iterdir())
     return f"{reason} after {written:,} bytes, {free_bytes(partial):,} are free"

@@ -173,7 +173,10 @@ def _require_extra():
 def _save(path: pathlib.Path, arrays: dict[str, np.ndarray]):
     from safetensors.numpy import save_file  # an optional extra
 
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; what follows lets its owner read alone
     save_file(arrays, path)
+    path.chmod(mode)
 
 
 def _copy_code(folder: pathlib.Path):

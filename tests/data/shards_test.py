@@ -13,6 +13,7 @@ from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.shards import ShardWriter, new_folder, open_shards, record_dtype
+from tests import permissions
 from tests.data.support import HEADER, rows_text, table_config, write
 
 
@@ -44,8 +45,10 @@ def test_manifest_names_no_folder_of_the_machine(folder):
     assert str(folder.parent) not in (folder / MANIFEST).read_text()
 
 
-def test_folder_and_files_are_private(folder):
-    assert folder.stat().st_mode & 0o077 == 0
+def test_who_may_read_them_follows_the_umask(tmp_path):
+    with permissions.umask(0o027), new_folder(tmp_path / "shards") as partial:
+        (partial / "a").touch()
+    assert permissions.modes(tmp_path / "shards") == {0o640, 0o750}
 
 
 @pytest.mark.parametrize("name", (*FILES, MANIFEST))

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.permissions import modes
+
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = [sys.executable, "-u", "experiments/train.py"]
 SUMMARY = {
@@ -28,6 +30,7 @@ def run(*command, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
+        umask=0o027,
     )
 
 
@@ -80,6 +83,10 @@ def test_a_run_leaves_every_file(finished):
     assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["8"]
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert list((workdir / "tensorboard").glob("events*"))
+
+
+def test_who_may_read_a_run_follows_the_umask(finished):
+    assert modes(finished[0]) == {0o640, 0o750}
 
 
 def test_the_summary_has_every_key(finished):

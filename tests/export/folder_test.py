@@ -30,6 +30,7 @@ from loka_jax.predict.trained import untrained
 from loka_jax.site import Choice
 from loka_jax.train.step import INFERENCE_OPTIONS
 from tests.experiments.cli_test import assert_refused
+from tests.permissions import modes, umask
 from tests.predict import support
 from tests.train import support as runs
 
@@ -56,7 +57,12 @@ def trained(tmp_path_factory):
 
 def exported(trained, tmp_path_factory, sizes):
     out = tmp_path_factory.mktemp("exported") / "model"
-    return out, export_run(trained.workdir, out, batch_sizes=sizes)
+    with umask(0o027):
+        return out, export_run(trained.workdir, out, batch_sizes=sizes)
+
+
+def test_who_may_read_the_folder_follows_the_umask(one):
+    assert modes(one[0]) == {0o640, 0o750}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,6 @@ def in_a_clean_environment(folder, rows, tmp_path, platform):
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
