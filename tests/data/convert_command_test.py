@@ -20,7 +20,7 @@ COLUMNS = (
 
 def run(*arguments):
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -79,12 +79,11 @@ def test_signal_ends_without_leaving_anything(tmp_path, signal_number):
     command = [sys.executable, str(SCRIPT), "--data.path", source, *COLUMNS]
     command += ["--out", str(tmp_path / "shards")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".shards.partial-*")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal_number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate()
     assert process.returncode in (130, 143)
     assert "Traceback" not in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["clicks.csv"]

@@ -35,7 +35,6 @@ def peak_memory(path, *, dense="", categorical=""):
         [*map(str, command), dense, categorical],
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return int(result.stdout)

@@ -74,7 +74,6 @@ def test_a_full_disk_ends_a_conversion_in_one_sentence(tmp_path, size, message):
         ["unshare", "-rm", "sh", "-c", command + "exit $code"],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import threading
+import time
 
 import hypothesis
 import pytest
@@ -277,8 +278,8 @@ def test_a_table_of_elsewhere_is_not_added_to(tmp_path):
     assert read(path) == other
 
 
-def _write_often(path, name):
-    for _ in range(10):
+def _write_until(path, name, is_over):
+    while not is_over.is_set():
         write(path, _table(name=name))
 
 
@@ -286,16 +287,23 @@ def _write_often(path, name):
 def test_two_writers_leave_one_whole_table(tmp_path):
     path = tmp_path / "table.json"
     names = ["pallas bf16", "xla fp8_rowwise"]
+    tables_by_name = [_table(name=name) for name in names]
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write_often, args=(path, n)) for n in names]
+    is_over = context.Event()
+    writers = [
+        context.Process(target=_write_until, args=(path, name, is_over))
+        for name in names
+    ]
     for writer in writers:
         writer.start()
-    seen = 0
-    while any(writer.is_alive() for writer in writers):
+    seen = []
+    while not all(table in seen for table in tables_by_name):
+        assert all(writer.is_alive() for writer in writers)
         if path.exists():
-            assert read(path) in [_table(name=name) for name in names]
-            seen += 1
+            seen.append(read(path))
+        time.sleep(0.01)
+    is_over.set()
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert seen and read(path) in [_table(name=name) for name in names]
+    assert all(table in tables_by_name for table in (*seen, read(path)))

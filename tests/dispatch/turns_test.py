@@ -8,7 +8,8 @@ import pytest
 
 from loka_jax.dispatch.turns import Turns
 
-_SOON_S = 0.1  # in which a thread that need not wait has its turn
+_SOON_S = 0.1  # in which a thread that need not wait would have its turn
+_LIMIT_S = 300  # for a turn that comes at once where the machine is not busy
 
 
 class _Thread:
@@ -30,7 +31,10 @@ class _Thread:
         return not self._has.wait(_SOON_S)
 
     def has(self):
-        return self._has.wait(10)
+        return self._has.wait(_LIMIT_S)
+
+    def has_now(self):
+        return self._has.is_set()
 
     def end(self):
         self._ends.set()
@@ -78,8 +82,12 @@ def test_nobody_begins_together_before_all_were_alone():
     more = [_Thread(turns.together()) for _ in range(2)]
     compiles.end()
     for _ in range(3):
+        until = time.monotonic() + _LIMIT_S
+        while not any(one.has_now() for one in ready):
+            assert time.monotonic() < until
+            time.sleep(0.001)
         assert all(one.waits() for one in more)
-        (one,) = (one for one in ready if not one.waits())
+        (one,) = (one for one in ready if one.has_now())
         ready.remove(one)
         one.end()
     for one in more:
@@ -138,7 +146,7 @@ def test_many_change_their_turns_all_the_time():
     for one in threads:
         one.start()
     for one in threads:
-        one.join(60)
+        one.join(_LIMIT_S)
     assert not errors and not any(one.is_alive() for one in threads)
 
 

@@ -13,7 +13,6 @@ def test_a_crash_within_a_save_loses_nothing():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "points, nothing lost" in done.stdout

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loka_jax.train.checkpoint import Checkpoints
-from tests.launch.launch_test import BOUND_SECONDS, ROOT
+from tests.launch.launch_test import BOUND_SECONDS, LIMIT_SECONDS, ROOT, wait_until
 from tests.train import support
 
 pytestmark = pytest.mark.slow
@@ -54,17 +54,18 @@ class Runs:
     def train(self, name, processes, *options):
         """Trains to the end of a run."""
         process = self.start(name, processes, *options)
-        out, errors = process.communicate(timeout=300)
+        out, errors = process.communicate(timeout=LIMIT_SECONDS)
         assert process.returncode == 0, out + errors + self.log(name, 1)
         return out
 
     def wait_for(self, name, process, text):
         """Waits until the second process has said something."""
-        until = time.monotonic() + 200
-        while text not in self.log(name, 1):
+
+        def has_said():
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until, self.log(name, 1)
-            time.sleep(0.1)
+            return text in self.log(name, 1)
+
+        wait_until(has_said)
 
     def log(self, name, rank):
         path = self.folder / f"{name}-logs" / f"rank-{rank}.log"
@@ -117,10 +118,12 @@ def test_nothing_is_lost_by_a_kill(runs, where, saved):
     name = where.partition("=")[0]
     process = runs.start(name, 2, where)
     runs.wait_for(name, process, "waiting in ")
-    time.sleep(1.0)  # the other process goes on to where it needs this one
+    # Processes save in the background.
+    wait_until((runs.folder / name / "checkpoints" / str(saved)).is_dir)
+    time.sleep(1.0)  # the other process is likely to wait for this one by then
     signal_rank(process, 1, signal.SIGKILL)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert time.monotonic() - began < BOUND_SECONDS
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors, errors
@@ -133,7 +136,7 @@ def test_a_stuck_process_is_noticed_and_nothing_is_lost(runs):
     process = runs.start("stuck", 2, "stall=5", "watchdog=15")
     runs.wait_for("stuck", process, "waiting in ")
     signal_rank(process, 1, signal.SIGSTOP)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 1
     assert "rank 1 had been stopped (SIGSTOP), and rank 0" in errors, errors
     # The watchdog, or JAX's heartbeat, which stops too, on a machine that is busy.
@@ -146,7 +149,7 @@ def test_a_signal_saves_the_step_of_all(runs):
     process = runs.start("signal", 2, "slow=1")
     runs.wait_for("signal", process, "taking step 1")
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=100)
+    out, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert (process.returncode, errors) == (143, ""), out + errors
     assert "and saved: continue with --resume" in out
     assert Checkpoints(runs.folder / "signal/checkpoints").latest_step() in range(2, 8)

@@ -2,15 +2,17 @@
 
     python tests/train/trainee.py WORKDIR [max_steps=8] [save_every=3] [stall=5]
 
-With `slow=SECONDS` every step takes longer. With `stall=STEP` the second process waits
-for ever before that step, so that it can be killed or stopped within one, and with
-`stall_save=STEP` while that step is saved. With `int8=1` gradients travel in int8.
+With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
+`stall=STEP` the second process waits for ever before that step, so that it can be
+killed or stopped within one, and with `stall_save=STEP` while that step is saved. With
+`int8=1` gradients travel in int8.
 """
 
 import dataclasses
 import functools
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from loka_jax.train.loop import Loop
 from loka_jax.train.mesh import MeshConfig
 from loka_jax.train.processes import leave
 from loka_jax.train.session import train
+from loka_jax.train.signals import AgreedStop
 from tests.train import support
 
 WATCHDOG = 60.0
@@ -40,7 +43,8 @@ def main() -> int:
     generated.best_possible_ne = lambda *_: (0.5, 0.0)  # of a million examples
     stall, stall_save = numbers.pop("stall", None), numbers.pop("stall_save", None)
     watchdog = numbers.pop("watchdog", WATCHDOG)
-    slow_down(numbers.pop("slow", 0))
+    if (slow := numbers.pop("slow", 0)) > 0:
+        slow_down(slow)
     shards, replicas = numbers.pop("shards", 8), numbers.pop("replicas", 1)
     if int(os.environ.get("RANK", 0)) == 1:
         stall_at(stall)
@@ -80,14 +84,21 @@ def hang(where: str) -> None:
 
 
 def slow_down(seconds: int) -> None:
-    plain = Loop.step
+    """Lets steps after the first wait for a signal to this process, and take longer."""
+    got, handle, plain = threading.Event(), AgreedStop.__call__, Loop.step
+
+    def __call__(self, number, frame):
+        got.set()
+        handle(self, number, frame)
 
     def step(self, position, batch):
         print(f"taking step {self.progress.step}", flush=True)
+        while self.progress.step and not got.is_set():
+            time.sleep(0.05)
         time.sleep(seconds)
         plain(self, position, batch)
 
-    Loop.step = step
+    AgreedStop.__call__, Loop.step = __call__, step
 
 
 def stall_at(stall: int | None) -> None:
