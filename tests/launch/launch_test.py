@@ -18,7 +18,7 @@ ROOT = CHILD.parents[2]
 # From a death to the end of the job: SIGTERM, five seconds, SIGKILL. Without the
 # launcher, JAX would end the others after 20 seconds without a heartbeat.
 BOUND_SECONDS = 19
-LIMIT_SECONDS = 300  # for what takes seconds where the machine is not busy
+LIMIT_SECONDS = 900  # for what takes seconds where the machine is not busy
 
 
 def wait_until(is_true):
