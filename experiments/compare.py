@@ -6,20 +6,36 @@ Names the folders of two runs or more; each is compared with the first one. The 
 holds final metrics, paired differences with 95 % intervals, speed, curves, and what
 differs in the configurations.
 
-Exit codes: those of train.py.
+An error that the user can mend ends with one sentence and exit code 2.
 """
 
-import argparse
+import dataclasses
 import pathlib
 import shlex
 import sys
 from collections import Counter
 
+import tyro
+
+from experiments.bad_values import one_sentence
 from experiments.cli import run_cli
-from loka_jax.commands import spoken
+from loka_jax.commands import called, spoken
 from loka_jax.report import ComparedRun, write_compare_page
 from loka_jax.train.record import read_run
 from loka_jax.train.scores_file import read_scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Writes one page of training runs over one another.
+
+    Attributes:
+        runs: the folders of two runs or more.
+        out: the page.
+    """
+
+    runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    out: pathlib.Path = pathlib.Path("compare.html")
 
 
 def compare(
@@ -50,7 +66,7 @@ def compare(
 
 def _names(paths: list[pathlib.Path]) -> list[str]:
     """Returns the shortest ends of the paths that tell them apart."""
-    for length in range(1, max(len(path.parts) for path in paths)):
+    for length in range(1, max((len(path.parts) for path in paths), default=1)):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
@@ -59,19 +75,14 @@ def _names(paths: list[pathlib.Path]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="compare.py",
-        description=spoken(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, default="compare.html")
     arguments = sys.argv[1:] if argv is None else argv
-    options = parser.parse_args(arguments)
     line = shlex.join(["python", "experiments/compare.py", *arguments])
 
     def command() -> int:
-        print(f"Comparison: {compare(options.runs, options.out, line)}")
+        with one_sentence(prog := called("compare.py")):
+            text = spoken(__doc__ or "")
+            options = tyro.cli(Arguments, args=arguments, prog=prog, description=text)
+        print(f"Comparison: {compare([*options.runs], options.out, line)}")
         return 0
 
     return run_cli(command)

@@ -69,10 +69,10 @@ def _run(arguments: Arguments) -> None:
         print(f"{arguments.verify} is intact")
         return
     if arguments.out is None:
-        raise ValueError("The target is missing: name a new folder with --out.")
+        raise ValueError("--out is missing: name a new folder.")
     if arguments.data.kind == "generated":
         raise ValueError(
-            "Generated data needs no conversion: use --data.kind criteo or "
+            "generated data needs no conversion: use --data.kind criteo or "
             "--data.kind table."
         )
     target = pathlib.Path(arguments.out).expanduser()

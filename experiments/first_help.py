@@ -29,7 +29,8 @@ _OPTIONS = {
     "--recipe NAME": "precision: bf16, f32, fp8_tensorwise, fp8_tensorwise_delayed,\n"
     "fp8_tensorwise_delayed_bf16_drhs, fp8_rowwise,\n"
     "fp8_rowwise_bf16_drhs, fp8_blockwise",
-    "--plan PLAN": "what runs at each site: auto, off, tune, or a table from tune.py",
+    "--plan PLAN": "what runs at each site: auto, off, tune, or a table of\n"
+    "experiments/tune.py",
     "--loop.epochs N": "passes over the data; also --loop.max-steps, --loop.batch-size",
     "--optim.lr RATE": "learning rate; --optim.rows-lr is that of the tables",
     "--workdir FOLDER": "folder of the run; --resume --workdir FOLDER resumes it",
@@ -90,7 +91,7 @@ def short_help(script: str) -> str:
     else:
         usage = "--config NAME [--option value ...]"
         options = _OPTIONS | _OWN_OPTIONS[script]
-    lines = [spoken(f"usage: python experiments/{script} {usage}"), ""]
+    lines = [f"usage: python experiments/{script} {usage}", ""]
     for name, text in options.items():
         first, *others = text.split("\n")
         lines += [f"  {name:23} {first}", *(" " * 26 + line for line in others)]
@@ -98,7 +99,7 @@ def short_help(script: str) -> str:
         lines += ["", "configurations:"]
         lines += [f"  {name:23} {text}" for name, text in configurations().items()]
         lines += ["", "With --config NAME, --help lists all options and defaults."]
-    return "\n".join(lines)
+    return spoken("\n".join(lines))
 
 
 def configurations() -> dict[str, str]:

@@ -12,6 +12,7 @@ import tyro
 from experiments.arguments import asks_for_help
 from experiments.bad_values import one_sentence
 from experiments.first_help import keep_help
+from loka_jax.commands import called
 
 
 def parse_options[T](
@@ -30,7 +31,7 @@ def parse_options[T](
         ValueError: for a bad value, or for an unknown option, with the nearest ones.
         SystemExit: with code 0 after `--help`.
     """
-    prog = f"{script} --config {config}" if config else script
+    prog = called(script) + (f" --config {config}" if config else "")
 
     def read(args: list[str]) -> Any:
         return tyro.cli(

@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 
 from experiments.bad_values import one_sentence
-from loka_jax.commands import spoken
+from loka_jax.commands import called, spoken
 from loka_jax.terminal import printable
 
 
@@ -55,10 +55,9 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        with one_sentence("predict.py"):
-            arguments = tyro.cli(
-                Arguments, args=argv, description=spoken(__doc__ or "")
-            )
+        with one_sentence(prog := called("predict.py")):
+            text = spoken(__doc__ or "")
+            arguments = tyro.cli(Arguments, args=argv, prog=prog, description=text)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2

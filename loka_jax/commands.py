@@ -74,6 +74,11 @@ def spoken(text: str) -> str:
     return re.sub(r"(?:uv run )?(?:python )?\bexperiments/(\w+)\.py", r"loka \1", text)
 
 
+def called(script: str) -> str:
+    """Returns how a script of `experiments/` is called here: "loka train", say."""
+    return spoken(f"python experiments/{script}")
+
+
 def _help() -> str:
     lines = ["usage: loka COMMAND [--option value ...]", ""]
     for name in names():

@@ -282,7 +282,7 @@ class Config:
         probe: Probe's observation of sites.
         plan: "auto" chooses what runs at each site by what is known of this GPU's
             speed, measured or predicted; "tune" measures first what is not; a file is a
-            table (from tune.py) or a plan; "off" runs every site in the model's recipe.
+            table or a plan; "off" runs every site in the model's recipe.
         dispatch: rules and limits of that choice.
         mesh: several devices.
         collectives: what is summed over them, and how it travels.

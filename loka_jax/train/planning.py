@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
+from loka_jax.commands import called
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not
@@ -116,8 +117,8 @@ def _file(config: Config) -> pathlib.Path | None:
     path = pathlib.Path(config.plan)
     if not path.is_file():
         raise ValueError(
-            f"--plan {path} is not a file: give a table that tune.py wrote, a plan, or "
-            f"one of {AUTO!r}, {TUNE!r} and {OFF!r}."
+            f"--plan {path} is not a file: give a table of {called('tune.py')!r}, a "
+            f"plan, or one of {AUTO!r}, {TUNE!r} and {OFF!r}."
         )
     return path
 

@@ -118,13 +118,19 @@ def test_the_short_help_imports_nothing_heavy():
         (["--config", "fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
         (["--config=fp8_dlmr"], ["'fp8_dlmr': did you mean 'fp8_dlrm'?"]),
         ([*GENERATED, "--optm.lr", "1"], ["no option --optm.lr: did you mean --optim"]),
-        ([*GENERATED, "--lr=1"], ["no option --lr: did you mean --optim.lr? train.py"]),
-        ([*GENERATED, "--data.wait", "w"], ["did you mean --data.weight? train.py"]),
+        (
+            [*GENERATED, "--lr=1"],
+            ["mean --optim.lr? python experiments/train.py"],
+        ),
+        (
+            [*GENERATED, "--data.wait", "w"],
+            ["--data.weight? python experiments/train.py"],
+        ),
         ([*GENERATED, "--data.xyz", "w"], ["--data.xyz: there are --data.c"]),
         (["--confg", "fp8_dlrm"], ["did you mean --config by --confg?"]),
         (
             [*GENERATED, "--data.lable", "w"],
-            ["did you mean --data.label or --data.labels? train.py"],
+            ["did you mean --data.label or --data.labels? python experiments/train.py"],
         ),
         ([*GENERATED, "--loop.batch_sizes", "8"], ["did you mean --loop.batch-size"]),
         ([*GENERATED, "--norm", "layer", "rms"], ["'rms' belongs to no option"]),

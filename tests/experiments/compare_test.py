@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from experiments.compare import main
-from loka_jax import jsonfile
+from loka_jax import commands, jsonfile
 from loka_jax.train import scores_file
 from loka_jax.train.breakdown import Scores
 from loka_jax.train.record import EVALUATION, SUMMARY, RunRecord
@@ -38,6 +38,18 @@ def test_runs_are_compared_by_their_folders(tmp_path, capsys):
     page = out.read_text()
     assert "<code>run-1</code>" in page and "experiments/compare.py" in page
     assert page.count("±") >= 3  # log loss, NE and AUC of the same examples
+
+
+def test_a_bad_command_line_is_one_sentence(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(commands, "_IN_WHEEL", tmp_path)
+    for arguments, sentence in (
+        ([], "the number of runs is 0: name 2 to 16 of them."),
+        (["a", "b", "--ot", "c"], "loka compare --help lists the options."),
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.endswith(f"{sentence}\n")
+        assert said.count("\n") == 1
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path):

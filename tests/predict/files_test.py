@@ -143,7 +143,10 @@ def test_a_long_file_is_held_in_parts(trained, tmp_path, monkeypatch):
     [
         (["--plan", "on"], "--plan is 'on': "),
         (["--workdir"], "--workdir lacks its value: add one"),
-        ([], "--workdir, --out, --data.path must be given: predict.py --help says"),
+        (
+            [],
+            "--workdir, --out, --data.path must be given: python experiments/predict",
+        ),
     ],
 )
 def test_a_bad_value_is_one_sentence(capsys, arguments, said):
