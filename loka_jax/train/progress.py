@@ -29,6 +29,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES
 from loka_jax.terminal import printable
+from loka_jax.train.config import LoopConfig
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SILENT_SECONDS = 2.0  # what takes longer is named
@@ -200,6 +201,14 @@ def _quality(values: dict) -> str:
         f"AUC {_show(values['auc'], 5)}  log loss {_show(values['logloss'], 5)}  "
         f"NE {_show(values['ne'], 5)}  calibration {_show(values['calibration'])}"
     )
+
+
+def resuming(step: int, total_steps: int, loop: LoopConfig) -> str:
+    """Returns a sentence on where a run goes on, or how it would if it has ended."""
+    if step < total_steps:
+        return f"Resuming at step {step:,}."
+    option = "--loop.max-steps" if step == loop.max_steps else "--loop.epochs"
+    return f"Resuming at step {step:,}, the last: raise {option} to train on."
 
 
 def print_data(console: Console, report: dict):

@@ -37,6 +37,7 @@ from loka_jax.train.progress import (
     print_data,
     print_plan,
     print_sites,
+    resuming,
 )
 from loka_jax.train.record import BEST, RunRecord, read_run
 from loka_jax.train.row_layout import read_state
@@ -262,7 +263,7 @@ def _open_loop(
             parts = (folders.newest, saved, vars(state), run.layout, config.identity())
             state = TrainState(**read_state(*parts))
         progress = Progress.from_json(saved.meta.get("progress", {}))
-        display.say(f"Resuming at step {saved.step:,}.")
+        display.say(resuming(saved.step, run.total_steps, config.loop))
     elif config.run.resume:
         display.say("Nothing was saved yet: starting at step 0.")
     folders.best.drop_after(progress.step)

@@ -20,6 +20,7 @@ from loka_jax.site import BF16
 from loka_jax.terminal import printable
 from loka_jax.train import progress
 from loka_jax.train.column_table import print_columns
+from loka_jax.train.config import LoopConfig
 from loka_jax.train.progress import (
     TrainingProgress,
     print_data,
@@ -43,6 +44,13 @@ def sites_of(recipe, config="fp8_dlrm", batch=8192, fields=26):
     model = get_config(config).model.clone(recipe=recipe)
     shapes = ((batch, 13), (batch, fields, 16))
     return nn.list_sites(model, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+
+
+def test_a_run_that_has_ended_says_which_option_continues_it():
+    loop = LoopConfig(epochs=2, max_steps=8)
+    assert progress.resuming(4, 8, loop) == "Resuming at step 4."
+    assert "step 8, the last: raise --loop.max-steps " in progress.resuming(8, 8, loop)
+    assert "raise --loop.epochs " in progress.resuming(6, 6, loop)
 
 
 @pytest.mark.parametrize("config", ["fp8_dlrm", "fp8_dcnv2", "criteo_dlrm"])
