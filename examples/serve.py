@@ -31,8 +31,7 @@ class Scorer:
         loader = importlib.import_module("loader")  # the folder's own
         self.model = loader.load(folder)
         self.columns = self.model.encoding.columns
-        parts = ("name", "step")
-        self.health = {part: self.model.description[part] for part in parts}
+        self.health = {x: self.model.description[x] for x in ("name", "step")}
         self.model.warm()
 
     def encode(self, columns):
@@ -55,21 +54,24 @@ def main(argv=None):
     parser.add_argument("--wait-ms", type=float, default=1.0)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.worker is None:
+    try:
+        if options.worker is not None:
+            return _work(options)
         # While one worker replaces another, both have the model on the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         command = [sys.executable, __file__, *(argv or sys.argv[1:]), "--worker"]
         return supervise(command, options.host, options.port)
-    from loka_jax.server.app import Limits, Worker
-
-    try:
-        scorer = Scorer(options.folder)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    listening, ready = options.worker
+
+
+def _work(options):
+    from loka_jax.server.app import Limits, Worker  # needs an extra
+
     limits = Limits(max_rows=options.max_rows, wait_ms=options.wait_ms)
-    worker = Worker(scorer, limits)
+    worker = Worker(Scorer(options.folder), limits)
+    listening, ready = options.worker
     asyncio.run(worker.serve(socket.socket(fileno=listening), ready))
     return 0
 

@@ -12,13 +12,18 @@ clients to close their connections, and ends.
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from aiohttp import web
+try:
+    from aiohttp import web
+except ImportError:
+    message = "aiohttp is not installed, which serves: pip install 'loka-jax[serve]'."
+    raise ImportError(message) from None
 
 from loka_jax.server.batching import Batcher, Busy
 from loka_jax.server.restarts import listen_to_parent
@@ -64,6 +69,12 @@ class Limits:
     max_waiting: int = 65536
     grace_s: float = 3.0
 
+    def __post_init__(self):  # noqa: D105
+        for name, least in (("max_rows", 1), ("wait_ms", 0.0)):
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            if not least <= value < math.inf:
+                raise ValueError(f"{option} {value} must be at least {least}.")
+
 
 def columns_of(
     body: bytes, names: Sequence[str], max_rows: int
@@ -80,7 +91,7 @@ def columns_of(
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{_FORM}.")
     if not 1 <= len(rows) <= max_rows:
-        raise ValueError(f"there are {len(rows)} rows: send 1 to {max_rows:,}.")
+        raise ValueError(f"there are {len(rows):,} rows: send 1 to {max_rows:,}.")
     for number, row in enumerate(rows, 1):
         for name in names:
             if name not in row:

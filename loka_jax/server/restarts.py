@@ -3,6 +3,7 @@
     SIGHUP          a new worker starts; once it is ready the old one is told to end
     SIGTERM, ^C     the worker is told to end, and waited for
     a worker ends   by itself: another one starts
+    SIGTERM, ^C     while a worker starts: it is killed, as it has accepted nothing
 
 The socket stays open all the while: connections that a worker which ends has not
 accepted wait for the next one. A worker that is told to end (SIGTERM) stops accepting
@@ -10,12 +11,15 @@ and finishes what it has accepted.
 """
 
 import os
+import select
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
 
-_SIGNALS = {signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_ENDS = {signal.SIGTERM, signal.SIGINT}
+_SIGNALS = {signal.SIGHUP, signal.SIGCHLD, *_ENDS}
+_LOOK_S = 0.1  # between looks for a signal while a worker starts
 
 
 def supervise(
@@ -31,12 +35,15 @@ def supervise(
         host: to listen at.
         port: to listen at; 0 for a free one, which `say` names.
         say: takes lines of progress.
+
+    Raises:
+        ValueError: if it cannot listen there.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    with socket.create_server((host, port), backlog=1024) as listening:
+    with _listening(host, port) as listening:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         worker = _started(command, listening)
         if worker.returncode is not None:
-            return worker.returncode or 1
+            return 0 if signal.sigpending() & _ENDS else worker.returncode or 1
         say(f"listening at {listening.getsockname()[1]}, worker {worker.pid}")
         ending: list[subprocess.Popen] = []
         while (got := signal.sigwait(_SIGNALS)) in (signal.SIGHUP, signal.SIGCHLD):
@@ -64,12 +71,27 @@ def listen_to_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
+def _listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"nothing can listen at {host}, port {port} ({why}): choose another "
+            "--host or --port."
+        ) from None
+
+
 def _started(command: Sequence[str], listening: socket.socket) -> subprocess.Popen:
     """Returns a worker once it is ready, or has ended, with its return code."""
     reading, writing = os.pipe()
     files = listening.fileno(), writing
     process = subprocess.Popen([*command, *map(str, files)], pass_fds=files)
     os.close(writing)
+    while not select.select([reading], [], [], _LOOK_S)[0]:
+        if signal.sigpending() & _ENDS:
+            process.kill()
     is_ready = os.read(reading, 1)  # nothing if it ends
     os.close(reading)
     if not is_ready:

@@ -6,17 +6,21 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 aiohttp = pytest.importorskip("aiohttp")
 
-from loka_jax.server import app  # noqa: E402
+from loka_jax.server import app, supervise  # noqa: E402
 from tests.server.worker import HELD  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
+PATHS = filter(None, [str(HERE.parents[1]), *sys.path])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 START = """
 import sys
 from loka_jax.server import supervise
@@ -30,9 +34,9 @@ LIMIT_SECONDS = 300  # for what takes seconds where the machine is not busy
 def server(gate):
     """Yields the process of a server, and its address."""
     command = [sys.executable, "-c", START, str(HERE / "worker.py"), str(gate)]
-    paths = [str(HERE.parents[1]), *sys.path]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
     try:
         assert process.stdout is not None
         found = re.fullmatch(r"listening at (\d+), .*\n", process.stdout.readline())
@@ -77,6 +81,37 @@ def test_a_malformed_body_is_one_sentence(body, said):
     with pytest.raises(ValueError, match=said) as error:
         app.columns_of(body, ("x",), 4)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [{"max_rows": 0}, {"wait_ms": float("nan")}])
+def test_limits_that_serve_nothing_are_refused(limit):
+    with pytest.raises(ValueError, match=r"--(max-rows|wait-ms) \S+ must be at least"):
+        app.Limits(**limit)
+
+
+@pytest.mark.parametrize("port", [99999, None])
+def test_a_port_that_cannot_be_had_is_one_sentence(port):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = port or other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} .* choose another --host"):
+            supervise(["true"], "127.0.0.1", port)
+
+
+def test_a_server_that_is_loading_ends_at_once_when_told_to():
+    worker = [sys.executable, "-c", "import time; time.sleep(600)"]
+    start = (
+        f"from loka_jax.server import supervise; supervise({worker}, '127.0.0.1', 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", start], env=ENVIRONMENT) as process:
+        while not children(process.pid):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def children(pid):
+    """Returns the processes that a process has started."""
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_rows_become_columns():
