@@ -73,10 +73,12 @@ def listen_to_parent() -> None:
 
 def _listening(host: str, port: int) -> socket.socket:
     """Returns a socket that listens."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port {port} is none: ports are 0 to {2**16 - 1}.")
     try:
         return socket.create_server((host, port), backlog=1024)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+    except OSError as error:
+        why = error.strerror or error
         raise ValueError(
             f"nothing can listen at {host}, port {port} ({why}): choose another "
             "--host or --port."

@@ -89,10 +89,14 @@ def test_limits_that_serve_nothing_are_refused(limit):
         app.Limits(**limit)
 
 
-@pytest.mark.parametrize("port", [99999, None])
-def test_a_port_that_cannot_be_had_is_one_sentence(port):
+def test_a_port_that_does_not_exist_is_one_sentence():
+    with pytest.raises(ValueError, match="--port 99999 is none: ports are 0 to 65535"):
+        supervise(["true"], "127.0.0.1", 99999)
+
+
+def test_a_port_that_is_taken_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = port or other.getsockname()[1]
+        port = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} .* choose another --host"):
             supervise(["true"], "127.0.0.1", port)
 
