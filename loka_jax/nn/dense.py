@@ -28,7 +28,7 @@ from loka_jax.nn.sites import announce
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.recipe import Recipe
+from loka_jax.recipe import Recipe, Role
 from loka_jax.site import SiteSpec
 
 default_kernel_init = linen.initializers.lecun_normal()
@@ -79,14 +79,22 @@ class DenseVariables(Dense):
     """The variables of a `Dense` that its caller runs with tails, by the same names."""
 
     @linen.compact
-    def __call__(self, plan: KernelPlan, *, follows: bool = False) -> SiteVariables:
+    def __call__(
+        self,
+        plan: KernelPlan,
+        *,
+        follows: bool = False,
+        fp8_results: tuple[Role, ...] = (),
+    ) -> SiteVariables:
         """Returns the variables of a site, and announces it.
 
         Args:
             plan: of the site.
             follows: as in `NormDense`.
+            fp8_results: as in `Site`.
         """
-        announce(self, plan, follows=follows, joins=True, has_tails=True)
+        tails = dict(joins=True, has_tails=True, fp8_results=fp8_results)
+        announce(self, plan, follows=follows, **tails)
         kernel, bias = _parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 

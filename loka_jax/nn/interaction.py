@@ -106,18 +106,24 @@ class CrossNet(linen.Module):
     def _as_one_operation(self, x0: tuple[Array, ...], plans) -> Crossed:
         layers, states = [], []
         for i, own in enumerate(plans):
+            products = self._products(i, own[-1].spec.n)
             parts: list[Any] = [
-                self._dense(DenseVariables, *product)(plan)
-                for product, plan in zip(
-                    self._products(i, own[-1].spec.n), own, strict=True
+                self._dense(DenseVariables, *product)(
+                    plan,
+                    # Tails alone read z, of the last product, and d, of the first.
+                    fp8_results=("fwd",) * (product == products[-1])
+                    + ("dlhs",) * (product == products[0]),
                 )
+                for product, plan in zip(products, own, strict=True)
             ]
             kernels = tuple(part.kernel for part in parts)
             layers.append(cross.CrossLayer(kernels, parts[-1].bias))
             states.append(tuple(part.state for part in parts))
         return Crossed(x0, tuple(layers), tuple(states), plans)
 
-    def _dense(self, layer: type[Dense], name: str, features: int, use_bias: bool):
+    def _dense[L: Dense](
+        self, layer: type[L], name: str, features: int, use_bias: bool
+    ) -> L:
         return layer(
             features,
             recipe=self.recipe,

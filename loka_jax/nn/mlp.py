@@ -123,7 +123,11 @@ class Mlp(linen.Module):
                 use_bias=plan.spec.use_bias,
                 kernel_init=self.kernel_init,
                 name=f"dense_{i}",
-            )(plan, follows=i > 0)
+            )(
+                plan,
+                follows=i > 0,
+                fp8_results=("dlhs",) if i == 0 and isinstance(x, Crossed) else (),
+            )
             for i, plan in zip(layers, plans, strict=True)
         ]
         parameters = tuple(wide_stack.WideLayer(p.kernel, p.bias) for p in parts)

@@ -19,7 +19,7 @@ from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
 from loka_jax.ops.fm_lcb import FmLcbPlan
 from loka_jax.ops.plan import KernelPlan, describe
-from loka_jax.recipe import ROLES
+from loka_jax.recipe import ROLES, Role
 from loka_jax.site import SiteSpec
 
 
@@ -45,6 +45,8 @@ class Site:
             their choices allow.
         has_tails: it runs with its neighbours as one operation of products and tails
             (`ops.cross`, `ops.wide_stack`).
+        fp8_results: the roles whose products then leave in FP8, where these are in FP8
+            (`ops.tailed_products.Site.multiply_to_fp8`).
     """
 
     path: str
@@ -57,6 +59,7 @@ class Site:
     count: int = 1
     joins: bool = False
     has_tails: bool = False
+    fp8_results: tuple[Role, ...] = ()
 
     @property
     def spec(self) -> SiteSpec:

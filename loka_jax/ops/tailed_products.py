@@ -55,6 +55,15 @@ _UNIT_EXPONENT = 7
 _MAX_FAST = 4096
 
 
+def unit_of_fp8(k: int) -> float:
+    """Returns what 1 stands for in a product in FP8, see `_UNIT_EXPONENT`.
+
+    Args:
+        k: the size that the product contracts.
+    """
+    return 2.0 ** (_UNIT_EXPONENT + int(math.log2(k)) // 2)
+
+
 def why_not_tailed(plans: Iterable[KernelPlan]) -> str | None:
     """Returns why products are not run with tails, or None if they are.
 
@@ -189,7 +198,8 @@ class Site(NamedTuple):
         """Returns the product of a role in the FP8 format of its first operand.
 
         For what is only read element by element: one byte in place of two. Its scale
-        needs no amax, see `_UNIT_EXPONENT`; values far beyond that saturate.
+        needs no amax, see `_UNIT_EXPONENT`; values far beyond that saturate, which
+        looks at operands measure (`dispatch.operand_health`).
 
         In high precision the product is bfloat16.
         """
@@ -198,7 +208,7 @@ class Site(NamedTuple):
             return self.multiply(role, first, second)
         lhs, rhs = _fp8_views(role, first, second)
         k = lhs.data.shape[1]
-        unit = 2.0 ** (_UNIT_EXPONENT + int(math.log2(k)) // 2)
+        unit = unit_of_fp8(k)
         is_short = k <= _MAX_FAST
         out = xla.fp8_product_to_fp8(
             *(lhs.data, rhs.data, 1 / unit),

@@ -73,7 +73,8 @@ class Run:
         splits: the data.
         model: from (dense features, embeddings) to logits.
         tables: the embedding tables.
-        list_sites: from a plan to every GEMM of the model at the training batch size.
+        list_sites: from a plan to every GEMM of the model at the training batch size,
+            in a first step, or if `scales_initialized` in those after it.
         plan: choices for the sites; the modules decide for a site without one.
         plan_notes: sentences on the plan for the user.
         reviewer: changes the plan by live errors; None where they change nothing, as
@@ -91,7 +92,7 @@ class Run:
     splits: Splits
     model: linen.Module
     tables: Tables
-    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+    list_sites: Callable[..., tuple[nn.Site, ...]]
     plan: DispatchPlan
     plan_notes: tuple[str, ...]
     reviewer: Reviewer | None

@@ -20,13 +20,14 @@ class Network(NamedTuple):
 
     Attributes:
         tables: the embedding tables.
-        list_sites: from a plan to every GEMM of the model at the training batch size.
+        list_sites: from a plan to every GEMM of the model at the training batch size,
+            in a first step, or if `scales_initialized` in those after it.
         sites_at: the same from a plan and a number of rows.
         inputs: from a number of rows to the shapes of the model's inputs.
     """
 
     tables: Tables
-    list_sites: Callable[[DispatchPlan], tuple[nn.Site, ...]]
+    list_sites: Callable[..., tuple[nn.Site, ...]]
     sites_at: Callable[[DispatchPlan, int], tuple[nn.Site, ...]]
     inputs: Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]
 
@@ -65,8 +66,10 @@ def network(config: Config, schema: Schema, devices: int = 1) -> Network:
         shapes = (len(schema.dense),), (len(schema.fields), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
-    def sites_at(plan: DispatchPlan, rows: int) -> tuple[nn.Site, ...]:
-        planned = nn.Planned(config.model, plan.choices)
+    def sites_at(
+        plan: DispatchPlan, rows: int, *, scales_initialized: bool = False
+    ) -> tuple[nn.Site, ...]:
+        planned = nn.Planned(config.model, plan.choices, scales_initialized)
         return nn.list_sites(planned, *inputs(rows))
 
     return Network(tables, functools.partial(sites_at, rows=rows), sites_at, inputs)
