@@ -1,11 +1,15 @@
 """When the operands of an FP8 site have left what they were, and when they are back.
 
-Looks at a site measure what its casts do to its operands, and how large these are
-(`operand_health.py`). Each measure is compared with its usual value, which follows it
-at a limited pace: training moves operands, slowly.
+Looks at a site measure the errors of its products, what its casts lose, and how large
+its operands are (`operand_health.py`). Each measure is compared with its usual value.
 
     off    a measure is farther from its usual value than its tolerance
     home   all are within three quarters of it
+
+Errors and losses are the harm, and their usual values stay. Sizes do none: scales
+follow them. They tell operands that explode or vanish before these do harm, and no
+other growth: training moves operands, too, by a power of the time rather than
+exponentially. So their usual values follow them, at a limited pace a step.
 
 A site that was off in `LOOKS` looks in a row has drifted. It is then looked at with the
 casts that it had, and returns once it was home in enough looks in a row: twice as many
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loka_jax.recipe import OPERANDS
+from loka_jax.recipe import OPERANDS, ROLES
 
 SETTLING = 4  # first looks of a site, in which training itself moves the most
 LOOKS = 3  # looks in a row that are off, and are drift; a single batch proves nothing
@@ -33,7 +37,7 @@ class Rule(NamedTuple):
 
     Attributes:
         rise, fall: distances from its usual value beyond which it is off.
-        pace: largest step of its usual value at a look.
+        pace: how far its usual value follows it in a training step.
         text: a clause on a measure that is off.
     """
 
@@ -43,25 +47,37 @@ class Rule(NamedTuple):
     text: str
 
 
-# A tenth of all rows or columns lost is above what any limit on errors allows. Scales
-# follow sizes; but operands of other sizes are not those whose errors were measured.
+# Growth of 1.05 a step, 2^0.07, is off after 46 steps. The largest growth that healthy
+# training has shown is 6.7 times in 4,000 steps (`drifts_h200.json`), 2^0.0007 a step.
+_GROWTH, _PACE_OF_SIZES = 2.7, 0.002
 # Gradients shrink as a model learns, so that a fall counts from 1/64 on.
+_FALL_OF_SIZES = 6.0
+# An error twice its limit, or twice what it was if that was above. A tenth of all rows
+# or columns lost is above what any limit on errors allows.
 RULES = {
-    "clipped": Rule(0.05, math.inf, 0.0, "{value:.0%} of a column of {name} clip"),
+    "error": Rule(
+        1.0, math.inf, 0.0, "the error of its {name} is {factor:.3g} times its limit"
+    ),
     "flushed": Rule(
         0.1, math.inf, 0.0, "rows or columns of {name} lose {value:.0%} to zeros"
     ),
-    "level": Rule(2.0, 6.0, 0.01, "{name} is {times:.3g} times its usual size"),
+    "level": Rule(
+        _GROWTH,
+        _FALL_OF_SIZES,
+        _PACE_OF_SIZES,
+        "{name} is {times:.3g} times its usual size",
+    ),
     "peak": Rule(
-        2.0,
-        6.0,
-        0.01,
+        _GROWTH,
+        _FALL_OF_SIZES,
+        _PACE_OF_SIZES,
         "the largest column of {name} is {times:.3g} times its usual size",
     ),
 }
 _RISE, _FALL, _PACE = (np.array([rule[i] for rule in RULES.values()]) for i in range(3))
 
-type Measures = np.ndarray  # float32 [operands, measures], NaN where there is none
+# float32 [3, measures], of the three products or operands; NaN where there is none.
+type Measures = np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +86,7 @@ class SiteDrift:
 
     Attributes:
         looks: looks so far.
-        usual: usual measures, `[operands][measures]`; None where there are none.
+        usual: usual measures, as in `Measures`; None where there are none.
         off: looks in a row at which a measure was off.
         home: looks in a row at which all were home.
         why: what was off at the newest look at which anything was.
@@ -86,8 +102,13 @@ class SiteDrift:
     away: bool = False
     demotions: int = 0
 
-    def after(self, measures: Measures) -> "SiteDrift":
-        """Returns what is known after a look; the same if that is not finite."""
+    def after(self, measures: Measures, steps: int) -> "SiteDrift":
+        """Returns what is known after a look; the same if that is not finite.
+
+        Args:
+            measures: at the look.
+            steps: number of training steps since the look before.
+        """
         known = np.isfinite(measures)
         if not np.any(known):
             return self
@@ -96,8 +117,8 @@ class SiteDrift:
         else:
             usual = np.array(self.usual, np.float64)
             usual = np.where(np.isfinite(usual), usual, measures)
-            step = np.clip(measures - usual, -_PACE, _PACE)
-            usual = usual + np.where(known, step, 0.0)
+            pace = steps * _PACE
+            usual += np.where(known, np.clip(measures - usual, -pace, pace), 0.0)
         change = np.where(known, measures - usual, 0.0)
         excess = np.maximum(change / _RISE, -change / _FALL)
         is_off = np.max(excess) > 1
@@ -126,9 +147,12 @@ class SiteDrift:
 def _describe(excess: Measures, measures: Measures, change: Measures) -> str:
     """Returns a clause on what is off most."""
     place = np.unravel_index(np.argmax(excess), excess.shape)
-    return list(RULES.values())[place[1]].text.format(
-        name=OPERANDS[place[0]],
+    measure, rule = list(RULES.items())[place[1]]
+    names = ROLES if measure == "error" else OPERANDS
+    return rule.text.format(
+        name=names[place[0]],
         value=measures[place],
+        factor=2.0 ** float(measures[place]),
         times=2.0 ** float(change[place]),
     )
 
@@ -149,10 +173,15 @@ class Watch:
         sites = {path: SiteDrift(**site) for path, site in data["sites"].items()}
         return cls(sites=sites)
 
-    def after(self, measures: Mapping[str, Measures]) -> "Watch":
-        """Returns the watch after a look, with its measures by path."""
+    def after(self, measures: Mapping[str, Measures], steps: int) -> "Watch":
+        """Returns the watch after a look.
+
+        Args:
+            measures: at the look, by path.
+            steps: number of training steps since the look before.
+        """
         seen = {
-            path: self.sites.get(path, SiteDrift()).after(found)
+            path: self.sites.get(path, SiteDrift()).after(found, steps)
             for path, found in measures.items()
         }
         return Watch(sites={**self.sites, **seen})

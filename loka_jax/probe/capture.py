@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
+from loka_jax.probe import live_errors
+from loka_jax.probe.live_errors import LiveErrors, empty_errors
 from loka_jax.probe.site import some_rows
+from loka_jax.recipe import Recipe
 
 
 class Operands(NamedTuple):
@@ -19,15 +22,17 @@ class Operands(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some rows of a site's operands, and how far all rows reach.
+    """Some rows of a site's operands, how far all rows reach, and errors of all rows.
 
     Attributes:
         operands: some rows of lhs and g, and rhs.
         amaxes: of lhs, rhs and g, over all rows.
+        errors: of the products by the recipes of the `Sampler`, of all rows.
     """
 
     operands: Operands
     amaxes: Float[Array, "3"]
+    errors: LiveErrors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +71,18 @@ class Sampler:
     """An observer that returns a `Sample` of the operands.
 
     Attributes:
+        recipes: of which errors are sampled, with the scales of the step.
         max_rows: number of rows of a batch to keep, spread evenly over it.
     """
 
+    recipes: tuple[Recipe, ...] = ()
     max_rows: int = 1024
 
     def init(self, m: int, k: int, n: int) -> Sample:
         """Returns zeros in the shapes of a sample."""
         capture = Capture(max_rows=self.max_rows)
-        return Sample(capture.init(m, k, n), jnp.zeros(3, jnp.float32))
+        errors = empty_errors(len(self.recipes))
+        return Sample(capture.init(m, k, n), jnp.zeros(3, jnp.float32), errors)
 
     def observe(
         self,
@@ -89,4 +97,6 @@ class Sampler:
         capture = Capture(max_rows=self.max_rows)
         operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
-        return Sample(operands, fp8.amax_over_devices(amaxes, axis_names))
+        whole = live_errors.Operands(lhs, rhs, g, scales)
+        errors = live_errors.live_errors(whole, self.recipes, axis_names=axis_names)
+        return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)

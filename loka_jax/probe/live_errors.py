@@ -17,7 +17,7 @@ far the error of another step may lie from the mean.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,7 +36,6 @@ from loka_jax.recipe import (
     Operand,
     Recipe,
     Role,
-    get_recipe,
 )
 
 MEASURES = ("relative_l2", "worst_row", "mere")
@@ -62,6 +61,12 @@ class LiveErrors(NamedTuple):
 
     steps: Float[Array, ""]
     moments: Float[Array, "recipes 3 3 4"]
+
+    @property
+    def relative_l2(self) -> Float[Array, "recipes 3"]:
+        """The mean relative L2 errors by role; NaN where none was finite."""
+        of_l2 = self.moments[:, :, MEASURES.index("relative_l2")]
+        return jnp.where(of_l2[..., _WEIGHT] > 0, of_l2[..., _MEAN], jnp.nan)
 
 
 class Operands(NamedTuple):
@@ -107,7 +112,7 @@ def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
 
 def live_errors(
     operands: Operands,
-    recipes: tuple[str, ...],
+    recipes: Sequence[Recipe],
     steps: Float[Array, ""] | float = 0.0,
     axis_names: tuple[str, ...] = (),
 ) -> LiveErrors:
@@ -118,7 +123,7 @@ def live_errors(
 
     Args:
         operands: of the site.
-        recipes: names of recipes, whatever runs at the site.
+        recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
     """
@@ -137,7 +142,7 @@ def live_errors(
 
 def _role_errors(
     operands: Operands,
-    recipes: tuple[str, ...],
+    recipes: Sequence[Recipe],
     role: Role,
     shift: Float[Array, ""],
     axis_names: tuple[str, ...],
@@ -146,7 +151,7 @@ def _role_errors(
     first, second = _blocks(operands, role, shift)
     # Errors of few of a row's columns vary more, which makes up for fewer rows.
     num_rows = first.shape[0] if role == "drhs" else operands.lhs.shape[0]
-    gemms = [get_recipe(name).gemm(role) for name in recipes]
+    gemms = [recipe.gemm(role) for recipe in recipes]
     nothing = jnp.full((len(MEASURES),), jnp.nan, jnp.float32)
     # Kernels pad rows, but not k and n.
     is_fp8 = xla.why_not(_ANY_ROWS, *operands.rhs.shape) is None
@@ -156,11 +161,10 @@ def _role_errors(
     ref = xla.high_precision_matmul(first, second, compute_dtype=f32, out_dtype=f32)
     total = functools.partial(_total, role, axis_names)
     rows = []
-    for name, gemm in zip(recipes, gemms, strict=True):
+    for recipe, gemm in zip(recipes, gemms, strict=True):
         if gemm is None:
             rows.append(nothing)
             continue
-        recipe = get_recipe(name)
         casts = _casts(operands, role, gemm, recipe, axis_names)
         out = xla.fp8_matmul(
             *(cast(x) for cast, x in zip(casts, (first, second), strict=True)),

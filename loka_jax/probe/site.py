@@ -207,7 +207,8 @@ def _errors(
 ) -> LiveErrors:
     if not earlier.moments.size:
         return earlier
-    return live_errors.live_errors(operands, config.recipes, earlier.steps, axis_names)
+    recipes = [get_recipe(name) for name in config.recipes]
+    return live_errors.live_errors(operands, recipes, earlier.steps, axis_names)
 
 
 def _rhs(stats: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | Rows:

@@ -8,6 +8,7 @@ a checkpoint, where the run waits anyway.
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
 from loka_jax.dispatch.operand_health import health
+from loka_jax.dispatch.policy import Decision
 from loka_jax.nn import by_path
 from loka_jax.probe.capture import Sampler
-from loka_jax.recipe import Recipe
+from loka_jax.recipe import Recipe, Role
 from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
@@ -65,7 +67,9 @@ class DriftLooks:
         """Returns the progress with all looks but the newest `keep`."""
         watch = progress.drift
         while len(self._unread) > keep:
-            watch = watch.after(measured(self._unread.popleft()))
+            assert self._run is not None
+            steps = self._run.config.loop.look_every
+            watch = watch.after(measured(self._unread.popleft()), steps)
         return dataclasses.replace(progress, drift=watch)
 
 
@@ -74,34 +78,51 @@ def measured(look: Look) -> dict[str, np.ndarray]:
     return jax.device_get(look)
 
 
-def watched(run: Run, progress: Progress) -> dict[str, Recipe]:
-    """Returns the recipes whose casts are looked at, by path.
+class Watched(NamedTuple):
+    """What is looked at of a site.
 
-    They are those of the sites in FP8, and of the sites that have drifted those before.
+    Attributes:
+        recipe: whose casts, without those that its kernels leave out.
+        fp8_results: as in `nn.Site`.
     """
-    recipes = {
-        site.path: site.plan.choice.recipe
-        for site in run.sites
-        if site.has_choice and site.is_fp8
-    }
-    away = {
-        path: Choice.parse(progress.planned[path]["choice"]).recipe
+
+    recipe: Recipe
+    fp8_results: tuple[Role, ...]
+
+
+def watched(run: Run, progress: Progress) -> dict[str, Watched]:
+    """Returns what is looked at, by path.
+
+    That are the sites in FP8, and those that have drifted as they were before.
+    """
+    before = {
+        path: Decision(Choice.parse(progress.planned[path]["choice"]), "before drift")
         for path in progress.drift.away
     }
-    return recipes | away
+    sites = run.list_sites(run.plan.changed(before), scales_initialized=True)
+    return {
+        site.path: Watched(
+            dataclasses.replace(site.plan.backward_recipe, scales_initialized=False),
+            site.fp8_results,
+        )
+        for site in sites
+        if site.has_choice and site.is_fp8
+    }
 
 
 def look_step(
-    run: Run, recipes: Mapping[str, Recipe]
+    run: Run, sites: Mapping[str, Watched]
 ) -> Callable[[TrainState, Batch], Look] | None:
     """Returns the compiled look at some sites, by path; None without sites.
 
     A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
     looked at with those of a first step.
     """
-    if not recipes:
+    if not sites:
         return None
-    observer, parts = Sampler(max_rows=MAX_ROWS), run.config.loop.microbatches
+    recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
+    observer = Sampler(recipes=recipes, max_rows=MAX_ROWS)
+    parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
     if run.spread is None:
         observe = make_observe_step(run.planned, run.tables, observer)
     else:  # all devices look at the part of one of them
@@ -113,11 +134,18 @@ def look_step(
     def look(state: TrainState, batch: Batch) -> Look:
         part = jax.tree.map(lambda x: jnp.asarray(x)[: len(x) // parts], batch)
         samples, scales = by_path(observe(state, part)), named_sites(state)
-        return {
-            path: jnp.stack(
-                health(samples[path], recipe, scales.get(path, init_delayed(recipe))), 1
+        looks = {}
+        for path, (recipe, fp8_results) in sites.items():
+            sample = samples[path]
+            found = health(
+                sample,
+                sample.errors.relative_l2[recipes.index(recipe)],
+                recipe,
+                scales.get(path, init_delayed(recipe)),
+                fp8_results=fp8_results,
+                limits=limits,
             )
-            for path, recipe in recipes.items()
-        }
+            looks[path] = jnp.stack(found, 1)
+        return looks
 
     return jax.jit(look)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import fp8, scaling
+from loka_jax import scaling
 from loka_jax.dispatch.drift import (
     HOME_LOOKS,
     LOOKS,
@@ -19,7 +19,7 @@ from loka_jax.dispatch.drift import (
     Watch,
 )
 from loka_jax.dispatch.operand_health import Health, health
-from loka_jax.probe.capture import Operands, Sample
+from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import get_recipe
 from tests.support import slow_except
 
@@ -38,6 +38,7 @@ BEFORE, AFTER = (
 )  # healthy looks before the plant, looks within which it is caught
 
 FRESH = SiteDrift()
+DELAYED = get_recipe("fp8_tensorwise_delayed_bf16_drhs")
 
 # By name, the factor on the columns of lhs t steps after the plant began.
 PLANTS = {
@@ -68,6 +69,21 @@ def healthy(key, step):
     return [x * jnp.exp2(walk[i]) for i, x in enumerate((lhs, rhs, g))]
 
 
+def sampled(recipe, state, lhs, rhs, g):
+    """Returns the sample of a step, whose scales are those of the state."""
+    scales = (None, None, None)
+    if state is not None:
+        stored = dataclasses.replace(recipe, scales_initialized=True)
+        seen = jnp.any(state.amax_history > 0, axis=1)
+        scales = tuple(
+            None if scale is None else jnp.where(seen[i], scale, 0.0)
+            for i, scale in enumerate(scaling.stored_scales(state, stored))
+        )
+    sampler = Sampler(recipes=(recipe,), max_rows=len(lhs))
+    empty = sampler.init(*lhs.shape, rhs.shape[1])
+    return sampler.observe(empty, lhs, rhs, g, scales)
+
+
 @functools.partial(jax.jit, static_argnames="name")
 def looks(key, factors, name):
     """Returns the health of a site over steps, `[steps, 3, 4]`.
@@ -82,10 +98,10 @@ def looks(key, factors, name):
     def step(state, at):
         lhs, rhs, g = healthy(key, at[0])
         arrays = (lhs * at[1][None], rhs, g)
-        amaxes = jnp.stack([fp8.amax(x) for x in arrays])
-        found = health(Sample(Operands(*arrays), amaxes), recipe, state)
+        sample = sampled(recipe, state, *arrays)
+        found = health(sample, sample.errors.relative_l2[0], recipe, state)
         if state is not None:
-            state = scaling.update_delayed(state, amaxes, recipe)
+            state = scaling.update_delayed(state, sample.amaxes, recipe)
         return state, jnp.stack(found, 1)
 
     state = scaling.init_delayed(recipe) if recipe.is_delayed else None
@@ -102,10 +118,10 @@ def with_plant(name, plant):
     return np.asarray(looks(jax.random.key(0), factors, name))
 
 
-def fed(measures, site=FRESH):
+def fed(measures, site=FRESH, steps=1):
     """Returns what a site knows after looks, until it has drifted."""
     for found in measures:
-        site = site.after(found)
+        site = site.after(found, steps)
         if site.has_drifted:
             break
     return site
@@ -134,6 +150,60 @@ def test_growth_from_the_first_look_on_is_caught_too():
     assert fed(with_plant("fp8_tensorwise", "growth of 1.05")[BEFORE:]).has_drifted
 
 
+def test_growth_as_healthy_training_has_shown_it_is_none():
+    """The first alarm of drifts_h200.json: a column 6.7 times as large in 4,000 steps.
+
+    Here it grows by a power of the time, 9 times from the looks that settle to the
+    62nd, and goes on.
+    """
+    looks_taken, steps = 312, 64
+    factors = np.ones((looks_taken, K), np.float32)
+    factors[:, 3] = (1 + np.arange(looks_taken)) ** 0.8
+    measures = np.asarray(looks(jax.random.key(0), factors, "fp8_rowwise"))
+    peaks = measures[:, 0, list(RULES).index("peak")]
+    assert peaks[61] - peaks[SETTLING - 1] > np.log2(6.7)
+    site = fed(measures, steps=steps)
+    assert site.looks == looks_taken and not site.has_drifted
+
+
+def of_clipped_gradient(amax, recipe):
+    """Returns the measures of a look at g, and the share of a column that clips.
+
+    Args:
+        amax: for which the stored scale of g was made.
+        recipe: as the site runs it.
+    """
+    lhs, rhs, _ = healthy(jax.random.key(0), jnp.zeros(()))
+    g = jax.random.normal(jax.random.key(5), (M, N)).at[:, 3].multiply(2.1)
+    amaxes = jnp.stack([jnp.max(jnp.abs(lhs)), jnp.max(jnp.abs(rhs)), amax])
+    state = scaling.init_delayed(DELAYED)
+    for _ in range(DELAYED.amax_history_length):
+        state = scaling.update_delayed(state, amaxes, DELAYED)
+    sample = sampled(recipe, state, lhs, rhs, g)
+    found = health(sample, sample.errors.relative_l2[0], recipe, state)
+    covered = float(state.scale_inv[2]) * 57344
+    return np.asarray(jnp.stack(found, 1)), float(np.mean(abs(g[:, 3]) > 1.1 * covered))
+
+
+@pytest.mark.parametrize("as_it_runs", [False, True])
+def test_elements_that_clip_count_by_the_error_that_they_cause(as_it_runs):
+    """The second alarm of drifts_h200.json: 8 % of a column of g beyond its scale.
+
+    That was the scale of the first steps: the kernels of the site ran dlhs in bfloat16
+    and cast no g.
+    """
+    recipe = dataclasses.replace(DELAYED, dlhs=None) if as_it_runs else DELAYED
+    usual, none = of_clipped_gradient(12.0, recipe)
+    few, share = of_clipped_gradient(1.5, recipe)
+    most, all_but_few = of_clipped_gradient(0.05, recipe)
+    assert none == 0 and 0.06 < share < 0.1 and all_but_few > 0.9
+    settled = fed([usual] * SETTLING)
+    assert fed([few] * LOOKS, settled).off == 0
+    site = fed([most] * LOOKS, settled)
+    assert site.has_drifted != as_it_runs
+    assert as_it_runs or "the error of its dlhs is " in site.why
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("name", RECIPES)
 def test_healthy_steps_raise_nothing(name):
@@ -145,20 +215,20 @@ def test_healthy_steps_raise_nothing(name):
 
 def test_a_site_returns_when_its_operands_do_and_waits_longer_each_time():
     good, bad = good_and_bad()
-    watch = Watch().after({"a": good})
+    watch = Watch().after({"a": good}, 1)
     for _ in range(SETTLING):
-        watch = watch.after({"a": good})
+        watch = watch.after({"a": good}, 1)
     for time in range(3):
         for _ in range(LOOKS):
             assert not watch.drifted
-            watch = watch.after({"a": bad})
+            watch = watch.after({"a": bad}, 1)
         assert list(watch.drifted) == ["a"]
         watch = watch.changed(watch.drifted, ())
         assert watch.away == ["a"] and not watch.drifted
-        assert not watch.after({"a": bad}).back
+        assert not watch.after({"a": bad}, 1).back
         waited = 0
         while not watch.back:
-            watch, waited = watch.after({"a": good}), waited + 1
+            watch, waited = watch.after({"a": good}, 1), waited + 1
         assert waited == HOME_LOOKS * 2**time
         watch = watch.changed((), watch.back)
         assert not watch.away
@@ -169,7 +239,7 @@ def test_a_look_away_from_home_starts_the_wait_anew():
     site = fed([good] * SETTLING + [bad] * LOOKS)
     site = dataclasses.replace(site, away=True, demotions=1)
     site = fed([good] * (HOME_LOOKS - 1) + [bad] + [good] * (HOME_LOOKS - 1), site)
-    assert not site.is_back and site.after(good).is_back
+    assert not site.is_back and site.after(good, 1).is_back
 
 
 def test_a_batch_or_two_prove_nothing():
@@ -181,7 +251,7 @@ def test_a_batch_or_two_prove_nothing():
 def test_what_is_not_measured_changes_nothing():
     good, _ = good_and_bad()
     site = fed([good] * SETTLING)
-    assert site.after(np.full_like(good, np.nan)) == site
+    assert site.after(np.full_like(good, np.nan), 1) == site
     zeros = good.copy()
     zeros[2, 2:] = np.nan  # a gradient of zeros has no size
     assert fed([zeros] * LOOKS, site).off == 0
@@ -192,7 +262,7 @@ def test_a_watch_goes_on_from_json():
     measures = with_plant("fp8_tensorwise", "jump")[: BEFORE + LOOKS]
     whole = cut = Watch()
     for found in measures:
-        whole = whole.after({"a": found})
+        whole = whole.after({"a": found}, 1)
         cut = Watch.from_json(json.loads(json.dumps(dataclasses.asdict(cut))))
-        cut = cut.after({"a": found})
+        cut = cut.after({"a": found}, 1)
     assert whole == cut and whole.drifted

@@ -1,4 +1,4 @@
-"""What a recipe's casts do to operands: clipped, flushed, and how large these are."""
+"""What a recipe's casts do to products and operands, and how large these are."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,9 @@ import pytest
 
 from loka_jax import fp8, scaling
 from loka_jax.dispatch.operand_health import Health, health
+from loka_jax.dispatch.policy import Limits
 from loka_jax.probe.capture import Operands, Sample
+from loka_jax.probe.live_errors import empty_errors
 from loka_jax.recipe import OPERANDS, get_recipe
 from loka_jax.site import compose
 
@@ -23,10 +25,10 @@ def sample(lhs=None, rhs=None, g=None):
         for key, shape, x in given
     ]
     amaxes = jnp.stack([fp8.amax(x) for x in arrays])
-    return Sample(Operands(*arrays), amaxes)
+    return Sample(Operands(*arrays), amaxes, empty_errors(0))
 
 
-def healths(name, operands, amaxes=None):
+def healths(name, operands, amaxes=None, errors=(0.0, 0.0, 0.0), **options):
     """Returns the health by operand, after steps with these amaxes if delayed."""
     recipe = get_recipe(name)
     state = None
@@ -34,7 +36,7 @@ def healths(name, operands, amaxes=None):
         state = scaling.init_delayed(recipe)
         for _ in range(16):
             state = scaling.update_delayed(state, jnp.float32(amaxes), recipe)
-    found = health(operands, recipe, state)
+    found = health(operands, jnp.float32(errors), recipe, state, **options)
     return {
         name: Health(*[float(x[i]) for x in found]) for i, name in enumerate(OPERANDS)
     }
@@ -43,7 +45,6 @@ def healths(name, operands, amaxes=None):
 def test_normal_operands_lose_nothing():
     for name in ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"):
         for found in healths(name, sample()).values():
-            assert found.clipped == 0
             # Of N(0, 1), E4M3 flushes below amax / 4.6e5: a few of 10^5 elements.
             assert found.flushed < 1e-4
 
@@ -83,33 +84,56 @@ def test_rows_beyond_the_sample_set_the_current_scale():
     assert found["lhs"].flushed == 1
 
 
-def test_stored_scales_clip_and_flush():
+def test_stored_scales_flush():
     ones = sample(lhs=np.ones((M, K)))
-    reach = [1e-3, 8.0, 8.0]
-    found = healths(DELAYED, ones, reach)
-    assert found["lhs"].clipped == 1 and found["g"].clipped == 0
+    assert healths(DELAYED, ones, [8.0, 8.0, 8.0])["lhs"].flushed == 0
     assert healths(DELAYED, ones, [1e7, 8.0, 8.0])["lhs"].flushed == 1
-    # The margin is one bit; pow2 scales leave up to another.
-    assert healths(DELAYED, ones, [0.5, 8.0, 8.0])["lhs"].clipped == 0
 
 
-def test_one_clipped_row_is_no_clipped_column():
-    x = np.ones((M, K))
-    x[0] = 1e6
-    found = healths(DELAYED, sample(lhs=x), [1.0, 8.0, 8.0])["lhs"]
-    np.testing.assert_allclose(found.clipped, 1 / M)
+def test_an_error_is_told_by_how_far_it_is_above_the_limit_of_its_formats():
+    # The limits are 1.5 times 0.037 of E4M3 twice, and 1.5 times 0.059 with E5M2.
+    found = healths("fp8_tensorwise", sample(), errors=(0.05, 0.0885 * 4, np.nan))
+    assert found["lhs"].error == 0 and np.isnan(found["g"].error)
+    np.testing.assert_allclose(found["rhs"].error, 2, rtol=1e-6)
+    wide = Limits(healthy=6.0)
+    found = healths("fp8_tensorwise", sample(), errors=(0, 0.0885 * 4, 0), limits=wide)
+    np.testing.assert_allclose(found["rhs"].error, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("role, i", [("fwd", 0), ("dlhs", 1)])
+def test_a_result_in_fp8_that_saturates_is_an_error_of_its_product(role, i):
+    # Of equal values all products add up: sqrt(k) times what independent ones do.
+    same = sample(*(np.ones(shape) for shape in ((M, K), (K, N), (M, N))))
+    by_itself = healths(DELAYED, same, [1.0, 1.0, 1.0])
+    assert all(x.error == 0 for x in by_itself.values())
+    found = [
+        healths(DELAYED, operands, amaxes, fp8_results=(role,))[OPERANDS[i]].error
+        for operands, amaxes in (
+            (same, [1.0, 1.0, 1.0]),
+            # The same products from operands that stay below their scales.
+            (same, [8.0, 8.0, 8.0]),
+            (sample(), [4.0, 4.0, 4.0]),
+        )
+    ]
+    # In FP8 1 is 128, of E5M2 2^14. fwd: 32 x 2^14 in units of 2^9, dlhs: 64 x 2^21 in
+    # units of 2^10; the largest numbers are 7/16 of that.
+    lost = 9 / 16
+    limit = {"fwd": 1.5 * 0.037, "dlhs": 1.5 * 0.059}[role]
+    np.testing.assert_allclose(found, [np.log2(lost / limit), 0, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_sizes_at_the_ends_of_float32_are_measured(size):
     found = healths("fp8_tensorwise", sample(g=np.full((M, N), size)))["g"]
-    assert found.flushed == found.clipped == 0
+    assert found.flushed == 0
     np.testing.assert_allclose(found.level, np.log2(size), rtol=1e-5)
 
 
 def test_what_has_no_cast_or_only_zeros_has_no_measures():
     found = healths("fp8_tensorwise", sample(lhs=np.zeros((M, K))))["lhs"]
     assert np.isnan([found.level, found.peak]).all() and found.flushed == 0
-    without_g = health(sample(), compose("fp8_rowwise/bf16/bf16"), None)
-    for measure in without_g:
+    forward = compose("fp8_rowwise/bf16/bf16")
+    without_g = health(sample(), jnp.zeros(3), forward, None)
+    assert np.isnan(without_g.error).tolist() == [False, True, True]
+    for measure in without_g[1:]:
         assert np.isnan(measure).tolist() == [False, False, True]
