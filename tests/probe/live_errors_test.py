@@ -18,9 +18,11 @@ RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_bf16_drhs")
 NO_SCALES = (None, None, None)
 _MEAN = 2  # place in the moments
 
-_measure = functools.partial(jax.jit, static_argnames="recipes")(
-    live_errors.live_errors
-)
+_errors = functools.partial(jax.jit, static_argnames="recipes")(live_errors.live_errors)
+
+
+def _measure(operands, names, steps=0.0):
+    return _errors(operands, tuple(map(get_recipe, names)), steps)
 
 
 def _operands(m=192, k=48, n=32, scales=NO_SCALES, seed=0):
@@ -129,3 +131,10 @@ def test_sizes_that_are_never_in_fp8_have_no_errors():
     assert not np.any(_measure(_operands(n=13), RECIPES).moments)
     # Kernels pad rows.
     assert np.all(_measure(_operands(m=100), RECIPES).moments[0, :, 0, _MEAN] > 0)
+
+
+def test_the_mean_of_relative_l2_is_read_by_recipe_and_role():
+    errors = _measure(_operands(), RECIPES)
+    found = np.asarray(errors.relative_l2)
+    assert np.isnan(found).tolist() == [[False] * 3, [False] * 3, [False, False, True]]
+    np.testing.assert_array_equal(found[:2], errors.moments[:2, :, 0, _MEAN])
