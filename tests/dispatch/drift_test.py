@@ -79,8 +79,9 @@ def sampled(recipe, state, lhs, rhs, g):
             None if scale is None else jnp.where(seen[i], scale, 0.0)
             for i, scale in enumerate(scaling.stored_scales(state, stored))
         )
-    sampler = Sampler(recipes=(recipe,), max_rows=len(lhs))
-    empty = sampler.init(*lhs.shape, rhs.shape[1])
+    (m, k), n = lhs.shape, rhs.shape[1]
+    sampler = Sampler(recipes=(recipe,), max_rows=m)
+    empty = sampler.init(m, k, n)
     return sampler.observe(empty, lhs, rhs, g, scales)
 
 
@@ -148,6 +149,15 @@ def test_a_planted_drift_is_caught_and_named(name, plant):
 
 def test_growth_from_the_first_look_on_is_caught_too():
     assert fed(with_plant("fp8_tensorwise", "growth of 1.05")[BEFORE:]).has_drifted
+
+
+@pytest.mark.parametrize("name", ["growth of 1.05", "column"])
+def test_growth_a_step_is_caught_by_looks_at_every_64th(name):
+    factors = np.ones((BEFORE, K), np.float32)
+    for look in range(6):
+        factors[BEFORE - 6 + look] = PLANTS[name](64 * look)
+    measures = np.asarray(looks(jax.random.key(0), factors, "fp8_tensorwise"))
+    assert fed(measures, steps=64).looks <= BEFORE - 6 + LOOKS + 1
 
 
 def test_growth_as_healthy_training_has_shown_it_is_none():
