@@ -144,7 +144,8 @@ def test_a_planted_drift_is_caught_and_named(name, plant):
     site = fed(with_plant(name, plant))
     assert site.has_drifted
     assert BEFORE + LOOKS <= site.looks <= BEFORE + AFTER
-    assert "lhs" in site.why
+    # Delayed scales clip a jump at first.
+    assert "lhs" in site.why or "the error of its fwd is " in site.why
 
 
 def test_growth_from_the_first_look_on_is_caught_too():
