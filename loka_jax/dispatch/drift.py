@@ -48,7 +48,7 @@ class Rule(NamedTuple):
 
 
 # Growth of 1.05 a step, 2^0.07, is off after 41 steps. The largest that was seen in
-# healthy training is 5 times in 2,000 steps, 2^0.0011 a step, of a column of `fp8_dlrm`.
+# healthy training is 5 times in 2,000 steps, 2^0.0011 a step: a column of `fp8_dlrm`.
 _GROWTH, _PACE_OF_SIZES = 2.7, 0.002
 # Gradients shrink as a model learns, so that a fall counts from 1/64 on.
 _FALL_OF_SIZES = 6.0
