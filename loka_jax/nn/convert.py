@@ -53,7 +53,7 @@ def convert[M: nnx.Module](model: M, *, recipe=..., only=..., skip=...) -> M: ..
 
 
 def convert(
-    model: linen.Module | nnx.Module,
+    model: Any,
     *,
     recipe: str | Recipe = "fp8_tensorwise",
     only: str | tuple[str, ...] = "*",
@@ -69,10 +69,15 @@ def convert(
         skip: patterns of paths of layers to leave as they are, though in `only`.
 
     Raises:
-        ValueError: if there is no recipe of that name; if a pattern matches no layer,
-            of a Linen model when it is called.
+        ValueError: if there is no recipe of that name; if what is given is no model,
+            but its class, say; if a pattern matches no layer, of a Linen model when it
+            is called.
     """
     as_recipe(recipe)
+    if isinstance(model, type):
+        raise ValueError(f"{model.__name__} is a class: give a model, an instance.")
+    if not isinstance(model, nnx.Module) and not hasattr(model, "apply"):
+        raise ValueError(f"{model!r} is no Flax model: give a Linen or NNX module.")
     if isinstance(model, nnx.Module):
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     return Converted(model, recipe, _patterns(only), _patterns(skip))

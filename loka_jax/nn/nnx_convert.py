@@ -26,9 +26,9 @@ from loka_jax import scaling, xla
 from loka_jax.nn.context import as_recipe
 from loka_jax.nn.dense import product
 from loka_jax.nn.einsum import einsum
-from loka_jax.nn.fused_sequence import ALONE
 from loka_jax.recipe import Recipe
 
+_APART = "in an NNX model norms and activations stay the model's own"
 _ANY_BATCH = 16  # a number of rows that FP8 allows
 
 
@@ -70,12 +70,14 @@ class SiteProduct(nnx.Module):
     ) -> Array:
         """Returns `jax.lax.dot_general` of the operands; `out_sharding` is ours."""
         dtype = options.get("preferred_element_type")
-        return product(self, lhs, rhs, dimension_numbers, precision, dtype, apart=ALONE)
+        return product(
+            self, lhs, rhs, dimension_numbers, precision, dtype, apart=_APART
+        )
 
     def einsum(self, equation: str, lhs, rhs, precision=None, **options: Any) -> Array:
         """Returns `jax.numpy.einsum` of the operands; `out_sharding` is ours."""
         dtype = options.get("preferred_element_type")
-        return einsum(self, equation, lhs, rhs, precision, dtype, apart=ALONE)
+        return einsum(self, equation, lhs, rhs, precision, dtype, apart=_APART)
 
     def is_initializing(self) -> bool:
         """Returns False: NNX has no pass that makes the variables."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 from loka_jax import nn
 from loka_jax.dispatch.plan import make_plan
@@ -302,6 +302,12 @@ def test_a_pattern_may_name_a_layer_that_a_method_does_not_call():
     got = model.apply(variables, item, method="embed_item")
     plain = TOWERS[0].apply(variables, item, method="embed_item")
     assert support.sqnr_db(plain, got) > 20
+
+
+@pytest.mark.parametrize("model", [linen.Dense, nnx.Linear, jnp.tanh, {"params": 1}])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ValueError, match="is a class: give|is no Flax model: give"):
+        nn.convert(model)
 
 
 def test_a_model_without_dense_layers_is_refused():
