@@ -15,6 +15,7 @@ from experiments.by_device import named_here
 from experiments.configs import find_config, names
 from experiments.first_help import short_help
 from experiments.options import parse_options
+from loka_jax.commands import interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.guard import TrainingFailed
@@ -120,6 +121,7 @@ def run_cli(command: Callable[[], int]) -> int:
     failed save, a lost file, a full device or a failed training gives 1; Ctrl-C gives
     130.
     """
+    interruptible()
     try:
         return command()
     except ValueError as error:

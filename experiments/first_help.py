@@ -15,7 +15,7 @@ import sys
 import loka_jax
 from experiments.arguments import asks_for_help, take
 from loka_jax.cache_folder import cache_folder
-from loka_jax.commands import spoken
+from loka_jax.commands import leave_on_interrupt, spoken
 
 # The options that most people need, with the same words in every script.
 _OPTIONS = {
@@ -68,6 +68,7 @@ def first_help(arguments: list[str], script: str) -> None:
     Raises:
         SystemExit: with code 0 if nothing is left to be said.
     """
+    leave_on_interrupt()
     if not asks_for_help(arguments):
         if sys.stderr.isatty():
             print("Loading JAX ...", file=sys.stderr)

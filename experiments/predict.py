@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 
 from experiments.bad_values import one_sentence
-from loka_jax.commands import called, spoken
+from loka_jax.commands import called, leave_on_interrupt, spoken
 from loka_jax.terminal import printable
 
 
@@ -101,4 +101,5 @@ def _show(rows: int) -> None:
 
 
 if __name__ == "__main__":
+    leave_on_interrupt()
     sys.exit(main())

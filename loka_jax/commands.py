@@ -8,9 +8,11 @@ Exit codes: those of the script; 2 if there is no such command.
 """
 
 import ast
+import os
 import pathlib
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -41,8 +43,28 @@ def main(arguments: list[str] | None = None) -> int:
     script = folder() / f"{name}.py"
     sys.path.insert(0, str(folder().parent))
     sys.argv = [str(script), *rest]
+    leave_on_interrupt()
     runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+def leave_on_interrupt() -> None:
+    """Makes Ctrl-C end the process at once, with code 130, until `interruptible`.
+
+    While extension modules are imported, an exception becomes another or is lost.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def interruptible() -> None:
+    """Makes Ctrl-C a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_) -> None:
+    os._exit(130)  # nothing is written yet
 
 
 def folder() -> pathlib.Path:

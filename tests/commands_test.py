@@ -60,6 +60,14 @@ def test_a_command_runs_as_a_script_and_ends_with_its_code(as_in_a_wheel):
     assert (done.returncode, done.stdout) == (3, "a b\n"), done.stderr
 
 
+def test_an_interrupt_while_modules_load_ends_without_a_traceback(as_in_a_wheel):
+    slow = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    (commands.folder() / "echo.py").write_text(slow + "def main(): ...\n")
+    line = [sys.executable, "-c", RUN, str(commands.folder()), "echo"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_texts_name_what_the_installation_has(as_in_a_wheel, monkeypatch):
     text = "run 'uv run python experiments/train.py --resume', or experiments/tune.py"
     assert commands.spoken(text) == "run 'loka train --resume', or loka tune"
