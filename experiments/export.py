@@ -71,9 +71,10 @@ def _run(arguments: Arguments) -> int:
     for batch_size, difference in exported.differences.items():
         equal = "equal bit for bit to" if difference == 0 else "NOT equal to"
         by = f" (by at most {difference:.2g})" if difference else ""
-        print(f"{batch_size:,} rows: {equal} the run's evaluation step here{by}.")
+        rows = f"{batch_size:,} row{'s' if batch_size > 1 else ''}"
+        print(f"{rows}: {equal} the run's evaluation step here{by}.")
     parts = ", ".join(f"{n:,} {name}" for name, n in exported.weight_bytes.items())
-    print(f"{arguments.out}: {exported.num_bytes:,} bytes; weights: {parts}.")
+    print(f"{arguments.out}: {exported.num_bytes:,} bytes; of weights: {parts}.")
     return 0
 
 
