@@ -70,6 +70,9 @@ def tune(
     def say(sentence: str):
         console.print(plain(sentence))
 
+    performance = local_performance().performance
+    if performance is None:
+        say("There is no GPU with FP8: the times are of this device, and only for it.")
     measured = measure(
         run.config.name,
         run.sites,
@@ -77,7 +80,7 @@ def tune(
         options,
         effects=_effects(run, done.state, options.held_out_batches, say),
         timed=timed,
-        performance=local_performance().performance,
+        performance=performance,
         say=say,
     )
     # Written after every site, because measuring all of them can take long.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from experiments import train as train_script
@@ -40,7 +41,9 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
         assert all(source.startswith("fp8_dlrm_tiny ") for source in entry.errors)
     effects = [source for entry in table.sites.values() for source in entry.effects]
     assert effects == ["fp8_dlrm_tiny top_mlp/dense_0"]
-    capsys.readouterr()
+    assert ("There is no GPU with FP8" in capsys.readouterr().out) == (
+        jax.default_backend() == "cpu"
+    )
     workdir = ["--workdir", str(tmp_path / "planned")]
     loose = ["--dispatch.limits.speedup", "0.01", "--dispatch.limits.healthy", "9"]
     assert train_script.main([*TINY, *workdir, *loose, "--plan", str(path)]) == 0
