@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from loka_jax.ops import row_rounding
 from loka_jax.ops.kernels import by_kernel
+from loka_jax.ops.row_rounding import Rounding
 from loka_jax.ops.tables import Pooling, TableSpec
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_update as _triton
@@ -80,21 +82,31 @@ class InPlaceRowOptimizer(RowOptimizer, Protocol):
         order: Int[Array, "N"],
         row_grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
+        rounding: Rounding | None = None,
     ) -> tuple[Float[Array, "R D"], Any]:
         """Returns table and state with every touched row updated once.
 
         Args:
             ids: sorted; `BAD_ID` marks unused entries.
             order: the position in `row_grads` of each id's gradient.
+            rounding: of bfloat16 rows; None rounds to the nearest.
         """
         ...
+
+
+class Rounded(NamedTuple):
+    """A row optimizer whose bfloat16 rows are rounded stochastically in a step."""
+
+    optimizer: RowOptimizer
+    rounding: Rounding
 
 
 def init_table(
     key: Array, spec: TableSpec, stddev: float = 1e-4
 ) -> Float[Array, "R D"]:
-    """Returns the stacked float32 tables, normal with mean 0 and `stddev`."""
-    return stddev * jax.random.normal(key, (spec.total_rows, spec.dim), jnp.float32)
+    """Returns the stacked tables, normal with mean 0 and `stddev`."""
+    rows = stddev * jax.random.normal(key, (spec.total_rows, spec.dim), jnp.float32)
+    return rows.astype(spec.dtype)
 
 
 def flat_ids(
@@ -309,7 +321,7 @@ def update_rows(
     opt_state: PyTree,
     flat_ids: Int[Array, "*N"],
     row_grads: Float[Array, "*N D"],
-    optimizer: RowOptimizer,
+    optimizer: RowOptimizer | Rounded,
     lr: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
@@ -334,6 +346,7 @@ def update_rows(
     Raises:
         ValueError: if Triton is required and cannot run.
     """
+    optimizer, rounding = with_rounding(optimizer)
     num_rows = table.shape[0]
     ids = jnp.where(enabled, flat_ids, BAD_ID)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
@@ -342,7 +355,7 @@ def update_rows(
     implementation = chosen(implementation, why_not)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
         operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
-        return by_kernel(optimizer.update_in_place, *operands)
+        return by_kernel(optimizer.update_in_place, *operands, rounding)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Without it XLA recomputes the sums in each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)
@@ -361,4 +374,12 @@ def update_rows(
     rows = gather(table).astype(jnp.float32)
     row_state = jax.tree.map(gather, opt_state)
     rows, row_state = optimizer.update(rows, row_state, grads, lr)
+    rows = row_rounding.stored(rows, ids, table.dtype, rounding)
     return scatter(table, rows), jax.tree.map(scatter, opt_state, row_state)
+
+
+def with_rounding(
+    optimizer: RowOptimizer | Rounded,
+) -> tuple[RowOptimizer, Rounding | None]:
+    """Returns a row optimizer, and how its rows are rounded; None to the nearest."""
+    return optimizer if isinstance(optimizer, Rounded) else (optimizer, None)

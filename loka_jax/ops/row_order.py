@@ -18,6 +18,7 @@ References:
     Appleby: MurmurHash3, the finalizer of 32 bits.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +131,11 @@ def places_of(rows: Int[np.ndarray, "N"], order: Order) -> Int[np.ndarray, "N"]:
 
 
 def normal_rows(
-    key: Array, order: Order, dim: int, shards: Int[Array, "n"]
+    key: Array,
+    order: Order,
+    dim: int,
+    shards: Int[Array, "n"],
+    kept: Callable[[Array], Array] = lambda rows: rows,
 ) -> Float[Array, "P D"]:
     """Returns normal values of the places of some virtual shards, in their order.
 
@@ -144,6 +149,7 @@ def normal_rows(
         order: of the rows.
         dim: D.
         shards: int32, the numbers of the virtual shards.
+        kept: gives what is kept of the rows of a shard, in a narrower dtype.
     """
     words = jax.random.key_data(key)
     shape = (order.depth, dim)
@@ -152,7 +158,7 @@ def normal_rows(
     def shard(v: Array) -> Array:
         remainder = remainder_of(v.astype(jnp.uint32), q, order.shards)
         bits = threefry2x32_p.bind(*words, *_element(q, remainder, d, order, dim))
-        return _normal(bits[0] ^ bits[1])
+        return kept(_normal(bits[0] ^ bits[1]))
 
     return jax.lax.map(shard, shards).reshape(-1, dim)
 

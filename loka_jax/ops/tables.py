@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 Pooling = Literal["sum", "mean"]
 POOLINGS = get_args(Pooling)
+Storage = Literal["f32", "bf16"]
+_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 _MOST_ROWS = 2**39  # that `row_order` has places for
 
 
@@ -20,12 +22,14 @@ class TableSpec:
             the fields before them have one id each.
         owners: the number of the field whose table each field uses; () if each has its
             own.
+        storage: how the values of rows are kept.
     """
 
     rows: tuple[int, ...]
     dim: int
     pooling: tuple[Pooling, ...] = ()
     owners: tuple[int, ...] = ()
+    storage: Storage = "f32"
 
     def __post_init__(self):
         """Checks the ranges.
@@ -48,6 +52,11 @@ class TableSpec:
                 f"{self.total_rows} rows in all are more than {_MOST_ROWS - 1}: hash "
                 "the largest fields into fewer rows."
             )
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of the array."""
+        return _DTYPES[self.storage]
 
     @property
     def num_single(self) -> int:
@@ -131,4 +140,5 @@ def _part(spec: TableSpec, fields: tuple[int, ...], dim: int) -> TableSpec:
         dim=dim,
         pooling=tuple(spec.pooling[place] for place in lists),
         owners=tuple(fields.index(owners[field]) for field in fields),
+        storage=spec.storage,
     )

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from loka_jax.ops import embedding
+from loka_jax.ops import embedding, row_rounding
+from loka_jax.ops.row_rounding import Rounding
 from loka_jax.triton import row_update
 
 
@@ -86,18 +87,21 @@ class RowwiseAdagrad:
         order: Int[Array, "N"],
         row_grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
+        rounding: Rounding | None = None,
     ) -> tuple[Float[Array, "R D"], RowwiseAdagradState]:
         """Returns table and state with the rows of `ids` updated by Triton's kernels.
 
         Args:
             ids: sorted; `embedding.BAD_ID` marks unused entries.
             order: the position in `row_grads` of each id's gradient.
+            rounding: of bfloat16 rows; None rounds to the nearest.
         """
         root = math.sqrt(self.c)
         table, acc = row_update.rowwise_adagrad(
             *(table, opt_state.sum_of_squares, ids, order, row_grads),
             lr=root * lr,
             eps=root * self.eps,
+            noise=_noise(rounding),
         )
         return table, RowwiseAdagradState(acc)
 
@@ -168,14 +172,17 @@ class Sgd:
         order: Int[Array, "N"],
         row_grads: Float[Array, "N D"],
         lr: Float[Array, ""] | float,
+        rounding: Rounding | None = None,
     ) -> tuple[Float[Array, "R D"], tuple[()]]:
         """Returns the table with the rows of `ids` updated by Triton's kernels.
 
         Args:
             ids: sorted; `embedding.BAD_ID` marks unused entries.
             order: the position in `row_grads` of each id's gradient.
+            rounding: of bfloat16 rows; None rounds to the nearest.
         """
-        return row_update.sgd(table, ids, order, row_grads, lr=lr), ()
+        operands = table, ids, order, row_grads
+        return row_update.sgd(*operands, lr=lr, noise=_noise(rounding)), ()
 
 
 class AdamState(NamedTuple):
@@ -240,7 +247,7 @@ def whole_table_update(
     table: Float[Array, "R D"],
     opt_state: PyTree,
     summed: embedding.UniqueRows,
-    optimizer: embedding.RowOptimizer,
+    optimizer: embedding.RowOptimizer | embedding.Rounded,
     lr: Float[Array, ""] | float,
     l2: Float[Array, ""] | float,
     *,
@@ -255,6 +262,7 @@ def whole_table_update(
     Time and memory are O(R), with a few temporary `[R, D]` arrays, so it suits tables
     of up to about 10^6 rows. Nothing changes if `enabled` is False.
     """
+    optimizer, rounding = embedding.with_rounding(optimizer)
     ids, grads = summed
     old = table.astype(jnp.float32)
     dense = (
@@ -267,8 +275,16 @@ def whole_table_update(
     def if_enabled(new, old):
         return jnp.where(enabled, new, old)
 
-    table = if_enabled(rows.astype(table.dtype), table)
+    every = jnp.arange(len(table), dtype=jnp.int32)
+    rows = row_rounding.stored(rows, every, table.dtype, rounding)
+    table = if_enabled(rows, table)
     return table, jax.tree.map(if_enabled, state, opt_state)
+
+
+def _noise(rounding: Rounding | None) -> row_update.Noise | None:
+    if rounding is None:
+        return None
+    return row_update.Noise(rounding.words, rounding.depth, rounding.shards)
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -338,6 +338,9 @@ def build(
             learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
             l2=optim.rows_l2,
             implementation=config.embedding.implementation,
+            rounding_seed=(
+                config.seed if config.embedding.is_rounded_stochastically else None
+            ),
         ),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,

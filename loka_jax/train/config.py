@@ -17,84 +17,15 @@ from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
 from loka_jax.nn import ProbeConfig
-from loka_jax.ops.tables import POOLINGS, Pooling
 from loka_jax.optim import OptimConfig
-from loka_jax.options import pairs, require
+from loka_jax.options import require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.train.embedding_config import EmbeddingConfig
 from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.mesh import MeshConfig, require_averages
 
-_MAX_DIM = 4096
-_DIMS = f"in 1..{_MAX_DIM}"
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingConfig:
-    """The embedding tables.
-
-    Attributes:
-        dim: dimension of every embedding vector that the model takes.
-        dims: "COLUMN=8" gives the table of a column vectors of another dimension, which
-            a learned linear map takes to `dim`; columns that share the table follow.
-        pooling: how the rows of a multi-valued column become one vector: "sum" or
-            "mean" for all of them, "COLUMN=mean" for one; the default is "mean". Values
-            with weights get the weighted sum or mean.
-        init_stddev: standard deviation of their initial values.
-        implementation: "xla" to use XLA only; None to update the rows by kernels where
-            they apply.
-    """
-
-    dim: int = 16
-    dims: tuple[str, ...] = ()
-    pooling: tuple[str, ...] = ()
-    init_stddev: float = 0.01
-    implementation: Literal["xla"] | None = None
-
-    def __post_init__(self):  # noqa: D105
-        require(1 <= self.dim <= _MAX_DIM, "--embedding.dim", self.dim, _DIMS)
-        require(
-            0 <= self.init_stddev < 10,
-            "--embedding.init-stddev",
-            self.init_stddev,
-            "in [0, 10)",
-        )
-
-    def dims_of(
-        self, columns: tuple[str, ...], owners: tuple[str, ...] = ()
-    ) -> dict[str, int]:
-        """Returns the dim of each column's table.
-
-        Args:
-            columns: all columns.
-            owners: the column whose table each uses; () if each has its own.
-
-        Raises:
-            ValueError: for an entry that is not one of a column with a table.
-        """
-        owners = owners or columns
-        own = pairs("--embedding.dims", self.dims, tuple(dict.fromkeys(owners)))
-        for column, dim in own.items():
-            is_dim = dim.isdecimal() and 1 <= int(dim) <= _MAX_DIM
-            require(is_dim, f"--embedding.dims {column}", dim, _DIMS)
-        dims = (int(own.get(owner, self.dim)) for owner in owners)
-        return dict(zip(columns, dims, strict=True))
-
-    def pooling_of(self, multi: tuple[str, ...]) -> tuple[Pooling, ...]:
-        """Returns the pooling of each multi-valued column.
-
-        Raises:
-            ValueError: for an entry that is neither a pooling nor one of a column.
-        """
-        common = [entry for entry in self.pooling if entry in POOLINGS]
-        single = tuple(entry for entry in self.pooling if entry not in POOLINGS)
-        own = pairs("--embedding.pooling", single, multi)
-        default = common[-1] if common else "mean"
-        chosen = tuple(own.get(column, default) for column in multi)
-        for pooling in chosen:
-            require(pooling in POOLINGS, "--embedding.pooling", pooling, "sum or mean")
-        return chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,7 +248,7 @@ class Config:
                 f"{INITIALIZED!r}; training switches to it by itself."
             )
         _check_model(self.model)
-        require_averages(self.mesh, self.optim)
+        require_averages(self.mesh, self.optim, self.embedding)
 
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""

@@ -19,6 +19,7 @@ from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
+from loka_jax.train.embedding_config import EmbeddingConfig
 from loka_jax.train.processes import hosts
 from loka_jax.train.state import TrainState
 
@@ -70,14 +71,22 @@ class MeshConfig:
         require(is_part, "--mesh.shards", shards, allowed)
 
 
-def require_averages(config: MeshConfig, optim: OptimConfig) -> None:
+def require_averages(
+    config: MeshConfig, optim: OptimConfig, embedding: EmbeddingConfig
+) -> None:
     """Checks that groups can average what their rows' optimizer changes.
 
     Raises:
-        ValueError: if it keeps what has no average, or changes all rows.
+        ValueError: if it keeps what has no average, or changes all rows, or if rows are
+            not float32.
     """
     if config.sync != "weights":
         return
+    if embedding.dtype != "f32":
+        raise ValueError(
+            "--mesh.sync weights averages rows, and averages of bf16 are no bf16: use "
+            "--mesh.sync gradients, or --embedding.dtype f32."
+        )
     if optim.rows == "adam":
         raise ValueError(
             "--mesh.sync weights averages what a row optimizer keeps, and the counts "

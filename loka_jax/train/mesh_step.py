@@ -257,7 +257,11 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
         )
         if is_alone:
             return update_alone(table, row_state, touched, how, lr)
-        updated = update_table(table, row_state, touched, row_update, lr, enabled)
+        order = order_of(spec)
+        shards = order.shards // jax.lax.axis_size(SHARD)
+        first = jax.lax.axis_index(SHARD) * shards
+        rounded = row_update.at_step(state.step, order, spec.dim, first)
+        updated = update_table(table, row_state, touched, rounded, lr, enabled)
         return *updated, None
 
     parts = state.table, state.row_state, split(tables, batch), routed.routes, row_grads

@@ -56,6 +56,7 @@ def network(config: Config, schema: Schema, devices: int = 1) -> Network:
         dim=dim,
         pooling=config.embedding.pooling_of(schema.multi),
         owners=schema.tables if schema.owners else (),
+        storage=config.embedding.dtype,
     )
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     tables = with_dims(stack, tuple(dims.values()))

@@ -33,7 +33,7 @@ from loka_jax.train.state import TrainState
 _CARRIED = ("params", "fp8", "batch_stats", "opt_state", "table", "row_state")
 # What decides the shapes of these, beside all of `model`.
 _FIXED = (
-    *("embedding.dim", "embedding.dims"),
+    *("embedding.dim", "embedding.dims", "embedding.dtype"),
     *("optim.dense", "optim.rows", "optim.clip_norm"),
 )
 

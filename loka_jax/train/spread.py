@@ -142,7 +142,13 @@ class Spread:
             count = order.shards // self.mesh.shape[SHARD]
             first = jax.lax.axis_index(SHARD) * count
             shards = first + jnp.arange(count, dtype=jnp.int32)
-            table = stddev * row_order.normal_rows(key, order, spec.dim, shards)
+            rows = functools.partial(
+                row_order.normal_rows, key, order, spec.dim, shards
+            )
+            if spec.storage == "f32":
+                table = stddev * rows()
+            else:  # shard by shard: float32 would take twice the table's memory
+                table = rows(lambda x: (stddev * x).astype(spec.dtype))
             return table, row_optimizer.init(table)
 
         def spread(key: Array) -> dict[str, Any]:

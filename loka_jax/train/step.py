@@ -29,7 +29,8 @@ from loka_jax.nn import (
     merge_stats,
     probing,
 )
-from loka_jax.ops import embedding
+from loka_jax.ops import embedding, row_rounding
+from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
@@ -52,12 +53,33 @@ class RowUpdate(NamedTuple):
         l2: weight of the squared norm of the whole table in the loss; if positive,
             every row is updated every step.
         implementation: "xla" to use XLA only; None to use kernels where they apply.
+        rounding_seed: of the stochastic rounding of bfloat16 tables; None rounds to the
+            nearest.
     """
 
     optimizer: Any
     learning_rate: optax.Schedule
     l2: float
     implementation: Literal["xla"] | None = None
+    rounding_seed: int | None = None
+
+    def at_step(
+        self, step: Array, order: Order, dim: int, first_shard: Array | int = 0
+    ) -> "RowUpdate":
+        """Returns the update of a stack in a step, with the rounding of its rows.
+
+        Args:
+            step: the number of the step.
+            order: of the rows.
+            dim: of the stack.
+            first_shard: the first virtual shard of this device's part of it.
+        """
+        if self.rounding_seed is None:
+            return self
+        rounding = row_rounding.of_step(
+            self.rounding_seed, step, order, dim, first_shard
+        )
+        return self._replace(optimizer=embedding.Rounded(self.optimizer, rounding))
 
 
 def make_train_step(
@@ -290,8 +312,9 @@ def _update_tables(tables, state: TrainState, touched, row_update: RowUpdate, en
     """Returns the tables and the row optimizer's state after a step."""
     lr = rows_lr(row_update, state)
 
-    def update(_, table, row_state, touched):
-        return update_table(table, row_state, touched, row_update, lr, enabled)
+    def update(spec, table, row_state, touched):
+        how = row_update.at_step(state.step, Order(spec.total_rows, 1), spec.dim)
+        return update_table(table, row_state, touched, how, lr, enabled)
 
     updated = by_stack(update, tables, state.table, state.row_state, touched)
     return updated if isinstance(tables, TableSpec) else zip(*updated, strict=True)

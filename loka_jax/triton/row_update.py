@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from loka_jax.triton.launch import launch, power_of_two, require_triton
 
@@ -63,6 +63,20 @@ class Level(NamedTuple):
     def blocks(self) -> int:
         """Number of programs; each carries two entries to the next level."""
         return -(-self.n // self.positions)
+
+
+class Noise(NamedTuple):
+    """What the random bits are made of that round bfloat16 rows, as `ops.row_rounding`.
+
+    Attributes:
+        words: two of the step, and the first virtual shard of the table.
+        depth: places of a virtual shard.
+        shards: virtual shards in all, a power of two.
+    """
+
+    words: UInt32[Array, "3"]
+    depth: int
+    shards: int
 
 
 def why_not(
@@ -136,6 +150,7 @@ def sgd(
     grads: Float[Array, "N D"],
     *,
     lr: Float[Array, ""] | float,
+    noise: Noise | None = None,
 ) -> Float[Array, "R D"]:
     """Returns the table after `table[ids[i]] -= lr s[i]`, once for each run.
 
@@ -146,12 +161,13 @@ def sgd(
         ids: of `sum_runs`; below R, or `BAD_ID` for no row.
         order, grads: of `sum_runs`.
         lr: learning rate.
+        noise: rounds a bfloat16 table stochastically; None rounds to the nearest.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
-    table, _ = _update("sgd", table, None, ids, order, grads, lr, eps=0.0)
+    table, _ = _update("sgd", table, None, (ids, order, grads), lr, 0.0, noise)
     return table
 
 
@@ -164,6 +180,7 @@ def rowwise_adagrad(
     *,
     lr: Float[Array, ""] | float,
     eps: float,
+    noise: Noise | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "R"]]:
     """Returns table and accumulators after one update of each run's row, r = ids[i]:
 
@@ -178,39 +195,43 @@ def rowwise_adagrad(
         order, grads: of `sum_runs`.
         lr: learning rate.
         eps: added to the root.
+        noise: rounds a bfloat16 table stochastically; None rounds to the nearest.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
     name, state = "rowwise_adagrad", sum_of_squares
-    return _update(name, table, state, ids, order, grads, lr, eps=eps)
+    return _update(name, table, state, (ids, order, grads), lr, eps, noise)
 
 
-def _update(name, table, state, ids, order, grads, lr, *, eps):
+def _update(name, table, state, entries, lr, eps, noise):
     """Returns table and state after SGD if there is no state, else row-wise AdaGrad."""
+    ids, order, grads = entries
     _check(name, grads, table.dtype)
     require_triton()
     from loka_jax.triton import row_update_kernel
 
     is_adagrad = state is not None
     lr = jnp.asarray(lr, jnp.float32).reshape(1)
-    state = state if is_adagrad else lr  # any array: the kernel does not touch it
+    # Any array where there is none: the kernel does not touch it.
+    state = state if is_adagrad else lr
+    words, depth, shards = noise or (lr, 1, 0)
     n, dim = grads.shape
-    for depth, level in enumerate(levels(n, dim)):
+    for index, level in enumerate(levels(n, dim)):
         table, state, ids, grads = launch(
             row_update_kernel.update_rows_kernel,
-            *(ids, order, grads, lr, table, state),
+            *(ids, order, grads, lr, words, table, state),
             outputs=[
                 jax.ShapeDtypeStruct(table.shape, table.dtype),
                 jax.ShapeDtypeStruct(state.shape, state.dtype),
                 jax.ShapeDtypeStruct((2 * level.blocks,), jnp.int32),
                 jax.ShapeDtypeStruct((2 * level.blocks, dim), jnp.float32),
             ],
-            aliases={4: 0, 5: 1} if is_adagrad else {4: 0},
+            aliases={5: 0, 6: 1} if is_adagrad else {5: 0},
             **_launch_options(level),
-            constants=_constants(level, dim, depth)
-            | dict(is_adagrad=is_adagrad, eps=eps),
+            constants=_constants(level, dim, index)
+            | dict(is_adagrad=is_adagrad, eps=eps, depth=depth, shards=shards),
         )
     return table, state
 

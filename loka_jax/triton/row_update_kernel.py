@@ -71,6 +71,7 @@ def update_rows_kernel(
     order,
     grads,
     lr,
+    words,  # of the noise, or anything
     old_table,  # the same memory as `table`
     old_state,  # the same memory as `state`, or nothing
     table,
@@ -84,10 +85,13 @@ def update_rows_kernel(
     tile_dim: tl.constexpr,
     is_adagrad: tl.constexpr,
     eps: tl.constexpr,
+    depth: tl.constexpr,
+    shards: tl.constexpr,
 ):
     """Updates in place the rows whose runs are finished here.
 
     By row-wise AdaGrad with the accumulators `state` if `is_adagrad`, else by SGD.
+    Rounds stochastically if there are virtual shards, else to the nearest.
     """
     i, id, follows, ends, begins = _entries(ids, n, positions)
     d = _columns(dim, tile_dim)
@@ -109,7 +113,10 @@ def update_rows_kernel(
         acc += tl.sum(s * s, axis=1) / dim
         tl.store(state + row, acc, mask=finished)
         step = tl.div_rn(step, tl.sqrt_rn(acc)[:, None] + eps)
-    tl.store(at, (old - step).to(table.dtype.element_ty), mask=inside)
+    new = old - step
+    if shards > 0:
+        new = _rounded(new, _random_bits(id, d, words, depth, shards))
+    tl.store(at, new.to(table.dtype.element_ty), mask=inside)
     _carry(id, follows, ends, s, d, carried_ids, carried, dim, positions)
 
 
@@ -188,6 +195,38 @@ def _carry(
     rest = tl.where(follows[:, None], 0.0, s)
     tl.store(at + dim, rest, mask=is_end[:, None] & (d < dim))
     return cut
+
+
+@triton.jit
+@no_type_check
+def _random_bits(id, d, words, depth: tl.constexpr, shards: tl.constexpr):
+    """Returns uniform integers below 2^16: `random_bits` of `ops.row_rounding`."""
+    v = tl.load(words + 2) + (id // depth).to(tl.uint32)
+    q = (id % depth).to(tl.uint32)
+    low = q * shards + ((v - _hash32(q)) & (shards - 1))
+    of_row = _hash32(low ^ tl.load(words))
+    if shards > 1:
+        of_row += (q.to(tl.uint64) * shards >> 32).to(tl.uint32)
+    of_row = _hash32(of_row ^ tl.load(words + 1))
+    return _hash32(of_row[:, None] + d.to(tl.uint32) * 0x9E3779B9) >> 16
+
+
+@triton.jit
+@no_type_check
+def _hash32(x):
+    """Returns the finalizer of MurmurHash3 of uint32 values."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+@no_type_check
+def _rounded(x, bits):
+    """Returns float32 values that bfloat16 has: `round_by` of `ops.row_rounding`."""
+    words = (x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
+    # The sum may carry a NaN into another number.
+    return tl.where(x == x, words.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from loka_jax.ops import embedding, kernels
+from loka_jax.ops import embedding, kernels, row_rounding
+from loka_jax.ops.row_order import Order
 from loka_jax.optim.rows import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
 from loka_jax.triton import row_update
 from loka_jax.triton.row_update import why_not
@@ -210,6 +211,40 @@ def test_bfloat16_gradients_and_tables(optimizer):
     ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
     # Rounded once, from float32 values that may differ in their last bits.
     np.testing.assert_allclose(ours, theirs, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("anywhere", "small_tiles")
+@pytest.mark.parametrize("shards, first", [(1, 0), (256, 192)])
+@pytest.mark.parametrize("kind, n, dim", [("distinct", 300, 4), ("zipf", 90, 16)])
+def test_rows_are_rounded_by_the_bits_of_the_twin(shards, first, kind, n, dim):
+    ids, rows = _ids(kind, n)
+    # Sums of whole numbers are exact, and so are powers of two times them.
+    grads = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (n, dim)), jnp.float32)
+    table = support.normal(rows, dim, seed=1).astype(jnp.bfloat16)
+    order = Order(rows * 4 if shards > 1 else rows, shards)
+    rounding = row_rounding.of_step(7, jnp.asarray(3), order, dim, first)
+    optimizer = embedding.Rounded(Sgd(), rounding)
+    operands = table, (), ids, grads, optimizer, 2.0**-9
+    ours, _ = _update(*operands, enabled=TRUE)
+    theirs, _ = embedding.update_rows(*operands, enabled=TRUE, implementation="xla")
+    np.testing.assert_array_equal(ours, theirs)
+    to_nearest, _ = _update(*operands[:4], Sgd(), 2.0**-9, enabled=TRUE)
+    assert np.any(np.asarray(ours != to_nearest))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_adagrad_rounds_to_a_neighbour_of_its_float32_row():
+    table, state, ids, grads, optimizer, lr = _problem(ADAGRAD, "distinct", 300, 16)
+    table = table.astype(jnp.bfloat16)
+    rounding = row_rounding.of_step(7, jnp.asarray(3), Order(len(table), 1), 16)
+    rounded = embedding.Rounded(optimizer, rounding)
+    ours, _ = _update(table, state, ids, grads, rounded, lr, enabled=TRUE)
+    wide = table.astype(jnp.float32), state, ids, grads
+    exact, _ = _update(*wide, optimizer, lr, enabled=TRUE)
+    exact, found = np.asarray(exact), np.asarray(ours, np.float32)
+    assert np.all(np.abs(found - exact) <= np.abs(exact) * 2.0**-7)
+    # To the nearest, nothing would be further away than half of that distance.
+    assert np.any(np.abs(found - exact) > np.abs(exact) * 2.0**-8)
 
 
 @optimizers

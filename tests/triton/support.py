@@ -34,6 +34,7 @@ _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 _NAMES = {
     "uint8": "u8",
     "int32": "i32",
+    "uint32": "u32",
     "float32": "fp32",
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8e4nv",
