@@ -14,7 +14,8 @@ and ids follow a power law, `P(k) ~ k^-zipf`. Rare ids have smaller effects, as 
 model could learn them from a few clicks.
 
 B is the batch size, n the number of dense columns, F the number of fields, R the latent
-rank, V the total rows of all tables, W those of the interacting fields.
+rank, V the ids of all tables that have effects of their own (`_planted`), W those of
+the interacting fields.
 """
 
 import functools
@@ -31,8 +32,13 @@ from loka_jax.data.batch import WHOLE, Batch, Part, Position, Schema
 from loka_jax.data.config import DataConfig
 
 NUM_DENSE = 13
+_LARGEST = np.float32(2**31 - 128)  # the last before int32 ends
 NUM_INTERACTING = 8  # fields with smaller tables, paired in a ring
 SHARES = (0.4, 0.4, 0.2)  # of the logit's variance: dense, ids, pairs
+# Ids of a table with effects of their own. A larger table has those of its first ids
+# over and over, so that the planted model is small beside it.
+_MOST_PLANTED = 2**26
+_REPEATED = 2**22
 _SPLITS = {"train": 0, "valid": 1, "test": 2, "scaling": 3, "measure": 4}
 
 
@@ -76,7 +82,8 @@ def zipf_ids(
         log_x = jnp.log1p(uniform * jnp.expm1(q * log_rows)[None, :]) / q
     # float32 rounding may reach `rows` itself.
     last = jnp.asarray(rows, jnp.int32)[None, :] - 1
-    return jnp.clip(jnp.exp(log_x).astype(jnp.int32), 1, last)
+    x = jnp.minimum(jnp.exp(log_x), _LARGEST)
+    return jnp.clip(x.astype(jnp.int32), 1, last)
 
 
 def _draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
@@ -95,8 +102,19 @@ def _draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
     return z, ids, uniform[:, -1]
 
 
-def _offsets(rows: tuple[int, ...]) -> np.ndarray:
-    return np.cumsum((0, *rows[:-1]), dtype=np.int32)[None, :]
+def _planted(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how many ids of each table have effects of their own; int32 in all."""
+    most = _MOST_PLANTED if len(rows) < 2**31 // _MOST_PLANTED else _REPEATED
+    return tuple(count if count <= most else _REPEATED for count in rows)
+
+
+def _effect_rows(
+    ids: Int[Array, "B F"], rows: tuple[int, ...], planted: tuple[int, ...]
+) -> Int[Array, "B F"]:
+    """Returns the place of each id's effects among those of all tables."""
+    if planted != rows:
+        ids = ids % np.array(planted, np.int32)[None, :]
+    return ids + np.cumsum((0, *planted[:-1]), dtype=np.int32)[None, :]
 
 
 def _parts(
@@ -109,13 +127,14 @@ def _parts(
     amplitude, frequency, phase, slope = (w[None, :] for w in world.dense_waves)
     waves = amplitude * jnp.sin(frequency * z + phase) + slope * z
     dense = jnp.sum(waves, axis=-1) + jnp.tanh(z[:, 0]) * jnp.tanh(z[:, 1])
-    effects = jnp.sum(world.effects[ids + _offsets(config.rows)], axis=-1)
+    planted = _planted(config.rows)
+    effects = world.effects[_effect_rows(ids, config.rows, planted)]
     fields = interacting_fields(len(config.rows))
-    rows = tuple(config.rows[f] for f in fields)
-    latent_rows = ids[:, fields.start : fields.stop] + _offsets(rows)
+    part = slice(fields.start, fields.stop)
+    latent_rows = _effect_rows(ids[:, part], config.rows[part], planted[part])
     latents = world.latents[latent_rows]  # [B, fields, R]
     pairs = jnp.sum(latents * jnp.roll(latents, 1, axis=1), axis=(1, 2))
-    return jnp.stack([dense, effects, pairs], axis=-1)
+    return jnp.stack([dense, jnp.sum(effects, axis=-1), pairs], axis=-1)
 
 
 def _logit(config: DataConfig, world: World, z, ids) -> Float[Array, "B"]:
@@ -161,10 +180,10 @@ def make_world(config: DataConfig) -> World:
 def _draw_world(config: DataConfig) -> World:
     keys = jax.random.split(jax.random.key(config.world), 6)
     fields = interacting_fields(len(config.rows))
-    latent_rows = tuple(config.rows[f] for f in fields)
-    rank = np.concatenate([np.arange(rows) for rows in config.rows])
+    planted = _planted(config.rows)
+    rank = np.concatenate([np.arange(count) for count in planted])
     fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 30.0), jnp.float32)
-    size = (sum(latent_rows), config.latent_dim)
+    size = (sum(planted[fields.start : fields.stop]), config.latent_dim)
     waves = [
         jax.random.normal(keys[0], (NUM_DENSE,)),
         jax.random.uniform(keys[1], (NUM_DENSE,), minval=0.5, maxval=1.5),

@@ -8,6 +8,7 @@ import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
+from loka_jax.ops.tables import require_one_array
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
@@ -38,8 +39,13 @@ class Trained(NamedTuple):
 
 
 def read_trained(source: SourceRun, schema: Schema) -> Trained:
-    """Returns the model of a run's checkpoint."""
+    """Returns the model of a run's checkpoint.
+
+    Raises:
+        ValueError: if its tables do not fit in an array on one device.
+    """
     net = network(source.config, schema)
+    require_one_array(net.tables)
     state = _read_state(source, net, len(schema.dense))
     return Trained(source.config, schema, net, state, source.saved.step)
 

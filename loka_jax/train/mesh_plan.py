@@ -38,6 +38,7 @@ class Stack:
         rows: R.
         dim: D.
         row_bytes: of a row and its optimizer's state.
+        value_bytes: of a value of a row.
         lookups: N.
         distinct: U.
     """
@@ -47,6 +48,7 @@ class Stack:
     row_bytes: int
     lookups: int
     distinct: float
+    value_bytes: int = 4
 
     @property
     def sent(self) -> float:
@@ -278,18 +280,18 @@ def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
 
 def _add_rows(parts: dict[str, float], s: Stack, mesh: Mesh, rates: Rates) -> None:
     """Adds the times of one stack."""
-    value_bytes = WIRE_BYTES * s.dim
+    value_bytes, table_bytes = WIRE_BYTES * s.dim, s.value_bytes * s.dim
     gather, update = 1e3 * rates.gather_gb_s, 1e3 * rates.update_gb_s  # bytes a us
     sort_us = s.lookups / rates.sorted_ids_us
     sums_us = s.lookups * value_bytes / update
     if mesh.shards == 1:
-        parts["fetch"] += s.lookups * (4 * s.dim + value_bytes) / gather
+        parts["fetch"] += s.lookups * (table_bytes + value_bytes) / gather
         parts["give back"] += sort_us + sums_us
         parts["give back"] += s.distinct * 2 * s.row_bytes / update
         return
     parts["route"] += sort_us + _exchange_us(s.sent * _ID_BYTES, mesh, rates)
     parts["fetch"] += (
-        s.sent * (4 * s.dim + value_bytes) / gather
+        s.sent * (table_bytes + value_bytes) / gather
         + _exchange_us(s.sent * value_bytes, mesh, rates)
         + 2 * s.lookups * value_bytes / gather
     )

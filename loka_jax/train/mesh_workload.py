@@ -102,6 +102,7 @@ def _stacks(
             rows=spec.total_rows,
             dim=spec.dim,
             row_bytes=_bytes((table, row_state)) // spec.total_rows,
+            value_bytes=table.dtype.itemsize,
             lookups=batch * sum(slots[field] for field in members),
             distinct=sum(
                 expected_distinct(rows, batch * slots[field], zipf)

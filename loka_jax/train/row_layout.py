@@ -17,6 +17,7 @@ from loka_jax.train.leaves import from_host
 from loka_jax.train.manifest import Saved
 
 KEY = "virtual_shards"  # among a checkpoint's meta values; 1 if it is not there
+_AT_A_TIME = 2**22  # rows, whose numbers take 40 bytes each
 _OF_ROWS = ("table", "row_state")  # parts of a state with a row, or number, for each
 
 
@@ -86,7 +87,8 @@ def _spec_of(path: Any, tables: Tables) -> TableSpec | None:
 
 def _reordered(array: np.ndarray, before: Order, after: Order) -> np.ndarray:
     """Returns an array with its rows in another order, and zeros in places of none."""
-    rows = np.arange(before.rows)
     out = np.zeros((after.places, *array.shape[1:]), array.dtype)
-    out[places_of(rows, after)] = array[places_of(rows, before)]
+    for first in range(0, before.rows, _AT_A_TIME):
+        rows = np.arange(first, min(first + _AT_A_TIME, before.rows))
+        out[places_of(rows, after)] = array[places_of(rows, before)]
     return out

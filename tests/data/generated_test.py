@@ -113,6 +113,35 @@ def test_ids_stay_inside_their_tables_at_the_ends_of_the_range():
         assert ids.min() >= 1 and ids.max() < rows
 
 
+def test_tables_beyond_int32_in_all_have_ids_of_their_own_and_repeated_effects(
+    monkeypatch,
+):
+    monkeypatch.setattr(generated, "_MOST_PLANTED", 2**10)
+    monkeypatch.setattr(generated, "_REPEATED", 2**8)
+    largest = 2**31 - 1
+    rows = (largest, 1_100_000_000, 1000, largest)
+    config = dataclasses.replace(TINY, rows=rows, zipf=0.0)
+    world = generated.make_world(config)
+    assert len(world.effects) == 3 * 2**8 + 1000
+    data = generated.GeneratedDataset(config, world, "train", num_examples=500, seed=0)
+    batch = data.batch(Position(0, 0, 7), 500, shuffle=True)
+    ids = np.asarray(batch.ids, np.int64)
+    # Uniform: 500 draws come as far as the last hundredth, but for 0.7 % of all cases.
+    assert np.all(ids > 0) and np.all(ids < np.array(rows)[None, :])
+    assert np.all(ids.max(axis=0) > 0.99 * np.array(rows))
+    planted = generated._planted(rows)
+    firsts = np.cumsum((0, *planted[:-1]))
+    places = generated._effect_rows(jnp.asarray(batch.ids), rows, planted)
+    np.testing.assert_array_equal(places, ids % np.array(planted) + firsts)
+
+
+def test_ids_of_the_largest_table_stay_in_int32():
+    uniform = jnp.asarray([[0.0], [0.5], [1.0]])
+    found = np.asarray(generated.zipf_ids(uniform, (2**31 - 1,), 1.0))[:, 0]
+    assert found[0] == 1 and 0.9 * 2**15.5 < found[1] < 1.1 * 2**15.5
+    assert found[2] >= 0.9999 * 2**31
+
+
 def test_labels_follow_the_true_logits(world):
     data = dataset(world, num_examples=200_000)
     batch, logit = data.batch_and_logit(Position(0, 0, 0), 200_000)

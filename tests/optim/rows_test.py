@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from loka_jax.ops import embedding
+from loka_jax.ops import embedding, row_rounding
+from loka_jax.ops.row_order import Order
 from loka_jax.optim.rows import (
     Adam,
     LaggedRowwiseAdagrad,
@@ -160,6 +161,26 @@ def test_l2_moves_rows_that_no_batch_names():
     ids, grads = next(batches())
     new, _ = update_whole(table, (), ids, grads, Sgd(), 0.5, 0.1, enabled=TRUE)
     np.testing.assert_allclose(new[-1], np.full(DIM, 1 - 0.5 * 0.1), rtol=1e-6)
+
+
+def test_l2_shrinks_bfloat16_rows_in_the_mean():
+    table = jnp.full((4096, DIM), 1.5, jnp.bfloat16)
+    ids, grads = jnp.zeros(1, jnp.int32), jnp.zeros((1, DIM))
+    rounding = row_rounding.of_step(0, jnp.asarray(0), Order(len(table), 1), DIM)
+    shrink, unit = 2.0**-11, 2.0**-7
+
+    def updated(optimizer):
+        summed = embedding.sum_by_row(ids, grads, len(table))
+        operands = table, (), summed, optimizer, 1.0, shrink
+        return np.asarray(whole_table_update(*operands, enabled=TRUE)[0], np.float64)
+
+    np.testing.assert_array_equal(updated(Sgd()), np.asarray(table, np.float64))
+    found = updated(embedding.Rounded(Sgd(), rounding))
+    # A value goes down with the probability f, by a unit.
+    f = 1.5 * shrink / unit
+    deviation = np.sqrt(f * (1 - f) / found.size) * unit
+    assert abs(found.mean() - 1.5 * (1 - shrink)) <= 5 * deviation
+    assert deviation < 1.5 * shrink / 25
 
 
 def test_whole_table_without_l2_is_update_rows_for_adagrad():

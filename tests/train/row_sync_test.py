@@ -21,7 +21,7 @@ from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import build as build_lib
 from loka_jax.train import session
 from loka_jax.train.checkpoint import Checkpoints
-from loka_jax.train.config import RunOptions
+from loka_jax.train.config import EmbeddingConfig, RunOptions
 from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, mesh_of
 from loka_jax.train.row_layout import read_state
 from loka_jax.train.row_sync import update_alone
@@ -310,4 +310,12 @@ def test_what_has_no_average_is_refused(mesh, optim, reason):
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(
             support.config(), mesh=MeshConfig(**mesh), optim=OptimConfig(**optim)
+        )
+
+
+def test_averages_of_bfloat16_rows_are_refused():
+    tables = EmbeddingConfig(dtype="bf16")
+    with pytest.raises(ValueError, match="--embedding.dtype f32"):
+        dataclasses.replace(
+            support.config(), mesh=MeshConfig(sync="weights"), embedding=tables
         )
