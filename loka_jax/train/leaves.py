@@ -36,8 +36,22 @@ def to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
     """
     dtype = str(leaf.dtype)
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    # A copy, as the array may be donated and its memory reused while Orbax writes.
-    return np.array(data, copy=True), dtype
+    return _copied(data), dtype
+
+
+def _copied(array: Any) -> np.ndarray:
+    """Returns a copy of an array whose parts are all in this process.
+
+    A copy, as the array may be donated and its memory reused while Orbax writes.
+    """
+    if not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1:
+        return np.array(array, copy=True)
+    # Of an array over several devices JAX would make a copy of its own, and keep it.
+    out = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = shard.data
+    return out
 
 
 def shared(name: str, leaf: Any) -> tuple[jax.Array | np.ndarray, str]:

@@ -29,6 +29,15 @@ def test_it_has_the_sizes_of_the_state():
     assert step.dense_us == 5.0
 
 
+def test_tables_in_bfloat16_take_half_the_memory():
+    config = get_config("fp8_dlrm_tiny")
+    tables = dataclasses.replace(config.embedding, dtype="bf16")
+    (wide,) = workload(config).stacks
+    (stack,) = workload(dataclasses.replace(config, embedding=tables)).stacks
+    assert (stack.row_bytes, stack.value_bytes) == (2 * 16 + 4, 2)
+    assert (wide.row_bytes, wide.value_bytes) == (4 * 16 + 4, 4)
+
+
 def test_optimizers_of_rows_and_several_dims_count():
     config = get_config("fp8_dlrm_tiny")
     config = dataclasses.replace(
