@@ -18,6 +18,7 @@ route again with a larger C: nothing may be trained on such rows.
 An id that is ignored (`Places`) reads zeros, is sent nowhere and has no gradient.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +28,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from loka_jax.ops import embedding, row_codec
 from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order, Places
-from loka_jax.triton import Implementation
+from loka_jax.triton import Implementation, chosen
+from loka_jax.triton import route as _triton
+from loka_jax.triton.route import Lists
 
 
 class Routed(NamedTuple):
@@ -52,7 +56,12 @@ class Routed(NamedTuple):
 
 
 def route(
-    places: Places, order: Order, capacity: int, axis: str
+    places: Places,
+    order: Order,
+    capacity: int,
+    axis: str,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Routed, Int[Array, ""]]:
     """Returns the way of the ids, and the longest list of this device.
 
@@ -61,39 +70,30 @@ def route(
         order: of the rows.
         capacity: C.
         axis: the mesh axis over which the rows are spread.
+        implementation: "triton" requires its kernels; "xla"; None is Triton if it is
+            installed, the GPU is a Hopper and its kernels serve, else XLA. Their
+            results are equal.
     """
     devices = jax.lax.axis_size(axis)
-    v, q, positions = _sorted(places, order)
-    shards = order.shards // devices  # of each owner
-    # S is the v of ignored ids, whose owner is then L: no device.
-    owner = (v // np.uint32(shards)).astype(jnp.int32)
-    row = (v % np.uint32(shards)) * np.uint32(order.depth) + q
-    is_id = owner < devices
-    changed = (v[1:] != v[:-1]) | (q[1:] != q[:-1])
-    is_first = is_id & jnp.append(jnp.ones(min(1, v.size), bool), changed)
-
-    count = jnp.cumsum(is_first, dtype=jnp.int32)
-    # By counting: XLA's binary search is a loop of launches, and devices are few.
-    parts = jnp.arange(devices + 1, dtype=jnp.int32)
-    starts = jnp.searchsorted(owner, parts, method="compare_all")
-    before = jnp.append(jnp.zeros(1, jnp.int32), count)[starts]  # distinct ones
-    rank = count - 1 - before[owner]
-    fits = is_id & (rank < capacity)
-    slots = jnp.where(fits, owner * capacity + rank, BAD_ID)
-
-    empty = jnp.full(devices * capacity, BAD_ID, jnp.int32)
-    asked = _write(empty, jnp.where(is_first, slots, BAD_ID), row.astype(jnp.int32))
-    is_last = jnp.append(changed, jnp.ones(min(1, v.size), bool))
-    at = jnp.arange(v.size, dtype=jnp.int32)
-    ends = _write(empty, jnp.where(is_last, slots, BAD_ID), at)
+    how: Any = {"owners": devices, "capacity": capacity}
+    if order.places + order.depth >= 2**32:  # two keys cost more than one
+        lists, positions = _lists_of_pairs(places, order, how)
+    else:
+        place, positions = _sorted(places, order)
+        how["part"] = order.places // devices
+        why_not = _triton.why_not(place.size, devices)
+        if chosen(implementation, why_not) == "triton":
+            lists = by_kernel(functools.partial(_triton.lists, **how), place, positions)
+        else:
+            lists = _lists(place, positions, **how)
     routed = Routed(
-        asked=_all_to_all(asked.reshape(devices, capacity), axis),
-        slots=_write(jnp.empty_like(slots), positions, slots),
-        sorted_slots=slots,
+        asked=_all_to_all(lists.asked, axis),
+        slots=lists.slots,
+        sorted_slots=lists.sorted_slots,
         order=positions,
-        ends=ends.reshape(devices, capacity),
+        ends=lists.ends,
     )
-    return routed, jnp.max(before[1:] - before[:-1])
+    return routed, lists.need
 
 
 def fetch(
@@ -198,19 +198,87 @@ def fetch_everywhere(
     return jax.lax.psum(embedding.lookup(table, mine), axis)
 
 
-def _sorted(
-    places: Places, order: Order
+def _sorted(places: Places, order: Order) -> tuple[UInt32[Array, "N"], Int[Array, "N"]]:
+    """Returns the sorted places v depth + q, and the former position of each.
+
+    That of ignored ids is S depth.
+    """
+    positions = jnp.arange(places.v.size, dtype=jnp.int32)
+    q = jnp.where(places.v < order.shards, places.q, 0)
+    place = places.v * np.uint32(order.depth) + q
+    place, positions = jax.lax.sort((place, positions), num_keys=1, is_stable=True)
+    return place, positions
+
+
+def _sorted_pairs(
+    places: Places,
 ) -> tuple[UInt32[Array, "N"], UInt32[Array, "N"], Int[Array, "N"]]:
     """Returns v and q in the order of the places, and the former position of each."""
     positions = jnp.arange(places.v.size, dtype=jnp.int32)
-    if order.places + order.depth >= 2**32:  # two keys cost more than one
-        keys = (places.v, places.q, positions)
-        v, q, positions = jax.lax.sort(keys, num_keys=2, is_stable=True)
-        return v, q, positions
-    depth = np.uint32(order.depth)
-    place = places.v * depth + jnp.where(places.v < order.shards, places.q, 0)
-    place, positions = jax.lax.sort((place, positions), num_keys=1, is_stable=True)
-    return place // depth, place % depth, positions
+    keys = (places.v, places.q, positions)
+    v, q, positions = jax.lax.sort(keys, num_keys=2, is_stable=True)
+    return v, q, positions
+
+
+def _lists(
+    place: UInt32[Array, "N"],
+    positions: Int[Array, "N"],
+    owners: int,
+    part: int,
+    capacity: int,
+) -> Lists:
+    """Returns what `triton.route.lists` does."""
+    owner = (place // np.uint32(part)).astype(jnp.int32)
+    row = (place % np.uint32(part)).astype(jnp.int32)
+    return _of_owners(owner, row, place[1:] != place[:-1], positions, owners, capacity)
+
+
+def _lists_of_pairs(places: Places, order: Order, how: Any) -> tuple[Lists, Array]:
+    """Returns the lists of places that are no 32-bit number, and the positions."""
+    v, q, positions = _sorted_pairs(places)
+    shards = order.shards // how["owners"]  # of each owner
+    # S is the v of ignored ids, whose owner is then L: no device.
+    owner = (v // np.uint32(shards)).astype(jnp.int32)
+    row = (v % np.uint32(shards)) * np.uint32(order.depth) + q
+    changed = (v[1:] != v[:-1]) | (q[1:] != q[:-1])
+    found = _of_owners(owner, row.astype(jnp.int32), changed, positions, **how)
+    return found, positions
+
+
+def _of_owners(owner, row, changed, positions, owners: int, capacity: int) -> Lists:
+    """Returns the lists of sorted ids.
+
+    Args:
+        owner: of each id; L or more if it is ignored.
+        row: in the owner's part.
+        changed: whether an id differs from the one before; of all but the first.
+        positions: former ones.
+        owners: L.
+        capacity: C.
+    """
+    is_id = owner < owners
+    edge = jnp.ones(min(1, owner.size), bool)
+    is_first = is_id & jnp.append(edge, changed)
+    count = jnp.cumsum(is_first, dtype=jnp.int32)
+    # By counting: XLA's binary search is a loop of launches, and devices are few.
+    parts = jnp.arange(owners + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(owner, parts, method="compare_all")
+    before = jnp.append(jnp.zeros(1, jnp.int32), count)[starts]  # distinct ones
+    rank = count - 1 - before[owner]
+    slots = jnp.where(is_id & (rank < capacity), owner * capacity + rank, BAD_ID)
+
+    empty = jnp.full(owners * capacity, BAD_ID, jnp.int32)
+    asked = _write(empty, jnp.where(is_first, slots, BAD_ID), row)
+    is_last = jnp.append(changed, edge)
+    at = jnp.arange(owner.size, dtype=jnp.int32)
+    ends = _write(empty, jnp.where(is_last, slots, BAD_ID), at)
+    return Lists(
+        asked=asked.reshape(owners, capacity),
+        ends=ends.reshape(owners, capacity),
+        slots=_write(jnp.empty_like(slots), positions, slots),
+        sorted_slots=slots,
+        need=jnp.max(before[1:] - before[:-1]),
+    )
 
 
 def _write(into: Array, at: Int[Array, "N"], values: Array) -> Array:

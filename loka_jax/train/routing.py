@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -26,6 +27,7 @@ from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import lookup, tasks
 from loka_jax.train.mesh import AXES, BATCH, SHARD, order_of, shardings
 from loka_jax.train.stacks import by_stack, split
+from loka_jax.triton import Implementation
 
 _LEAST = 16  # places in a list
 _GROWTH = 1.05
@@ -85,8 +87,13 @@ class Router:
         sharding: of batches.
     """
 
-    def __init__(self, mesh: Mesh, tables: Tables):
-        """Takes the mesh, and the tables spread over it."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        tables: Tables,
+        implementation: Implementation | None = None,
+    ):
+        """Takes the mesh, the tables spread over it, and what makes the lists."""
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
         )
@@ -96,7 +103,7 @@ class Router:
         self._begun: collections.deque[_Begun] = collections.deque(maxlen=_AHEAD + 1)
         self.sharding = shardings(mesh, BATCH)
         self._run = jax.jit(
-            functools.partial(_route, mesh, tables),
+            functools.partial(_route, mesh, tables, implementation),
             static_argnums=0,
             in_shardings=self.sharding,
             out_shardings=shardings(mesh, SPECS),
@@ -164,19 +171,22 @@ class _Begun(NamedTuple):
     routed: RoutedBatch
 
 
-def _route(mesh: Mesh, tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
+def _route(mesh: Mesh, tables: Tables, implementation, capacity: Any, batch: Batch):
     """Returns the ways of the ids of a batch that is spread over all devices."""
-    part = functools.partial(_route_part, tables, capacity)
+    part = functools.partial(_route_part, tables, implementation, capacity)
     return jax.shard_map(
         part, mesh=mesh, in_specs=BATCH, out_specs=SPECS, check_vma=False
     )(batch)
 
 
-def _route_part(tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
+def _route_part(
+    tables: Tables, implementation, capacity: Any, batch: Batch
+) -> RoutedBatch:
     def one(spec: TableSpec, part: Batch, capacity: int):
         order = order_of(spec)
         places, bad = lookup.places(spec, part, order)
-        return *exchange.route(places, order, capacity, SHARD), bad
+        how: Any = (places, order, capacity, SHARD)
+        return *exchange.route(*how, implementation=implementation), bad
 
     found = by_stack(one, tables, split(tables, batch), capacity)
     if not isinstance(tables, TableSpec):
@@ -184,8 +194,26 @@ def _route_part(tables: Tables, capacity: Any, batch: Batch) -> RoutedBatch:
     routes, need, bad = found
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     bad = jax.tree.reduce(jnp.add, bad)
-    bad, weight = jax.lax.psum((bad, weight), AXES)
-    leaves, tree = jax.tree.flatten(need)
-    longest = jax.lax.pmax(jnp.stack(leaves), AXES)
-    need = jax.tree.unflatten(tree, list(longest))
+    each = _from_all((need, bad, weight))
+    need = jax.tree.map(lambda x: jnp.max(x, axis=0), each[0])
+    bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
     return RoutedBatch(routes, need, bad, weight)
+
+
+def _from_all(tree: Any) -> Any:
+    """Returns what all devices have, along a new axis 0, by one collective.
+
+    Args:
+        tree: of arrays of 32-bit numbers, few of them.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    words = [jax.lax.bitcast_convert_type(x, jnp.uint32).ravel() for x in leaves]
+    each = jax.lax.all_gather(jnp.concatenate(words), AXES)
+    parts = jnp.split(each, np.cumsum([x.size for x in words])[:-1], axis=1)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
+            for part, x in zip(parts, leaves, strict=True)
+        ],
+    )

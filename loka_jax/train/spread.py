@@ -49,7 +49,7 @@ class Spread:
     ):
         """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
         self.mesh, self.wire, self.tables = mesh, wire, tables
-        self.router = Router(mesh, tables)
+        self.router = Router(mesh, tables, implementation)
         self.sync = RowSync(mesh, wire, tables, implementation)
 
     def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ is not served (None if it is), and functions that launch its kernels:
 
     matmul        fp8_matmul: product of FP8 operands
     dot_features  dot_features, dot_features_backward: dot products of pairs of vectors
+    route         lists: of the distinct places of ids, for the owners of their rows
+    row_wire      encode, decode: rows for the wire
     row_update    sum_runs, sgd, rowwise_adagrad: sums of gradients by row, row updates
     cross_tail    what follows the product of a cross layer, each way
     joined_cast   FP8 forms of joined features

@@ -24,6 +24,7 @@ from loka_jax.triton import (
     joined_norm,
     matmul,
     packed,
+    route,
     row_update,
     row_wire,
     tail,
@@ -153,6 +154,7 @@ def interpreted(monkeypatch):
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
     modules = dot_features, joined_norm, matmul, packed, row_update, row_wire, tail
+    modules += (route,)
     for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
         importlib.import_module(f"{triton.__name__}.{path.stem}")
 
