@@ -83,6 +83,7 @@ def measure(config: Config, options: Options) -> int:
     result: dict[str, Any] = {
         "benchmark": "scaling",
         "command": results.command(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),  # the jobs have them too
         "config": config.identity(),
         "time": "wall clock of queued steps, median of seven rounds",
         "jobs": [],

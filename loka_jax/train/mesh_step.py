@@ -123,7 +123,8 @@ def make_mesh_train_step(
         with jax.named_scope("merge"):
             merged = _merge(loss, batch_stats, grads, seen, batch, gradients_wire)
 
-        grad_norm = optax.tree.norm(merged.params)
+        # Of one array: a norm of each parameter would be two launches each.
+        grad_norm = optax.tree.norm(ravel_pytree(merged.params)[0])
         is_finite = (
             merged.parts_are_finite
             & jnp.isfinite(merged.loss)
