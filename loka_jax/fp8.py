@@ -22,6 +22,8 @@ from jaxtyping import Array, Float
 E4M3 = jnp.float8_e4m3fn  # forward operands: max 448, 3 mantissa bits
 E5M2 = jnp.float8_e5m2  # gradients: max 57344, 2 mantissa bits
 
+SIZE_MULTIPLE = 16  # cuBLASLt's FP8 products take sizes in multiples of it
+
 # Keeps only the exponent of a float32, which rounds it down to a power of two.
 _EXPONENT_BITS = 0x7F800000
 _MAX_PARTS = 2048
@@ -70,6 +72,28 @@ def saturate(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shap
     """Returns `x` cast to FP8, clipped to the largest finite magnitude."""
     limit = fp8_max(dtype)
     return jnp.clip(x.astype(jnp.float32), -limit, limit).astype(dtype)
+
+
+def padded_size(size: int) -> int:
+    """Returns the least size of an FP8 product that is not smaller."""
+    return size + -size % SIZE_MULTIPLE
+
+
+def pad(x: Float[Array, "r c"]) -> Float[Array, "p q"]:
+    """Returns a matrix padded with zeros to sizes that FP8 products take.
+
+    Zeros add nothing to sums, and XLA pads in the pass of the cast around it.
+    """
+    rows, columns = x.shape
+    return pad_to(x, (padded_size(rows), padded_size(columns)))
+
+
+def pad_to(x: Float[Array, "r c"], shape: tuple[int, int]) -> Float[Array, "p q"]:
+    """Returns a matrix padded with zeros to a shape."""
+    if x.shape == shape:
+        return x
+    rest = [(0, size - given, 0) for size, given in zip(shape, x.shape, strict=True)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), rest)
 
 
 def amax(

@@ -22,7 +22,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import Fp8Array
+from loka_jax.fp8 import Fp8Array, padded_size
 from loka_jax.normed import NormResiduals
 
 
@@ -30,7 +30,8 @@ class Scaled(NamedTuple):
     """A matrix that stands for `data` times its scales.
 
     Attributes:
-        data: bfloat16, as of an FP8 product that was not scaled; FP8; or float32.
+        data: bfloat16, as of an FP8 product that was not scaled; FP8; or float32. It
+            may be padded with zeros.
         scales: float32 `[]`, two at most, applied one after the other.
     """
 
@@ -69,12 +70,28 @@ class Forms:
             such form. Values beyond the scale saturate, NaN stays NaN.
         transposed: the FP8 form's transpose too.
         amax: the largest magnitude before the cast, for delayed scaling.
+        shape: rows and columns of the matrix, where operands were padded; None if none
+            was.
+        padded: pad every form, and what else is as large, with zeros to sizes that FP8
+            products take.
     """
 
     bf16: bool = True
     fp8: DTypeLike | None = None
     transposed: bool = False
     amax: bool = False
+    shape: tuple[int, int] | None = None
+    padded: bool = False
+
+    def shape_of(self, operand: Float[Array, "r c"]) -> tuple[int, int]:
+        """Returns rows and columns of the matrix that is computed from an operand."""
+        rows, columns = operand.shape if self.shape is None else self.shape
+        return rows, columns
+
+    def written_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the shape in which a matrix of this shape is written."""
+        rows, columns = shape
+        return (padded_size(rows), padded_size(columns)) if self.padded else shape
 
 
 class Written(NamedTuple):

@@ -144,7 +144,8 @@ def _copied_bytes(spec: SiteSpec, choice: Choice, role: Role) -> int:
     """Returns the bytes moved to pad rows of FP8, and to slice those of bfloat16.
 
     As `xla.matmul.fp8_product` does where rows are no multiple of 16. That of drhs sums
-    over rows: padding joins the copies that transpose them.
+    over rows: padding joins the copies that transpose them. Padding of k and n joins
+    the casts.
     """
     if spec.m % _FP8_ROWS == 0 or role == "drhs" or not _is_fp8(choice, role):
         return 0

@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jex
 from flax import nnx
 
+from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.nn.context import current, site_context
 from loka_jax.nn.planned import Model
 from loka_jax.ops.fm_lcb import FmLcbPlan
@@ -76,13 +77,21 @@ class Site:
         """A short description of each role."""
         if self.left is not None:
             return {role: "as written" for role in ROLES}
-        tails = ", tails" if self.has_tails else ""
-        texts = {f"{role}": text + tails for role, text in describe(self.plan).items()}
+        texts = {f"{role}": text for role, text in describe(self.plan).items()}
+        if self.has_tails:
+            texts = {role: self._with_tails(text) for role, text in texts.items()}
         if self.together is not None:
             for role in ROLES:
                 if self.together.why_not(role) is None:
                     texts[role] = f"pallas{texts[role].removeprefix('xla')}"
         return texts
+
+    def _with_tails(self, text: str) -> str:
+        """Returns what runs at a role of an operation, which pads in any precision."""
+        spec, padding = self.spec, ", padded"
+        is_padded = any(size % SIZE_MULTIPLE for size in (spec.m, spec.k, spec.n))
+        padding = padding if is_padded and not text.endswith(padding) else ""
+        return f"{text}{padding}, tails"
 
     @property
     def why_not(self) -> str | None:

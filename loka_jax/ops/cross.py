@@ -18,7 +18,8 @@ Where the first product reads x0 in E4M3, so do the tails: the network is that o
 rounded features. What only tails read, z and d, leaves its product in FP8, z in E4M3
 and d in the format of gradients. In bfloat16 the same passes run without FP8.
 
-The weights are cast once a step, in both layouts.
+The weights are cast once a step, in both layouts. Sizes that are no multiples of 16 are
+padded with zeros by the passes that cast.
 """
 
 import functools
@@ -37,6 +38,7 @@ from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tail
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
+from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode
 
 # A value for each product of each layer.
@@ -206,7 +208,7 @@ def propagate(
         lhs, rhs, z = _products(own, x, layer, keep=keep)
         summands = (*summands, z)
         bias = bias if layer.bias is None else bias + layer.bias
-        want, scale_inv = Forms(), None
+        want, scale_inv = Forms(shape=own[0].shape("lhs")), None
         if (following := readers[i]) is not None:
             want = following.forms("lhs", keep=keep)
             scale_inv = following.scale_inv("lhs")
@@ -294,7 +296,7 @@ def pull_back(
         )
         kernels, layer_states, g = [], [], out.y
         for j in reversed(range(len(own))):
-            kernels.append(decode(own[j].multiply("drhs", lhs[j], g)))
+            kernels.append(own[j].weight_gradient(lhs[j], g))
             layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
             if j:
                 d = own[j].multiply("dlhs", g, rhs[j])
@@ -304,18 +306,22 @@ def pull_back(
         next_states.append(tuple(reversed(layer_states)))
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
-    dx0 = _feature_gradient(tuple(reversed(all_d)), kept.z, biases)
+    shape = network.sites(states)[0][0].shape("lhs")
+    all_d, all_z = (
+        [cut(decode(x), shape) for x in xs] for xs in (reversed(all_d), kept.z)
+    )
+    dx0 = _feature_gradient(all_d, all_z, biases)
     return dx0, tuple(reversed(gradients)), tuple(reversed(next_states))
 
 
 def _feature_gradient(
-    all_d: tuple[Scaled, ...], all_z: tuple[Scaled, ...], biases
+    all_d: list[Array], all_z: list[Array], biases
 ) -> Float[Array, "m n"]:
     """Returns `sum over l of d_l * s_l`, which XLA joins with what reads it."""
-    total, s = decode(all_d[0]), jnp.ones((), jnp.float32)
+    total, s = all_d[0], jnp.ones((), jnp.float32)
     for d, z, bias in zip(all_d[1:], all_z, biases, strict=True):
-        s = s + decode(z) if bias is None else s + decode(z) + bias[None, :]
-        total = total + decode(d) * s
+        s = s + z if bias is None else s + z + bias[None, :]
+        total = total + d * s
     return total
 
 

@@ -251,6 +251,7 @@ def _run_backward(site: KernelRun, dy, residuals: _Residuals) -> _Gradients:
         out_dtype=dy.dtype,
         fast_accumulation=gemm.fast_accumulation,
     )
+    dlhs = dlhs[:, : site.plan.spec.k]  # the weight may be padded
     return _Gradients(dlhs, g, *norm.of_vectors)
 
 

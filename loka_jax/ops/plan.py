@@ -249,7 +249,14 @@ def _describe_role(plan: KernelPlan, role: Role) -> str:
         return f"pallas{text.removeprefix('xla')}"
     if gemm is not None and plan.choice.provider == "triton":
         text = _by_triton(text)
+    elif gemm is not None and xla.is_padded(gemm, *_rows(plan).gemm_sizes(role)):
+        text = f"{text}, padded"
     return text if kernel is None else f"{text}, pallas norm"
+
+
+def _rows(plan: KernelPlan) -> SiteSpec:
+    """Returns the site with the rows that are added for kernels."""
+    return dataclasses.replace(plan.spec, m=plan.spec.m + plan.padding)
 
 
 def _by_triton(text: str) -> str:

@@ -157,7 +157,8 @@ class Products(NamedTuple):
         if not tensorwise:
             return SiteOperand(x, None, None, None, x.shape, x.dtype)
         (cast,) = set(tensorwise)  # Recipe allows one whole-tensor cast an operand
-        amaxes = fp8.amax_of_parts(x)
+        padded = self._padded(name, x)
+        amaxes = fp8.amax_of_parts(padded)
         amax = fp8.amax_over_devices(fp8.amax(amaxes), self.axis_names)
         if cast.scaling == "delayed":
             recipe = self.plan.choice.recipe
@@ -166,8 +167,19 @@ class Products(NamedTuple):
             scale_inv = fp8.compute_scale_inv(
                 amax, cast.dtype, pow2_scale=cast.pow2_scale
             )
-        copy = fp8.cast(x, scale_inv, cast.dtype)
+        copy = fp8.cast(padded, scale_inv, cast.dtype)
         return SiteOperand(x, amaxes, copy, None, x.shape, x.dtype)
+
+    def _padded(self, name: Operand, x: Array) -> Array:
+        """Returns an operand whose FP8 copy XLA's products read as it is.
+
+        Kernels read and write rows of any number.
+        """
+        if self.plan.choice.provider == "triton":
+            return x
+        padded = fp8.pad(x)
+        is_of_rows = name != "rhs" and self.plan.runs_kernels
+        return padded[: x.shape[0]] if is_of_rows else padded
 
     def keep(self, name: Operand, operand: SiteOperand) -> SiteOperand:
         """Returns an operand of the forward pass in the forms that backward reads."""
@@ -188,7 +200,10 @@ class Products(NamedTuple):
         return cast is not None and cast.granularity == "tensorwise"
 
     def view(self, role: Role, operand: Operand, x: SiteOperand) -> Array | Fp8Array:
-        """Returns the operand as `role` multiplies it, contracting its last dim."""
+        """Returns the operand as `role` multiplies it, contracting its last dim.
+
+        It may be padded with zeros.
+        """
         place = ROLE_OPERANDS[role].index(operand)
         transposed = _TRANSPOSED[role][place]
         cast = self.cast(role, operand)
@@ -212,9 +227,10 @@ class Products(NamedTuple):
         assert isinstance(lhs, Fp8Array) and isinstance(rhs, Fp8Array)
         by_triton = self.plan.choice.provider == "triton"
         multiply = triton.fp8_matmul if by_triton else xla.fp8_matmul
-        return multiply(
+        out = multiply(
             lhs, rhs, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation
         )
+        return xla.cut(out, _shape(role, first, second))
 
     def multiply_unscaled(
         self, role: Role, first: SiteOperand, second: SiteOperand, out_dtype: DTypeLike
@@ -236,7 +252,8 @@ class Products(NamedTuple):
             out_dtype=out_dtype,
             fast_accumulation=gemm.fast_accumulation,
         )
-        return product, (lhs.scale_inv, rhs.scale_inv)
+        scales = lhs.scale_inv, rhs.scale_inv
+        return xla.cut(product, _shape(role, first, second)), scales
 
     def stored_scale_inv(self, operand: Operand, cast: Cast, state) -> Array:
         """Returns the scale from earlier steps that an operand is cast with."""
@@ -303,6 +320,12 @@ _TRANSPOSED: dict[Role, tuple[bool, bool]] = {
     "dlhs": (False, False),
     "drhs": (True, True),
 }
+
+
+def _shape(role: Role, first: SiteOperand, second: SiteOperand) -> tuple[int, int]:
+    """Returns the shape of a role's product."""
+    of_first, of_second = _TRANSPOSED[role]
+    return first.shape[of_first], second.shape[of_second]
 
 
 def _is_tiled_or_by_column(lhs: Array | Fp8Array, rhs: Array | Fp8Array) -> bool:

@@ -92,7 +92,9 @@ def cast_rates(
             nonzero = _count_nonzero(operand.value)
             flushed = nonzero - _count_nonzero(cast.data)
             underflow = jnp.maximum(underflow, flushed / jnp.maximum(nonzero, 1))
-            saturation = jnp.maximum(saturation, quality.saturation_rate(cast.data))
+            rate = quality.saturation_rate(cast.data)
+            rate *= cast.data.size / operand.value.size  # of which some are padding
+            saturation = jnp.maximum(saturation, rate)
     return CastRates(underflow, saturation)
 
 

@@ -2,6 +2,9 @@
 
 A `Site` multiplies with operands that are `Written` in the forms that its products
 read, and leaves its results unscaled: the tail that reads them applies the scales.
+
+Operands and products are padded with zeros to multiples of 16. What casts an operand
+writes its padding; what leaves an operation has none.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from loka_jax import triton, xla
+from loka_jax import fp8, triton, xla
 from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import Epilogue
 from loka_jax.ops.kernels import by_kernel
@@ -135,6 +138,12 @@ class Site(NamedTuple):
     products: Products
     state: DelayedScaling | None
 
+    def shape(self, operand: Operand) -> tuple[int, int]:
+        """Returns rows and columns of an operand without padding."""
+        spec = self.products.plan.spec
+        m, k, n = spec.m, spec.k, spec.n
+        return {"lhs": (m, k), "rhs": (k, n), "g": (m, n)}[operand]
+
     def forms(self, operand: Operand, *, keep: bool) -> Forms:
         """Returns the forms in which products read an operand.
 
@@ -146,14 +155,16 @@ class Site(NamedTuple):
         casts: dict[Role, Cast | None] = {
             role: self.products.cast(role, operand) for role in readers
         }
-        fp8: dict[Role, Cast] = {
+        in_fp8: dict[Role, Cast] = {
             role: cast for role, cast in casts.items() if cast is not None
         }
         return Forms(
-            bf16=len(fp8) < len(casts),
-            fp8=next((cast.dtype for cast in fp8.values()), None),
-            transposed=any(_contracted(role, operand) == 0 for role in fp8),
-            amax=keep and bool(fp8),
+            bf16=len(in_fp8) < len(casts),
+            fp8=next((cast.dtype for cast in in_fp8.values()), None),
+            transposed=any(_contracted(role, operand) == 0 for role in in_fp8),
+            amax=keep and bool(in_fp8),
+            shape=self.shape(operand),
+            padded=True,
         )
 
     def scale_inv(self, operand: Operand) -> Array | None:
@@ -166,8 +177,9 @@ class Site(NamedTuple):
         """Returns an operand from a product, or from a matrix in high precision."""
         want = self.forms(operand, keep=keep)
         if want.fp8 is None:
-            return Written(decode(x).astype(jnp.bfloat16), None, None)
+            return Written(fp8.pad(decode(x).astype(jnp.bfloat16)), None, None)
         is_given = not x.scales and x.data.dtype == jnp.bfloat16
+        is_given = is_given and x.data.shape == want.written_shape(self.shape(operand))
         wanted = dataclasses.replace(want, bf16=want.bf16 and not is_given)
         static = dict(epilogue=_CAST, want=wanted, xhat=None)
         scale_inv = self.scale_inv(operand)
@@ -193,6 +205,10 @@ class Site(NamedTuple):
         options = dict(out_dtype=dtype, fast_accumulation=gemm.fast_accumulation)
         out = xla.fp8_product(lhs.data, rhs.data, **options)
         return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
+
+    def weight_gradient(self, lhs: Written, g: Written) -> Array:
+        """Returns drhs, in float32."""
+        return xla.cut(decode(self.multiply("drhs", lhs, g)), self.shape("rhs"))
 
     def multiply_to_fp8(self, role: Role, first: Written, second: Written) -> Scaled:
         """Returns the product of a role in the FP8 format of its first operand.
@@ -242,7 +258,10 @@ class Site(NamedTuple):
         if gemm is None or want.fp8 is None or scale_inv is None:
             return None
         lhs, rhs = _fp8_views("fwd", first, second)
-        unscaled = None if bias is None else bias / lhs.scale_inv / rhs.scale_inv
+        unscaled = None
+        if bias is not None:
+            padding = rhs.data.shape[0] - bias.size
+            unscaled = jnp.pad(bias / lhs.scale_inv / rhs.scale_inv, (0, padding))
         out = xla.fp8_product_to_fp8(
             *(lhs.data, rhs.data, lhs.scale_inv / scale_inv * rhs.scale_inv, unscaled),
             out_dtype=want.fp8,

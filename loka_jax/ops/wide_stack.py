@@ -13,6 +13,9 @@ earlier steps, or the bound of a block norm), or in bfloat16. In bfloat16 the sa
 passes run without FP8.
 
 The weights are cast once a step, in both layouts and in one pass.
+
+Sizes that are no multiples of 16 are padded with zeros by the passes that cast: no norm
+or gradient sees them.
 """
 
 import functools
@@ -34,6 +37,7 @@ from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tail
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import norm_tail
+from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode
 
 # The least size of a product of which a run of layers has one; narrow layers alone are
@@ -181,9 +185,10 @@ def _whole(stack: _Stack, x, layers, states, *, keep: bool):
 def _backward(stack: _Stack, residuals, dy):
     biases, states, (of_input, kept) = residuals
     d, *gradients = pull_back(stack.tailed, kept, biases, states, dy)
+    shape = stack.tailed.sites(states)[0].shape("lhs")
     if of_input is None:
-        return decode(d).astype(dy.dtype), *gradients
-    static = dict(epilogue=Epilogue(stack.input_norm), want=Forms())
+        return cut(decode(d), shape).astype(dy.dtype), *gradients
+    static = dict(epilogue=Epilogue(stack.input_norm), want=Forms(shape=shape))
     dx = stack.tailed.tail("norm_tail_backward", d, None, of_input, static=static)
     return dx.dz.bf16, *gradients
 
@@ -217,9 +222,10 @@ def propagate(
             continue
         z = site.multiply("fwd", lhs, rhs)
         if readers[i] is None and _is_nothing(epilogue):
-            y, residuals = _unscaled_end(z, layer.bias), None
+            y, residuals = _unscaled_end(z, layer.bias, site.shape("g")), None
         else:
-            tail = _Tail(site.run, epilogue, _xhat(site) if keep else None)
+            xhat = _xhat(site) if keep else None
+            tail = _Tail(site.run, epilogue, xhat, site.shape("g"))
             y, residuals = tail(readers[i], z, layer.bias)
         kept.append(Kept(lhs, rhs, residuals))
     assert y.bf16 is not None
@@ -249,8 +255,7 @@ def pull_back(
     for i, (site, bias, (lhs, rhs, of_tail)) in reversed(list(enumerate(layers))):
         has_bias = bias is not None
         g, dbias = _gradient(site, _epilogue(site), d, of_tail, has_bias=has_bias)
-        dkernel = decode(site.multiply("drhs", lhs, g))
-        gradients.append(WideLayer(dkernel, dbias))
+        gradients.append(WideLayer(site.weight_gradient(lhs, g), dbias))
         next_states.append(site.next_state(lhs, rhs, g))
         multiply = site.multiply_to_fp8 if to_fp8 and i == 0 else site.multiply
         d = multiply("dlhs", g, rhs)
@@ -281,7 +286,8 @@ def _input(
     """Returns the normalized rows as the first product reads them."""
     if _is_nothing(epilogue):
         return site.cast("lhs", x, keep=keep), None
-    return _Tail(site.run, epilogue, _xhat(site) if keep else None)(site, x)
+    xhat = _xhat(site) if keep else None
+    return _Tail(site.run, epilogue, xhat, site.shape("lhs"))(site, x)
 
 
 def _xhat(site: Site) -> DTypeLike:
@@ -289,9 +295,10 @@ def _xhat(site: Site) -> DTypeLike:
     return E4M3 if site.products.recipe.dlhs is not None else jnp.bfloat16
 
 
-def _unscaled_end(z: Scaled, bias: Array | None) -> Written:
+def _unscaled_end(z: Scaled, bias: Array | None, shape: tuple[int, int]) -> Written:
     """Returns the last product; XLA joins this with what reads it."""
-    out = decode(z) if bias is None else decode(z) + bias[None, :]
+    out = cut(decode(z), shape)
+    out = out if bias is None else out + bias[None, :]
     return Written(out.astype(jnp.bfloat16), None, None)
 
 
@@ -302,21 +309,23 @@ class _Tail(NamedTuple):
         run: has its provider.
         epilogue: of the tail.
         xhat: dtype of normalized rows for the backward pass; None in inference.
+        shape: rows and columns of the activations.
     """
 
     run: Tailed
     epilogue: Epilogue
     xhat: DTypeLike | None
+    shape: tuple[int, int]
 
     def __call__(
         self, reader: Site | None, z: Scaled, bias: Array | None = None
     ) -> tuple[Written, NormResiduals | None]:
         """Returns what follows a product, as the next one reads it, and residuals."""
         is_kept, epilogue = self.xhat is not None, self.epilogue
-        want, scale_inv = Forms(), None
+        want, scale_inv = Forms(shape=self.shape), None
         if reader is not None:
             want = reader.forms("lhs", keep=is_kept)
-            scale_inv = self._scale_inv(reader, want, z.data.shape[1])
+            scale_inv = self._scale_inv(reader, want)
         keeps_y = _is_nothing(epilogue) or epilogue == Epilogue("none", "relu")
         xhat = None if keeps_y else self.xhat
         static = dict(epilogue=epilogue, want=want, xhat=xhat)
@@ -328,12 +337,12 @@ class _Tail(NamedTuple):
             residuals = NormResiduals(kept, None)
         return y, residuals
 
-    def _scale_inv(self, reader: Site, want: Forms, n: int) -> Array | None:
+    def _scale_inv(self, reader: Site, want: Forms) -> Array | None:
         """Returns the scale of the activations in FP8."""
         if want.fp8 is None:
             return None
         if self.epilogue.norm == "block" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
-            return bounded_scale_inv("block", n, None, None)
+            return bounded_scale_inv("block", self.shape[1], None, None)
         return reader.scale_inv("lhs")
 
 
@@ -347,7 +356,8 @@ def _gradient(
 ) -> tuple[Written, Array | None]:
     """Returns the gradient of a product, as backward reads it, and that of the bias."""
     if residuals is None:
-        dbias = jnp.sum(decode(d), axis=0) if has_bias else None
+        rows = cut(decode(d), site.shape("g"))
+        dbias = jnp.sum(rows, axis=0) if has_bias else None
         return site.cast("g", d, keep=True), dbias
     want = site.forms("g", keep=True)
     static = dict(epilogue=epilogue, want=want, has_bias=has_bias)

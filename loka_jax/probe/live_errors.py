@@ -153,7 +153,7 @@ def _role_errors(
     num_rows = first.shape[0] if role == "drhs" else operands.lhs.shape[0]
     gemms = [recipe.gemm(role) for recipe in recipes]
     nothing = jnp.full((len(MEASURES),), jnp.nan, jnp.float32)
-    # Kernels pad rows, but not k and n.
+    # Rows are padded anywhere, k and n where that is cheap.
     is_fp8 = xla.why_not(_ANY_ROWS, *operands.rhs.shape) is None
     if not (any(gemms) and is_fp8 and first.size):
         return jnp.broadcast_to(nothing[None], (len(recipes), len(MEASURES)))

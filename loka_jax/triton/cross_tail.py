@@ -67,9 +67,9 @@ def cross_tail(
     if not 1 <= len(summands) <= MAX_SUMMANDS:
         raise ValueError(f"cross_tail: {len(summands)} summands of {MAX_SUMMANDS}.")
     config = config or (BACKWARD_DEFAULT if has_row_sum else DEFAULT)
-    m, n = x0.data.shape
+    m, n = want.shape_of(x0.data)
     tail.check("cross_tail", m, n, *summands, x0)
-    operands = Arguments([], dict(m=m, n=n))
+    operands = Arguments.of((m, n), want)
     operands.add_summands("z", summands, MAX_SUMMANDS)
     operands.add_scaled("x0", x0)
     operands.add("bias", bias)
@@ -77,9 +77,10 @@ def cross_tail(
     operands.constants.update(has_s=keep_s, has_row_sum=has_row_sum)
     from loka_jax.triton import cross_tail_kernel  # not above: it imports Triton
 
+    out_shape = operands.out_shape
     types = [
-        *tail.result_types(m, n, want, config),
-        tail.optional_type(keep_s, (m, n), jnp.bfloat16),
+        *tail.result_types(out_shape, want, config),
+        tail.optional_type(keep_s, out_shape, jnp.bfloat16),
         tail.optional_type(has_row_sum, (config.tiles_m(m), n), jnp.float32),
     ]
     kernel = cross_tail_kernel.cross_tail_kernel

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from loka_jax.triton.tail_kernel import (
+    cut,
     first_of_tile,
     read,
     read_vector,
@@ -48,9 +49,15 @@ def cross_tail_kernel(
     row_sums,
     m: tl.constexpr,
     n: tl.constexpr,
+    out_m: tl.constexpr,
+    out_n: tl.constexpr,
+    z_0_n: tl.constexpr,
     z_0_scales: tl.constexpr,
+    z_1_n: tl.constexpr,
     z_1_scales: tl.constexpr,
+    z_2_n: tl.constexpr,
     z_2_scales: tl.constexpr,
+    x0_n: tl.constexpr,
     x0_scales: tl.constexpr,
     has_bias: tl.constexpr,
     has_bf16: tl.constexpr,
@@ -64,26 +71,28 @@ def cross_tail_kernel(
     block_n: tl.constexpr,
 ):
     """Writes `s = z_0 + z_1 + z_2 + bias`, `y = x0 * s`, and partial sums of y."""
-    row, column = first_of_tile(n, block_m, block_n)
-    c = read(z_0, row, column, m, n, block_m, block_n)
+    row, column = first_of_tile(out_n, block_m, block_n)
+    c = read(z_0, row, column, m, z_0_n, block_m, block_n)
     c = scaled(c, z_0_scale, z_0_scale_2, z_0_scales)
     if z_1_scales >= 0:
-        other = read(z_1, row, column, m, n, block_m, block_n)
+        other = read(z_1, row, column, m, z_1_n, block_m, block_n)
         c += scaled(other, z_1_scale, z_1_scale_2, z_1_scales)
     if z_2_scales >= 0:
-        other = read(z_2, row, column, m, n, block_m, block_n)
+        other = read(z_2, row, column, m, z_2_n, block_m, block_n)
         c += scaled(other, z_2_scale, z_2_scale_2, z_2_scales)
     if has_bias:
         c += read_vector(bias, column, n, block_n)[None, :]
     if has_s:
-        store(s, c, row, column, m, n, block_m, block_n)
-    tile = read(x0, row, column, m, n, block_m, block_n)
+        kept = cut(c, row, column, m, n, block_m, block_n)
+        store(s, kept, row, column, out_m, out_n, block_m, block_n)
+    tile = read(x0, row, column, m, x0_n, block_m, block_n)
     tile = c * scaled(tile, x0_scale, x0_scale_2, x0_scales)
     if has_row_sum:
         store_sums(row_sums, tile, row, column, n, block_m, block_n)
     # fmt: off
     write(
         tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
-        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
+        block_m, block_n,
     )
     # fmt: on

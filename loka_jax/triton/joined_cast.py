@@ -42,10 +42,12 @@ def joined_cast(
     (m, start), n = first.shape, first.shape[1] + second.shape[1]
     tail.check("joined_cast", m, start, first)
     tail.check("joined_cast", m, n - start, second)
-    operands = Arguments([first, second], dict(m=m, n=n, start=start))
+    operands = Arguments.of((m, n), want)
+    operands.arrays.extend((first, second))
+    operands.constants.update(start=start)
     operands.add_forms(want, scale_inv)
     from loka_jax.triton import joined_cast_kernel  # not above: it imports Triton
 
-    types = tail.result_types(m, n, want, config)
+    types = tail.result_types(operands.out_shape, want, config)
     kernel = joined_cast_kernel.joined_cast_kernel
     return tail.written(tail.run(kernel, operands, types, config), want, scale_inv)

@@ -27,6 +27,8 @@ def joined_cast_kernel(
     amaxes,
     m: tl.constexpr,
     n: tl.constexpr,
+    out_m: tl.constexpr,
+    out_n: tl.constexpr,
     start: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
@@ -37,7 +39,7 @@ def joined_cast_kernel(
     block_n: tl.constexpr,
 ):
     """Writes `[first; second]`, whose second part begins in column `start`."""
-    row, column = first_of_tile(n, block_m, block_n)
+    row, column = first_of_tile(out_n, block_m, block_n)
     rows = (row + tl.arange(0, block_m))[:, None]
     columns = (column + tl.arange(0, block_n))[None, :]
     inside = (rows < m) & (columns < n)
@@ -50,6 +52,7 @@ def joined_cast_kernel(
     # fmt: off
     write(
         tile + rest, scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
-        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
+        block_m, block_n,
     )
     # fmt: on

@@ -91,11 +91,11 @@ def norm_tail(
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
-    m, n = z.data.shape
+    m, n = want.shape_of(z.data)
     config = _served("norm_tail", (m, n), epilogue, config, z, r)
-    operands = Arguments([], dict(m=m, n=n))
+    operands = Arguments.of((m, n), want)
     operands.add_scaled("z", z)
-    operands.add("r", r)
+    operands.add_matrix("r", r)
     operands.add("bias", bias)
     operands.add_forms(want, y_scale_inv)
     keep, is_norm = xhat is not None, epilogue.norm == "block"
@@ -106,10 +106,10 @@ def norm_tail(
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
     blocks = -(-n // NORM_BLOCK)
-    has_rstd = keep and is_norm
+    has_rstd, out_shape = keep and is_norm, operands.out_shape
     types = [
-        *tail.result_types(m, n, want, config),
-        tail.optional_type(keep, (m, n), dtype),
+        *tail.result_types(out_shape, want, config),
+        tail.optional_type(keep, out_shape, dtype),
         tail.optional_type(has_rstd, (blocks, m) if blocks > 1 else (m,), jnp.float32),
     ]
     *y, kept, rstd = tail.run(
@@ -148,19 +148,20 @@ def norm_tail_backward(
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
-    m, n = d.data.shape
+    m, n = want.shape_of(d.data)
     xhat, rstd = residuals
     config = _served("norm_tail_backward", (m, n), epilogue, config, d, r, xhat)
-    operands = Arguments([], dict(m=m, n=n))
+    operands = Arguments.of((m, n), want)
     operands.add_scaled("d", d)
-    operands.add("r", r)
-    operands.arrays.extend((xhat, xhat if rstd is None else rstd))
+    operands.add_matrix("r", r)
+    operands.add_matrix("xhat", xhat)
+    operands.arrays.append(xhat if rstd is None else rstd)
     operands.add_forms(want, dz_scale_inv)
     operands.constants.update(_constants(epilogue, xhat.dtype), has_bias=has_bias)
     from loka_jax.triton import norm_tail_kernel
 
     types = [
-        *tail.result_types(m, n, want, config),
+        *tail.result_types(operands.out_shape, want, config),
         tail.optional_type(has_bias, (config.tiles_m(m), n), jnp.float32),
     ]
     kernel = norm_tail_kernel.norm_tail_backward_kernel

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from loka_jax.triton.tail_kernel import (
+    cut,
     first_of_tile,
     read,
     read_vector,
@@ -43,8 +44,11 @@ def norm_tail_kernel(
     rstd,
     m: tl.constexpr,
     n: tl.constexpr,
+    out_m: tl.constexpr,
+    out_n: tl.constexpr,
+    z_n: tl.constexpr,
     z_scales: tl.constexpr,
-    has_r: tl.constexpr,
+    r_n: tl.constexpr,
     has_bias: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
@@ -63,11 +67,11 @@ def norm_tail_kernel(
 
     The columns of a tile share a statistic.
     """
-    row, column = first_of_tile(n, block_m, block_n)
-    v = read(z, row, column, m, n, block_m, block_n)
+    row, column = first_of_tile(out_n, block_m, block_n)
+    v = read(z, row, column, m, z_n, block_m, block_n)
     v = scaled(v, z_scale, z_scale_2, z_scales)
-    if has_r:
-        v += read(r, row, column, m, n, block_m, block_n)
+    if r_n > 0:
+        v += read(r, row, column, m, r_n, block_m, block_n)
     if has_bias:
         v += read_vector(bias, column, n, block_n)[None, :]
     if is_norm:
@@ -79,13 +83,14 @@ def norm_tail_kernel(
             at = rstd + column // block_n * m + rows
             tl.store(at, rate, mask=rows < m)
     if has_residuals:
-        kept = v * xhat_scale
-        store(xhat, kept, row, column, m, n, block_m, block_n)
+        kept = cut(v * xhat_scale, row, column, m, n, block_m, block_n)
+        store(xhat, kept, row, column, out_m, out_n, block_m, block_n)
     tile = _activated(v, activation)
     # fmt: off
     write(
         tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
-        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
+        block_m, block_n,
     )
     # fmt: on
 
@@ -107,8 +112,12 @@ def norm_tail_backward_kernel(
     dbias,
     m: tl.constexpr,
     n: tl.constexpr,
+    out_m: tl.constexpr,
+    out_n: tl.constexpr,
+    d_n: tl.constexpr,
     d_scales: tl.constexpr,
-    has_r: tl.constexpr,
+    r_n: tl.constexpr,
+    xhat_n: tl.constexpr,
     has_bias: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
@@ -125,12 +134,12 @@ def norm_tail_backward_kernel(
 
     And partial sums of it over rows, for the bias.
     """
-    row, column = first_of_tile(n, block_m, block_n)
-    g = read(d, row, column, m, n, block_m, block_n)
+    row, column = first_of_tile(out_n, block_m, block_n)
+    g = read(d, row, column, m, d_n, block_m, block_n)
     g = scaled(g, d_scale, d_scale_2, d_scales)
-    if has_r:
-        g += read(r, row, column, m, n, block_m, block_n)
-    v = read(xhat, row, column, m, n, block_m, block_n) * (1.0 / xhat_scale)
+    if r_n > 0:
+        g += read(r, row, column, m, r_n, block_m, block_n)
+    v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
     tile = g * _slope(v, activation)
     if is_norm:
         rows = row + tl.arange(0, block_m)
@@ -143,7 +152,8 @@ def norm_tail_backward_kernel(
     # fmt: off
     write(
         tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
-        m, n, has_bf16, has_fp8, has_fp8_t, has_amax, limit, block_m, block_n,
+        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
+        block_m, block_n,
     )
     # fmt: on
 

@@ -3,6 +3,10 @@
 A program reads a tile of block_m rows by block_n columns of each operand once, computes
 in float32, and writes every form of the result: also its FP8 transpose, which passes
 through shared memory.
+
+Matrices of m rows and n columns may have any size. Operands may have more, and results
+are written of out_m by out_n, the rest as zeros: padding costs no pass of its own.
+Loads and stores take 16 bytes at a time where columns are multiples of 16.
 """
 
 import dataclasses
@@ -19,7 +23,6 @@ from loka_jax.fp8 import fp8_max
 from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
 from loka_jax.triton.launch import launch, require_triton
 
-_MULTIPLE = 16  # of rows and columns: 16 bytes of FP8 a load or store, either way
 _DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -55,16 +58,39 @@ class Arguments(NamedTuple):
     arrays: list[Array]
     constants: dict[str, Any]
 
+    @classmethod
+    def of(cls, shape: tuple[int, int], want: Forms) -> "Arguments":
+        """Returns no operands yet, and the sizes of the matrix and of its forms."""
+        (m, n), (out_m, out_n) = shape, want.written_shape(shape)
+        return cls([], dict(m=m, n=n, out_m=out_m, out_n=out_n))
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Rows and columns that are written."""
+        return self.constants["out_m"], self.constants["out_n"]
+
     def add(self, name: str, x: Array | None):
         """Appends an operand that may be absent: the constant is has_<name>."""
         self.arrays.append(_unused() if x is None else x)
         self.constants[f"has_{name}"] = x is not None
 
+    def add_matrix(self, name: str, x: Array | None):
+        """Appends a matrix that may be absent: the constant is <name>_n, its columns.
+
+        Of an absent one that is 0.
+        """
+        self.arrays.append(_unused() if x is None else x)
+        self.constants[f"{name}_n"] = 0 if x is None else x.shape[1]
+
     def add_scaled(self, name: str, x: Scaled):
-        """Appends data and two scales: the constant is <name>_scales, their number."""
+        """Appends data and two scales: <name>_scales is their number.
+
+        And <name>_n are the columns of the data.
+        """
         first, second, *rest = (*x.scales, _unused(), _unused())
         assert len(rest) == len(x.scales) <= 2
-        self.arrays.extend((x.data, first.reshape(1), second.reshape(1)))
+        self.add_matrix(name, x.data)
+        self.arrays.extend((first.reshape(1), second.reshape(1)))
         self.constants[f"{name}_scales"] = len(x.scales)
 
     def add_summands(self, name: str, summands: Sequence[Scaled], most: int):
@@ -92,8 +118,8 @@ class Arguments(NamedTuple):
 def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
     """Returns why (m, n) matrices are not served, or None if they are."""
     for name, size in (("m", m), ("n", n)):
-        if size <= 0 or size % _MULTIPLE:
-            return f"{name}={size} is not a positive multiple of {_MULTIPLE}"
+        if size <= 0:
+            return f"{name}={size} is not positive"
     for operand in operands:
         data = operand.data if isinstance(operand, Scaled) else operand
         if data is not None and data.dtype.name not in _DTYPES:
@@ -128,20 +154,19 @@ def run(
 
     Args:
         kernel: compiled by `triton.jit`.
-        operands: of the launch; the constants include m and n.
+        operands: of the launch, see `Arguments.of`.
         types: of the results.
         config: the tuning config.
     """
-    constants = operands.constants
     blocks = dict(block_m=config.block_m, block_n=config.block_n)
     results = launch(
         kernel,
         *operands.arrays,
         outputs=types,
-        grid=config.num_programs(constants["m"], constants["n"]),
+        grid=config.num_programs(*operands.out_shape),
         num_warps=config.num_warps,
         num_stages=1,
-        constants=constants | blocks,
+        constants=operands.constants | blocks,
     )
     return list(results)
 
@@ -151,9 +176,16 @@ def _unused() -> Array:
 
 
 def result_types(
-    m: int, n: int, want: Forms, config: TuningConfig
+    shape: tuple[int, int], want: Forms, config: TuningConfig
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of a result in all forms, of one element where not wanted."""
+    """Returns the types of a result in all forms, of one element where not wanted.
+
+    Args:
+        shape: rows and columns that are written.
+        want: the forms.
+        config: the tuning config.
+    """
+    m, n = shape
     fp8 = jnp.bfloat16 if want.fp8 is None else want.fp8
     programs = config.num_programs(m, n)
     return [

@@ -1,7 +1,8 @@
 """What the kernels of tails share. Importing this module imports Triton.
 
-A program computes a tile of block_m rows by block_n columns. What lies past the end of
-the matrices is read as zeros and not written.
+A program computes a tile of block_m rows by block_n columns of a matrix of m rows and n
+columns, which is written of out_m rows and out_n columns. What lies past the end of an
+operand is read as zeros; what lies past the end of the matrix is written as zeros.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -56,12 +57,32 @@ def read(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Returns a tile in float32, zeros past the end of the matrix."""
+    """Returns a tile in float32, zeros past the m rows and n columns of the operand."""
     at, inside = _place(matrix, row, column, m, n, block_m, block_n)
     if m % block_m == 0 and n % block_n == 0:
         return tl.load(at).to(tl.float32)
     else:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def cut(
+    tile,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile with zeros past the end of the matrix."""
+    if m % block_m == 0 and n % block_n == 0:
+        return tile
+    else:
+        rows = (row + tl.arange(0, block_m))[:, None]
+        columns = (column + tl.arange(0, block_n))[None, :]
+        return tl.where((rows < m) & (columns < n), tile, 0.0)
 
 
 @triton.jit
@@ -95,7 +116,7 @@ def store(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Writes a tile in the dtype of the matrix."""
+    """Writes a tile in the dtype of the matrix, of m rows and n columns."""
     at, inside = _place(matrix, row, column, m, n, block_m, block_n)
     tile = tile.to(matrix.dtype.element_ty)
     if m % block_m == 0 and n % block_n == 0:
@@ -134,6 +155,8 @@ def write(
     column,
     m: tl.constexpr,
     n: tl.constexpr,
+    out_m: tl.constexpr,
+    out_n: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
@@ -143,40 +166,30 @@ def write(
     block_n: tl.constexpr,
 ):
     """Writes a tile of a result in every form, and the tile's amax."""
+    tile = cut(tile, row, column, m, n, block_m, block_n)
     if has_bf16:
-        store(out, tile, row, column, m, n, block_m, block_n)
+        store(out, tile, row, column, out_m, out_n, block_m, block_n)
     if has_fp8:
         cast = tile * (1.0 / tl.load(scale_inv))
         # NaN stays NaN.
         cast = tl.clamp(cast, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         cast = cast.to(out_fp8.dtype.element_ty)
-        store(out_fp8, cast, row, column, m, n, block_m, block_n)
+        store(out_fp8, cast, row, column, out_m, out_n, block_m, block_n)
         if has_fp8_t:
-            store(out_fp8_t, tl.trans(cast), column, row, n, m, block_n, block_m)
+            cast = tl.trans(cast)
+            store(out_fp8_t, cast, column, row, out_n, out_m, block_n, block_m)
     if has_amax:
-        _store_amax(amaxes, tile, row, column, m, n, block_m, block_n)
+        tiles_n: tl.constexpr = (out_n + block_n - 1) // block_n
+        _store_amax(amaxes + row // block_m * tiles_n + column // block_n, tile)
 
 
 @triton.jit
 @no_type_check
-def _store_amax(
-    amaxes,
-    tile,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes the largest magnitude of this program's tile.
+def _store_amax(amax, tile):
+    """Writes the largest magnitude of a tile.
 
     Of integers, in whose order a NaN lies above infinity: a maximum of floats drops it.
     """
     bits = tile.to(tl.int32, bitcast=True) & _MAGNITUDE
-    if m % block_m != 0 or n % block_n != 0:
-        rows = (row + tl.arange(0, block_m))[:, None]
-        columns = (column + tl.arange(0, block_n))[None, :]
-        bits = tl.where((rows < m) & (columns < n), bits, 0)
     largest = tl.max(tl.max(bits, axis=1), axis=0)
-    tl.store(amaxes + tl.program_id(0), largest.to(tl.float32, bitcast=True))
+    tl.store(amax, largest.to(tl.float32, bitcast=True))

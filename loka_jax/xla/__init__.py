@@ -19,11 +19,13 @@ from loka_jax.xla.dense_norm import (
     norm_backward,
 )
 from loka_jax.xla.matmul import (
+    cut,
     describe,
     fp8_matmul,
     fp8_product,
     fp8_product_to_fp8,
     high_precision_matmul,
+    is_padded,
     why_not,
 )
 from loka_jax.xla.packed import pack, sum_packed, unpack
@@ -37,12 +39,14 @@ from loka_jax.xla.tails import (
 __all__ = [
     "ACTIVATIONS",
     "cross_tail",
+    "cut",
     "dense_norm",
     "describe",
     "fp8_matmul",
     "fp8_product",
     "fp8_product_to_fp8",
     "high_precision_matmul",
+    "is_padded",
     "joined_cast",
     "norm_activation",
     "norm_backward",

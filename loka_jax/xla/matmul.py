@@ -16,25 +16,34 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import Fp8Array, fp8_max
+from loka_jax.fp8 import SIZE_MULTIPLE, Fp8Array, fp8_max, pad_to, padded_size
 from loka_jax.recipe import GemmRecipe
 
 # Both operands contract their last dim.
 _K_MAJOR = (((1,), (1,)), ((), ()))
-# cuBLASLt's FP8 GEMMs take sizes in multiples of 16. Padding others costs more than FP8
-# gains at the sizes of these models, unless kernels save more: then rows are padded.
-_SIZE_MULTIPLE = 16
+# Of a size, at most this share is added to it: more costs what FP8 gains.
+_MOST_PADDING = 1 / 16
 
 
 def why_not(m: int, k: int, n: int) -> str | None:
     """Returns why an (m, k) x (k, n) product does not run in FP8, or None if it does.
 
+    Sizes that are no multiple of 16 are padded with zeros, where these are few.
+
     In the role's own terms: for drhs, m is the site's K and k its batch.
     """
     for name, size in (("m", m), ("k", k), ("n", n)):
-        if size == 0 or size % _SIZE_MULTIPLE:
-            return f"{name}={size} is not a positive multiple of {_SIZE_MULTIPLE}"
+        if size == 0:
+            return f"{name}=0"
+        if padded_size(size) - size > _MOST_PADDING * size:
+            return f"{name}={size} is too far below a multiple of {SIZE_MULTIPLE}"
     return None
+
+
+def is_padded(gemm: GemmRecipe, m: int, k: int, n: int) -> bool:
+    """Returns True if operands of an FP8 product are padded."""
+    is_fp8 = gemm.first.granularity != "blockwise"
+    return is_fp8 and any(size % SIZE_MULTIPLE for size in (m, k, n))
 
 
 def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
@@ -85,24 +94,32 @@ def fp8_matmul(
 
 def fp8_product(
     lhs: Float[Array, "m k"],
-    rhs: Float[Array, "n k"],
+    rhs: Float[Array, "n _"],
     *,
     out_dtype: DTypeLike,
     fast_accumulation: bool = False,
 ) -> Float[Array, "m n"]:
     """Returns the unscaled product `lhs @ rhs.T`; the caller applies the scales.
 
-    Where m or k is no multiple of 16, FP8 operands are padded with zeros. That of drhs,
-    whose k are the rows of a batch, joins the copies that transpose its operands.
+    Sizes that are no multiple of 16 are padded with zeros, and the result is cut. One
+    operand may have been padded along k already. The padding of drhs, whose k are the
+    rows of a batch, joins the copies that transpose its operands.
     """
-    m, k = lhs.shape
+    (m, k), n = lhs.shape, rhs.shape[0]
+    k = padded_size(k)
+    assert k == padded_size(rhs.shape[1]), (lhs.shape, rhs.shape)
     out = jax.lax.platform_dependent(
-        _pad(lhs, -m % _SIZE_MULTIPLE, -k % _SIZE_MULTIPLE),
-        _pad(rhs, 0, -k % _SIZE_MULTIPLE),
+        pad_to(lhs, (padded_size(m), k)),
+        pad_to(rhs, (padded_size(n), k)),
         cuda=lambda a, b: _dot(a, b, out_dtype, precision=_preset(fast_accumulation)),
         default=lambda a, b: _dot(a, b, out_dtype, precision=None),
     )
-    return out[:m]
+    return cut(out, (m, n))
+
+
+def cut(x: Float[Array, "p q"], shape: tuple[int, int]) -> Float[Array, "r c"]:
+    """Returns the first rows and columns of a padded matrix."""
+    return x if x.shape == shape else x[: shape[0], : shape[1]]
 
 
 def fp8_product_to_fp8(
@@ -167,12 +184,6 @@ _NAMES = {
 
 def _name(dtype: DTypeLike) -> str:
     return _NAMES.get(jnp.dtype(dtype), jnp.dtype(dtype).name)
-
-
-def _pad(x, rows: int, columns: int):
-    if rows == columns == 0:
-        return x
-    return jax.lax.pad(x, jnp.zeros((), x.dtype), ((0, rows, 0), (0, columns, 0)))
 
 
 def _preset(fast_accumulation: bool) -> jax.lax.DotAlgorithmPreset:

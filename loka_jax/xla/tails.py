@@ -23,6 +23,7 @@ from loka_jax.tails import (
     Written,
 )
 from loka_jax.xla.dense_norm import ACTIVATIONS, norm_backward, normalize
+from loka_jax.xla.matmul import cut
 
 
 def cross_tail(
@@ -36,12 +37,13 @@ def cross_tail(
     has_row_sum: bool = False,
 ) -> CrossTail:
     """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32."""
-    s = functools.reduce(jnp.add, map(decode, summands))
+    shape = want.shape_of(x0.data)
+    s = functools.reduce(jnp.add, (cut(decode(z), shape) for z in summands))
     s = _plus(s, bias)
-    y = decode(x0) * s
+    y = cut(decode(x0), shape) * s
     return CrossTail(
         y=write(y, want, y_scale_inv),
-        s=s.astype(jnp.bfloat16) if keep_s else None,
+        s=_pad(s.astype(jnp.bfloat16), want) if keep_s else None,
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
     )
 
@@ -80,15 +82,17 @@ def norm_tail(
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
             bfloat16 without a norm); None to return no residuals.
     """
-    argument = _plus(_sum(z, r), bias)
+    shape = want.shape_of(z.data)
+    argument = _plus(_sum(z, r, shape), bias)
     normed, rstd = normalize(argument, epilogue)
     y = write(ACTIVATIONS[epilogue.activation](normed), want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
     if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
-        return NormTail(y, NormResiduals(normed.astype(jnp.bfloat16), rstd))
-    stored = fp8.saturate(normed / XHAT_SCALE_INV, E4M3)
-    return NormTail(y, NormResiduals(stored, rstd))
+        stored = normed.astype(jnp.bfloat16)
+    else:
+        stored = fp8.saturate(normed / XHAT_SCALE_INV, E4M3)
+    return NormTail(y, NormResiduals(_pad(stored, want), rstd))
 
 
 def norm_tail_backward(
@@ -112,7 +116,9 @@ def norm_tail_backward(
         dz_scale_inv: scale of the FP8 form.
         has_bias: return the gradient of the bias.
     """
-    dz, _, _ = norm_backward(_sum(d, r), residuals, epilogue=epilogue)
+    shape = want.shape_of(d.data)
+    residuals = residuals._replace(xhat=cut(residuals.xhat, shape))
+    dz, _, _ = norm_backward(_sum(d, r, shape), residuals, epilogue=epilogue)
     dbias = jnp.sum(dz, axis=0) if has_bias else None
     return NormTailGradients(write(dz, want, dz_scale_inv), dbias)
 
@@ -135,7 +141,7 @@ def write(
         want: its forms.
         scale_inv: of the FP8 form.
     """
-    copies = None
+    x, copies = _pad(x, want), None
     if want.fp8 is not None:
         assert scale_inv is not None
         data = fp8.cast(x, scale_inv, want.fp8).data
@@ -148,9 +154,13 @@ def write(
     )
 
 
-def _sum(d: Scaled, r: Array | None) -> Array:
-    value = decode(d)
-    return value if r is None else value + r.astype(jnp.float32)
+def _pad(x: Array, want: Forms) -> Array:
+    return fp8.pad_to(x, want.written_shape(x.shape))
+
+
+def _sum(d: Scaled, r: Array | None, shape: tuple[int, int]) -> Array:
+    value = cut(decode(d), shape)
+    return value if r is None else value + cut(r, shape).astype(jnp.float32)
 
 
 def _plus(z: Array, bias: Array | None) -> Array:

@@ -79,7 +79,7 @@ def test_a_site_tells_what_runs_for_each_role(sites, path, texts):
     "path, reason",
     [
         ("mlp/dense_0", None),
-        ("mlp/dense_1", "n=20 is not a positive multiple of 16"),
+        ("mlp/dense_1", "n=20 is too far below a multiple of 16"),
         ("wide", "recipe bf16"),
         ("flax/Fp8DotGeneral_0", None),
         ("blocks", None),
@@ -107,3 +107,20 @@ def test_keyword_arguments_reach_the_model():
         nn.Mlp((32,), recipe="bf16", norm="layer"), jnp.ones((16, 16)), train=False
     )
     assert [site.path for site in sites] == ["dense_0"]
+
+
+@pytest.mark.parametrize(
+    "recipe, fused, text",
+    [
+        (DELAYED, False, "xla fp8 e4m3 tensorwise, padded"),
+        (f"{DELAYED}:initialized", True, "xla fp8 e4m3 tensorwise, padded, tails"),
+        ("bf16", True, "xla bf16, padded, tails"),
+        ("bf16", False, "xla bf16"),
+    ],
+)
+def test_sites_of_sizes_that_are_no_multiples_of_16_say_that_they_are_padded(
+    recipe, fused, text
+):
+    mlp = nn.Mlp((1039, 32), recipe=recipe, fused=fused)
+    sites = nn.list_sites(mlp, jax.ShapeDtypeStruct((64, 271), jnp.float32))
+    assert [site.runs["fwd"] for site in sites] == [text] * 2

