@@ -8,8 +8,8 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     cross     y = x0 * (z_1 + ... + z_p + bias)
     backward  u = x0 * (d_1 + ... + d_p)    dbias = sum over rows of u
 
-    norm      y = activation(norm(z + bias + r))
-    backward  the gradient dz of its argument, from dy = d + r    dbias = sum of dz
+    norm      y = activation(gamma norm(z + bias + r) + beta)
+    backward  the gradient dz of norm's argument, from dy = d + r, and sums over rows
 
 FP8 is written under a scale that is known before the pass: stored from earlier steps,
 or the bound that a norm gives. The amax, for the next step's scale, is a by-product.
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array, padded_size
-from loka_jax.normed import NormResiduals
+from loka_jax.normed import NormResiduals, NormVectors
 
 
 class Scaled(NamedTuple):
@@ -140,8 +140,8 @@ class NormTailGradients(NamedTuple):
 
     Attributes:
         dz: gradient of z, in the requested forms.
-        dbias: float32, its sum over the rows; None if not requested.
+        vectors: float32 gradients of bias, gamma and beta, where these are given.
     """
 
     dz: Written
-    dbias: Float[Array, "n"] | None
+    vectors: NormVectors

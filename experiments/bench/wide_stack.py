@@ -23,6 +23,8 @@ Arms:
     tails fp8         one operation with tails, in FP8
     tails bf16 drhs   the same, weight gradients in bfloat16
 
+`--norm layer` puts norms of whole rows in place of the cases' own.
+
 Without a GPU times are wall clock: `--cases mlperf@64 --shrink 16`.
 """
 
@@ -90,6 +92,7 @@ class Arguments:
         cases: stacks and their rows.
         arms: of those above; the first is compared with.
         recipe: of FP8, with delayed scaling.
+        norm: of every layer, in place of the case's own.
         shrink: divides all widths.
         budget_s: begin no case after that many seconds.
     """
@@ -103,6 +106,7 @@ class Arguments:
     )
     arms: tuple[str, ...] = ARMS
     recipe: str = "fp8_tensorwise_delayed"
+    norm: NormName | None = None
     shrink: int = 1
     budget_s: float | None = None
 
@@ -129,6 +133,8 @@ def measure(case: str, arguments: Arguments) -> dict[str, Any]:
     """Returns the times of all arms of a case, and what they have in TFLOP/s."""
     name, _, rows = case.partition("@")
     stack, shrink, batch = STACKS[name], arguments.shrink, int(rows)
+    if arguments.norm is not None:
+        stack = stack._replace(norm=arguments.norm)
     inputs = stack.inputs // shrink
     model = stack.model(shrink)
     arms = _arms(model, arguments)

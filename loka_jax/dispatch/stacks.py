@@ -8,6 +8,7 @@ is counted, in what the device's limits allow:
 
     forward     a tail reads z and writes each form of the next lhs
     backward    a tail reads dy and what forward kept, and writes each form of g
+                (what a tail of whole rows reads, it reads twice)
     weights     are read in float32 and written in each form, and so is their gradient
 
 The factors are fitted on the stacks of `wide_stack_h200.json`: 10 % off at three
@@ -24,6 +25,7 @@ from loka_jax.dispatch.table import Entry
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
+from loka_jax.normed import XHAT_MAX_FEATURES, norm_features
 from loka_jax.ops import wide_stack
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.recipe import ROLE_OPERANDS, Operand, Recipe
@@ -89,10 +91,14 @@ def layer_us(
         else:
             us += _FP8 * flops / roofline.fp8_flops_per_us
     moved = m * k * (_BF16_BYTES + _written("lhs", recipe, pass_name))
+    again = m * n * spec.has_affine
+    moved += again * _BF16_BYTES
     if pass_name == "training":
         kept = _FP8_BYTES if recipe.fwd is not None else _BF16_BYTES
-        kept *= 1 + (spec.norm != "none")
-        moved += m * n * (_BF16_BYTES + kept + _written("g", recipe, pass_name))
+        fits = norm_features(spec.norm, n) <= XHAT_MAX_FEATURES
+        xhat = (kept if fits else _BF16_BYTES) * (spec.norm != "none")
+        moved += m * n * (_BF16_BYTES + kept + xhat + _written("g", recipe, pass_name))
+        moved += again * (_BF16_BYTES + xhat)
         moved += k * n * (2 * _F32_BYTES + _written("rhs", recipe, pass_name))
     return us + moved / roofline.bytes_per_us
 

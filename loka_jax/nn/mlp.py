@@ -17,7 +17,7 @@ from loka_jax.ops import cross, crossed_stack, wide_stack
 from loka_jax.ops.cross import Crossed
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
-from loka_jax.recipe import Recipe
+from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Provider, SiteSpec
 
 
@@ -116,22 +116,21 @@ class Mlp(linen.Module):
 
     def _by_one_operation(self, x: Array | Crossed, wide, layers: range) -> Array:
         plans = tuple(wide[i] for i in layers)
-        parts: list[Any] = [
-            DenseVariables(
-                plan.spec.n,
+        to_fp8: tuple[Role, ...] = ("dlhs",) if isinstance(x, Crossed) else ()
+        parameters, states = [], []
+        for i, plan in zip(layers, plans, strict=True):
+            spec = plan.spec
+            part: Any = DenseVariables(
+                spec.n,
                 recipe=self.recipe,
-                use_bias=plan.spec.use_bias,
+                use_bias=spec.use_bias,
                 kernel_init=self.kernel_init,
                 name=f"dense_{i}",
-            )(
-                plan,
-                follows=i > 0,
-                fp8_results=("dlhs",) if i == 0 and isinstance(x, Crossed) else (),
-            )
-            for i, plan in zip(layers, plans, strict=True)
-        ]
-        parameters = tuple(wide_stack.WideLayer(p.kernel, p.bias) for p in parts)
-        states = tuple(part.state for part in parts)
+            )(plan, follows=i > 0, fp8_results=to_fp8 if i == 0 else ())
+            vectors = part.bias, *self._norm_parameters(i, spec)(spec.n)
+            parameters.append(wide_stack.WideLayer(part.kernel, *vectors))
+            states.append(part.state)
+        parameters, states = tuple(parameters), tuple(states)
         if isinstance(x, Crossed):
             return crossed_stack.crossed_stack(x, parameters, states, plans=plans)
         input_norm = self.input_norm if 0 in layers else "none"
@@ -154,10 +153,13 @@ class Mlp(linen.Module):
             joins=self._may_join and self.dropout_rate == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
-            norm_parameters=NormParameters(spec.norm, self.use_bias, name=f"norm_{i}"),
+            norm_parameters=self._norm_parameters(i, spec),
             plan=plan,
             name=f"dense_{i}",
         )
+
+    def _norm_parameters(self, i: int, spec: SiteSpec) -> NormParameters:
+        return NormParameters(spec.norm, self.use_bias, name=f"norm_{i}")
 
     def _batch_norm_layer(self, i: int, x: Array, train: bool) -> Array:
         is_linear = self._is_linear(i)

@@ -79,17 +79,17 @@ def _forward(static: _Static, x0, cross_layers, layers, states, *, keep: bool = 
         static.network, x0, cross_layers, of_network, reader=reader, keep=keep
     )
     y, kept = wide_stack.propagate(static.stack, x, layers, of_stack, keep=keep)
-    biases = cross.biases_of(cross_layers), wide_stack.biases_of(layers)
-    return y, (x0, biases, states, crossed, kept)
+    vectors = cross.biases_of(cross_layers), wide_stack.vectors_of(layers)
+    return y, (x0, vectors, states, crossed, kept)
 
 
 def _backward(static: _Static, residuals, dy):
-    x0, (cross_biases, biases), (of_network, of_stack), crossed, kept = residuals
+    x0, (biases, vectors), (of_network, of_stack), crossed, kept = residuals
     d, layers, next_of_stack = wide_stack.pull_back(
-        static.stack, kept, biases, of_stack, dy, to_fp8=True
+        static.stack, kept, vectors, of_stack, dy, to_fp8=True
     )
     dx0, cross_layers, next_of_network = cross.pull_back(
-        static.network, crossed, cross_biases, of_network, d
+        static.network, crossed, biases, of_network, d
     )
     next_states = next_of_network, next_of_stack
     return cross.split(dx0, x0), cross_layers, layers, next_states

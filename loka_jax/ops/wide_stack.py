@@ -1,6 +1,6 @@
 """Wide dense layers in a row as one operation: products, and a tail in one pass each.
 
-    forward     z = x W    y = activation(norm(z + b)), the x of the next layer
+    forward     z = x W    y = activation(gamma norm(z + b) + beta), the next layer's x
     backward    dz from dy    dW = x^T dz    dx = dz W^T, the dy of the layer before
 
 The first x may be a norm of the rows that are given.
@@ -9,7 +9,7 @@ Of layers thousands of features wide the products take FP8's full gain, if what 
 between them takes no more than one pass each way. The tail applies the scales of the
 product before it, and writes what is read next in the forms that the recipe asks for:
 in FP8, as it is and transposed for dW, under a scale that is known beforehand (from
-earlier steps, or the bound of a block norm), or in bfloat16. In bfloat16 the same
+earlier steps, or the bound of a norm), or in bfloat16. In bfloat16 the same
 passes run without FP8.
 
 The weights are cast once a step, in both layouts and in one pass.
@@ -30,7 +30,16 @@ from jaxtyping import Array, Float
 
 from loka_jax import triton
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import Epilogue, NormName, NormResiduals, bounded_scale_inv
+from loka_jax.normed import (
+    NO_VECTORS,
+    XHAT_MAX_FEATURES,
+    Epilogue,
+    NormName,
+    NormResiduals,
+    NormVectors,
+    bounded_scale_inv,
+    norm_features,
+)
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
@@ -51,10 +60,13 @@ class WideLayer(NamedTuple):
     Attributes:
         kernel: float32 (k, n).
         bias: float32 `[n]`, added before the norm; None if absent.
+        gamma, beta: float32 `[n]`, of a "layer" or "rms" norm; None if absent.
     """
 
     kernel: Float[Array, "k n"]
     bias: Float[Array, "n"] | None = None
+    gamma: Float[Array, "n"] | None = None
+    beta: Float[Array, "n"] | None = None
 
 
 def why_not(plan: KernelPlan) -> str | None:
@@ -112,7 +124,7 @@ def wide_stack(
         layers: the parameters.
         states: of the layers, for recipes with delayed scaling, else None.
         plans: of the layers, with what follows their products.
-        input_norm: of the rows before the first product: "block" or "none".
+        input_norm: of the rows before the first product, without gamma and beta.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed and the GPU is a Hopper, else XLA.
@@ -171,7 +183,7 @@ def _run(stack: _Stack, x, layers, states):
 
 def _forward(stack: _Stack, x, layers, states):
     y, residuals = _whole(stack, x, layers, states, keep=True)
-    return y, (biases_of(layers), states, residuals)
+    return y, (vectors_of(layers), states, residuals)
 
 
 def _whole(stack: _Stack, x, layers, states, *, keep: bool):
@@ -183,8 +195,8 @@ def _whole(stack: _Stack, x, layers, states, *, keep: bool):
 
 
 def _backward(stack: _Stack, residuals, dy):
-    biases, states, (of_input, kept) = residuals
-    d, *gradients = pull_back(stack.tailed, kept, biases, states, dy)
+    vectors, states, (of_input, kept) = residuals
+    d, *gradients = pull_back(stack.tailed, kept, vectors, states, dy)
     shape = stack.tailed.sites(states)[0].shape("lhs")
     if of_input is None:
         return cut(decode(d), shape).astype(dy.dtype), *gradients
@@ -196,9 +208,9 @@ def _backward(stack: _Stack, residuals, dy):
 _run.defvjp(_forward, _backward)
 
 
-def biases_of(layers: tuple[WideLayer, ...]) -> tuple[Array | None, ...]:
-    """Returns the bias of each layer."""
-    return tuple(layer.bias for layer in layers)
+def vectors_of(layers: tuple[WideLayer, ...]) -> tuple[NormVectors, ...]:
+    """Returns the vectors of each layer."""
+    return tuple(NormVectors(*layer[1:]) for layer in layers)
 
 
 def propagate(
@@ -214,7 +226,8 @@ def propagate(
     """
     sites, y, kept = stack.sites(states), x, []
     readers = (*sites[1:], None)
-    for i, (site, layer) in enumerate(zip(sites, layers, strict=True)):
+    each = zip(sites, layers, vectors_of(layers), strict=True)
+    for i, (site, layer, vectors) in enumerate(each):
         epilogue = _epilogue(site)
         lhs, rhs = y, site.weight(layer.kernel, keep=keep)
         if not keep and (handed := _handed(site, readers[i], lhs, rhs, layer.bias)):
@@ -224,9 +237,8 @@ def propagate(
         if readers[i] is None and _is_nothing(epilogue):
             y, residuals = _unscaled_end(z, layer.bias, site.shape("g")), None
         else:
-            xhat = _xhat(site) if keep else None
-            tail = _Tail(site.run, epilogue, xhat, site.shape("g"))
-            y, residuals = tail(readers[i], z, layer.bias)
+            tail = _Tail.of(site, epilogue, site.shape("g"), keep=keep)
+            y, residuals = tail(readers[i], z, vectors)
         kept.append(Kept(lhs, rhs, residuals))
     assert y.bf16 is not None
     return y.bf16, tuple(kept)
@@ -235,7 +247,7 @@ def propagate(
 def pull_back(
     stack: Tailed,
     kept: tuple[Kept, ...],
-    biases: tuple[Array | None, ...],
+    all_vectors: tuple[NormVectors, ...],
     states,
     dy: Float[Array, "m n"],
     *,
@@ -246,16 +258,15 @@ def pull_back(
     Args:
         stack: the static arguments.
         kept: of the forward pass.
-        biases, states: of the layers.
+        all_vectors, states: of the layers.
         dy: the gradient of the last activations.
         to_fp8: return the gradient of the rows in FP8 if their product runs in FP8.
     """
     d, gradients, next_states = Scaled(dy), [], []
-    layers = zip(stack.sites(states), biases, kept, strict=True)
-    for i, (site, bias, (lhs, rhs, of_tail)) in reversed(list(enumerate(layers))):
-        has_bias = bias is not None
-        g, dbias = _gradient(site, _epilogue(site), d, of_tail, has_bias=has_bias)
-        gradients.append(WideLayer(site.weight_gradient(lhs, g), dbias))
+    layers = zip(stack.sites(states), all_vectors, kept, strict=True)
+    for i, (site, vectors, (lhs, rhs, of_tail)) in reversed(list(enumerate(layers))):
+        g, dvectors = _gradient(site, d, of_tail, vectors)
+        gradients.append(WideLayer(site.weight_gradient(lhs, g), *dvectors))
         next_states.append(site.next_state(lhs, rhs, g))
         multiply = site.multiply_to_fp8 if to_fp8 and i == 0 else site.multiply
         d = multiply("dlhs", g, rhs)
@@ -286,13 +297,7 @@ def _input(
     """Returns the normalized rows as the first product reads them."""
     if _is_nothing(epilogue):
         return site.cast("lhs", x, keep=keep), None
-    xhat = _xhat(site) if keep else None
-    return _Tail(site.run, epilogue, xhat, site.shape("lhs"))(site, x)
-
-
-def _xhat(site: Site) -> DTypeLike:
-    """Returns the dtype that the error of the gradient allows normalized rows."""
-    return E4M3 if site.products.recipe.dlhs is not None else jnp.bfloat16
+    return _Tail.of(site, epilogue, site.shape("lhs"), keep=keep)(site, x)
 
 
 def _unscaled_end(z: Scaled, bias: Array | None, shape: tuple[int, int]) -> Written:
@@ -317,52 +322,63 @@ class _Tail(NamedTuple):
     xhat: DTypeLike | None
     shape: tuple[int, int]
 
+    @classmethod
+    def of(
+        cls, site: Site, epilogue: Epilogue, shape: tuple[int, int], *, keep: bool
+    ) -> "_Tail":
+        """Returns the tail before or after a product.
+
+        Normalized rows are kept in E4M3 where it holds them all, and the error of the
+        gradient allows it.
+        """
+        fits = norm_features(epilogue.norm, shape[1]) <= XHAT_MAX_FEATURES
+        is_fp8 = fits and site.products.recipe.dlhs is not None
+        xhat = (E4M3 if is_fp8 else jnp.bfloat16) if keep else None
+        return cls(site.run, epilogue, xhat, shape)
+
     def __call__(
-        self, reader: Site | None, z: Scaled, bias: Array | None = None
+        self, reader: Site | None, z: Scaled, vectors: NormVectors = NO_VECTORS
     ) -> tuple[Written, NormResiduals | None]:
         """Returns what follows a product, as the next one reads it, and residuals."""
         is_kept, epilogue = self.xhat is not None, self.epilogue
         want, scale_inv = Forms(shape=self.shape), None
         if reader is not None:
             want = reader.forms("lhs", keep=is_kept)
-            scale_inv = self._scale_inv(reader, want)
+            scale_inv = self._scale_inv(reader, want, vectors)
         keeps_y = _is_nothing(epilogue) or epilogue == Epilogue("none", "relu")
         xhat = None if keeps_y else self.xhat
         static = dict(epilogue=epilogue, want=want, xhat=xhat)
         y, residuals = self.run.tail(
-            *("norm_tail", z, None, bias), static=static, y_scale_inv=scale_inv
+            *("norm_tail", z, None, vectors), static=static, y_scale_inv=scale_inv
         )
         if keeps_y and not _is_nothing(epilogue):
             kept = y.bf16 if y.fp8 is None else y.fp8.data  # of relu signs are enough
             residuals = NormResiduals(kept, None)
         return y, residuals
 
-    def _scale_inv(self, reader: Site, want: Forms) -> Array | None:
+    def _scale_inv(
+        self, reader: Site, want: Forms, vectors: NormVectors
+    ) -> Array | None:
         """Returns the scale of the activations in FP8."""
         if want.fp8 is None:
             return None
-        if self.epilogue.norm == "block" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
-            return bounded_scale_inv("block", self.shape[1], None, None)
+        norm = self.epilogue.norm
+        if norm != "none" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
+            return bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
         return reader.scale_inv("lhs")
 
 
 def _gradient(
-    site: Site,
-    epilogue: Epilogue,
-    d: Scaled,
-    residuals: NormResiduals | None,
-    *,
-    has_bias: bool,
-) -> tuple[Written, Array | None]:
-    """Returns the gradient of a product, as backward reads it, and that of the bias."""
+    site: Site, d: Scaled, residuals: NormResiduals | None, vectors: NormVectors
+) -> tuple[Written, NormVectors]:
+    """Returns the gradients of a product, as backward reads it, and of the vectors."""
     if residuals is None:
         rows = cut(decode(d), site.shape("g"))
-        dbias = jnp.sum(rows, axis=0) if has_bias else None
-        return site.cast("g", d, keep=True), dbias
-    want = site.forms("g", keep=True)
-    static = dict(epilogue=epilogue, want=want, has_bias=has_bias)
+        dbias = None if vectors.bias is None else jnp.sum(rows, axis=0)
+        return site.cast("g", d, keep=True), NormVectors(dbias)
+    static = dict(epilogue=_epilogue(site), want=site.forms("g", keep=True))
     return site.run.tail(
-        *("norm_tail_backward", d, None, residuals),
+        *("norm_tail_backward", d, None, residuals, vectors),
         static=static,
         dz_scale_inv=site.scale_inv("g"),
     )

@@ -1,11 +1,14 @@
 """Norm, residual and activation after a product by Triton, in one pass each way.
 
-    forward   xhat = norm(z + bias + r)    y = activation(xhat)
-    backward  g = (d + r) activation'(xhat)    dz = rstd (g - xhat mean(g xhat))
+    forward   xhat = norm(z + bias + r)    y = activation(u)    u = gamma xhat + beta
+    backward  g = gamma du    du = (d + r) activation'(u)
+              dz = rstd (g - mean(g) - xhat mean(g xhat))
 
-A block norm's statistics are those of `NORM_BLOCK` columns, which one tile holds: rows
-may have any length. y and dz are also written in FP8, as they are and transposed.
-Without a norm, `dz = g`.
+A block norm's statistics are those of `NORM_BLOCK` columns, which one tile holds. Those
+of a "layer" or "rms" norm, which alone have gamma and beta, are of whole rows: a
+program computes all tiles of its rows, and reads them twice, the second time from the
+cache where that holds them. So rows may have any length. y and dz are also written in
+FP8, as they are and transposed. Without a norm, `dz = g`; only "layer" has mean(g).
 """
 
 import dataclasses
@@ -16,11 +19,13 @@ from jaxtyping import Array, Float
 
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
+    NO_VECTORS,
     NORM_BLOCK,
     XHAT_SCALE_INV,
     Epilogue,
     NormName,
     NormResiduals,
+    NormVectors,
     norm_features,
 )
 from loka_jax.tails import Forms, NormTail, NormTailGradients, Scaled
@@ -29,6 +34,7 @@ from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tail import Arguments, TuningConfig
 
 _MIN_COLUMNS = 16
+_OF_ROWS: tuple[NormName, ...] = ("layer", "rms")
 CONFIGS = (
     TuningConfig(64, NORM_BLOCK, 16),
     TuningConfig(64, NORM_BLOCK, 8),
@@ -38,6 +44,9 @@ CONFIGS = (
 # The fastest on an H200 at 65,536 x 3,456, either way with a norm, of a cast without.
 DEFAULT = TuningConfig(32, NORM_BLOCK, 8)
 NO_NORM_DEFAULT = TuningConfig(64, 128, 4)
+# Of whole rows: few, so that the cache holds what the running programs read twice, and
+# tiles that leave registers for two programs. Not timed yet.
+ROW_DEFAULT = TuningConfig(32, 128, 8)
 
 
 def why_not(
@@ -55,8 +64,6 @@ def why_not(
         norm: of the rows.
         config: of a launch; any if None.
     """
-    if norm not in ("none", "block"):
-        return f"norm {norm!r} takes statistics of whole rows"
     columns = _columns(norm, n)
     if config is not None and norm == "block" and config.block_n != columns:
         return f"{config} has tiles of {config.block_n} columns, not {columns}"
@@ -66,7 +73,7 @@ def why_not(
 def norm_tail(
     z: Scaled,
     r: Float[Array, "m n"] | None = None,
-    bias: Float[Array, "n"] | None = None,
+    vectors: NormVectors = NO_VECTORS,
     *,
     epilogue: Epilogue,
     want: Forms,
@@ -74,13 +81,13 @@ def norm_tail(
     xhat: DTypeLike | None = E4M3,
     config: TuningConfig | None = None,
 ) -> NormTail:
-    """Returns `activation(norm(z + bias + r))` and what its backward pass reads.
+    """Returns `activation(gamma norm(z + bias + r) + beta)`, and what backward reads.
 
     Args:
         z: the product.
         r: bfloat16 summand, or None.
-        bias: float32; None if absent.
-        epilogue: norm and activation; the norm is "block" or "none".
+        vectors: bias, and gamma and beta of a norm of whole rows.
+        epilogue: norm and activation.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
@@ -88,7 +95,8 @@ def norm_tail(
         config: the tuning config; None for the default.
 
     Raises:
-        ValueError: if these operands are not served (see `why_not`).
+        ValueError: if these operands are not served (see `why_not`), or gamma or beta
+            are given to a norm without them.
         ImportError: if jax-triton is not installed.
     """
     m, n = want.shape_of(z.data)
@@ -96,25 +104,28 @@ def norm_tail(
     operands = Arguments.of((m, n), want)
     operands.add_scaled("z", z)
     operands.add_matrix("r", r)
-    operands.add("bias", bias)
+    _add_vectors(operands, vectors, epilogue.norm)
     operands.add_forms(want, y_scale_inv)
-    keep, is_norm = xhat is not None, epilogue.norm == "block"
+    keep, is_norm = xhat is not None, epilogue.norm != "none"
     dtype = jnp.bfloat16 if xhat is None or not is_norm else xhat
     operands.constants.update(
         _constants(epilogue, dtype), has_residuals=keep, epsilon=epilogue.epsilon
     )
-    from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
+    # Not above: they import Triton.
+    from loka_jax.triton import norm_tail_kernel, row_norm_tail_kernel
 
-    blocks = -(-n // NORM_BLOCK)
+    by_row = epilogue.norm in _OF_ROWS
+    kernel = norm_tail_kernel.norm_tail_kernel
+    if by_row:
+        kernel = row_norm_tail_kernel.row_norm_tail_kernel
+    blocks = -(-n // norm_features(epilogue.norm, n))
     has_rstd, out_shape = keep and is_norm, operands.out_shape
     types = [
         *tail.result_types(out_shape, want, config),
         tail.optional_type(keep, out_shape, dtype),
         tail.optional_type(has_rstd, (blocks, m) if blocks > 1 else (m,), jnp.float32),
     ]
-    *y, kept, rstd = tail.run(
-        norm_tail_kernel.norm_tail_kernel, operands, types, config
-    )
+    *y, kept, rstd = tail.run(kernel, operands, types, config, by_row=by_row)
     residuals = NormResiduals(kept, rstd if has_rstd else None) if keep else None
     return NormTail(tail.written(y, want, y_scale_inv), residuals)
 
@@ -123,29 +134,29 @@ def norm_tail_backward(
     d: Scaled,
     r: Float[Array, "m n"] | None,
     residuals: NormResiduals,
+    vectors: NormVectors = NO_VECTORS,
     *,
     epilogue: Epilogue,
     want: Forms,
     dz_scale_inv: Float[Array, ""] | None = None,
-    has_bias: bool = False,
     config: TuningConfig | None = None,
 ) -> NormTailGradients:
-    """Returns the gradients of z and the bias, where y has the gradient `d + r`.
+    """Returns the gradients of z and the vectors, where y has the gradient `d + r`.
 
     Deterministic.
 
     Args:
         d: first summand of the gradient of y.
         r: second summand, bfloat16, or None.
-        residuals, epilogue: of the forward pass. Without a norm, y in any of its forms
-            serves the backward pass of relu, which reads only signs.
+        residuals, vectors, epilogue: of the forward pass. Without a norm, y in any of
+            its forms serves the backward pass of relu, which reads only signs.
         want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
-        has_bias: return the gradient of the bias.
         config: the tuning config; None for the default.
 
     Raises:
-        ValueError: if these operands are not served (see `why_not`).
+        ValueError: if these operands are not served (see `why_not`), or gamma or beta
+            are given to a norm without them.
         ImportError: if jax-triton is not installed.
     """
     m, n = want.shape_of(d.data)
@@ -156,24 +167,41 @@ def norm_tail_backward(
     operands.add_matrix("r", r)
     operands.add_matrix("xhat", xhat)
     operands.arrays.append(xhat if rstd is None else rstd)
+    _add_vectors(operands, vectors, epilogue.norm)
     operands.add_forms(want, dz_scale_inv)
-    operands.constants.update(_constants(epilogue, xhat.dtype), has_bias=has_bias)
-    from loka_jax.triton import norm_tail_kernel
+    operands.constants.update(_constants(epilogue, xhat.dtype))
+    from loka_jax.triton import norm_tail_kernel, row_norm_tail_kernel
 
+    by_row = epilogue.norm in _OF_ROWS
+    kernel = norm_tail_kernel.norm_tail_backward_kernel
+    if by_row:
+        kernel = row_norm_tail_kernel.row_norm_tail_backward_kernel
+    has_sum = [vector is not None for vector in vectors]
+    sums_shape = config.tiles_m(m), n
     types = [
         *tail.result_types(operands.out_shape, want, config),
-        tail.optional_type(has_bias, (config.tiles_m(m), n), jnp.float32),
+        *(tail.optional_type(has, sums_shape, jnp.float32) for has in has_sum),
     ]
-    kernel = norm_tail_kernel.norm_tail_backward_kernel
-    *dz, dbias = tail.run(kernel, operands, types, config)
-    return NormTailGradients(
-        dz=tail.written(dz, want, dz_scale_inv),
-        dbias=jnp.sum(dbias, axis=0) if has_bias else None,
+    results = tail.run(kernel, operands, types, config, by_row=by_row)
+    dz, sums = results[: -len(has_sum)], results[-len(has_sum) :]
+    gradients = NormVectors(
+        *(
+            jnp.sum(parts, axis=0) if has else None
+            for parts, has in zip(sums, has_sum, strict=True)
+        )
     )
+    return NormTailGradients(tail.written(dz, want, dz_scale_inv), gradients)
+
+
+def _add_vectors(operands: Arguments, vectors: NormVectors, norm: NormName):
+    if norm not in _OF_ROWS and (vectors.gamma, vectors.beta) != (None, None):
+        raise ValueError(f"norm {norm!r} takes neither gamma nor beta.")
+    for name, vector in vectors._asdict().items():
+        operands.add(name, vector)
 
 
 def _columns(norm: NormName, n: int) -> int:
-    """Returns the columns of a tile that holds all that share a statistic."""
+    """Returns the columns of a tile that holds all that share a block's statistic."""
     return max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
 
 
@@ -191,7 +219,7 @@ def _served(
     """
     norm = epilogue.norm
     if config is None:
-        config = NO_NORM_DEFAULT if norm == "none" else DEFAULT
+        config = {"none": NO_NORM_DEFAULT, "block": DEFAULT}.get(norm, ROW_DEFAULT)
         columns = min(_columns(norm, shape[1]), config.block_n)
         config = dataclasses.replace(config, block_n=columns)
     reason = why_not(*shape, norm=norm, config=config)
@@ -204,7 +232,7 @@ def _served(
 def _constants(epilogue: Epilogue, xhat_dtype: DTypeLike) -> dict:
     is_fp8 = jnp.dtype(xhat_dtype) == jnp.dtype(E4M3)
     return dict(
-        is_norm=epilogue.norm == "block",
+        norm=epilogue.norm,
         xhat_scale=1 / XHAT_SCALE_INV if is_fp8 else 1.0,
         activation=epilogue.activation,
     )

@@ -35,6 +35,8 @@ def norm_tail_kernel(
     z_scale_2,
     r,
     bias,
+    gamma,
+    beta,
     y_scale_inv,
     y,
     y_fp8,
@@ -50,12 +52,14 @@ def norm_tail_kernel(
     z_scales: tl.constexpr,
     r_n: tl.constexpr,
     has_bias: tl.constexpr,
+    has_gamma: tl.constexpr,
+    has_beta: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
     has_amax: tl.constexpr,
     limit: tl.constexpr,
-    is_norm: tl.constexpr,
+    norm: tl.constexpr,
     has_residuals: tl.constexpr,
     xhat_scale: tl.constexpr,
     activation: tl.constexpr,
@@ -65,7 +69,7 @@ def norm_tail_kernel(
 ):
     """Writes `y = activation(norm(z + bias + r))`, xhat times `xhat_scale`, and rstd.
 
-    The columns of a tile share a statistic.
+    The columns of a tile share a statistic. There is no gamma or beta.
     """
     row, column = first_of_tile(out_n, block_m, block_n)
     v = read(z, row, column, m, z_n, block_m, block_n)
@@ -74,7 +78,7 @@ def norm_tail_kernel(
         v += read(r, row, column, m, r_n, block_m, block_n)
     if has_bias:
         v += read_vector(bias, column, n, block_n)[None, :]
-    if is_norm:
+    if norm != "none":
         count = tl.minimum(n - column, block_n)
         rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + epsilon)
         v *= rate[:, None]
@@ -85,7 +89,7 @@ def norm_tail_kernel(
     if has_residuals:
         kept = cut(v * xhat_scale, row, column, m, n, block_m, block_n)
         store(xhat, kept, row, column, out_m, out_n, block_m, block_n)
-    tile = _activated(v, activation)
+    tile = activated(v, activation)
     # fmt: off
     write(
         tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
@@ -104,12 +108,17 @@ def norm_tail_backward_kernel(
     r,
     xhat,
     rstd,
+    bias,
+    gamma,
+    beta,
     dz_scale_inv,
     dz,
     dz_fp8,
     dz_fp8_t,
     amaxes,
     dbias,
+    dgamma,
+    dbeta,
     m: tl.constexpr,
     n: tl.constexpr,
     out_m: tl.constexpr,
@@ -119,12 +128,14 @@ def norm_tail_backward_kernel(
     r_n: tl.constexpr,
     xhat_n: tl.constexpr,
     has_bias: tl.constexpr,
+    has_gamma: tl.constexpr,
+    has_beta: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
     has_amax: tl.constexpr,
     limit: tl.constexpr,
-    is_norm: tl.constexpr,
+    norm: tl.constexpr,
     xhat_scale: tl.constexpr,
     activation: tl.constexpr,
     block_m: tl.constexpr,
@@ -140,8 +151,8 @@ def norm_tail_backward_kernel(
     if r_n > 0:
         g += read(r, row, column, m, r_n, block_m, block_n)
     v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
-    tile = g * _slope(v, activation)
-    if is_norm:
+    tile = g * slope(v, activation)
+    if norm != "none":
         rows = row + tl.arange(0, block_m)
         rate = tl.load(rstd + column // block_n * m + rows, mask=rows < m, other=0.0)
         count = tl.minimum(n - column, block_n)
@@ -160,7 +171,7 @@ def norm_tail_backward_kernel(
 
 @triton.jit
 @no_type_check
-def _activated(v, name: tl.constexpr):
+def activated(v, name: tl.constexpr):
     """Returns the activation of v."""
     if name == "relu":
         return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -176,7 +187,7 @@ def _activated(v, name: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _slope(v, name: tl.constexpr):
+def slope(v, name: tl.constexpr):
     """Returns the derivative of the activation at v."""
     if name == "relu":
         return tl.where(v > 0.0, 1.0, 0.0)

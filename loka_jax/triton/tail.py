@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import fp8_max
+from loka_jax.fp8 import fp8_max, padded_size
 from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
 from loka_jax.triton.launch import launch, require_triton
 
@@ -79,6 +79,9 @@ class Arguments(NamedTuple):
 
         Of an absent one that is 0.
         """
+        shape = self.constants["m"], self.constants["n"]
+        padded = tuple(map(padded_size, shape))
+        assert x is None or x.shape in (shape, padded), (x.shape, shape)
         self.arrays.append(_unused() if x is None else x)
         self.constants[f"{name}_n"] = 0 if x is None else x.shape[1]
 
@@ -149,6 +152,8 @@ def run(
     operands: Arguments,
     types: list[jax.ShapeDtypeStruct],
     config: TuningConfig,
+    *,
+    by_row: bool = False,
 ) -> list[Array]:
     """Returns the results of a kernel of a tail, of these types.
 
@@ -157,13 +162,15 @@ def run(
         operands: of the launch, see `Arguments.of`.
         types: of the results.
         config: the tuning config.
+        by_row: a program computes all tiles of its rows.
     """
+    (m, n), block_n = operands.out_shape, config.block_n
     blocks = dict(block_m=config.block_m, block_n=config.block_n)
     results = launch(
         kernel,
         *operands.arrays,
         outputs=types,
-        grid=config.num_programs(*operands.out_shape),
+        grid=config.num_programs(m, block_n if by_row else n),
         num_warps=config.num_warps,
         num_stages=1,
         constants=operands.constants | blocks,

@@ -46,7 +46,7 @@ def norm_activation(
 ) -> Float[Array, "m n"]:
     """Returns float32 `activation(gamma norm(z + bias) + beta)`, differentiable."""
     xhat, _ = normalize(_plus(z.astype(jnp.float32), vectors.bias), epilogue)
-    return ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
+    return ACTIVATIONS[epilogue.activation](affine(xhat, vectors))
 
 
 def dense_norm(
@@ -61,7 +61,7 @@ def dense_norm(
     """Returns the outputs of the forward kernel, computed in float32 before casts."""
     z = _plus(_product(x, w, jnp.float32), vectors.bias)
     xhat, rstd = normalize(z, epilogue)
-    y = ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
+    y = ACTIVATIONS[epilogue.activation](affine(xhat, vectors))
     y_fp8 = None
     if want.y_fp8 == "rowwise":
         y_fp8 = fp8.quantize(y, E4M3, axes=(1,))
@@ -101,7 +101,7 @@ def norm_backward(
     """
     norm, (_, gamma, beta) = epilogue.norm, vectors
     xhat, rstd = _decode_xhat(residuals.xhat), residuals.rstd
-    u = _affine(xhat, vectors)
+    u = affine(xhat, vectors)
     _, pull = jax.vjp(ACTIVATIONS[epilogue.activation], u)
     (du,) = pull(dy.astype(jnp.float32))
     dgamma = None if gamma is None else jnp.sum(du * xhat, axis=0)
@@ -164,7 +164,8 @@ def _plus(z: Array, bias: Array | None) -> Array:
     return z if bias is None else z + bias[None, :]
 
 
-def _affine(xhat: Array, vectors: NormVectors) -> Array:
+def affine(xhat: Float[Array, "m n"], vectors: NormVectors) -> Float[Array, "m n"]:
+    """Returns `gamma xhat + beta`, of those that are given."""
     gamma = vectors.gamma
     u = xhat if gamma is None else xhat * gamma[None, :]
     return _plus(u, vectors.beta)

@@ -12,7 +12,13 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormResiduals
+from loka_jax.normed import (
+    NO_VECTORS,
+    XHAT_SCALE_INV,
+    Epilogue,
+    NormResiduals,
+    NormVectors,
+)
 from loka_jax.tails import (
     CrossTail,
     Forms,
@@ -22,7 +28,7 @@ from loka_jax.tails import (
     Scaled,
     Written,
 )
-from loka_jax.xla.dense_norm import ACTIVATIONS, norm_backward, normalize
+from loka_jax.xla.dense_norm import ACTIVATIONS, affine, norm_backward, normalize
 from loka_jax.xla.matmul import cut
 
 
@@ -63,29 +69,30 @@ def joined_cast(
 def norm_tail(
     z: Scaled,
     r: Float[Array, "m n"] | None = None,
-    bias: Float[Array, "n"] | None = None,
+    vectors: NormVectors = NO_VECTORS,
     *,
     epilogue: Epilogue,
     want: Forms,
     y_scale_inv: Float[Array, ""] | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
-    """Returns `activation(norm(z + bias + r))` and what its backward pass reads.
+    """Returns `activation(gamma norm(z + bias + r) + beta)`, and what backward reads.
 
     Args:
         z: the product.
         r: bfloat16 summand, or None.
-        bias: None if absent.
-        epilogue: norm and activation; no gamma and beta.
+        vectors: bias, and gamma and beta of a norm of whole rows.
+        epilogue: norm and activation.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
             bfloat16 without a norm); None to return no residuals.
     """
     shape = want.shape_of(z.data)
-    argument = _plus(_sum(z, r, shape), bias)
+    argument = _plus(_sum(z, r, shape), vectors.bias)
     normed, rstd = normalize(argument, epilogue)
-    y = write(ACTIVATIONS[epilogue.activation](normed), want, y_scale_inv)
+    y = ACTIVATIONS[epilogue.activation](affine(normed, vectors))
+    y = write(y, want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
     if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
@@ -99,28 +106,29 @@ def norm_tail_backward(
     d: Scaled,
     r: Float[Array, "m n"] | None,
     residuals: NormResiduals,
+    vectors: NormVectors = NO_VECTORS,
     *,
     epilogue: Epilogue,
     want: Forms,
     dz_scale_inv: Float[Array, ""] | None = None,
-    has_bias: bool = False,
 ) -> NormTailGradients:
-    """Returns the gradients of z and the bias, where y has the gradient `d + r`.
+    """Returns the gradients of z and the vectors, where y has the gradient `d + r`.
 
     Args:
         d: first summand of the gradient of y.
         r: second summand, bfloat16, or None.
-        residuals, epilogue: of the forward pass. Without a norm, y in any of its forms
-            serves the backward pass of relu, which reads only signs.
+        residuals, vectors, epilogue: of the forward pass. Without a norm, y in any of
+            its forms serves the backward pass of relu, which reads only signs.
         want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
-        has_bias: return the gradient of the bias.
     """
     shape = want.shape_of(d.data)
     residuals = residuals._replace(xhat=cut(residuals.xhat, shape))
-    dz, _, _ = norm_backward(_sum(d, r, shape), residuals, epilogue=epilogue)
-    dbias = jnp.sum(dz, axis=0) if has_bias else None
-    return NormTailGradients(write(dz, want, dz_scale_inv), dbias)
+    dy = _sum(d, r, shape)
+    dz, dgamma, dbeta = norm_backward(dy, residuals, vectors, epilogue=epilogue)
+    dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
+    gradients = NormVectors(dbias, dgamma, dbeta)
+    return NormTailGradients(write(dz, want, dz_scale_inv), gradients)
 
 
 def decode(x: Scaled) -> Float[Array, "m n"]:
@@ -155,7 +163,8 @@ def write(
 
 
 def _pad(x: Array, want: Forms) -> Array:
-    return fp8.pad_to(x, want.written_shape(x.shape))
+    rows, columns = x.shape
+    return fp8.pad_to(x, want.written_shape((rows, columns)))
 
 
 def _sum(d: Scaled, r: Array | None, shape: tuple[int, int]) -> Array:

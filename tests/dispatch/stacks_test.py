@@ -87,6 +87,24 @@ def test_without_triton_nothing_is_one_operation(monkeypatch):
     assert stacks.stacks(_sites()) == []
 
 
+def test_norms_of_whole_rows_join_and_count_what_they_read_twice():
+    recipe = "fp8_tensorwise_delayed"
+    model = nn.Mlp((4096, 1024), recipe=recipe, norm="layer", fused=True)
+    sites = nn.list_sites(model, jax.ShapeDtypeStruct((8192, 384), jnp.bfloat16))
+    assert stacks.stacks(sites) == [range(2)]
+
+    def bytes_of_a_value(norm, pass_name):
+        spec = SiteSpec(8192, 4096, 4096, norm)
+        us = stacks.layer_us(spec, get_recipe("bf16"), pass_name, H200)
+        return us * H200.bytes_per_us / (8192 * 4096)
+
+    for pass_name, read_twice in {"inference": 2, "training": 2 + 4}.items():
+        layer, block = (
+            bytes_of_a_value(norm, pass_name) for norm in ("layer", "block")
+        )
+        assert layer - block == pytest.approx(read_twice)
+
+
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 @pytest.mark.parametrize("pass_name", ["training", "inference"])
 @pytest.mark.parametrize("name", STACKS)

@@ -65,6 +65,7 @@ def _initialized(module, x):
         {},
         {"input_norm": "block"},
         {"norm": "none", "activation": "relu", "ends_linear": False},
+        {"norm": "layer", "activation": "swish"},
     ],
 )
 def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
@@ -122,7 +123,6 @@ def test_what_is_not_served_runs_site_by_site(calls):
     fused = by_layers.clone(fused=True)
     refused = {
         "narrow": fused.clone(features=(512, 64)),
-        "norm": fused.clone(norm="layer"),
         "batch norm": fused.clone(norm="batch"),
         "not set": WIDE.clone(fused=True),
         "rowwise": fused.clone(recipe="fp8_rowwise"),

@@ -176,6 +176,6 @@ def test_what_is_not_served_is_refused():
     with pytest.raises(ValueError, match="different choices"):
         crossed_stack(mixed, layers, states[1], plans=wide)
     crossed = mixed._replace(plans=((first, last),) * 2)
-    whole_rows = (_plan(DELAYED, N, 64, norm="layer"), wide[1])
-    with pytest.raises(ValueError, match="statistics of whole rows"):
-        crossed_stack(crossed, layers, states[1], plans=whole_rows)
+    rowwise = (_plan("fp8_rowwise", N, 64), wide[1])
+    with pytest.raises(ValueError, match="does not scale every operand"):
+        crossed_stack(crossed, layers, states[1], plans=rowwise)

@@ -57,6 +57,9 @@ FORMS = [
     Form("block", "swish", use_bias=True, input_norm="block", **ODD),
     Form("none", "relu", use_bias=True, ends_linear=True, **ODD),
     Form("none", "gelu", use_bias=True, **ODD),
+    Form("layer", "swish", ends_linear=True),
+    Form("layer", "relu", use_bias=True, **ODD),
+    Form("rms", "gelu", input_norm="layer", **ODD),
 ]
 forms = pytest.mark.parametrize("form", FORMS, ids=str)
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS])
@@ -72,20 +75,28 @@ def _plans(form: Form, *by_layer: str) -> tuple[KernelPlan, ...]:
     by_layer = by_layer * len(sizes) if len(by_layer) == 1 else by_layer
 
     def plan(i: int) -> KernelPlan:
-        is_linear = form.ends_linear and i == len(sizes) - 1
         spec = SiteSpec(form.m, *sizes[i], use_bias=form.use_bias)
-        if not is_linear:
+        if not _is_linear(form, i):
             spec = dataclasses.replace(spec, norm=form.norm, activation=form.activation)
         return resolve(spec, _choice(by_layer[i]), local_device())
 
     return tuple(map(plan, range(len(sizes))))
 
 
+def _is_linear(form: Form, i: int) -> bool:
+    return form.ends_linear and i == len(form.widths) - 2
+
+
 def _layers(form: Form) -> tuple[WideLayer, ...]:
     def layer(i):
         k, n = form.widths[i : i + 2]
+        kernel = support.normal(k, n, seed=i) / k**0.5
         bias = support.normal(n, seed=10 + i) if form.use_bias else None
-        return WideLayer(support.normal(k, n, seed=i) / k**0.5, bias)
+        gamma = beta = None
+        if form.norm in ("layer", "rms") and not _is_linear(form, i):
+            gamma = 1 + support.normal(n, seed=20 + i) / 4
+            beta = support.normal(n, seed=30 + i) if form.norm == "layer" else None
+        return WideLayer(kernel, bias, gamma, beta)
 
     return tuple(map(layer, range(len(form.widths) - 1)))
 
@@ -142,23 +153,38 @@ def _normalized(z, norm):
     """Returns the normalized rows, and rstd for every element."""
     if norm == "none":
         return z, jnp.ones_like(z)
-    parts = jnp.split(z, list(range(256, z.shape[1], 256)), axis=1)
-    rates = [
-        jnp.broadcast_to(
-            1 / jnp.sqrt(jnp.mean(p**2, axis=1, keepdims=True) + 1e-6), p.shape
-        )
-        for p in parts
-    ]
-    rate = jnp.concatenate(rates, axis=1)
+    z = z - _mean(z, norm) if norm == "layer" else z
+    rate = 1 / jnp.sqrt(_mean(z**2, norm) + 1e-6)
     return z * rate, rate
 
 
-def _block_mean(x):
-    parts = jnp.split(x, list(range(256, x.shape[1], 256)), axis=1)
+def _affine(xhat, layer):
+    u = xhat if layer.gamma is None else xhat * layer.gamma[None, :]
+    return u if layer.beta is None else u + layer.beta[None, :]
+
+
+def _bound(layer, norm, n):
+    """Returns the largest magnitude that an element after a norm can have."""
+    largest = math.sqrt(min(n, 256) if norm == "block" else n)
+    return float(jnp.max(_affine(jnp.full((1, n), largest), jax.tree.map(abs, layer))))
+
+
+def _mean(x, norm):
+    """Returns the mean that belongs to every element."""
+    size = 256 if norm == "block" else x.shape[1]
+    parts = jnp.split(x, list(range(size, x.shape[1], size)), axis=1)
     means = [
         jnp.broadcast_to(jnp.mean(p, axis=1, keepdims=True), p.shape) for p in parts
     ]
     return jnp.concatenate(means, axis=1)
+
+
+def _norm_gradient(g, xhat, rate, norm):
+    """Returns the gradient of a norm's argument."""
+    if norm == "none":
+        return g
+    centred = g - _mean(g, norm) if norm == "layer" else g
+    return rate * (centred - xhat * _mean(g * xhat, norm))
 
 
 def _fp8(x, scale, dtype=E4M3):
@@ -188,11 +214,10 @@ def _equations(form: Form, recipe, scales, x, layers, g):
     cast = _fp8 if is_fp8 else lambda x, _, dtype=None: _bf16(x)
     given, rate_in = _normalized(x.astype(jnp.float32), form.input_norm)
     x, kept = given, []
-    if form.input_norm == "block" and is_fp8:
+    if form.input_norm != "none" and is_fp8:
         to_lhs = math.sqrt(x.shape[1]) / 448
     for i, layer in enumerate(layers):
-        is_last = i == len(layers) - 1
-        is_linear = is_last and form.ends_linear
+        is_linear = _is_linear(form, i)
         norm = "none" if is_linear else form.norm
         f = _activation("none" if is_linear else form.activation)
         lhs, rhs = cast(x, to_lhs), cast(layer.kernel, to_rhs)
@@ -202,27 +227,29 @@ def _equations(form: Form, recipe, scales, x, layers, g):
         z = z if layer.bias is None else z + layer.bias[None, :]
         xhat, rate = _normalized(z, norm)
         kept.append([lhs if is_fp8_drhs else _bf16(x), rhs, norm, f, xhat, rate])
-        x = f(xhat)
-        if norm == "block" and is_fp8:
-            to_lhs = math.sqrt(min(xhat.shape[1], 256)) / 448
+        x = f(_affine(xhat, layer))
+        if norm != "none" and is_fp8:
+            to_lhs = _bound(layer, norm, xhat.shape[1]) / 448
         else:
             to_lhs = scales[0]
     y, d, gradients = _bf16(x), g.astype(jnp.float32), []
     for layer, (lhs, rhs, norm, f, xhat, rate) in zip(
         reversed(layers), reversed(kept), strict=True
     ):
-        xhat = _fp8(xhat, 1 / 16) if norm == "block" and is_fp8 else _bf16(xhat)
-        (dz,) = jax.vjp(f, xhat)[1](d)
-        if norm == "block":
-            dz = rate * (dz - xhat * _block_mean(dz * xhat))
+        xhat = _fp8(xhat, 1 / 16) if norm != "none" and is_fp8 else _bf16(xhat)
+        (du,) = jax.vjp(f, _affine(xhat, layer))[1](d)
+        dz = du if layer.gamma is None else du * layer.gamma[None, :]
+        dz = _norm_gradient(dz, xhat, rate, norm)
         dz_cast = cast(dz, to_g, E5M2)
         drhs_g = dz_cast if is_fp8_drhs else _bf16(dz)
         dbias = None if layer.bias is None else jnp.sum(dz, axis=0)
-        gradients.append(WideLayer(_dot(lhs.T, drhs_g), dbias))
+        dgamma = None if layer.gamma is None else jnp.sum(du * xhat, axis=0)
+        dbeta = None if layer.beta is None else jnp.sum(du, axis=0)
+        gradients.append(WideLayer(_dot(lhs.T, drhs_g), dbias, dgamma, dbeta))
         d = _bf16(_dot(dz_cast, rhs.T), to_g * to_rhs)
-    if form.input_norm == "block":
+    if form.input_norm != "none":
         given = _fp8(given, 1 / 16) if is_fp8 else _bf16(given)
-        d = rate_in * (d - given * _block_mean(d * given))
+        d = _norm_gradient(d, given, rate_in, form.input_norm)
     return y, _bf16(d), tuple(reversed(gradients))
 
 
@@ -259,10 +286,10 @@ def _exact(form: Form, x, layers, states):
     for i, layer in enumerate(layers):
         z = _dot(x, layer.kernel)
         z = z if layer.bias is None else z + layer.bias[None, :]
-        is_linear = form.ends_linear and i == len(layers) - 1
+        is_linear = _is_linear(form, i)
         norm = "none" if is_linear else form.norm
         activation = "none" if is_linear else form.activation
-        x = _activation(activation)(_normalized(z, norm)[0])
+        x = _activation(activation)(_affine(_normalized(z, norm)[0], layer))
     return x
 
 
@@ -389,6 +416,9 @@ by_triton = pytest.mark.parametrize(
         (FORMS[6], DELAYED),
         (FORMS[7], BF16_DRHS),
         (FORMS[8], "bf16"),
+        (FORMS[9], DELAYED),
+        (FORMS[10], "bf16"),
+        (FORMS[11], BF16_DRHS),
     ],
     ids=str,
 )
@@ -450,7 +480,7 @@ def _transposed(jaxpr):
         ({}, "bf16", None),
         ({}, "fp8_rowwise", "does not scale every operand by earlier amaxes"),
         ({}, "f32", "float32 is not bfloat16"),
-        ({"norm": "layer"}, DELAYED, "statistics of whole rows"),
+        ({"norm": "layer"}, DELAYED, None),
         ({"m": 31, "k": 63, "n": 95}, DELAYED, None),
         ({"k": 13}, "bf16", None),
         ({"m": 24}, DELAYED, "24 is too far below a multiple of 16"),

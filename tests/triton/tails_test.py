@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.normed import Epilogue, NormResiduals
+from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail, joined_cast, norm_tail, tail
 from tests import support
@@ -123,6 +124,20 @@ def _cut(x, shape):
     return x._replace(data=x.data[: shape[0], : shape[1]])
 
 
+def _vectors(norm, n):
+    """Returns a bias, and gamma and beta of a norm of whole rows."""
+    bias, gamma, beta = (support.normal(n, seed=seed) for seed in (3, 6, 7))
+    if norm not in OF_ROWS:
+        return NormVectors(bias)
+    return NormVectors(bias, 1 + gamma / 4, beta if norm == "layer" else None)
+
+
+def _assert_same_gradients(ours, theirs):
+    # Sums over rows, in another order.
+    chex.assert_trees_all_close(ours.vectors, theirs.vectors, rtol=1e-5, atol=2e-4)
+    _assert_same(ours.dz, theirs.dz)
+
+
 def _assert_padded(results, shape):
     """Asserts that matrices are padded with zeros, and returns them without these."""
     rows, columns = shape
@@ -174,17 +189,24 @@ def test_odd_joined_casts_are_padded_with_zeros():
 @anywhere_
 @odd
 @pytest.mark.parametrize(
-    "norm, activation", [("block", "swish"), ("none", "gelu"), ("none", "relu")]
+    "norm, activation",
+    [
+        ("block", "swish"),
+        ("none", "gelu"),
+        ("none", "relu"),
+        ("layer", "hard_swish"),
+        ("rms", "swish"),
+    ],
 )
 def test_no_norm_sees_the_padding_of_odd_tails(shape, padded, norm, activation):
     epilogue = Epilogue(norm, activation)
-    z, bias = _cut(_product(padded, 0), shape), support.normal(shape[1], seed=3)
+    z, vectors = _cut(_product(padded, 0), shape), _vectors(norm, shape[1])
     options = dict(epilogue=epilogue, y_scale_inv=SCALE_INV)
-    exact = xla.norm_tail(z, None, bias, **options, want=ALL)
+    exact = xla.norm_tail(z, None, vectors, **options, want=ALL)
     options["want"] = _odd(ALL, shape)
     z = z._replace(data=fp8.pad(z.data))
-    ours = norm_tail.norm_tail(z, None, bias, **options)
-    theirs = xla.norm_tail(z, None, bias, **options)
+    ours = norm_tail.norm_tail(z, None, vectors, **options)
+    theirs = xla.norm_tail(z, None, vectors, **options)
     _assert_same(ours, theirs)
     assert exact.residuals is not None and theirs.residuals is not None
     kept = theirs.residuals
@@ -194,18 +216,19 @@ def test_no_norm_sees_the_padding_of_odd_tails(shape, padded, norm, activation):
     )
     # The gradient of the last activations comes without padding.
     d, options = _cut(_product(padded, 4), shape), dict(epilogue=epilogue)
-    options.update(dz_scale_inv=SCALE_INV, has_bias=True)
-    args = d, None, exact.residuals
+    options.update(dz_scale_inv=SCALE_INV)
+    args = d, None, exact.residuals, vectors
     exact = xla.norm_tail_backward(*args, **options, want=GRADIENT)
     options["want"] = _odd(GRADIENT, shape)
-    args = d, None, kept
+    args = d, None, kept, vectors
     ours = norm_tail.norm_tail_backward(*args, **options)
     theirs = xla.norm_tail_backward(*args, **options)
-    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
-    _assert_same(ours.dz, theirs.dz)
+    _assert_same_gradients(ours, theirs)
+    _assert_same_gradients(theirs._replace(dz=exact.dz), exact)
     _assert_same(_assert_padded(_whole(theirs.dz), shape), _whole(exact.dz))
 
 
+OF_ROWS = ("layer", "rms")
 NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
 
 
@@ -219,29 +242,34 @@ NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
         ("block", "none"),
         ("none", "relu"),
         ("none", "gelu"),
+        ("layer", "swish"),
+        ("layer", "none"),
+        ("rms", "relu"),
     ],
 )
 def test_norm_tails_are_those_of_xla(shape, norm, activation):
     epilogue = Epilogue(norm, activation)
-    bias = support.normal(shape[1], seed=3)
-    args = _product(shape, 0), _normal(shape, 1), bias
+    vectors = _vectors(norm, shape[1])
+    args = _product(shape, 0), _normal(shape, 1), vectors
     options = dict(epilogue=epilogue, want=ALL, y_scale_inv=SCALE_INV)
     ours = norm_tail.norm_tail(*args, **options)
     theirs = xla.norm_tail(*args, **options)
     _assert_same(ours, theirs)
     args = _product(shape, 4), _normal(shape, 5), theirs.residuals
     options = dict(epilogue=epilogue, want=GRADIENT, dz_scale_inv=SCALE_INV)
-    ours = norm_tail.norm_tail_backward(*args, **options, has_bias=True)
-    theirs = xla.norm_tail_backward(*args, **options, has_bias=True)
-    # A sum over rows, in another order.
-    np.testing.assert_allclose(ours.dbias, theirs.dbias, rtol=1e-5, atol=1e-4)
-    _assert_same(ours.dz, theirs.dz)
-    assert xla.norm_tail_backward(*args, **options).dbias is None
-    assert norm_tail.norm_tail_backward(*args, **options).dbias is None
+    ours = norm_tail.norm_tail_backward(*args, vectors, **options)
+    theirs = xla.norm_tail_backward(*args, vectors, **options)
+    _assert_same_gradients(ours, theirs)
+    if norm not in OF_ROWS:
+        assert xla.norm_tail_backward(*args, **options).vectors == NO_VECTORS
+        assert norm_tail.norm_tail_backward(*args, **options).vectors == NO_VECTORS
 
 
 @anywhere_
-@pytest.mark.parametrize("norm, dtype", [("block", jnp.bfloat16), ("none", E4M3)])
+@pytest.mark.parametrize(
+    "norm, dtype",
+    [("block", jnp.bfloat16), ("none", E4M3), ("layer", jnp.bfloat16)],
+)
 def test_what_is_kept_for_backward_may_have_either_dtype(norm, dtype):
     shape, epilogue = (48, 336), Epilogue(norm, "relu")
     z, options = _product(shape, 0), dict(want=ALL, y_scale_inv=SCALE_INV)
@@ -322,8 +350,16 @@ def test_too_many_summands_are_refused():
         cross_tail.cross_tail([z] * 4, z, want=Forms())
 
 
-def test_norms_of_whole_rows_are_refused():
-    assert norm_tail.why_not(64, 512, norm="layer") is not None
+def test_gamma_of_a_block_norm_is_refused(monkeypatch):
+    monkeypatch.setattr(tail, "require_triton", lambda: None)
+    options = dict(epilogue=Epilogue("block"), want=Forms())
+    z, vectors = _product((16, 32), 0), NormVectors(gamma=jnp.ones(32))
+    with pytest.raises(ValueError, match="takes neither gamma nor beta"):
+        norm_tail.norm_tail(z, None, vectors, **options)
+
+
+def test_tiles_that_hold_no_block_of_a_norm_are_refused():
+    assert norm_tail.why_not(64, 512, norm="layer") is None
     config = tail.TuningConfig(64, 128, 4)
     reason = "has tiles of 128 columns, not 256"
     assert norm_tail.why_not(64, 512, norm="block", config=config).endswith(reason)
@@ -392,17 +428,15 @@ def test_programs_of_cross_tails_for_hopper_do_not_spill(name, shape):
     assert "st.global.b8" not in program.ptx
 
 
-def _norm(want, epilogue, z, x, scale_inv):
+def _norm(want, epilogue, z, x, scale_inv, vectors=NO_VECTORS):
     options = dict(want=want, y_scale_inv=scale_inv)
-    return norm_tail.norm_tail(z, x, epilogue=epilogue, **options)
+    return norm_tail.norm_tail(z, x, vectors, epilogue=epilogue, **options)
 
 
-def _norm_backward(want, epilogue, d, xhat, rstd, scale_inv):
+def _norm_backward(want, epilogue, d, xhat, rstd, scale_inv, vectors):
     residuals = NormResiduals(xhat, None if epilogue.norm == "none" else rstd)
-    options = dict(epilogue=epilogue, want=want, has_bias=True)
-    return norm_tail.norm_tail_backward(
-        d, None, residuals, dz_scale_inv=scale_inv, **options
-    )
+    options = dict(epilogue=epilogue, want=want, dz_scale_inv=scale_inv)
+    return norm_tail.norm_tail_backward(d, None, residuals, vectors, **options)
 
 
 def _assert_stores_16_bytes(program):
@@ -426,8 +460,24 @@ def test_programs_of_gradients_of_norm_tails_do_not_spill(norm, activation):
     types = _types(16384, 7680)
     run = functools.partial(_norm_backward, GRADIENT, Epilogue(norm, activation))
     rstd = jax.ShapeDtypeStruct((7680 // 256, 16384), jnp.float32)
-    xhat = types["z8"].data
-    _assert_stores_16_bytes(compiled(run, types["z"], xhat, rstd, types["scale_inv"]))
+    args = types["z"], types["z8"].data, rstd, types["scale_inv"]
+    _assert_stores_16_bytes(compiled(run, *args, NormVectors(types["bias"])))
+
+
+@pytest.mark.parametrize("norm", OF_ROWS)
+@pytest.mark.parametrize("shape", [(16384, 4096), (16369, 4081)], ids=str)
+def test_programs_of_norms_of_whole_rows_do_not_spill(norm, shape):
+    m, n = (size + -size % 16 for size in shape)
+    types, epilogue = _types(m, n), Epilogue(norm, "swish")
+    vector = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+    vectors = NormVectors(gamma=vector, beta=vector if norm == "layer" else None)
+    run = functools.partial(_norm, _odd(ALL, shape), epilogue)
+    args = types["z"], None, types["scale_inv"], vectors
+    _assert_stores_16_bytes(compiled(run, *args))
+    run = functools.partial(_norm_backward, _odd(GRADIENT, shape), epilogue)
+    rstd = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+    args = types["z"], types["x"], rstd, types["scale_inv"], vectors
+    _assert_stores_16_bytes(compiled(run, *args))
 
 
 def test_the_program_that_casts_a_weight_does_not_spill():
