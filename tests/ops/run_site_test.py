@@ -636,6 +636,19 @@ def test_a_chosen_backward_kernel_that_refuses_is_an_error_once_it_is_needed():
         jax.vjp(f, lhs, rhs)
 
 
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_fp8_products_beside_kernels_take_features_that_are_no_multiple_of_16(name):
+    k, device = 47, stand_ins.hopper(dense_norm="no product")
+    static = dict(norm="layer", activation="swish", device=device)
+    lhs, rhs, dy = operands(64, 48, 2048)  # so many that dlhs is in FP8, too
+    lhs, rhs = lhs.at[:, k:].set(0), rhs.at[k:].set(0)
+    vectors = reference.vectors(2048, "layer")
+    found = run(name, lhs[:, :k], rhs[:k], dy, vectors, **static)
+    y, (dlhs, drhs, *rest), _ = run(name, lhs, rhs, dy, vectors, **static)
+    whole = y, [dlhs[:, :k], drhs[:k], *rest]
+    chex.assert_trees_all_close(found[:2], whole, rtol=1e-5, atol=1e-5)
+
+
 def test_dlhs_over_many_features_runs_in_fp8_once_scales_are_stored():
     name, sizes = "fp8_tensorwise_delayed:initialized", (64, 32, 2048)
     static = dict(norm="layer", activation="swish", device=stand_ins.HOPPER)

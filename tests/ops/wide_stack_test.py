@@ -22,7 +22,7 @@ from loka_jax.ops.wide_stack import WideLayer, why_not, wide_runs, wide_stack
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.xla import ACTIVATIONS
-from tests import support
+from tests import hopper, support
 from tests.triton.support import interpreted, on_gpu
 
 __all__ = ["interpreted", "on_gpu"]
@@ -450,6 +450,29 @@ def test_a_compiled_stack_is_differentiable():
     (_, *theirs), _ = _fused(form, plans)(x, layers, states, g)
     # XLA for CPUs drops roundings to bfloat16 within a program, which flips slopes.
     _assert_close(ours, theirs, 3 * 5.3e-2)
+
+
+def _program(form):
+    """Returns a training step of a stack, compiled for an H200."""
+    plans, layers, (x, g) = _plans(form, DELAYED), _layers(form), _inputs(form)
+    run = functools.partial(wide_stack, plans=plans, implementation="triton")
+
+    def step(x, layers, states, g):
+        y, pull = jax.vjp(run, x, layers, states)
+        return y, pull(g)
+
+    return hopper.compiled(step, x, layers, _states(plans), g)
+
+
+def test_padding_takes_no_pass_of_its_own_and_all_products_run_in_fp8():
+    # Also raises ImportError if JAX has no CUDA plugin.
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    form = Form("layer", "swish", m=256, widths=(256, 1024, 512))
+    even = _program(form)
+    odd = _program(form._replace(m=255, widths=(255, 1023, 511)))
+    assert hopper.fp8_gemms(odd) == hopper.fp8_gemms(even) == 6
+    assert hopper.other_gemms(odd) == 0
+    assert len(hopper.kernels(odd)) == len(hopper.kernels(even))
 
 
 def test_inference_writes_nothing_for_a_backward_pass():
