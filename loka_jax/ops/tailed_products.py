@@ -62,9 +62,9 @@ def unit_of_fp8(k: int) -> float:
     """Returns what 1 stands for in a product in FP8, see `_UNIT_EXPONENT`.
 
     Args:
-        k: the size that the product contracts.
+        k: the size that the product contracts, padded or not.
     """
-    return 2.0 ** (_UNIT_EXPONENT + int(math.log2(k)) // 2)
+    return 2.0 ** (_UNIT_EXPONENT + int(math.log2(fp8.padded_size(k))) // 2)
 
 
 def why_not_tailed(plans: Iterable[KernelPlan]) -> str | None:

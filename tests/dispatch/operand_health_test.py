@@ -8,6 +8,7 @@ import pytest
 from loka_jax import fp8, scaling
 from loka_jax.dispatch.operand_health import Health, health
 from loka_jax.dispatch.policy import Limits
+from loka_jax.ops.tailed_products import unit_of_fp8
 from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.recipe import OPERANDS, get_recipe
@@ -137,3 +138,7 @@ def test_what_has_no_cast_or_only_zeros_has_no_measures():
     assert np.isnan(without_g.error).tolist() == [False, True, True]
     for measure in without_g[1:]:
         assert np.isnan(measure).tolist() == [False, False, True]
+
+
+def test_a_padded_product_has_the_unit_of_its_padded_size():
+    assert unit_of_fp8(1023) == unit_of_fp8(1024) == 2 * unit_of_fp8(1000)
