@@ -2,7 +2,8 @@
 
     POST /score    {"rows": [{"price": 1.5, "user": "u1"}, ...]}
                    200 {"scores": [0.2, ...]}, or {"error": "a sentence"} with
-                   400 if the request is malformed, 503 if too many rows wait
+                   400 if the request is malformed, 500 if a score is no number,
+                   503 if too many rows wait
     GET /health    200 {"model": ..., "step": ..., "worker": process id}
 
 On SIGTERM the worker stops accepting, answers all that it has accepted, asks
@@ -18,6 +19,8 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 try:
     from aiohttp import web
@@ -149,11 +152,12 @@ class Worker:
             return _said(str(error), 400)
         count = len(columns[self._scorer.columns[0]])
         try:
-            return web.json_response(
-                {"scores": await self._batcher.result(inputs, count)}
-            )
+            scores = await self._batcher.result(inputs, count)
         except Busy:
             return _said("too many rows wait: send them later.", 503)
+        if (row := _first_lost(scores)) is not None:
+            return _said(f"the model gives row {row} a score that is no number.", 500)
+        return web.json_response({"scores": scores})
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
@@ -165,6 +169,12 @@ class Worker:
         if self._ending.is_set():
             response.force_close()
             response.headers["Connection"] = "close"
+
+
+def _first_lost(scores: list[Any]) -> int | None:
+    """Returns the number of the first row with a score that is no number."""
+    is_lost = ~np.isfinite(np.reshape(scores, (len(scores), -1))).all(axis=1)
+    return int(np.argmax(is_lost)) + 1 if is_lost.any() else None
 
 
 def _said(sentence: str, status: int) -> web.Response:

@@ -1,9 +1,11 @@
 """A run scores rows from its own folder as its evaluation did."""
 
+import dataclasses
 import json
 import shutil
 
 import chex
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -56,6 +58,15 @@ def test_unknown_and_missing_values_are_counted(model):
         "price": {"missing": 1},
         "user": {"missing": 1, "oov": 1},
     }
+
+
+def test_scores_that_are_no_numbers_are_refused(trained):
+    model = loka_jax.load(trained.workdir)
+    params = jax.tree.map(lambda x: x * np.nan, model._state.params)
+    model._state = dataclasses.replace(model._state, params=params)
+    rows = {"price": [1.0, 2.0], "user": ["u1", "u2"], "item": [3, 3]}
+    with pytest.raises(ValueError, match="2 of 2 scores are no numbers"):
+        model.scores(rows)
 
 
 def test_no_rows_have_no_scores(model):

@@ -16,7 +16,7 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 
 from loka_jax.server import app, supervise  # noqa: E402
-from tests.server.worker import HELD  # noqa: E402
+from tests.server.worker import HELD, LOST  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 PATHS = filter(None, [str(HERE.parents[1]), *sys.path])
@@ -152,6 +152,8 @@ def test_answers_errors_and_load_that_is_too_much(tmp_path):
                 f"{address}/score", json={"rows": [{"x": -1}]}
             ) as response:
                 assert response.status == 500
+            status, said = await ask(session, address, [1, LOST])
+            assert (status, "row 2" in said["error"]) == (500, True)
             assert (await ask(session, address, [5]))[0] == 200  # it goes on
 
     with server(tmp_path) as (_, address):

@@ -1,10 +1,11 @@
 """A worker that doubles numbers, slowly: `python worker.py GATE SOCKET READY`.
 
 A batch with a number HELD says so by a file `held` in the folder GATE, and runs until
-there is a file `open`.
+there is a file `open`. A number LOST has no score.
 """
 
 import asyncio
+import math
 import pathlib
 import socket
 import sys
@@ -12,7 +13,7 @@ import time
 
 from loka_jax.server.app import Limits, Worker
 
-HELD = -2
+HELD, LOST = -2, -3
 
 
 class Doubler:
@@ -35,7 +36,7 @@ class Doubler:
                 time.sleep(0.01)
         if any(-1 in values for values in batch):
             raise ZeroDivisionError
-        return [[2 * x for x in values] for values in batch]
+        return [[math.nan if x == LOST else 2 * x for x in values] for values in batch]
 
 
 if __name__ == "__main__":
