@@ -39,7 +39,7 @@ def test_criteo_file_is_converted_and_verified(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data.path", "PATH/clicks.csv"], "name a new folder with --out."),
+        (["--data.path", "PATH/clicks.csv"], "--out is missing: name a new folder."),
         (
             ["--data.path", "PATH/clikcs.csv", "--out", "OUT"],
             "did you mean clicks.csv?",
