@@ -76,10 +76,10 @@ def convert(
     as_recipe(recipe)
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class: give a model, an instance.")
-    if not isinstance(model, nnx.Module) and not hasattr(model, "apply"):
-        raise ValueError(f"{model!r} is no Flax model: give a Linen or NNX module.")
     if isinstance(model, nnx.Module):
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
+    if not hasattr(model, "apply"):
+        raise ValueError(f"{model!r} is no Flax model: give a Linen or NNX module.")
     return Converted(model, recipe, _patterns(only), _patterns(skip))
 
 
