@@ -76,12 +76,12 @@ class Weights:
 
     def add(self, weight: Array) -> str:
         """Returns the name of a weight, that of an equal one if there is one."""
-        array = np.ascontiguousarray(weight)
+        array = np.asarray(weight, order="C")
         digest = hashlib.sha256(array.tobytes()).hexdigest()
         key = array.shape, array.dtype, digest
         if key not in self._names:
             self._names[key] = name = f"weight_{len(self._names)}"
-            self.arrays[name] = array.reshape(weight.shape)
+            self.arrays[name] = array
         return self._names[key]
 
 
