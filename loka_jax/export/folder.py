@@ -96,7 +96,11 @@ def export_run(
     sites = trained.network.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
     forms = (
-        make_form(trained, name, size, plan_of(plan, saved, trained, (name, size), say))
+        make_form(
+            *(trained, name, size),
+            plan_of(plan, saved, trained, (name, size), say),
+            by_xla=plan == "off",
+        )
         for name in platforms
         for size in sizes
     )

@@ -54,10 +54,23 @@ class Form(NamedTuple):
 
 
 def make_form(
-    trained: Trained, platform: Platform, batch_size: int, plan: DispatchPlan
+    trained: Trained,
+    platform: Platform,
+    batch_size: int,
+    plan: DispatchPlan,
+    *,
+    by_xla: bool = False,
 ) -> Form:
-    """Returns the form of a program, with XLA in place of what cannot be exported."""
-    device = _device_of(platform)
+    """Returns the form of a program, with XLA in place of what cannot be exported.
+
+    Args:
+        trained: the model.
+        platform: on which the program runs.
+        batch_size: its rows.
+        plan: of its sites.
+        by_xla: no kernels for this machine's GPU, which run where nothing is chosen.
+    """
+    device = _any_device(platform) if by_xla else _device_of(platform)
     with tracing(device) as left_out:
         sites = trained.network.sites_at(DispatchPlan(), batch_size)
         specs = {site.path: site.spec for site in sites}
@@ -141,6 +154,11 @@ def _chosen(
 def _device_of(platform: Platform) -> Device:
     if runs_here(platform):
         return local_device()
+    return _any_device(platform)
+
+
+def _any_device(platform: Platform) -> Device:
+    """Returns a device without kernels of its own: its programs run on all others."""
     return Device(platform="cpu" if platform == "cpu" else "gpu")
 
 

@@ -22,10 +22,11 @@ from loka_jax.data import Schema
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
-from loka_jax.export import export_run, loader
+from loka_jax.export import export_run, forms, loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
 from loka_jax.export.forms import make_form
+from loka_jax.ops.device import HOPPER, Device
 from loka_jax.predict.trained import untrained
 from loka_jax.site import Choice
 from loka_jax.train.step import INFERENCE_OPTIONS
@@ -164,6 +165,18 @@ def test_programs_for_a_gpu_are_made_without_one(several):
     assert {p["compute_capability"] for p in for_gpu} == {None}
 
 
+def test_a_plan_that_is_off_leaves_out_this_gpus_kernels(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    devices = {}
+    for plan in ("saved", "off"):
+        options = {"batch_sizes": (16,), "platforms": ("cuda",), "plan": plan}
+        found = export_run(trained.workdir, tmp_path / plan, **options)
+        devices[plan] = found.programs[0].form.device
+    assert devices == {"saved": HOPPER, "off": Device(platform="gpu")}
+
+
 def test_another_platforms_folder_is_refused(trained, tmp_path):
     export_run(trained.workdir, tmp_path / "m", batch_sizes=(16,), platforms=("cuda",))
     with pytest.raises(ValueError, match="for cuda, and JAX runs on cpu: export it"):
@@ -227,9 +240,9 @@ def test_each_task_has_a_column_of_scores(tmp_path):
         vocab_sizes=(9, 5),
     )
     trained = untrained(find_config("fp8_mmoe_tiny"), schema)
-    forms = [make_form(trained, "cpu", rows, DispatchPlan()) for rows in (2, 16)]
+    made = (make_form(trained, "cpu", rows, DispatchPlan()) for rows in (2, 16))
     out = tmp_path / "model"
-    found = write_model(trained, inputs_as_given(schema), iter(forms), out)
+    found = write_model(trained, inputs_as_given(schema), made, out)
     assert found.differences == {2: 0.0, 16: 0.0}
     model = loader.load(out)
     rows = {"price": range(20), "user": [3] * 20, "item": [i % 5 for i in range(20)]}

@@ -14,7 +14,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.export import folder, forms, loader
 from loka_jax.export.encoding import inputs_as_given
-from loka_jax.export.programs import Weights
+from loka_jax.export.programs import Weights, make_program
 from loka_jax.ops.device import HOPPER
 from loka_jax.predict.trained import untrained
 from loka_jax.site import Choice
@@ -74,6 +74,17 @@ def test_programs_for_a_hopper_gpu_are_given_what_they_were_made_for(
     by_mosaic = {p.compute_capability == "9.0" for p in found.programs}
     assert by_mosaic == {recipe != "fp8_blockwise"}
     assert traced(out, monkeypatch) == {rows: (rows,) for rows in plans}
+
+
+def test_without_its_kernels_a_program_runs_on_every_gpu(monkeypatch):
+    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    trained, weights = untrained_dlrm(), Weights()
+    encoding = loader.Encoding(*inputs_as_given(trained.schema))
+    asked = trained, "cuda", 128, DispatchPlan()
+    made = [forms.make_form(*asked, by_xla=by_xla) for by_xla in (False, True)]
+    programs = [make_program(trained, form, encoding, weights) for form in made]
+    assert [p.compute_capability for p in programs] == ["9.0", None]
+    assert all(runs.startswith("xla ") for runs in made[1].runs.values())
 
 
 def test_only_weights_of_one_shape_and_dtype_are_kept_once():
