@@ -175,8 +175,12 @@ def load(
     encoding = load_encoding(source.encoding())
     trained = read_trained(source, encoding.schema)
     sites = trained.network.list_sites(DispatchPlan())
-    chosen = saved_plan(saved.meta["plan"], sites) if plan == "saved" else None
-    model = nn.Planned(config.model, () if chosen is None else chosen.choices)
+    if plan == "saved":
+        choices = saved_plan(saved.meta["plan"], sites).choices
+        model = nn.Planned(config.model, choices)
+    else:
+        # Without a choice kernels would run where this machine has them.
+        model = nn.Planned(config.model.clone(implementation="xla"), ())
     run_step = compiled_eval_step(model, trained.network.tables)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
 

@@ -81,6 +81,20 @@ def test_no_plan_scores_in_the_models_recipe(trained):
     assert np.isfinite(scores).all() and np.ptp(scores) > 0
 
 
+@pytest.mark.parametrize("plan, implementation", [("saved", None), ("off", "xla")])
+def test_without_its_plan_a_model_runs_by_xla_alone(
+    trained, monkeypatch, plan, implementation
+):
+    models = []
+    compiled = predictor.compiled_eval_step
+    monkeypatch.setattr(
+        predictor, "compiled_eval_step", lambda *of: models.append(of) or compiled(*of)
+    )
+    loka_jax.load(trained.workdir, plan=plan)
+    ((planned, _),) = models
+    assert planned.model.implementation == implementation
+
+
 def test_an_existing_file_is_not_overwritten(trained, run, tmp_path):
     out = write(tmp_path / "scores.csv", [])
     assert_refused(run(trained.test, out), "exists already: remove it")
