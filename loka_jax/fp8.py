@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 E4M3 = jnp.float8_e4m3fn  # forward operands: max 448, 3 mantissa bits
-E5M2 = jnp.float8_e5m2  # gradients: max 57344, 2 mantissa bits
+E5M2 = jnp.float8_e5m2  # more range, coarser: max 57344, 2 mantissa bits
 
 SIZE_MULTIPLE = 16  # cuBLASLt's FP8 products take sizes in multiples of it
 

@@ -10,7 +10,8 @@ of the whole window, and all other values would flush to zero. The limit lies ab
 level of the window, which is the largest amax that `_HELD_STEPS` steps in a row
 reached, by all that the format spares: `_KEPT_BITS` bits of normal numbers are left
 below the level. Outliers saturate. Where the amaxes of a window lie within a factor of
-14, as in healthy training, there is no difference.
+14, as in healthy training, there is no difference. A gradient may reach 1,792 levels:
+a click among batches without one is no outlier.
 
 The state is not a parameter: it is never clipped, decayed, averaged or optimized. Over
 microbatches, over mesh axes and over several calls of a site it is merged by the
@@ -31,9 +32,9 @@ from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
 
 # Outliers in fewer steps in a row set no level; a jump that stays does after as many.
 _HELD_STEPS = 5
-# At a margin of 1 bit the limit is 14 levels in E4M3 and 458,752 in E5M2. The former is
-# just enough for growth of 1.9 a step over `_HELD_STEPS`, which is then never clipped.
-_KEPT_BITS = 10
+# At a margin of 1 bit the limit is 14 levels of lhs and rhs in E4M3, just enough for
+# growth of 1.9 a step over `_HELD_STEPS`, which is then never clipped.
+_KEPT_BITS: dict[Operand, int] = {"lhs": 10, "rhs": 10, "g": 3}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -289,7 +290,7 @@ def _headroom(operand: Operand, recipe: Recipe) -> float:
     if cast is None:
         return math.inf
     smallest_normal = float(jnp.finfo(cast.dtype).smallest_normal)
-    kept = smallest_normal * 2.0 ** (_KEPT_BITS + recipe.margin)
+    kept = smallest_normal * 2.0 ** (_KEPT_BITS[operand] + recipe.margin)
     return max(1.0, fp8.fp8_max(cast.dtype) / kept)
 
 

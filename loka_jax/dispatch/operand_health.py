@@ -96,7 +96,7 @@ def health(
     for role in fp8_results:
         first, second = (views[role, name] for name in ROLE_OPERANDS[role])
         place = ROLES.index(role)
-        error = jnp.hypot(errors[place], _rounding(first, second))
+        error = jnp.hypot(errors[place], _rounding(role, first, second))
         errors = errors.at[place].set(error)
     excess = [
         _excess(error, products.recipe.gemm(role), limits)
@@ -141,13 +141,13 @@ def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:
     return jnp.log2(jnp.maximum(error / (limits.healthy * healthy(gemm)), 1.0))
 
 
-def _rounding(first: Fp8Array, second: Fp8Array) -> Float[Array, ""]:
+def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]:
     """Returns the relative L2 error of a product that leaves in the first's format."""
     rows, k = first.data[:_ROWS].astype(jnp.float32), first.data.shape[1]
     product = jnp.dot(
         rows, second.data.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
     )
-    scaled = product / unit_of_fp8(k)
+    scaled = product / unit_of_fp8(role, k)
     return quality.relative_l2(scaled, fp8.saturate(scaled, first.data.dtype))
 
 

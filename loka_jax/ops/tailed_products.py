@@ -49,22 +49,24 @@ _TRITON = {
 }
 _CAST = Epilogue("none")
 # Of a product in FP8: what 1 stands for is 2^_UNIT_EXPONENT sqrt(k). Delayed scales put
-# the amaxes of operands between 2^6.8 and 2^7.8 (E4M3), and so their root mean squares
-# at 2^3 to 2^6: those of products are 2^-1 to 2^5 in this unit. Rows that are 100 times
-# smaller are still rounded with full precision, and E5M2 has 2^15 more either way.
-_UNIT_EXPONENT = 7
+# the amaxes of operands between 2^6.8 and 2^7.8, and so the root mean squares of lhs
+# and rhs at 2^3 to 2^6: those of fwd are 2^-1 to 2^5 in this unit. Rows that are 30
+# times smaller are still rounded with full precision. Those of g are at 2^0 to 2^6, as
+# few examples have large gradients, and those of dlhs at 2^-2 to 2^7.
+_UNIT_EXPONENT: dict[Role, int] = {"fwd": 7, "dlhs": 5}
 # Sums of 32 products lose 2^-13 of the largest at each addition in the tensor cores'
 # accumulators: over so many less than 2^-6, a quarter of the rounding to E4M3.
 _MAX_FAST = 4096
 
 
-def unit_of_fp8(k: int) -> float:
+def unit_of_fp8(role: Role, k: int) -> float:
     """Returns what 1 stands for in a product in FP8, see `_UNIT_EXPONENT`.
 
     Args:
+        role: fwd or dlhs.
         k: the size that the product contracts, padded or not.
     """
-    return 2.0 ** (_UNIT_EXPONENT + int(math.log2(fp8.padded_size(k))) // 2)
+    return 2.0 ** (_UNIT_EXPONENT[role] + int(math.log2(fp8.padded_size(k))) // 2)
 
 
 def why_not_tailed(plans: Iterable[KernelPlan]) -> str | None:
@@ -224,7 +226,7 @@ class Site(NamedTuple):
             return self.multiply(role, first, second)
         lhs, rhs = _fp8_views(role, first, second)
         k = lhs.data.shape[1]
-        unit = unit_of_fp8(k)
+        unit = unit_of_fp8(role, k)
         is_short = k <= _MAX_FAST
         out = xla.fp8_product_to_fp8(
             *(lhs.data, rhs.data, 1 / unit),

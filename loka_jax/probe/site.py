@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
-from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.fp8 import E4M3
 from loka_jax.options import require
 from loka_jax.probe import (
     blocks,
@@ -193,7 +193,7 @@ def observe(
     batch = SiteStats(
         lhs=_rows(stats.lhs, lhs, scales[0], E4M3, axis_names),
         rhs=_rhs(stats.rhs, rhs, scales[1], config, axis_names),
-        g=_rows(stats.g, g, scales[2], E5M2, axis_names),
+        g=_rows(stats.g, g, scales[2], E4M3, axis_names),
         errors=errors,
     )
     return _merge_over_devices(batch, axis_names)

@@ -80,8 +80,8 @@ def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
     assert calls == [3]
     chex.assert_trees_all_equal_structs(ours, theirs)
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        # The quantization error of E5M2, 5.3e-2, in each layer.
-        assert np.linalg.norm(a - b) <= 3 * 5.3e-2 * np.linalg.norm(b)
+        # The quantization error of E4M3, 2.6e-2, in each layer, both ways.
+        assert np.linalg.norm(a - b) <= 6 * 2.6e-2 * np.linalg.norm(b)
     sites, others = (nn.list_sites(module, x) for module in (fused, by_layers))
     for site, other in zip(sites, others, strict=True):
         assert (site.path, site.spec, site.follows, site.recipe) == (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from loka_jax import fp8, scaling
-from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.fp8 import E4M3
 from loka_jax.ops import tailed_products
 from loka_jax.ops.cross import Crossed, CrossLayer, cross_network, why_not
 from loka_jax.ops.device import local_device
@@ -128,13 +128,13 @@ def _equations(scales, recipe, x0, layers, states):
     of_lhs, of_rhs, of_g = scales or (1.0, 1.0, 1.0)
     bf16 = (lambda x: x) if scales is None else _bf16
     to_lhs, to_rhs = fp8_cast(E4M3, of_lhs), fp8_cast(E4M3, of_rhs)
-    to_g = fp8_cast(E5M2, of_g)
+    to_g = fp8_cast(E4M3, of_g)
     first = _rounded(to_lhs, x0.astype(jnp.float32))
     s, y = jnp.ones(()), first
     for layer in layers:
         # dlhs sums over the columns of the first kernel, fwd over the last one's rows.
-        to_d = fp8_cast(E5M2, of_g, of_rhs, _unit(layer.kernels[0].shape[1]))
-        to_z = fp8_cast(E4M3, of_lhs, of_rhs, _unit(layer.kernels[-1].shape[0]))
+        to_d = fp8_cast(E4M3, of_g, of_rhs, _unit("dlhs", layer.kernels[0].shape[1]))
+        to_z = fp8_cast(E4M3, of_lhs, of_rhs, _unit("fwd", layer.kernels[-1].shape[0]))
         h = _gradient_rounded(to_d, first * s)
         given = x0 if layer is layers[0] else h
         for j, kernel in enumerate(layer.kernels):
@@ -155,9 +155,9 @@ def _equations(scales, recipe, x0, layers, states):
     return y
 
 
-def _unit(k):
+def _unit(role, k):
     """Returns what 1 stands for in a product in FP8, in units of its operands' data."""
-    return 2.0 ** (7 + int(math.log2(k)) // 2)
+    return 2.0 ** ({"fwd": 7, "dlhs": 5}[role] + int(math.log2(k)) // 2)
 
 
 def _dot(a, b):
@@ -234,8 +234,8 @@ def test_states_are_those_of_the_sites_one_after_another(rank, recipe):
     present = functools.partial(_present, plans)
     theirs, next_theirs = _value_and_gradients(present, x0, layers, states, g)
     # They round to bfloat16 more often, which flips roundings to FP8, whose error is
-    # 5.3e-2 in E5M2 in each of the layers.
-    _assert_close(ours, theirs, 3 * 5.3e-2)
+    # 2.6e-2 in each of the layers, both ways.
+    _assert_close(ours, theirs, 6 * 2.6e-2)
     history = jax.tree.map(lambda s: s[:, 1:], (next_ours, next_theirs))
     for mine, other in zip(*map(jax.tree.leaves, history), strict=True):
         np.testing.assert_array_equal(mine[:, 1:], other[:, 1:])
@@ -295,8 +295,8 @@ def test_results_do_not_see_the_zeros_that_pad_odd_sizes(recipe):
     chex.assert_trees_all_close(next_states, theirs, rtol=2.0**-4)
 
 
-# Relative errors of a cast in the L2 norm.
-_OF_E4M3, _OF_E5M2 = 2.6e-2, 5.3e-2
+# Relative error of a cast in the L2 norm.
+_OF_E4M3 = 2.6e-2
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7])
@@ -318,7 +318,7 @@ def test_what_tails_read_in_fp8_adds_the_errors_of_its_casts(spread):
     def of_each_row(results):
         return jax.tree.map(lambda x, y: _row_errors(x, y), results[:2], exact[:2])
 
-    y, dx0 = (np.sqrt(depth + 1) * _OF_E4M3, np.sqrt(depth) * _OF_E5M2)
+    y, dx0 = (np.sqrt(depth + 1) * _OF_E4M3, np.sqrt(depth) * _OF_E4M3)
     added = y, np.hypot(y, dx0)  # of x0 and z, and for dx0 of d, too
     for mine, other, more in zip(*map(of_each_row, (ours, theirs)), added, strict=True):
         assert np.median(mine) <= np.hypot(np.median(other), more)

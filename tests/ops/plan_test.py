@@ -138,7 +138,7 @@ def test_a_plan_is_resolved_once():
             (
                 "pallas fp8 e4m3 rowwise x tensorwise",
                 "xla bf16, pallas norm",
-                "xla fp8 e4m3 x e5m2 tensorwise",
+                "xla fp8 e4m3 tensorwise",
             ),
         ),
         (
@@ -147,7 +147,7 @@ def test_a_plan_is_resolved_once():
             (
                 "pallas fp8 e4m3 tensorwise",
                 "xla bf16, pallas norm",
-                "xla fp8 e4m3 x e5m2 tensorwise",
+                "xla fp8 e4m3 tensorwise",
             ),
         ),
         (
@@ -169,7 +169,7 @@ def test_a_plan_is_described_in_words(name, fp8_in, texts):
         ("fp8_tensorwise_delayed", "xla fp8 e4m3 rowwise x tensorwise, pallas norm"),
         (
             "fp8_tensorwise_delayed:initialized",
-            "xla fp8 e5m2 x e4m3 tensorwise, pallas norm",
+            "xla fp8 e4m3 tensorwise, pallas norm",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loka_jax import fp8, scaling
-from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.fp8 import E4M3
 from loka_jax.ops import tailed_products
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import KernelPlan, resolve
@@ -240,7 +240,7 @@ def _equations(form: Form, recipe, scales, x, layers, g):
         (du,) = jax.vjp(f, _affine(xhat, layer))[1](d)
         dz = du if layer.gamma is None else du * layer.gamma[None, :]
         dz = _norm_gradient(dz, xhat, rate, norm)
-        dz_cast = cast(dz, to_g, E5M2)
+        dz_cast = cast(dz, to_g, E4M3)
         drhs_g = dz_cast if is_fp8_drhs else _bf16(dz)
         dbias = None if layer.bias is None else jnp.sum(dz, axis=0)
         dgamma = None if layer.gamma is None else jnp.sum(du * xhat, axis=0)
@@ -322,7 +322,7 @@ def test_fp8_is_good_enough(form, recipe):
     depth_db = 10 * math.log10(len(layers))
     floor = support.FLOOR_DB["e4m3_x_e4m3"] - depth_db
     assert support.sqnr_db(theirs[0], ours[0]) > floor
-    floor = support.FLOOR_DB["e5m2_x_e4m3"] - depth_db - 10 * math.log10(2)
+    floor -= 10 * math.log10(2)
     pairs = zip(*map(jax.tree.leaves, (theirs[1:], ours[1:])), strict=True)
     assert min(support.sqnr_db(*pair) for pair in pairs) > floor
 
@@ -336,8 +336,8 @@ def test_states_are_those_of_the_sites_one_after_another(form, recipe):
     run = functools.partial(_one_by_one, form, plans)
     theirs, next_theirs = _value_and_gradients(run, x, layers, states, g)
     if form.activation != "relu":
-        # Roundings to FP8 flip, whose error is 5.3e-2 in E5M2 in each of the layers.
-        _assert_close(ours, theirs, 3 * 5.3e-2)
+        # Roundings to FP8 flip, whose error is 2.6e-2 in each of the layers, both ways.
+        _assert_close(ours, theirs, 6 * 2.6e-2)
     history = jax.tree.map(lambda s: s[:, 1:], (next_ours, next_theirs))
     for mine, other in zip(*map(jax.tree.leaves, history), strict=True):
         np.testing.assert_array_equal(mine[:, 1:], other[:, 1:])
