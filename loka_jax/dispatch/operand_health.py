@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from loka_jax import fp8, quality
-from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, healthy
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, bounds
 from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
@@ -138,7 +138,7 @@ def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:
     """Returns `Health.error` of a product."""
     if gemm is None:
         return jnp.full((), jnp.nan, jnp.float32)
-    return jnp.log2(jnp.maximum(error / (limits.healthy * healthy(gemm)), 1.0))
+    return jnp.log2(jnp.maximum(error / bounds(limits)["relative_l2"], 1.0))
 
 
 def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]:

@@ -16,7 +16,6 @@ from jax.scipy.stats import rankdata
 
 from loka_jax import nn
 from loka_jax.data import Position
-from loka_jax.dispatch.policy import healthy
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.site_errors import (
     SiteErrors,
@@ -27,7 +26,7 @@ from loka_jax.measure.site_errors import (
 from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.probe.capture import Capture, Operands
 from loka_jax.probe.site import SiteStats
-from loka_jax.recipe import Role, get_recipe
+from loka_jax.recipe import Role
 from loka_jax.site import BF16, SiteSpec
 from loka_jax.survey.config import SurveyConfig
 from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
@@ -207,11 +206,8 @@ def _judged(
     }
     if name == BF16.name:
         return record
-    gemm = get_recipe(name.partition(" ")[2]).gemm(role)
-    assert gemm is not None
-    unit = healthy(gemm)
     verdicts = {
-        source: judge(errors, record["speedup"], unit, config.limits)
+        source: judge(errors, record["speedup"], config.limits)
         for source, errors in by_source.items()
     }
     return (

@@ -22,20 +22,16 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    errors: Mapping[str, Interval],
-    speedup: float | None,
-    unit: float,
-    limits: Limits,
+    errors: Mapping[str, Interval], speedup: float | None, limits: Limits
 ) -> Verdict:
     """Returns the verdict on a candidate.
 
     Args:
         errors: from one source of operands, by measure.
         speedup: over bfloat16; None if not measured.
-        unit: the healthy relative L2 error of its formats.
         limits: on errors and speed.
     """
-    why_not = why_unsafe(errors, unit, limits)
+    why_not = why_unsafe(errors, limits)
     is_fast = None if speedup is None else speedup >= limits.speedup
     if why_not is not None:
         return Verdict(False, is_fast, why_not)
