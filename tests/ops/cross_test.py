@@ -236,10 +236,11 @@ def test_states_are_those_of_the_sites_one_after_another(rank, recipe):
     # They round to bfloat16 more often, which flips roundings to FP8, whose error is
     # 2.6e-2 in each of the layers, both ways.
     _assert_close(ours, theirs, 6 * 2.6e-2)
+    # An element is rounded by up to 2^-4 in each of the layers.
     history = jax.tree.map(lambda s: s[:, 1:], (next_ours, next_theirs))
     for mine, other in zip(*map(jax.tree.leaves, history), strict=True):
         np.testing.assert_array_equal(mine[:, 1:], other[:, 1:])
-        np.testing.assert_allclose(mine[:, 0], other[:, 0], rtol=2.0**-4)
+        np.testing.assert_allclose(mine[:, 0], other[:, 0], rtol=3 * 2.0**-4)
         assert np.all(mine[:, 0] > 0)
     chex.assert_trees_all_equal_structs(next_ours, states)
 
