@@ -169,8 +169,8 @@ def get_recipe(name: str) -> Recipe:
 def _tensorwise(
     name: str, scaling: Literal["current", "delayed"], *, fp8_drhs: bool = True
 ) -> Recipe:
-    # E4M3 for gradients, too: E5M2 rounds the gradients of many examples alike, by up to
-    # an eighth, and the sums over a batch do not average that out. See docs/recipes.md.
+    # E4M3 for gradients, too: E5M2 rounds those of many examples alike, by up to an
+    # eighth, and the sums over a batch do not average that out. See docs/recipes.md.
     e4m3 = Cast(dtype=E4M3, scaling=scaling)
     gemm = GemmRecipe(first=e4m3, second=e4m3)
     return Recipe(
