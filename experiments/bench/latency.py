@@ -103,7 +103,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 break
             for case, call in _prepared(list(_cases(trained, arguments.arms, batch))):
                 row = {"kind": case.kind, "batch": case.batch, "arm": case.arm}
-                rows.append(row | _timed(case, call))
+                rows.append(row | _timed_or_failed(case, call))
                 print(f"{name}: {_line(rows[-1])}", flush=True)
                 result["seconds"] = time.perf_counter() - start
                 results.write(arguments.out, result)
@@ -223,6 +223,16 @@ def _prepared(cases: list[Case]) -> Iterator[tuple[Case, Callable[[], Any] | Non
     yield from ((case, None) for case in cases if case.arm == "torch bf16")
 
 
+def _timed_or_failed(case: Case, call: Callable[[], Any] | None) -> dict[str, Any]:
+    """Returns percentiles of a case's calls, or why PyTorch could not run it."""
+    try:
+        return _timed(case, call)
+    except RuntimeError as error:
+        if case.arm != "torch bf16":
+            raise
+        return {"failed": str(error)[:500]}
+
+
 def _timed(case: Case, call: Callable[[], Any] | None) -> dict[str, Any]:
     """Returns percentiles of a case's calls."""
     call = call or case.prepare()
@@ -262,6 +272,8 @@ def _ids(trained: Trained, batch: int) -> list[np.ndarray]:
 
 def _line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['batch']:,} {row['arm']}"
+    if "failed" in row:
+        return f"{name}: failed: {row['failed']}"
     return f"{name}: p50 {row['p50_us']:,.0f} us, p99 {row['p99_us']:,.0f} us"
 
 

@@ -1,5 +1,6 @@
 """The DLRM of `loka_jax.models` in PyTorch, compiled, for comparisons of time."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,10 @@ def compiled(
     """
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
+
+    # jax-triton empties it at import, and PyTorch's compiler then finds no cache.
+    if os.environ.get("TRITON_CACHE_DIR") == "":
+        del os.environ["TRITON_CACHE_DIR"]
 
     def mlp(first: int, widths: tuple[int, ...]):
         layers: list[Any] = []

@@ -25,3 +25,13 @@ def test_each_arm_has_percentiles_of_its_dense_part_and_the_whole(tmp_path):
         assert has_fp8 == (row["arm"] == "ours fp8")
     spent = latency.Arguments(models=("tiny",), batches=(16,), arms=arms, budget_s=0.0)
     assert not latency.main(spent)["models"]["tiny"]
+
+
+def test_a_failure_of_pytorch_ends_its_rows_alone():
+    def fail():
+        raise RuntimeError("no cache")
+
+    case = latency.Case("dense", 16, "torch bf16", fail, {})
+    assert latency._timed_or_failed(case, None) == {"failed": "no cache"}
+    with pytest.raises(RuntimeError, match="no cache"):
+        latency._timed_or_failed(case._replace(arm="ours fp8"), None)
