@@ -24,7 +24,15 @@ DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
 DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
 # By name: the configurations `fp8_NAME`.
-WIDE = ("mlperf_dcnv2", "wukong_m", "wukong_l", "wukong_xl", "dhen_m", "dhen_l")
+WIDE = (
+    "dcnv2",
+    "mlperf_dcnv2",
+    "wukong_m",
+    "wukong_l",
+    "wukong_xl",
+    "dhen_m",
+    "dhen_l",
+)
 # LoKA's Mods, one by one.
 MODS = {
     "no_bias": {"bias": False},
