@@ -20,11 +20,11 @@ import numpy as np
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.regression import LEAST_POINTS, Points, Prediction, Regression
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.dispatch.work import least_us, place, work
+from loka_jax.dispatch.work import least_us, place, roles_of, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import HOPPER, Device
-from loka_jax.recipe import ROLES, GemmRecipe
-from loka_jax.site import PROVIDERS, Choice, SiteSpec
+from loka_jax.recipe import GemmRecipe, Role
+from loka_jax.site import BF16, PROVIDERS, Choice, SiteSpec
 
 _PASSES = ("training", "inference")
 _FORMS = (" in", " out", " in out")
@@ -83,6 +83,7 @@ class PerformanceModel:
         self._fitted = table if fitted is None else fitted
         self._roofline = roofline or self._fitted.roofline
         self._device = device
+        self._doubt = 0.0
         self._fits: dict[tuple[str, str], _Fit | None] = {}
         self._estimates: dict[SiteSpec, Estimates] = {}
 
@@ -97,6 +98,19 @@ class PerformanceModel:
             table, roofline=self._roofline, fitted=self._fitted, device=self._device
         )
         other._fits = self._fits  # on the same times
+        return other
+
+    def hopeful(self, doubt: float) -> "PerformanceModel":
+        """Returns the model with predicted times at the ends of their intervals.
+
+        At the lower ones, those of XLA's bfloat16 at the upper ones: a plan by it has
+        what may be the fastest wherever it may pay to leave XLA's bfloat16.
+
+        Args:
+            doubt: spreads off its prediction at which a time may lie.
+        """
+        other = self.with_table(self.table)
+        other._doubt = doubt
         return other
 
     def measured(self) -> "PerformanceModel":
@@ -159,7 +173,9 @@ class PerformanceModel:
             for choice in choices:
                 own = predicted.get(choice.name)
                 for name, time in self._predicted(spec, choice, pass_name, times, own):
-                    times.setdefault(name, {})[choice.name] = time.us
+                    off = self._doubt * (1 if choice == BF16 else -1)
+                    us = time.us * math.exp(off * time.spread)
+                    times.setdefault(name, {})[choice.name] = us
                     spreads.setdefault(name, {})[choice.name] = time.spread
         entry = dataclasses.replace(
             measured,
@@ -217,7 +233,8 @@ class PerformanceModel:
             kinds += [kind] * len(measured)
             times += [us for _, us in measured]
         points = Points(*_points(problems, pass_name, roofline), np.array(kinds))
-        alike = np.array([[_alike(a, b) for b in choices] for a in choices])
+        roles = roles_of(pass_name)
+        alike = np.array([[_alike(a, b, roles) for b in choices] for a in choices])
         regression = Regression(points, np.array(times), alike)
         return _Fit(regression, {name: kind for kind, name in enumerate(enough)})
 
@@ -249,10 +266,13 @@ def _points(
     return np.stack(works), np.stack([place(*problem) for problem in problems])
 
 
-def _alike(a: Choice, b: Choice) -> float:
-    """Returns the correlation of what two candidates' factors get wrong."""
+def _alike(a: Choice, b: Choice, roles: Sequence[Role]) -> float:
+    """Returns the correlation of what two candidates' factors get wrong in some roles.
+
+    In inference that is 1 for recipes that differ in the gradients' products only.
+    """
     distance = 0.0
-    for role in ROLES:
+    for role in roles:
         first, second = a.recipe.gemm(role), b.recipe.gemm(role)
         if first is None or second is None:
             distance += _OTHER_FORMAT * (first is not second)

@@ -9,8 +9,8 @@ processes over `work.place`: near a measured problem a prediction is corrected b
 the factors got wrong there, for this candidate and for others; far from all it is not.
 
 References:
-    Rasmussen and Williams, "Gaussian Processes for Machine Learning", equations 2.25
-    and 2.26.
+    Rasmussen and Williams, "Gaussian Processes for Machine Learning", equations 2.25,
+    2.26 and 4.17.
 """
 
 from typing import NamedTuple
@@ -21,10 +21,12 @@ from scipy.optimize import nnls
 
 LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other shapes
 # Variances of log time: of what the factors get wrong in all candidates, in one, and
-# of a measurement; and the measurements that the factors of all count for in those of
-# one. Chosen on the random sites of an H200, by errors at shapes left out of the fit.
-_SHARED, _OWN, _NOISE = 0.06, 0.04, 0.002
+# of a measurement; the measurements that the factors of all count for in those of one;
+# and the distance within which problems are alike. Chosen on the sites of an H200 by
+# errors at shapes left out of the fit, noise and distance on half of these shapes.
+_SHARED, _OWN, _NOISE = 0.06, 0.04, 0.004
 _DRAW = 30.0
+_REACH = 1.5
 _LEAST_US = 0.1
 
 
@@ -111,7 +113,10 @@ def _factors(points: Points, times: np.ndarray) -> np.ndarray:
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the correlations of a process at places: squared exponential."""
-    products = a @ b.T
-    squares = np.sum(a**2, axis=1)[:, None] + np.sum(b**2, axis=1)
-    return np.exp(-0.5 * np.maximum(squares - 2 * products, 0.0))
+    """Returns the correlations of a process at places: Matern's of order 3/2.
+
+    Once differentiable: what kernels do at the next size up is no smooth function.
+    """
+    squares = np.sum(a**2, axis=1)[:, None] + np.sum(b**2, axis=1) - 2 * a @ b.T
+    distances = np.sqrt(3 * np.maximum(squares, 0.0)) / _REACH
+    return (1 + distances) * np.exp(-distances)

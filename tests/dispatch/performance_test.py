@@ -67,15 +67,56 @@ def test_a_measurement_goes_before_a_prediction():
     assert PerformanceModel(table).estimates(other).spread("training", BF16) > 0
 
 
-def test_neighbours_correct_what_the_factors_get_wrong():
-    # Widths of 512 take twice their work: no sum of work says so.
+def test_a_hopeful_model_has_the_ends_of_intervals_and_what_was_measured():
+    table = _table(_sites())
+    for spec in _sites():
+        table.sites[spec].times["training"][KERNEL.name] = _copies(spec)
+    model, spec = PerformanceModel(table), SiteSpec(20_000, 384, 256, "layer", "swish")
+    hopeful = model.hopeful(2.0)
+    for choice, sign in ((BF16, 1), (KERNEL, -1)):
+        off = sign * 2.0 * model.estimates(spec).spread("training", choice)
+        time = model.estimates(spec).entry.times["training"][choice.name]
+        found = hopeful.estimates(spec).entry.times["training"][choice.name]
+        assert found == pytest.approx(time * math.exp(off))
+    measured = _sites()[0]
+    times = hopeful.estimates(measured).entry.times["training"]
+    assert times[BF16.name] == times[KERNEL.name] == _copies(measured)
+
+
+def test_inference_knows_recipes_that_differ_in_gradients_only_as_one():
+    # Twelve sites of one recipe, all of the other, which is twice as slow as work says
+    # at a width: in inference they are one program.
+    some, other = (Choice.parse(f"xla fp8_rowwise{x}") for x in ("", "/bf16/bf16"))
+
     def time(spec):
         return _copies(spec) * (2 if spec.k == 512 else 1)
+
+    table = _table(_sites(), time)
+    for spec in _sites():
+        times = {other.name: time(spec)} | (
+            {some.name: time(spec)} if spec.k < 512 else {}
+        )
+        for pass_name in ("training", "inference"):
+            table.sites[spec].times[pass_name] = dict(times)
+    model, spec = PerformanceModel(table), SiteSpec(4096, 512, 256, "layer", "swish")
+    off = {
+        name: abs(
+            math.log(model.predictions(spec, [some], name)[some.name].us / time(spec))
+        )
+        for name in ("training", "inference")
+    }
+    assert off["inference"] < 0.6 * off["training"]
+
+
+def test_neighbours_correct_what_the_factors_get_wrong():
+    # Sites of 4,096 rows take twice their work: no sum of work says so.
+    def time(spec):
+        return _copies(spec) * (2 if spec.m == 4096 else 1)
 
     left_out = SiteSpec(4096, 512, 128, "layer", "swish")
     known = [site for site in _sites() if site != left_out]
     near = _predicted(PerformanceModel(_table(known, time)), left_out)
-    others = _table([s for s in known if s.k != 512], time)
+    others = _table([s for s in known if s.m != 4096], time)
     far = _predicted(PerformanceModel(others), left_out)
     off_near, off_far = (abs(math.log(p.us / time(left_out))) for p in (near, far))
     assert off_near < 0.6 * off_far and near.spread < far.spread
