@@ -2,12 +2,14 @@
 
     plan -> candidates that nobody measured here -> checked and timed -> plan again
 
-until all that is chosen was checked, or the budget is spent: sites then give up what
-was not checked. Results go to the user's cache, so a model is checked once.
+until all that is chosen was checked, and all that would be if predicted times were at
+the ends of their intervals; or until the budget is spent: sites then give up what was
+not checked. Results go to the user's cache, so a model is checked once.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from loka_jax.dispatch.at_start import measure_into_cache, parts_of
@@ -23,6 +25,9 @@ from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
 type Plan = Callable[[PerformanceModel], DispatchPlan]
+type Measure = Callable[[Sequence[Job], float], Iterable[tuple[Job, Table]]]
+
+_DOUBT = 1.0  # spreads off its prediction at which a time may lie
 
 
 class CheckedPlan(NamedTuple):
@@ -45,6 +50,9 @@ def check_plan(
     performance: PerformanceModel,
     seconds: float,
     say: Callable[[str], None] = print,
+    *,
+    pass_name: str = "training",
+    measure: Measure = measure_into_cache,
 ) -> CheckedPlan:
     """Returns a plan without choices that were never checked.
 
@@ -54,23 +62,27 @@ def check_plan(
         performance: times and errors, measured or predicted.
         seconds: the budget; a check under way is ended with it.
         say: takes lines of progress.
+        pass_name: the pass that the plan is for, "training" or "inference".
+        measure: measures jobs within a number of seconds.
     """
     plan, left = make_plan(performance), seconds
-    while (jobs := unchecked(plan, sites, performance)) and left > 0:
+    while left > 0:
+        plans = (plan, make_plan(performance.hopeful(_DOUBT)))
+        if not (jobs := unchecked(plans, sites, performance, pass_name)):
+            break
         say(
             f"Checking and timing {len(jobs)} kernels that run for the first time, for "
             f"{left:.0f} seconds at most."
         )
         start = time.monotonic()
-        performance = _measured(jobs, performance, left)
+        performance = _with_measured(performance, measure(jobs, left))
         left -= time.monotonic() - start
         plan = make_plan(performance)
     given_up: set[SiteSpec] = set()
-    while jobs:
+    while jobs := unchecked([plan], sites, performance, pass_name):
         performance = _without(jobs, performance, seconds)
         given_up |= {job.spec for job in jobs}
         plan = make_plan(performance)
-        jobs = unchecked(plan, sites, performance)
     notes = _note(len(given_up), seconds) if given_up else ()
     return CheckedPlan(plan, performance, notes)
 
@@ -87,39 +99,43 @@ def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:
 
 
 def unchecked(
-    plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
+    plans: Iterable[DispatchPlan],
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    pass_name: str,
 ) -> list[Job]:
-    """Returns a job for each choice of a plan that was only predicted.
+    """Returns a job for each choice of some plans that was only predicted.
 
-    XLA's bfloat16, which the choice was compared with, is timed too.
+    XLA's bfloat16, which the choice was compared with, is timed too. All passes are, as
+    their programs are compiled for the check in any case.
     """
     chained = {
         site.path for chain in chains_of(sites) if len(chain) > 1 for site in chain
     }
     specs = {site.path: table_key(site.spec) for site in sites}
     chains: dict[tuple[SiteSpec, Choice], bool] = {}  # by candidate: in a chain, too
-    for path, decision in plan.decisions:
-        spec, choice = specs[path], decision.choice
+    for path, choice in itertools.chain(*(plan.choices for plan in plans)):
+        spec = specs[path]
         estimates = performance.estimates(spec)
-        if choice == BF16 or estimates.spread("training", choice) is None:
+        if choice == BF16 or estimates.spread(pass_name, choice) is None:
             continue
         in_chain = path in chained and choice.provider == "pallas"
         chains[spec, choice] = in_chain or chains.get((spec, choice), False)
-        if estimates.spread("training", BF16) is not None:
+        if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
     jobs = (
-        Job(spec, (choice,), passes=("training",), in_chain=in_chain, digests=False)
+        Job(spec, (choice,), in_chain=in_chain, digests=False)
         for (spec, choice), in_chain in chains.items()
     )
     return [part for job in jobs for part in parts_of(job)]
 
 
-def _measured(
-    jobs: Sequence[Job], performance: PerformanceModel, seconds: float
+def _with_measured(
+    performance: PerformanceModel, measured: Iterable[tuple[Job, Table]]
 ) -> PerformanceModel:
-    """Returns what is known after jobs, which go to the user's cache."""
+    """Returns what is known after some jobs."""
     table = performance.table
-    for _, found in measure_into_cache(jobs, seconds):
+    for _, found in measured:
         table = table.merged(found)
     return performance.with_table(table)
 

@@ -148,7 +148,8 @@ def _chosen(
     )
     if performance is None:
         return make_plan(None)
-    return check_plan(make_plan, sites, performance, options.check_seconds, say).plan
+    seconds, name = options.check_seconds, "inference"
+    return check_plan(make_plan, sites, performance, seconds, say, pass_name=name).plan
 
 
 def _device_of(platform: Platform) -> Device:

@@ -90,6 +90,49 @@ def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
     assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
 
 
+def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, performance):
+    _, asked, _ = workers
+
+    def ratio(model):
+        times = model.estimates(SPEC).entry.times["training"]
+        return times[SECOND.name] / times[BF16.name]
+
+    predicted = ratio(performance)
+
+    def leaves_xla_for_less(model):
+        choice = SECOND if ratio(model) < 0.99 * predicted else BF16
+        return DispatchPlan(tuple((site.path, Decision(choice, "")) for site in SITES))
+
+    checked = check_plan(
+        leaves_xla_for_less, SITES, performance, 30.0, lambda line: None
+    )
+    # Measured, both take 5 us: more than the ratio for which it leaves XLA.
+    assert asked == [(SECOND, False), (BF16, False)]
+    assert _choice(checked) == BF16 and not checked.notes
+
+
+def test_an_inference_plan_is_checked_by_times_of_inference(performance):
+    training = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
+    known = performance.with_table(Table(header_here(), {SPEC: training}))
+    asked = []
+
+    def measure(jobs, seconds):
+        for job in jobs:
+            times = {name: {job.choices[0].name: 5.0} for name in job.passes}
+            asked.append((*job.choices, job.passes))
+            yield job, Table(header_here(), {SPEC: Entry(times)})
+
+    def check(pass_name):
+        options = {"pass_name": pass_name, "measure": measure}
+        check_plan(plan_of, SITES, known, 30.0, lambda line: None, **options)
+
+    check("training")
+    assert asked == []
+    check("inference")
+    both = ("training", "inference")
+    assert asked == [(FIRST, both), (BF16, both)]
+
+
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
     monkeypatch.setattr(at_start, "measure_all", lambda *args, **kwargs: [])
     checked = check_plan(plan_of, SITES, performance, 1e-9, lambda line: None)

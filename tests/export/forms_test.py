@@ -60,7 +60,8 @@ def test_dispatch_chooses_at_each_batch_size(trained, monkeypatch):
     monkeypatch.setattr(forms, "local_performance", lambda: Local(performance))
     seen = []
 
-    def unchecked(make_plan, sites, performance, *_):
+    def unchecked(make_plan, sites, performance, *_, pass_name):
+        assert pass_name == "inference"
         seen.append({site.spec.m for site in sites})
         return CheckedPlan(make_plan(performance), performance)
 
