@@ -36,7 +36,7 @@ def named_here(name: str, arguments: list[str]) -> str:
 
 def _is_on_hopper() -> bool:
     from loka_jax.ops.device import HOPPER, local_device
-    from loka_jax.train.processes import start
+    from loka_jax.train.processes.group import start
 
     start()  # the processes of a run, before any of them asks for its devices
     try:

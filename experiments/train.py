@@ -35,6 +35,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from loka_jax.train.processes import leave
+    from loka_jax.train.processes.group import leave
 
     leave(main)

@@ -41,7 +41,7 @@ from loka_jax.train.leaves import (
     to_host,
 )
 from loka_jax.train.manifest import Saved
-from loka_jax.train.processes import ALONE, Processes
+from loka_jax.train.processes.group import ALONE, Processes
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from loka_jax import triton
 from loka_jax.dispatch import gradient_wire
 from loka_jax.dispatch.gradient_wire import Option, choose_wire
 from loka_jax.ops.collectives import Wire
-from loka_jax.train.processes import hosts
+from loka_jax.train.processes.group import hosts
 
 _FLOAT32_BYTES = 4
 _MIB = 2**20

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
-from loka_jax.train import (
-    log_lines,
-    metrics,
-    operands,
-    replan,
-    row_layout,
-    verdict,
-    watchdog,
-)
+from loka_jax.train import log_lines, metrics, operands, replan, row_layout, verdict
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoint import Checkpoints
 from loka_jax.train.clock import Clock
@@ -29,12 +21,13 @@ from loka_jax.train.guard import Diverged
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
 from loka_jax.train.looks import Looks
+from loka_jax.train.processes import watchdog
+from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
 from loka_jax.train.restore import Moment, gone_back, restored
 from loka_jax.train.scale_watch import LOOK_STEPS
-from loka_jax.train.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
 

@@ -20,7 +20,7 @@ from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
 from loka_jax.train.embedding_config import EmbeddingConfig
-from loka_jax.train.processes import hosts
+from loka_jax.train.processes.group import hosts
 from loka_jax.train.state import TrainState
 
 REPLICA, SHARD = AXES = ("replica", "shard")

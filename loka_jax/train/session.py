@@ -30,7 +30,9 @@ from loka_jax.train.disk_room import require_space
 from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
 from loka_jax.train.manifest import Saved
-from loka_jax.train.processes import Processes, start
+from loka_jax.train.processes.group import Processes, start
+from loka_jax.train.processes.signals import stop_on_signals
+from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import (
     TrainingProgress,
@@ -41,12 +43,10 @@ from loka_jax.train.progress import (
 )
 from loka_jax.train.record import BEST, RunRecord, read_run
 from loka_jax.train.row_layout import read_state
-from loka_jax.train.signals import stop_on_signals
 from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
-from loka_jax.train.watchdog import Watchdog
 from loka_jax.train.workdir import workdir_of
 
 # Options in which a resumed run may differ from the stopped one.

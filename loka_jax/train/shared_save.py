@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from loka_jax.train.processes import Processes
+from loka_jax.train.processes.group import Processes
 
 _TIMEOUT_SECONDS = 3600  # of a barrier: the slowest disk of all is waited for
 _meetings = itertools.count()

@@ -13,9 +13,9 @@ from loka_jax.train.final_evaluation import evaluate_finally
 from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import over_devices
 from loka_jax.train.loop import Loop
+from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.progress import plain
 from loka_jax.train.record import RunRecord, versions
-from loka_jax.train.signals import StopRequest
 
 _MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}  # OptimConfig.best_by
 

@@ -3,7 +3,7 @@
 import pathlib
 
 from loka_jax.train.config import Config
-from loka_jax.train.processes import Processes, tell_workdir
+from loka_jax.train.processes.group import Processes, tell_workdir
 
 
 def workdir_of(config: Config, processes: Processes) -> pathlib.Path:

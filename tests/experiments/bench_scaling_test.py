@@ -10,7 +10,7 @@ from experiments.bench.scaling import Options
 from experiments.bench.scaling_job import Point
 from experiments.configs import get_config
 from loka_jax.train.mesh_plan import Rates
-from loka_jax.train.processes import ALONE
+from loka_jax.train.processes.group import ALONE
 
 CONFIG = get_config("fp8_dlrm_tiny")
 CONFIG = dataclasses.replace(

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from loka_jax.data import Batch, Part
 from loka_jax.data.placement import placed
-from loka_jax.train.processes import Processes, start, tell_workdir
-from loka_jax.train.signals import stop_on_signals
-from loka_jax.train.watchdog import Watchdog, resting
+from loka_jax.train.processes.group import Processes, start, tell_workdir
+from loka_jax.train.processes.signals import stop_on_signals
+from loka_jax.train.processes.watchdog import Watchdog, resting
 
 SIZE = 8
 

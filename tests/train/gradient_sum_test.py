@@ -26,7 +26,7 @@ from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.gradients import Gradients
 from loka_jax.train.mesh import AXES, MeshConfig
-from loka_jax.train.processes import Processes
+from loka_jax.train.processes.group import Processes
 from loka_jax.train.progress import print_plan
 from tests.train import mesh_step_test, support
 from tests.train.mesh_step_test import SIZE, batch_of, collectives, gathered, warm

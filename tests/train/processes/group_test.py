@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from loka_jax.launch.processes import Job, environment_of
-from loka_jax.train.processes import Processes, connection, leave, per_host, start
+from loka_jax.train.processes.group import Processes, connection, leave, per_host, start
 
 TORCHRUN = {
     "MASTER_ADDR": "10.0.0.7",

@@ -1,6 +1,6 @@
 """Trains a small run as the command line of a test asks, in one or several processes.
 
-    python tests/train/trainee.py WORKDIR [max_steps=8] [save_every=3] [stall=5]
+    python tests/train/processes/trainee.py WORKDIR [max_steps=8] [save_every=3] ...
 
 With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
 `stall=STEP` the second process waits for ever before that step, so that it can be
@@ -24,9 +24,9 @@ from loka_jax.train.config import RunOptions
 from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh import MeshConfig
-from loka_jax.train.processes import leave
+from loka_jax.train.processes.group import leave
+from loka_jax.train.processes.signals import AgreedStop
 from loka_jax.train.session import train
-from loka_jax.train.signals import AgreedStop
 from tests.train import support
 
 WATCHDOG = 60.0

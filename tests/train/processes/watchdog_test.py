@@ -5,11 +5,11 @@ import sys
 import threading
 import time
 
-from loka_jax.train.watchdog import Watchdog
+from loka_jax.train.processes.watchdog import Watchdog
 
 STUCK = """
 import time
-from loka_jax.train.watchdog import Watchdog, resting
+from loka_jax.train.processes.watchdog import Watchdog, resting
 with Watchdog(1.0) as watch:
     until = time.monotonic() + 1.5  # longer in all than the watchdog waits
     while time.monotonic() < until:

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from loka_jax.train import signals
-from loka_jax.train.signals import stop_on_signals
+from loka_jax.train.processes import signals
+from loka_jax.train.processes.signals import stop_on_signals
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -47,7 +47,7 @@ def test_a_postponed_signal_ends_the_process_after_the_block(processes):
 
 SECOND = """
 import os, signal
-from loka_jax.train.signals import stop_on_signals
+from loka_jax.train.processes.signals import stop_on_signals
 with stop_on_signals() as stop, stop.deferred():
     os.kill(os.getpid(), signal.SIGINT)
     print("deferred", flush=True)
