@@ -19,9 +19,9 @@ from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
-from loka_jax.train.embedding_config import EmbeddingConfig
 from loka_jax.train.processes.group import hosts
 from loka_jax.train.state import TrainState
+from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 REPLICA, SHARD = AXES = ("replica", "shard")
 BATCH = P(AXES)

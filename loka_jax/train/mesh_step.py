@@ -36,7 +36,7 @@ from loka_jax.ops.collectives import Wire, sum_gradients
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.tables import Tables, TableSpec
-from loka_jax.train import lookup, metrics, tasks
+from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import (
     Gradients,
     accumulated,
@@ -46,7 +46,6 @@ from loka_jax.train.gradients import (
 from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, order_of
 from loka_jax.train.routing import RoutedBatch
 from loka_jax.train.row_sync import update_alone
-from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import (
     RowUpdate,
@@ -57,6 +56,8 @@ from loka_jax.train.step import (
     rows_lr,
     update_table,
 )
+from loka_jax.train.tables import lookup
+from loka_jax.train.tables.stacks import by_stack, projected, split
 from loka_jax.triton import Implementation
 
 

@@ -40,9 +40,9 @@ from loka_jax.train.mesh import (
     shardings,
 )
 from loka_jax.train.routing import capacity_for
-from loka_jax.train.stacks import by_stack
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import update_table
+from loka_jax.train.tables.stacks import by_stack
 
 _ROWS = P(SHARD)
 

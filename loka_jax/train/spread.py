@@ -24,9 +24,9 @@ from loka_jax.train.mesh import (
 from loka_jax.train.programs import RoutedProgram, RoutedStep
 from loka_jax.train.routing import SPECS, Router
 from loka_jax.train.row_sync import RowSync
-from loka_jax.train.stacks import by_stack
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.step import INFERENCE_OPTIONS
+from loka_jax.train.tables.stacks import by_stack
 
 
 class Spread:

@@ -18,7 +18,7 @@ from loka_jax.nn import (
 from loka_jax.ops import embedding
 from loka_jax.ops.tables import MixedTables, Tables
 from loka_jax.train import metrics
-from loka_jax.train.stacks import by_stack, projected
+from loka_jax.train.tables.stacks import by_stack, projected
 
 
 @struct.dataclass

@@ -34,10 +34,11 @@ from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
-from loka_jax.train import lookup, metrics, tasks
+from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulated, gradients_of, variables_of
-from loka_jax.train.stacks import by_stack, projected, split
 from loka_jax.train.state import TrainState
+from loka_jax.train.tables import lookup
+from loka_jax.train.tables.stacks import by_stack, projected, split
 
 # Of evaluation and inference: roundings that the model makes are made, so that weights
 # may be rounded ahead, as in an exported model. By default XLA leaves some out.

@@ -13,9 +13,9 @@ from loka_jax.train.row_layout import _reordered
 from loka_jax.train.spread import Spread
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import RowUpdate
-from tests.train import lookup_test
-from tests.train.lookup_test import MODELS, SIZE
-from tests.train.stacks_test import MIXED
+from tests.train.tables import lookup_test
+from tests.train.tables.lookup_test import MODELS, SIZE
+from tests.train.tables.stacks_test import MIXED
 
 CONFIG = MeshConfig(replicas=2, shards=4, wire_rows="f32", wire_gradients="f32")
 ADAM = Adam()  # moves a row that is touched by a gradient of zero, too

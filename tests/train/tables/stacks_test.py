@@ -16,11 +16,11 @@ from loka_jax.optim.rows import Adam, RowwiseAdagrad
 from loka_jax.train import metrics
 from loka_jax.train.config import EmbeddingConfig
 from loka_jax.train.guard import poisoned
-from loka_jax.train.stacks import PROJECTIONS
 from loka_jax.train.step import make_eval_step
+from loka_jax.train.tables.stacks import PROJECTIONS
 from tests.predict import support
-from tests.train import lookup_test
-from tests.train.lookup_test import MODELS, TABLES, dense_embeddings, make_batch
+from tests.train.tables import lookup_test
+from tests.train.tables.lookup_test import MODELS, TABLES, dense_embeddings, make_batch
 
 DIMS = (8, 4, 3, 4)  # of two fields with one id and two with lists; the model's is 8
 MIXED = with_dims(TABLES, DIMS)
