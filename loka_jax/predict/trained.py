@@ -11,9 +11,9 @@ from loka_jax.data import Schema
 from loka_jax.ops.tables import require_one_array
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
+from loka_jax.train.checkpoints.row_layout import RowLayout, read_state
 from loka_jax.train.config import Config
 from loka_jax.train.network import Network, network
-from loka_jax.train.row_layout import RowLayout, read_state
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState, init_state
 

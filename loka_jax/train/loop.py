@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
-from loka_jax.train import log_lines, metrics, operands, replan, row_layout, verdict
+from loka_jax.train import log_lines, metrics, operands, replan, verdict
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints import row_layout
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.clock import Clock
 from loka_jax.train.drift_looks import DriftLooks
 from loka_jax.train.guard import Diverged

@@ -6,7 +6,7 @@ import shutil
 from loka_jax.data import Splits
 from loka_jax.data.saved_encoding import open_encoding, save_encoding
 from loka_jax.data.shards import ShardFolder
-from loka_jax.train.manifest import Saved
+from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.record import ENCODING
 
 

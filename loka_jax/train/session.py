@@ -22,14 +22,15 @@ from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import log_lines, next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.disk_room import require_space
+from loka_jax.train.checkpoints.manifest import Saved
+from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
 from loka_jax.train.device_notice import device_notice
-from loka_jax.train.disk_room import require_space
 from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
-from loka_jax.train.manifest import Saved
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
@@ -42,7 +43,6 @@ from loka_jax.train.progress import (
     resuming,
 )
 from loka_jax.train.record import BEST, RunRecord, read_run
-from loka_jax.train.row_layout import read_state
 from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState

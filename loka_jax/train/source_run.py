@@ -6,10 +6,10 @@ from typing import NamedTuple
 from loka_jax.data.shards import ShardFolder
 from loka_jax.saved_format import CHECKPOINTS, steps_in
 from loka_jax.train import run_encoding
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
 from loka_jax.train.config_file import from_json
-from loka_jax.train.manifest import Saved
 from loka_jax.train.record import BEST, CONFIG, saved_config
 
 

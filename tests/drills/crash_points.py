@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 
 # Audit events that change a file system.
 _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")

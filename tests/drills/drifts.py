@@ -22,7 +22,7 @@ from rich.console import Console
 from experiments.bench import apart
 from experiments.bench import result as results
 from experiments.configs import get_config
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config, RunOptions
 from loka_jax.train.record import versions
 from loka_jax.train.session import train

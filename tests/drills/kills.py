@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 
 from experiments.configs import get_config
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
 from tests.train import support

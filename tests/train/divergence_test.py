@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
 from tests.train import support

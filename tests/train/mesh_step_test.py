@@ -15,8 +15,8 @@ from loka_jax.data import Position
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
+from loka_jax.train.checkpoints.row_layout import _reordered
 from loka_jax.train.mesh import MeshConfig
-from loka_jax.train.row_layout import _reordered
 from loka_jax.train.state import TrainState
 from tests.train import support
 from tests.train.support import digest

@@ -16,9 +16,9 @@ from loka_jax.data import Position
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.optim import OptimConfig
 from loka_jax.train import next_day, session
+from loka_jax.train.checkpoints.leaves import named_leaves
 from loka_jax.train.config import RunOptions
 from loka_jax.train.host_state import Progress
-from loka_jax.train.leaves import named_leaves
 from loka_jax.train.loop import Loop
 from loka_jax.train.source_run import open_run
 from tests.predict.support import config, rows, write

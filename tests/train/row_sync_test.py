@@ -20,10 +20,10 @@ from loka_jax.optim import LaggedRowwiseAdagrad, OptimConfig, RowwiseAdagrad, Sg
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import build as build_lib
 from loka_jax.train import session
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import EmbeddingConfig, RunOptions
 from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, mesh_of
-from loka_jax.train.row_layout import read_state
 from loka_jax.train.row_sync import update_alone
 from loka_jax.train.step import RowUpdate
 from tests.train import mesh_step_test as plain

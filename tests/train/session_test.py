@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.train import folder_lock, manifest, session
+from loka_jax.train import folder_lock, session
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.build import Run
+from loka_jax.train.checkpoints import manifest
 from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
 from loka_jax.train.progress import TrainingProgress

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loka_jax.train.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from tests.launch.launch_test import BOUND_SECONDS, LIMIT_SECONDS, ROOT, wait_until
 from tests.train import support
 

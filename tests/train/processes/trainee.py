@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from loka_jax.data import generated
-from loka_jax.train import shared_save
+from loka_jax.train.checkpoints import shared_save
 from loka_jax.train.config import RunOptions
 from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.loop import Loop

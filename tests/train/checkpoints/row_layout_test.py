@@ -8,8 +8,8 @@ import pytest
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim.rows import AdamState, RowwiseAdagradState
-from loka_jax.train.checkpoint import Checkpoints
-from loka_jax.train.row_layout import KEY, RowLayout, read_state
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.row_layout import KEY, RowLayout, read_state
 
 ONE = TableSpec(rows=(200, 321), dim=3)
 

@@ -32,15 +32,15 @@ import orbax.checkpoint as ocp
 from loka_jax import jsonfile
 from loka_jax.saved_format import steps_in
 from loka_jax.terminal import one_line, printable
-from loka_jax.train import disk_room, manifest, orbax_manager, shared_save
-from loka_jax.train.leaves import (
+from loka_jax.train.checkpoints import disk_room, manifest, orbax_manager, shared_save
+from loka_jax.train.checkpoints.leaves import (
     from_host,
     named_leaves,
     require_fit,
     shared,
     to_host,
 )
-from loka_jax.train.manifest import Saved
+from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.processes.group import ALONE, Processes
 
 _log = logging.getLogger(__name__)

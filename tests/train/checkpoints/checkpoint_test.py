@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.train.checkpoint import Checkpoints
-from loka_jax.train.disk_room import require_space
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.disk_room import require_space
 
 
 class State(NamedTuple):
@@ -406,7 +406,7 @@ def test_a_save_is_synced_to_the_disk_before_it_counts(tmp_path, monkeypatch):
 
 def fail_writes(monkeypatch, times):
     """Makes the next `times` writes of a manifest fail, as on a full disk."""
-    from loka_jax.train import manifest
+    from loka_jax.train.checkpoints import manifest
 
     left, write = [times], manifest.write
 

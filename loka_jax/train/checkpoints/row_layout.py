@@ -12,9 +12,9 @@ import numpy as np
 
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.ops.tables import Tables, TableSpec
-from loka_jax.train.checkpoint import Checkpoints
-from loka_jax.train.leaves import from_host
-from loka_jax.train.manifest import Saved
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.leaves import from_host
+from loka_jax.train.checkpoints.manifest import Saved
 
 KEY = "virtual_shards"  # among a checkpoint's meta values; 1 if it is not there
 _AT_A_TIME = 2**22  # rows, whose numbers take 40 bytes each

@@ -1,0 +1,1 @@
+"""Checkpoints: verified, by one process or several, of rows in any order."""
