@@ -42,7 +42,7 @@ from loka_jax.ops.exchange import Routed
 from loka_jax.ops.row_codec import CODECS, Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import TableSpec
-from loka_jax.train.routing import capacity_for
+from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.triton import Implementation
 
 AXIS = "shard"

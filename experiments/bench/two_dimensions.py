@@ -48,7 +48,7 @@ from loka_jax.train.config import (  # noqa: E402
     EmbeddingConfig,
     LoopConfig,
 )
-from loka_jax.train.mesh import MeshConfig  # noqa: E402
+from loka_jax.train.mesh.devices import MeshConfig  # noqa: E402
 
 FIRST = "1D"
 _UNTIMED = 16  # steps before the clock starts

@@ -30,21 +30,22 @@ from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, require_one_array
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import gradient_sum, metrics, tasks
+from loka_jax.train import metrics, tasks
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.config import Config
-from loka_jax.train.gradient_sum import GradientSum
-from loka_jax.train.mesh import mesh_of, require_places
-from loka_jax.train.mesh_step import (
+from loka_jax.train.mesh import gradient_sum
+from loka_jax.train.mesh.devices import mesh_of, require_places
+from loka_jax.train.mesh.gradient_sum import GradientSum
+from loka_jax.train.mesh.mesh_step import (
     StepOptions,
     make_mesh_eval_step,
     make_mesh_train_step,
 )
+from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
+from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.network import network
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes import watchdog
-from loka_jax.train.programs import RoutedProgram, TrainStep
-from loka_jax.train.spread import Spread
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, compiled_eval_step, make_train_step
 

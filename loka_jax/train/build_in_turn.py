@@ -11,7 +11,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.shared_save import meet
-from loka_jax.train.gradient_sum import GradientSum
+from loka_jax.train.mesh.gradient_sum import GradientSum
 from loka_jax.train.processes.group import Processes
 
 

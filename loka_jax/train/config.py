@@ -21,8 +21,8 @@ from loka_jax.optim import OptimConfig
 from loka_jax.options import require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
-from loka_jax.train.gradient_sum import CollectivesConfig
-from loka_jax.train.mesh import MeshConfig, require_averages
+from loka_jax.train.mesh.devices import MeshConfig, require_averages
+from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32

@@ -25,7 +25,7 @@ from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
 from loka_jax.train.host_state import Progress
-from loka_jax.train.mesh_step import look_up_everywhere
+from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 

@@ -8,7 +8,7 @@ import pytest
 from experiments.bench import two_dimensions as bench
 from loka_jax.data import Position
 from loka_jax.train.build import build
-from tests.train.mesh_step_test import collectives
+from tests.train.mesh.mesh_step_test import collectives
 
 DTYPE_BYTES = {"f32": 4, "s32": 4}
 

@@ -21,9 +21,9 @@ import jax
 from loka_jax.data import generated
 from loka_jax.train.checkpoints import shared_save
 from loka_jax.train.config import RunOptions
-from loka_jax.train.gradient_sum import CollectivesConfig
 from loka_jax.train.loop import Loop
-from loka_jax.train.mesh import MeshConfig
+from loka_jax.train.mesh.devices import MeshConfig
+from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.processes.group import leave
 from loka_jax.train.processes.signals import AgreedStop
 from loka_jax.train.session import train

@@ -18,7 +18,7 @@ from loka_jax.train import build as build_lib
 from loka_jax.train import session
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.row_layout import KEY, _reordered, read_state
-from loka_jax.train.mesh import MeshConfig
+from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.state import TrainState
 from tests.train import support
 from tests.train.support import digest, train

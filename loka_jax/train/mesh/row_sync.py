@@ -30,7 +30,7 @@ from loka_jax.ops import row_average
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.row_average import Remembered
 from loka_jax.ops.tables import Tables, TableSpec
-from loka_jax.train.mesh import (
+from loka_jax.train.mesh.devices import (
     AXES,
     BATCH,
     REPLICA,
@@ -39,7 +39,7 @@ from loka_jax.train.mesh import (
     order_of,
     shardings,
 )
-from loka_jax.train.routing import capacity_for
+from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import update_table
 from loka_jax.train.tables.stacks import by_stack

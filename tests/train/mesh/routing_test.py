@@ -6,8 +6,8 @@ import pytest
 
 from loka_jax.data import Batch
 from loka_jax.ops.tables import TableSpec
-from loka_jax.train.mesh import MeshConfig, mesh_of, require_places
-from loka_jax.train.routing import Router, capacity_for
+from loka_jax.train.mesh.devices import MeshConfig, mesh_of, require_places
+from loka_jax.train.mesh.routing import Router, capacity_for
 
 TABLES = TableSpec(rows=(40_000, 50), dim=4)
 

@@ -16,7 +16,7 @@ from loka_jax.ops.row_order import Order, places_of
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import _reordered
-from loka_jax.train.mesh import MeshConfig
+from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.state import TrainState
 from tests.train import support
 from tests.train.support import digest

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from loka_jax.data import Batch
 from loka_jax.ops import row_order
 from loka_jax.ops.tables import Tables, TableSpec
-from loka_jax.train.mesh import (
+from loka_jax.train.mesh.devices import (
     BATCH,
     SHARD,
     MeshConfig,
@@ -21,9 +21,9 @@ from loka_jax.train.mesh import (
     shardings,
     state_specs,
 )
-from loka_jax.train.programs import RoutedProgram, RoutedStep
-from loka_jax.train.routing import SPECS, Router
-from loka_jax.train.row_sync import RowSync
+from loka_jax.train.mesh.programs import RoutedProgram, RoutedStep
+from loka_jax.train.mesh.routing import SPECS, Router
+from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.step import INFERENCE_OPTIONS
 from loka_jax.train.tables.stacks import by_stack

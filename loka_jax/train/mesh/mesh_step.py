@@ -43,9 +43,9 @@ from loka_jax.train.gradients import (
     gradients_of,
     variables_of,
 )
-from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, order_of
-from loka_jax.train.routing import RoutedBatch
-from loka_jax.train.row_sync import update_alone
+from loka_jax.train.mesh.devices import AXES, REPLICA, SHARD, MeshConfig, order_of
+from loka_jax.train.mesh.routing import RoutedBatch
+from loka_jax.train.mesh.row_sync import update_alone
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import (
     RowUpdate,

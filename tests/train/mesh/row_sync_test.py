@@ -23,11 +23,11 @@ from loka_jax.train import session
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import EmbeddingConfig, RunOptions
-from loka_jax.train.mesh import AXES, REPLICA, SHARD, MeshConfig, mesh_of
-from loka_jax.train.row_sync import update_alone
+from loka_jax.train.mesh.devices import AXES, REPLICA, SHARD, MeshConfig, mesh_of
+from loka_jax.train.mesh.row_sync import update_alone
 from loka_jax.train.step import RowUpdate
-from tests.train import mesh_step_test as plain
 from tests.train import support
+from tests.train.mesh import mesh_step_test as plain
 from tests.train.support import digest
 
 ROWS, DIM, LENGTH, LR = 20, 4, 24, 0.1  # rows of a shard; updates of a device

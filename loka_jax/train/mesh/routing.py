@@ -25,7 +25,7 @@ from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
-from loka_jax.train.mesh import AXES, BATCH, SHARD, order_of, shardings
+from loka_jax.train.mesh.devices import AXES, BATCH, SHARD, order_of, shardings
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, split
 from loka_jax.triton import Implementation

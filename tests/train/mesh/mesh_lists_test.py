@@ -8,9 +8,9 @@ import pytest
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.optim.rows import Adam
 from loka_jax.train.checkpoints.row_layout import _reordered
-from loka_jax.train.mesh import MeshConfig, mesh_of
-from loka_jax.train.mesh_step import StepOptions, make_mesh_train_step
-from loka_jax.train.spread import Spread
+from loka_jax.train.mesh.devices import MeshConfig, mesh_of
+from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
+from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import RowUpdate
 from tests.train.tables import lookup_test

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from loka_jax.data import Batch
-from loka_jax.train.routing import Router
-from loka_jax.train.row_sync import RowSync
+from loka_jax.train.mesh.routing import Router
+from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState
 
 

@@ -1,0 +1,1 @@
+"""Training over several devices: what lies where, and what travels between them."""
