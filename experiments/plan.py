@@ -33,7 +33,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import spoken
 from loka_jax.data import Schema, generated, open_data
 from loka_jax.train.config import Config
-from loka_jax.train.mesh_plan import (
+from loka_jax.train.planner.mesh_plan import (
     GB,
     Estimate,
     Mesh,
@@ -44,7 +44,7 @@ from loka_jax.train.mesh_plan import (
     meshes,
     require_fit,
 )
-from loka_jax.train.mesh_workload import workload_of
+from loka_jax.train.planner.mesh_workload import workload_of
 
 SIMULATED = tuple(2**k for k in range(13))
 _NO_FILE = pathlib.Path()

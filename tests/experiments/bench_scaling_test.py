@@ -9,7 +9,7 @@ from experiments.bench import scaling, scaling_job, step_parts
 from experiments.bench.scaling import Options
 from experiments.bench.scaling_job import Point
 from experiments.configs import get_config
-from loka_jax.train.mesh_plan import Rates
+from loka_jax.train.planner.mesh_plan import Rates
 from loka_jax.train.processes.group import ALONE
 
 CONFIG = get_config("fp8_dlrm_tiny")

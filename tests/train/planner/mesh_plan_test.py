@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loka_jax.train.mesh_plan import (
+from loka_jax.train.planner.mesh_plan import (
     Mesh,
     Rates,
     Stack,
