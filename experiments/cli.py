@@ -18,7 +18,7 @@ from experiments.options import parse_options
 from loka_jax.commands import interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
-from loka_jax.train.guard import TrainingFailed
+from loka_jax.train.watch.guard import TrainingFailed
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:

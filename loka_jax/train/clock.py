@@ -12,8 +12,8 @@ import time
 
 import jax
 
-from loka_jax.train.host_state import Progress
 from loka_jax.train.state import TrainState
+from loka_jax.train.watch.host_state import Progress
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 

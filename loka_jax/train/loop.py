@@ -12,25 +12,26 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
-from loka_jax.train import log_lines, metrics, operands, replan, verdict
+from loka_jax.train import log_lines, metrics
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.clock import Clock
-from loka_jax.train.drift_looks import DriftLooks
-from loka_jax.train.guard import Diverged
-from loka_jax.train.host_state import Progress
 from loka_jax.train.log_lines import quality
-from loka_jax.train.looks import Looks
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.profiler import Profiler
 from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
-from loka_jax.train.restore import Moment, gone_back, restored
-from loka_jax.train.scale_watch import LOOK_STEPS
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
+from loka_jax.train.watch import operands, replan, verdict
+from loka_jax.train.watch.drift_looks import DriftLooks
+from loka_jax.train.watch.guard import Diverged
+from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.looks import Looks
+from loka_jax.train.watch.restore import Moment, gone_back, restored
+from loka_jax.train.watch.scale_watch import LOOK_STEPS
 
 # An operand that is always zero never initializes its scale, so after this many steps
 # the guard for first steps is dropped in any case (scaling.delayed_scale_inv).

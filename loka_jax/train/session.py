@@ -29,7 +29,6 @@ from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
 from loka_jax.train.device_notice import device_notice
-from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
@@ -47,6 +46,7 @@ from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
+from loka_jax.train.watch.host_state import Progress
 from loka_jax.train.workdir import workdir_of
 
 # Options in which a resumed run may differ from the stopped one.

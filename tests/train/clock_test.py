@@ -4,7 +4,7 @@ import jax
 
 from loka_jax.data import Position
 from loka_jax.train.clock import Clock
-from loka_jax.train.host_state import Progress
+from loka_jax.train.watch.host_state import Progress
 
 START = Progress(position=Position(0, 0, 0))
 

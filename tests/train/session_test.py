@@ -18,9 +18,9 @@ from loka_jax.train import folder_lock, session
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import manifest
-from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
 from loka_jax.train.progress import TrainingProgress
+from loka_jax.train.watch.guard import TrainingFailed
 from tests.train import support
 from tests.train.support import config, digest, lines, summary, train
 

@@ -26,7 +26,7 @@ from loka_jax.optim import OptimConfig
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
-from loka_jax.train import drift_looks, session
+from loka_jax.train import session
 from loka_jax.train.config import (
     Config,
     DlrmConfig,
@@ -34,6 +34,7 @@ from loka_jax.train.config import (
     LoopConfig,
     RunOptions,
 )
+from loka_jax.train.watch import drift_looks
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
 MODEL = Dlrm(

@@ -15,9 +15,9 @@ from loka_jax.ops.tables import MixedTables, TableSpec, with_dims
 from loka_jax.optim.rows import Adam, RowwiseAdagrad
 from loka_jax.train import metrics
 from loka_jax.train.config import EmbeddingConfig
-from loka_jax.train.guard import poisoned
 from loka_jax.train.step import make_eval_step
 from loka_jax.train.tables.stacks import PROJECTIONS
+from loka_jax.train.watch.guard import poisoned
 from tests.predict import support
 from tests.train.tables import lookup_test
 from tests.train.tables.lookup_test import MODELS, TABLES, dense_embeddings, make_batch

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from loka_jax.data import Batch
 from loka_jax.train.build import Run
-from loka_jax.train.host_state import Progress
-from loka_jax.train.scale_watch import Look, take_look
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites
+from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.scale_watch import Look, take_look
 
 # Looks that wait for a log line; older ones are read, as they have been computed.
 _MAX_UNREAD = 8

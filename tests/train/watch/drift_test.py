@@ -7,7 +7,7 @@ import pytest
 
 from experiments.configs import get_config
 from loka_jax.train import loop as loop_lib
-from loka_jax.train import verdict
+from loka_jax.train.watch import verdict
 from tests.support import drills
 from tests.train import support
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.guard import TrainingFailed
 from loka_jax.train.loop import Loop
+from loka_jax.train.watch.guard import TrainingFailed
 from tests.train import support
 from tests.train.support import config, lines, summary, train
 

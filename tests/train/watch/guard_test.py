@@ -9,9 +9,9 @@ import pytest
 from loka_jax import nn
 from loka_jax.data import Batch, Position
 from loka_jax.train import build as build_lib
-from loka_jax.train import guard
-from loka_jax.train.guard import ABSURD, LIMIT, Guard
 from loka_jax.train.step import logits_of
+from loka_jax.train.watch import guard
+from loka_jax.train.watch.guard import ABSURD, LIMIT, Guard
 from tests.train import support
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from loka_jax.data import Position
 from loka_jax.dispatch.drift import Watch
 from loka_jax.optim import Plateau
-from loka_jax.train.guard import Guard
-from loka_jax.train.scale_watch import ScaleWatch
+from loka_jax.train.watch.guard import Guard
+from loka_jax.train.watch.scale_watch import ScaleWatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

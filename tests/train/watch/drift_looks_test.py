@@ -14,10 +14,10 @@ from loka_jax.dispatch.drift import LOOKS, SETTLING
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
-from loka_jax.train import replan
 from loka_jax.train.build import build
-from loka_jax.train.drift_looks import look_step, measured, watched
-from loka_jax.train.host_state import Progress
+from loka_jax.train.watch import replan
+from loka_jax.train.watch.drift_looks import look_step, measured, watched
+from loka_jax.train.watch.host_state import Progress
 from tests.ops import stand_ins
 
 DELAYED = "fp8_tensorwise_delayed_bf16_drhs"

@@ -14,8 +14,8 @@ from loka_jax.nn import by_path
 from loka_jax.site import BF16
 from loka_jax.terminal import one_line
 from loka_jax.train.build import Run
-from loka_jax.train.host_state import Progress
 from loka_jax.train.state import TrainState
+from loka_jax.train.watch.host_state import Progress
 
 
 class Change(NamedTuple):

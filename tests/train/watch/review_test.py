@@ -14,10 +14,11 @@ from loka_jax.probe import live_errors
 from loka_jax.probe.site import SiteStats
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
-from loka_jax.train import replan, session
+from loka_jax.train import session
 from loka_jax.train.config import DispatchOptions, ProbeOptions
-from loka_jax.train.host_state import Progress
 from loka_jax.train.loop import Loop
+from loka_jax.train.watch import replan
+from loka_jax.train.watch.host_state import Progress
 from tests.train import support
 
 SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")

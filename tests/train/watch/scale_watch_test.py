@@ -11,7 +11,7 @@ from loka_jax import scaling
 from loka_jax.data import Batch, DataConfig, Position, Schema
 from loka_jax.recipe import get_recipe
 from loka_jax.train.loop import Loop
-from loka_jax.train.scale_watch import LOOK_STEPS, ScaleWatch, take_look
+from loka_jax.train.watch.scale_watch import LOOK_STEPS, ScaleWatch, take_look
 from tests.train import support
 from tests.train.support import config, lines, summary, train
 

@@ -7,11 +7,12 @@ the likely cause, for which the model runs twice.
 import dataclasses
 
 from loka_jax.data import Batch
-from loka_jax.train import guard, metrics
+from loka_jax.train import metrics
 from loka_jax.train.build import Run
-from loka_jax.train.guard import Diverged, Guard, TrainingFailed
-from loka_jax.train.host_state import Progress
 from loka_jax.train.state import TrainState
+from loka_jax.train.watch import guard
+from loka_jax.train.watch.guard import Diverged, Guard, TrainingFailed
+from loka_jax.train.watch.host_state import Progress
 
 
 def judged(run: Run, state: TrainState, progress: Progress) -> Progress:

@@ -9,10 +9,10 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
-from loka_jax.train.guard import Diverged
-from loka_jax.train.host_state import Progress
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.state import TrainState
+from loka_jax.train.watch.guard import Diverged
+from loka_jax.train.watch.host_state import Progress
 
 # Times that a run goes back to a checkpoint before it counts as failed.
 _MAX_RETURNS = 3

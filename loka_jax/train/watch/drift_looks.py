@@ -24,10 +24,10 @@ from loka_jax.recipe import Recipe, Role
 from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
-from loka_jax.train.host_state import Progress
 from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
+from loka_jax.train.watch.host_state import Progress
 
 MAX_ROWS = 2048  # of a batch
 # Unread looks; older ones are read, as they have been computed.
