@@ -29,7 +29,7 @@ from loka_jax.report import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.train import record
 from loka_jax.train.config import Config
-from loka_jax.train.progress import plain
+from loka_jax.train.logs.progress import plain
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.workdir import choose_workdir
 

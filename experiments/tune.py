@@ -45,7 +45,7 @@ from loka_jax.survey.sensitivity import ALL, sensitivity
 from loka_jax.survey.whole_plan import refusals
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
-from loka_jax.train.progress import plain
+from loka_jax.train.logs.progress import plain
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.state import TrainState
 

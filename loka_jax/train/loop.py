@@ -12,16 +12,17 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Position, next_position
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
-from loka_jax.train import log_lines, metrics
+from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.clock import Clock
-from loka_jax.train.log_lines import quality
+from loka_jax.train.logs import log_lines
+from loka_jax.train.logs.clock import Clock
+from loka_jax.train.logs.log_lines import quality
+from loka_jax.train.logs.profiler import Profiler
+from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
-from loka_jax.train.profiler import Profiler
-from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.record import RunRecord
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized

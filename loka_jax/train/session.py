@@ -19,28 +19,29 @@ from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
-from loka_jax.train import log_lines, next_day, run_encoding
+from loka_jax.train import next_day, run_encoding
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.disk_room import require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
-from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import Config
-from loka_jax.train.device_notice import device_notice
-from loka_jax.train.loop import Loop
-from loka_jax.train.processes.group import Processes, start
-from loka_jax.train.processes.signals import stop_on_signals
-from loka_jax.train.processes.watchdog import Watchdog
-from loka_jax.train.profiler import Profiler
-from loka_jax.train.progress import (
+from loka_jax.train.logs import log_lines
+from loka_jax.train.logs.column_table import print_columns
+from loka_jax.train.logs.device_notice import device_notice
+from loka_jax.train.logs.profiler import Profiler
+from loka_jax.train.logs.progress import (
     TrainingProgress,
     print_data,
     print_plan,
     print_sites,
     resuming,
 )
+from loka_jax.train.loop import Loop
+from loka_jax.train.processes.group import Processes, start
+from loka_jax.train.processes.signals import stop_on_signals
+from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.record import BEST, RunRecord, read_run
 from loka_jax.train.silent_record import SilentRecord
 from loka_jax.train.source_run import SourceRun

@@ -13,7 +13,7 @@ from loka_jax.data import DataConfig, open_data
 from loka_jax.data.encoding import ModuloEncoder, NoInteger
 from loka_jax.data.saved_encoding import load_encoding
 from loka_jax.data.shards import open_shards
-from loka_jax.train.column_table import print_columns
+from loka_jax.train.logs.column_table import print_columns
 from tests.data.support import open_table, rows_of, write
 
 HEADER = "click,item,last,tags\n"

@@ -18,7 +18,7 @@ from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import planning
 from loka_jax.train.config import DispatchOptions, EmbeddingConfig
-from loka_jax.train.progress import print_plan
+from loka_jax.train.logs.progress import print_plan
 from tests.train import support
 
 ROW = support.ROW

@@ -18,8 +18,8 @@ from loka_jax.train import folder_lock, session
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import manifest
+from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.loop import Loop
-from loka_jax.train.progress import TrainingProgress
 from loka_jax.train.watch.guard import TrainingFailed
 from tests.train import support
 from tests.train.support import config, digest, lines, summary, train
@@ -331,7 +331,7 @@ def test_the_guard_for_first_steps_is_dropped_in_the_end(tmp_path, taken, monkey
 def test_rates_leave_out_the_steps_that_compile(tmp_path, monkeypatch):
     now, plain = [0.0], Loop.step
     watch = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("loka_jax.train.clock.time", watch)
+    monkeypatch.setattr("loka_jax.train.logs.clock.time", watch)
 
     def step(self, position, batch):
         if self.progress.step == 0:

@@ -24,11 +24,11 @@ from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.gradients import Gradients
+from loka_jax.train.logs.progress import print_plan
 from loka_jax.train.mesh import mesh_step
 from loka_jax.train.mesh.devices import AXES, MeshConfig
 from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.processes.group import Processes
-from loka_jax.train.progress import print_plan
 from tests.train import support
 from tests.train.mesh import mesh_step_test
 from tests.train.mesh.mesh_step_test import SIZE, batch_of, collectives, gathered, warm

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from loka_jax.train.profiler import Profiler
+from loka_jax.train.logs.profiler import Profiler
 
 
 @pytest.fixture

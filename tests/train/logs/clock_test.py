@@ -3,7 +3,7 @@ import dataclasses
 import jax
 
 from loka_jax.data import Position
-from loka_jax.train.clock import Clock
+from loka_jax.train.logs.clock import Clock
 from loka_jax.train.watch.host_state import Progress
 
 START = Progress(position=Position(0, 0, 0))

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Position
-from loka_jax.train import final_evaluation
-from loka_jax.train.final_evaluation import evaluate_finally
+from loka_jax.train.logs import final_evaluation
+from loka_jax.train.logs.final_evaluation import evaluate_finally
 from tests.train import support
 
 

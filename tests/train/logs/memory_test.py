@@ -1,6 +1,6 @@
 import numpy as np
 
-from loka_jax.train.memory import memory_bytes
+from loka_jax.train.logs.memory import memory_bytes
 
 
 def test_memory_of_the_host_grows_with_what_is_written():

@@ -9,7 +9,7 @@ from loka_jax.data import Dataset
 from loka_jax.optim import OptimConfig
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
-from loka_jax.train.memory import memory_bytes
+from loka_jax.train.logs.memory import memory_bytes
 from loka_jax.train.state import TrainState
 from loka_jax.train.tasks import by_task
 from loka_jax.train.watch.host_state import Progress

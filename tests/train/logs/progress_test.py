@@ -18,10 +18,10 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.recipe import RECIPES
 from loka_jax.site import BF16
 from loka_jax.terminal import printable
-from loka_jax.train import progress
-from loka_jax.train.column_table import print_columns
 from loka_jax.train.config import LoopConfig
-from loka_jax.train.progress import (
+from loka_jax.train.logs import progress
+from loka_jax.train.logs.column_table import print_columns
+from loka_jax.train.logs.progress import (
     TrainingProgress,
     print_data,
     print_plan,

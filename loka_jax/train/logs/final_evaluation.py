@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from loka_jax.data import Dataset, Position
-from loka_jax.train.breakdown import Scores
 from loka_jax.train.build import Evaluated, Run
-from loka_jax.train.log_lines import chosen
+from loka_jax.train.logs.breakdown import Scores
+from loka_jax.train.logs.log_lines import chosen
 from loka_jax.train.state import TrainState
 
 SAMPLE = 1 << 18  # examples at most, but for those of one batch

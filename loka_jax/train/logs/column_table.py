@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loka_jax.train.progress import plain
+from loka_jax.train.logs.progress import plain
 
 _MAX_COLUMNS = 40
 
