@@ -94,9 +94,9 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
 def _of_a_run(arguments: list[str]) -> Config | None:
     """Returns the configuration of the run in `--init-from` or `--workdir`, or None."""
     # Half a second of imports, which --help need not wait for.
+    from loka_jax.train.folder.record import CONFIG
+    from loka_jax.train.folder.source_run import read_config_of
     from loka_jax.train.next_day import default_config
-    from loka_jax.train.record import CONFIG
-    from loka_jax.train.source_run import read_config_of
 
     source, _ = take(arguments, "--init-from")
     if source is not None:

@@ -21,8 +21,8 @@ from experiments.bad_values import one_sentence
 from experiments.cli import run_cli
 from loka_jax.commands import called, spoken
 from loka_jax.report import ComparedRun, write_compare_page
-from loka_jax.train.record import read_run
-from loka_jax.train.scores_file import read_scores
+from loka_jax.train.folder.record import read_run
+from loka_jax.train.folder.scores_file import read_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ from loka_jax.commands import spoken
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
-from loka_jax.train import record
 from loka_jax.train.config import Config
+from loka_jax.train.folder import record
+from loka_jax.train.folder.workdir import choose_workdir
 from loka_jax.train.logs.progress import plain
 from loka_jax.train.session import standard_output, train
-from loka_jax.train.workdir import choose_workdir
 
 _EVERY = 10  # default interval of observed steps
 

@@ -12,8 +12,8 @@ from loka_jax.data.saved_encoding import digest_of, open_encoding
 from loka_jax.data.settings import SETTINGS
 from loka_jax.data.shards import ShardWriter, open_shards
 from loka_jax.train.checkpoints import manifest
+from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.next_day import default_config
-from loka_jax.train.source_run import open_run
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
 from tests.data.support import table_config

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from loka_jax import jsonfile
-from loka_jax.train.record import versions
+from loka_jax.train.folder.record import versions
 
 
 def head(benchmark: str, arguments: Any) -> dict[str, Any]:

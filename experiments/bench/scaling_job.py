@@ -40,9 +40,9 @@ from loka_jax.terminal import one_line
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.config import Config
+from loka_jax.train.folder.record import versions
 from loka_jax.train.logs.log_lines import exchanged, summed
 from loka_jax.train.processes.group import Processes, leave, start
-from loka_jax.train.record import versions
 from loka_jax.train.state import TrainState
 
 _FIRST = Position(0, 0, 0)

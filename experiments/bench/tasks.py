@@ -29,7 +29,7 @@ from loka_jax.measure.intervals import interval
 from loka_jax.models import Mmoe
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import LoopConfig, MmoeConfig, RunOptions
-from loka_jax.train.record import read_run
+from loka_jax.train.folder.record import read_run
 from loka_jax.train.session import train
 
 LABELS = ("like", "love")

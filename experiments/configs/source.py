@@ -15,7 +15,7 @@ from experiments.configs.registry import get_config
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import read_config
+from loka_jax.train.folder.config_file import read_config
 
 
 def find_config(name: str) -> Config:

@@ -36,8 +36,8 @@ from loka_jax.export.forms import (
 )
 from loka_jax.export.programs import Program, Weights, evaluated, make_program
 from loka_jax.predict.trained import Trained, read_trained
-from loka_jax.train.record import versions
-from loka_jax.train.source_run import open_run
+from loka_jax.train.folder.record import versions
+from loka_jax.train.folder.source_run import open_run
 
 _SMALL = (1, 16, 128, 1024)  # with the run's own batch size, the default ones
 

@@ -27,8 +27,8 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
+from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.planning import saved_plan
-from loka_jax.train.source_run import open_run
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step
 

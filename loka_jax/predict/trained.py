@@ -13,8 +13,8 @@ from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout, read_state
 from loka_jax.train.config import Config
+from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.network import Network, network
-from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState, init_state
 
 _READ = ("params", "fp8", "batch_stats", "table")  # of a checkpoint's state

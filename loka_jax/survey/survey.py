@@ -33,7 +33,7 @@ from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
 from loka_jax.survey.summary import summarize, warnings_of
 from loka_jax.survey.verdict import judge
 from loka_jax.train.build import Run
-from loka_jax.train.record import versions
+from loka_jax.train.folder.record import versions
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step
 

@@ -17,16 +17,16 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.data.shards import ShardFolder
-from loka_jax.train import run_encoding
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
+from loka_jax.train.folder import run_encoding
+from loka_jax.train.folder.source_run import SourceRun, open_run, read_config_of
 from loka_jax.train.logs.column_table import print_days
 from loka_jax.train.logs.log_lines import quality
 from loka_jax.train.logs.progress import plain
 from loka_jax.train.loop import Loop
-from loka_jax.train.source_run import SourceRun, open_run, read_config_of
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
 

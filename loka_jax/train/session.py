@@ -19,7 +19,7 @@ from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
-from loka_jax.train import next_day, run_encoding
+from loka_jax.train import next_day
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -27,6 +27,11 @@ from loka_jax.train.checkpoints.disk_room import require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
+from loka_jax.train.folder import run_encoding
+from loka_jax.train.folder.record import BEST, RunRecord, read_run
+from loka_jax.train.folder.silent_record import SilentRecord
+from loka_jax.train.folder.source_run import SourceRun
+from loka_jax.train.folder.workdir import workdir_of
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.column_table import print_columns
 from loka_jax.train.logs.device_notice import device_notice
@@ -42,13 +47,9 @@ from loka_jax.train.loop import Loop
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
-from loka_jax.train.record import BEST, RunRecord, read_run
-from loka_jax.train.silent_record import SilentRecord
-from loka_jax.train.source_run import SourceRun
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
 from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.workdir import workdir_of
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (

@@ -9,12 +9,12 @@ from rich.console import Console
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report import gap_closed
+from loka_jax.train.folder.record import RunRecord, versions
 from loka_jax.train.logs.final_evaluation import evaluate_finally
 from loka_jax.train.logs.log_lines import over_devices
 from loka_jax.train.logs.progress import plain
 from loka_jax.train.loop import Loop
 from loka_jax.train.processes.signals import StopRequest
-from loka_jax.train.record import RunRecord, versions
 from loka_jax.train.watch.host_state import Progress
 
 _MEASURES = {"ne": "NE", "logloss": "log loss", "auc": "AUC"}  # OptimConfig.best_by

@@ -24,7 +24,7 @@ from experiments.bench import result as results
 from experiments.configs import get_config
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config, RunOptions
-from loka_jax.train.record import versions
+from loka_jax.train.folder.record import versions
 from loka_jax.train.session import train
 
 _COMMAND = ("python", "-m", "tests.drills.drifts")

@@ -36,9 +36,9 @@ from loka_jax.recipe import ROLES
 from loka_jax.report import RunFiles, charts, write_run_page
 from loka_jax.site import BF16
 from loka_jax.train.checkpoints import manifest
+from loka_jax.train.folder.record import RunRecord, read_run
 from loka_jax.train.logs.progress import print_plan
 from loka_jax.train.planning import choose_plan
-from loka_jax.train.record import RunRecord, read_run
 from tests.report.run_page_test import RUN, SITES, SUMMARY
 from tests.train import support
 

@@ -15,8 +15,8 @@ from experiments import cli, configs, first_help, train
 from loka_jax import jsonfile, saved_format
 from loka_jax.recipe import RECIPES
 from loka_jax.train import session
+from loka_jax.train.folder.workdir import choose_workdir
 from loka_jax.train.watch.guard import TrainingFailed
-from loka_jax.train.workdir import choose_workdir
 
 GENERATED = ["--config", "fp8_dlrm_tiny"]
 CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]

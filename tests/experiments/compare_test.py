@@ -3,9 +3,9 @@ import pytest
 
 from experiments.compare import main
 from loka_jax import commands, jsonfile
-from loka_jax.train import scores_file
+from loka_jax.train.folder import scores_file
+from loka_jax.train.folder.record import EVALUATION, SUMMARY, RunRecord
 from loka_jax.train.logs.breakdown import Scores
-from loka_jax.train.record import EVALUATION, SUMMARY, RunRecord
 
 CONFIG = {"name": "small", "seed": 0, "data": {"kind": "table", "label": "click"}}
 

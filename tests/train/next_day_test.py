@@ -18,8 +18,8 @@ from loka_jax.optim import OptimConfig
 from loka_jax.train import next_day, session
 from loka_jax.train.checkpoints.leaves import named_leaves
 from loka_jax.train.config import RunOptions
+from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.loop import Loop
-from loka_jax.train.source_run import open_run
 from loka_jax.train.watch.host_state import Progress
 from tests.predict.support import config, rows, write
 from tests.train import support

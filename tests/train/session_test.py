@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from loka_jax import jsonfile
-from loka_jax.train import folder_lock, session
 from loka_jax.train import loop as loop_lib
+from loka_jax.train import session
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import manifest
+from loka_jax.train.folder import folder_lock
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.loop import Loop
 from loka_jax.train.watch.guard import TrainingFailed

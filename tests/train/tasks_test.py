@@ -23,8 +23,8 @@ from loka_jax.optim import OptimConfig, Sgd
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics, session, tasks
 from loka_jax.train.config import RunOptions
+from loka_jax.train.folder.scores_file import read_scores
 from loka_jax.train.logs.log_lines import measure
-from loka_jax.train.scores_file import read_scores
 from loka_jax.train.state import init_state
 from loka_jax.train.step import RowUpdate, make_train_step
 from tests.train.support import lines, summary

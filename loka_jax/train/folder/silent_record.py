@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.train.record import RunRecord
+from loka_jax.train.folder.record import RunRecord
 
 
 class SilentRecord(RunRecord):

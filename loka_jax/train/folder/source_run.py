@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from loka_jax.data.shards import ShardFolder
 from loka_jax.saved_format import CHECKPOINTS, steps_in
-from loka_jax.train import run_encoding
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
-from loka_jax.train.config_file import from_json
-from loka_jax.train.record import BEST, CONFIG, saved_config
+from loka_jax.train.folder import run_encoding
+from loka_jax.train.folder.config_file import from_json
+from loka_jax.train.folder.record import BEST, CONFIG, saved_config
 
 
 class SourceRun(NamedTuple):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.configs import get_config, names
-from loka_jax.train.config_file import from_json, read_config
+from loka_jax.train.folder.config_file import from_json, read_config
 
 
 def values_of(name="fp8_dlrm_tiny"):

@@ -7,7 +7,7 @@ from loka_jax.data import Splits
 from loka_jax.data.saved_encoding import open_encoding, save_encoding
 from loka_jax.data.shards import ShardFolder
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.record import ENCODING
+from loka_jax.train.folder.record import ENCODING
 
 
 def read(saved: Saved, workdir: pathlib.Path) -> ShardFolder | None:

@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from loka_jax.train import record
-from loka_jax.train.record import RunRecord, saved_config
+from loka_jax.train.folder import record
+from loka_jax.train.folder.record import RunRecord, saved_config
 
 CONFIG = {"name": "fp8_dlrm", "steps": 10, "optim": {"lr": 0.1}}
 
@@ -114,7 +114,7 @@ def test_two_runs_cannot_share_a_workdir(tmp_path):
 def test_a_killed_run_gives_its_workdir_free(tmp_path):
     code = """
         import os, signal, sys
-        from loka_jax.train.record import RunRecord
+        from loka_jax.train.folder.record import RunRecord
         run_record = RunRecord(sys.argv[1], config={"a": 1})
         os.kill(os.getpid(), signal.SIGKILL)
     """

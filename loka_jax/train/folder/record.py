@@ -40,7 +40,7 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 from loka_jax.saved_format import without_key
-from loka_jax.train import folder_lock, scores_file
+from loka_jax.train.folder import folder_lock, scores_file
 from loka_jax.train.logs.breakdown import Scores, breakdown, with_names
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
