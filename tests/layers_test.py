@@ -3,7 +3,9 @@
 import ast
 import pathlib
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "loka_jax"
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
 # Lowest first.
 LAYERS = (
     ("terminal",),
@@ -30,11 +32,26 @@ LAYERS = (
     ("survey", "predict"),
     ("export",),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TRAIN = (
+    ("processes", "tables", "metrics"),
+    ("checkpoints", "state", "tasks"),
+    ("gradients",),
+    ("step",),
+    ("mesh",),
+    ("config",),
+    ("network", "planning"),
+    ("planner", "build"),
+    ("build_in_turn", "watch"),
+    ("logs",),
+    ("folder",),
+    ("loop",),
+    ("next_day", "summary"),
+    ("session",),
+)
 
 
-def _imports(path):
-    """Yields the first name under loka_jax of every import in the file."""
+def _imports(path, package):
+    """Yields the first name under a package of every import in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -43,22 +60,29 @@ def _imports(path):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (m.split(".")[1] for m in modules if m.startswith("loka_jax."))
+        for module in modules:
+            if module.startswith(f"{package}."):
+                yield module.removeprefix(f"{package}.").split(".")[0]
 
 
-def test_imports_point_down():
+@pytest.mark.parametrize(
+    ("package", "layers"), [("loka_jax", LAYERS), ("loka_jax.train", TRAIN)]
+)
+def test_imports_point_down(package, layers):
+    level = {name: i for i, names in enumerate(layers) for name in names}
+    folder = ROOT / package.replace(".", "/")
     upward = []
-    for path in PACKAGE.rglob("*.py"):
-        if path == PACKAGE / "__init__.py":
+    for path in folder.rglob("*.py"):
+        if path == folder / "__init__.py":
             continue
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for name in _imports(path):
-            if name != own and LEVEL[name] >= LEVEL[own]:
-                upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
+        own = path.relative_to(folder).parts[0].removesuffix(".py")
+        for name in _imports(path, package):
+            if name != own and level[name] >= level[own]:
+                upward.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not upward, upward
 
 
 def test_nothing_imports_experiments():
-    for path in PACKAGE.rglob("*.py"):
+    for path in (ROOT / "loka_jax").rglob("*.py"):
         assert "import experiments" not in path.read_text(), path
         assert "from experiments" not in path.read_text(), path

@@ -450,7 +450,7 @@ def test_a_save_that_fails_twice_surfaces(at, tmp_path, monkeypatch):
 KILLED = """
     import sys, os, signal, threading
     import jax.numpy as jnp
-    from loka_jax.train import checkpoint, manifest
+    from loka_jax.train.checkpoints import checkpoint, manifest
 
     state = {"x": jnp.arange(1000.0)}
     checkpoints = checkpoint.Checkpoints(sys.argv[1])
