@@ -24,15 +24,7 @@ DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
 DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
 # By name: the configurations `fp8_NAME`.
-WIDE = (
-    "dcnv2",
-    "mlperf_dcnv2",
-    "wukong_m",
-    "wukong_l",
-    "wukong_xl",
-    "dhen_m",
-    "dhen_l",
-)
+WIDE = ("mlperf_dcnv2", "wukong_m", "wukong_l", "wukong_xl", "dhen_m", "dhen_l")
 # LoKA's Mods, one by one.
 MODS = {
     "no_bias": {"bias": False},
@@ -47,9 +39,9 @@ def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
     """Returns the dense part of a wide model, and its inputs' shapes for m rows.
 
     Args:
-        name: of `WIDE`, with all Mods but for the MLPerf benchmark's; "NAME MOD" has
-            one of `MODS` alone, "NAME plain" none. Where hard_swish is missing there is
-            swish, which it replaces.
+        name: of `WIDE`, or another configuration `fp8_NAME`, with all Mods but for the
+            MLPerf benchmark's; "NAME MOD" has one of `MODS` alone, "NAME plain" none.
+            Where hard_swish is missing there is swish, which it replaces.
     """
     config_name, _, mod = name.partition(" ")
     config = get_config(f"fp8_{config_name}")

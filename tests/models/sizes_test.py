@@ -61,6 +61,9 @@ def test_the_benchmark_has_every_size_with_and_without_mods():
     assert plain == model.clone(recipe="bf16", activation="swish")
     block, _ = models.wide("wukong_m block")
     assert block == plain.clone(norm="block")
+    dcnv2, _ = models.wide("dcnv2 plain")
+    small = configs.get_config("fp8_dcnv2").model
+    assert dcnv2 == small.clone(recipe="bf16", activation="swish")
     mlperf, _ = models.wide("mlperf_dcnv2")
     assert mlperf == configs.get_config("bf16_mlperf_dcnv2").model
 
