@@ -106,8 +106,7 @@ def unchecked(
 ) -> list[Job]:
     """Returns a job for each choice of some plans that was only predicted.
 
-    XLA's bfloat16, which the choice was compared with, is timed too. All passes are, as
-    their programs are compiled for the check in any case.
+    XLA's bfloat16, which the choice was compared with, is timed too.
     """
     chained = {
         site.path for chain in chains_of(sites) if len(chain) > 1 for site in chain
@@ -124,7 +123,7 @@ def unchecked(
         if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
     jobs = (
-        Job(spec, (choice,), in_chain=in_chain, digests=False)
+        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain, digests=False)
         for (spec, choice), in_chain in chains.items()
     )
     return [part for job in jobs for part in parts_of(job)]
