@@ -101,7 +101,7 @@ def update_delayed(
 def readable(state: DelayedScaling) -> DelayedScaling:
     """Returns the state with its table in float32, for one use.
 
-    If JAX differentiates, the gradient of the result must be `contribution`.
+    If JAX differentiates, the gradient of the result must be from `contributions`.
 
     Raises:
         ValueError: under a `shard_map` across which the gradient would be summed.
@@ -109,24 +109,25 @@ def readable(state: DelayedScaling) -> DelayedScaling:
     return DelayedScaling(max_merge.unmerged(max_merge.merged(state.table)))
 
 
-def contribution(
-    state: DelayedScaling, amaxes: Float[Array, "3"] | None, recipe: Recipe
-) -> DelayedScaling:
-    """Returns what one use of a site adds to its next state: the gradient of the state.
+def contributions(
+    tables: Float[Array, "*s 3 H_plus_1"],
+    amaxes: Float[Array, "*s 3"] | None,
+    recipe: Recipe,
+) -> Float[Array, "*s 3 H_plus_1"]:
+    """Returns what one use of each site adds to its next state: its gradient.
 
     Rows are those of `update_delayed`, but -inf where that leaves the state as it was:
     of several uses those that measured an operand prevail.
 
     Args:
-        state: of the site, from `readable`.
-        amaxes: of the operands; not finite where not measured; None if none was.
-        recipe: of the site.
+        tables: of a site's state, from `readable`, or of several sites, stacked.
+        amaxes: of their operands; not finite where not measured; None if none was.
+        recipe: of all these sites.
     """
     if amaxes is None:
-        return DelayedScaling(jnp.full_like(state.table, -jnp.inf))
-    return DelayedScaling(
-        _shared(functools.partial(_contribution, recipe))(state.table, amaxes)
-    )
+        return jnp.full_like(tables, -jnp.inf)
+    each = functools.partial(_contribution, recipe)
+    return _shared(jax.vmap(each) if tables.ndim == 3 else each)(tables, amaxes)
 
 
 type _OfTableAndAmaxes = Callable[[Array, Array], Array]

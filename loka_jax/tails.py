@@ -22,21 +22,49 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import Fp8Array, padded_size
+from loka_jax.fp8 import padded_size
 from loka_jax.normed import NormResiduals, NormVectors
 
 
-class Scaled(NamedTuple):
-    """A matrix that stands for `data` times its scales.
+@struct.dataclass
+class Scale:
+    """A scale where it lies: an entry of a vector.
+
+    Kernels read it there. Of its own it would be one more kernel, which copies it.
+
+    Attributes:
+        vector: float32.
+        at: its index.
+    """
+
+    vector: Float[Array, "s"]
+    at: int = struct.field(pytree_node=False, default=0)
+
+    @classmethod
+    def of(cls, value: Float[Array, ""]) -> "Scale":
+        """Returns a scale that was computed by itself."""
+        return cls(value.reshape(1))
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """The scale by itself."""
+        return self.vector[self.at]
+
+
+@struct.dataclass
+class Scaled:
+    """A matrix that stands for `data` times a unit and its scales.
 
     Attributes:
         data: bfloat16, as of an FP8 product that was not scaled; FP8; or float32. It
             may be padded with zeros.
-        scales: float32 `[]`, two at most, applied one after the other.
+        scales: two at most, applied one after the other.
+        unit: a power of two; 1 without scales.
     """
 
     data: Float[Array, "m n"]
-    scales: tuple[Float[Array, ""], ...] = ()
+    scales: tuple[Scale, ...] = ()
+    unit: float = struct.field(pytree_node=False, default=1.0)
 
 
 @struct.dataclass
@@ -46,18 +74,18 @@ class Fp8Copies:
     Attributes:
         data: the matrix.
         data_t: its transpose; None if no role reads it.
-        scale_inv: float32 `[]`.
+        scale_inv: their scale.
     """
 
     data: Float[Array, "m n"]
     data_t: Float[Array, "n m"] | None
-    scale_inv: Float[Array, ""]
+    scale_inv: Scale
 
-    def contracting(self, dim: int) -> Fp8Array:
+    def contracting(self, dim: int) -> Scaled:
         """Returns the operand of a product that contracts dim 0 or 1 of the matrix."""
         data = self.data if dim == 1 else self.data_t
         assert data is not None
-        return Fp8Array(data, self.scale_inv)
+        return Scaled(data, (self.scale_inv,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

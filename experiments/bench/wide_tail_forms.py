@@ -15,7 +15,7 @@ from loka_jax import fp8, triton, xla
 from loka_jax.fp8 import E4M3
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.normed import Epilogue
-from loka_jax.tails import Forms, Scaled
+from loka_jax.tails import Forms, Scale, Scaled
 from loka_jax.triton import cross_tail as triton_cross
 from loka_jax.triton import joined_cast as triton_joined
 from loka_jax.triton import norm_tail as triton_norm
@@ -80,7 +80,7 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
     def normal(*shape):
         return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-    half = jnp.asarray(0.5, jnp.float32)
+    half = Scale.of(jnp.asarray(0.5, jnp.float32))
     operands: dict[str, Any] = {
         name: Scaled(4 * normal(m, n), (half, half)) for name in ("z", "d")
     }
@@ -92,18 +92,18 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
         summands = []
         for i in _SUMMANDS:
             x = fp8.quantize(normal(m, n))
-            summands.append(Scaled(x.data, (x.scale_inv, half)))
+            summands.append(Scaled(x.data, (Scale.of(x.scale_inv), half)))
             operands[f"{name} {i}"] = [*summands]
     z = Scaled(normal(m, n))
     kept = xla.norm_tail(z, epilogue=_EPILOGUE, want=_BF16)
     return operands | {
         "x0": Scaled(x0),
-        "x08": Scaled(x08.data, (x08.scale_inv,)),
+        "x08": Scaled(x08.data, (Scale.of(x08.scale_inv),)),
         "first": x0[:, :_FIRST],
         "second": x0[:, _FIRST:],
         "bias": jax.random.normal(next(keys), (n,)),
         "residuals": kept.residuals,
-        "scale_inv": jnp.asarray(2.0**-5, jnp.float32),
+        "scale_inv": Scale.of(jnp.asarray(2.0**-5, jnp.float32)),
         "none": None,
     }
 

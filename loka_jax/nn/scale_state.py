@@ -130,7 +130,8 @@ def _poisoned(recipe: Recipe, table: Array) -> Array:
     Its history is infinite then, so that no site takes the state for a new one.
     """
     values = jax.lax.convert_element_type(table, jnp.float32)
-    bad = jnp.full_like(values, jnp.inf).at[:, 0].set(jnp.nan)
+    bad = np.full(values.shape, np.inf, np.float32)  # a constant: no kernel
+    bad[:, 0] = np.nan
     # Not by a reduction, which would be a kernel of its own.
     is_valid = functools.reduce(operator.and_, _is_scale(values, recipe))
     values = jnp.where(is_valid, values, bad)

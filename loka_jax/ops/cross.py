@@ -282,7 +282,7 @@ def pull_back(
         biases, states: of the layers.
         d: the gradient of the features after the last layer.
     """
-    summands, all_d, gradients, next_states = (d,), [d], [], []
+    summands, all_d, gradients, all_amaxes = (d,), [d], [], []
     layers = zip(network.sites(states), kept.lhs, kept.rhs, biases, strict=True)
     for i, (own, lhs, rhs, bias) in reversed(list(enumerate(layers))):
         is_full = len(summands) == cross_tail.MAX_SUMMANDS and i > 0
@@ -294,16 +294,16 @@ def pull_back(
             static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
             y_scale_inv=own[-1].scale_inv("g"),
         )
-        kernels, layer_states, g = [], [], out.y
+        kernels, amaxes, g = [], [], out.y
         for j in reversed(range(len(own))):
             kernels.append(own[j].weight_gradient(lhs[j], g))
-            layer_states.append(own[j].next_state(lhs[j], rhs[j], g))
+            amaxes.append((lhs[j].amaxes, rhs[j].amaxes, g.amaxes))
             if j:
                 d = own[j].multiply("dlhs", g, rhs[j])
                 g = own[j - 1].cast("g", d, keep=True)
         d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
         gradients.append(CrossLayer(tuple(reversed(kernels)), out.row_sum))
-        next_states.append(tuple(reversed(layer_states)))
+        all_amaxes.append(tuple(reversed(amaxes)))
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
     shape = network.sites(states)[0][0].shape("lhs")
@@ -311,7 +311,8 @@ def pull_back(
         [cut(decode(x), shape) for x in xs] for xs in (reversed(all_d), kept.z)
     )
     dx0 = _feature_gradient(all_d, all_z, biases)
-    return dx0, tuple(reversed(gradients)), tuple(reversed(next_states))
+    next_states = network.next_states(states, tuple(reversed(all_amaxes)))
+    return dx0, tuple(reversed(gradients)), next_states
 
 
 def _feature_gradient(

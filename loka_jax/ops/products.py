@@ -11,6 +11,7 @@ and keeps the operand in high precision only where a backward role reads that.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -262,36 +263,42 @@ class Products(NamedTuple):
         return delayed_scale_inv(state, operand, unused_amax, cast, self.recipe)
 
     def next_state(self, state, *operands: SiteOperand):
-        """Returns the gradient of the state, see `scaling.contribution`."""
-        return self.state_after(state, *(x.amaxes for x in operands))
-
-    def state_after(self, state, *amaxes: Array | None):
-        """Returns the gradient of the state from amaxes of parts of its operands."""
+        """Returns the gradient of the state, see `scaling.contributions`."""
         if state is None:
             return None
-        return scaling.contribution(
-            state, self._over_devices(state, amaxes), self.plan.choice.recipe
-        )
+        amaxes = [x.amaxes for x in operands]
+        return DelayedScaling(self.tables_after(state.table, amaxes))
 
-    def _over_devices(self, state, amaxes: tuple[Array | None, ...]) -> Array | None:
-        """Returns the amax of each operand over all devices that share the state."""
-        if all(x is None for x in amaxes):
-            return None
+    def tables_after(self, tables: Array, amaxes: Sequence[Array | None]) -> Array:
+        """Returns the gradients of the tables of states, see `scaling.contributions`.
+
+        Args:
+            tables: `[3, 1 + H]`, of this site, or `[s, 3, 1 + H]`, of it and of sites
+                with its recipe.
+            amaxes: of parts of lhs, rhs and g of each site; None where not measured.
+        """
+        largest = None
+        if any(x is not None for x in amaxes):
+            largest = self._over_devices(tables, amaxes).reshape(tables.shape[:-1])
+        return scaling.contributions(tables, largest, self.plan.choice.recipe)
+
+    def _over_devices(self, tables: Array, amaxes: Sequence[Array | None]) -> Array:
+        """Returns the amax of each operand over all devices that share the states."""
         missing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
         parts = [missing if x is None else x for x in amaxes]
         largest = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
-        return fp8.amax_over_devices(largest, _unmerged_axes(self, state, largest))
+        return fp8.amax_over_devices(largest, _unmerged_axes(self, tables, largest))
 
 
-def _unmerged_axes(products: Products, state, amaxes: Array) -> tuple[str, ...]:
-    """Returns the mesh axes over which amaxes differ, but not the state.
+def _unmerged_axes(products: Products, tables: Array, amaxes: Array) -> tuple[str, ...]:
+    """Returns the mesh axes over which amaxes differ, but not the states.
 
     These are all axes where `shard_map` does not say, and nobody named any, or merges
     the states later.
     """
     axes = manual_axes()
     if tracks_varying(axes):
-        own = jax.typeof(state.table).mat.varying
+        own = jax.typeof(tables).mat.varying
         return tuple(sorted(jax.typeof(amaxes).mat.varying - own))
     return () if products.axis_names else axes_to_merge()
 

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from loka_jax import fp8, triton, xla
-from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import Epilogue
+from loka_jax.ops.joint_states import joint_states
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products, read_state
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
+from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
 from loka_jax.triton import cross_tail, joined_cast, norm_tail
 from loka_jax.xla.tails import decode
 
@@ -119,11 +119,33 @@ class Tailed(NamedTuple):
 
     def sites(self, states: Any) -> Any:
         """Returns the sites with their states, nested as the plans are."""
+        plans, tree = jax.tree.flatten(self.plans)
+        scales: list[tuple[Scale, ...]] = [()] * len(plans)
+        for joint in joint_states(plans, tree.flatten_up_to(states)):
+            for i, of_site in joint.scales():
+                scales[i] = of_site
+        products = [Products.of(plan, self.axis_names) for plan in plans]
+        sites = [Site(self, *each) for each in zip(products, scales, strict=True)]
+        return jax.tree.unflatten(tree, sites)
 
-        def site(plan: KernelPlan, state: DelayedScaling | None) -> Site:
-            return Site(self, Products.of(plan, self.axis_names), state)
+    def next_states(self, states: Any, amaxes: Any) -> Any:
+        """Returns the gradients of the states, nested as the plans are.
 
-        return jax.tree.map(site, self.plans, states)
+        Args:
+            states: of the sites.
+            amaxes: of parts of the operands (lhs, rhs, g) of each site, None where not
+                measured.
+        """
+        plans, tree = jax.tree.flatten(self.plans)
+        measured = tree.flatten_up_to(amaxes)
+        found: list[DelayedScaling | None] = [None] * len(plans)
+        for joint in joint_states(plans, tree.flatten_up_to(states)):
+            products = Products.of(plans[joint.sites[0]], self.axis_names)
+            parts = [x for i in joint.sites for x in measured[i]]
+            tables = products.tables_after(joint.tables, parts)
+            for i, table in zip(joint.sites, tables, strict=True):
+                found[i] = DelayedScaling(table)
+        return jax.tree.unflatten(tree, found)
 
     def tail(self, name: str, *operands, static: dict[str, Any], **scale_inv):
         """Runs a tail by its provider."""
@@ -134,11 +156,17 @@ class Tailed(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A product with the scales of its operands."""
+    """A product with the scales of its operands.
+
+    Attributes:
+        run: the operation.
+        products: of the site.
+        scales: of lhs, rhs and g from earlier steps; () without a state.
+    """
 
     run: Tailed
     products: Products
-    state: DelayedScaling | None
+    scales: tuple[Scale, ...]
 
     def shape(self, operand: Operand) -> tuple[int, int]:
         """Returns rows and columns of an operand without padding."""
@@ -169,11 +197,11 @@ class Site(NamedTuple):
             padded=True,
         )
 
-    def scale_inv(self, operand: Operand) -> Array | None:
+    def scale_inv(self, operand: Operand) -> Scale | None:
         """Returns the scale of an operand, from earlier steps; None without a cast."""
-        for cast in self.products.recipe.casts(operand):
-            return self.products.stored_scale_inv(operand, cast, self.state)
-        return None
+        if not self.products.recipe.casts(operand):
+            return None
+        return self.scales[OPERANDS.index(operand)]
 
     def cast(self, operand: Operand, x: Scaled, *, keep: bool) -> Written:
         """Returns an operand from a product, or from a matrix in high precision."""
@@ -206,7 +234,7 @@ class Site(NamedTuple):
         lhs, rhs = _fp8_views(role, first, second)
         options = dict(out_dtype=dtype, fast_accumulation=gemm.fast_accumulation)
         out = xla.fp8_product(lhs.data, rhs.data, **options)
-        return Scaled(out, (lhs.scale_inv, rhs.scale_inv))
+        return Scaled(out, (*lhs.scales, *rhs.scales))
 
     def weight_gradient(self, lhs: Written, g: Written) -> Array:
         """Returns drhs, in float32."""
@@ -233,7 +261,7 @@ class Site(NamedTuple):
             out_dtype=gemm.first.dtype,
             fast_accumulation=gemm.fast_accumulation or is_short,
         )
-        return Scaled(out, (lhs.scale_inv * unit, rhs.scale_inv))
+        return Scaled(out, (*lhs.scales, *rhs.scales), unit)
 
     def hand_on(
         self,
@@ -260,28 +288,26 @@ class Site(NamedTuple):
         if gemm is None or want.fp8 is None or scale_inv is None:
             return None
         lhs, rhs = _fp8_views("fwd", first, second)
+        (of_lhs,), (of_rhs,) = lhs.scales, rhs.scales
         unscaled = None
         if bias is not None:
             padding = rhs.data.shape[0] - bias.size
-            unscaled = jnp.pad(bias / lhs.scale_inv / rhs.scale_inv, (0, padding))
+            unscaled = jnp.pad(bias / of_lhs.value / of_rhs.value, (0, padding))
+        factor = of_lhs.value / scale_inv.value * of_rhs.value
         out = xla.fp8_product_to_fp8(
-            *(lhs.data, rhs.data, lhs.scale_inv / scale_inv * rhs.scale_inv, unscaled),
+            *(lhs.data, rhs.data, factor, unscaled),
             out_dtype=want.fp8,
             has_relu=has_relu,
             fast_accumulation=gemm.fast_accumulation,
         )
         return Written(None, Fp8Copies(out, None, scale_inv), None)
 
-    def next_state(self, lhs: Written, rhs: Written, g: Written):
-        """Returns the gradient of the state."""
-        return self.products.state_after(self.state, lhs.amaxes, rhs.amaxes, g.amaxes)
-
 
 def _contracted(role: Role, operand: Operand) -> int:
     return _CONTRACTED[role][ROLE_OPERANDS[role].index(operand)]
 
 
-def _fp8_views(role: Role, first: Written, second: Written) -> list[Fp8Array]:
+def _fp8_views(role: Role, first: Written, second: Written) -> list[Scaled]:
     """Returns the operands of a role as its product contracts them."""
     operands = zip((first.fp8, second.fp8), _CONTRACTED[role], strict=True)
     return [x.contracting(dim) for x, dim in operands if x is not None]

@@ -44,7 +44,7 @@ from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.tails import Forms, Scale, Scaled, Written
 from loka_jax.triton import norm_tail
 from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode
@@ -262,15 +262,16 @@ def pull_back(
         dy: the gradient of the last activations.
         to_fp8: return the gradient of the rows in FP8 if their product runs in FP8.
     """
-    d, gradients, next_states = Scaled(dy), [], []
+    d, gradients, amaxes = Scaled(dy), [], []
     layers = zip(stack.sites(states), all_vectors, kept, strict=True)
     for i, (site, vectors, (lhs, rhs, of_tail)) in reversed(list(enumerate(layers))):
         g, dvectors = _gradient(site, d, of_tail, vectors)
         gradients.append(WideLayer(site.weight_gradient(lhs, g), *dvectors))
-        next_states.append(site.next_state(lhs, rhs, g))
+        amaxes.append((lhs.amaxes, rhs.amaxes, g.amaxes))
         multiply = site.multiply_to_fp8 if to_fp8 and i == 0 else site.multiply
         d = multiply("dlhs", g, rhs)
-    return d, tuple(reversed(gradients)), tuple(reversed(next_states))
+    next_states = stack.next_states(states, tuple(reversed(amaxes)))
+    return d, tuple(reversed(gradients)), next_states
 
 
 def _handed(
@@ -358,13 +359,15 @@ class _Tail(NamedTuple):
 
     def _scale_inv(
         self, reader: Site, want: Forms, vectors: NormVectors
-    ) -> Array | None:
+    ) -> Scale | None:
         """Returns the scale of the activations in FP8."""
         if want.fp8 is None:
             return None
         norm = self.epilogue.norm
         if norm != "none" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
-            return bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+            return Scale.of(
+                bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+            )
         return reader.scale_inv("lhs")
 
 

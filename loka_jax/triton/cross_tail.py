@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from loka_jax.tails import CrossTail, Forms, Scaled
+from loka_jax.tails import CrossTail, Forms, Scale, Scaled
 from loka_jax.triton import tail
 from loka_jax.triton.tail import Arguments, TuningConfig
 
@@ -41,7 +41,7 @@ def cross_tail(
     bias: Float[Array, "n"] | None = None,
     *,
     want: Forms,
-    y_scale_inv: Float[Array, ""] | None = None,
+    y_scale_inv: Scale | None = None,
     keep_s: bool = False,
     has_row_sum: bool = False,
     config: TuningConfig | None = None,

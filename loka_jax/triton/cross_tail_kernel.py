@@ -29,18 +29,27 @@ from loka_jax.triton.tail_kernel import (
 def cross_tail_kernel(
     z_0,
     z_0_scale,
+    z_0_at,
     z_0_scale_2,
+    z_0_at_2,
     z_1,
     z_1_scale,
+    z_1_at,
     z_1_scale_2,
+    z_1_at_2,
     z_2,
     z_2_scale,
+    z_2_at,
     z_2_scale_2,
+    z_2_at_2,
     x0,
     x0_scale,
+    x0_at,
     x0_scale_2,
+    x0_at_2,
     bias,
     y_scale_inv,
+    y_at,
     y,
     y_fp8,
     y_fp8_t,
@@ -53,12 +62,16 @@ def cross_tail_kernel(
     out_n: tl.constexpr,
     z_0_n: tl.constexpr,
     z_0_scales: tl.constexpr,
+    z_0_unit: tl.constexpr,
     z_1_n: tl.constexpr,
     z_1_scales: tl.constexpr,
+    z_1_unit: tl.constexpr,
     z_2_n: tl.constexpr,
     z_2_scales: tl.constexpr,
+    z_2_unit: tl.constexpr,
     x0_n: tl.constexpr,
     x0_scales: tl.constexpr,
+    x0_unit: tl.constexpr,
     has_bias: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
@@ -73,25 +86,29 @@ def cross_tail_kernel(
     """Writes `s = z_0 + z_1 + z_2 + bias`, `y = x0 * s`, and partial sums of y."""
     row, column = first_of_tile(out_n, block_m, block_n)
     c = read(z_0, row, column, m, z_0_n, block_m, block_n)
-    c = scaled(c, z_0_scale, z_0_scale_2, z_0_scales)
+    c = scaled(c, z_0_scale + z_0_at, z_0_scale_2 + z_0_at_2, z_0_scales, z_0_unit)
     if z_1_scales >= 0:
         other = read(z_1, row, column, m, z_1_n, block_m, block_n)
-        c += scaled(other, z_1_scale, z_1_scale_2, z_1_scales)
+        c += scaled(
+            other, z_1_scale + z_1_at, z_1_scale_2 + z_1_at_2, z_1_scales, z_1_unit
+        )
     if z_2_scales >= 0:
         other = read(z_2, row, column, m, z_2_n, block_m, block_n)
-        c += scaled(other, z_2_scale, z_2_scale_2, z_2_scales)
+        c += scaled(
+            other, z_2_scale + z_2_at, z_2_scale_2 + z_2_at_2, z_2_scales, z_2_unit
+        )
     if has_bias:
         c += read_vector(bias, column, n, block_n)[None, :]
     if has_s:
         kept = cut(c, row, column, m, n, block_m, block_n)
         store(s, kept, row, column, out_m, out_n, block_m, block_n)
     tile = read(x0, row, column, m, x0_n, block_m, block_n)
-    tile = c * scaled(tile, x0_scale, x0_scale_2, x0_scales)
+    tile = c * scaled(tile, x0_scale + x0_at, x0_scale_2 + x0_at_2, x0_scales, x0_unit)
     if has_row_sum:
         store_sums(row_sums, tile, row, column, n, block_m, block_n)
     # fmt: off
     write(
-        tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
+        tile, y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )

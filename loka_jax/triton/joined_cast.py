@@ -6,7 +6,7 @@ Its products and its tails read them in FP8, so that nothing has to be concatena
 
 from jaxtyping import Array, Float
 
-from loka_jax.tails import Forms, Written
+from loka_jax.tails import Forms, Scale, Written
 from loka_jax.triton import tail
 from loka_jax.triton.tail import Arguments, TuningConfig
 
@@ -24,7 +24,7 @@ def joined_cast(
     second: Float[Array, "m b"],
     *,
     want: Forms,
-    scale_inv: Float[Array, ""],
+    scale_inv: Scale,
     config: TuningConfig = DEFAULT,
 ) -> Written:
     """Returns `[first; second]` in the requested forms, one of them FP8.

@@ -21,6 +21,7 @@ def joined_cast_kernel(
     first,
     second,
     scale_inv,
+    scale_at,
     y,
     y_fp8,
     y_fp8_t,
@@ -51,7 +52,7 @@ def joined_cast_kernel(
     rest = tl.load(at, mask=inside & (columns >= start), other=0.0).to(tl.float32)
     # fmt: off
     write(
-        tile + rest, scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
+        tile + rest, scale_inv + scale_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )

@@ -85,7 +85,7 @@ def require_triton() -> None:
 
 def launch(
     kernel: Any,
-    *arrays: jax.Array,
+    *arrays: jax.Array | int,
     outputs: Sequence[jax.ShapeDtypeStruct],
     grid: int,
     num_warps: int,
@@ -98,7 +98,7 @@ def launch(
     Args:
         kernel: a function compiled by `triton.jit`. Its parameters are pointers to
             `arrays`, pointers to the outputs, and the constants by name.
-        arrays: the inputs.
+        arrays: the inputs; integers are passed by value.
         outputs: shapes and dtypes of the outputs.
         grid: the number of programs.
         num_warps: warps of a program.

@@ -28,7 +28,7 @@ from loka_jax.normed import (
     NormVectors,
     norm_features,
 )
-from loka_jax.tails import Forms, NormTail, NormTailGradients, Scaled
+from loka_jax.tails import Forms, NormTail, NormTailGradients, Scale, Scaled
 from loka_jax.triton import tail
 from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tail import Arguments, TuningConfig
@@ -77,7 +77,7 @@ def norm_tail(
     *,
     epilogue: Epilogue,
     want: Forms,
-    y_scale_inv: Float[Array, ""] | None = None,
+    y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
     config: TuningConfig | None = None,
 ) -> NormTail:
@@ -138,7 +138,7 @@ def norm_tail_backward(
     *,
     epilogue: Epilogue,
     want: Forms,
-    dz_scale_inv: Float[Array, ""] | None = None,
+    dz_scale_inv: Scale | None = None,
     config: TuningConfig | None = None,
 ) -> NormTailGradients:
     """Returns the gradients of z and the vectors, where y has the gradient `d + r`.

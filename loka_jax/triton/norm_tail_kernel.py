@@ -32,12 +32,15 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 def norm_tail_kernel(
     z,
     z_scale,
+    z_at,
     z_scale_2,
+    z_at_2,
     r,
     bias,
     gamma,
     beta,
     y_scale_inv,
+    y_at,
     y,
     y_fp8,
     y_fp8_t,
@@ -50,6 +53,7 @@ def norm_tail_kernel(
     out_n: tl.constexpr,
     z_n: tl.constexpr,
     z_scales: tl.constexpr,
+    z_unit: tl.constexpr,
     r_n: tl.constexpr,
     has_bias: tl.constexpr,
     has_gamma: tl.constexpr,
@@ -73,7 +77,7 @@ def norm_tail_kernel(
     """
     row, column = first_of_tile(out_n, block_m, block_n)
     v = read(z, row, column, m, z_n, block_m, block_n)
-    v = scaled(v, z_scale, z_scale_2, z_scales)
+    v = scaled(v, z_scale + z_at, z_scale_2 + z_at_2, z_scales, z_unit)
     if r_n > 0:
         v += read(r, row, column, m, r_n, block_m, block_n)
     if has_bias:
@@ -92,7 +96,7 @@ def norm_tail_kernel(
     tile = activated(v, activation)
     # fmt: off
     write(
-        tile, y_scale_inv, y, y_fp8, y_fp8_t, amaxes, row, column,
+        tile, y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )
@@ -104,7 +108,9 @@ def norm_tail_kernel(
 def norm_tail_backward_kernel(
     d,
     d_scale,
+    d_at,
     d_scale_2,
+    d_at_2,
     r,
     xhat,
     rstd,
@@ -112,6 +118,7 @@ def norm_tail_backward_kernel(
     gamma,
     beta,
     dz_scale_inv,
+    dz_at,
     dz,
     dz_fp8,
     dz_fp8_t,
@@ -125,6 +132,7 @@ def norm_tail_backward_kernel(
     out_n: tl.constexpr,
     d_n: tl.constexpr,
     d_scales: tl.constexpr,
+    d_unit: tl.constexpr,
     r_n: tl.constexpr,
     xhat_n: tl.constexpr,
     has_bias: tl.constexpr,
@@ -147,7 +155,7 @@ def norm_tail_backward_kernel(
     """
     row, column = first_of_tile(out_n, block_m, block_n)
     g = read(d, row, column, m, d_n, block_m, block_n)
-    g = scaled(g, d_scale, d_scale_2, d_scales)
+    g = scaled(g, d_scale + d_at, d_scale_2 + d_at_2, d_scales, d_unit)
     if r_n > 0:
         g += read(r, row, column, m, r_n, block_m, block_n)
     v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
@@ -162,7 +170,7 @@ def norm_tail_backward_kernel(
         store_sums(dbias, tile, row, column, n, block_m, block_n)
     # fmt: off
     write(
-        tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
+        tile, dz_scale_inv + dz_at, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )

@@ -32,12 +32,15 @@ from loka_jax.triton.tail_kernel import (
 def row_norm_tail_kernel(
     z,
     z_scale,
+    z_at,
     z_scale_2,
+    z_at_2,
     r,
     bias,
     gamma,
     beta,
     y_scale_inv,
+    y_at,
     y,
     y_fp8,
     y_fp8_t,
@@ -50,6 +53,7 @@ def row_norm_tail_kernel(
     out_n: tl.constexpr,
     z_n: tl.constexpr,
     z_scales: tl.constexpr,
+    z_unit: tl.constexpr,
     r_n: tl.constexpr,
     has_bias: tl.constexpr,
     has_gamma: tl.constexpr,
@@ -77,8 +81,8 @@ def row_norm_tail_kernel(
     # fmt: off
     for column in range(0, n, block_n):
         v = _argument(
-            z, z_scale, z_scale_2, r, bias, row, column,
-            m, n, z_n, z_scales, r_n, has_bias, block_m, block_n,
+            z, z_scale + z_at, z_scale_2 + z_at_2, r, bias, row, column,
+            m, n, z_n, z_scales, z_unit, r_n, has_bias, block_m, block_n,
         )
         total += tl.sum(v, axis=1)
         squares += tl.sum(v * v, axis=1)
@@ -95,8 +99,8 @@ def row_norm_tail_kernel(
     # fmt: off
     for column in range(0, out_n, block_n):
         v = _argument(
-            z, z_scale, z_scale_2, r, bias, row, column,
-            m, n, z_n, z_scales, r_n, has_bias, block_m, block_n,
+            z, z_scale + z_at, z_scale_2 + z_at_2, r, bias, row, column,
+            m, n, z_n, z_scales, z_unit, r_n, has_bias, block_m, block_n,
         )
         if norm == "layer":
             v -= mean[:, None]
@@ -106,7 +110,7 @@ def row_norm_tail_kernel(
             store(xhat, kept, row, column, out_m, out_n, block_m, block_n)
         u = _affine(v, gamma, beta, column, n, has_gamma, has_beta, block_n)
         write(
-            activated(u, activation), y_scale_inv, y, y_fp8, y_fp8_t, amaxes,
+            activated(u, activation), y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes,
             row, column, m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax,
             limit, block_m, block_n,
         )
@@ -118,7 +122,9 @@ def row_norm_tail_kernel(
 def row_norm_tail_backward_kernel(
     d,
     d_scale,
+    d_at,
     d_scale_2,
+    d_at_2,
     r,
     xhat,
     rstd,
@@ -126,6 +132,7 @@ def row_norm_tail_backward_kernel(
     gamma,
     beta,
     dz_scale_inv,
+    dz_at,
     dz,
     dz_fp8,
     dz_fp8_t,
@@ -139,6 +146,7 @@ def row_norm_tail_backward_kernel(
     out_n: tl.constexpr,
     d_n: tl.constexpr,
     d_scales: tl.constexpr,
+    d_unit: tl.constexpr,
     r_n: tl.constexpr,
     xhat_n: tl.constexpr,
     has_bias: tl.constexpr,
@@ -168,8 +176,9 @@ def row_norm_tail_backward_kernel(
     for column in range(0, n, block_n):
         v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
         g = _gradient(
-            v, d, d_scale, d_scale_2, r, gamma, beta, row, column, m, n,
-            d_n, d_scales, r_n, has_gamma, has_beta, activation, block_m, block_n,
+            v, d, d_scale + d_at, d_scale_2 + d_at_2, r, gamma, beta, row, column,
+            m, n, d_n, d_scales, d_unit, r_n, has_gamma, has_beta, activation,
+            block_m, block_n,
         )
         if has_gamma:
             g *= read_vector(gamma, column, n, block_n)[None, :]
@@ -178,8 +187,9 @@ def row_norm_tail_backward_kernel(
     for column in range(0, out_n, block_n):
         v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
         g = _gradient(
-            v, d, d_scale, d_scale_2, r, gamma, beta, row, column, m, n,
-            d_n, d_scales, r_n, has_gamma, has_beta, activation, block_m, block_n,
+            v, d, d_scale + d_at, d_scale_2 + d_at_2, r, gamma, beta, row, column,
+            m, n, d_n, d_scales, d_unit, r_n, has_gamma, has_beta, activation,
+            block_m, block_n,
         )
         if has_gamma:
             store_sums(dgamma, g * v, row, column, n, block_m, block_n)
@@ -193,7 +203,7 @@ def row_norm_tail_backward_kernel(
         if has_bias:
             store_sums(dbias, tile, row, column, n, block_m, block_n)
         write(
-            tile, dz_scale_inv, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
+            tile, dz_scale_inv + dz_at, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
             m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax,
             limit, block_m, block_n,
         )
@@ -214,6 +224,7 @@ def _argument(
     n: tl.constexpr,
     z_n: tl.constexpr,
     z_scales: tl.constexpr,
+    z_unit: tl.constexpr,
     r_n: tl.constexpr,
     has_bias: tl.constexpr,
     block_m: tl.constexpr,
@@ -221,7 +232,7 @@ def _argument(
 ):
     """Returns a tile of `z + bias + r`, zeros past the end of the rows."""
     v = read(z, row, column, m, z_n, block_m, block_n)
-    v = scaled(v, z_scale, z_scale_2, z_scales)
+    v = scaled(v, z_scale, z_scale_2, z_scales, z_unit)
     if r_n > 0:
         v += read(r, row, column, m, r_n, block_m, block_n)
     if has_bias:
@@ -265,6 +276,7 @@ def _gradient(
     n: tl.constexpr,
     d_n: tl.constexpr,
     d_scales: tl.constexpr,
+    d_unit: tl.constexpr,
     r_n: tl.constexpr,
     has_gamma: tl.constexpr,
     has_beta: tl.constexpr,
@@ -274,7 +286,7 @@ def _gradient(
 ):
     """Returns the gradient of the activation's argument, zeros past the end of rows."""
     g = read(d, row, column, m, d_n, block_m, block_n)
-    g = scaled(g, d_scale, d_scale_2, d_scales)
+    g = scaled(g, d_scale, d_scale_2, d_scales, d_unit)
     if r_n > 0:
         g += read(r, row, column, m, r_n, block_m, block_n)
     u = _affine(v, gamma, beta, column, n, has_gamma, has_beta, block_n)

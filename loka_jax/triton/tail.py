@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from loka_jax.fp8 import fp8_max, padded_size
-from loka_jax.tails import Forms, Fp8Copies, Scaled, Written
+from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
 from loka_jax.triton.launch import launch, require_triton
 
 _DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -49,13 +49,14 @@ class TuningConfig:
 
 
 class Arguments(NamedTuple):
-    """The operands of a launch: arrays in the order of the kernel, and its constants.
+    """The operands of a launch: in the order of the kernel, and its constants.
 
     A kernel has a pointer for everything that may be absent; then it gets any array,
-    which it does not touch, and a constant says so.
+    which it does not touch, and a constant says so. A scale is a pointer and an index:
+    not a constant, so that all sites of one shape share a kernel.
     """
 
-    arrays: list[Array]
+    arrays: list[Array | int]
     constants: dict[str, Any]
 
     @classmethod
@@ -88,13 +89,19 @@ class Arguments(NamedTuple):
     def add_scaled(self, name: str, x: Scaled):
         """Appends data and two scales: <name>_scales is their number.
 
-        And <name>_n are the columns of the data.
+        And <name>_n are the columns of the data, <name>_unit is its unit.
         """
-        first, second, *rest = (*x.scales, _unused(), _unused())
-        assert len(rest) == len(x.scales) <= 2
+        assert len(x.scales) <= 2 and (x.scales or x.unit == 1)
         self.add_matrix(name, x.data)
-        self.arrays.extend((first.reshape(1), second.reshape(1)))
+        for i in range(2):
+            self.add_scale(x.scales[i] if i < len(x.scales) else None)
         self.constants[f"{name}_scales"] = len(x.scales)
+        self.constants[f"{name}_unit"] = x.unit
+
+    def add_scale(self, scale: Scale | None):
+        """Appends a scale that may be absent: a vector and an index."""
+        scale = Scale(_unused()) if scale is None else scale
+        self.arrays.extend((scale.vector, scale.at))
 
     def add_summands(self, name: str, summands: Sequence[Scaled], most: int):
         """Appends `most` operands: <name>_<i>_scales is -1 where there is none."""
@@ -104,11 +111,11 @@ class Arguments(NamedTuple):
             if not is_given:
                 self.constants[f"{name}_{i}_scales"] = -1
 
-    def add_forms(self, want: Forms, scale_inv: Array | None):
+    def add_forms(self, want: Forms, scale_inv: Scale | None):
         """Appends the scale of a result; the constants say in which forms it goes."""
         assert (want.fp8 is None) == (scale_inv is None)
         assert want.fp8 is not None or not want.transposed
-        self.arrays.append(_unused() if scale_inv is None else scale_inv.reshape(1))
+        self.add_scale(scale_inv)
         self.constants.update(
             has_bf16=want.bf16,
             has_fp8=want.fp8 is not None,
@@ -210,9 +217,7 @@ def optional_type(
     return jax.ShapeDtypeStruct(shape if is_wanted else (1,), dtype)
 
 
-def written(
-    arrays: list[Array], want: Forms, scale_inv: Float[Array, ""] | None
-) -> Written:
+def written(arrays: list[Array], want: Forms, scale_inv: Scale | None) -> Written:
     """Returns a result from the arrays of `result_types`."""
     bf16, fp8, fp8_t, amaxes = arrays
     copies = None

@@ -95,10 +95,13 @@ def read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def scaled(tile, first, second, count: tl.constexpr):
-    """Returns a tile times its scales, not times their product, which may vanish."""
+def scaled(tile, first, second, count: tl.constexpr, unit: tl.constexpr):
+    """Returns a tile times its scales, not times their product, which may vanish.
+
+    The first one is in this unit.
+    """
     if count > 0:
-        tile *= tl.load(first)
+        tile *= tl.load(first) * unit
     if count > 1:
         tile *= tl.load(second)
     return tile

@@ -25,6 +25,7 @@ from loka_jax.tails import (
     Fp8Copies,
     NormTail,
     NormTailGradients,
+    Scale,
     Scaled,
     Written,
 )
@@ -38,7 +39,7 @@ def cross_tail(
     bias: Float[Array, "n"] | None = None,
     *,
     want: Forms,
-    y_scale_inv: Float[Array, ""] | None = None,
+    y_scale_inv: Scale | None = None,
     keep_s: bool = False,
     has_row_sum: bool = False,
 ) -> CrossTail:
@@ -59,7 +60,7 @@ def joined_cast(
     second: Float[Array, "m b"],
     *,
     want: Forms,
-    scale_inv: Float[Array, ""],
+    scale_inv: Scale,
 ) -> Written:
     """Returns `[first; second]` in the requested forms."""
     parts = (x.astype(jnp.float32) for x in (first, second))
@@ -73,7 +74,7 @@ def norm_tail(
     *,
     epilogue: Epilogue,
     want: Forms,
-    y_scale_inv: Float[Array, ""] | None = None,
+    y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
     """Returns `activation(gamma norm(z + bias + r) + beta)`, and what backward reads.
@@ -110,7 +111,7 @@ def norm_tail_backward(
     *,
     epilogue: Epilogue,
     want: Forms,
-    dz_scale_inv: Float[Array, ""] | None = None,
+    dz_scale_inv: Scale | None = None,
 ) -> NormTailGradients:
     """Returns the gradients of z and the vectors, where y has the gradient `d + r`.
 
@@ -133,15 +134,13 @@ def norm_tail_backward(
 
 def decode(x: Scaled) -> Float[Array, "m n"]:
     """Returns the float32 matrix that `x` stands for."""
-    value = x.data.astype(jnp.float32)
+    value = x.data.astype(jnp.float32) * x.unit
     for scale in x.scales:
-        value = value * scale
+        value = value * scale.value
     return value
 
 
-def write(
-    x: Float[Array, "m n"], want: Forms, scale_inv: Float[Array, ""] | None
-) -> Written:
+def write(x: Float[Array, "m n"], want: Forms, scale_inv: Scale | None) -> Written:
     """Returns a float32 matrix in the requested forms.
 
     Args:
@@ -152,7 +151,7 @@ def write(
     x, copies = _pad(x, want), None
     if want.fp8 is not None:
         assert scale_inv is not None
-        data = fp8.cast(x, scale_inv, want.fp8).data
+        data = fp8.cast(x, scale_inv.value, want.fp8).data
         data_t = data.T if want.transposed else None
         copies = Fp8Copies(data, data_t, scale_inv)
     return Written(

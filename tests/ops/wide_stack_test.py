@@ -475,6 +475,17 @@ def test_padding_takes_no_pass_of_its_own_and_all_products_run_in_fp8():
     assert len(hopper.kernels(odd)) == len(hopper.kernels(even))
 
 
+def test_states_take_no_kernels_of_each_layer():
+    # Also raises ImportError if JAX has no CUDA plugin.
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    form = Form("none", "relu", m=1024, widths=(1024,) * 3)
+    two = hopper.kernels(_program(form))
+    three = hopper.kernels(_program(form._replace(widths=(1024,) * 4)))
+    # Three products, the casts of the weight and of the activations, and the gradient.
+    assert len(three) - len(two) == 6
+    assert [x.opcode for x in three].count("fusion") <= 6
+
+
 def test_inference_writes_nothing_for_a_backward_pass():
     form = FORMS[0]
     plans, layers, (x, _) = _plans(form, DELAYED), _layers(form), _inputs(form)

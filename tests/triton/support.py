@@ -225,11 +225,12 @@ def _interpret(
     """Replaces `launch`, with the interpreter; aliased inputs are copied."""
     del num_warps, num_stages
     results = [np.zeros(x.shape, x.dtype) for x in outputs]
+    arrays = [x if isinstance(x, int) else np.ascontiguousarray(x) for x in arrays]
     for source, target in (aliases or {}).items():
         results[target][...] = arrays[source]
     tensors = [
-        _Tensor(x, _NAMES[x.dtype.name])
-        for x in (*(np.ascontiguousarray(x) for x in arrays), *results)
+        x if isinstance(x, int) else _Tensor(x, _NAMES[x.dtype.name])
+        for x in (*arrays, *results)
     ]
     kernel = getattr(_interpreted_copy(kernel.fn), kernel.__name__)
     with np.errstate(all="ignore"):  # as on a GPU

@@ -12,7 +12,7 @@ import pytest
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
-from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.tails import Forms, Scale, Scaled, Written
 from loka_jax.triton import cross_tail, joined_cast, norm_tail, tail
 from tests import support
 from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
@@ -23,7 +23,8 @@ ALL = Forms(fp8=E4M3, transposed=True, amax=True)
 GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 # Of one tile, of several, and of tiles that are not full.
 SHAPES = [(32, 32), (64, 96), (48, 80)]
-SCALE_INV = jnp.asarray(2.0**-4, jnp.float32)
+# Of several scales in one vector; the others would make numbers NaN.
+SCALE_INV = Scale(jnp.asarray([jnp.nan, jnp.nan, 2.0**-4, jnp.nan], jnp.float32), 2)
 CROSS_CONFIG = tail.TuningConfig(32, 32, 1)
 
 
@@ -43,13 +44,13 @@ def _normal(shape, seed, dtype=jnp.bfloat16):
 
 def _product(shape, seed):
     """Returns a product of which two scales were not applied."""
-    scales = jnp.asarray(0.25, jnp.float32), jnp.asarray(2.0, jnp.float32)
-    return Scaled(_normal(shape, seed), scales)
+    vector = jnp.asarray([jnp.nan, 0.25, 4.0], jnp.float32)
+    return Scaled(_normal(shape, seed), (Scale(vector, 1), Scale(vector, 2)), unit=0.5)
 
 
 def _fp8(shape, seed):
     x = fp8.quantize(_normal(shape, seed))
-    return Scaled(x.data, (x.scale_inv,))
+    return Scaled(x.data, (Scale.of(x.scale_inv),))
 
 
 def _assert_same(ours, theirs):
@@ -121,7 +122,7 @@ def _odd(want, shape):
 
 def _cut(x, shape):
     """Returns what stands in an operand before its padding."""
-    return x._replace(data=x.data[: shape[0], : shape[1]])
+    return x.replace(data=x.data[: shape[0], : shape[1]])
 
 
 def _vectors(norm, n):
@@ -166,7 +167,7 @@ def test_odd_cross_tails_are_padded_with_zeros(shape, padded, is_cut):
     exact = xla.cross_tail(*args, **options, want=ALL)
     options["want"] = _odd(ALL, shape)
     if not is_cut:  # their padding is zeros, too
-        pad = lambda x: x._replace(data=fp8.pad(x.data))  # noqa: E731
+        pad = lambda x: x.replace(data=fp8.pad(x.data))  # noqa: E731
         args = [pad(x) for x in summands], pad(x0), args[2]
     ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
     theirs = xla.cross_tail(*args, **options)
@@ -204,7 +205,7 @@ def test_no_norm_sees_the_padding_of_odd_tails(shape, padded, norm, activation):
     options = dict(epilogue=epilogue, y_scale_inv=SCALE_INV)
     exact = xla.norm_tail(z, None, vectors, **options, want=ALL)
     options["want"] = _odd(ALL, shape)
-    z = z._replace(data=fp8.pad(z.data))
+    z = z.replace(data=fp8.pad(z.data))
     ours = norm_tail.norm_tail(z, None, vectors, **options)
     theirs = xla.norm_tail(z, None, vectors, **options)
     _assert_same(ours, theirs)
@@ -367,41 +368,43 @@ def test_tiles_that_hold_no_block_of_a_norm_are_refused():
 
 def _types(m, n):
     """Returns the types of operands by name."""
-
-    def scaled(dtype, scales):
-        scale = jax.ShapeDtypeStruct((), jnp.float32)
-        return Scaled(jax.ShapeDtypeStruct((m, n), dtype), (scale,) * scales)
-
-    bf16 = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
     return dict(
-        z=scaled(jnp.bfloat16, 2),
-        z8=scaled(E4M3, 1),
-        x=bf16,
+        x=jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
+        x8=jax.ShapeDtypeStruct((m, n), E4M3),
         bias=jax.ShapeDtypeStruct((n,), jnp.float32),
-        scale_inv=jax.ShapeDtypeStruct((), jnp.float32),
+        scales=jax.ShapeDtypeStruct((12,), jnp.float32),
     )
 
 
-def _forward(want, z, x0, bias, scale_inv):
-    options = dict(want=want, y_scale_inv=scale_inv)
+def _scaled(data, scales):
+    """Returns a product, of which two scales were not applied, or what was cast."""
+    count = 2 if data.dtype == jnp.bfloat16 else 1
+    return Scaled(data, (Scale(scales, 3), Scale(scales, 5))[:count])
+
+
+def _forward(want, z, x0, bias, scales):
+    options = dict(want=want, y_scale_inv=Scale(scales, 7))
+    z, x0 = _scaled(z, scales), _scaled(x0, scales)
     return cross_tail.cross_tail([z] * 3, x0, bias, **options)
 
 
-def _backward(want, d, x0, scale_inv):
-    options = dict(want=want, y_scale_inv=scale_inv, has_row_sum=True)
+def _backward(want, d, x0, scales):
+    options = dict(want=want, y_scale_inv=Scale(scales, 7), has_row_sum=True)
+    d, x0 = _scaled(d, scales), _scaled(x0, scales)
     return cross_tail.cross_tail([d] * 3, x0, **options)
 
 
-def _join(want, first, second, scale_inv):
-    return joined_cast.joined_cast(first, second, want=want, scale_inv=scale_inv)
+def _join(want, first, second, scales):
+    options = dict(want=want, scale_inv=Scale(scales, 7))
+    return joined_cast.joined_cast(first, second, **options)
 
 
 CROSS_PROGRAMS = {
-    "forward": (_forward, ALL, ("z8", "z8", "bias", "scale_inv")),
-    "forward of bf16": (_forward, ALL, ("z", "z", "bias", "scale_inv")),
-    "backward": (_backward, GRADIENT, ("z8", "z8", "scale_inv")),
-    "backward of bf16": (_backward, GRADIENT, ("z", "z8", "scale_inv")),
-    "join": (_join, ALL, ("first", "x", "scale_inv")),
+    "forward": (_forward, ALL, ("x8", "x8", "bias", "scales")),
+    "forward of bf16": (_forward, ALL, ("x", "x", "bias", "scales")),
+    "backward": (_backward, GRADIENT, ("x8", "x8", "scales")),
+    "backward of bf16": (_backward, GRADIENT, ("x", "x8", "scales")),
+    "join": (_join, ALL, ("first", "x", "scales")),
 }
 
 
@@ -428,14 +431,15 @@ def test_programs_of_cross_tails_for_hopper_do_not_spill(name, shape):
     assert "st.global.b8" not in program.ptx
 
 
-def _norm(want, epilogue, z, x, scale_inv, vectors=NO_VECTORS):
-    options = dict(want=want, y_scale_inv=scale_inv)
-    return norm_tail.norm_tail(z, x, vectors, epilogue=epilogue, **options)
+def _norm(want, epilogue, z, x, scales, vectors=NO_VECTORS):
+    options = dict(want=want, y_scale_inv=Scale(scales, 7), epilogue=epilogue)
+    return norm_tail.norm_tail(_scaled(z, scales), x, vectors, **options)
 
 
-def _norm_backward(want, epilogue, d, xhat, rstd, scale_inv, vectors):
+def _norm_backward(want, epilogue, d, xhat, rstd, scales, vectors):
     residuals = NormResiduals(xhat, None if epilogue.norm == "none" else rstd)
-    options = dict(epilogue=epilogue, want=want, dz_scale_inv=scale_inv)
+    options = dict(epilogue=epilogue, want=want, dz_scale_inv=Scale(scales, 7))
+    d = _scaled(d, scales)
     return norm_tail.norm_tail_backward(d, None, residuals, vectors, **options)
 
 
@@ -450,7 +454,7 @@ def _assert_stores_16_bytes(program):
 def test_programs_of_norm_tails_for_hopper_do_not_spill(norm, activation):
     types = _types(16384, 7680)
     run = functools.partial(_norm, ALL, Epilogue(norm, activation))
-    _assert_stores_16_bytes(compiled(run, types["z"], types["x"], types["scale_inv"]))
+    _assert_stores_16_bytes(compiled(run, types["x"], types["x"], types["scales"]))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +464,7 @@ def test_programs_of_gradients_of_norm_tails_do_not_spill(norm, activation):
     types = _types(16384, 7680)
     run = functools.partial(_norm_backward, GRADIENT, Epilogue(norm, activation))
     rstd = jax.ShapeDtypeStruct((7680 // 256, 16384), jnp.float32)
-    args = types["z"], types["z8"].data, rstd, types["scale_inv"]
+    args = types["x"], types["x8"], rstd, types["scales"]
     _assert_stores_16_bytes(compiled(run, *args, NormVectors(types["bias"])))
 
 
@@ -472,20 +476,21 @@ def test_programs_of_norms_of_whole_rows_do_not_spill(norm, shape):
     vector = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     vectors = NormVectors(gamma=vector, beta=vector if norm == "layer" else None)
     run = functools.partial(_norm, _odd(ALL, shape), epilogue)
-    args = types["z"], None, types["scale_inv"], vectors
+    args = types["x"], None, types["scales"], vectors
     _assert_stores_16_bytes(compiled(run, *args))
     run = functools.partial(_norm_backward, _odd(GRADIENT, shape), epilogue)
     rstd = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
-    args = types["z"], types["x"], rstd, types["scale_inv"], vectors
+    args = types["x"], types["x"], rstd, types["scales"], vectors
     _assert_stores_16_bytes(compiled(run, *args))
 
 
 def test_the_program_that_casts_a_weight_does_not_spill():
-    kernel = Scaled(jax.ShapeDtypeStruct((18432, 8192), jnp.float32))
-    scale_inv = jax.ShapeDtypeStruct((), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((18432, 8192), jnp.float32)
+    scales = jax.ShapeDtypeStruct((12,), jnp.float32)
 
-    def cast(kernel, scale_inv):
+    def cast(kernel, scales):
         options = dict(epilogue=Epilogue("none"), want=ALL, xhat=None)
-        return norm_tail.norm_tail(kernel, y_scale_inv=scale_inv, **options).y
+        scale_inv = Scale(scales, 7)
+        return norm_tail.norm_tail(Scaled(kernel), y_scale_inv=scale_inv, **options).y
 
-    _assert_stores_16_bytes(compiled(cast, kernel, scale_inv))
+    _assert_stores_16_bytes(compiled(cast, kernel, scales))

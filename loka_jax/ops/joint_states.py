@@ -1,0 +1,64 @@
+"""The delayed-scaling states of an operation's sites, several in one array.
+
+A kernel on a state takes as long as its launch. Of each site by itself there would be
+several: the check of its table, the copy of each factor for the kernel that reads it,
+the maximum of amaxes, and the next table. Tables of equal recipes are stacked: kernels
+read their factors in the stack, and one update makes all next tables.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.recipe import OPERANDS
+from loka_jax.scaling import DelayedScaling
+from loka_jax.tails import Scale
+
+# Of an array below 1 KiB XLA writes all slices in one kernel, else each in its own.
+_MOST_BYTES = 1023
+
+
+class JointStates(NamedTuple):
+    """States of sites whose recipe is the same.
+
+    Attributes:
+        sites: their numbers in the operation.
+        tables: float32, one a site, see `DelayedScaling`.
+    """
+
+    sites: tuple[int, ...]
+    tables: Float[Array, "s 3 H_plus_1"]
+
+    def scales(self) -> Iterator[tuple[int, tuple[Scale, ...]]]:
+        """Yields the number of each site with the scales of lhs, rhs and g."""
+        vector, length = self.tables.reshape(-1), self.tables.shape[2]
+        starts = itertools.batched(range(0, vector.size, length), len(OPERANDS))
+        for site, of_operands in zip(self.sites, starts, strict=True):
+            yield site, tuple(Scale(vector, at) for at in of_operands)
+
+
+def joint_states(
+    plans: Sequence[KernelPlan], states: Sequence[DelayedScaling | None]
+) -> Iterator[JointStates]:
+    """Yields the states of an operation's sites, without those that have none.
+
+    Args:
+        plans: of the sites.
+        states: of the sites, None without one.
+    """
+    alike: dict[object, list[int]] = {}
+    for i, (plan, state) in enumerate(zip(plans, states, strict=True)):
+        if state is not None:
+            # Not with states that vary over other axes of a mesh.
+            axes = jax.typeof(state.table).mat.varying
+            alike.setdefault((plan.choice.recipe, axes), []).append(i)
+    for sites in alike.values():
+        tables = {i: state.table for i in sites if (state := states[i]) is not None}
+        together = max(1, _MOST_BYTES // tables[sites[0]].nbytes)
+        for some in itertools.batched(sites, together):
+            yield JointStates(some, jnp.stack([tables[i] for i in some]))
