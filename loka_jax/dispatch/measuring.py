@@ -5,8 +5,9 @@ right    the whole site, forward and backward, against the float32 product of th
 errors   of each product in each recipe, on operands drawn from Probe's statistics
 times    kernel time of the whole site, its operands out of the L2
 
-Programs are lowered at any time, compiled and checked while no process takes times, as
-both use the GPU, and timed alone.
+Programs are lowered at any time, and compiled too unless the compiler tries kernels on
+the GPU; those that are tuned so are compiled, and all are checked, while no process
+takes times. Times are taken alone.
 """
 
 import contextlib
@@ -131,13 +132,16 @@ class _Candidate(NamedTuple):
         """The form that is checked."""
         return list(self.checks)[-1]
 
-    def programs(self, *, is_judged: bool) -> dict[str, Lowered]:
-        """Returns the lowered programs to compile, by their names."""
+    def programs(self, job: Job) -> dict[str, Lowered]:
+        """Returns the lowered programs to compile, by their names.
+
+        Only those that are timed are tuned.
+        """
         return {
-            self.name(form, name): program
+            self.name(form, name): x if name in job.passes else x.untuned()
             for form, check in self.checks.items()
-            for name, program in check.programs.items()
-            if name != "judge" or (is_judged and form == self.checked)
+            for name, x in check.programs.items()
+            if name != "judge" or (job.is_judged and form == self.checked)
         }
 
     def compiled(self, form: str, programs: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,8 +260,10 @@ def _measure(
         job, begin, gpu: as in `measure_site`.
     """
     right = []
+    lowered = {x.choice.name: x.programs(job) for x in candidates}
+    compiled = _compile(lowered, job, begin, is_tuned=False)
     with gpu.together():
-        compiled = _compile(candidates, job, begin)
+        compiled |= _compile(lowered, job, begin, is_tuned=True)
         for candidate in candidates:
             name = candidate.choice.name
             begin(name)
@@ -275,19 +281,28 @@ def _measure(
 
 
 def _compile(
-    candidates: Sequence[_Candidate], job: Job, begin: _Begin
+    lowered: Mapping[str, Mapping[str, Lowered]],
+    job: Job,
+    begin: _Begin,
+    *,
+    is_tuned: bool,
 ) -> dict[str, Any]:
-    """Returns the compiled programs, or why one does not compile, by their names."""
-    lowered = {
-        candidate.choice.name: candidate.programs(is_judged=job.is_judged)
-        for candidate in candidates
+    """Returns compiled programs, or why one does not compile, by their names.
+
+    Args:
+        lowered: programs by candidate and name.
+        job, begin: as in `measure_site`.
+        is_tuned: compile the programs that are tuned; else the others, without a GPU.
+    """
+    own = {
+        choice_name: {n: x for n, x in programs.items() if x.is_tuned == is_tuned}
+        for choice_name, programs in lowered.items()
     }
     if not job.is_serial:
-        return compile_lowered(
-            {name: x for programs in lowered.values() for name, x in programs.items()}
-        )
+        begin("")
+        return compile_lowered({n: x for some in own.values() for n, x in some.items()})
     compiled: dict[str, Any] = {}
-    for choice_name, programs in lowered.items():
+    for choice_name, programs in own.items():
         begin(choice_name)
         compiled |= compile_lowered(programs)
     return compiled

@@ -27,6 +27,15 @@ class Lowered(NamedTuple):
     program: Any
     options: Mapping[str, str]
 
+    @property
+    def is_tuned(self) -> bool:
+        """True if the compiler runs kernels on the GPU, to find the fastest."""
+        return not UNTUNED.items() <= self.options.items()
+
+    def untuned(self) -> "Lowered":
+        """Returns the program, to be compiled without a search for the fastest."""
+        return self._replace(options={**self.options, **UNTUNED})
+
 
 def compile_all(
     programs: Mapping[str, tuple[Callable[..., Any], tuple]],
