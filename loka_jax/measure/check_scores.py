@@ -13,6 +13,9 @@ Of each result, and of the same under perturbations that stand for rounding:
 What is allowed is a floor and a few times what the perturbations do. The floors are
 about one rounding to bfloat16 (2^-9, or 0.2 %); those of `cast` and `share` lie well
 between 0 and 1.
+
+`scores` runs on the device and leaves a number for each place; `worst_finding` judges
+them on the host, in NumPy: its many small reductions took half of the compilation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax.measure.check_reference import Expected, Flip
@@ -40,8 +44,20 @@ _LIMITS = {"cast": Limits(0.25, 2.0), "share": Limits(0.25, 6.0)}
 _FLIPS = 1.5  # of the code that matters most to a row, times the slack: three flip
 
 
+class Scores(NamedTuple):
+    """A result's scores of one kind, by place; arrays on the device or the host.
+
+    Attributes:
+        values: (1 + p, places): of the result, and of p perturbations.
+        flips: (places,) or a number: noise that the perturbations may lack.
+    """
+
+    values: Any
+    flips: Any
+
+
 class Score(NamedTuple):
-    """The worst of a result's scores of one kind; arrays, later numbers.
+    """The worst of a result's scores of one kind.
 
     Attributes:
         excess: the score over what is allowed; infinite instead of NaN.
@@ -113,8 +129,8 @@ def scores(
     found: Mapping[str, Array],
     exact: Expected,
     perturbed: Sequence[Mapping[str, Array]],
-) -> dict[str, dict[str, Score]]:
-    """Returns the worst score of each kind, by result and kind.
+) -> dict[str, dict[str, Scores]]:
+    """Returns the scores by result and kind.
 
     Args:
         found: the results of a candidate, by name; those of inference begin with
@@ -138,26 +154,31 @@ def scores(
 
 
 def worst_finding(
-    by_result: Mapping[str, Mapping[str, Score]],
+    by_result: Mapping[str, Mapping[str, Scores]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Finding:
     """Returns the worst of all scores.
 
     Args:
-        by_result: what `scores` returned, as numbers.
+        by_result: what `scores` returned, on the host.
         shapes: of the results.
     """
-    findings = [
-        Finding(name, shapes[name], kind, score)
-        for name, kinds in by_result.items()
-        for kind, score in kinds.items()
-    ]
+    with np.errstate(all="ignore"):  # what is not finite counts as the worst
+        findings = _findings(by_result, shapes)
     return max(findings, key=lambda finding: finding.score.excess)
+
+
+def _findings(by_result, shapes) -> list[Finding]:
+    return [
+        Finding(name, shapes[name], kind, _worst(kind, by_place))
+        for name, kinds in by_result.items()
+        for kind, by_place in kinds.items()
+    ]
 
 
 def _matrix_scores(
     ref: Array, others: list[Array], flips: Flip | None
-) -> dict[str, Score]:
+) -> dict[str, Scores]:
     """Returns the scores of rows, tiles and blocks of a result.
 
     Args:
@@ -168,31 +189,27 @@ def _matrix_scores(
     ref, errors = _errors(ref, others)
     lengths = jnp.sqrt(jnp.sum(errors**2, axis=2))
     noise = jnp.mean(lengths[1:] ** 2, axis=0)
-    size = jnp.sqrt(jnp.sum(ref**2, axis=1) + noise)[:, None]
+    size = jnp.sqrt(jnp.sum(ref**2, axis=1) + noise)
     unit = jnp.where(size > 0, size, 1.0)
-    scale = ref.shape[1] ** 0.5 / unit
+    scale = (ref.shape[1] ** 0.5 / unit)[:, None]
     # Where nothing is expected any error is infinitely large.
-    is_nothing = (size[None, :, 0] == 0) & (lengths > 0)
-    rows = _typical(jnp.where(is_nothing, jnp.inf, lengths / unit[None, :, 0]))
+    is_nothing = (size == 0)[None] & (lengths > 0)
     parts = jax.vmap(_blocks, in_axes=(None, 0))(ref * scale, errors * scale[None])
-    compared = {kind: _largest(x) for kind, x in parts.items()}
-    compared |= {"tile": _typical(parts["tile"]), "row": rows}
-    noise = {kind: x.noise for kind, x in compared.items()}
+    parts["row"] = jnp.where(is_nothing, jnp.inf, lengths / unit[None])
+    moved = dict.fromkeys(parts, jnp.float32(0))
     if flips is not None:
         # Where few codes make a result, perturbations may miss the one that flips.
-        tile = _FLIPS * jnp.sqrt(jnp.mean((flips.tile / unit[:, 0]) ** 2))
-        noise["row"] += _FLIPS * flips.row / unit[:, 0]
-        noise["tile"] += tile
-        noise["gain"] += tile / TILE**0.5
-        noise["offset"] += tile / TILE**0.5
+        tile = _FLIPS * jnp.sqrt(jnp.mean((flips.tile / unit) ** 2))
+        line = tile / TILE**0.5
+        row = _FLIPS * flips.row / unit
+        moved = {"tile": tile, "gain": line, "offset": line, "row": row}
     return {
-        kind: _worst(kind, _Compared(x.values, noise[kind]))
-        for kind, x in compared.items()
+        kind: Scores(x.reshape(len(x), -1), moved[kind]) for kind, x in parts.items()
     }
 
 
-def _cast_score(ref: Array, others: list[Array], change: Array) -> Score:
-    """Returns how much of an operand's cast a product lacks.
+def _cast_score(ref: Array, others: list[Array], change: Array) -> Scores:
+    """Returns how much of an operand's cast a product lacks; of one place.
 
     Args:
         ref: the reference.
@@ -208,10 +225,10 @@ def _cast_score(ref: Array, others: list[Array], change: Array) -> Score:
 
     # One code that flips moves a row or a column, and hardly the mean over the others.
     slopes = jnp.minimum(mean_slope(1), mean_slope(2))
-    return _worst("cast", _largest(slopes[:, None]))
+    return Scores(slopes[:, None], jnp.float32(0))
 
 
-def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Score:
+def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Scores:
     """Returns what share of some rows is missing in lhs^T g, or added to it.
 
     Args:
@@ -225,21 +242,15 @@ def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Score
     total = _tile_sums(whole[:, None])[:, 0]
     along = jax.vmap(_tile_sums)(on_rows[:, :, None])[:, :, 0]
     total = jnp.where(total > 0, total, 1.0)
-    return _worst("share", _typical(jnp.abs(along) / total[None]))
-
-
-class _Compared(NamedTuple):
-    """The scores of a kind, and what the perturbations make of them at each place."""
-
-    values: Array
-    noise: Array
+    return Scores(jnp.abs(along) / total[None], jnp.float32(0))
 
 
 def _errors(ref: Array, others: list[Array]) -> tuple[Array, Array]:
     """Returns the reference and the errors as matrices, the errors stacked."""
     ref = jnp.atleast_2d(ref)
     others = [jnp.atleast_2d(x).astype(jnp.float32) for x in others]
-    return ref, jnp.stack(others) - ref[None]
+    # Written once: else each of many reductions would compute them again.
+    return jax.lax.optimization_barrier((ref, jnp.stack(others) - ref[None]))
 
 
 def _blocks(ref: Array, error: Array) -> dict[str, Array]:
@@ -268,31 +279,31 @@ def _full_tile(x: Array) -> int:
     return min(TILE, x.shape[0]) * min(TILE, x.shape[1])
 
 
-def _typical(scores: Array) -> _Compared:
-    """Returns scores with the noise at each place, at least that of most places.
+def _typical_noise(scores: np.ndarray) -> np.ndarray:
+    """Returns the noise at each place, at least that of most places.
 
     Args:
-        scores: of the result and of the perturbations, stacked.
+        scores: of the perturbations, stacked.
     """
-    square = jnp.mean(scores[1:] ** 2, axis=0)
+    square = np.mean(scores**2, axis=0)
     # The geometric mean: some places with much noise hardly count.
-    usual = jnp.exp(jnp.mean(jnp.log(square + 1e-8)))
-    return _Compared(scores[0], jnp.sqrt(square + usual))
+    usual = np.exp(np.mean(np.log(square + 1e-8)))
+    return np.sqrt(square + usual)
 
 
-def _largest(scores: Array) -> _Compared:
-    """Returns scores with the largest noise of all places, of which there are few."""
-    return _Compared(scores[0], jnp.max(scores[1:]))
-
-
-def _worst(kind: str, compared: _Compared) -> Score:
-    limits = _LIMITS.get(kind, _ROUNDING)
-    allowed = limits.floor + limits.slack * compared.noise
-    value, allowed = jnp.broadcast_arrays(compared.values, allowed)
-    excess = (value / allowed).ravel()
-    excess = jnp.where(jnp.isnan(excess), jnp.inf, excess)
-    at = jnp.argmax(excess)
-    return Score(excess[at], value.ravel()[at], allowed.ravel()[at], at)
+def _worst(kind: str, scores: Scores) -> Score:
+    """Returns the worst score of a kind."""
+    values, perturbed = scores.values[0], scores.values[1:]
+    # Of gain, offset and cast there are few places: the largest noise is that of all.
+    is_many = kind in ("row", "tile", "share")
+    noise = _typical_noise(perturbed) if is_many else np.max(perturbed)
+    limits = _LIMITS.get(kind.partition(" ")[0], _ROUNDING)
+    allowed = limits.floor + limits.slack * (noise + scores.flips)
+    values, allowed = np.broadcast_arrays(values, allowed)
+    excess = values / allowed
+    excess = np.where(np.isnan(excess), np.inf, excess)
+    at = int(np.argmax(excess))
+    return Score(float(excess[at]), float(values[at]), float(allowed[at]), at)
 
 
 def _tile_sums(x: Float[Array, "m n"]) -> Float[Array, "a b"]:

@@ -148,7 +148,7 @@ class Judgement(NamedTuple):
 
     Attributes:
         scales_are_right: by name of activations in FP8.
-        scores: the worst of each kind, by result and kind.
+        scores: by result and kind.
     """
 
     scales_are_right: dict[str, Any]
