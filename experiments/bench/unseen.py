@@ -7,17 +7,22 @@ inference. Arms:
 
     xla bf16      XLA alone
     auto RECIPE   a recipe at every site, with kernels where they serve
-    predicted     Dispatch by predictions, as `--plan auto` on a new model
-    tuned         Dispatch after `--plan tune`
+    predicted     Dispatch by predictions alone
+    checked       Dispatch as `--plan auto` on a new model: a plan by predictions is
+                  checked, and what may be faster is timed (`first_use.check_plan`)
+    tuned         Dispatch as `--plan tune`, checked too
     best          Dispatch after all candidates of all sites were measured, alone
 
-FP8 counts as accurate enough here: whether it is, a model has to be trained to say.
+All candidates are measured once, without the comparison with the reference; `checked`
+and `tuned` get the times of those that they ask for, within no budget. FP8 counts as
+accurate enough here: whether it is, a model has to be trained to say.
 """
 
 import dataclasses
 import functools
+import math
 import pathlib
-import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tyro
@@ -29,14 +34,14 @@ from experiments.bench.models import Tower
 from loka_jax import nn
 from loka_jax.dispatch.at_start import jobs_worth_measuring, parts_of
 from loka_jax.dispatch.candidates import candidates, table_key
-from loka_jax.dispatch.first_use import as_if_accurate
+from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import fitted_table
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open, make_plan
 from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.compiling import compile_all, leaves
 from loka_jax.measure.timing import Case, time_kernels
@@ -81,9 +86,7 @@ class Arguments:
         models: of those above.
         shrink: by which the rows are divided, to try the benchmark.
         recipes: forced everywhere.
-        seconds: the budget of tuning a model.
         workers: processes that compile at a time.
-        exhaustive: measure all candidates, for the arm "best".
     """
 
     out: pathlib.Path | None = None
@@ -94,9 +97,7 @@ class Arguments:
         "fp8_rowwise",
         "fp8_tensorwise_delayed_bf16_drhs",
     )
-    seconds: float = 90.0
     workers: int = 14
-    exhaustive: bool = True
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
@@ -117,15 +118,15 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     sites = nn.list_sites(model.clone(recipe="fp8_rowwise"), *inputs[0])
     fitted = fitted_table("NVIDIA H200")
     models = {"predicted": _model(Table(header_here()), fitted)}
+    every = _measured(sites, arguments.workers)
+    models["best"] = _model(every, fitted)
+    asked = {name: Asked(every) for name in ("checked", "tuned")}
+    models["checked"] = _checked(sites, models["predicted"], asked["checked"])
     jobs = jobs_worth_measuring(sites, models["predicted"])
-    start = time.monotonic()
-    single = [part for job in jobs for part in parts_of(job)]
-    tuned = _measured(single, arguments.workers, arguments.seconds)
-    seconds = time.monotonic() - start
-    models["tuned"] = _model(tuned, fitted)
-    if arguments.exhaustive:
-        every = _measured(_all_jobs(sites), arguments.workers)
-        models["best"] = _model(every, fitted)
+    table = Table(header_here())
+    for _, part in asked["tuned"].measure([x for job in jobs for x in parts_of(job)]):
+        table = table.merged(part)
+    models["tuned"] = _checked(sites, _model(table, fitted), asked["tuned"])
     arms, plans = _arms(model, sites, models, arguments.recipes)
     times = _times(arms, inputs)
     _print(name, times)
@@ -133,32 +134,72 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
         "rows": rows,
         "times": times,
         "plans": plans,
-        "tuning": {
-            "sites": len(jobs),
-            "candidates": sum(len(job.choices) for job in jobs),
-            "measured": sum(len(x.times["training"]) for x in tuned.sites.values()),
-            "seconds": round(seconds, 1),
-        },
+        "candidates": sum(len(x.times["training"]) for x in every.sites.values()),
+        "asked": {name: own.rounds for name, own in asked.items()},
     }
+
+
+class Asked:
+    """Measures jobs by looking them up.
+
+    Attributes:
+        rounds: the number of candidates in each round.
+    """
+
+    def __init__(self, every: Table):
+        """Takes the times of all candidates."""
+        self._every = every
+        self.rounds: list[int] = []
+
+    def measure(
+        self, jobs: Sequence[Job], _: float = math.inf
+    ) -> Iterator[tuple[Job, Table]]:
+        """Yields each job and its times, as `at_start.measure_into_cache` does."""
+        self.rounds.append(len(jobs))
+        for job in jobs:
+            known = self._every.sites[job.spec]
+            (name,) = (choice.name for choice in job.choices)
+            times = {
+                p: {name: known.times[p][name]}
+                for p in job.passes
+                if name in known.times[p]
+            }
+            failures = {name: known.failures[name]} if name in known.failures else {}
+            entry = Entry(times, failures=failures)
+            yield job, Table(self._every.header, {job.spec: entry})
+
+
+def _checked(sites, performance: PerformanceModel, asked: Asked) -> PerformanceModel:
+    """Returns what is known after the checks of the plans of both passes."""
+    errors = as_if_accurate(list(filter(is_open, sites)))
+    for name in ("training", "inference"):
+        make = functools.partial(make_plan, sites, roles=roles_of(name), errors=errors)
+        performance = check_plan(
+            make,
+            sites,
+            performance,
+            math.inf,
+            _quiet,
+            pass_name=name,
+            measure=asked.measure,
+        ).performance
+    return performance
 
 
 def _model(table: Table, fitted: Table | None) -> PerformanceModel:
     return PerformanceModel(table, fitted=fitted, device=local_device())
 
 
-def _all_jobs(sites) -> list[Job]:
+def _measured(sites, workers: int) -> Table:
+    """Returns the times of all candidates of all sites."""
+    table, device = Table(header_here()), local_device()
     specs = dict.fromkeys(table_key(site.spec) for site in filter(is_open, sites))
-    device = local_device()
-    return [
-        Job(spec, (choice,), in_chain=False, digests=False)
+    jobs = [
+        Job(spec, (choice,), in_chain=False, digests=False, is_judged=False)
         for spec in specs
         for choice in candidates(spec, device)
     ]
-
-
-def _measured(jobs: list[Job], workers: int, seconds: float | None = None) -> Table:
-    table = Table(header_here())
-    for job, entry in measure_all(jobs, workers, _quiet, seconds=seconds):
+    for job, entry in measure_all(jobs, workers, _quiet):
         table = table.merged(Table(table.header, {job.spec: entry}))
         for choice, why in entry.failures.items():
             print(f"{job.spec}: {choice}: {why}", flush=True)
