@@ -15,6 +15,9 @@ FLAGS = "--xla_force_host_platform_device_count=8"
 if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
     FLAGS += " --xla_backend_optimization_level=0"  # it is the level of GPUs, too
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked for
+# A collective holds a thread of each device until all have come. XLA has a thread for
+# each: if anything else holds one, the last device waits for ever.
+os.environ.setdefault("PJRT_NPROC", "16")
 ALWAYS_CACHED = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -18,6 +18,12 @@ from tests.train import support
 pytestmark = pytest.mark.slow
 
 TRAINEE = Path(__file__).with_name("trainee.py")
+# A machine that does several things at a time may keep a device waiting for a minute,
+# after which XLA ends the process.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+)
 
 
 class Runs:
@@ -31,7 +37,7 @@ class Runs:
         command = [str(TRAINEE), str(self.folder / name), *options]
         devices = str(8 // processes)
         environment = os.environ | {
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": XLA_FLAGS,
             "XLA_CACHE": str(self.folder / "xla"),
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
