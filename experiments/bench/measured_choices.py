@@ -2,7 +2,7 @@
 
     auto  what `first_use.check_plan` leaves: it measures what a plan chose by
           prediction, and what may be faster, and plans again
-    tune  the same after `at_start.worth_measuring` was measured
+    tune  the same after what `at_start.Agenda` found worth measuring was measured
 
 Both are the product's own code; only measurements come from the table. Only candidates
 that are in the table take part, and FP8 counts as accurate enough.
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from loka_jax import nn
-from loka_jax.dispatch.at_start import worth_measuring
-from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.at_start import Agenda
+from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
@@ -56,6 +56,11 @@ class TableGpu:
         self._times = table.sites[spec].times[pass_name]
         self._measured = self._rounds = 0
 
+    @property
+    def site(self) -> nn.Site:
+        """The site of a model that asks for FP8."""
+        return nn.Site(path="site", plan=resolve(self._spec, _ASKED, HOPPER))
+
     def unknown(self) -> Table:
         """Returns a table without times, for the candidates that can be measured."""
         others = [c.name for c in candidates(self._spec) if c.name not in self._times]
@@ -76,17 +81,17 @@ class TableGpu:
 
     def outcome(self, performance: PerformanceModel, limits: Limits) -> Outcome:
         """Returns what runs after the check of a plan within limits."""
-        site = nn.Site(path="site", plan=resolve(self._spec, _ASKED, HOPPER))
+        sites = [self.site]
         make = functools.partial(
             make_plan,
-            [site],
+            sites,
             limits=limits,
             roles=roles_of(self._pass),
-            errors=as_if_accurate([site]),
+            errors=as_if_accurate(sites),
         )
         checked = check_plan(
             make,
-            [site],
+            sites,
             performance,
             math.inf,
             lambda line: None,
@@ -104,8 +109,7 @@ def auto(model: PerformanceModel, gpu: TableGpu, limits: Limits = BY_TIME) -> Ou
 
 def tune(model: PerformanceModel, gpu: TableGpu, limits: Limits = BY_TIME) -> Outcome:
     """Returns what `--plan tune` runs at a site that is not known."""
-    table = gpu.unknown()
-    (spec,) = table.sites
-    estimates = model.with_table(table).estimates(table_key(spec))
-    table = table.merged(gpu.known(worth_measuring(estimates)))
-    return gpu.outcome(model.with_table(table), limits)
+    agenda = Agenda([gpu.site], model.with_table(gpu.unknown()))
+    while (job := agenda.next_job()) is not None:
+        agenda.learn(job, gpu.known(job.choices))
+    return gpu.outcome(agenda.performance, limits)

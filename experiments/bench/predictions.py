@@ -1,12 +1,13 @@
 """Judges the performance model at sites that it was not fitted on.
 
     python experiments/bench/predictions.py --out predictions.json --tables A B
-    python experiments/bench/predictions.py --tables H100 --fitted A B
+    python experiments/bench/predictions.py --tables H100 --fitted A B [--known]
 
 Fits on nine tenths of the shapes of the tables, predicts every candidate at the others,
 and so on for each tenth; sites of the same features are in one tenth, whatever their
 rows. With tables of another device to fit on, all sites are predicted from those and
-the two rooflines. Needs no GPU: the times are in the tables.
+the two rooflines; with `--known` also from this device's sites in the other tenths.
+Needs no GPU: the times are in the tables.
 
 error      |predicted / measured - 1|
 covered    measured times within 1.96 spreads of the predicted ones
@@ -57,12 +58,14 @@ class Arguments:
         out: where to write the JSON; printed only if None.
         tables: of one device; one of them has a roofline.
         fitted: of another device, to fit on; empty to leave shapes out instead.
+        known: whether sites of other shapes were measured on this device, too.
         worst: the number of largest regrets to list.
     """
 
     out: pathlib.Path | None = None
     tables: tuple[pathlib.Path, ...] = ()
     fitted: tuple[pathlib.Path, ...] = ()
+    known: bool = False
     worst: int = 10
 
 
@@ -111,8 +114,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
         unknown = Table(table.header)
         model = PerformanceModel(unknown, roofline=table.roofline, fitted=fitted)
         cases = [(model, spec) for spec in table.sites]
+        if arguments.known:
+            cases = list(_left_out(table, model.with_table))
     else:
-        cases = list(_left_out(table))
+        cases = list(_left_out(table, PerformanceModel))
     result = results.head("predictions", arguments) | {"sites": len(table.sites)}
     for name in _PASSES:
         timed = [case for case in cases if table.sites[case[1]].times.get(name)]
@@ -234,13 +239,15 @@ def _total(regrets: Sequence[Regret]) -> float:
     return sum(x.chosen_us for x in regrets) / sum(x.best_us for x in regrets) - 1
 
 
-def _left_out(table: Table) -> Iterator[Case]:
-    """Yields each site with a model that was fitted without its shape."""
+def _left_out(
+    table: Table, model_of: Callable[[Table], PerformanceModel]
+) -> Iterator[Case]:
+    """Yields each site with a model that does not know its shape."""
     shapes = sorted({(spec.k, spec.n) for spec in table.sites})
     for fold in range(_FOLDS):
         left_out = set(shapes[fold::_FOLDS])
         kept = {s: e for s, e in table.sites.items() if (s.k, s.n) not in left_out}
-        model = PerformanceModel(dataclasses.replace(table, sites=kept))
+        model = model_of(dataclasses.replace(table, sites=kept))
         for spec in table.sites:
             if (spec.k, spec.n) in left_out:
                 yield model, spec

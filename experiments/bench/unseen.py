@@ -32,7 +32,7 @@ from experiments.bench import dispatch as bench
 from experiments.bench import result as results
 from experiments.bench.models import Tower
 from loka_jax import nn
-from loka_jax.dispatch.at_start import jobs_worth_measuring, parts_of
+from loka_jax.dispatch.at_start import Agenda
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.first_use import as_if_accurate, check_plan
 from loka_jax.dispatch.header import header_here
@@ -122,11 +122,11 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
     models["best"] = _model(every, fitted)
     asked = {name: Asked(every) for name in ("checked", "tuned")}
     models["checked"] = _checked(sites, models["predicted"], asked["checked"])
-    jobs = jobs_worth_measuring(sites, models["predicted"])
-    table = Table(header_here())
-    for _, part in asked["tuned"].measure([x for job in jobs for x in parts_of(job)]):
-        table = table.merged(part)
-    models["tuned"] = _checked(sites, _model(table, fitted), asked["tuned"])
+    agenda = Agenda(sites, models["predicted"])
+    while (job := agenda.next_job()) is not None:
+        for _, part in asked["tuned"].measure([job]):
+            agenda.learn(job, part)
+    models["tuned"] = _checked(sites, agenda.performance, asked["tuned"])
     arms, plans = _arms(model, sites, models, arguments.recipes)
     times = _times(arms, inputs)
     _print(name, times)

@@ -3,10 +3,11 @@
     worth measuring   XLA's bfloat16, and whatever may be the fastest of the site, going
                       by the lower ends of the predictions
 
-Sites come in the order of what their uncertainty may cost, until the budget is spent;
-each candidate is a job, so that several processes work at one site. Only the training
-pass is timed, alone: what a chain adds is predicted. Measurements go to the user's
-cache, which later runs read too; several processes may add to it at once.
+Sites come in the order of what their uncertainty may cost, until the budget is spent.
+One candidate is measured at a time, by as many processes as there are; each measurement
+tells of the others, so that what is worth measuring next is decided anew. Only the
+training pass is timed, alone: what a chain adds is predicted. Measurements go to the
+user's cache, which later runs read too; several processes may add to it at once.
 """
 
 import math
@@ -22,12 +23,12 @@ from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import measure_all
-from loka_jax.dispatch.table import Table
+from loka_jax.dispatch.pool import fitting, measure_all, measure_on_demand
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
 
-_MOST_CANDIDATES = 3  # of a site, besides those in bfloat16
+_MOST_CANDIDATES = 3  # of a site, in FP8
 _DOUBT = 1.0  # spreads below its prediction at which a candidate's time may lie
 _PASS = "training"
 _WORKERS = max(1, (os.cpu_count() or 1) - 2)  # each lowers in one thread
@@ -52,19 +53,76 @@ def tune_at_start(
     if local.performance is None:
         say(f"{name}: nothing is tuned, as there is no GPU with FP8.")
         return local
-    jobs = jobs_worth_measuring(sites, local.performance)
-    if not jobs:
+    agenda = Agenda(sites, local.performance)
+    count = len(agenda.jobs)
+    if not count:
         say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
         return local
-    say(f"{name}: tuning {len(jobs)} sites, for {seconds:g} seconds at most.")
+    say(f"{name}: tuning {count} sites, for {seconds:g} seconds at most.")
     start = time.monotonic()
-    single = [part for job in jobs for part in parts_of(job)]
-    left = Counter(part.spec for part in single)
-    for job, _ in measure_into_cache(single, seconds):
-        left[job.spec] -= 1
-    took, measured = time.monotonic() - start, sum(n == 0 for n in left.values())
-    say(f"{name}: {measured} of {len(jobs)} sites tuned in {took:.0f} seconds.")
+    workers = fitting(_WORKERS, agenda.jobs)
+    measured = measure_on_demand(agenda.next_job, workers, _quiet, seconds=seconds)
+    for job, entry in measured:
+        agenda.learn(job, _into_cache(job, entry))
+    took, tuned = time.monotonic() - start, count - len(agenda.left())
+    say(f"{name}: {tuned} of {count} sites tuned in {took:.0f} seconds.")
     return local_performance()
+
+
+class Agenda:
+    """What is worth measuring at the sites of a model, by what is known so far.
+
+    Attributes:
+        performance: times, measured or predicted.
+        jobs: as `jobs_worth_measuring` returns them by these times.
+    """
+
+    def __init__(self, sites: Sequence[Site], performance: PerformanceModel):
+        """Takes the sites and what is known at first."""
+        self._sites = sites
+        self._asked: set[tuple[SiteSpec, Choice]] = set()
+        self._running: Counter[SiteSpec] = Counter()
+        self._know(performance)
+
+    def next_job(self) -> Job | None:
+        """Returns a candidate that was not returned before; None if there is none now.
+
+        That of a site with the fewest under way: each measurement may make others of
+        its site superfluous.
+        """
+        for job in sorted(self.jobs, key=lambda job: self._running[job.spec]):
+            for part in self._open(job):
+                (choice,) = part.choices
+                self._asked.add((job.spec, choice))
+                self._running[job.spec] += 1
+                return part
+        return None
+
+    def learn(self, job: Job, table: Table):
+        """Takes what a job measured."""
+        self._running[job.spec] -= 1
+        known = self.performance
+        self._know(known.with_table(known.table.merged(table)))
+
+    def left(self) -> set[SiteSpec]:
+        """Returns the sites of which something is still to be measured."""
+        open_ = {job.spec for job in self.jobs if self._open(job)}
+        return open_ | set(+self._running)
+
+    def _know(self, performance: PerformanceModel):
+        self.performance = performance
+        self.jobs = jobs_worth_measuring(self._sites, performance)
+
+    def _open(self, job: Job) -> list[Job]:
+        """Returns a job for each candidate that was not returned before."""
+        own = [choice for spec, choice in self._asked if spec == job.spec]
+        is_enough = sum(choice.is_fp8 for choice in own) >= _MOST_CANDIDATES
+        parts = ((part, *part.choices) for part in parts_of(job))
+        return [
+            part
+            for part, choice in parts
+            if choice not in own and not (is_enough and choice.is_fp8)
+        ]
 
 
 def measure_into_cache(
@@ -77,9 +135,14 @@ def measure_into_cache(
         seconds: after which the jobs that are left are given up.
     """
     for job, entry in measure_all(jobs, _WORKERS, _quiet, seconds=seconds):
-        found = Table(header_here(), {job.spec: entry})
-        tables.add(cache_path(), found)
-        yield job, found
+        yield job, _into_cache(job, entry)
+
+
+def _into_cache(job: Job, entry: Entry) -> Table:
+    """Returns a job's measurements, which are in the user's cache then."""
+    found = Table(header_here(), {job.spec: entry})
+    tables.add(cache_path(), found)
+    return found
 
 
 def parts_of(job: Job) -> Iterator[Job]:

@@ -1,6 +1,7 @@
 """The times of all candidates at any site: measured ones, and predictions.
 
-    predicted   by a regression over measured sites, one for each provider and pass
+    predicted   by a regression over measured sites, one for each provider and pass,
+                that learns from what was measured on this device since
     in a chain  the time alone, and a difference that is linear in the bytes moved
 
 Predictions need the roofline of this device and of the one that the table is from: work
@@ -28,8 +29,6 @@ from loka_jax.site import BF16, PROVIDERS, Choice, SiteSpec
 
 _PASSES = ("training", "inference")
 _FORMS = (" in", " out", " in out")
-# Standard deviation of log time that another device than the table's adds.
-_TRANSFER = 0.15
 # Distance of an FP8 product from one in bfloat16; other scales are at distance 1.
 _OTHER_FORMAT = 2.0
 
@@ -85,6 +84,7 @@ class PerformanceModel:
         self._device = device
         self._doubt = 0.0
         self._fits: dict[tuple[str, str], _Fit | None] = {}
+        self._fits_here: dict[tuple[str, str], _Fit | None] = {}
         self._estimates: dict[SiteSpec, Estimates] = {}
 
     @property
@@ -139,23 +139,18 @@ class PerformanceModel:
         """
         predicted: dict[str, Prediction] = {}
         for provider in PROVIDERS:
-            fit = self._fit(provider, pass_name)
+            fit = self._fit_here(provider, pass_name)
             if fit is None or self._roofline is None:
                 continue
             served = [choice for choice in choices if choice.name in fit.kinds]
             if served:
-                points = _points([(spec, x) for x in served], pass_name, self._roofline)
-                kinds = np.array([fit.kinds[choice.name] for choice in served])
-                times = fit.regression.predict(Points(*points, kinds))
+                problems = [(spec, choice) for choice in served]
+                points = self._points_here(problems, pass_name, fit.kinds)
+                times = fit.regression.predict(points)
                 for choice, (us, spread) in zip(served, times, strict=True):
                     least = least_us(spec, choice, pass_name, self._roofline)
                     predicted[choice.name] = Prediction(max(us, least), spread)
-        if self._roofline == self._fitted.roofline:
-            return predicted
-        return {
-            name: Prediction(us, math.hypot(spread, _TRANSFER))
-            for name, (us, spread) in predicted.items()
-        }
+        return predicted
 
     def _estimated(self, spec: SiteSpec) -> Estimates:
         measured = self.table.sites.get(spec, Entry())
@@ -208,6 +203,39 @@ class PerformanceModel:
                 us = alone + float(_traffic(spec, self._roofline) @ factors)
                 yield name, Prediction(max(us, alone / 2), spread)
 
+    def _fit_here(self, provider: str, pass_name: str) -> _Fit | None:
+        """Returns the fit of a provider that knows what was measured here, too."""
+        key = provider, pass_name
+        if key not in self._fits_here:
+            fit = self._fit(provider, pass_name)
+            self._fits_here[key] = fit and self._given_here(fit, pass_name)
+        return self._fits_here[key]
+
+    def _given_here(self, fit: _Fit, pass_name: str) -> _Fit:
+        problems, times = [], []
+        for spec, entry in self.table.sites.items():
+            fitted = self._fitted.sites.get(spec, Entry()).times.get(pass_name, {})
+            for name, us in entry.times.get(pass_name, {}).items():
+                if name in fit.kinds and fitted.get(name) != us:
+                    problems.append((spec, Choice.parse(name)))
+                    times.append(us)
+        if not problems:
+            return fit
+        points = self._points_here(problems, pass_name, fit.kinds)
+        return fit._replace(regression=fit.regression.given(points, np.array(times)))
+
+    def _points_here(
+        self,
+        problems: Sequence[tuple[SiteSpec, Choice]],
+        pass_name: str,
+        kinds: Mapping[str, int],
+    ) -> Points:
+        """Returns candidates of a provider at sites, on this device."""
+        assert self._roofline is not None
+        own = np.array([kinds[choice.name] for _, choice in problems])
+        is_other = np.full(len(own), self._roofline != self._fitted.roofline)
+        return Points(*_points(problems, pass_name, self._roofline), own, is_other)
+
     def _fit(self, provider: str, pass_name: str) -> _Fit | None:
         key = provider, pass_name
         if key not in self._fits:
@@ -232,7 +260,8 @@ class PerformanceModel:
             problems += [(spec, choice) for spec, _ in measured]
             kinds += [kind] * len(measured)
             times += [us for _, us in measured]
-        points = Points(*_points(problems, pass_name, roofline), np.array(kinds))
+        parts = _points(problems, pass_name, roofline)
+        points = Points(*parts, np.array(kinds), np.zeros(len(kinds), bool))
         roles = roles_of(pass_name)
         alike = np.array([[_alike(a, b, roles) for b in choices] for a in choices])
         regression = Regression(points, np.array(times), alike)

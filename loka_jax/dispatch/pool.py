@@ -5,7 +5,9 @@ one after another, while no worker compiles.
 """
 
 import contextlib
+import functools
 import json
+import math
 import os
 import pathlib
 import queue
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
@@ -55,11 +58,31 @@ def measure_all(
 
     Args:
         jobs: to measure.
-        workers: number of processes, fewer where the GPU's memory does not hold more.
+        workers, say, seconds: as in `measure_on_demand`; fewer processes run where the
+            GPU's memory does not hold more.
+    """
+    next_job = functools.partial(next, iter(jobs), None)
+    return measure_on_demand(next_job, fitting(workers, jobs), say, seconds=seconds)
+
+
+def measure_on_demand(
+    next_job: Callable[[], Job | None],
+    workers: int,
+    say: Callable[[str], None],
+    *,
+    seconds: float | None = None,
+) -> Iterator[tuple[Job, Entry]]:
+    """Yields jobs and their measurements, and chooses the next job by these.
+
+    Args:
+        next_job: returns a job, or None if there is none for now. Called when a process
+            is idle, after what finished was yielded.
+        workers: number of processes.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """
-    turns, workers = Turns(), _fitting(workers, jobs)
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    turns, running = Turns(), set()
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
@@ -75,18 +98,18 @@ def measure_all(
             finally:
                 idle.put(worker)
 
-        running = [pool.submit(measure, job) for job in jobs]
-        try:
-            for done in futures.as_completed(running, seconds):
-                yield done.result()
-        except TimeoutError:
-            pass  # the budget is spent
-        finally:
-            for future in running:
-                future.cancel()
+        while True:
+            while len(running) < workers and (job := next_job()) is not None:
+                running.add(pool.submit(measure, job))
+            left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+            done, running = futures.wait(running, left, futures.FIRST_COMPLETED)
+            if not done:
+                return  # all jobs are done, or the budget is spent
+            for future in done:
+                yield future.result()
 
 
-def _fitting(workers: int, jobs: Sequence[Job]) -> int:
+def fitting(workers: int, jobs: Sequence[Job]) -> int:
     """Returns how many processes have the memory for any of the jobs at a time."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats or not jobs:

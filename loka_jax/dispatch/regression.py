@@ -1,22 +1,24 @@
 """Times as a function of work: non-negative factors, and what neighbours say.
 
-    log time(x) = log(c_a . w(x)) + f(x) + g_a(x) + noise
+    log time(x) = log(c_a . w(x)) + f(x) + g_a(x) + d + e_a + noise
 
 for candidate a of a provider. The factors c_a are fitted by non-negative least squares
 of relative errors, drawn to those of all candidates of the provider: alone, few
 measurements make a launch free. f, which candidates share, and g_a are Gaussian
 processes over `work.place`: near a measured problem a prediction is corrected by what
 the factors got wrong there, for this candidate and for others; far from all it is not.
+d and e_a, numbers, are what another device than that of the fit adds.
 
 References:
     Rasmussen and Williams, "Gaussian Processes for Machine Learning", equations 2.25,
     2.26 and 4.17.
 """
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_solve, solve_triangular
 from scipy.optimize import nnls
 
 LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other shapes
@@ -26,6 +28,8 @@ LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other s
 # errors at shapes left out of the fit, noise and distance on half of these shapes.
 _SHARED, _OWN, _NOISE = 0.06, 0.04, 0.004
 _DRAW = 30.0
+# Variances of what another device adds, to all candidates and to one.
+_DEVICE, _DEVICE_OWN = 0.02, 0.0025
 _REACH = 1.5
 _LEAST_US = 0.1
 
@@ -49,11 +53,13 @@ class Points(NamedTuple):
         works: `[points, parts]`, of `work.work`.
         places: `[points, dims]`, of `work.place`.
         kinds: `[points]`, the index of each point's candidate.
+        is_other: `[points]`, whether on another device than that of the fit.
     """
 
     works: np.ndarray
     places: np.ndarray
     kinds: np.ndarray
+    is_other: np.ndarray
 
 
 class Regression:
@@ -67,35 +73,67 @@ class Regression:
             times: `[points]`, microseconds.
             alike: `[kinds, kinds]`, correlations of g between candidates.
         """
-        self._points, self._alike = points, alike
+        self._alike = alike
         self._factors = _factors(points, times)
-        residuals = np.log(times) - self._log_factors(points)
-        gram = self._covariances(points) + _NOISE * np.eye(len(times))
-        self._cholesky = cho_factor(gram, lower=True)
-        self._weights = cho_solve(self._cholesky, residuals)
+        self._points, self._residuals = points, self._wrong(points, times)
+        noise = _NOISE * np.eye(len(times))
+        self._cholesky = np.linalg.cholesky(self._covariances(points, points) + noise)
+        self._weights = cho_solve((self._cholesky, True), self._residuals)
+
+    def given(self, points: Points, times: np.ndarray) -> "Regression":
+        """Returns the fit that knows other measurements, too; its factors stay.
+
+        Args:
+            points: that were measured since.
+            times: `[points]`, microseconds.
+        """
+        other = copy.copy(self)
+        side = self._explained(points)
+        noise = _NOISE * np.eye(len(times))
+        rest = self._covariances(points, points) + noise - side.T @ side
+        above = np.zeros_like(side)
+        other._cholesky = np.block(
+            [[self._cholesky, above], [side.T, np.linalg.cholesky(rest)]]
+        )
+        both = zip(self._points, points, strict=True)
+        other._points = Points(*map(np.concatenate, both))
+        wrong = self._wrong(points, times)
+        other._residuals = np.concatenate([self._residuals, wrong])
+        other._weights = cho_solve((other._cholesky, True), other._residuals)
+        return other
 
     def predict(self, points: Points) -> list[Prediction]:
         """Returns the predictions for some problems."""
-        near = self._covariances(points)
+        near = self._covariances(points, self._points)
         log_us = self._log_factors(points) + near @ self._weights
-        explained = solve_triangular(self._cholesky[0], near.T, lower=True)
-        variances = _SHARED + _OWN - np.sum(explained**2, axis=0)
+        device = (_DEVICE + _DEVICE_OWN) * points.is_other
+        explained = np.sum(self._explained(points) ** 2, axis=0)
+        variances = _SHARED + _OWN + device - explained
         spreads = np.sqrt(np.maximum(variances, 0.0) + _NOISE)
         return [
             Prediction(float(us), float(spread))
             for us, spread in zip(np.exp(log_us), spreads, strict=True)
         ]
 
+    def _explained(self, points: Points) -> np.ndarray:
+        """Returns L^-1 K, `[measured, points]`; its squares are variances explained."""
+        near = self._covariances(points, self._points)
+        return solve_triangular(self._cholesky, near.T, lower=True)
+
+    def _wrong(self, points: Points, times: np.ndarray) -> np.ndarray:
+        """Returns what the factors get wrong, in logarithms."""
+        return np.log(times) - self._log_factors(points)
+
     def _log_factors(self, points: Points) -> np.ndarray:
         us = np.sum(points.works * self._factors[points.kinds], axis=1)
         return np.log(np.maximum(us, _LEAST_US))
 
-    def _covariances(self, points: Points) -> np.ndarray:
-        """Returns those of f + g between problems and the measured ones."""
-        measured = self._points
-        alike = self._alike[np.ix_(points.kinds, measured.kinds)]
-        near = _near(points.places, measured.places)
-        return near * (_SHARED + _OWN * alike)
+    def _covariances(self, a: Points, b: Points) -> np.ndarray:
+        """Returns those of all processes between problems."""
+        alike = self._alike[np.ix_(a.kinds, b.kinds)]
+        is_other = np.outer(a.is_other, b.is_other)
+        near = _near(a.places, b.places) * (_SHARED + _OWN * alike)
+        return near + is_other * (_DEVICE + _DEVICE_OWN * alike)
 
 
 def _factors(points: Points, times: np.ndarray) -> np.ndarray:

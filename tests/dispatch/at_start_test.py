@@ -9,6 +9,7 @@ from loka_jax import nn
 from loka_jax.dispatch import at_start, local
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import (
+    Agenda,
     jobs_worth_measuring,
     worth_measuring,
 )
@@ -69,6 +70,64 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     assert all(job.passes == ("training",) and not job.in_chain for job in jobs)
 
 
+def _agenda(*sites):
+    model = PerformanceModel(Table(Header("", "", "", "", "")), fitted=_fitted())
+    return Agenda(sites, model)
+
+
+def _found(job, us):
+    (choice,) = job.choices
+    entry = Entry({"training": {choice.name: us}})
+    return Table(Header("", "", "", "", ""), {job.spec: entry})
+
+
+def test_idle_processes_are_spread_over_sites_and_xla_comes_first():
+    agenda = _agenda(_site("a", m=1000), _site("b", m=60_000))
+    jobs = [agenda.next_job() for _ in range(4)]
+    assert [job.spec.m for job in jobs[:2]] == [60_000, 1000]
+    assert [job.choices for job in jobs[:2]] == [(BF16,)] * 2
+    assert {job.spec.m for job in jobs[2:]} == {60_000, 1000}
+    assert all(job.choices != (BF16,) for job in jobs[2:])
+    # Those of XLA are not compared with the reference.
+    assert [job.is_judged for job in jobs] == [False, False, True, True]
+
+
+def test_an_agenda_ends_and_asks_for_each_candidate_once():
+    agenda = _agenda(_site("a"), _site("b", n=512))
+    asked = []
+    while (job := agenda.next_job()) is not None:
+        asked.append((job.spec, *job.choices))
+        assert agenda.left()
+        agenda.learn(job, _found(job, 50.0))
+    assert len(asked) == len(set(asked)) and not agenda.left()
+    by_site = [{c for s, c in asked if s == spec} for spec in {s for s, _ in asked}]
+    assert all(sum(c.is_fp8 for c in own) <= 3 for own in by_site)
+
+
+def test_a_measurement_makes_others_superfluous():
+    # A kernel of a tenth of what was predicted leaves nothing that may be faster.
+    agenda = _agenda(_site("a"))
+    while (job := agenda.next_job()) is not None and job.choices == (BF16,):
+        agenda.learn(job, _found(job, 100.0))
+    agenda.learn(job, _found(job, 1.0))
+    rest = []
+    while (job := agenda.next_job()) is not None:
+        rest += job.choices
+        agenda.learn(job, _found(job, 100.0))
+    assert not any(choice.is_fp8 for choice in rest)
+
+
+def test_what_is_under_way_is_left():
+    agenda = _agenda(_site("a"))
+    jobs = []
+    while (job := agenda.next_job()) is not None:
+        jobs.append(job)
+    assert agenda.left() == {jobs[0].spec}
+    for job in jobs:
+        agenda.learn(job, _found(job, 50.0))
+    assert all(agenda.next_job() is not None for _ in agenda.left())
+
+
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
     """Runs `tune_at_start` with a stand-in for the worker processes."""
@@ -84,13 +143,15 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(at_start, "local_performance", known)
     lines, calls = [], []
 
-    def measure_all(jobs, workers, say, *, seconds):
-        calls.append((len({job.spec for job in jobs}), seconds))
-        for i, job in enumerate(jobs):
+    def measure_on_demand(next_job, workers, say, *, seconds):
+        calls.append(seconds)
+        i = 0
+        while (job := next_job()) is not None:
             (choice,) = job.choices
             yield job, Entry({"training": {choice.name: 5.0 + i}})
+            i += 1
 
-    monkeypatch.setattr(at_start, "measure_all", measure_all)
+    monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
 
     def run(sites):
         return at_start.tune_at_start(sites, 30.0, name="m", say=lines.append)
@@ -105,7 +166,7 @@ def test_measurements_are_kept_and_read_by_the_next_start(tuned):
     estimates = local_after.performance.estimates(site.spec)
     assert estimates.entry.times["training"][BF16.name] == 5.0
     assert estimates.spread("training", BF16) is None
-    assert calls == [(1, 30.0)]
+    assert calls == [30.0]
     assert "30 seconds at most" in lines[0] and "1 of 1 sites tuned" in lines[1]
 
 

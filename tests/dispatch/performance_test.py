@@ -172,6 +172,55 @@ def test_another_device_is_scaled_by_its_roofline_and_less_certain():
     assert slower == pytest.approx(2 * us, rel=0.01) and wider > spread
 
 
+def test_what_was_measured_here_corrects_predictions_near_it():
+    model = PerformanceModel(_table(_sites()))
+    near, spec = (SiteSpec(m, 512, 256, "layer", "swish") for m in (5000, 4500))
+    slow = Table(HEADER, {near: Entry({"training": {BF16.name: 1.5 * _copies(near)}})})
+    before, after = (_predicted(x, spec) for x in (model, model.with_table(slow)))
+    assert after.us > 1.1 * before.us and after.spread < before.spread
+    far = SiteSpec(65536, 64, 128, "layer", "swish")
+    unmoved, also = (_predicted(x, far) for x in (model, model.with_table(slow)))
+    assert also.us == pytest.approx(unmoved.us, rel=0.03)
+
+
+def test_another_device_is_known_better_after_some_measurements():
+    # A quarter slower than its roofline says, at all shapes.
+    half = dataclasses.replace(ROOFLINE, bytes_per_us=ROOFLINE.bytes_per_us / 2)
+
+    def time(spec):
+        return 1.25 * (2 * _copies(spec) - 3.0)
+
+    fitted, spec = _table(_sites()), _sites()[-1]
+    unknown = PerformanceModel(Table(HEADER), fitted=fitted, roofline=half)
+    others = [s for s in _sites() if s.k != spec.k]
+    known = unknown.with_table(Table(HEADER, _table(others, time).sites))
+    before, after = (_predicted(x, spec) for x in (unknown, known))
+    off_before, off_after = (abs(math.log(x.us / time(spec))) for x in (before, after))
+    assert off_after < 0.3 * off_before and after.spread < before.spread
+
+
+def test_the_same_is_known_whatever_comes_first():
+    rng = np.random.default_rng(0)
+
+    def draw(count):
+        parts = rng.random((count, 3)), rng.random((count, 2))
+        points = Points(*parts, np.arange(count) % 2, np.arange(count) % 3 == 0)
+        return points, 1 + rng.random(count)
+
+    (first, second), (asked, _) = (draw(4), draw(5)), draw(6)
+    alike = np.array([[1.0, 0.5], [0.5, 1.0]])
+    fit = Regression(*draw(30), alike)
+    one_by_one = fit.given(*first).given(*second)
+    points = Points(*map(np.concatenate, zip(second[0], first[0], strict=True)))
+    at_once = fit.given(points, np.concatenate([second[1], first[1]]))
+    for some in (one_by_one, at_once):
+        np.testing.assert_allclose(
+            some.predict(asked), one_by_one.predict(asked), rtol=1e-9
+        )
+    # Where it was measured, twice the noise is left, at most.
+    assert all(x.spread < 0.09 for x in at_once.predict(first[0]))
+
+
 def test_work_counts_partial_rows_and_tiles():
     full, partial = (SiteSpec(m, 256, 256, "layer", "relu") for m in (64_000, 63_992))
     parts = [work(spec, KERNEL, "inference", ROOFLINE) for spec in (full, partial)]
@@ -192,7 +241,7 @@ def test_work_counts_the_copies_of_fp8_at_rows_that_are_padded():
 def test_factors_are_not_negative():
     rng = np.random.default_rng(0)
     works, places = rng.random((40, 3)), rng.random((40, 2))
-    points = Points(works, places, np.arange(40) % 2)
+    points = Points(works, places, np.arange(40) % 2, np.zeros(40, bool))
     regression = Regression(points, 1 + works[:, 0], np.eye(2))
     assert (regression._factors >= 0).all()
 

@@ -11,7 +11,7 @@ import pytest
 
 from loka_jax.dispatch import pool
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Worker, measure_all
+from loka_jax.dispatch.pool import Worker, measure_all, measure_on_demand
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import from_line, save_stats, to_line
 from loka_jax.probe.site import ProbeConfig, empty_stats
@@ -133,6 +133,30 @@ def test_one_takes_times_while_nobody_compiles(tmp_path, monkeypatch):
     assert now == {"compile": 0, "time": 0} and line == "ends to compile"
 
 
+def test_what_is_measured_next_may_depend_on_what_was_before(monkeypatch):
+    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=_fake()))
+    first, last = [JOB._replace(seed=i) for i in range(3)], [JOB._replace(seed=3)]
+    done = []
+
+    def next_job():
+        if first:
+            return first.pop()
+        return last.pop() if last and len(done) == 3 else None
+
+    for job, entry in measure_on_demand(next_job, 2, lambda line: None):
+        assert set(entry.times["training"]) == set(NAMES)
+        done.append(job.seed)
+    assert sorted(done[:3]) == [0, 1, 2] and done[3:] == [3]
+
+
+def test_the_budget_ends_what_is_under_way(monkeypatch):
+    command = _fake(acts_up="True", act="time.sleep(3600)")
+    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
+    began = time.monotonic()
+    assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=2.0)) == []
+    assert time.monotonic() - began < 300
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["os._exit(11)", "time.sleep(3600)"])
 def test_who_ends_alone_gives_its_turn_back(act):
@@ -165,7 +189,7 @@ def test_as_many_processes_run_as_the_memory_holds(monkeypatch, limit, held, exp
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
     wide = JOB._replace(spec=SiteSpec(8192, 4096, 4096))
-    assert pool._fitting(22, [JOB, wide]) == expected
+    assert pool.fitting(22, [JOB, wide]) == expected
 
 
 def test_waiting_for_a_turn_is_no_silence():
