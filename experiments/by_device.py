@@ -11,7 +11,6 @@ import sys
 from experiments.arguments import asks_for_help
 
 _WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
-_SMALL = {f"{name}_small": name for name in _WIDE}
 
 
 def named_here(name: str, arguments: list[str]) -> str:
@@ -24,7 +23,7 @@ def named_here(name: str, arguments: list[str]) -> str:
         arguments: the command line; one that asks for help is not worth a GPU's start.
     """
     if name not in _WIDE or asks_for_help(arguments) or not _is_on_hopper():
-        return _SMALL.get(name, name)
+        return name
     wide = _WIDE[name]
     print(
         f"On a Hopper GPU {name} is {wide}: a width at which FP8 is faster than any "

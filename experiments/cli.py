@@ -12,7 +12,7 @@ import tyro
 
 from experiments.arguments import asks_for_help, take
 from experiments.by_device import named_here
-from experiments.configs import find_config, names
+from experiments.configs import all_names, find_config
 from experiments.first_help import short_help
 from experiments.options import parse_options
 from loka_jax.commands import interruptible
@@ -86,8 +86,8 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
     hint = f"did you mean --config by {near[0]}? Else " if near else ""
     raise ValueError(
-        f"--config NAME is missing: {hint}use one of {', '.join(names())}; or resume a "
-        "run with --resume --workdir FOLDER."
+        f"--config NAME is missing: {hint}use one of {', '.join(all_names())}; or "
+        "resume a run with --resume --workdir FOLDER."
     )
 
 

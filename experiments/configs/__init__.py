@@ -5,7 +5,15 @@ and size; the `_tiny` variants, for tests, train on a CPU in seconds.
 """
 
 from experiments.configs import generated, tables, wide
-from experiments.configs.registry import get_config, names
+from experiments.configs.registry import all_names, get_config, names
 from experiments.configs.source import find_config
 
-__all__ = ["find_config", "generated", "get_config", "names", "tables", "wide"]
+__all__ = [
+    "all_names",
+    "find_config",
+    "generated",
+    "get_config",
+    "names",
+    "tables",
+    "wide",
+]

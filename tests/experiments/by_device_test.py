@@ -22,6 +22,7 @@ def test_a_hopper_gpu_trains_the_wide_one_and_is_told(on_hopper, capsys, name):
 
 def test_the_small_one_can_be_had_there(on_hopper, capsys):
     assert parse(["--config", "fp8_dlrm_small"]) == get_config("fp8_dlrm")
+    assert get_config("bf16_dlrm_small") == get_config("bf16_dlrm")
     assert capsys.readouterr().err == ""
 
 
