@@ -98,6 +98,7 @@ class Processes:
         self.job = job
         self._children: list[subprocess.Popen] = []
         self._shown: threading.Thread | None = None
+        self._port: socket.socket | None = None
 
     def __enter__(self) -> "Processes":
         """Starts them."""
@@ -152,9 +153,12 @@ class Processes:
             child.wait()
         if self._shown is not None:
             self._shown.join()
+        if self._port is not None:
+            self._port.close()
 
     def _start_all(self) -> None:
-        port = _free_port()
+        self._port = _reserved_port()
+        port = self._port.getsockname()[1]
         ours, theirs = _terminal_or_pipe()
         try:
             for rank in range(self.job.processes):
@@ -228,7 +232,12 @@ def _num_gpus(environment: Mapping[str, str]) -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _reserved_port() -> socket.socket:
+    """Returns a socket that keeps a free port for JAX's coordinator, and from others.
+
+    It does not listen. The coordinator shares the port, as gRPC's servers do.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loka_jax.launch.processes import Job, why_not
+from loka_jax.launch.processes import Job, _reserved_port, why_not
 from loka_jax.launch.supervisor import to_blame
 
 CHILD = Path(__file__).with_name("child.py")
@@ -219,6 +220,21 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     reason = why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert reason is not None and "and 2 are visible: lower --processes" in reason
     assert why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) is None
+
+
+def test_the_port_of_a_job_is_kept_for_those_who_share_it():
+    with _reserved_port() as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            own.bind(address)
+            own.listen()
+            # What does not listen gets no connections.
+            for _ in range(8):
+                socket.create_connection(address, timeout=5).close()
+                own.accept()[0].close()
 
 
 def test_the_supervisor_imports_neither_jax_nor_numpy():
