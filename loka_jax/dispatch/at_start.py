@@ -54,18 +54,22 @@ def tune_at_start(
         say(f"{name}: nothing is tuned, as there is no GPU with FP8.")
         return local
     agenda = Agenda(sites, local.performance)
-    count = len(agenda.jobs)
-    if not count:
+    unknown = {job.spec for job in agenda.jobs}
+    if not unknown:
         say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
         return local
-    say(f"{name}: tuning {count} sites, for {seconds:g} seconds at most.")
-    start = time.monotonic()
-    workers = fitting(_WORKERS, agenda.jobs)
-    measured = measure_on_demand(agenda.next_job, workers, _quiet, seconds=seconds)
-    for job, entry in measured:
+    say(f"{name}: tuning {len(unknown)} sites, for {seconds:g} seconds at most.")
+    start, measured, workers = time.monotonic(), 0, fitting(_WORKERS, agenda.jobs)
+    for job, entry in measure_on_demand(
+        agenda.next_job, workers, _quiet, seconds=seconds
+    ):
         agenda.learn(job, _into_cache(job, entry))
-    took, tuned = time.monotonic() - start, count - len(agenda.left())
-    say(f"{name}: {tuned} of {count} sites tuned in {took:.0f} seconds.")
+        measured += 1
+    took, tuned = time.monotonic() - start, len(unknown - agenda.left())
+    say(
+        f"{name}: {tuned} of {len(unknown)} sites tuned in {took:.0f} seconds, "
+        f"{measured} candidates measured."
+    )
     return local_performance()
 
 
@@ -91,7 +95,7 @@ class Agenda:
         its site superfluous.
         """
         for job in sorted(self.jobs, key=lambda job: self._running[job.spec]):
-            for part in self._open(job):
+            for part in self._unasked(job):
                 (choice,) = part.choices
                 self._asked.add((job.spec, choice))
                 self._running[job.spec] += 1
@@ -106,14 +110,14 @@ class Agenda:
 
     def left(self) -> set[SiteSpec]:
         """Returns the sites of which something is still to be measured."""
-        open_ = {job.spec for job in self.jobs if self._open(job)}
-        return open_ | set(+self._running)
+        unasked = {job.spec for job in self.jobs if self._unasked(job)}
+        return unasked | set(+self._running)
 
     def _know(self, performance: PerformanceModel):
         self.performance = performance
         self.jobs = jobs_worth_measuring(self._sites, performance)
 
-    def _open(self, job: Job) -> list[Job]:
+    def _unasked(self, job: Job) -> list[Job]:
         """Returns a job for each candidate that was not returned before."""
         own = [choice for spec, choice in self._asked if spec == job.spec]
         is_enough = sum(choice.is_fp8 for choice in own) >= _MOST_CANDIDATES
