@@ -6,6 +6,7 @@ sets XLA_FLAGS itself, and tests numbers as users' programs compute them.
 """
 
 import os
+import signal
 from importlib.util import find_spec
 
 import jax
@@ -18,6 +19,8 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked f
 # A collective holds a thread of each device until all have come. XLA has a thread for
 # each: if anything else holds one, the last device waits for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
+# A shell starts jobs in the background with Ctrl-C ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ALWAYS_CACHED = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
