@@ -14,7 +14,8 @@ there: p50 and p99.
     ours fp8     exported, with what it chooses in any recipe if FP8 is accurate enough
 
 Weights are random; delayed scales are set. Dispatch goes by what is known of the
-device and predictions, which are not checked here.
+device and predictions, which are not checked here. Results of XLA's form and ours go
+where the loader of exported models puts them.
 """
 
 import concurrent.futures
@@ -22,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +41,12 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.table import RoleErrors
 from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.forms import Form, Platform, make_form
 from loka_jax.export.programs import exported_with, logits_function
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Site
 from loka_jax.predict.trained import Trained, untrained
 from loka_jax.train.gradients import variables_of
 
@@ -137,8 +139,8 @@ def _cases(trained: Trained, arms: tuple[str, ...], batch: int) -> Iterator[Case
     in_bf16 = trained._replace(config=dataclasses.replace(config, model=plain))
     prepare = {
         "xla bf16": functools.partial(_by_xla, in_bf16),
-        "ours bf16": functools.partial(_ours, in_bf16),
-        "ours fp8": functools.partial(_ours, trained),
+        "ours bf16": functools.partial(_ours, in_bf16, errors_of=_unknown),
+        "ours fp8": functools.partial(_ours, trained, errors_of=as_if_accurate),
     }
     for arm, cases_of in prepare.items():
         if arm in arms:
@@ -154,14 +156,24 @@ def _by_xla(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
     yield from _exported(trained, form, arm, {}, None)
 
 
-def _ours(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
+def _unknown(sites: Sequence[Site]) -> dict[str, RoleErrors]:
+    """Returns errors by path with which no site may run in FP8."""
+    return {site.path: {} for site in sites}
+
+
+def _ours(
+    trained: Trained,
+    arm: str,
+    batch: int,
+    errors_of: Callable[[Sequence[Site]], dict[str, RoleErrors]],
+) -> Iterator[Case]:
     sites = trained.network.sites_at(DispatchPlan(), batch)
     plan = plans.make_plan(
         sites,
         local_performance().performance,
         config=trained.config.name,
         roles=("fwd",),
-        errors=as_if_accurate(sites),
+        errors=errors_of(sites),
     )
     form = make_form(trained, _platform(), batch, plan)
     yield from _exported(trained, form, arm, form.runs, loader.COMPILER_OPTIONS)
@@ -191,7 +203,8 @@ def _exported(
     whole, prepared = exported_with(form, logits, own, tables, *blank)
 
     def from_ids():
-        run = jax.jit(whole.call, compiler_options=options)
+        place = loader.results_place(form.platform)
+        run = jax.jit(whole.call, compiler_options=options, out_shardings=place)
         inputs = _ids(trained, batch)
         program = run.lower(prepared, tables, *inputs, ()).compile()
         return lambda: np.asarray(program(prepared, tables, *inputs, ()))
