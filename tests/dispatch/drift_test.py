@@ -164,7 +164,7 @@ def test_growth_a_step_is_caught_by_looks_at_every_64th(name):
 
 
 def test_growth_as_healthy_training_has_shown_it_is_none():
-    """The first alarm of drifts_earlier_rule_h200.json: a column 6.7 times as large in 4,000 steps.
+    """The first alarm by the earlier rule: a column 6.7 times as large in 4,000 steps.
 
     Here it grows by a power of the time, 9 times from the looks that settle to the
     62nd, and goes on.
@@ -200,7 +200,7 @@ def of_clipped_gradient(amax, recipe):
 
 @pytest.mark.parametrize("as_it_runs", [False, True])
 def test_elements_that_clip_count_by_the_error_that_they_cause(as_it_runs):
-    """The second alarm of drifts_earlier_rule_h200.json: 8 % of a column of g beyond its scale.
+    """The second alarm by the earlier rule: 8 % of a column of g beyond its scale.
 
     That was the scale of the first steps: the kernels of the site ran dlhs in bfloat16
     and cast no g.
