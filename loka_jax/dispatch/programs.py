@@ -178,8 +178,9 @@ def _payload(attributes: dict[str, Any]) -> Iterator[str]:
                 yield _mosaic(named.attr.value_bytes)
             elif named.name != "kernel_hash":  # of the module with its names
                 yield f"{named.name}={named.attr}"
-    elif target == "triton_kernel_call":
-        yield from _triton(zlib.decompress(attributes["backend_config"].value_bytes))
+    elif target == "triton_kernel_call_ffi":
+        kernel = attributes["backend_config"]["opaque"]
+        yield from _triton(zlib.decompress(kernel.value_bytes))
     else:
         for name in _CONFIGS:
             if name in attributes:

@@ -107,9 +107,9 @@ def launch(
             only where it can prove that sizes are multiples of 16.
         aliases: index of an input written in place -> index of its output.
     """
-    import jax_triton  # pyright: ignore[reportMissingImports]  # an optional extra
+    from loka_jax.triton import typed_call
 
-    return jax_triton.triton_call(
+    return typed_call.triton_call(
         *arrays,
         kernel=kernel,
         out_shape=tuple(outputs),
