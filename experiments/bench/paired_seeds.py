@@ -5,10 +5,11 @@
         -- --data.path FOLDER
 
 Runs of one seed share initial weights, dropout and the order of examples, so that
-their difference is the recipe's. Options after `--` are passed to every run. Prints
-and writes each arm's mean and spread, and its difference from the first arm with the
-95 % interval of the mean difference (Student's t over the pairs); the file is written
-after every seed.
+their difference is the recipe's. Options after `--` are passed to every run. An arm may
+have options of its own, in quotes: `--recipes bf16 "bf16 --embedding.dtype bf16"`.
+Prints and writes each arm's mean and spread, and its difference from the first arm with
+the 95 % interval of the mean difference (Student's t over the pairs); the file is
+written after every seed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,13 +32,13 @@ DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's tab
 
 
 def train_once(
-    config: str, recipe: str, seed: int, extra: list[str], gpu: int | None = None
+    config: str, arm: str, seed: int, extra: list[str], gpu: int | None = None
 ) -> dict:
     """Returns the summary of one run, trained in a separate process.
 
     Args:
         config: to train.
-        recipe: of all sites, or `DISPATCH`.
+        arm: the recipe of all sites, or `DISPATCH`; then options of this arm.
         seed: of the run.
         extra: further options.
         gpu: to train on, of which it takes only the memory that it needs; None leaves
@@ -48,10 +50,12 @@ def train_once(
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         arguments = ["--config", config, "--seed", str(seed)]
+        recipe, *options = shlex.split(arm)
         if recipe == DISPATCH:
             arguments += ["--plan", "auto"]
         else:
             arguments += ["--recipe", recipe, "--plan", "off"]
+        arguments += options
         command = [sys.executable, "experiments/train.py", *arguments, *extra]
         environment = dict(os.environ)
         if gpu is not None:
