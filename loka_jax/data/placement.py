@@ -17,13 +17,13 @@ def placed(batch: Batch, sharding: Sharding | None, part: Part) -> Batch:
             several processes, it splits the rows in the order of the processes.
         part: which part it is.
     """
-    if sharding is None:
-        return jax.device_put(batch)
+    if sharding is None or part.count == 1:
+        return jax.device_put(batch, sharding)
     return jax.tree.map(lambda rows: _spread(rows, sharding, part), batch)
 
 
 def _spread(rows: Any, sharding: Sharding, part: Part) -> jax.Array:
-    """Returns the array over all processes of which this one has some rows.
+    """Returns the array over several processes of which this one has some rows.
 
     A row that is on its device already, as generated ones are, is not copied to the
     host.
