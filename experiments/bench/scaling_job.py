@@ -35,7 +35,7 @@ from loka_jax.data.placement import placed
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.compiling import NO_CAPTURE
-from loka_jax.measure.timing import profile_kernels, time_chains
+from loka_jax.measure.timing import time_chains
 from loka_jax.terminal import one_line
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
@@ -242,15 +242,10 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
     chain = chain_of(
         lambda parts, routed: compiled(parts, *routed)[0],
         [vars(state)],
-        [router(batch) for batch in batches],
+        [(*router(batch), router.put(batch)) for batch in batches],
         lambda parts: parts["step"],
     )
-    parts = kernels_by_part(text, chain, devices)
-    routes = chain_of(lambda _, batch: router(batch), [None], batches)
-    routing = profile_kernels(routes)
-    if routing is not None:
-        parts["route"] = routing.busy_us / devices
-    return parts
+    return kernels_by_part(text, chain, devices)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from loka_jax.measure.timing import profile_ops
 
 # By the scopes in an instruction's name; the first that fits.
 _PARTS = {
+    "route": re.compile(r"/route/"),
     "lookup": re.compile(r"/lookup/"),
     "rows update": re.compile(r"/update_rows/"),
     "dense update": re.compile(r"/optimizer/"),

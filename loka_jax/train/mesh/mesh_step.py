@@ -3,8 +3,9 @@
 Each device runs the step of `step.py` on its part of the batch, with rows fetched from
 their owners. What must be equal everywhere then is, in two collectives:
 
-    sum         dense gradients, loss, metrics of the batch, moments of batch norms
-    maximum     FP8 state; whether any device has a number that is not finite
+    sum         dense gradients, loss, metrics of the batch, moments of batch norms,
+                and how many devices have a number that is not finite
+    maximum     FP8 state, where a model has any
 
 so that all devices skip the same steps. Gradients that travel in fewer bits have a sum
 of their own (`ops.collectives`), which keeps what is not finite; the rest is exact. The
@@ -286,16 +287,16 @@ def _merge(
     """
     count = jax.lax.axis_size(AXES)
     batch_stats = jax.tree.map(lambda x: x / count, batch_stats)
-    rest, params = (loss, batch_stats, seen), grads.params
+    # The loss and the dense gradients of all devices are looked at after the sum.
+    is_finite = all_finite(0.0, 0.0, grads.rows, batch.dense)
+    bad = 1.0 - is_finite.astype(jnp.float32)
+    rest, params = (loss, batch_stats, seen, bad), grads.params
     if wire == "f32":
         rest, params = _sum((rest, params))
     else:
         rest, params = _sum(rest), sum_gradients(params, AXES, wire)
-    # The loss and the dense gradients of all devices are looked at after the sum.
-    is_finite = all_finite(0.0, 0.0, grads.rows, batch.dense)
-    bad = 1.0 - is_finite.astype(jnp.float32)
-    fp8, bad = _maximum((grads.fp8, bad))
-    loss, batch_stats, seen = rest
+    loss, batch_stats, seen, bad = rest
+    fp8 = _maximum(grads.fp8) if jax.tree.leaves(grads.fp8) else grads.fp8
     return _Merged(loss, params, batch_stats, fp8, seen, bad == 0)
 
 

@@ -31,18 +31,30 @@ class RoutedProgram:
         return self._program.lower(vars(state), *args[:-1], *self._router(args[-1]))
 
 
-class RoutedStep(RoutedProgram):
-    """A program that returns the parts of the next state, and what `sync` takes."""
+class RoutedStep:
+    """A training step of a mesh, which also routes the ids of a batch that is coming.
+
+    Its program takes the parts of the state, the batch and the ways of its ids, and the
+    batch to route. It returns the parts of the next state, what `sync` takes, and the
+    ways of the coming batch's ids.
+    """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
         """Takes the program, what routes batches, and what averages rows."""
-        super().__init__(program, router)
-        self._sync = sync
+        self._program, self._router, self._sync = program, router, sync
 
-    def __call__(self, state: TrainState, *args: Any) -> TrainState:
-        """Returns the next state; the last argument is the batch."""
-        parts, before = super().__call__(state, *args)
+    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
+        """Returns the next state."""
+        placed, routed = self._router(batch)
+        coming = self._router.next_to_route(batch)
+        parts, before, ways = self._program(vars(state), placed, routed, coming)
+        self._router.keep(batch, ways)
         return self._sync.after(state, TrainState(**parts), before)
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Returns the program lowered for such a state; the batch must be real."""
+        placed, routed = self._router(batch)
+        return self._program.lower(vars(state), placed, routed, placed)
 
 
 class TrainStep:
@@ -52,7 +64,7 @@ class TrainStep:
     arrays to the others would cost the host more time than a step of a small model.
     """
 
-    def __init__(self, step: jax.stages.Wrapped | RoutedProgram, *, is_observed: bool):
+    def __init__(self, step: jax.stages.Wrapped | RoutedStep, *, is_observed: bool):
         """Takes a compiled step, and whether it reads `TrainState.probe`."""
         self._step = step
         self._is_observed = is_observed

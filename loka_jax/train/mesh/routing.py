@@ -1,15 +1,18 @@
 """The ids of batches on their way to the devices that hold their rows.
 
-A batch is routed (`exchange.route`) by a program of its own, begun two steps before its
-own: while these run, the host learns how long the lists are. Lists that do not fit are
-routed again with a larger capacity, so that a step never sees less than all of its
-rows. What steps need beside that and all devices must agree on, the weight of the whole
-batch and the number of bad ids, is found here too.
+A batch is routed (`exchange.route`) within the step three before its own: a program of
+its own would cost the host a third as much as the step does. While the steps between
+run, the host learns how long the lists are. Lists that do not fit are routed again,
+alone and with a larger capacity, so that a step never sees less than all of its rows.
+What steps need beside that and all devices must agree on, the weight of the whole batch
+and the number of bad ids, is computed here too.
 """
 
 import collections
+import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ from loka_jax.triton import Implementation
 _LEAST = 16  # places in a list
 _GROWTH = 1.05
 _CLIMB = 1.5
-_AHEAD = 2  # batches; with one the host waits for the last that it launched
+_AHEAD = 3  # steps; with fewer the host waits for the last that it launched
 
 
 class RoutedBatch(NamedTuple):
@@ -54,9 +57,16 @@ class RoutedBatch(NamedTuple):
     @property
     def missing(self) -> list[Any]:
         """How many places the lists of each stack lack; none are if it is negative."""
-        routes = jax.tree.leaves(self.routes, is_leaf=lambda x: isinstance(x, Routed))
-        needs = jax.tree.leaves(self.need)
-        return [n - r.asked.shape[1] for r, n in zip(routes, needs, strict=True)]
+        return jax.tree.leaves(jax.tree.map(operator.sub, self.need, self.capacity))
+
+    @property
+    def capacity(self) -> Any:
+        """The places of a list, for each stack."""
+        return jax.tree.map(
+            lambda route: route.asked.shape[1],
+            self.routes,
+            is_leaf=lambda x: isinstance(x, Routed),
+        )
 
 
 _EVERYWHERE: Any = P()
@@ -101,10 +111,11 @@ class Router:
         self.capacity: Any = by_stack(lambda _: _LEAST, tables)
         self.climbs = 0
         self._has_routed = False
-        self._begun: collections.deque[_Begun] = collections.deque(maxlen=_AHEAD + 1)
+        self._coming: collections.deque[_Coming] = collections.deque(maxlen=_AHEAD + 1)
+        self._tables, self._implementation = tables, implementation
         self.sharding = shardings(mesh, BATCH)
         self._run = jax.jit(
-            functools.partial(_route, mesh, tables, implementation),
+            functools.partial(_route, mesh, self.part),
             static_argnums=0,
             in_shardings=self.sharding,
             out_shardings=shardings(mesh, SPECS),
@@ -120,10 +131,10 @@ class Router:
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
-        """Yields each batch once the routing of the two after it has begun."""
+        """Yields each batch once those of the next three steps are known."""
         waiting: collections.deque[tuple[Position, Batch]] = collections.deque()
         for position, batch in batches:
-            self._begin(batch)
+            self._coming.append(_Coming(batch, self.put(batch)))
             waiting.append((position, batch))
             if len(waiting) > _AHEAD:
                 yield waiting.popleft()
@@ -131,31 +142,60 @@ class Router:
 
     def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
         """Returns a batch on its devices, and the ways of all of its ids."""
-        begun = next((x for x in self._begun if x.batch is batch), None)
-        _, placed, routed = begun or self._begin(batch)
-        while not self._fits(routed):
+        coming = self._find(batch)
+        placed, routed = coming.placed, coming.routed
+        while routed is None or not self._fits(routed):
             routed = self._run(self.capacity, placed)
         self._has_routed = True
         return placed, routed
 
-    def _begin(self, batch: Batch) -> "_Begun":
-        placed = self.put(batch)
-        begun = _Begun(batch, placed, self._run(self.capacity, placed))
-        for need in jax.tree.leaves(begun.routed.need):
+    def next_to_route(self, batch: Batch) -> Batch:
+        """Returns the batch whose ids the step of `batch` routes, on its devices.
+
+        That of three steps later; `batch` itself if that one is not known.
+        """
+        return self._last(batch).placed
+
+    def keep(self, batch: Batch, routed: RoutedBatch) -> None:
+        """Keeps what the step of `batch` has routed for the step three later."""
+        last = self._last(batch)
+        if last.batch is batch:
+            return
+        last.routed = routed
+        for need in jax.tree.leaves(routed.need):
             need.copy_to_host_async()  # on the host before the step asks
-        self._begun.append(begun)
-        return begun
+
+    def part(self, capacity: Any, batch: Batch) -> RoutedBatch:
+        """Returns the ways of the ids of a device's part of a batch.
+
+        To be run under a `shard_map`.
+
+        Args:
+            capacity: the places of a list, for each stack.
+            batch: the part.
+        """
+        return _route_part(self._tables, self._implementation, capacity, batch)
+
+    def _find(self, batch: Batch) -> "_Coming":
+        found = (x for x in self._coming if x.batch is batch)
+        return next(found, None) or _Coming(batch, self.put(batch))
+
+    def _last(self, batch: Batch) -> "_Coming":
+        """Returns the last batch that is known, if it is three steps after `batch`."""
+        is_first = len(self._coming) > _AHEAD and self._coming[0].batch is batch
+        return self._coming[-1] if is_first else self._find(batch)
 
     def _fits(self, routed: RoutedBatch) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""
         routed = routed._replace(need=jax.device_get(routed.need))
-        if all(missing <= 0 for missing in routed.missing):
-            return True
-        self.capacity = jax.tree.map(
-            self._enough, routed.need, self.capacity, self._most
-        )
-        self.climbs += self._has_routed
-        return False
+        if any(missing > 0 for missing in routed.missing):
+            self.capacity = jax.tree.map(
+                self._enough, routed.need, self.capacity, self._most
+            )
+            self.climbs += self._has_routed
+            return False
+        # Routed before the last climb: steps of both capacities would take turns.
+        return routed.capacity == self.capacity
 
     def _enough(self, need: Any, capacity: int, most: int) -> int:
         if need <= capacity:
@@ -164,19 +204,23 @@ class Router:
         return capacity_for(max(float(need), least), most)
 
 
-class _Begun(NamedTuple):
-    """A batch as it was given, on its devices, and its ids on their way."""
+@dataclasses.dataclass
+class _Coming:
+    """A batch as it was given, on its devices, and once it is routed, its ids' ways."""
 
     batch: Batch
     placed: Batch
-    routed: RoutedBatch
+    routed: RoutedBatch | None = None
 
 
-def _route(mesh: Mesh, tables: Tables, implementation, capacity: Any, batch: Batch):
+def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> RoutedBatch:
     """Returns the ways of the ids of a batch that is spread over all devices."""
-    part = functools.partial(_route_part, tables, implementation, capacity)
     return jax.shard_map(
-        part, mesh=mesh, in_specs=BATCH, out_specs=SPECS, check_vma=False
+        functools.partial(part, capacity),
+        mesh=mesh,
+        in_specs=BATCH,
+        out_specs=SPECS,
+        check_vma=False,
     )(batch)
 
 

@@ -67,12 +67,14 @@ class Spread:
     def train_program(self, step: Callable[..., Any]) -> RoutedStep:
         """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
 
-        def parts_after(parts: dict[str, Any], *args: Any) -> tuple[Any, Any]:
-            state, before = step(TrainState(**parts), *args)
-            return vars(state), before
+        def parts_after(parts: dict[str, Any], batch, routed, coming: Batch):
+            state, before = step(TrainState(**parts), batch, routed)
+            with jax.named_scope("route"):
+                ways = self.router.part(routed.capacity, coming)
+            return vars(state), before, ways
 
         specs = state_specs()
-        in_specs, out_specs = (specs, BATCH, SPECS), (specs, BATCH)
+        in_specs, out_specs = (specs, BATCH, SPECS, BATCH), (specs, BATCH, SPECS)
         program = self._compiled(parts_after, in_specs, out_specs, donate=0)
         return RoutedStep(program, self.router, self.sync)
 

@@ -140,10 +140,14 @@ def test_replicas_are_equal_bit_for_bit(replicas, shards):
         assert len(by_index) == (shards if of_rows else 1)
 
 
-def collectives(text):
-    """Yields kind, dtype, elements and axes of each collective of a program."""
+def collectives(text, *, of_route=False):
+    """Yields kind, dtype, elements and axes of each collective of a step.
+
+    Either of the batch that a step routes, or of all else.
+    """
     kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
-    for line in text.splitlines():
+    lines = (x for x in text.splitlines() if ("/route/" in x) == of_route)
+    for line in lines:
         if found := re.search(rf"= (.*) ({kinds})(?:-start)?\(", line):
             axes = re.search(r"replica_groups=mesh\[.*?\] \{(.*?)\}", line)
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", found[1]):
@@ -156,7 +160,12 @@ def test_the_compiled_step_says_what_travels():
     data = dataclasses.replace(DATA, rows=(rows, 10, 5, 4))
     run = run_of(2, 4, wire="bf16", data=data)
     step = run.step.lower(run.init(), batch_of())
-    found = list(collectives(step.compile().as_text()))
+    text = step.compile().as_text()
+    (words,) = (x for x in collectives(text, of_route=True) if x[0] == "all-gather")
+    assert words[1] == "u32" and words[2] <= 8 * 3  # of each device
+    ids = [x for x in collectives(text, of_route=True) if x != words]
+    assert {(x[0], x[1], x[3]) for x in ids} == {("all-to-all", "s32", "'shard'")}
+    found = list(collectives(text))
     assert {kind for kind, *_ in found} == {"all-to-all", "all-gather", "all-reduce"}
     for kind, dtype, size, axes in found:
         assert size < rows // 4 * 16
@@ -175,7 +184,7 @@ def test_a_list_that_does_not_fit_skips_the_step():
     program = run.step._step._program
     state = spread(run, warm())
     before = jax.device_get(vars(state))
-    after, _ = jax.device_get(program(vars(state), placed, short))
+    after, *_ = jax.device_get(program(vars(state), placed, short, placed))
     moved = {name for name in before if digest(before[name]) != digest(after[name])}
     assert moved == {"step", "skipped", "skipped_in_a_row"}
 

@@ -53,21 +53,42 @@ def test_lists_that_do_not_fit_are_routed_again(mesh):
     assert router.climbs == 1
 
 
-def test_batches_are_routed_two_ahead_and_keep_their_order(mesh):
-    router, begun = Router(mesh, TABLES), []
-    batches = [(i, batch_of(4 + i)) for i in range(4)]
+def test_each_step_routes_the_batch_of_three_steps_later(mesh):
+    router, made = Router(mesh, TABLES), []
+    batches = [(i, batch_of(4 + i)) for i in range(6)]
 
     def source():
         for item in batches:
-            begun.append(item[0])
+            made.append(item[0])
             yield item
 
+    run_alone, alone = router._run, []
+    router._run = lambda *args: alone.append(args) or run_alone(*args)
     for i, (position, batch) in enumerate(router.ahead(source())):
         assert position == i and batch is batches[i][1]
-        assert begun[-1] == min(i + 2, 3)
+        assert made[-1] == min(i + 3, 5)
+        alone.clear()
         _, routed = router(batch)
-        alone = Router(mesh, TABLES)(batch)[1]
-        assert int(routed.need) == int(alone.need)
+        assert bool(alone) == (i < 3)  # later ones were routed by a step
+        assert int(routed.need) == int(Router(mesh, TABLES)(batch)[1].need)
+        coming = router.next_to_route(batch)
+        np.testing.assert_array_equal(coming.ids, batches[i + 3 if i < 3 else i][1].ids)
+        router.keep(batch, run_alone(router.capacity, coming))
+
+
+def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
+    router = Router(mesh, TABLES)
+    first, *others = [batch_of(n) for n in (4, 5, 6, 256, 7)]
+    steps = router.ahead((i, batch) for i, batch in enumerate([first, *others]))
+    _, batch = next(steps)
+    router(batch)
+    small = router.capacity
+    router.keep(batch, router._run(small, router.next_to_route(batch)))
+    for _, batch in steps:
+        _, routed = router(batch)
+        assert routed.capacity == router.capacity
+        router.keep(batch, router._run(small, router.next_to_route(batch)))
+    assert router.climbs == 1 and router.capacity > small
 
 
 @pytest.mark.parametrize(
