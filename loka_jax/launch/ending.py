@@ -18,9 +18,13 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a progress bar
 def ended_by(job: Job, end: End) -> str | None:
     """Returns a sentence on why a job failed and how to go on, or None.
 
-    There is none for a job that was done or was stopped, and none for an error that a
-    user can mend of rank 0, whose own sentence has been shown.
+    There is none for a job that was done or whose processes all stopped when told to,
+    and none for an error that a user can mend of rank 0, whose own sentence has been
+    shown.
     """
+    if end.late:
+        late = f"{_ranks(end.late)} did not end with the others and had to be killed"
+        return f"{late}; {_how_to_go_on(job)}"
     if end.rank is None or (end.code == 2 and not end.rank):
         return None
     if end.code == 2:
@@ -33,8 +37,11 @@ def _who(job: Job, end: End) -> str:
     what = f"rank {end.rank} {_cause(end.exit_code)} ({_said(end.exit_code, log)})"
     if not end.stuck:
         return what
-    ranks = " and ".join(f"rank {rank}" for rank in end.stuck)
-    return f"{ranks} had been stopped (SIGSTOP), and {what}"
+    return f"{_ranks(end.stuck)} had been stopped (SIGSTOP), and {what}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def _said(code: int, log: Path) -> str:

@@ -4,6 +4,7 @@ all end with 0           0
 one dies or fails        SIGTERM to the others, 5 s, SIGKILL; 1 (2 if it said so)
 Ctrl-C, SIGTERM          passed on, so that all save the same step; 130, 143
   before all have begun  as if one had failed; 130, 143
+  one is left behind     a minute after another has ended, as if it had failed; 130, 143
 a second signal          SIGKILL to all; 130, 143
 """
 
@@ -17,6 +18,9 @@ from loka_jax.launch.processes import Processes
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # by a signal, after saving
 _USAGE = 2
 _POLL_SECONDS = 0.05
+# From the end of the first process of a stopped job to that of the last. All have saved
+# the same step by then; one that misses another may wait for it for ever.
+_GRACE_SECONDS = 60.0
 
 
 class End(NamedTuple):
@@ -27,20 +31,23 @@ class End(NamedTuple):
         rank: the process that failed first; None if none did.
         exit_code: of that process, minus the signal that killed it.
         stuck: the processes that were held by SIGSTOP then.
+        late: those of a stopped job that had not ended with the others.
     """
 
     code: int
     rank: int | None = None
     exit_code: int = 0
     stuck: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 class Supervisor:
     """Waits for processes; signals to this one are theirs."""
 
-    def __init__(self, processes: Processes):
+    def __init__(self, processes: Processes, grace_s: float = _GRACE_SECONDS):
         """Handles Ctrl-C and SIGTERM from now on, also while they are started."""
-        self._processes = processes
+        self._processes, self._grace_s = processes, grace_s
+        self._first_end: float | None = None
         self._signal: int | None = None
         self._is_over = False
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,7 +67,17 @@ class Supervisor:
                 return End(2 if code == _USAGE else 1, rank, code, stuck)
             if None not in codes:
                 return End(self._stop_code(codes) if any(codes) else 0)
+            if is_stopping and self._is_late(codes):
+                late = tuple(rank for rank, code in enumerate(codes) if code is None)
+                return End(self._stop_code(codes), late=late)
             time.sleep(_POLL_SECONDS)
+
+    def _is_late(self, codes: Sequence[int | None]) -> bool:
+        """Returns whether the first process has ended too long ago for the others."""
+        if self._first_end is None and any(code is not None for code in codes):
+            self._first_end = time.monotonic()
+        first = self._first_end
+        return first is not None and time.monotonic() - first > self._grace_s
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self._signal is not None:

@@ -80,8 +80,10 @@ def main(what, *arguments):
         sys.exit(3)
     elif what == "deaf":
         deaf()
-    elif what == "save":
+    elif what == "save" or (what == "late" and RANK == 0):
         save()
+    elif what == "late":
+        deaf()
     else:
         wait()
 

@@ -39,13 +39,14 @@ class Launched:
         processes=2,
         script="child.py",
         devices_per_process=1,
+        start=("-m", "loka_jax.launch"),
     ):
         options = ["--processes", processes, "--cpu-devices", devices_per_process]
         command = [*options, "--logs", logs, CHILD.with_name(script), *arguments]
         # Not the tests' own flags, which say how many devices there are.
         flags = "--xla_backend_optimization_level=0"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "loka_jax.launch", *map(str, command)],
+            [sys.executable, *start, *map(str, command)],
             cwd=ROOT,
             env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -187,6 +188,27 @@ def test_a_second_signal_kills(tmp_path):
     assert job.end()[0] == 143
     # At once: not by a SIGTERM that comes first.
     assert not any(f"heard {signal.SIGTERM:d}" in job.log(rank) for rank in (0, 1))
+
+
+def test_a_process_that_is_left_behind_by_a_stopped_job_is_killed(tmp_path):
+    """In a job of which one stops when told to, and the other waits for ever."""
+    program = """
+import sys
+from loka_jax.launch import __main__ as launch, supervisor
+
+class Impatient(supervisor.Supervisor):
+    def __init__(self, processes):
+        super().__init__(processes, grace_s=0.5)
+
+launch.Supervisor = Impatient
+sys.exit(launch.main(sys.argv[1:]))
+"""
+    job = Launched(tmp_path, "late", start=("-c", program))
+    job.wait_until_said("waiting")
+    job.process.send_signal(signal.SIGTERM)
+    code, _, errors = job.end()
+    assert code == 143
+    assert errors.startswith("error: rank 1 did not end with the others and had to be")
 
 
 def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
