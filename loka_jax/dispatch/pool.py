@@ -39,7 +39,8 @@ from loka_jax.dispatch.worker import (
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
-_USED = 0.95  # of it, by all processes together; contexts take the rest
+_USED = 0.95  # of it, by all processes together
+_CONTEXT = 1 << 30  # bytes that a process takes beside its arrays
 _COMMAND = (
     sys.executable,
     "-c",
@@ -117,7 +118,8 @@ def fitting(workers: int, jobs: Sequence[Job]) -> int:
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEM_FRACTION))
     held = stats.get("pool_bytes", stats["bytes_limit"])
     left = _USED * stats["bytes_limit"] / fraction - held
-    return max(1, min(workers, int(left // max(map(bytes_needed, jobs)))))
+    each = max(map(bytes_needed, jobs)) + _CONTEXT
+    return max(1, min(workers, int(left // each)))
 
 
 class Worker:

@@ -176,7 +176,7 @@ def test_who_ends_alone_gives_its_turn_back(act):
         (None, 0, 22),
         (75, None, 3),
         (75, 75, 3),
-        (75, 10, 15),
+        (75, 10, 13),
         (750, 750, 22),
         (1, 1, 1),
     ],
