@@ -31,6 +31,7 @@ RATES = Rates(
     link_gb_s=1.0,
     network_gb_s=0.5,
     collective_us=2.0,
+    launch_us=1.0,
     host_us=3.0,
     peer_us=0.25,
     sorted_ids_us=100.0,
@@ -62,6 +63,14 @@ def test_one_gpu_looks_up_sorts_and_updates():
         "give back": 40 + 20 + 22,  # sort; 4,000 x 20 bytes; 1,000 x 88 bytes
     }
     assert one.step_us == 209
+
+
+def test_several_gpus_wait_for_the_host():
+    slow = dataclasses.replace(RATES, launch_us=1e4)
+    assert estimate(STEP, Mesh(1, 4), slow).step_us == pytest.approx(1e4)
+    assert estimate(STEP, Mesh(1, 1), slow).us["host"] == 0
+    fast = estimate(STEP, Mesh(1, 4), RATES)
+    assert fast.us["host"] == 0 and fast.step_us > RATES.launch_us
 
 
 def test_shards_of_one_host():
