@@ -28,7 +28,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: ir.Value, **params: Any):
         triton_lib.get_cuda_backend, ctx, *operands, **params
     )
     if params["custom_call_target_name"] == TARGET:
-        attributes = results[0].owner.attributes
+        attributes = results[0].owner.attributes  # pyright: ignore[reportAttributeAccessIssue]
         kernel = attributes["backend_config"]
         attributes["backend_config"] = ir.DictAttr.get({"opaque": kernel})
         attributes["api_version"] = mlir.i32_attr(_TYPED)
