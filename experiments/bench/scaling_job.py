@@ -11,14 +11,17 @@ two chains of steps take turns:
     step         on batches that lie on the devices, each routed ahead
     with_input   on batches that the prefetch thread makes meanwhile, as in training
 
-Wall clock of queued steps. `parts` has the device's kernel time of a step by part,
-where one process has all GPUs: that of collectives includes waiting for other GPUs. A
-plan for as many examples of a GPU is found in `--job.plans`, or left there.
+Wall clock of queued steps. `queue_us` is the time of the host to queue a step while the
+device is idle: if a step lasts no longer, the host is its limit. `parts` has the
+device's kernel time of a step by part, where one process has all GPUs: that of
+collectives includes waiting for other GPUs. A plan for as many examples of a GPU is
+found in `--job.plans`, or left there.
 """
 
 import dataclasses
 import itertools
 import pathlib
+import statistics
 import sys
 import time
 from typing import Any, NamedTuple
@@ -48,6 +51,7 @@ from loka_jax.train.state import TrainState
 _FIRST = Position(0, 0, 0)
 _ROUNDS = 7  # that are timed, after one more
 _EPOCH = 64  # batches
+_FEW = 10  # steps, that a device takes without making the host wait
 
 
 class Point(NamedTuple):
@@ -140,12 +144,14 @@ def measure(
     ready = time.perf_counter()
     calls = -(-options.steps // _ROUNDS)
     times = time_chains(chains, calls=calls, rounds=_ROUNDS)
+    queue_us = statistics.median(_queue_us(chains["step"]) for _ in range(_ROUNDS))
     has_parts = options.parts and processes.count == 1
     return {
         "processes": processes.count,
         "fp8_sites": sum(site.is_fp8 for site in run.sites),
         "skipped": int(held[0].skipped),
         **{name: timing._asdict() for name, timing in times.items()},
+        "queue_us": queue_us,
         **exchanged(run),
         **summed(run),
         "build_s": ready - begun,
@@ -227,6 +233,16 @@ def _with_input(run: Run, held: list[TrainState]) -> Chain:
         return held[0].step
 
     return queue
+
+
+def _queue_us(queue: Chain) -> float:
+    """Returns the microseconds of the host to queue a step on an idle device."""
+    jax.block_until_ready(queue(1))
+    begun = time.perf_counter()
+    last = queue(_FEW)
+    us = 1e6 * (time.perf_counter() - begun) / _FEW
+    jax.block_until_ready(last)
+    return us
 
 
 def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def test_points_are_texts():
 
 
 def test_rows_compare_with_one_gpu_and_with_the_planner():
-    options = Options(gpus=(1, 2), kinds=("weak", "strong"))
+    rates = Rates(launch_us=1.0)  # the host is not the limit
+    options = Options(gpus=(1, 2), kinds=("weak", "strong"), rates=rates)
     jobs = [
         {"mode": "one", "points": [record(Point(1, 64), 1000.0)]},
         {"mode": "each", "points": [record(Point(2, 64), 1250.0)]},
@@ -92,6 +93,7 @@ def test_steps_are_timed_and_split(tmp_path, monkeypatch):
     options = scaling_job.Options(steps=7, plans=str(tmp_path))
     found = scaling_job.measure(CONFIG, Point(2, 32), options, ALONE)
     assert found["step"]["median_us"] > 0 and found["with_input"]["median_us"] > 0
+    assert found["queue_us"] > 0
     assert found["skipped"] == 0 and (tmp_path / "plan-32.json").exists()
     assert found["parts"]["other"] == 8.0 / 2
     assert found["mesh"] == "1 x 2"
