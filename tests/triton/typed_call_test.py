@@ -40,9 +40,7 @@ def test_kernels_are_typed_calls_that_write_in_place(kernel):
 def test_calls_of_others_are_lowered_as_ever(kernel):
     import jax_triton
 
-    from loka_jax.triton import typed_call
-
-    assert typed_call.TARGET not in ("", "triton_kernel_call")
+    import loka_jax.triton.typed_call  # noqa: F401  # registers how ours are lowered
 
     def call(rows, ids):
         how = WARPS | CONSTANTS | {"grid": (1,), "compute_capability": 90}
