@@ -46,7 +46,7 @@ class RoutedStep:
     def __call__(self, state: TrainState, batch: Batch) -> TrainState:
         """Returns the next state."""
         placed, routed = self._router(batch)
-        coming = self._router.next_to_route(batch)
+        coming = self._router.next_to_route(batch, placed)
         parts, before, ways = self._program(vars(state), placed, routed, coming)
         self._router.keep(batch, ways)
         return self._sync.after(state, TrainState(**parts), before)

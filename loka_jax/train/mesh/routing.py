@@ -149,19 +149,18 @@ class Router:
         self._has_routed = True
         return placed, routed
 
-    def next_to_route(self, batch: Batch) -> Batch:
+    def next_to_route(self, batch: Batch, placed: Batch) -> Batch:
         """Returns the batch whose ids the step of `batch` routes, on its devices.
 
-        That of three steps later; `batch` itself if that one is not known.
+        That of three steps later; `placed`, its own, if that one is not known.
         """
-        return self._last(batch).placed
+        return self._coming[-1].placed if self._is_followed(batch) else placed
 
     def keep(self, batch: Batch, routed: RoutedBatch) -> None:
         """Keeps what the step of `batch` has routed for the step three later."""
-        last = self._last(batch)
-        if last.batch is batch:
+        if not self._is_followed(batch):
             return
-        last.routed = routed
+        self._coming[-1].routed = routed
         for need in jax.tree.leaves(routed.need):
             need.copy_to_host_async()  # on the host before the step asks
 
@@ -180,10 +179,9 @@ class Router:
         found = (x for x in self._coming if x.batch is batch)
         return next(found, None) or _Coming(batch, self.put(batch))
 
-    def _last(self, batch: Batch) -> "_Coming":
-        """Returns the last batch that is known, if it is three steps after `batch`."""
-        is_first = len(self._coming) > _AHEAD and self._coming[0].batch is batch
-        return self._coming[-1] if is_first else self._find(batch)
+    def _is_followed(self, batch: Batch) -> bool:
+        """Returns whether the last batch that is known is three steps after `batch`."""
+        return len(self._coming) > _AHEAD and self._coming[0].batch is batch
 
     def _fits(self, routed: RoutedBatch) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""

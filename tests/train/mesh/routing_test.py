@@ -68,10 +68,10 @@ def test_each_step_routes_the_batch_of_three_steps_later(mesh):
         assert position == i and batch is batches[i][1]
         assert made[-1] == min(i + 3, 5)
         alone.clear()
-        _, routed = router(batch)
+        placed, routed = router(batch)
         assert bool(alone) == (i < 3)  # later ones were routed by a step
         assert int(routed.need) == int(Router(mesh, TABLES)(batch)[1].need)
-        coming = router.next_to_route(batch)
+        coming = router.next_to_route(batch, placed)
         np.testing.assert_array_equal(coming.ids, batches[i + 3 if i < 3 else i][1].ids)
         router.keep(batch, run_alone(router.capacity, coming))
 
@@ -81,13 +81,13 @@ def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     first, *others = [batch_of(n) for n in (4, 5, 6, 256, 7)]
     steps = router.ahead((i, batch) for i, batch in enumerate([first, *others]))
     _, batch = next(steps)
-    router(batch)
+    placed, _ = router(batch)
     small = router.capacity
-    router.keep(batch, router._run(small, router.next_to_route(batch)))
+    router.keep(batch, router._run(small, router.next_to_route(batch, placed)))
     for _, batch in steps:
-        _, routed = router(batch)
+        placed, routed = router(batch)
         assert routed.capacity == router.capacity
-        router.keep(batch, router._run(small, router.next_to_route(batch)))
+        router.keep(batch, router._run(small, router.next_to_route(batch, placed)))
     assert router.climbs == 1 and router.capacity > small
 
 
