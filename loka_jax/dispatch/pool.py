@@ -40,7 +40,7 @@ from loka_jax.dispatch.worker import (
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
-_CONTEXT = 1 << 30  # bytes that a process takes beside its arrays
+_CONTEXT = 1 << 30  # bytes of a process beside its arrays, with room: not measured
 _COMMAND = (
     sys.executable,
     "-c",
