@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -69,8 +69,28 @@ class RoutedBatch(NamedTuple):
         )
 
 
+class Ways(NamedTuple):
+    """What a program that routes a batch returns.
+
+    Attributes:
+        routed: on the devices.
+        need: that of `routed`, in the host's memory: to read it from a device takes the
+            host half as long as to launch a step.
+    """
+
+    routed: RoutedBatch
+    need: Any
+
+
 _EVERYWHERE: Any = P()
 SPECS = RoutedBatch(BATCH, _EVERYWHERE, _EVERYWHERE, _EVERYWHERE)
+WAYS_SPECS = Ways(SPECS, _EVERYWHERE)
+
+
+def ways_shardings(mesh: Mesh) -> Ways:
+    """Returns where a program of a mesh puts the ways of a batch."""
+    on_host = NamedSharding(mesh, _EVERYWHERE, memory_kind="pinned_host")
+    return Ways(shardings(mesh, SPECS), on_host)
 
 
 def capacity_for(need: float, most: int) -> int:
@@ -118,7 +138,7 @@ class Router:
             functools.partial(_route, mesh, self.part),
             static_argnums=0,
             in_shardings=self.sharding,
-            out_shardings=shardings(mesh, SPECS),
+            out_shardings=ways_shardings(mesh),
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -143,11 +163,11 @@ class Router:
     def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
         """Returns a batch on its devices, and the ways of all of its ids."""
         coming = self._find(batch)
-        placed, routed = coming.placed, coming.routed
-        while routed is None or not self._fits(routed):
-            routed = self._run(self.capacity, placed)
+        placed, ways = coming.placed, coming.ways
+        while ways is None or not self._fits(ways):
+            ways = self._run(self.capacity, placed)
         self._has_routed = True
-        return placed, routed
+        return placed, ways.routed
 
     def next_to_route(self, batch: Batch, placed: Batch) -> Batch:
         """Returns the batch whose ids the step of `batch` routes, on its devices.
@@ -156,15 +176,12 @@ class Router:
         """
         return self._coming[-1].placed if self._is_followed(batch) else placed
 
-    def keep(self, batch: Batch, routed: RoutedBatch) -> None:
+    def keep(self, batch: Batch, ways: Ways) -> None:
         """Keeps what the step of `batch` has routed for the step three later."""
-        if not self._is_followed(batch):
-            return
-        self._coming[-1].routed = routed
-        for need in jax.tree.leaves(routed.need):
-            need.copy_to_host_async()  # on the host before the step asks
+        if self._is_followed(batch):
+            self._coming[-1].ways = ways
 
-    def part(self, capacity: Any, batch: Batch) -> RoutedBatch:
+    def part(self, capacity: Any, batch: Batch) -> Ways:
         """Returns the ways of the ids of a device's part of a batch.
 
         To be run under a `shard_map`.
@@ -183,9 +200,9 @@ class Router:
         """Returns whether the last batch that is known is three steps after `batch`."""
         return len(self._coming) > _AHEAD and self._coming[0].batch is batch
 
-    def _fits(self, routed: RoutedBatch) -> bool:
+    def _fits(self, ways: Ways) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""
-        routed = routed._replace(need=jax.device_get(routed.need))
+        routed = ways.routed._replace(need=jax.device_get(ways.need))
         if any(missing > 0 for missing in routed.missing):
             self.capacity = jax.tree.map(
                 self._enough, routed.need, self.capacity, self._most
@@ -208,23 +225,23 @@ class _Coming:
 
     batch: Batch
     placed: Batch
-    routed: RoutedBatch | None = None
+    ways: Ways | None = None
 
 
-def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> RoutedBatch:
+def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
     """Returns the ways of the ids of a batch that is spread over all devices."""
     return jax.shard_map(
         functools.partial(part, capacity),
         mesh=mesh,
         in_specs=BATCH,
-        out_specs=SPECS,
+        out_specs=WAYS_SPECS,
         check_vma=False,
     )(batch)
 
 
 def _route_part(
     tables: Tables, implementation, capacity: Any, batch: Batch
-) -> RoutedBatch:
+) -> Ways:
     def one(spec: TableSpec, part: Batch, capacity: int):
         order = order_of(spec)
         places, bad = lookup.places(spec, part, order)
@@ -240,7 +257,7 @@ def _route_part(
     each = _from_all((need, bad, weight))
     need = jax.tree.map(lambda x: jnp.max(x, axis=0), each[0])
     bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
-    return RoutedBatch(routes, need, bad, weight)
+    return Ways(RoutedBatch(routes, need, bad, weight), need)
 
 
 def _from_all(tree: Any) -> Any:

@@ -22,7 +22,7 @@ from loka_jax.train.mesh.devices import (
     state_specs,
 )
 from loka_jax.train.mesh.programs import RoutedProgram, RoutedStep
-from loka_jax.train.mesh.routing import SPECS, Router
+from loka_jax.train.mesh.routing import SPECS, WAYS_SPECS, Router, ways_shardings
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.step import INFERENCE_OPTIONS
@@ -74,8 +74,9 @@ class Spread:
             return vars(state), before, ways
 
         specs = state_specs()
-        in_specs, out_specs = (specs, BATCH, SPECS, BATCH), (specs, BATCH, SPECS)
-        program = self._compiled(parts_after, in_specs, out_specs, donate=0)
+        in_specs, out_specs = (specs, BATCH, SPECS, BATCH), (specs, BATCH, WAYS_SPECS)
+        places = *shardings(self.mesh, out_specs[:2]), ways_shardings(self.mesh)
+        program = self._compiled(parts_after, in_specs, out_specs, places, donate=0)
         return RoutedStep(program, self.router, self.sync)
 
     def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
@@ -86,12 +87,17 @@ class Spread:
 
         in_specs = (state_specs(), P(), BATCH, SPECS)
         out_specs = (P(), BATCH)
+        places = shardings(self.mesh, out_specs)
         program = self._compiled(
-            evaluated, in_specs, out_specs, donate=1, options=INFERENCE_OPTIONS
+            *(evaluated, in_specs, out_specs, places),
+            donate=1,
+            options=INFERENCE_OPTIONS,
         )
         return RoutedProgram(program, self.router)
 
-    def _compiled(self, function, in_specs, out_specs, donate: int, options=None):
+    def _compiled(
+        self, function, in_specs, out_specs, out_shardings, donate: int, options=None
+    ):
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
@@ -103,7 +109,7 @@ class Spread:
             mapped,
             donate_argnums=donate,
             in_shardings=shardings(self.mesh, in_specs),
-            out_shardings=shardings(self.mesh, out_specs),
+            out_shardings=out_shardings,
             compiler_options=options,
         )
 

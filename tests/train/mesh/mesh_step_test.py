@@ -180,7 +180,7 @@ def test_the_compiled_step_says_what_travels():
 def test_a_list_that_does_not_fit_skips_the_step():
     run = run_of(2, 4)
     router, (placed, routed) = run.spread.router, run.spread.router(batch_of(2))
-    short = router._run(int(routed.need) - 1, placed)
+    short = router._run(int(routed.need) - 1, placed).routed
     program = run.step._step._program
     state = spread(run, warm())
     before = jax.device_get(vars(state))
