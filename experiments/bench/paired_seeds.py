@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--recipes", nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--gpus", type=int, help="the seeds are dealt to")
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -128,7 +129,8 @@ def main() -> None:
     result = {}
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         jobs = []
-        for seed in range(options.seeds):
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        for seed in seeds:
             gpu = None if options.gpus is None else seed % options.gpus
             for recipe in options.recipes:
                 run = options.config, recipe, seed, extra, gpu
@@ -136,7 +138,7 @@ def main() -> None:
         for recipe, job in jobs:
             runs[recipe].append(job.result())
             if recipe == options.recipes[-1]:  # all of this seed are there
-                result = summarize(runs)
+                result = summarize(runs, seeds)
                 results.write(options.out, result)
     for arm, metrics in result["arms"].items():
         for name, metric in metrics.items():
@@ -147,14 +149,19 @@ def main() -> None:
             )
 
 
-def summarize(runs: dict[str, list[dict]]) -> dict:
-    """Returns the result of some seeds, of the summaries of each arm."""
+def summarize(runs: dict[str, list[dict]], seeds: range) -> dict:
+    """Returns the result of the first of some seeds.
+
+    Args:
+        runs: summaries of each arm, in the order of the seeds.
+        seeds: of the runs and of those to come.
+    """
     first = next(iter(runs.values()))[0]
     return {
         "command": results.command(),
         "config": first["config"],
         "versions": first["versions"],
-        "seeds": list(range(len(next(iter(runs.values()))))),
+        "seeds": list(seeds[: len(next(iter(runs.values())))]),
         "split": first["final_split"],
         "steps": {r: [s["steps"] for s in rows] for r, rows in runs.items()},
         "seconds": {r: [s["seconds"] for s in rows] for r, rows in runs.items()},
