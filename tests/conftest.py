@@ -19,6 +19,8 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked f
 # A collective holds a thread of each device until all have come. XLA has a thread for
 # each: if anything else holds one, the last device waits for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
+# Workers share a GPU, of which each would take three quarters of the memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # A shell starts jobs in the background with Ctrl-C ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ALWAYS_CACHED = {
