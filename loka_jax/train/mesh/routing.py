@@ -202,7 +202,7 @@ class Router:
 
     def _fits(self, ways: Ways) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""
-        routed = ways.routed._replace(need=jax.device_get(ways.need))
+        routed = ways.routed._replace(need=jax.tree.map(np.asarray, ways.need))
         if any(missing > 0 for missing in routed.missing):
             self.capacity = jax.tree.map(
                 self._enough, routed.need, self.capacity, self._most
