@@ -3,6 +3,7 @@
 import optax
 
 from loka_jax.ops.embedding import RowOptimizer
+from loka_jax.optim.clip import clip_by_global_norm
 from loka_jax.optim.config import OptimConfig
 from loka_jax.optim.rows import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
 
@@ -51,7 +52,7 @@ def make_dense_optimizer(
     }[config.dense]()
     if config.clip_norm is None:
         return optimizer
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optax.chain(clip_by_global_norm(config.clip_norm), optimizer)
 
 
 def make_row_optimizer(config: OptimConfig) -> RowOptimizer:

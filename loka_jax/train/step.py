@@ -34,6 +34,7 @@ from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
+from loka_jax.optim.clip import global_norm
 from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulated, gradients_of, variables_of
 from loka_jax.train.state import TrainState
@@ -122,7 +123,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
-        grad_norm = optax.tree.norm(grads.params)
+        grad_norm = global_norm(grads.params)
         is_finite = all_finite(loss, grad_norm, grads.rows, batch.dense)
         with jax.named_scope("optimizer"):
             params, opt_state = optimized(optimizer, state, grads.params)

@@ -37,6 +37,7 @@ from loka_jax.ops.collectives import Wire, sum_gradients
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.optim.clip import global_norm
 from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import (
     Gradients,
@@ -125,8 +126,7 @@ def make_mesh_train_step(
         with jax.named_scope("merge"):
             merged = _merge(loss, batch_stats, grads, seen, batch, gradients_wire)
 
-        # Of one array: a norm of each parameter would be two launches each.
-        grad_norm = optax.tree.norm(ravel_pytree(merged.params)[0])
+        grad_norm = global_norm(merged.params)
         is_finite = (
             merged.parts_are_finite
             & jnp.isfinite(merged.loss)

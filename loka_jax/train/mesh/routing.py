@@ -239,9 +239,7 @@ def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
     )(batch)
 
 
-def _route_part(
-    tables: Tables, implementation, capacity: Any, batch: Batch
-) -> Ways:
+def _route_part(tables: Tables, implementation, capacity: Any, batch: Batch) -> Ways:
     def one(spec: TableSpec, part: Batch, capacity: int):
         order = order_of(spec)
         places, bad = lookup.places(spec, part, order)
