@@ -35,13 +35,13 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         max_norm: gradients of a smaller norm stay as they are.
     """
 
-    def clip(updates: Any, state: optax.EmptyState, params: Any = None):
+    def clip(updates: Any, state: optax.OptState, params: Any = None):
         del params
         norm = global_norm(updates)
         scale = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), clip)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
 
 
 def _norms(x: Array) -> Float[Array, " n"]:

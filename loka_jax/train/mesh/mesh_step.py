@@ -4,7 +4,8 @@ Each device runs the step of `step.py` on its part of the batch, with rows fetch
 their owners. What must be equal everywhere then is, in two collectives:
 
     sum         dense gradients, loss, metrics of the batch, moments of batch norms,
-                and how many devices have a number that is not finite
+                how many devices have a number that is not finite, and what is counted
+                of the batch that the step routes
     maximum     FP8 state, where a model has any
 
 so that all devices skip the same steps. Gradients that travel in fewer bits have a sum
@@ -45,6 +46,7 @@ from loka_jax.train.gradients import (
     gradients_of,
     variables_of,
 )
+from loka_jax.train.mesh import few_numbers
 from loka_jax.train.mesh.devices import AXES, REPLICA, SHARD, MeshConfig, order_of
 from loka_jax.train.mesh.routing import RoutedBatch
 from loka_jax.train.mesh.row_sync import update_alone
@@ -81,6 +83,7 @@ class _Merged(NamedTuple):
     fp8: Any
     seen: metrics.MetricState  # of the batch
     parts_are_finite: Bool[Array, ""]
+    few: Any  # numbers of each device, along axis 0
 
 
 def make_mesh_train_step(
@@ -91,10 +94,11 @@ def make_mesh_train_step(
     wire: MeshConfig,
     options: StepOptions,
     gradients_wire: Wire = "f32",
-) -> Callable[[TrainState, Batch, RoutedBatch], tuple[TrainState, Any]]:
+) -> Callable[[TrainState, Batch, RoutedBatch, Any], tuple[TrainState, Any, Any]]:
     """Returns the training step of a device, to be run under a `shard_map`.
 
-    Beside the state it returns what `RowSync.after` takes.
+    Its last argument is a tree of a few 32-bit numbers. Beside the state it returns
+    what `RowSync.after` takes, and these numbers of all devices, along axis 0.
 
     Args:
         model, tables, optimizer, row_update: as of `make_train_step`.
@@ -110,7 +114,7 @@ def make_mesh_train_step(
             accumulated, gradients, options.microbatches, probe is not None
         )
 
-    def step(state: TrainState, batch: Batch, routed: RoutedBatch):
+    def step(state: TrainState, batch: Batch, routed: RoutedBatch, few: Any):
         with jax.named_scope("lookup"):
             rows = _fetch(
                 network, tables, state, batch, routed, wire, row_update.implementation
@@ -124,7 +128,9 @@ def make_mesh_train_step(
         with jax.named_scope("metrics"):
             seen = _seen(state, logits, batch)
         with jax.named_scope("merge"):
-            merged = _merge(loss, batch_stats, grads, seen, batch, gradients_wire)
+            merged = _merge(
+                (loss, batch_stats, seen, few), grads, batch, gradients_wire
+            )
 
         grad_norm = global_norm(merged.params)
         is_finite = (
@@ -158,7 +164,7 @@ def make_mesh_train_step(
             **count_step(is_finite, state),
             bad_ids=state.bad_ids + routed.bad_ids,
         )
-        return after, before
+        return after, before, merged.few
 
     return step
 
@@ -278,26 +284,33 @@ def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState
     return metrics.update(metrics.init_like(state.metrics), logits, labels, weights)
 
 
-def _merge(
-    loss, batch_stats, grads: Gradients, seen, batch: Batch, wire: Wire
-) -> _Merged:
+def _merge(parts: tuple, grads: Gradients, batch: Batch, wire: Wire) -> _Merged:
     """Returns what the devices have together, by one sum and one maximum.
 
     By two sums if gradients do not travel in float32.
+
+    Args:
+        parts: loss, running moments, metrics of the batch, and a few numbers.
+        grads: of the examples of this device.
+        batch: its part of the batch.
+        wire: how dense gradients travel.
     """
+    loss, batch_stats, seen, few = parts
     count = jax.lax.axis_size(AXES)
     batch_stats = jax.tree.map(lambda x: x / count, batch_stats)
     # The loss and the dense gradients of all devices are looked at after the sum.
     is_finite = all_finite(0.0, 0.0, grads.rows, batch.dense)
     bad = 1.0 - is_finite.astype(jnp.float32)
-    rest, params = (loss, batch_stats, seen, bad), grads.params
+    rest = loss, batch_stats, seen, bad, few_numbers.to_sum(few)
+    params = grads.params
     if wire == "f32":
         rest, params = _sum((rest, params))
     else:
         rest, params = _sum(rest), sum_gradients(params, AXES, wire)
-    loss, batch_stats, seen, bad = rest
+    loss, batch_stats, seen, bad, total = rest
+    few = few_numbers.from_sum(total, few)
     fp8 = _maximum(grads.fp8) if jax.tree.leaves(grads.fp8) else grads.fp8
-    return _Merged(loss, params, batch_stats, fp8, seen, bad == 0)
+    return _Merged(loss, params, batch_stats, fp8, seen, bad == 0, few)
 
 
 def _sum(tree: Any) -> Any:

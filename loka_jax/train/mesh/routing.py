@@ -28,7 +28,8 @@ from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
-from loka_jax.train.mesh.devices import AXES, BATCH, SHARD, order_of, shardings
+from loka_jax.train.mesh import few_numbers
+from loka_jax.train.mesh.devices import BATCH, SHARD, order_of, shardings
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, split
 from loka_jax.triton import Implementation
@@ -69,6 +70,20 @@ class RoutedBatch(NamedTuple):
         )
 
 
+class Counts(NamedTuple):
+    """What all devices must know of the part of a batch that each has.
+
+    Attributes:
+        need: the length of the longest list, by stack.
+        bad_ids: number of ids out of range.
+        weight: of the examples; [T] of several tasks.
+    """
+
+    need: Any
+    bad_ids: Int[Array, ""]
+    weight: Float[Array, ""] | Float[Array, "T"]
+
+
 class Ways(NamedTuple):
     """What a program that routes a batch returns.
 
@@ -91,6 +106,18 @@ def ways_shardings(mesh: Mesh) -> Ways:
     """Returns where a program of a mesh puts the ways of a batch."""
     on_host = NamedSharding(mesh, _EVERYWHERE, memory_kind="pinned_host")
     return Ways(shardings(mesh, SPECS), on_host)
+
+
+def agreed(routes: Any, each: Counts) -> Ways:
+    """Returns the ways of a batch.
+
+    Args:
+        routes: of the ids of this device's part, by stack.
+        each: the counts of all devices, along axis 0.
+    """
+    need = jax.tree.map(lambda x: jnp.max(x, axis=0), each.need)
+    bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
+    return Ways(RoutedBatch(routes, need, bad, weight), need)
 
 
 def capacity_for(need: float, most: int) -> int:
@@ -181,10 +208,10 @@ class Router:
         if self._is_followed(batch):
             self._coming[-1].ways = ways
 
-    def part(self, capacity: Any, batch: Batch) -> Ways:
-        """Returns the ways of the ids of a device's part of a batch.
+    def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
+        """Returns the ways of the ids of a device's part of a batch, by stack.
 
-        To be run under a `shard_map`.
+        And what `agreed` needs of all devices. To be run under a `shard_map`.
 
         Args:
             capacity: the places of a list, for each stack.
@@ -230,8 +257,13 @@ class _Coming:
 
 def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
     """Returns the ways of the ids of a batch that is spread over all devices."""
+
+    def ways(batch: Batch) -> Ways:
+        routes, counts = part(capacity, batch)
+        return agreed(routes, few_numbers.gathered(counts))
+
     return jax.shard_map(
-        functools.partial(part, capacity),
+        ways,
         mesh=mesh,
         in_specs=BATCH,
         out_specs=WAYS_SPECS,
@@ -239,7 +271,9 @@ def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
     )(batch)
 
 
-def _route_part(tables: Tables, implementation, capacity: Any, batch: Batch) -> Ways:
+def _route_part(
+    tables: Tables, implementation, capacity: Any, batch: Batch
+) -> tuple[Any, Counts]:
     def one(spec: TableSpec, part: Batch, capacity: int):
         order = order_of(spec)
         places, bad = lookup.places(spec, part, order)
@@ -251,27 +285,4 @@ def _route_part(tables: Tables, implementation, capacity: Any, batch: Batch) -> 
         found = tuple(zip(*found, strict=True))
     routes, need, bad = found
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-    bad = jax.tree.reduce(jnp.add, bad)
-    each = _from_all((need, bad, weight))
-    need = jax.tree.map(lambda x: jnp.max(x, axis=0), each[0])
-    bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
-    return Ways(RoutedBatch(routes, need, bad, weight), need)
-
-
-def _from_all(tree: Any) -> Any:
-    """Returns what all devices have, along a new axis 0, by one collective.
-
-    Args:
-        tree: of arrays of 32-bit numbers, few of them.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    words = [jax.lax.bitcast_convert_type(x, jnp.uint32).ravel() for x in leaves]
-    each = jax.lax.all_gather(jnp.concatenate(words), AXES)
-    parts = jnp.split(each, np.cumsum([x.size for x in words])[:-1], axis=1)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
-            for part, x in zip(parts, leaves, strict=True)
-        ],
-    )
+    return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)

@@ -22,7 +22,13 @@ from loka_jax.train.mesh.devices import (
     state_specs,
 )
 from loka_jax.train.mesh.programs import RoutedProgram, RoutedStep
-from loka_jax.train.mesh.routing import SPECS, WAYS_SPECS, Router, ways_shardings
+from loka_jax.train.mesh.routing import (
+    SPECS,
+    WAYS_SPECS,
+    Router,
+    agreed,
+    ways_shardings,
+)
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.step import INFERENCE_OPTIONS
@@ -68,10 +74,10 @@ class Spread:
         """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
 
         def parts_after(parts: dict[str, Any], batch, routed, coming: Batch):
-            state, before = step(TrainState(**parts), batch, routed)
             with jax.named_scope("route"):
-                ways = self.router.part(routed.capacity, coming)
-            return vars(state), before, ways
+                routes, counts = self.router.part(routed.capacity, coming)
+            state, before, each = step(TrainState(**parts), batch, routed, counts)
+            return vars(state), before, agreed(routes, each)
 
         specs = state_specs()
         in_specs, out_specs = (specs, BATCH, SPECS, BATCH), (specs, BATCH, WAYS_SPECS)

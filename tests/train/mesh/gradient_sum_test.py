@@ -151,7 +151,8 @@ def merged(params, wire):
     def merge(params):
         params = jax.tree.map(lambda x: x[0], params)
         grads = Gradients(params, jnp.zeros((2, 2)), {}, {})
-        out = mesh_step._merge(jnp.ones(()), {}, grads, metrics.init(), batch, wire)
+        parts = jnp.ones(()), {}, metrics.init(), jnp.ones(())
+        out = mesh_step._merge(parts, grads, batch, wire)
         return jax.tree.map(lambda x: x[None], (out.params, out.loss))
 
     return jax.jit(

@@ -161,9 +161,7 @@ def test_the_compiled_step_says_what_travels():
     run = run_of(2, 4, wire="bf16", data=data)
     step = run.step.lower(run.init(), batch_of())
     text = step.compile().as_text()
-    (words,) = (x for x in collectives(text, of_route=True) if x[0] == "all-gather")
-    assert words[1] == "u32" and words[2] <= 8 * 3  # of each device
-    ids = [x for x in collectives(text, of_route=True) if x != words]
+    ids = collectives(text, of_route=True)
     assert {(x[0], x[1], x[3]) for x in ids} == {("all-to-all", "s32", "'shard'")}
     found = list(collectives(text))
     assert {kind for kind, *_ in found} == {"all-to-all", "all-gather", "all-reduce"}
