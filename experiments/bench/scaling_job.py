@@ -238,7 +238,7 @@ def _with_input(run: Run, held: list[TrainState]) -> Chain:
 def _queue_us(queue: Chain) -> float:
     """Returns the microseconds of the host to queue a step on an idle device.
 
-    That of further steps: the ids of the first ones are routed by programs of their own.
+    That of further steps: programs of their own route the ids of the first ones.
     """
     jax.block_until_ready(queue(1))
     seconds = []
