@@ -76,6 +76,13 @@ def test_each_step_routes_the_batch_of_three_steps_later(mesh):
         router.keep(batch, run_alone(router.capacity, coming))
 
 
+def test_the_host_reads_its_own_memory(mesh):
+    router = Router(mesh, TABLES)
+    ways = router._run(router.capacity, router.put(batch_of(4)))
+    assert ways.need.sharding.memory_kind == "pinned_host"
+    assert int(ways.need) == int(ways.routed.need)
+
+
 def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     router = Router(mesh, TABLES)
     first, *others = [batch_of(n) for n in (4, 5, 6, 256, 7)]
