@@ -10,6 +10,7 @@ training pass is timed, alone: what a chain adds is predicted. Measurements go t
 user's cache, which later runs read too; several processes may add to it at once.
 """
 
+import dataclasses
 import math
 import os
 import time
@@ -25,6 +26,7 @@ from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import fitting, measure_all, measure_on_demand
 from loka_jax.dispatch.table import Entry, Table
+from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
 
@@ -143,10 +145,15 @@ def measure_into_cache(
 
 
 def _into_cache(job: Job, entry: Entry) -> Table:
-    """Returns a job's measurements, which are in the user's cache then."""
-    found = Table(header_here(), {job.spec: entry})
-    tables.add(cache_path(), found)
-    return found
+    """Returns a job's measurements, which are in the user's cache then.
+
+    But for candidates that were not checked: another run may leave more memory.
+    """
+    lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
+    if entry.times or lasting:
+        kept = dataclasses.replace(entry, failures=lasting)
+        tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
+    return Table(header_here(), {job.spec: entry})
 
 
 def parts_of(job: Job) -> Iterator[Job]:

@@ -19,6 +19,7 @@ from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, chains_of
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors, Table
+from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.recipe import RECIPES, ROLES
@@ -83,7 +84,9 @@ def check_plan(
         performance = _without(jobs, performance, seconds)
         given_up |= {job.spec for job in jobs}
         plan = make_plan(performance)
-    notes = _note(len(given_up), seconds) if given_up else ()
+    notes = _late(len(given_up), seconds) if given_up else ()
+    if count := _without_memory(sites, performance):
+        notes += _too_large(count)
     return CheckedPlan(plan, performance, notes)
 
 
@@ -151,7 +154,21 @@ def _without(
     return performance.with_table(table)
 
 
-def _note(count: int, seconds: float) -> tuple[str, ...]:
+def _without_memory(sites: Sequence[Site], performance: PerformanceModel) -> int:
+    """Returns at how many sites a candidate was not checked for want of memory."""
+    entries = (performance.estimates(table_key(site.spec)).entry for site in sites)
+    return sum(NO_MEMORY in entry.failures.values() for entry in entries)
+
+
+def _too_large(count: int) -> tuple[str, ...]:
+    return (
+        f"Kernels of {count} sites were not checked, as the GPU had too little memory "
+        "left beside this run, and do not run: XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 in "
+        "the environment leaves more.",
+    )
+
+
+def _late(count: int, seconds: float) -> tuple[str, ...]:
     return (
         f"Kernels of {count} sites were not checked within {seconds:g} seconds and do "
         "not run: --dispatch.check-seconds allows more, and what was checked is kept.",

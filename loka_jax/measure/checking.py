@@ -42,6 +42,10 @@ _LEAST_ROW_SCALE = 2.0**-14
 _SEEDS, _STRENGTHS = (0, 1, 2), (0.0, 1.0, 1.0)
 
 
+NO_MEMORY = "was not checked, as the GPU had too little memory left"
+_EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's word for it
+
+
 class Outcome(NamedTuple):
     """What a candidate returns.
 
@@ -86,6 +90,15 @@ class Check(NamedTuple):
         for program in compiled.values():
             if isinstance(program, Exception):
                 return f"does not compile: {one_line(program)}"
+        try:
+            return self._why_wrong_on_any(compiled)
+        except jax.errors.JaxRuntimeError as error:
+            # Not the candidate's fault: references in float32 take most.
+            if _EXHAUSTED not in str(error):
+                raise
+            return NO_MEMORY
+
+    def _why_wrong_on_any(self, compiled: Mapping[str, Any]) -> str | None:
         for seed, name in enumerate(AIMS):
             trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
             reason = self._why_wrong_on(compiled, trial)
@@ -125,6 +138,8 @@ class Check(NamedTuple):
         try:
             outcome = _run_passes(compiled, inputs, trial.g)
         except Exception as error:  # of any kind: the caller gets it as a reason
+            if _EXHAUSTED in str(error):
+                raise
             return f"does not run: {one_line(error)}"
         reason = _why_misshapen(self.numerics.spec, outcome, trial)
         if reason is not None:

@@ -13,6 +13,7 @@ from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, make_plan
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, decide
 from loka_jax.dispatch.table import Entry, Table
+from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
@@ -48,17 +49,17 @@ def plan_of(performance):
 @pytest.fixture
 def workers(monkeypatch, tmp_path):
     """Stands in for worker processes, in which some candidates are wrong."""
-    path, asked, wrong = tmp_path / "cache.json", [], []
+    path, asked, wrong = tmp_path / "cache.json", [], {}
     monkeypatch.setattr(at_start, "cache_path", lambda: path)
 
     def measure_all(jobs, count, say, *, seconds):
         for job in jobs:
             (choice,) = job.choices
             asked.append((choice, job.in_chain))
-            is_wrong = choice in wrong
-            failures = {choice.name: "y is off"} if is_wrong else {}
-            times = {} if is_wrong else {choice.name: 5.0}
-            yield job, Entry({"training": times}, failures=failures)
+            why = wrong.get(choice)
+            failures = {} if why is None else {choice.name: why}
+            times = {"training": {choice.name: 5.0}} if why is None else {}
+            yield job, Entry(times, failures=failures)
 
     monkeypatch.setattr(at_start, "measure_all", measure_all)
     return path, asked, wrong
@@ -84,10 +85,27 @@ def test_a_predicted_choice_is_checked_once_and_kept(workers, performance):
 
 def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
     _, asked, wrong = workers
-    wrong.append(FIRST)
+    wrong[FIRST] = "y is off"
+    checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
+    assert _choice(checked) == SECOND and not checked.notes
+    assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
+
+
+def test_a_choice_that_no_memory_is_left_for_is_said_and_checked_again(
+    workers, performance
+):
+    path, asked, wrong = workers
+    wrong[FIRST] = NO_MEMORY
     checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
     assert _choice(checked) == SECOND
-    assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
+    (note,) = checked.notes
+    assert "2 sites" in note and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in note
+    assert not tables.read(path).sites[SPEC].failures
+    wrong.clear()
+    asked.clear()
+    known = performance.with_table(tables.read(path))
+    again = check_plan(plan_of, SITES, known, 30.0, lambda line: None)
+    assert _choice(again) == FIRST and asked == [(FIRST, False)] and not again.notes
 
 
 def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, performance):

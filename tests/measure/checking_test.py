@@ -10,7 +10,8 @@ from loka_jax.measure import passes
 from loka_jax.measure.check_operands import AIMS, draw
 from loka_jax.measure.check_reference import Expected
 from loka_jax.measure.check_scores import scores, worst_finding
-from loka_jax.measure.checking import why_wrong
+from loka_jax.measure.checking import NO_MEMORY, lower_check, why_wrong
+from loka_jax.measure.compiling import compile_lowered
 from loka_jax.measure.programs import chain_forms, form_spec
 from loka_jax.ops.device import Device
 from loka_jax.ops.run_site import run_site
@@ -44,6 +45,18 @@ DRILLS = [
 )
 def test_what_is_right_passes(name, spec):
     assert why_wrong(spec, Choice.parse(name), stand_ins.HOPPER) is None
+
+
+def test_a_check_without_memory_is_no_fault():
+    def exhausted(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    spec = SiteSpec(64, 32, 48, "none", "none")
+    check = lower_check(spec, Choice.parse("xla bf16"), stand_ins.HOPPER)
+    compiled = compile_lowered(check.programs)
+    assert check.why_wrong(compiled) is None
+    for name in ("draw", "begin", "training", "judge"):
+        assert check.why_wrong({**compiled, name: exhausted}) == NO_MEMORY
 
 
 # 5,000 rows are for all kernels, 49,999 for those that work by rows.
