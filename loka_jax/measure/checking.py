@@ -42,7 +42,8 @@ _LEAST_ROW_SCALE = 2.0**-14
 _SEEDS, _STRENGTHS = (1, 2, 0), (1.0, 1.0, 0.0)
 
 NO_MEMORY = "was not checked, as the GPU had too little memory left"
-_EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's word for it
+# XLA's words; shared memory that a kernel has too little of has others.
+_EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory"
 
 
 class Outcome(NamedTuple):

@@ -59,6 +59,17 @@ def test_a_check_without_memory_is_no_fault():
         assert check.why_wrong({**compiled, name: exhausted}) == NO_MEMORY
 
 
+def test_a_kernel_that_takes_too_much_shared_memory_is_at_fault():
+    def exhausted(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory limit")
+
+    spec = SiteSpec(64, 32, 48, "none", "none")
+    check = lower_check(spec, Choice.parse("xla bf16"), stand_ins.HOPPER)
+    compiled = compile_lowered(check.programs) | {"training": exhausted}
+    reason = check.why_wrong(compiled)
+    assert reason is not None and "RESOURCE_EXHAUSTED: Shared" in reason
+
+
 # 5,000 rows are for all kernels, 49,999 for those that work by rows.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
