@@ -150,9 +150,8 @@ def _into_cache(job: Job, entry: Entry) -> Table:
     But for candidates that were not checked: another run may leave more memory.
     """
     lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
-    if entry.times or lasting:
-        kept = dataclasses.replace(entry, failures=lasting)
-        tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
+    kept = dataclasses.replace(entry, failures=lasting)
+    tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
     return Table(header_here(), {job.spec: entry})
 
 
