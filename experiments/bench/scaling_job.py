@@ -260,12 +260,19 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
         chain = chain_of(compiled, [state], batches, READ_STEP)
         return kernels_by_part(text, chain)
     router, devices = run.spread.router, run.spread.mesh.size
-    chain = chain_of(
-        lambda parts, routed: compiled(parts, *routed)[0],
-        [vars(state)],
-        [(*router(batch), router.put(batch)) for batch in batches],
-        lambda parts: parts["step"],
-    )
+
+    def next_parts(parts: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+        placed, routed = held["batch"], held["routed"]
+        after, _, ways = compiled(parts, placed, routed, placed, held["spent"])
+        held["routed"], held["spent"] = ways.routed, routed
+        return after
+
+    held = [
+        dict(zip(("batch", "routed"), router(batch), strict=True))
+        | {"spent": router(batch)[1]}
+        for batch in batches
+    ]
+    chain = chain_of(next_parts, [vars(state)], held, lambda parts: parts["step"])
     return kernels_by_part(text, chain, devices)
 
 

@@ -34,9 +34,9 @@ class RoutedProgram:
 class RoutedStep:
     """A training step of a mesh, which also routes the ids of a batch that is coming.
 
-    Its program takes the parts of the state, the batch and the ways of its ids, and the
-    batch to route. It returns the parts of the next state, what `sync` takes, and the
-    ways of the coming batch's ids.
+    Its program takes the parts of the state, the batch and the ways of its ids, the
+    batch to route, and ways to write over. It returns the parts of the next state, what
+    `sync` takes, and the ways of the coming batch's ids.
     """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
@@ -47,14 +47,15 @@ class RoutedStep:
         """Returns the next state."""
         placed, routed = self._router(batch)
         coming = self._router.next_to_route(batch, placed)
-        parts, before, ways = self._program(vars(state), placed, routed, coming)
-        self._router.keep(batch, ways)
+        spent = self._router.spent(placed)
+        parts, before, ways = self._program(vars(state), placed, routed, coming, spent)
+        self._router.keep(batch, routed, ways)
         return self._sync.after(state, TrainState(**parts), before)
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Returns the program lowered for such a state; the batch must be real."""
         placed, routed = self._router(batch)
-        return self._program.lower(vars(state), placed, routed, placed)
+        return self._program.lower(vars(state), placed, routed, placed, routed)
 
 
 class TrainStep:

@@ -159,6 +159,7 @@ class Router:
         self.climbs = 0
         self._has_routed = False
         self._coming: collections.deque[_Coming] = collections.deque(maxlen=_AHEAD + 1)
+        self._spent: RoutedBatch | None = None
         self._tables, self._implementation = tables, implementation
         self.sharding = shardings(mesh, BATCH)
         self._run = jax.jit(
@@ -203,8 +204,25 @@ class Router:
         """
         return self._coming[-1].placed if self._is_followed(batch) else placed
 
-    def keep(self, batch: Batch, ways: Ways) -> None:
-        """Keeps what the step of `batch` has routed for the step three later."""
+    def spent(self, placed: Batch) -> RoutedBatch:
+        """Returns ways that no step needs any more, for a step to write over.
+
+        Those of the batch of the step before; `placed` is routed for some if they are
+        of another capacity.
+        """
+        if self._spent is None or self._spent.capacity != self.capacity:
+            return self._run(self.capacity, placed).routed
+        return self._spent
+
+    def keep(self, batch: Batch, routed: RoutedBatch, ways: Ways) -> None:
+        """Keeps what the step of `batch` has routed for the step three later.
+
+        And its own ways `routed`, for the next step to write over.
+        """
+        for coming in self._coming:
+            if coming.batch is batch:
+                coming.ways = None
+        self._spent = routed
         if self._is_followed(batch):
             self._coming[-1].ways = ways
 

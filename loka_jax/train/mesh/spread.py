@@ -71,18 +71,26 @@ class Spread:
         return {name: place(part, by_name[name]) for name, part in shapes.items()}
 
     def train_program(self, step: Callable[..., Any]) -> RoutedStep:
-        """Returns a step of `make_mesh_train_step`, compiled, its state donated."""
+        """Returns a step of `make_mesh_train_step`, compiled.
 
-        def parts_after(parts: dict[str, Any], batch, routed, coming: Batch):
+        Its state is donated, and ways to write over are, too: XLA records kernels with
+        the addresses of their arrays, and records anew what finds new ones.
+        """
+
+        def parts_after(parts: dict[str, Any], batch, routed, coming: Batch, spent):
+            del spent
             with jax.named_scope("route"):
                 routes, counts = self.router.part(routed.capacity, coming)
             state, before, each = step(TrainState(**parts), batch, routed, counts)
             return vars(state), before, agreed(routes, each)
 
         specs = state_specs()
-        in_specs, out_specs = (specs, BATCH, SPECS, BATCH), (specs, BATCH, WAYS_SPECS)
+        in_specs = (specs, BATCH, SPECS, BATCH, SPECS)
+        out_specs = (specs, BATCH, WAYS_SPECS)
         places = *shardings(self.mesh, out_specs[:2]), ways_shardings(self.mesh)
-        program = self._compiled(parts_after, in_specs, out_specs, places, donate=0)
+        program = self._compiled(
+            parts_after, in_specs, out_specs, places, donate=(0, 4)
+        )
         return RoutedStep(program, self.router, self.sync)
 
     def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
@@ -96,13 +104,19 @@ class Spread:
         places = shardings(self.mesh, out_specs)
         program = self._compiled(
             *(evaluated, in_specs, out_specs, places),
-            donate=1,
+            donate=(1,),
             options=INFERENCE_OPTIONS,
         )
         return RoutedProgram(program, self.router)
 
     def _compiled(
-        self, function, in_specs, out_specs, out_shardings, donate: int, options=None
+        self,
+        function,
+        in_specs,
+        out_specs,
+        out_shardings,
+        donate: tuple[int, ...],
+        options=None,
     ):
         mapped = jax.shard_map(
             function,
@@ -114,6 +128,7 @@ class Spread:
         return jax.jit(
             mapped,
             donate_argnums=donate,
+            keep_unused=True,  # donated ones
             in_shardings=shardings(self.mesh, in_specs),
             out_shardings=out_shardings,
             compiler_options=options,

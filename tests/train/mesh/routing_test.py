@@ -73,7 +73,7 @@ def test_each_step_routes_the_batch_of_three_steps_later(mesh):
         assert int(routed.need) == int(Router(mesh, TABLES)(batch)[1].need)
         coming = router.next_to_route(batch, placed)
         np.testing.assert_array_equal(coming.ids, batches[i + 3 if i < 3 else i][1].ids)
-        router.keep(batch, run_alone(router.capacity, coming))
+        router.keep(batch, routed, run_alone(router.capacity, coming))
 
 
 def test_the_host_reads_its_own_memory(mesh):
@@ -83,18 +83,31 @@ def test_the_host_reads_its_own_memory(mesh):
     assert int(ways.need) == int(ways.routed.need)
 
 
+def test_a_step_writes_over_the_ways_of_the_batch_before(mesh):
+    router = Router(mesh, TABLES)
+    batches = [batch_of(4 + i) for i in range(2)]
+    (placed, first), (_, second) = map(router, batches)
+    assert router.spent(placed) is not first  # none are there: some are made
+    router.keep(batches[0], first, router._run(router.capacity, placed))
+    assert router.spent(placed) is first
+    router.keep(batches[1], second, router._run(router.capacity, placed))
+    assert router.spent(placed) is second
+
+
 def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     router = Router(mesh, TABLES)
     first, *others = [batch_of(n) for n in (4, 5, 6, 256, 7)]
     steps = router.ahead((i, batch) for i, batch in enumerate([first, *others]))
     _, batch = next(steps)
-    placed, _ = router(batch)
+    placed, routed = router(batch)
     small = router.capacity
-    router.keep(batch, router._run(small, router.next_to_route(batch, placed)))
+    router.keep(batch, routed, router._run(small, router.next_to_route(batch, placed)))
     for _, batch in steps:
         placed, routed = router(batch)
         assert routed.capacity == router.capacity
-        router.keep(batch, router._run(small, router.next_to_route(batch, placed)))
+        assert router.spent(placed).capacity == router.capacity
+        ways = router._run(small, router.next_to_route(batch, placed))
+        router.keep(batch, routed, ways)
     assert router.climbs == 1 and router.capacity > small
 
 
