@@ -23,7 +23,7 @@ from loka_jax.ops import row_rounding
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_rounding import Rounding
 from loka_jax.ops.tables import Pooling, TableSpec
-from loka_jax.triton import Implementation, chosen
+from loka_jax.triton import Implementation, chosen, merge
 from loka_jax.triton import row_update as _triton
 
 # Larger than every row id, so that it sorts last and every write to it is dropped.
@@ -325,6 +325,7 @@ def update_rows(
     lr: Float[Array, ""] | float,
     *,
     enabled: Bool[Array, ""],
+    ascending: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and optimizer state with every touched row updated once.
@@ -340,6 +341,8 @@ def update_rows(
     Args:
         row_grads: the cotangent of `lookup`'s result, float32 or bfloat16.
         enabled: False on a step whose loss or gradients are not finite.
+        ascending: the ids of each row of `flat_ids` [K, C] ascend, so that Triton's
+            kernel merges them where they would be sorted.
         implementation: as in `sum_by_row`. Triton sums and updates in one kernel for
             an `InPlaceRowOptimizer`, and only sums for others.
 
@@ -354,7 +357,9 @@ def update_rows(
     why_not = _triton.why_not(n, dim, grads.dtype, table.dtype)
     implementation = chosen(implementation, why_not)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
-        operands = (table, opt_state, *_sort(ids, num_rows), grads, jnp.asarray(lr))
+        is_merged = ascending and merge.why_not(len(ids), ids.size) is None
+        ids, order = by_kernel(merge.merged, ids) if is_merged else _sort(ids, num_rows)
+        operands = (table, opt_state, ids, order, grads, jnp.asarray(lr))
         return by_kernel(optimizer.update_in_place, *operands, rounding)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
     # Without it XLA recomputes the sums in each reader: +30 % time on a CPU.

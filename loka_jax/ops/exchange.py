@@ -8,7 +8,9 @@ once or more it asks the owner for one row:
     fetch       owners read [L C, D] rows  ->  back  ->  each id reads its own
     give_back   sums of gradients by distinct place  ->  owners
 
-How rows are cast for the wire, at once with these reads, is `row_codec`'s.
+Each is what comes before an arrow, an all-to-all, and what comes after it: `listed`,
+`offered` and `received`, `summed` and `arrived`. A caller with several things to send
+sends them at once (`swap`). How rows are cast for the wire is `row_codec`'s.
 
 Lists have a fixed capacity of C places, as compiled programs have fixed shapes. `need`
 is the length of the longest one: while it is at most C, the result is exact and C
@@ -24,13 +26,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from loka_jax.ops import embedding, row_codec
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order, Places
+from loka_jax.ops.swap import swapped
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import route as _triton
 from loka_jax.triton.route import Lists
@@ -74,6 +77,23 @@ def route(
             installed, the GPU is a Hopper and its kernels serve, else XLA. Their
             results are equal.
     """
+    how: Any = (places, order, capacity, axis)
+    routed, need = listed(*how, implementation=implementation)
+    return routed._replace(asked=swapped(routed.asked, axis)), need
+
+
+def listed(
+    places: Places,
+    order: Order,
+    capacity: int,
+    axis: str,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Routed, Int[Array, ""]]:
+    """Returns what `route` does, but `asked` as it is to be sent.
+
+    The rows that this device asks of each other one. Arguments are those of `route`.
+    """
     devices = jax.lax.axis_size(axis)
     how: Any = {"owners": devices, "capacity": capacity}
     if order.places + order.depth >= 2**32:  # two keys cost more than one
@@ -87,7 +107,7 @@ def route(
         else:
             lists = _lists(place, positions, **how)
     routed = Routed(
-        asked=_all_to_all(lists.asked, axis),
+        asked=lists.asked,
         slots=lists.slots,
         sorted_slots=lists.sorted_slots,
         order=positions,
@@ -114,29 +134,40 @@ def fetch(
         implementation: as in `row_codec.gathered`.
     """
     how: Any = {"implementation": implementation}
-    payload = row_codec.gathered(table, routed.asked, codec, **how)
-    payload, dim = _all_to_all(payload, axis), table.shape[-1]
-    return row_codec.spread(payload, routed.slots, codec, dim, **how)
+    payload = swapped(offered(table, routed, codec, **how), axis)
+    return received(payload, routed, codec, table.shape[-1], **how)
 
 
-def fetch_lists(
+def offered(
     table: Float[Array, "P D"],
     routed: Routed,
     codec: Codec,
-    axis: str,
     *,
     implementation: Implementation | None = None,
-) -> Float[Array, "LC D"]:
-    """Returns the rows of the lists: a table for lookups of `slots`, as pooled ones.
+) -> Shaped[Array, "L w"]:
+    """Returns the rows that each device asks for, to be sent."""
+    return row_codec.gathered(table, routed.asked, codec, implementation=implementation)
 
-    Arguments are those of `fetch`.
-    """
-    payload = row_codec.gathered(
-        table, routed.asked, codec, implementation=implementation
+
+def received(
+    payload: Shaped[Array, "L w"],
+    routed: Routed,
+    codec: Codec,
+    dim: int,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "N D"]:
+    """Returns the row of each id from what all devices have `offered`."""
+    return row_codec.spread(
+        payload, routed.slots, codec, dim, implementation=implementation
     )
-    dim = table.shape[-1]
-    rows = row_codec.decode(_all_to_all(payload, axis), codec, dim)
-    return rows.reshape(-1, dim)
+
+
+def received_lists(
+    payload: Shaped[Array, "L w"], codec: Codec, dim: int
+) -> Float[Array, "LC D"]:
+    """Returns the rows of the lists: a table for lookups of `slots`, as pooled ones."""
+    return row_codec.decode(payload, codec, dim).reshape(-1, dim)
 
 
 def give_back(
@@ -147,11 +178,11 @@ def give_back(
     *,
     replicas: str | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Int[Array, "K"], Float[Array, "K D"]]:
+) -> tuple[Int[Array, "K C"], Float[Array, "K C D"]]:
     """Returns rows of this device's part and their gradients, for `update_rows`.
 
     Gradients are summed in float32 before they are sent. A row is there once for each
-    device that looked it up.
+    device that looked it up, in a list of its own, which ascends.
 
     Args:
         routed: from `route`.
@@ -162,20 +193,40 @@ def give_back(
             ids of its own; all of them get what each got. None if there is one.
         implementation: as in `embedding.sum_by_row`.
     """
+    payload = summed(routed, grads, codec, implementation=implementation)
+    return arrived(swapped(payload, axis), routed, codec, grads.shape[-1], replicas)
+
+
+def summed(
+    routed: Routed,
+    grads: Float[Array, "N D"],
+    codec: Codec,
+    *,
+    implementation: Implementation | None = None,
+) -> Shaped[Array, "L w"]:
+    """Returns the sums of gradients for the owners of their rows, to be sent."""
     sums = embedding.sum_sorted(
         routed.sorted_slots, routed.order, grads, implementation=implementation
     )
-    payload = row_codec.gathered(
+    return row_codec.gathered(
         sums.grads, routed.ends, codec, implementation=implementation
     )
-    rows, payload = routed.asked, _all_to_all(payload, axis)
+
+
+def arrived(
+    payload: Shaped[Array, "L w"],
+    routed: Routed,
+    codec: Codec,
+    dim: int,
+    replicas: str | None = None,
+) -> tuple[Int[Array, "K C"], Float[Array, "K C D"]]:
+    """Returns what `give_back` does from what all devices have `summed`."""
+    rows = routed.asked
     if replicas is not None:
         rows, payload = (
             jax.lax.all_gather(x, replicas, tiled=True) for x in (rows, payload)
         )
-    dim = grads.shape[-1]
-    received = row_codec.decode(payload, codec, dim)
-    return rows.reshape(-1), received.reshape(-1, dim)
+    return rows, row_codec.decode(payload, codec, dim)
 
 
 def fetch_everywhere(
@@ -286,8 +337,3 @@ def _write(into: Array, at: Int[Array, "N"], values: Array) -> Array:
     return into.at[at].set(
         values, mode="drop", unique_indices=True, wrap_negative_indices=False
     )
-
-
-def _all_to_all(lists: Array, axis: str) -> Array:
-    """Returns the part of each device's [L, ...] that is for this one."""
-    return jax.lax.all_to_all(lists, axis, 0, 0, tiled=True)

@@ -328,10 +328,11 @@ def rows_lr(row_update: RowUpdate, state: TrainState) -> Array:
     return jnp.asarray(lr) * state.lr_scale
 
 
-def update_table(table, row_state, touched, row_update: RowUpdate, lr, enabled):
+def update_table(
+    table, row_state, touched, row_update: RowUpdate, lr, enabled, ascending=False
+):
     """Returns a table and its optimizer's state after a step."""
     ids, row_grads = touched
-    ids, row_grads = ids.ravel(), row_grads.reshape(-1, row_grads.shape[-1])
     optimizer, implementation = row_update.optimizer, row_update.implementation
     if row_update.l2 > 0:
         summed = embedding.sum_by_row(
@@ -348,5 +349,6 @@ def update_table(table, row_state, touched, row_update: RowUpdate, lr, enabled):
         optimizer,
         lr,
         enabled=enabled,
+        ascending=ascending,
         implementation=implementation,
     )

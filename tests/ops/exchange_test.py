@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import embedding, exchange, row_order
 from loka_jax.ops.row_order import Order
+from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import TableSpec
 
 AXES = ("replica", "shard")
@@ -37,7 +38,8 @@ def exchanged(replicas, shards, capacity=EXACT):
         places = places.where(weights[:, None] > 0, ORDER.shards)
         places = jax.tree.map(jnp.ravel, places)
         routed, need = exchange.route(places, ORDER, capacity, "shard")
-        got = exchange.fetch_lists(table, routed, "f32", "shard")
+        payload = exchange.offered(table, routed, "f32")
+        got = exchange.received_lists(swapped(payload, "shard"), "f32", DIM)
         each = exchange.fetch(table, routed, "f32", "shard").reshape(*ids.shape, DIM)
         rows = embedding.lookup(got, routed.slots).reshape(*ids.shape, DIM)
         rows = jnp.where(rows == each, rows, jnp.nan)
@@ -225,3 +227,28 @@ def test_what_travels_has_the_bytes_of_the_codec():
     assert ["i32[8,16]", "u8[8,80]"] == [
         line.split("=")[0].split(":")[1].strip() for line in gathered
     ]
+
+
+def test_several_arrays_travel_in_one_collective():
+    mesh = mesh_of(1, 8)
+    rng = np.random.default_rng(0)
+    arrays = {
+        "words": rng.integers(0, 2**16, (64, 6)).astype(np.uint16),
+        "numbers": rng.integers(-(2**31), 2**31, (64, 5, 2)).astype(np.int32),
+        "floats": rng.normal(size=(64, 3)).astype(np.float32),
+    }
+    swap = jax.jit(
+        jax.shard_map(
+            functools.partial(swapped, axis="shard"),
+            mesh=mesh,
+            in_specs=P("shard"),
+            out_specs=P("shard"),
+            check_vma=False,
+        )
+    )
+    found = swap(arrays)
+    for name, array in arrays.items():
+        want = array.reshape(8, 8, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+        np.testing.assert_array_equal(found[name], want)
+    text = swap.lower(arrays).compile().as_text()
+    assert text.count(" all-to-all(") == 1

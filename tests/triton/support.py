@@ -23,6 +23,7 @@ from loka_jax.triton import (
     dot_features,
     joined_norm,
     matmul,
+    merge,
     packed,
     route,
     row_update,
@@ -153,8 +154,8 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
-    modules = dot_features, joined_norm, matmul, packed, row_update, row_wire, tail
-    modules += (route,)
+    modules = dot_features, joined_norm, matmul, merge, packed, route
+    modules += (row_update, row_wire, tail)
     for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
         importlib.import_module(f"{triton.__name__}.{path.stem}")
 

@@ -37,6 +37,7 @@ from loka_jax.ops import exchange
 from loka_jax.ops.collectives import Wire, sum_gradients
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.exchange import Routed
+from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim.clip import global_norm
 from loka_jax.train import metrics, tasks
@@ -94,11 +95,15 @@ def make_mesh_train_step(
     wire: MeshConfig,
     options: StepOptions,
     gradients_wire: Wire = "f32",
-) -> Callable[[TrainState, Batch, RoutedBatch, Any], tuple[TrainState, Any, Any]]:
+) -> Callable[
+    [TrainState, Batch, RoutedBatch, Any, Any], tuple[TrainState, Any, Any, Any]
+]:
     """Returns the training step of a device, to be run under a `shard_map`.
 
-    Its last argument is a tree of a few 32-bit numbers. Beside the state it returns
-    what `RowSync.after` takes, and these numbers of all devices, along axis 0.
+    Its last arguments are trees of a few 32-bit numbers, and of arrays [L, ...] with
+    what this device sends to each shard. Beside the state it returns what
+    `RowSync.after` takes, the numbers of all devices, along axis 0, and what all shards
+    have sent to this device.
 
     Args:
         model, tables, optimizer, row_update: as of `make_train_step`.
@@ -114,11 +119,10 @@ def make_mesh_train_step(
             accumulated, gradients, options.microbatches, probe is not None
         )
 
-    def step(state: TrainState, batch: Batch, routed: RoutedBatch, few: Any):
+    def step(state: TrainState, batch: Batch, routed: RoutedBatch, few: Any, sent: Any):
         with jax.named_scope("lookup"):
-            rows = _fetch(
-                network, tables, state, batch, routed, wire, row_update.implementation
-            )
+            how = wire, row_update.implementation
+            rows, sent = _fetch(network, tables, state, batch, routed, how, sent)
         key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
         key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
         with merging_over_devices():
@@ -164,7 +168,7 @@ def make_mesh_train_step(
             **count_step(is_finite, state),
             bad_ids=state.bad_ids + routed.bad_ids,
         )
-        return after, before, merged.few
+        return after, before, merged.few, sent
 
     return step
 
@@ -190,7 +194,8 @@ def make_mesh_eval_step(
     network = projected(model, tables)
 
     def step(state, seen, batch: Batch, routed: RoutedBatch):
-        rows = _fetch(network, tables, state, batch, routed, wire, implementation)
+        how = wire, implementation
+        rows, _ = _fetch(network, tables, state, batch, routed, how)
         logits = network.apply(variables_of(state), batch.dense, rows)
         logits = jnp.asarray(logits).astype(jnp.float32)
         (batch_seen,) = _sum((_seen(state, logits, batch),))
@@ -223,23 +228,35 @@ def _fetch(
     state: TrainState,
     batch: Batch,
     routed: RoutedBatch,
-    wire: MeshConfig,
-    implementation: Implementation | None,
-) -> Any:
-    """Returns the fields' embeddings of this device's part of a batch, by stack."""
+    how: tuple[MeshConfig, Implementation | None],
+    sent: Any = (),
+) -> tuple[Any, Any]:
+    """Returns the fields' embeddings of this device's part of a batch, by stack.
+
+    And what shards have sent to this one, by the same collective as the rows.
+    """
+    wire, implementation = how
     # The model would cast them first of all: as in a step without a mesh.
     dtype = getattr(model, "compute_dtype", jnp.float32)
+    codec = wire.wire_rows
 
-    def fetch(spec: TableSpec, table: Array, part: Batch, route: Routed):
-        how: Any = (table, route, wire.wire_rows, SHARD)
-        if not part.bags:
-            rows = exchange.fetch(*how, implementation=implementation)
-            return rows.reshape(*part.ids.shape, -1).astype(dtype)
-        rows = exchange.fetch_lists(*how, implementation=implementation)
-        found = lookup.at_slots(part, route.slots)
-        return lookup.embeddings(spec, rows, found, dtype)
+    def offered(_, table: Array, route: Routed):
+        return exchange.offered(table, route, codec, implementation=implementation)
 
-    return by_stack(fetch, tables, state.table, split(tables, batch), routed.routes)
+    def received(spec: TableSpec, part: Batch, route: Routed, payload: Array):
+        if part.bags:
+            rows = exchange.received_lists(payload, codec, spec.dim)
+            found = lookup.at_slots(part, route.slots)
+            return lookup.embeddings(spec, rows, found, dtype)
+        rows = exchange.received(
+            payload, route, codec, spec.dim, implementation=implementation
+        )
+        return rows.reshape(*part.ids.shape, -1).astype(dtype)
+
+    payloads = by_stack(offered, tables, state.table, routed.routes)
+    payloads, sent = swapped((payloads, sent), SHARD)
+    parts = split(tables, batch), routed.routes, payloads
+    return by_stack(received, tables, *parts), sent
 
 
 def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
@@ -253,16 +270,20 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
     has_replicas = jax.lax.axis_size(REPLICA) > 1
     is_alone = has_replicas and wire.sync == "weights"
 
-    def update(spec: TableSpec, table, row_state, part: Batch, route: Routed, grads):
+    def summed(spec: TableSpec, part: Batch, route: Routed, grads):
         found = lookup.at_slots(part, route.slots)
         _, grads = lookup.row_gradients(spec, found, grads, weights)
-        touched = exchange.give_back(
+        return exchange.summed(
             route,
-            grads.reshape(-1, grads.shape[-1]),
+            grads.reshape(-1, spec.dim),
             wire.wire_gradients,
-            SHARD,
-            replicas=REPLICA if has_replicas and not is_alone else None,
             implementation=row_update.implementation,
+        )
+
+    def update(spec: TableSpec, table, row_state, route: Routed, payload):
+        touched = exchange.arrived(
+            *(payload, route, wire.wire_gradients, spec.dim),
+            REPLICA if has_replicas and not is_alone else None,
         )
         if is_alone:
             return update_alone(table, row_state, touched, how, lr)
@@ -270,10 +291,12 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
         shards = order.shards // jax.lax.axis_size(SHARD)
         first = jax.lax.axis_index(SHARD) * shards
         rounded = row_update.at_step(state.step, order, spec.dim, first)
-        updated = update_table(table, row_state, touched, rounded, lr, enabled)
-        return *updated, None
+        parts = table, row_state, touched, rounded, lr, enabled
+        return *update_table(*parts, ascending=True), None
 
-    parts = state.table, state.row_state, split(tables, batch), routed.routes, row_grads
+    parts = split(tables, batch), routed.routes, row_grads
+    payloads = swapped(by_stack(summed, tables, *parts), SHARD)
+    parts = state.table, state.row_state, routed.routes, payloads
     found = by_stack(update, tables, *parts)
     return found if isinstance(tables, TableSpec) else zip(*found, strict=True)
 

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from loka_jax.data import Batch, Position
 from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
+from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
 from loka_jax.train.mesh import few_numbers
@@ -66,7 +67,7 @@ class RoutedBatch(NamedTuple):
         return jax.tree.map(
             lambda route: route.asked.shape[1],
             self.routes,
-            is_leaf=lambda x: isinstance(x, Routed),
+            is_leaf=_is_routed,
         )
 
 
@@ -108,13 +109,23 @@ def ways_shardings(mesh: Mesh) -> Ways:
     return Ways(shardings(mesh, SPECS), on_host)
 
 
-def agreed(routes: Any, each: Counts) -> Ways:
+def asked(routes: Any) -> list[Array]:
+    """Returns what each device is asked, or has asked, of every stack."""
+    return [route.asked for route in jax.tree.leaves(routes, is_leaf=_is_routed)]
+
+
+def agreed(routes: Any, arrived: list[Array], each: Counts) -> Ways:
     """Returns the ways of a batch.
 
     Args:
         routes: of the ids of this device's part, by stack.
+        arrived: of what all devices have `asked`, this device's part.
         each: the counts of all devices, along axis 0.
     """
+    rest = iter(arrived)
+    routes = jax.tree.map(
+        lambda route: route._replace(asked=next(rest)), routes, is_leaf=_is_routed
+    )
     need = jax.tree.map(lambda x: jnp.max(x, axis=0), each.need)
     bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
     return Ways(RoutedBatch(routes, need, bad, weight), need)
@@ -229,7 +240,8 @@ class Router:
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the ways of the ids of a device's part of a batch, by stack.
 
-        And what `agreed` needs of all devices. To be run under a `shard_map`.
+        And what `agreed` needs of all devices. To be run under a `shard_map`. What the
+        device asks of the others is not sent yet (`asked`).
 
         Args:
             capacity: the places of a list, for each stack.
@@ -278,7 +290,8 @@ def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
 
     def ways(batch: Batch) -> Ways:
         routes, counts = part(capacity, batch)
-        return agreed(routes, few_numbers.gathered(counts))
+        arrived = swapped(asked(routes), SHARD)
+        return agreed(routes, arrived, few_numbers.gathered(counts))
 
     return jax.shard_map(
         ways,
@@ -296,7 +309,7 @@ def _route_part(
         order = order_of(spec)
         places, bad = lookup.places(spec, part, order)
         how: Any = (places, order, capacity, SHARD)
-        return *exchange.route(*how, implementation=implementation), bad
+        return *exchange.listed(*how, implementation=implementation), bad
 
     found = by_stack(one, tables, split(tables, batch), capacity)
     if not isinstance(tables, TableSpec):
@@ -304,3 +317,7 @@ def _route_part(
     routes, need, bad = found
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
+
+
+def _is_routed(x: Any) -> bool:
+    return isinstance(x, Routed)

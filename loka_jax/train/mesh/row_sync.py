@@ -55,14 +55,15 @@ def update_alone(table, row_state, touched, how, lr):
     Args:
         table: this device's part of it.
         row_state: of the row optimizer.
-        touched: rows, and their gradients from this group.
+        touched: rows [K, C], and their gradients from this group.
         how: row update, wire, and whether the step is taken.
         lr: learning rate of the rows.
     """
     row_update, wire, enabled = how
     rows, grads = touched
-    rows = jnp.where(enabled, rows, BAD_ID)
-    grads = grads.astype(jnp.float32) * jax.lax.axis_size(REPLICA)
+    rows = jnp.where(enabled, rows.reshape(-1), BAD_ID)
+    grads = grads.reshape(-1, grads.shape[-1]).astype(jnp.float32)
+    grads *= jax.lax.axis_size(REPLICA)
     parts, before = row_average.remember(table, row_state, rows)
     table, row_state = update_table(*parts, (rows, grads), row_update, lr, enabled)
     if wire.sync_every > 1:

@@ -27,6 +27,7 @@ from loka_jax.train.mesh.routing import (
     WAYS_SPECS,
     Router,
     agreed,
+    asked,
     ways_shardings,
 )
 from loka_jax.train.mesh.row_sync import RowSync
@@ -81,8 +82,10 @@ class Spread:
             del spent
             with jax.named_scope("route"):
                 routes, counts = self.router.part(routed.capacity, coming)
-            state, before, each = step(TrainState(**parts), batch, routed, counts)
-            return vars(state), before, agreed(routes, each)
+            state, before, each, arrived = step(
+                TrainState(**parts), batch, routed, counts, asked(routes)
+            )
+            return vars(state), before, agreed(routes, arrived, each)
 
         specs = state_specs()
         in_specs = (specs, BATCH, SPECS, BATCH, SPECS)

@@ -1,0 +1,57 @@
+"""The kernel of `merge`. Importing this module imports Triton.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+@no_type_check
+def merge_kernel(
+    lists,
+    entries,
+    order,
+    count: tl.constexpr,
+    capacity: tl.constexpr,
+    tile: tl.constexpr,
+    halvings: tl.constexpr,
+):
+    """Writes each entry, and its position in the lists, at its place among all."""
+    i = tl.program_id(0) * tile + tl.arange(0, tile)
+    is_entry = i < count * capacity
+    entry = tl.load(lists + i, mask=is_entry, other=0)
+    own = i // capacity
+    place = i % capacity
+    for other in tl.static_range(count):
+        before = _before(
+            lists + other * capacity, entry, own > other, capacity, halvings
+        )
+        place += tl.where(own == other, 0, before)
+    tl.store(entries + place, entry, mask=is_entry)
+    tl.store(order + place, i, mask=is_entry)
+
+
+@triton.jit
+@no_type_check
+def _before(
+    numbers, entry, is_after_equal, capacity: tl.constexpr, halvings: tl.constexpr
+):
+    """Returns how many of the ascending numbers come before each entry."""
+    low = tl.zeros_like(entry)
+    high = low + capacity
+    for _ in tl.static_range(halvings):
+        middle = (low + high) // 2
+        is_open = low < high
+        number = tl.load(numbers + middle, mask=is_open, other=0)
+        is_before = (number < entry) | (is_after_equal & (number == entry))
+        low = tl.where(is_open & is_before, middle + 1, low)
+        high = tl.where(is_open & (is_before == 0), middle, high)
+    return low
