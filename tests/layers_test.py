@@ -42,7 +42,7 @@ TRAIN = (
     ("network", "planning"),
     ("planner", "build"),
     ("build_in_turn", "watch"),
-    ("logs",),
+    ("logs", "steps_per_call"),
     ("folder",),
     ("loop",),
     ("next_day", "summary"),

@@ -24,6 +24,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,7 @@ from loka_jax.train.state import TrainState
 _FIRST = Position(0, 0, 0)
 _ROUNDS = 7  # that are timed, after one more
 _EPOCH = 64  # batches
-_FEW = 10  # steps, that a device takes without making the host wait
+_FEW = 8  # steps, that a device takes without making the host wait
 
 
 class Point(NamedTuple):
@@ -142,7 +143,8 @@ def measure(
         "with_input": _with_input(run, held),
     }
     ready = time.perf_counter()
-    calls = -(-options.steps // _ROUNDS)
+    each = config.loop.steps_per_call
+    calls = -(-options.steps // (_ROUNDS * each)) * each
     times = time_chains(chains, calls=calls, rounds=_ROUNDS)
     queue_us = statistics.median(_queue_us(chains["step"]) for _ in range(_ROUNDS))
     has_parts = options.parts and processes.count == 1
@@ -210,9 +212,7 @@ def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
 def _on_made(run: Run, held: list[TrainState], batches: list[Batch]) -> Chain:
     def queue(count: int) -> jax.Array:
         order = itertools.islice(itertools.cycle(batches), count)
-        for _, batch in run.ahead((_FIRST, batch) for batch in order):
-            held[0] = run.step(held[0], batch)
-        return held[0].step
+        return _stepped(run, held, ((_FIRST, batch) for batch in order))
 
     return queue
 
@@ -228,11 +228,27 @@ def _with_input(run: Run, held: list[TrainState]) -> Chain:
             sharding=run.batch_sharding,
             part=run.part,
         ) as made:
-            for _, batch in run.ahead(made):
-                held[0] = run.step(held[0], batch)
-        return held[0].step
+            return _stepped(run, held, made)
 
     return queue
+
+
+def _stepped(
+    run: Run, held: list[TrainState], made: Iterable[tuple[Position, Batch]]
+) -> jax.Array:
+    """Returns the number of steps after those on some batches, as many a call as ever.
+
+    The steps that are left over are taken one by one.
+    """
+    source, count = iter(run.ahead(made)), run.config.loop.steps_per_call
+    take_steps = run.train_step(scales_initialized=True, steps=count)
+    while taken := [batch for _, batch in itertools.islice(source, count)]:
+        if len(taken) == count:
+            held[0] = take_steps(held[0], *taken)
+            continue
+        for batch in taken:
+            held[0] = run.step(held[0], batch)
+    return held[0].step
 
 
 def _queue_us(queue: Chain) -> float:

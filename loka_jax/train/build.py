@@ -47,7 +47,12 @@ from loka_jax.train.network import network
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes import watchdog
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import RowUpdate, compiled_eval_step, make_train_step
+from loka_jax.train.step import (
+    RowUpdate,
+    compiled_eval_step,
+    make_train_step,
+    one_after_another,
+)
 
 
 class Evaluated(NamedTuple):
@@ -193,29 +198,34 @@ class Run:
         return self.train_step(scales_initialized=True)
 
     def train_step(
-        self, *, scales_initialized: bool, probe: nn.ProbeConfig | None = None
+        self,
+        *,
+        scales_initialized: bool,
+        probe: nn.ProbeConfig | None = None,
+        steps: int = 1,
     ) -> TrainStep:
         """Returns the training step; the same for the same arguments.
 
         Args:
             scales_initialized: all delayed scales are initialized.
             probe: how Probe observes the sites; None if it does not.
+            steps: how many are taken by a call, each on a batch of its own.
         """
         scales_initialized = scales_initialized and self.planned.is_delayed
-        key = scales_initialized, probe
+        key = scales_initialized, probe, steps
         if key not in self.compiled_steps:
             model = (
                 self.planned.with_initialized_scales()
                 if scales_initialized
                 else self.planned
             )
-            self.compiled_steps[key] = self._train_step(model, probe)
+            self.compiled_steps[key] = self._train_step(model, probe, steps)
         return self.compiled_steps[key]
 
     @functools.cached_property
     def compiled_steps(
         self,
-    ) -> dict[tuple[bool, nn.ProbeConfig | None], TrainStep]:
+    ) -> dict[tuple[bool, nn.ProbeConfig | None, int], TrainStep]:
         """The training steps used so far, by the arguments of `train_step`."""
         return {}
 
@@ -268,7 +278,9 @@ class Run:
             return jax.device_get(tree)
         return process_allgather(tree, tiled=True)
 
-    def _train_step(self, model: nn.Planned, probe: nn.ProbeConfig | None) -> TrainStep:
+    def _train_step(
+        self, model: nn.Planned, probe: nn.ProbeConfig | None, steps: int
+    ) -> TrainStep:
         parts = (model, self.tables, self.optimizer, self.row_update)
         options = StepOptions(
             microbatches=self.config.loop.microbatches,
@@ -278,12 +290,12 @@ class Run:
         )
         if self.spread is None or self.summed is None:
             step = make_train_step(*parts, **options._asdict())
-            program = jax.jit(step, donate_argnums=0)
+            program = jax.jit(one_after_another(step), donate_argnums=0)
         else:
             step = make_mesh_train_step(
                 *parts, self.spread.wire, options, self.summed.wire
             )
-            program = self.spread.train_program(step)
+            program = self.spread.train_program(step, steps)
         return TrainStep(program, is_observed=probe is not None)
 
 
@@ -349,7 +361,10 @@ def build(
         spread=(
             None
             if mesh is None
-            else Spread(mesh, config.mesh, tables, config.embedding.implementation)
+            else Spread(
+                *(mesh, config.mesh, tables, config.embedding.implementation),
+                steps_per_call=loop.steps_per_call,
+            )
         ),
     )
     if mesh is None:

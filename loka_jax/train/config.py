@@ -35,6 +35,9 @@ class LoopConfig:
     Attributes:
         batch_size: examples in a step.
         microbatches: parts of a batch whose gradients are accumulated.
+        steps_per_call: steps that a device takes for each call of the host, where
+            nothing is due between them. The same steps, bit for bit; more of them pay
+            where the host takes longer for a call than the device for a step.
         epochs: maximum number of passes over the training data.
         max_steps: maximum number of steps; None for all steps of the epochs.
         eval_every: steps between evaluations; None to evaluate after each epoch.
@@ -50,6 +53,7 @@ class LoopConfig:
 
     batch_size: int = 8192
     microbatches: int = 1
+    steps_per_call: int = 1
     epochs: int = 1
     max_steps: int | None = None
     eval_every: int | None = None
@@ -249,6 +253,12 @@ class Config:
             )
         _check_model(self.model)
         require_averages(self.mesh, self.optim, self.embedding)
+        count, every = self.loop.steps_per_call, self.mesh.sync_every
+        if count > 1 and every > 1:
+            raise ValueError(
+                f"--loop.steps-per-call {count} cannot be with --mesh.sync-every "
+                f"{every}: groups average their rows between calls. Make one of them 1."
+            )
 
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""

@@ -5,6 +5,8 @@ numerics are in `step.py`; a checkpoint holds `TrainState` and `Progress`.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
+from loka_jax.train.steps_per_call import steps_at_once
 from loka_jax.train.watch import operands, replan, verdict
 from loka_jax.train.watch.drift_looks import DriftLooks
 from loka_jax.train.watch.guard import Diverged
@@ -108,10 +111,11 @@ class Loop:
             sharding=self.run.batch_sharding,
             part=self.run.part,
         ) as batches:
-            for position, batch in self.run.ahead(batches):
-                self._look_at_operands(batch)
-                self.step(position, batch)
-                self._take_look(batch)
+            source = iter(self.run.ahead(batches))
+            while taken := list(itertools.islice(source, self._steps_at_once())):
+                self._look_at_operands(taken[0][1])
+                self.step(taken)
+                self._take_look(taken[-1][1])
                 self._leave_out_compilation()
                 if self._is_due(loop.log_every):
                     self._log()
@@ -148,37 +152,48 @@ class Loop:
         """Returns this session's rate without compilation; None without such steps."""
         return self._clock.session_rate(self.progress)
 
-    def step(self, position: Position, batch: Batch):
-        """Trains on a batch, and moves `state` and `progress` on."""
-        step = self.progress.step
-        self._batch = batch
+    def step(self, taken: Sequence[tuple[Position, Batch]]):
+        """Trains on batches by one call, and moves `state` and `progress` on."""
+        step, (positions, batches) = self.progress.step, zip(*taken, strict=True)
+        self._batch = batches[-1]
         self._profiler.before(step)
         take_step = self.run.train_step(
             scales_initialized=self._ready_for_initialized_step(),
             probe=self.run.config.probe.config_at(step),
+            steps=len(taken),
         )
         activity = "training" if take_step.has_run else "compiling"
         try:
             compiles = not take_step.has_run
             with self._display.doing(activity), watchdog.resting(compiles):
-                self.state = take_step(self.state, batch)
+                self.state = take_step(self.state, *batches)
         except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.
             followed = replan.after_failure(self.run, self.progress, error)
             if take_step.has_run or followed is None:
                 raise
             self._change(*followed)
-            return self.step(position, batch)
+            for one in taken:
+                self.step([one])
+            return
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
+        examples = sum(min(size, rows - position.step * size) for position in positions)
         self.progress = dataclasses.replace(
             self.progress,
-            step=step + 1,
-            position=next_position(position, self.run.steps_per_epoch),
-            examples=self.progress.examples + min(size, rows - position.step * size),
+            step=step + len(taken),
+            position=next_position(positions[-1], self.run.steps_per_epoch),
+            examples=self.progress.examples + examples,
         )
-        self._display.step(step + 1)
+        self._display.step(self.progress.step)
+
+    def _steps_at_once(self) -> int:
+        if not self._ready_for_initialized_step():
+            return 1
+        run = self.run
+        done = run.config, self.progress.step, run.steps_per_epoch, run.total_steps
+        return steps_at_once(*done)
 
     def _change(self, change: replan.Change, progress: Progress):
         """Follows another plan from now on, with the progress that goes with it."""

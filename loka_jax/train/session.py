@@ -53,6 +53,7 @@ from loka_jax.train.watch.host_state import Progress
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
+    "loop.steps_per_call",
     "loop.epochs",
     "loop.max_steps",
     "loop.log_every",

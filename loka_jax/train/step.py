@@ -160,6 +160,27 @@ def make_train_step(
     return step
 
 
+def one_after_another(
+    step: Callable[[TrainState, Batch], TrainState],
+) -> Callable[..., TrainState]:
+    """Returns a function of a state and batches that takes a step on each.
+
+    Bit for bit the same as a call for each.
+    """
+
+    def steps(state: TrainState, *batches: Batch) -> TrainState:
+        for i, batch in enumerate(batches):
+            state = step(apart(state) if i else state, batch)
+        return state
+
+    return steps
+
+
+def apart(state: Any) -> Any:
+    """Returns the state between two steps, across which XLA is to compute nothing."""
+    return jax.lax.optimization_barrier(state)
+
+
 def make_eval_step(
     model: Model, tables: Tables
 ) -> Callable[

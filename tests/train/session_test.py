@@ -67,10 +67,10 @@ def at_step(monkeypatch, step, action):
     """Runs `action` once, before a step."""
     plain = Loop.step
 
-    def spy(self, position, batch):
+    def spy(self, taken):
         if self.progress.step == step:
             action(self)
-        plain(self, position, batch)
+        plain(self, taken)
 
     monkeypatch.setattr(Loop, "step", spy)
 
@@ -136,10 +136,10 @@ import os, pathlib, sys
 from loka_jax.train.loop import Loop
 from tests.train import support
 plain = Loop.step
-def step(self, position, batch):
+def step(self, taken):
     if self.progress.step == 13:
         os.kill(os.getpid(), 9)
-    plain(self, position, batch)
+    plain(self, taken)
 Loop.step = step
 support.train(support.config(pathlib.Path(sys.argv[1])))
 """
@@ -310,9 +310,9 @@ def taken(monkeypatch):
     """Lists the kinds of the steps that were taken."""
     found, plain = [], Run.train_step
 
-    def spy(self, *, scales_initialized, probe=None):
+    def spy(self, *, scales_initialized, **how):
         found.append("step" if scales_initialized else "first_step")
-        return plain(self, scales_initialized=scales_initialized, probe=probe)
+        return plain(self, scales_initialized=scales_initialized, **how)
 
     monkeypatch.setattr(Run, "train_step", spy)
     return found
@@ -334,11 +334,11 @@ def test_rates_leave_out_the_steps_that_compile(tmp_path, monkeypatch):
     watch = types.SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("loka_jax.train.logs.clock.time", watch)
 
-    def step(self, position, batch):
+    def step(self, taken):
         if self.progress.step == 0:
             jax.jit(lambda x: x + tmp_path.stat().st_ino)(1.0)  # like no other program
             now[0] += 1
-        plain(self, position, batch)
+        plain(self, taken)
         now[0] += 0.01
 
     monkeypatch.setattr(Loop, "step", step)

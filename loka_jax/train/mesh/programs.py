@@ -32,34 +32,34 @@ class RoutedProgram:
 
 
 class RoutedStep:
-    """A training step of a mesh, which also routes the ids of a batch that is coming.
+    """Training steps of a mesh, which also route the ids of batches that are coming.
 
-    Its program takes the parts of the state, the batch and the ways of its ids, the
-    batch to route, and ways to write over. It returns the parts of the next state, what
-    `sync` takes, and the ways of the coming batch's ids.
+    Their program takes the parts of the state, the batches and the ways of their ids,
+    as many batches to route, and ways to write over. It returns the parts of the next
+    state, what `sync` takes, and the ways of the coming batches' ids.
     """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
         """Takes the program, what routes batches, and what averages rows."""
         self._program, self._router, self._sync = program, router, sync
 
-    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns the next state."""
-        placed, routed = self._router(batch)
-        coming = self._router.next_to_route(batch, placed)
+    def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
+        """Returns the state after a step on each batch."""
+        placed, routed = self._router.together(batches)
+        coming = self._router.next_to_route(batches, placed)
         spent = self._router.spent(placed)
         parts, before, ways = self._program(vars(state), placed, routed, coming, spent)
-        self._router.keep(batch, routed, ways)
+        self._router.keep(batches, routed, ways)
         return self._sync.after(state, TrainState(**parts), before)
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """Returns the program lowered for such a state; the batch must be real."""
-        placed, routed = self._router(batch)
+    def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:
+        """Returns the program lowered for such a state; the batches must be real."""
+        placed, routed = self._router.together(batches)
         return self._program.lower(vars(state), placed, routed, placed, routed)
 
 
 class TrainStep:
-    """A compiled training step.
+    """A compiled training step, or several by one call.
 
     Only observed steps take and return Probe's statistics. Passing their many small
     arrays to the others would cost the host more time than a step of a small model.
@@ -71,17 +71,17 @@ class TrainStep:
         self._is_observed = is_observed
         self.has_run = False
 
-    def __call__(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns the state after a batch; the old state is donated."""
-        after = self._step(self._seen(state), batch)
+    def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
+        """Returns the state after a step on each batch; the old state is donated."""
+        after = self._step(self._seen(state), *batches)
         self.has_run = True
         if self._is_observed:
             return after
         return dataclasses.replace(after, probe=state.probe)
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:
         """Returns the step lowered for arguments of these shapes."""
-        return self._step.lower(self._seen(state), batch)
+        return self._step.lower(self._seen(state), *batches)
 
     def _seen(self, state: TrainState) -> TrainState:
         return state if self._is_observed else dataclasses.replace(state, probe={})

@@ -1,7 +1,8 @@
 """The ids of batches on their way to the devices that hold their rows.
 
 A batch is routed (`exchange.route`) within the step three before its own: a program of
-its own would cost the host a third as much as the step does. While the steps between
+its own would cost the host a third as much as the step does. Where a call takes several
+steps, it is that of the same place in the call before the last. While the steps between
 run, the host learns how long the lists are. Lists that do not fit are routed again,
 alone and with a larger capacity, so that a step never sees less than all of its rows.
 What steps need beside that and all devices must agree on, the weight of the whole batch
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,16 +162,23 @@ class Router:
         mesh: Mesh,
         tables: Tables,
         implementation: Implementation | None = None,
+        steps_per_call: int = 1,
     ):
-        """Takes the mesh, the tables spread over it, and what makes the lists."""
+        """Takes the mesh, the tables spread over it, and what makes the lists.
+
+        And the most steps of a call.
+        """
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
         )
         self.capacity: Any = by_stack(lambda _: _LEAST, tables)
         self.climbs = 0
         self._has_routed = False
-        self._coming: collections.deque[_Coming] = collections.deque(maxlen=_AHEAD + 1)
-        self._spent: RoutedBatch | None = None
+        self._ahead = max(_AHEAD, 2 * steps_per_call)
+        self._coming: collections.deque[_Coming] = collections.deque(
+            maxlen=self._ahead + steps_per_call
+        )
+        self._spent: list[RoutedBatch] = []
         self._tables, self._implementation = tables, implementation
         self.sharding = shardings(mesh, BATCH)
         self._run = jax.jit(
@@ -190,12 +198,12 @@ class Router:
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
-        """Yields each batch once those of the next three steps are known."""
+        """Yields each batch once those of the next steps are known."""
         waiting: collections.deque[tuple[Position, Batch]] = collections.deque()
         for position, batch in batches:
             self._coming.append(_Coming(batch, self.put(batch)))
             waiting.append((position, batch))
-            if len(waiting) > _AHEAD:
+            if len(waiting) > self._ahead:
                 yield waiting.popleft()
         yield from waiting
 
@@ -208,34 +216,50 @@ class Router:
         self._has_routed = True
         return placed, ways.routed
 
-    def next_to_route(self, batch: Batch, placed: Batch) -> Batch:
-        """Returns the batch whose ids the step of `batch` routes, on its devices.
+    def together(
+        self, batches: Sequence[Batch]
+    ) -> tuple[tuple[Batch, ...], tuple[RoutedBatch, ...]]:
+        """Returns batches on their devices, and their ways, of the same capacity."""
+        while True:
+            placed, routed = zip(*map(self, batches), strict=True)
+            if all(x.capacity == self.capacity for x in routed):
+                return placed, routed
 
-        That of three steps later; `placed`, its own, if that one is not known.
+    def next_to_route(
+        self, batches: Sequence[Batch], placed: tuple[Batch, ...]
+    ) -> tuple[Batch, ...]:
+        """Returns the batches whose ids the steps of `batches` route, on their devices.
+
+        `placed`, their own, if those are not known.
         """
-        return self._coming[-1].placed if self._is_followed(batch) else placed
+        return tuple(x.placed for x in self._followers(batches)) or placed
 
-    def spent(self, placed: Batch) -> RoutedBatch:
-        """Returns ways that no step needs any more, for a step to write over.
+    def spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
+        """Returns ways that no step needs any more, for steps to write over.
 
-        Those of the batch of the step before; `placed` is routed for some if they are
-        of another capacity.
+        Those of former steps; `placed` are routed for those that lack.
         """
-        if self._spent is None or self._spent.capacity != self.capacity:
-            return self._run(self.capacity, placed).routed
-        return self._spent
+        found = [x for x in self._spent if x.capacity == self.capacity]
+        taken, self._spent = found[: len(placed)], found[len(placed) :]
+        lacking = placed[len(taken) :]
+        return *taken, *(self._run(self.capacity, x).routed for x in lacking)
 
-    def keep(self, batch: Batch, routed: RoutedBatch, ways: Ways) -> None:
-        """Keeps what the step of `batch` has routed for the step three later.
+    def keep(
+        self,
+        batches: Sequence[Batch],
+        routed: Sequence[RoutedBatch],
+        ways: Sequence[Ways],
+    ) -> None:
+        """Keeps what the steps of `batches` have routed for later ones.
 
-        And its own ways `routed`, for the next step to write over.
+        And their own ways `routed`, for later steps to write over.
         """
+        self._spent += routed
         for coming in self._coming:
-            if coming.batch is batch:
+            if any(coming.batch is batch for batch in batches):
                 coming.ways = None
-        self._spent = routed
-        if self._is_followed(batch):
-            self._coming[-1].ways = ways
+        for coming, found in zip(self._followers(batches), ways, strict=False):
+            coming.ways = found
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the ways of the ids of a device's part of a batch, by stack.
@@ -253,9 +277,17 @@ class Router:
         found = (x for x in self._coming if x.batch is batch)
         return next(found, None) or _Coming(batch, self.put(batch))
 
-    def _is_followed(self, batch: Batch) -> bool:
-        """Returns whether the last batch that is known is three steps after `batch`."""
-        return len(self._coming) > _AHEAD and self._coming[0].batch is batch
+    def _followers(self, batches: Sequence[Batch]) -> list["_Coming"]:
+        """Returns the last batches that are known if `batches` come before them.
+
+        As many steps as those are looked ahead.
+        """
+        known = len(self._coming)
+        if known <= self._ahead:
+            return []
+        if self._coming[known - 1 - self._ahead].batch is not batches[-1]:
+            return []
+        return list(self._coming)[-len(batches) :]
 
     def _fits(self, ways: Ways) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""

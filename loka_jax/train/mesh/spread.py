@@ -32,7 +32,7 @@ from loka_jax.train.mesh.routing import (
 )
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
-from loka_jax.train.step import INFERENCE_OPTIONS
+from loka_jax.train.step import INFERENCE_OPTIONS, apart
 from loka_jax.train.tables.stacks import by_stack
 
 
@@ -53,10 +53,15 @@ class Spread:
         wire: MeshConfig,
         tables: Tables,
         implementation: Literal["xla"] | None = None,
+        *,
+        steps_per_call: int = 1,
     ):
-        """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
+        """Takes the mesh, how rows travel on it, the tables, and what sums rows.
+
+        And the most steps of a call.
+        """
         self.mesh, self.wire, self.tables = mesh, wire, tables
-        self.router = Router(mesh, tables, implementation)
+        self.router = Router(mesh, tables, implementation, steps_per_call)
         self.sync = RowSync(mesh, wire, tables, implementation)
 
     def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -71,26 +76,32 @@ class Spread:
         by_name = shardings(self.mesh, state_specs())
         return {name: place(part, by_name[name]) for name, part in shapes.items()}
 
-    def train_program(self, step: Callable[..., Any]) -> RoutedStep:
-        """Returns a step of `make_mesh_train_step`, compiled.
+    def train_program(self, step: Callable[..., Any], steps: int = 1) -> RoutedStep:
+        """Returns steps of `make_mesh_train_step`, one after another, compiled.
 
-        Its state is donated, and ways to write over are, too: XLA records kernels with
+        Their state is donated, and so are ways to write over: XLA records kernels with
         the addresses of their arrays, and records anew what finds new ones.
         """
 
-        def parts_after(parts: dict[str, Any], batch, routed, coming: Batch, spent):
+        def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
             del spent
-            with jax.named_scope("route"):
-                routes, counts = self.router.part(routed.capacity, coming)
-            state, before, each, arrived = step(
-                TrainState(**parts), batch, routed, counts, asked(routes)
-            )
-            return vars(state), before, agreed(routes, arrived, each)
+            state, before, ways = TrainState(**parts), None, []
+            for i, batch in enumerate(batches):
+                with jax.named_scope("route"):
+                    capacity = routed[i].capacity
+                    routes, counts = self.router.part(capacity, coming[i])
+                state = apart(state) if i else state
+                state, before, each, arrived = step(
+                    state, batch, routed[i], counts, asked(routes)
+                )
+                ways.append(agreed(routes, arrived, each))
+            return vars(state), before, tuple(ways)
 
-        specs = state_specs()
-        in_specs = (specs, BATCH, SPECS, BATCH, SPECS)
-        out_specs = (specs, BATCH, WAYS_SPECS)
-        places = *shardings(self.mesh, out_specs[:2]), ways_shardings(self.mesh)
+        specs, every = state_specs(), (SPECS,) * steps
+        in_specs = (specs, BATCH, every, BATCH, every)
+        out_specs = (specs, BATCH, (WAYS_SPECS,) * steps)
+        ways_places = (ways_shardings(self.mesh),) * steps
+        places = *shardings(self.mesh, out_specs[:2]), ways_places
         program = self._compiled(
             parts_after, in_specs, out_specs, places, donate=(0, 4)
         )

@@ -120,10 +120,10 @@ def stop_at(monkeypatch, step):
     """Interrupts a run like a kill, before a step."""
     plain = Loop.step
 
-    def spy(self, position, batch):
+    def spy(self, taken):
         if self.progress.step == step:
             raise KeyboardInterrupt
-        plain(self, position, batch)
+        plain(self, taken)
 
     monkeypatch.setattr(Loop, "step", spy)
 

@@ -1,5 +1,7 @@
 """How long lists of ids must be, and that a batch that needs more gets more."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -71,9 +73,9 @@ def test_each_step_routes_the_batch_of_three_steps_later(mesh):
         placed, routed = router(batch)
         assert bool(alone) == (i < 3)  # later ones were routed by a step
         assert int(routed.need) == int(Router(mesh, TABLES)(batch)[1].need)
-        coming = router.next_to_route(batch, placed)
+        (coming,) = router.next_to_route([batch], (placed,))
         np.testing.assert_array_equal(coming.ids, batches[i + 3 if i < 3 else i][1].ids)
-        router.keep(batch, routed, run_alone(router.capacity, coming))
+        router.keep([batch], [routed], [run_alone(router.capacity, coming)])
 
 
 def test_the_host_reads_its_own_memory(mesh):
@@ -86,12 +88,43 @@ def test_the_host_reads_its_own_memory(mesh):
 def test_a_step_writes_over_the_ways_of_the_batch_before(mesh):
     router = Router(mesh, TABLES)
     batches = [batch_of(4 + i) for i in range(2)]
-    (placed, first), (_, second) = map(router, batches)
-    assert router.spent(placed) is not first  # none are there: some are made
-    router.keep(batches[0], first, router._run(router.capacity, placed))
-    assert router.spent(placed) is first
-    router.keep(batches[1], second, router._run(router.capacity, placed))
-    assert router.spent(placed) is second
+    placed, routed = router.together(batches)
+    ways = [router._run(router.capacity, x) for x in placed]
+    assert not set(map(id, router.spent(placed))) & set(map(id, routed))  # new ones
+    router.keep(batches, routed, ways)
+    assert router.spent(placed[:1])[0] is routed[0]
+    assert router.spent(placed)[0] is routed[1]  # the other is made
+    router.keep(batches[:1], routed[:1], ways[:1])
+    router.capacity += 8
+    assert router.spent(placed[:1])[0].capacity == router.capacity
+
+
+def test_a_call_routes_the_batches_of_the_call_after_the_next(mesh):
+    router = Router(mesh, TABLES, steps_per_call=2)
+    batches = [batch_of(4 + i) for i in range(8)]
+    run_alone, alone = router._run, []
+    router._run = lambda *args: alone.append(args) or run_alone(*args)
+    steps = router.ahead(enumerate(batches))
+    for first in range(0, 8, 2):
+        taken = [batch for _, batch in itertools.islice(steps, 2)]
+        assert all(a is b for a, b in zip(taken, batches[first:], strict=False))
+        alone.clear()
+        placed, routed = router.together(taken)
+        assert bool(alone) == (first < 4)
+        for one, batch in zip(routed, taken, strict=True):
+            assert int(one.need) == int(Router(mesh, TABLES)(batch)[1].need)
+        coming = router.next_to_route(taken, placed)
+        later = batches[first + 4 : first + 6] or taken
+        for one, batch in zip(coming, later, strict=True):
+            np.testing.assert_array_equal(one.ids, batch.ids)
+        router.keep(taken, routed, [run_alone(router.capacity, one) for one in coming])
+
+
+def test_batches_of_a_call_have_lists_of_the_same_length(mesh):
+    router = Router(mesh, TABLES, steps_per_call=2)
+    small, large = batch_of(4), batch_of(256)
+    _, (first, second) = router.together([small, large])
+    assert first.capacity == second.capacity == router.capacity >= int(second.need)
 
 
 def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
@@ -99,15 +132,16 @@ def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     first, *others = [batch_of(n) for n in (4, 5, 6, 256, 7)]
     steps = router.ahead((i, batch) for i, batch in enumerate([first, *others]))
     _, batch = next(steps)
-    placed, routed = router(batch)
+    placed, routed = router.together([batch])
     small = router.capacity
-    router.keep(batch, routed, router._run(small, router.next_to_route(batch, placed)))
+    (coming,) = router.next_to_route([batch], placed)
+    router.keep([batch], routed, [router._run(small, coming)])
     for _, batch in steps:
-        placed, routed = router(batch)
-        assert routed.capacity == router.capacity
-        assert router.spent(placed).capacity == router.capacity
-        ways = router._run(small, router.next_to_route(batch, placed))
-        router.keep(batch, routed, ways)
+        placed, routed = router.together([batch])
+        assert routed[0].capacity == router.capacity
+        assert router.spent(placed)[0].capacity == router.capacity
+        (coming,) = router.next_to_route([batch], placed)
+        router.keep([batch], routed, [router._run(small, coming)])
     assert router.climbs == 1 and router.capacity > small
 
 

@@ -91,12 +91,12 @@ def slow_down(seconds: int) -> None:
         got.set()
         handle(self, number, frame)
 
-    def step(self, position, batch):
+    def step(self, taken):
         print(f"taking step {self.progress.step}", flush=True)
         while self.progress.step and not got.is_set():
             time.sleep(0.05)
         time.sleep(seconds)
-        plain(self, position, batch)
+        plain(self, taken)
 
     AgreedStop.__call__, Loop.step = __call__, step
 
@@ -104,10 +104,10 @@ def slow_down(seconds: int) -> None:
 def stall_at(stall: int | None) -> None:
     plain = Loop.step
 
-    def step(self, position, batch):
+    def step(self, taken):
         if self.progress.step == stall:
             hang(f"step {stall}")
-        plain(self, position, batch)
+        plain(self, taken)
 
     Loop.step = step
 

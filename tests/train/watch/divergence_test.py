@@ -22,12 +22,12 @@ def explode(monkeypatch, *steps):
     """Makes the parameters huge, once before each of the steps."""
     left, plain = list(steps), Loop.step
 
-    def spy(self, position, batch):
+    def spy(self, taken):
         if left and self.progress.step == left[0]:
             left.pop(0)
             params = jax.tree.map(lambda x: 1e4 * x, self.state.params)
             self.state = dataclasses.replace(self.state, params=params)
-        plain(self, position, batch)
+        plain(self, taken)
 
     monkeypatch.setattr(Loop, "step", spy)
 
@@ -83,8 +83,9 @@ def test_a_run_that_diverges_again_and_again_fails(tmp_path, monkeypatch):
 def test_a_run_that_takes_no_step_fails(tmp_path, monkeypatch):
     plain = Loop.step
 
-    def spy(self, position, batch):
-        plain(self, position, batch._replace(dense=batch.dense * np.nan))
+    def spy(self, taken):
+        ((position, batch),) = taken
+        plain(self, [(position, batch._replace(dense=batch.dense * np.nan))])
 
     monkeypatch.setattr(Loop, "step", spy)
     with pytest.raises(TrainingFailed, match="the last 6 steps .* were skipped"):

@@ -47,7 +47,7 @@ def _plant_outlier(monkeypatch):
     """
     plain, kills = Loop.step, [SINCE + 2]
 
-    def planted(self, position, batch):
+    def planted(self, taken):
         if self.progress.step in kills:
             kills.clear()
             raise KeyboardInterrupt
@@ -55,11 +55,13 @@ def _plant_outlier(monkeypatch):
             table = self.state.table.at[PLANTED_ID].set(1e6)
             self.state = dataclasses.replace(self.state, table=table)
         if self.progress.step >= SINCE:
+            ((position, batch),) = taken
             ids, weights = np.array(batch.ids), np.array(batch.weights)
             ids[ids[:, 0] == PLANTED_ID, 0] = 0
             ids[0, 0], weights[0] = PLANTED_ID, 0.0
             batch = batch._replace(ids=ids, weights=weights)
-        plain(self, position, batch)
+            taken = [(position, batch)]
+        plain(self, taken)
 
     monkeypatch.setattr(Loop, "step", planted)
 

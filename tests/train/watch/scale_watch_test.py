@@ -199,10 +199,10 @@ def test_an_interrupted_run_warns_as_the_whole_one(tmp_path, monkeypatch):
     train(on_table(tmp_path, workdir=tmp_path / "whole", **options))
     plain = Loop.step
 
-    def stop(self, position, batch):
+    def stop(self, taken):
         if self.progress.step == 14:
             raise KeyboardInterrupt
-        plain(self, position, batch)
+        plain(self, taken)
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "step", stop)
