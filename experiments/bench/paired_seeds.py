@@ -8,8 +8,11 @@ Runs of one seed share initial weights, dropout and the order of examples, so th
 their difference is the recipe's. Options after `--` are passed to every run. An arm may
 have options of its own, in quotes: `--recipes bf16 "bf16 --embedding.dtype bf16"`.
 Prints and writes each arm's mean and spread, and its difference from the first arm with
-the 95 % interval of the mean difference (Student's t over the pairs); the file is
-written after every seed.
+the 95 % interval of the mean difference (Student's t over the pairs).
+
+The file is written after every run, and a command with the same options goes on with
+it: runs that it has are not repeated, so that seeds can be added, or an interrupted
+comparison ended. Differences are those of the seeds that all arms have.
 """
 
 import argparse
@@ -22,12 +25,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import scipy.stats
 
 from experiments.bench import result as results
 
 METRICS = ("auc", "logloss", "ne", "calibration")
+# Of the summary of a run: what is kept of each, and what all have alike.
+_OF_A_RUN = ("final_eval", "steps", "seconds", "skipped_steps", "best_valid", "sites")
+_OF_A_RUN += ("versions",)
+_OF_ALL = ("config", "final_split", "best_possible_ne")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
 
@@ -89,12 +98,12 @@ def paired(values: list[float], base: list[float]) -> dict[str, float | None]:
     return difference | {"half_interval_95": half}
 
 
-def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
+def compare(runs: Mapping[str, Sequence[dict]]) -> dict[str, dict]:
     """Returns, per arm and metric, the values, their spread, and the paired difference.
 
     Args:
-        runs: summaries of each arm in the order of the seeds; the others are compared
-            with the first arm.
+        runs: of each arm in the order of the seeds; the others are compared with the
+            first arm.
     """
     base = next(iter(runs.values()))
     table = {}
@@ -125,21 +134,78 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="the seeds are dealt to")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(arguments[:split])
-    runs: dict[str, list[dict]] = {recipe: [] for recipe in options.recipes}
-    result = {}
+    asked = {"config": options.config, "recipes": options.recipes, "extra": extra}
+    try:
+        result = earlier(options.out, asked)
+    except ValueError as error:
+        parser.error(str(error))
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        jobs = []
-        seeds = range(options.first_seed, options.first_seed + options.seeds)
-        for seed in seeds:
+        jobs = {}
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             gpu = None if options.gpus is None else seed % options.gpus
-            for recipe in options.recipes:
-                run = options.config, recipe, seed, extra, gpu
-                jobs.append((recipe, pool.submit(train_once, *run)))
-        for recipe, job in jobs:
-            runs[recipe].append(job.result())
-            if recipe == options.recipes[-1]:  # all of this seed are there
-                result = summarize(runs, seeds)
-                results.write(options.out, result)
+            for arm in options.recipes:
+                if str(seed) not in result["runs"][arm]:
+                    run = options.config, arm, seed, extra, gpu
+                    jobs[pool.submit(train_once, *run)] = arm, seed
+        for job in concurrent.futures.as_completed(jobs):
+            result = with_run(result, *jobs[job], job.result())
+            results.write(options.out, result)
+    show(result)
+
+
+def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the result in a file, or one without runs if there is none.
+
+    Args:
+        out: the file.
+        asked: the options that all of its runs have.
+
+    Raises:
+        ValueError: if the runs in the file have other options.
+    """
+    if not out.exists():
+        runs = {arm: {} for arm in asked["recipes"]}
+        return {"command": results.command(), "arguments": asked, "runs": runs}
+    found = json.loads(out.read_text())
+    if (had := found.get("arguments")) != asked:
+        raise ValueError(
+            f"--out {out} has runs of {had}, not of {asked}: name another."
+        )
+    return found
+
+
+def with_run(
+    result: dict[str, Any], arm: str, seed: int, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the result with another run, compared over the seeds that all arms have.
+
+    Args:
+        result: so far.
+        arm: of the run.
+        seed: of the run.
+        summary: its `summary.json`.
+    """
+    run = {name: summary[name] for name in _OF_A_RUN}
+    runs = result["runs"] | {arm: result["runs"][arm] | {str(seed): run}}
+    seeds = sorted(set.intersection(*(set(map(int, x)) for x in runs.values())))
+    paired = {arm: [runs[arm][str(seed)] for seed in seeds] for arm in runs}
+    about = {name: summary[name] for name in _OF_ALL}
+    return {
+        **{name: result[name] for name in ("command", "arguments")},
+        **about,
+        "seeds": seeds,
+        **{
+            name: {arm: [run[name] for run in rows] for arm, rows in paired.items()}
+            for name in ("steps", "seconds", "skipped_steps", "best_valid")
+        },
+        "fp8_sites": {arm: rows[0]["sites"] for arm, rows in paired.items() if rows},
+        "arms": compare(paired) if seeds else {},
+        "runs": runs,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints each arm's metrics, and how they differ from those of the first."""
     for arm, metrics in result["arms"].items():
         for name, metric in metrics.items():
             delta = metric["minus_first"]
@@ -147,32 +213,6 @@ def main() -> None:
                 f"{arm:34} {name:12}{metric['mean']:.5f} +- {metric['std']:.5f}  "
                 f"delta {delta['mean']:+.5f} +- {delta['half_interval_95'] or 0:.5f}"
             )
-
-
-def summarize(runs: dict[str, list[dict]], seeds: range) -> dict:
-    """Returns the result of the first of some seeds.
-
-    Args:
-        runs: summaries of each arm, in the order of the seeds.
-        seeds: of the runs and of those to come.
-    """
-    first = next(iter(runs.values()))[0]
-    return {
-        "command": results.command(),
-        "config": first["config"],
-        "versions": first["versions"],
-        "seeds": list(seeds[: len(next(iter(runs.values())))]),
-        "split": first["final_split"],
-        "steps": {r: [s["steps"] for s in rows] for r, rows in runs.items()},
-        "seconds": {r: [s["seconds"] for s in rows] for r, rows in runs.items()},
-        "skipped_steps": {
-            r: [s["skipped_steps"] for s in rows] for r, rows in runs.items()
-        },
-        "fp8_sites": {r: rows[0]["sites"] for r, rows in runs.items()},
-        "best_possible_ne": first["best_possible_ne"],
-        "best_valid": {r: [s["best_valid"] for s in rows] for r, rows in runs.items()},
-        "arms": compare(runs),
-    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""Paired runs: each is kept, and pairs are those of the seeds that all arms have."""
+
+import json
+import sys
+
+import pytest
+
+from experiments.bench import paired_seeds
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Lists the runs that are trained; those in `fails` fail."""
+    made, fails = [], set()
+
+    def train_once(config, arm, seed, extra, gpu=None):
+        made.append((arm, seed))
+        if (arm, seed) in fails:
+            raise RuntimeError("no space left")
+        ne = 0.8 + 0.001 * seed + (0.01 if arm != "bf16" else 0.0) * (1 + seed)
+        return {
+            "final_eval": dict.fromkeys(paired_seeds.METRICS, ne),
+            **{"steps": 10, "seconds": 1.5, "skipped_steps": 0, "best_valid": {}},
+            **{"sites": {"total": 3, "fp8": 2}, "config": {}, "versions": {}},
+            **{"final_split": "test", "best_possible_ne": None},
+        }
+
+    monkeypatch.setattr(paired_seeds, "train_once", train_once)
+    return made, fails
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """Runs the command; returns what it has written."""
+
+    def run(*options, recipes=("bf16", "fp8_rowwise")):
+        command = ["--config", "x", "--recipes", *recipes, "--out"]
+        command += [str(tmp_path / "out.json"), *options]
+        monkeypatch.setattr(sys, "argv", ["paired_seeds.py", *command])
+        paired_seeds.main()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+def test_seeds_are_added_to_those_that_are_there(trained, compare, capsys):
+    made, _ = trained
+    first = compare("--seeds", "2")
+    assert first["seeds"] == [0, 1] and len(made) == 4
+    made.clear()
+    result = compare("--seeds", "3", "--jobs", "2")
+    assert sorted(made) == [("bf16", 2), ("fp8_rowwise", 2)]
+    assert result["seeds"] == [0, 1, 2]
+    ne = result["arms"]["fp8_rowwise"]["ne"]
+    assert ne["minus_first"]["mean"] == pytest.approx(0.02)
+    assert ne["values"] == pytest.approx([0.81, 0.821, 0.832])
+    assert "delta +0.02000" in capsys.readouterr().out
+    made.clear()
+    assert compare("--seeds", "3") == result and not made
+
+
+def test_a_failure_loses_no_other_run(trained, compare, tmp_path):
+    made, fails = trained
+    fails.add(("fp8_rowwise", 1))
+    with pytest.raises(RuntimeError, match="no space left"):
+        compare("--seeds", "2")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["seeds"] == [0] and list(result["runs"]["bf16"]) == ["0", "1"]
+    fails.clear()
+    made.clear()
+    assert compare("--seeds", "2")["seeds"] == [0, 1]
+    assert made == [("fp8_rowwise", 1)]
+
+
+def test_runs_of_other_options_are_not_mixed(trained, compare, capsys):
+    compare("--seeds", "1")
+    for other in ({"recipes": ("bf16", "fp8_tensorwise")}, {}):
+        extra = () if other else ("--", "--optim.lr", "1")
+        with pytest.raises(SystemExit) as exit_code:
+            compare("--seeds", "1", *extra, **other)
+        assert exit_code.value.code == 2
+        assert "name another" in capsys.readouterr().err
