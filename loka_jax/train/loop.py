@@ -125,7 +125,7 @@ class Loop:
                 if self._save_is_due():
                     self._save()
                 watchdog.alive()
-                if stop.reached(self.progress.step) or self.progress.plateau.stop:
+                if stop.reached() or self.progress.plateau.stop:
                     break
         if not self._save_is_due():
             self._save()

@@ -41,7 +41,7 @@ def main(workdir: str, watchdog: str, num_steps: str) -> int:
                     total = jax.block_until_ready(step(total, batch))
                 watch.alive()
                 print(f"step {number}: {float(total):g}", flush=True)
-                if stop.reached(number):
+                if stop.reached():
                     break
                 time.sleep(0.01)
         print(f"saved step {number}", flush=True)

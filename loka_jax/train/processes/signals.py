@@ -39,13 +39,8 @@ class StopRequest:
         """130 after Ctrl-C, 143 after SIGTERM, else 0."""
         return 0 if self._signal is None else 128 + self._signal
 
-    def reached(self, step: int) -> bool:
-        """Returns whether to stop after a step; several processes all ask after each.
-
-        Args:
-            step: the number of steps taken.
-        """
-        del step
+    def reached(self) -> bool:
+        """Returns whether to stop here; all processes ask at the same places."""
         return self.is_set
 
     @contextmanager
@@ -86,6 +81,7 @@ class AgreedStop(StopRequest):
         """Starts without a signal."""
         super().__init__()
         self._is_agreed = False
+        self._asked = 0
 
     @property
     def is_set(self) -> bool:
@@ -99,9 +95,12 @@ class AgreedStop(StopRequest):
             return 0
         return 128 + (self._signal or signal.SIGTERM)
 
-    def reached(self, step: int) -> bool:
-        """Returns whether all processes stop after this step."""
-        self._is_agreed = self._is_agreed or reached_preemption_sync_point(step)
+    def reached(self) -> bool:
+        """Returns whether all processes stop here."""
+        # Processes agree on the next number after the highest, so that none may be
+        # left out: not steps, of which a call may take several.
+        self._asked += 1
+        self._is_agreed = self._is_agreed or reached_preemption_sync_point(self._asked)
         return self._is_agreed
 
     def __call__(self, number: int, _frame):

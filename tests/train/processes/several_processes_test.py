@@ -151,16 +151,18 @@ def test_a_stuck_process_is_noticed_and_nothing_is_lost(runs):
     assert runs.outcome("stuck") == runs.outcome("one")
 
 
-def test_a_signal_saves_the_step_of_all(runs):
-    process = runs.start("signal", 2, "slow=1")
-    runs.wait_for("signal", process, "taking step 1")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_signal_saves_the_step_of_all(runs, steps):
+    name = f"signal-{steps}"
+    process = runs.start(name, 2, "slow=1", f"steps_per_call={steps}")
+    runs.wait_for(name, process, "taking step 1")
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert (process.returncode, errors) == (143, ""), out + errors
     assert "and saved: continue with --resume" in out
-    assert Checkpoints(runs.folder / "signal/checkpoints").latest_step() in range(2, 8)
-    runs.train("signal", 2, "resume=1")
-    assert runs.outcome("signal") == runs.outcome("one")
+    assert Checkpoints(runs.folder / name / "checkpoints").latest_step() in range(2, 8)
+    runs.train(name, 2, "resume=1", f"steps_per_call={steps}")
+    assert runs.outcome(name) == runs.outcome("one")
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs):
