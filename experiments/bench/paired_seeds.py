@@ -148,7 +148,8 @@ def main() -> None:
                     run = options.config, arm, seed, extra, gpu
                     jobs[pool.submit(train_once, *run)] = arm, seed
         for job in concurrent.futures.as_completed(jobs):
-            result = with_run(result, *jobs[job], job.result())
+            arm, seed = jobs[job]
+            result = with_run(result, arm, seed, job.result())
             results.write(options.out, result)
     show(result)
 

@@ -277,16 +277,14 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
         return kernels_by_part(text, chain)
     router, devices = run.spread.router, run.spread.mesh.size
 
-    def next_parts(parts: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
-        placed, routed = held["batch"], held["routed"]
-        after, _, ways = compiled(parts, placed, routed, placed, held["spent"])
-        held["routed"], held["spent"] = ways.routed, routed
+    def next_parts(parts: dict[str, Any], held: list) -> dict[str, Any]:
+        placed, routed, spent = held
+        after, _, (made, _) = compiled(parts, placed, routed, placed, spent)
+        held[1:] = made, routed
         return after
 
     held = [
-        dict(zip(("batch", "routed"), router(batch), strict=True))
-        | {"spent": router(batch)[1]}
-        for batch in batches
+        [*router.together([batch]), router.together([batch])[1]] for batch in batches
     ]
     chain = chain_of(next_parts, [vars(state)], held, lambda parts: parts["step"])
     return kernels_by_part(text, chain, devices)

@@ -81,17 +81,20 @@ def test_without_one_gpu_the_planner_stands_alone():
 
 
 @pytest.mark.slow
-def test_steps_are_timed_and_split(tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_steps_are_timed_and_split(tmp_path, monkeypatch, steps_per_call):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
 
     def profile_ops(chain):
-        jax.block_until_ready(chain(2))
+        jax.block_until_ready(chain(10))  # some batches twice
         return {"one": 3.0, "another": 5.0}
 
     monkeypatch.setattr(step_parts, "profile_ops", profile_ops)
     options = scaling_job.Options(steps=7, plans=str(tmp_path))
-    found = scaling_job.measure(CONFIG, Point(2, 32), options, ALONE)
+    loop = dataclasses.replace(CONFIG.loop, steps_per_call=steps_per_call)
+    config = dataclasses.replace(CONFIG, loop=loop)
+    found = scaling_job.measure(config, Point(2, 32), options, ALONE)
     assert found["step"]["median_us"] > 0 and found["with_input"]["median_us"] > 0
     assert found["queue_us"] > 0
     assert found["skipped"] == 0 and (tmp_path / "plan-32.json").exists()

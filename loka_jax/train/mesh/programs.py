@@ -36,7 +36,7 @@ class RoutedStep:
 
     Their program takes the parts of the state, the batches and the ways of their ids,
     as many batches to route, and ways to write over. It returns the parts of the next
-    state, what `sync` takes, and the ways of the coming batches' ids.
+    state, what `sync` takes, and the ways of the coming batches' ids (`Ways`).
     """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
@@ -48,8 +48,8 @@ class RoutedStep:
         placed, routed = self._router.together(batches)
         coming = self._router.next_to_route(batches, placed)
         spent = self._router.spent(placed)
-        parts, before, ways = self._program(vars(state), placed, routed, coming, spent)
-        self._router.keep(batches, routed, ways)
+        parts, before, made = self._program(vars(state), placed, routed, coming, spent)
+        self._router.keep(batches, routed, made)
         return self._sync.after(state, TrainState(**parts), before)
 
     def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:

@@ -87,27 +87,43 @@ class Counts(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """What a program that routes a batch returns.
+    """The ways of a batch that a program has routed.
 
     Attributes:
         routed: on the devices.
-        need: that of `routed`, in the host's memory, as the host would take 0.3 ms to
-            read it from a device.
+        needs: the `need` of all batches of that program, along axis 0, in the host's
+            memory, as the host would take 0.3 ms to read one from a device.
+        place: of this batch among them.
     """
 
     routed: RoutedBatch
-    need: Any
+    needs: Any
+    place: int
+
+    def need(self) -> Any:
+        """Returns the length of the longest list, by stack, once the program has it."""
+        return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
 
 
 _EVERYWHERE: Any = P()
 SPECS = RoutedBatch(BATCH, _EVERYWHERE, _EVERYWHERE, _EVERYWHERE)
-WAYS_SPECS = Ways(SPECS, _EVERYWHERE)
 
 
-def ways_shardings(mesh: Mesh) -> Ways:
-    """Returns where a program of a mesh puts the ways of a batch."""
+def ways_specs(count: int) -> tuple[Any, P]:
+    """Returns how what a program returns of some batches lies on a mesh."""
+    return (SPECS,) * count, _EVERYWHERE
+
+
+def ways_shardings(mesh: Mesh, count: int) -> tuple[Any, NamedSharding]:
+    """Returns where a program of a mesh puts what it returns of some batches."""
     on_host = NamedSharding(mesh, _EVERYWHERE, memory_kind="pinned_host")
-    return Ways(shardings(mesh, SPECS), on_host)
+    return shardings(mesh, (SPECS,) * count), on_host
+
+
+def with_needs(routed: Sequence[RoutedBatch]) -> tuple[tuple[RoutedBatch, ...], Any]:
+    """Returns what a program returns of some batches: see `Ways`."""
+    needs = jax.tree.map(lambda *x: jnp.stack(x), *(one.need for one in routed))
+    return tuple(routed), needs
 
 
 def asked(routes: Any) -> list[Array]:
@@ -115,7 +131,7 @@ def asked(routes: Any) -> list[Array]:
     return [route.asked for route in jax.tree.leaves(routes, is_leaf=_is_routed)]
 
 
-def agreed(routes: Any, arrived: list[Array], each: Counts) -> Ways:
+def agreed(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
     """Returns the ways of a batch.
 
     Args:
@@ -129,7 +145,7 @@ def agreed(routes: Any, arrived: list[Array], each: Counts) -> Ways:
     )
     need = jax.tree.map(lambda x: jnp.max(x, axis=0), each.need)
     bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
-    return Ways(RoutedBatch(routes, need, bad, weight), need)
+    return RoutedBatch(routes, need, bad, weight)
 
 
 def capacity_for(need: float, most: int) -> int:
@@ -185,7 +201,7 @@ class Router:
             functools.partial(_route, mesh, self.part),
             static_argnums=0,
             in_shardings=self.sharding,
-            out_shardings=ways_shardings(mesh),
+            out_shardings=ways_shardings(mesh, 1),
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -212,7 +228,7 @@ class Router:
         coming = self._find(batch)
         placed, ways = coming.placed, coming.ways
         while ways is None or not self._fits(ways):
-            ways = self._run(self.capacity, placed)
+            ways = self._alone(placed)
         self._has_routed = True
         return placed, ways.routed
 
@@ -242,15 +258,15 @@ class Router:
         found = [x for x in self._spent if x.capacity == self.capacity]
         taken, self._spent = found[: len(placed)], found[len(placed) :]
         lacking = placed[len(taken) :]
-        return *taken, *(self._run(self.capacity, x).routed for x in lacking)
+        return *taken, *(self._alone(x).routed for x in lacking)
 
     def keep(
         self,
         batches: Sequence[Batch],
         routed: Sequence[RoutedBatch],
-        ways: Sequence[Ways],
+        made: tuple[Sequence[RoutedBatch], Any],
     ) -> None:
-        """Keeps what the steps of `batches` have routed for later ones.
+        """Keeps what the steps of `batches` have `made` for later ones.
 
         And their own ways `routed`, for later steps to write over.
         """
@@ -258,8 +274,9 @@ class Router:
         for coming in self._coming:
             if any(coming.batch is batch for batch in batches):
                 coming.ways = None
-        for coming, found in zip(self._followers(batches), ways, strict=False):
-            coming.ways = found
+        later, needs = made
+        for i, coming in enumerate(self._followers(batches)):
+            coming.ways = Ways(later[i], needs, i)
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the ways of the ids of a device's part of a batch, by stack.
@@ -272,6 +289,11 @@ class Router:
             batch: the part.
         """
         return _route_part(self._tables, self._implementation, capacity, batch)
+
+    def _alone(self, placed: Batch) -> Ways:
+        """Returns the ways of a batch by a program of its own."""
+        (routed,), needs = self._run(self.capacity, placed)
+        return Ways(routed, needs, 0)
 
     def _find(self, batch: Batch) -> "_Coming":
         found = (x for x in self._coming if x.batch is batch)
@@ -291,7 +313,7 @@ class Router:
 
     def _fits(self, ways: Ways) -> bool:
         """Returns whether all lists fit, after making room for those that do not."""
-        routed = ways.routed._replace(need=jax.tree.map(np.asarray, ways.need))
+        routed = ways.routed._replace(need=ways.need())
         if any(missing > 0 for missing in routed.missing):
             self.capacity = jax.tree.map(
                 self._enough, routed.need, self.capacity, self._most
@@ -317,19 +339,19 @@ class _Coming:
     ways: Ways | None = None
 
 
-def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Ways:
+def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Any:
     """Returns the ways of the ids of a batch that is spread over all devices."""
 
-    def ways(batch: Batch) -> Ways:
+    def ways(batch: Batch) -> Any:
         routes, counts = part(capacity, batch)
         arrived = swapped(asked(routes), SHARD)
-        return agreed(routes, arrived, few_numbers.gathered(counts))
+        return with_needs([agreed(routes, arrived, few_numbers.gathered(counts))])
 
     return jax.shard_map(
         ways,
         mesh=mesh,
         in_specs=BATCH,
-        out_specs=WAYS_SPECS,
+        out_specs=ways_specs(1),
         check_vma=False,
     )(batch)
 

@@ -24,11 +24,12 @@ from loka_jax.train.mesh.devices import (
 from loka_jax.train.mesh.programs import RoutedProgram, RoutedStep
 from loka_jax.train.mesh.routing import (
     SPECS,
-    WAYS_SPECS,
     Router,
     agreed,
     asked,
     ways_shardings,
+    ways_specs,
+    with_needs,
 )
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
@@ -85,7 +86,7 @@ class Spread:
 
         def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
             del spent
-            state, before, ways = TrainState(**parts), None, []
+            state, before, made = TrainState(**parts), None, []
             for i, batch in enumerate(batches):
                 with jax.named_scope("route"):
                     capacity = routed[i].capacity
@@ -94,14 +95,16 @@ class Spread:
                 state, before, each, arrived = step(
                     state, batch, routed[i], counts, asked(routes)
                 )
-                ways.append(agreed(routes, arrived, each))
-            return vars(state), before, tuple(ways)
+                made.append(agreed(routes, arrived, each))
+            return vars(state), before, with_needs(made)
 
         specs, every = state_specs(), (SPECS,) * steps
         in_specs = (specs, BATCH, every, BATCH, every)
-        out_specs = (specs, BATCH, (WAYS_SPECS,) * steps)
-        ways_places = (ways_shardings(self.mesh),) * steps
-        places = *shardings(self.mesh, out_specs[:2]), ways_places
+        out_specs = (specs, BATCH, ways_specs(steps))
+        places = (
+            *shardings(self.mesh, out_specs[:2]),
+            ways_shardings(self.mesh, steps),
+        )
         program = self._compiled(
             parts_after, in_specs, out_specs, places, donate=(0, 4)
         )

@@ -174,11 +174,11 @@ def test_the_compiled_step_says_what_travels():
 def test_a_list_that_does_not_fit_skips_the_step():
     run = run_of(2, 4)
     router, (placed, routed) = run.spread.router, run.spread.router(batch_of(2))
-    short = router._run(int(routed.need) - 1, placed).routed
+    (short,), _ = router._run(int(routed.need) - 1, placed)
     program = run.step._step._program
     state = spread(run, warm())
     before = jax.device_get(vars(state))
-    spent = router._run(int(routed.need) - 1, placed).routed
+    (spent,), _ = router._run(int(routed.need) - 1, placed)
     program = functools.partial(program, vars(state), (placed,), (short,), (placed,))
     after, *_ = jax.device_get(program((spent,)))
     moved = {name for name in before if digest(before[name]) != digest(after[name])}

@@ -9,7 +9,7 @@ import pytest
 from loka_jax.data import Batch
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of, require_places
-from loka_jax.train.mesh.routing import Router, capacity_for
+from loka_jax.train.mesh.routing import Router, Ways, capacity_for, with_needs
 
 TABLES = TableSpec(rows=(40_000, 50), dim=4)
 
@@ -75,26 +75,26 @@ def test_each_step_routes_the_batch_of_three_steps_later(mesh):
         assert int(routed.need) == int(Router(mesh, TABLES)(batch)[1].need)
         (coming,) = router.next_to_route([batch], (placed,))
         np.testing.assert_array_equal(coming.ids, batches[i + 3 if i < 3 else i][1].ids)
-        router.keep([batch], [routed], [run_alone(router.capacity, coming)])
+        router.keep([batch], [routed], run_alone(router.capacity, coming))
 
 
 def test_the_host_reads_its_own_memory(mesh):
     router = Router(mesh, TABLES)
-    ways = router._run(router.capacity, router.put(batch_of(4)))
-    assert ways.need.sharding.memory_kind == "pinned_host"
-    assert int(ways.need) == int(ways.routed.need)
+    (routed,), needs = router._run(router.capacity, router.put(batch_of(4)))
+    assert needs.sharding.memory_kind == "pinned_host"
+    assert int(Ways(routed, needs, 0).need()) == int(routed.need)
 
 
 def test_a_step_writes_over_the_ways_of_the_batch_before(mesh):
     router = Router(mesh, TABLES)
     batches = [batch_of(4 + i) for i in range(2)]
     placed, routed = router.together(batches)
-    ways = [router._run(router.capacity, x) for x in placed]
+    made = with_needs([router._run(router.capacity, x)[0][0] for x in placed])
     assert not set(map(id, router.spent(placed))) & set(map(id, routed))  # new ones
-    router.keep(batches, routed, ways)
+    router.keep(batches, routed, made)
     assert router.spent(placed[:1])[0] is routed[0]
     assert router.spent(placed)[0] is routed[1]  # the other is made
-    router.keep(batches[:1], routed[:1], ways[:1])
+    router.keep(batches[:1], routed[:1], made)
     router.capacity += 8
     assert router.spent(placed[:1])[0].capacity == router.capacity
 
@@ -117,7 +117,8 @@ def test_a_call_routes_the_batches_of_the_call_after_the_next(mesh):
         later = batches[first + 4 : first + 6] or taken
         for one, batch in zip(coming, later, strict=True):
             np.testing.assert_array_equal(one.ids, batch.ids)
-        router.keep(taken, routed, [run_alone(router.capacity, one) for one in coming])
+        made = [run_alone(router.capacity, one)[0][0] for one in coming]
+        router.keep(taken, routed, with_needs(made))
 
 
 def test_batches_of_a_call_have_lists_of_the_same_length(mesh):
@@ -135,13 +136,13 @@ def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     placed, routed = router.together([batch])
     small = router.capacity
     (coming,) = router.next_to_route([batch], placed)
-    router.keep([batch], routed, [router._run(small, coming)])
+    router.keep([batch], routed, router._run(small, coming))
     for _, batch in steps:
         placed, routed = router.together([batch])
         assert routed[0].capacity == router.capacity
         assert router.spent(placed)[0].capacity == router.capacity
         (coming,) = router.next_to_route([batch], placed)
-        router.keep([batch], routed, [router._run(small, coming)])
+        router.keep([batch], routed, router._run(small, coming))
     assert router.climbs == 1 and router.capacity > small
 
 
