@@ -119,10 +119,11 @@ def make_mesh_train_step(
             accumulated, gradients, options.microbatches, probe is not None
         )
 
-    def step(state: TrainState, batch: Batch, routed: RoutedBatch, few: Any, sent: Any):
+    def step(state: TrainState, batch: Batch, routed: RoutedBatch, few, to_send):
         with jax.named_scope("lookup"):
             how = wire, row_update.implementation
-            rows, sent = _fetch(network, tables, state, batch, routed, how, sent)
+            parts = network, tables, state, batch, routed
+            rows, arrived = _fetch(*parts, how, to_send)
         key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
         key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
         with merging_over_devices():
@@ -168,7 +169,7 @@ def make_mesh_train_step(
             **count_step(is_finite, state),
             bad_ids=state.bad_ids + routed.bad_ids,
         )
-        return after, before, merged.few, sent
+        return after, before, merged.few, arrived
 
     return step
 
@@ -229,11 +230,11 @@ def _fetch(
     batch: Batch,
     routed: RoutedBatch,
     how: tuple[MeshConfig, Implementation | None],
-    sent: Any = (),
+    to_send: Any = (),
 ) -> tuple[Any, Any]:
     """Returns the fields' embeddings of this device's part of a batch, by stack.
 
-    And what shards have sent to this one, by the same collective as the rows.
+    And what arrives of what all shards have `to_send`, by the collective of the rows.
     """
     wire, implementation = how
     # The model would cast them first of all: as in a step without a mesh.
@@ -254,9 +255,9 @@ def _fetch(
         return rows.reshape(*part.ids.shape, -1).astype(dtype)
 
     payloads = by_stack(offered, tables, state.table, routed.routes)
-    payloads, sent = swapped((payloads, sent), SHARD)
+    payloads, arrived = swapped((payloads, to_send), SHARD)
     parts = split(tables, batch), routed.routes, payloads
-    return by_stack(received, tables, *parts), sent
+    return by_stack(received, tables, *parts), arrived
 
 
 def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
