@@ -163,23 +163,19 @@ def test_growth_a_step_is_caught_by_looks_at_every_64th(name):
     assert fed(measures, steps=64).looks <= BEFORE - 6 + LOOKS + 1
 
 
-@pytest.mark.parametrize(
-    "power, at_look, times, looks_taken", [(0.8, 62, 6.7, 312), (2.6, 16, 12.9, 20)]
-)
-def test_growth_as_healthy_training_has_shown_it_is_none(
-    power, at_look, times, looks_taken
-):
-    """Alarms by earlier rules, at columns that grow by a power of the time.
+def test_growth_as_healthy_training_has_shown_it_is_none():
+    """The first alarm by the earlier rule: a column 6.7 times as large in 4,000 steps.
 
-    Of `fp8_dlrm` 6.7 times as large in 4,000 steps, and of `fp8_mlperf_dcnv2` some 37
-    times from step 256 to step 1,000.
+    Here it grows by a power of the time, 9 times from the looks that settle to the
+    62nd, and goes on.
     """
+    looks_taken, steps = 312, 64
     factors = np.ones((looks_taken, K), np.float32)
-    factors[:, 3] = (1 + np.arange(looks_taken)) ** power
+    factors[:, 3] = (1 + np.arange(looks_taken)) ** 0.8
     measures = np.asarray(looks(jax.random.key(0), factors, "fp8_rowwise"))
     peaks = measures[:, 0, list(RULES).index("peak")]
-    assert peaks[at_look - 1] - peaks[SETTLING - 1] > np.log2(times)
-    site = fed(measures, steps=64)
+    assert peaks[61] - peaks[SETTLING - 1] > np.log2(6.7)
+    site = fed(measures, steps=steps)
     assert site.looks == looks_taken and not site.has_drifted
 
 
