@@ -68,8 +68,12 @@ class Dcnv2(RankingModel):
         if self.structure == "stacked":
             out = mlp(cross((bottom, flat), hand_on=True), train=train)
         else:
-            x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
-            crossed, deep = cross(x0), mlp(_separated(x0), train=train)
+            crossed = cross((bottom, flat), hand_on=True)
+            if isinstance(crossed, nn.Crossed):
+                crossed, deep = mlp(crossed, train=train, beside=True)
+            else:
+                x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
+                deep = mlp(_separated(x0), train=train)
             out = nn.join_features(crossed, deep, multiple=1)
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 

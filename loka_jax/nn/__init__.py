@@ -23,6 +23,7 @@ from loka_jax.nn.overwriting import accumulate, overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
+from loka_jax.ops.cross import Crossed
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
@@ -39,6 +40,7 @@ __all__ = [
     "Compress",
     "Converted",
     "CrossNet",
+    "Crossed",
     "Dense",
     "Fm",
     "FmLcb",

@@ -57,10 +57,12 @@ class CrossNet(linen.Module):
         Args:
             x0: the features, or two arrays of them, see `join_features`.
             hand_on: return a network that is one operation as it is: `Mlp` runs it
-                together with the layers that read its features.
+                together with the layers behind or beside it.
         """
-        parts = _parts(x0)
+        parts = x0 if isinstance(x0, tuple) and x0[0].shape[1] else (_joined(x0),)
         m, k = parts[0].shape[0], sum(x.shape[1] for x in parts)
+        if len(parts) > 1:  # as `join_features` pads them
+            k = padded(k)
         if self.fused:
             plans = self._plans(m, k)
             if self._is_one_operation(plans):
@@ -68,7 +70,7 @@ class CrossNet(linen.Module):
                 if hand_on:
                     return crossed
                 return cross.cross_network(crossed).astype(parts[0].dtype)
-        x = x0 = parts[0] if len(parts) == 1 else join_features(parts[0], parts[1])
+        x = x0 = _joined(x0)
         for i in range(self.num_layers):
             hidden = x
             for name, features, use_bias in self._products(i, x0.shape[1]):
@@ -133,12 +135,6 @@ class CrossNet(linen.Module):
         )
 
 
-def _parts(x0: Array | tuple[Array, Array]) -> tuple[Array, ...]:
-    """Returns features as arrays that a kernel can join, one where it cannot."""
-    if not isinstance(x0, tuple):
-        return (x0,)
-    widths = [x.shape[1] for x in x0]
-    is_full = padded(sum(widths)) == sum(widths)
-    if is_full and all(k and not k % 16 for k in widths):
-        return x0
-    return (join_features(*x0),)
+def _joined(x0: Array | tuple[Array, Array]) -> Array:
+    """Returns features as one array."""
+    return join_features(*x0) if isinstance(x0, tuple) else x0

@@ -15,6 +15,7 @@ from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
 from loka_jax.ops import cross, crossed_stack, wide_stack
 from loka_jax.ops.cross import Crossed
+from loka_jax.ops.interaction import join_features
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe, Role
@@ -59,15 +60,34 @@ class Mlp(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: Float[Array, "*rows k"] | Crossed, *, train: bool = False
-    ) -> Float[Array, "*rows n"]:
+        self,
+        x: Float[Array, "*rows k"] | Crossed,
+        *,
+        train: bool = False,
+        beside: bool = False,
+    ) -> Any:
         """Returns the last layer's activations. Training with dropout needs its rng.
 
         Args:
             x: rows, or a cross network that makes them (see `CrossNet`): it runs
                 together with the first wide layers where they are one operation.
             train: drop activations, and normalize by the batch's statistics.
+            beside: read what the cross network reads, and return its features, too,
+                before the activations; both run as one operation where that serves
+                them.
         """
+        drops = train and self.dropout_rate > 0
+        if beside:
+            assert isinstance(x, Crossed)
+            plans = () if drops else self._beside(x)
+            if plans:
+                parameters, states = self._wide_variables(plans, range(len(plans)), x)
+                return crossed_stack.crossed_beside(x, parameters, states, plans=plans)
+            x0 = x.x0[0] if len(x.x0) == 1 else join_features(x.x0[0], x.x0[1])
+            return _features(x), self._layers(x0, train=train)
+        return self._layers(x, train=train)
+
+    def _layers(self, x: Array | Crossed, *, train: bool) -> Array:
         drops = train and self.dropout_rate > 0
         if self.norm != "batch" and not drops:
             return self._by_sites(x)
@@ -114,8 +134,30 @@ class Mlp(linen.Module):
         runs = wide_stack.wide_runs(plans)
         return {i: plans[i] for run in runs for i in run}, {run[0]: run for run in runs}
 
+    def _beside(self, x: Crossed) -> tuple[KernelPlan, ...]:
+        """Returns plans of all layers as one operation with a network, () if not."""
+        may_join = self._may_join and current().observer is None
+        if not may_join or self.norm == "batch" or self.input_norm != "none":
+            return ()
+        plans = tuple(self._resolve(self._specs(*x.shape), "xla"))
+        return () if crossed_stack.why_not_beside(x, plans) else plans
+
     def _by_one_operation(self, x: Array | Crossed, wide, layers: range) -> Array:
         plans = tuple(wide[i] for i in layers)
+        parameters, states = self._wide_variables(plans, layers, x)
+        if isinstance(x, Crossed):
+            return crossed_stack.crossed_stack(x, parameters, states, plans=plans)
+        input_norm = self.input_norm if 0 in layers else "none"
+        rows = x.reshape(plans[0].spec.m, -1)
+        y = wide_stack.wide_stack(
+            rows, parameters, states, plans=plans, input_norm=input_norm
+        )
+        return y.reshape(*x.shape[:-1], -1)
+
+    def _wide_variables(
+        self, plans: tuple[KernelPlan, ...], layers: range, x: Array | Crossed
+    ) -> tuple[tuple[wide_stack.WideLayer, ...], tuple[Any, ...]]:
+        """Returns parameters and states of layers that are one operation."""
         to_fp8: tuple[Role, ...] = ("dlhs",) if isinstance(x, Crossed) else ()
         parameters, states = [], []
         for i, plan in zip(layers, plans, strict=True):
@@ -130,15 +172,7 @@ class Mlp(linen.Module):
             vectors = part.bias, *self._norm_parameters(i, spec)(spec.n)
             parameters.append(wide_stack.WideLayer(part.kernel, *vectors))
             states.append(part.state)
-        parameters, states = tuple(parameters), tuple(states)
-        if isinstance(x, Crossed):
-            return crossed_stack.crossed_stack(x, parameters, states, plans=plans)
-        input_norm = self.input_norm if 0 in layers else "none"
-        rows = x.reshape(plans[0].spec.m, -1)
-        y = wide_stack.wide_stack(
-            rows, parameters, states, plans=plans, input_norm=input_norm
-        )
-        return y.reshape(*x.shape[:-1], -1)
+        return tuple(parameters), tuple(states)
 
     def _site(self, i: int, plan: KernelPlan) -> NormDense:
         spec = plan.spec

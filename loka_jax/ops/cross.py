@@ -23,6 +23,7 @@ padded with zeros by the passes that cast.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -31,7 +32,6 @@ from jaxtyping import Array, Float
 
 from loka_jax import triton
 from loka_jax.fp8 import E4M3
-from loka_jax.ops.interaction import join_features
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
@@ -61,7 +61,8 @@ class Crossed(NamedTuple):
     """A cross network and its operands, for an operation that runs it.
 
     Attributes:
-        x0: the features: an array, or two whose columns are joined.
+        x0: the features: an array, or two whose columns are joined, and followed by
+            zeros up to the size that the plans say.
         layers: the parameters.
         states: of the products, for recipes with delayed scaling, else None.
         plans: of the products.
@@ -75,7 +76,8 @@ class Crossed(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the features."""
-        return self.x0[0].shape[0], sum(x.shape[1] for x in self.x0)
+        spec = self.plans[0][0].spec
+        return spec.m, spec.k
 
 
 def why_not(plans: ByProduct[KernelPlan]) -> str | None:
@@ -170,8 +172,7 @@ def _forward(network: Tailed, x0, layers, states, *, keep: bool = True):
 
 def _backward(network: Tailed, residuals, dy):
     x0, biases, states, kept = residuals
-    dx0, *gradients = pull_back(network, kept, biases, states, Scaled(dy))
-    return split(dx0, x0), *gradients
+    return pull_back(network, x0, kept, biases, states, Scaled(dy))
 
 
 _run.defvjp(_forward, _backward)
@@ -202,7 +203,7 @@ def propagate(
     sites = network.sites(states)
     x = _joined(network, x0, sites[0][0], keep=keep)
     factor, all_lhs, all_rhs, all_z = _factor(x), [], [], []
-    summands, bias = (), jnp.ones(sum(part.shape[1] for part in x0), jnp.float32)
+    summands, bias = (), jnp.ones(sites[0][0].shape("lhs")[1:], jnp.float32)
     readers = (*(own[0] for own in sites[1:]), reader)
     for i, (own, layer) in enumerate(zip(sites, layers, strict=True)):
         lhs, rhs, z = _products(own, x, layer, keep=keep)
@@ -232,11 +233,10 @@ def _joined(
     network: Tailed, parts: tuple[Array, ...], reader: Site, *, keep: bool
 ) -> Written:
     """Returns the features as the first product and the tails read them."""
-    want = reader.forms("lhs", keep=keep)
-    if want.fp8 is None or len(parts) == 1:
-        x = parts[0] if len(parts) == 1 else join_features(*parts, multiple=1)
-        return reader.cast("lhs", Scaled(x.astype(jnp.bfloat16)), keep=keep)
-    scale_inv = reader.scale_inv("lhs")
+    want, scale_inv = reader.forms("lhs", keep=keep), reader.scale_inv("lhs")
+    if len(parts) == 1:
+        x = Scaled(parts[0].astype(jnp.bfloat16))
+        return reader.cast("lhs", x, keep=keep)
     return network.tail(
         "joined_cast", *parts, static=dict(want=want), scale_inv=scale_inv
     )
@@ -269,21 +269,26 @@ def _products(own: tuple[Site, ...], x: Written, layer: CrossLayer, *, keep: boo
 
 def pull_back(
     network: Tailed,
+    x0: tuple[Array, ...],
     kept: Kept,
     biases: tuple[Array | None, ...],
     states: ByProduct[DelayedScaling | None],
     d: Scaled,
-) -> tuple[Array, tuple[CrossLayer, ...], ByProduct[DelayedScaling | None]]:
-    """Returns the gradients of x0, float32, and of the layers, and the next states.
+    other: Scaled | None = None,
+) -> tuple[tuple[Array, ...], tuple[CrossLayer, ...], ByProduct[DelayedScaling | None]]:
+    """Returns the gradients of x0 and of the layers, and the next states.
 
     Args:
         network: the static arguments.
+        x0: of the network; their types are those of their gradients.
         kept: of the forward pass.
         biases, states: of the layers.
         d: the gradient of the features after the last layer.
+        other: a gradient of x0 from elsewhere, to be added.
     """
+    sites = network.sites(states)
     summands, all_d, gradients, all_amaxes = (d,), [d], [], []
-    layers = zip(network.sites(states), kept.lhs, kept.rhs, biases, strict=True)
+    layers = zip(sites, kept.lhs, kept.rhs, biases, strict=True)
     for i, (own, lhs, rhs, bias) in reversed(list(enumerate(layers))):
         is_full = len(summands) == cross_tail.MAX_SUMMANDS and i > 0
         has_bias = bias is not None
@@ -306,13 +311,14 @@ def pull_back(
         all_amaxes.append(tuple(reversed(amaxes)))
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
-    shape = network.sites(states)[0][0].shape("lhs")
+    shape = sites[0][0].shape("lhs")
     all_d, all_z = (
         [cut(decode(x), shape) for x in xs] for xs in (reversed(all_d), kept.z)
     )
     dx0 = _feature_gradient(all_d, all_z, biases)
+    dx0 = dx0 if other is None else dx0 + cut(decode(other), shape)
     next_states = network.next_states(states, tuple(reversed(all_amaxes)))
-    return dx0, tuple(reversed(gradients)), next_states
+    return split(dx0, x0), tuple(reversed(gradients)), next_states
 
 
 def _feature_gradient(
@@ -328,8 +334,8 @@ def _feature_gradient(
 
 def split(dx0: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
     """Returns the gradient of each part of x0, in its dtype."""
-    if len(parts) == 1:
-        return (dx0.astype(parts[0].dtype),)
-    first, second = parts
-    at = first.shape[1]
-    return dx0[:, :at].astype(first.dtype), dx0[:, at:].astype(second.dtype)
+    ends = itertools.accumulate(part.shape[1] for part in parts)
+    return tuple(
+        dx0[:, end - part.shape[1] : end].astype(part.dtype)
+        for part, end in zip(parts, ends, strict=True)
+    )

@@ -1,16 +1,20 @@
-"""A cross network and the wide layers that read it, as one operation.
+"""A cross network and the layers behind or beside it, as one operation.
 
-    forward     x' = cross_network(x0)    y = wide_stack(x')
-    backward    dx' from dy, dx0 from dx'
+    behind      x' = cross_network(x0)    y = wide_stack(x')
+    beside      x' = cross_network(x0)    y = wide_stack(x0)
 
 Between the two nothing is written but what products read: x' in FP8 in both layouts, as
 the first layer's recipe asks for, and dx' as a product whose scales the cross network's
 tail applies. By themselves one would write x' in bfloat16, and the other cast it: three
 passes over the widest array of the model in place of one.
+
+Beside one another both read x0 as one pass has written it, under the scale of the cross
+network's first layer, and the gradient of x0 from the layers is a summand of the pass
+that makes dx0.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -23,6 +27,7 @@ from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Tailed, read_states
 from loka_jax.ops.wide_stack import WideLayer
 from loka_jax.scaling import DelayedScaling
+from loka_jax.tails import Scaled
 
 
 def crossed_stack(
@@ -48,51 +53,120 @@ def crossed_stack(
         ValueError: if a part is not served (see `why_not` of each), if Triton is
             required and cannot run, or if a state is missing.
     """
+    static, *operands = _operands(
+        *(crossed, layers, states, plans, axis_names, implementation), beside=False
+    )
+    (y,) = tuple(_run(static, *operands))
+    return y
+
+
+def crossed_beside(
+    crossed: Crossed,
+    layers: tuple[WideLayer, ...],
+    states: tuple[DelayedScaling | None, ...],
+    *,
+    plans: tuple[KernelPlan, ...],
+    axis_names: tuple[str, ...] = (),
+    implementation: triton.Implementation | None = None,
+) -> tuple[Float[Array, "m k"], Float[Array, "m n"]]:
+    """Returns the cross network's features, and the activations of the last layer.
+
+    Both networks read x0; the results are bfloat16.
+
+    Args:
+        crossed, layers, states, plans, axis_names, implementation: as of
+            `crossed_stack`.
+
+    Raises:
+        ValueError: as `crossed_stack`, or if the networks differ in their recipes (see
+            `why_not_beside`).
+    """
+    reason = why_not_beside(crossed, plans)
+    if reason is not None:
+        raise ValueError(f"crossed_beside: {reason}.")
+    static, *operands = _operands(
+        *(crossed, layers, states, plans, axis_names, implementation), beside=True
+    )
+    return _run(static, *operands)
+
+
+def why_not_beside(crossed: Crossed, plans: tuple[KernelPlan, ...]) -> str | None:
+    """Returns why layers do not read x0 as the cross network does, or None if they do.
+
+    Args:
+        crossed: the cross network.
+        plans: of the layers.
+    """
+    refusals = (wide_stack.why_not(plan) for plan in plans)
+    if reason := next(filter(None, refusals), None):
+        return reason
+    if plans[0].choice != crossed.plans[0][0].choice:
+        return "the first layer of each network has another choice"
+    return None
+
+
+class _Static(NamedTuple):
+    """The static arguments of the cross network and of the layers.
+
+    Attributes:
+        network, stack: of each.
+        beside: the layers read x0.
+    """
+
+    network: Tailed
+    stack: Tailed
+    beside: bool
+
+
+def _operands(
+    crossed: Crossed, layers, states, plans, axis_names, implementation, *, beside: bool
+) -> tuple[Any, ...]:
+    """Returns the static arguments, and the operands."""
     refusal = cross.check(crossed)
     wide_stack.check(plans)
     provider = triton.chosen(implementation, refusal)
     static = _Static(
-        Tailed(crossed.plans, axis_names, provider), Tailed(plans, axis_names, provider)
+        Tailed(crossed.plans, axis_names, provider),
+        Tailed(plans, axis_names, provider),
+        beside,
     )
     all_states = read_states((crossed.plans, plans), (crossed.states, states))
     operands = (crossed.x0, crossed.layers, layers)
     arrays, tree = jax.tree.flatten(operands)
-    return _run(static, *jax.tree.unflatten(tree, equally_varying(*arrays)), all_states)
-
-
-class _Static(NamedTuple):
-    """The static arguments of the cross network and of the layers behind it."""
-
-    network: Tailed
-    stack: Tailed
+    return static, *jax.tree.unflatten(tree, equally_varying(*arrays)), all_states
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(static: _Static, x0, cross_layers, layers, states):
+    """Returns the features if the layers are beside the network, and activations."""
     return _forward(static, x0, cross_layers, layers, states, keep=False)[0]
 
 
 def _forward(static: _Static, x0, cross_layers, layers, states, *, keep: bool = True):
     of_network, of_stack = states
-    reader = static.stack.sites(of_stack)[0]
+    reader = None if static.beside else static.stack.sites(of_stack)[0]
     x, crossed = cross.propagate(
         static.network, x0, cross_layers, of_network, reader=reader, keep=keep
     )
-    y, kept = wide_stack.propagate(static.stack, x, layers, of_stack, keep=keep)
+    # Behind a barrier, without which XLA merges the weight gradients of both readers,
+    # and concatenates the gradients that they read.
+    read = jax.lax.optimization_barrier(crossed.lhs[0][0]) if static.beside else x
+    y, kept = wide_stack.propagate(static.stack, read, layers, of_stack, keep=keep)
     vectors = cross.biases_of(cross_layers), wide_stack.vectors_of(layers)
-    return y, (x0, vectors, states, crossed, kept)
+    out = (x.bf16, y) if static.beside else (y,)
+    return out, (x0, vectors, states, crossed, kept)
 
 
-def _backward(static: _Static, residuals, dy):
+def _backward(static: _Static, residuals, gradients):
     x0, (biases, vectors), (of_network, of_stack), crossed, kept = residuals
     d, layers, next_of_stack = wide_stack.pull_back(
-        static.stack, kept, vectors, of_stack, dy, to_fp8=True
+        static.stack, kept, vectors, of_stack, gradients[-1], to_fp8=True
     )
+    d, other = (Scaled(gradients[0]), d) if static.beside else (d, None)
     dx0, cross_layers, next_of_network = cross.pull_back(
-        static.network, crossed, biases, of_network, d
+        static.network, x0, crossed, biases, of_network, d, other
     )
-    next_states = next_of_network, next_of_stack
-    return cross.split(dx0, x0), cross_layers, layers, next_states
+    return dx0, cross_layers, layers, (next_of_network, next_of_stack)
 
 
 _run.defvjp(_forward, _backward)

@@ -1,7 +1,8 @@
-"""Joined features in FP8 by Triton, in one pass: `[first; second]`, cast on the way.
+"""Joined features by Triton, in one pass: `[first; second; zeros]`, cast on the way.
 
 The features of a cross network are a vector of the dense features and the embeddings.
-Its products and its tails read them in FP8, so that nothing has to be concatenated.
+Its products and its tails read them as they are written here, so that nothing has to
+be concatenated.
 """
 
 from jaxtyping import Array, Float
@@ -24,14 +25,14 @@ def joined_cast(
     second: Float[Array, "m b"],
     *,
     want: Forms,
-    scale_inv: Scale,
+    scale_inv: Scale | None = None,
     config: TuningConfig = DEFAULT,
 ) -> Written:
-    """Returns `[first; second]` in the requested forms, one of them FP8.
+    """Returns `[first; second; zeros]` in the requested forms.
 
     Args:
         first, second: bfloat16 or float32.
-        want: the forms.
+        want: the forms, and the size if there are zeros.
         scale_inv: scale of the FP8 form.
         config: the tuning config.
 
@@ -39,12 +40,12 @@ def joined_cast(
         ValueError: if these operands are not served (see `tail.why_not`).
         ImportError: if jax-triton is not installed.
     """
-    (m, start), n = first.shape, first.shape[1] + second.shape[1]
+    (m, start), end = first.shape, first.shape[1] + second.shape[1]
     tail.check("joined_cast", m, start, first)
-    tail.check("joined_cast", m, n - start, second)
-    operands = Arguments.of((m, n), want)
+    tail.check("joined_cast", m, end - start, second)
+    operands = Arguments.of(want.shape or (m, end), want)
     operands.arrays.extend((first, second))
-    operands.constants.update(start=start)
+    operands.constants.update(start=start, end=end)
     operands.add_forms(want, scale_inv)
     from loka_jax.triton import joined_cast_kernel  # not above: it imports Triton
 

@@ -31,6 +31,7 @@ def joined_cast_kernel(
     out_m: tl.constexpr,
     out_n: tl.constexpr,
     start: tl.constexpr,
+    end: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
@@ -39,21 +40,35 @@ def joined_cast_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Writes `[first; second]`, whose second part begins in column `start`."""
+    """Writes `[first; second; zeros]`; the second part is columns start to end."""
     row, column = first_of_tile(out_n, block_m, block_n)
-    rows = (row + tl.arange(0, block_m))[:, None]
-    columns = (column + tl.arange(0, block_n))[None, :]
-    inside = (rows < m) & (columns < n)
-    # Beyond 2^31 elements the offsets of rows need 64 bits.
-    rows = rows.to(tl.int64)
-    at = first + rows * start + columns
-    tile = tl.load(at, mask=inside & (columns < start), other=0.0).to(tl.float32)
-    at = second + rows * (n - start) + (columns - start)
-    rest = tl.load(at, mask=inside & (columns >= start), other=0.0).to(tl.float32)
     # fmt: off
+    tile = _part(first, row, column, m, 0, start, block_m, block_n)
+    tile += _part(second, row, column, m, start, end, block_m, block_n)
     write(
-        tile + rest, scale_inv + scale_at, y, y_fp8, y_fp8_t, amaxes, row, column,
+        tile, scale_inv + scale_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )
     # fmt: on
+
+
+@triton.jit
+@no_type_check
+def _part(
+    part,
+    row,
+    column,
+    m: tl.constexpr,
+    start: tl.constexpr,
+    end: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile in float32 of which an array is columns start to end, else 0."""
+    rows = (row + tl.arange(0, block_m))[:, None]
+    columns = (column + tl.arange(0, block_n))[None, :]
+    inside = (rows < m) & (columns >= start) & (columns < end)
+    # Beyond 2^31 elements the offsets of rows need 64 bits.
+    at = part + rows.to(tl.int64) * (end - start) + (columns - start)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)

@@ -60,11 +60,12 @@ def joined_cast(
     second: Float[Array, "m b"],
     *,
     want: Forms,
-    scale_inv: Scale,
+    scale_inv: Scale | None = None,
 ) -> Written:
-    """Returns `[first; second]` in the requested forms."""
+    """Returns `[first; second; zeros]` in the requested forms."""
     parts = (x.astype(jnp.float32) for x in (first, second))
-    return write(jnp.concatenate([*parts], axis=1), want, scale_inv)
+    x = jnp.concatenate([*parts], axis=1)
+    return write(fp8.pad_to(x, want.shape_of(x)), want, scale_inv)
 
 
 def norm_tail(

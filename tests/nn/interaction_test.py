@@ -7,7 +7,7 @@ import pytest
 from loka_jax import nn
 from loka_jax.models import Dcnv2
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.ops import cross
+from loka_jax.ops import cross, crossed_stack
 from loka_jax.probe.site import ProbeConfig
 from tests import support
 
@@ -63,15 +63,15 @@ def _trained(module, variables, x0):
     return jax.value_and_grad(loss)(variables)
 
 
-def _calls(monkeypatch):
-    """Returns a list that has the arguments of each call of `cross_network`."""
-    calls, run = [], cross.cross_network
+def _calls(monkeypatch, module=cross, name="cross_network"):
+    """Returns a list that has the arguments of each call of an operation."""
+    calls, run = [], getattr(module, name)
 
     def counted(*args, **kwargs):
         calls.append(args)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(cross, "cross_network", counted)
+    monkeypatch.setattr(module, name, counted)
     return calls
 
 
@@ -128,12 +128,44 @@ def test_layers_of_a_fused_cross_net_that_is_not_served_run_one_by_one(
     chex.assert_trees_all_equal(ours, by_layers.apply(variables, x0))
 
 
+# Its deep network, which reads the same features, is a part of the operation if it can.
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_dcnv2_fuses_its_cross_network_if_asked(is_fused, monkeypatch):
+@pytest.mark.parametrize("norm, is_beside", [("none", True), ("batch", False)])
+def test_dcnv2_fuses_its_cross_network_if_asked(is_fused, norm, is_beside, monkeypatch):
     recipe = f"{DELAYED}:initialized"
-    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(16,))
+    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(16,), norm=norm)
     features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
-    calls = _calls(monkeypatch)
+    alone = _calls(monkeypatch)
+    beside = _calls(monkeypatch, crossed_stack, "crossed_beside")
     fused = model.clone(fused_wide=is_fused)
     jax.eval_shape(fused.init, jax.random.key(0), *features)
-    assert len(calls) == is_fused
+    assert len(beside) == (is_fused and is_beside)
+    assert len(alone) == (is_fused and not is_beside)
+
+
+def test_dcnv2_with_both_networks_in_one_operation_computes_the_same(monkeypatch):
+    model = Dcnv2(recipe=DELAYED, num_cross_layers=2, deep_mlp=(32, 16))
+    # 13 + 35 features, and zeros.
+    features = support.normal(32, 13), support.normal(32, 7, 5, seed=1)
+    variables = model.init(jax.random.key(0), *features)
+
+    def results(model, variables):
+        def loss(variables, *features):
+            return jnp.mean(model.apply(variables, *features) ** 2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(variables, *features)
+
+    _, (grads, *_) = results(model, variables)
+    states = grads[OVERWRITE_WITH_GRADIENT]
+    variables = {**variables, OVERWRITE_WITH_GRADIENT: states}
+    by_layers = model.clone(recipe=f"{DELAYED}:initialized")
+    theirs = results(by_layers, variables)
+    calls = _calls(monkeypatch, crossed_stack, "crossed_beside")
+    ours = results(by_layers.clone(fused_wide=True), variables)
+    assert len(calls) == 1
+    chex.assert_trees_all_equal_structs(ours, theirs)
+    for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        # As many independent roundings to E4M3 as in a cross network by itself, and
+        # four of each layer beside it.
+        limit = (2 * (6 + 4) + 2 * (4 + 4)) ** 0.5 * 2.6e-2
+        assert np.linalg.norm(x - y) <= limit * np.linalg.norm(y)

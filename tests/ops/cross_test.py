@@ -349,37 +349,42 @@ def test_a_state_that_serves_two_networks_has_the_larger_amaxes():
     np.testing.assert_array_equal(*lhs)
 
 
-def _assert_triton_gives_the_results_of_xla(recipe):
-    layers, (x0, g) = _layers(RANK, 2), _inputs()
+def _assert_triton_gives_the_results_of_xla(recipe, rank, depth):
+    layers, (x0, g) = _layers(rank, depth), _inputs()
     states = _states(layers)
     if recipe == "bf16":
         states = tuple((None,) * len(layer.kernels) for layer in layers)
-    plans = _plans(RANK, 2, recipe)
+    plans = _plans(rank, depth, recipe)
+    # The last columns are zeros.
+    x0 = x0[:, :13], x0[:, 13 : N - 5]
     theirs = _fused(plans)(x0, layers, states, g)
     run = functools.partial(_network, plans=plans, implementation="triton")
     ours = _value_and_gradients(run, x0, layers, states, g)
-    # Float32 operations in another order flip few roundings.
-    _assert_close(ours, theirs, 2.0**-8)
+    # Float32 operations in another order flip few roundings, of deep networks more.
+    _assert_close(ours, theirs, max(1, depth - 1) * 2.0**-8)
 
 
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
+networks = pytest.mark.parametrize("rank, depth", [(RANK, 2), (None, 1), (None, 3)])
 
 
 @recipes
+@networks
 @pytest.mark.usefixtures("interpreted")
-def test_tails_by_triton_give_the_results_of_xla(recipe, monkeypatch):
+def test_kernels_of_triton_give_the_results_of_xla(recipe, rank, depth, monkeypatch):
     # The interpreter takes no tracers.
     monkeypatch.setattr(
         tailed_products, "by_kernel", lambda run, *operands: run(*operands)
     )
-    _assert_triton_gives_the_results_of_xla(recipe)
+    _assert_triton_gives_the_results_of_xla(recipe, rank, depth)
 
 
 @recipes
+@networks
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
-def test_tails_by_triton_give_the_results_of_xla_on_a_gpu(recipe):
-    _assert_triton_gives_the_results_of_xla(recipe)
+def test_kernels_of_triton_give_the_results_of_xla_on_a_gpu(recipe, rank, depth):
+    _assert_triton_gives_the_results_of_xla(recipe, rank, depth)
 
 
 def test_what_is_not_served_has_a_reason():

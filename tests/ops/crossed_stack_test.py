@@ -1,4 +1,4 @@
-"""A cross network and wide layers as one operation, against one after the other."""
+"""A cross network and layers behind or beside it as one operation, against two."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from loka_jax import scaling, triton
 from loka_jax.ops import tailed_products
 from loka_jax.ops.cross import Crossed, CrossLayer, cross_network
-from loka_jax.ops.crossed_stack import crossed_stack
+from loka_jax.ops.crossed_stack import crossed_beside, crossed_stack
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.wide_stack import WideLayer, wide_stack
@@ -85,11 +85,34 @@ def _run(
     return run(layers, states[1], plans=plans, implementation=implementation)
 
 
-def _results(recipe, is_whole, **options):
+def _run_beside(
+    recipe, is_whole, *operands, implementation: triton.Implementation = "xla"
+):
+    """Returns the joined results of a cross network and layers that both read x0."""
+    x0, cross, layers, states = operands
+    cross = tuple(CrossLayer((v @ u,), bias) for (v, u), bias in cross)
+    cross_plans = ((_plan(recipe, N, N),),) * 2
+    plans = tuple(
+        _plan(recipe, k, n, activation="hard_swish", use_bias=True)
+        for k, n in zip(WIDTHS, WIDTHS[1:], strict=False)
+    )
+    crossed = Crossed(x0, cross, tuple(own[:1] for own in states[0]), cross_plans)
+    options = dict(plans=plans, implementation=implementation)
+    if is_whole:
+        results = crossed_beside(crossed, layers, states[1], **options)
+    else:
+        x = jnp.concatenate(x0, axis=1)
+        y = wide_stack(x, layers, states[1], **options)
+        results = cross_network(crossed, implementation=implementation), y
+    return jnp.concatenate(results, axis=1)
+
+
+def _results(recipe, is_whole, run=_run, **options):
     """Returns the result and the gradients, and the next states."""
     operands, g = _operands(recipe)
-    run = functools.partial(_run, recipe, is_whole, **options)
+    run = functools.partial(run, recipe, is_whole, **options)
     y, pull = jax.vjp(run, *operands)
+    g = jnp.resize(g, y.shape)
     *gradients, states = pull(g)
     return (y, *gradients), states
 
@@ -108,21 +131,25 @@ def _assert_close(ours, theirs, limit):
     assert max(errors) <= limit, errors
 
 
+runs = pytest.mark.parametrize("run", [_run, _run_beside])
+
+
 @recipes
-def test_results_are_those_of_one_after_the_other(recipe):
-    ours, our_states = _results(recipe, True)
-    theirs, their_states = _results(recipe, False)
+@runs
+def test_results_are_those_of_one_after_the_other(recipe, run):
+    ours, our_states = _results(recipe, True, run)
+    theirs, their_states = _results(recipe, False, run)
     if recipe == "bf16":
         return _assert_close(ours, theirs, 2.0**-8)
     # Of d one rounding to E4M3 in place of bfloat16, which passes u and dh, too.
-    exact, _ = _results("bf16", False)
+    exact, _ = _results("bf16", False, run)
     for x, y in zip(_errors(ours, exact), _errors(theirs, exact), strict=True):
         assert x <= y + 3**0.5 * 2.6e-2
     history = jax.tree.map(lambda table: table[:, 1:], (our_states, their_states))
     for mine, other in zip(*map(jax.tree.leaves, history), strict=True):
         np.testing.assert_array_equal(mine[:, 1:], other[:, 1:])
         np.testing.assert_allclose(mine[:, 0], other[:, 0], rtol=0.25)
-        assert np.all(mine[:, 0] > 0)
+        np.testing.assert_array_equal(mine[:, 0] > 0, other[:, 0] > 0)
 
 
 @recipes
@@ -142,9 +169,9 @@ def test_inference_gives_the_activations_of_training(recipe, activation):
     assert ours <= theirs + 2.6e-2
 
 
-def _assert_triton_gives_the_results_of_xla(recipe):
-    ours, _ = _results(recipe, True, implementation="triton")
-    theirs, _ = _results(recipe, True)
+def _assert_triton_gives_the_results_of_xla(recipe, run):
+    ours, _ = _results(recipe, True, run, implementation="triton")
+    theirs, _ = _results(recipe, True, run)
     # Other roundings to bfloat16 (2^-9) flip a code of E4M3, of steps of 2^-3, with a
     # probability of 2^-6, which is an error of 2^-3: in the mean 2^-3 sqrt(2^-6). The
     # gradients of four products are cast so, one after the other.
@@ -152,20 +179,22 @@ def _assert_triton_gives_the_results_of_xla(recipe):
 
 
 @recipes
+@runs
 @pytest.mark.usefixtures("interpreted")
-def test_tails_by_triton_give_the_results_of_xla(recipe, monkeypatch):
+def test_kernels_of_triton_give_the_results_of_xla(recipe, run, monkeypatch):
     # The interpreter takes no tracers.
     monkeypatch.setattr(
         tailed_products, "by_kernel", lambda run, *operands: run(*operands)
     )
-    _assert_triton_gives_the_results_of_xla(recipe)
+    _assert_triton_gives_the_results_of_xla(recipe, run)
 
 
 @recipes
+@runs
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
-def test_tails_by_triton_give_the_results_of_xla_on_a_gpu(recipe):
-    _assert_triton_gives_the_results_of_xla(recipe)
+def test_kernels_of_triton_give_the_results_of_xla_on_a_gpu(recipe, run):
+    _assert_triton_gives_the_results_of_xla(recipe, run)
 
 
 def test_what_is_not_served_is_refused():
@@ -176,6 +205,9 @@ def test_what_is_not_served_is_refused():
     with pytest.raises(ValueError, match="different choices"):
         crossed_stack(mixed, layers, states[1], plans=wide)
     crossed = mixed._replace(plans=((first, last),) * 2)
+    with pytest.raises(ValueError, match="has another choice"):
+        plans = (_plan("bf16", N, 64), _plan("bf16", 64, 32))
+        crossed_beside(crossed, layers, (None, None), plans=plans)
     rowwise = (_plan("fp8_rowwise", N, 64), wide[1])
     with pytest.raises(ValueError, match="does not scale every operand"):
         crossed_stack(crossed, layers, states[1], plans=rowwise)
