@@ -147,11 +147,19 @@ def main() -> None:
                 if str(seed) not in result["runs"][arm]:
                     run = options.config, arm, seed, extra, gpu
                     jobs[pool.submit(train_once, *run)] = arm, seed
+        failed = []
         for job in concurrent.futures.as_completed(jobs):
             arm, seed = jobs[job]
-            result = with_run(result, arm, seed, job.result())
+            try:
+                summary = job.result()
+            except RuntimeError as error:  # the other runs are kept
+                failed.append(str(error))
+                continue
+            result = with_run(result, arm, seed, summary)
             results.write(options.out, result)
     show(result)
+    if failed:
+        raise RuntimeError("\n".join(failed))
 
 
 def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
