@@ -10,9 +10,9 @@ have options of its own, in quotes: `--recipes bf16 "bf16 --embedding.dtype bf16
 Prints and writes each arm's mean and spread, and its difference from the first arm with
 the 95 % interval of the mean difference (Student's t over the pairs).
 
-The file is written after every run, and a command with the same options goes on with
-it: runs that it has are not repeated, so that seeds can be added, or an interrupted
-comparison ended. Differences are those of the seeds that all arms have.
+The file is written after every run. The same command trains only the runs that the file
+lacks, so that it adds seeds, or ends a comparison that was interrupted. Differences are
+those of the seeds that all arms have.
 """
 
 import argparse
