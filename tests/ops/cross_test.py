@@ -349,14 +349,14 @@ def test_a_state_that_serves_two_networks_has_the_larger_amaxes():
     np.testing.assert_array_equal(*lhs)
 
 
-def _assert_triton_gives_the_results_of_xla(recipe, rank, depth):
+def _assert_triton_gives_the_results_of_xla(recipe, rank, depth, is_split):
     layers, (x0, g) = _layers(rank, depth), _inputs()
     states = _states(layers)
     if recipe == "bf16":
         states = tuple((None,) * len(layer.kernels) for layer in layers)
     plans = _plans(rank, depth, recipe)
-    # The last columns are zeros.
-    x0 = x0[:, :13], x0[:, 13 : N - 5]
+    if is_split:  # the last columns are zeros
+        x0 = x0[:, :13], x0[:, 13 : N - 5]
     theirs = _fused(plans)(x0, layers, states, g)
     run = functools.partial(_network, plans=plans, implementation="triton")
     ours = _value_and_gradients(run, x0, layers, states, g)
@@ -365,26 +365,33 @@ def _assert_triton_gives_the_results_of_xla(recipe, rank, depth):
 
 
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
-networks = pytest.mark.parametrize("rank, depth", [(RANK, 2), (None, 1), (None, 3)])
+networks = pytest.mark.parametrize(
+    "rank, depth, is_split",
+    [(RANK, 2, False), (RANK, 2, True), (None, 1, True), (None, 3, True)],
+)
 
 
 @recipes
 @networks
 @pytest.mark.usefixtures("interpreted")
-def test_kernels_of_triton_give_the_results_of_xla(recipe, rank, depth, monkeypatch):
+def test_kernels_of_triton_give_the_results_of_xla(
+    recipe, rank, depth, is_split, monkeypatch
+):
     # The interpreter takes no tracers.
     monkeypatch.setattr(
         tailed_products, "by_kernel", lambda run, *operands: run(*operands)
     )
-    _assert_triton_gives_the_results_of_xla(recipe, rank, depth)
+    _assert_triton_gives_the_results_of_xla(recipe, rank, depth, is_split)
 
 
 @recipes
 @networks
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
-def test_kernels_of_triton_give_the_results_of_xla_on_a_gpu(recipe, rank, depth):
-    _assert_triton_gives_the_results_of_xla(recipe, rank, depth)
+def test_kernels_of_triton_give_the_results_of_xla_on_a_gpu(
+    recipe, rank, depth, is_split
+):
+    _assert_triton_gives_the_results_of_xla(recipe, rank, depth, is_split)
 
 
 def test_what_is_not_served_has_a_reason():
