@@ -77,18 +77,18 @@ class Mlp(linen.Module):
                 them.
         """
         drops = train and self.dropout_rate > 0
-        if beside:
-            assert isinstance(x, Crossed)
-            plans = () if drops else self._beside(x)
-            if plans:
-                parameters, states = self._wide_variables(plans, range(len(plans)), x)
-                return crossed_stack.crossed_beside(x, parameters, states, plans=plans)
+        if not beside:
+            return self._layers(x, train, drops)
+        assert isinstance(x, Crossed)
+        plans = () if drops else self._beside(x)
+        if not plans:
             x0 = x.x0[0] if len(x.x0) == 1 else join_features(x.x0[0], x.x0[1])
-            return _features(x), self._layers(x0, train=train)
-        return self._layers(x, train=train)
+            return _features(x), self._layers(x0, train, drops)
+        parameters, states = self._wide_variables(plans, range(len(plans)), x)
+        return crossed_stack.crossed_beside(x, parameters, states, plans=plans)
 
-    def _layers(self, x: Array | Crossed, *, train: bool) -> Array:
-        drops = train and self.dropout_rate > 0
+    def _layers(self, x: Array | Crossed, train: bool, drops: bool) -> Array:
+        """Returns the last layer's activations; `drops` with dropout."""
         if self.norm != "batch" and not drops:
             return self._by_sites(x)
         x = _features(x)
