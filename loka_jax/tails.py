@@ -7,6 +7,7 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
 
     cross     y = x0 * (z_1 + ... + z_p + bias)
     backward  u = x0 * (d_1 + ... + d_p)    dbias = sum over rows of u
+    at last   dx0 = d_0 + sum over l of d_l * s_l    s_l = 1 + z_1 + ... + z_l
 
     norm      y = activation(gamma norm(z + bias + r) + beta)
     backward  the gradient dz of norm's argument, from dy = d + r, and sums over rows

@@ -133,7 +133,7 @@ def xla_forms() -> list[Form]:
 
 def triton_forms(m: int, n: int, tune: bool) -> list[Form]:
     """Returns Triton's kernels with all results, with every config or the default."""
-    cross, back = triton_cross.DEFAULT, triton_cross.BACKWARD_DEFAULT
+    cross, back = triton_cross.DEFAULT, triton_cross.NARROW_DEFAULT
     norm, cast = triton_norm.DEFAULT, triton_norm.NO_NORM_DEFAULT
     kernels = (
         ("cross", _cross, _MEASURED, _CROSS, cross),

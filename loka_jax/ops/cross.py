@@ -23,7 +23,6 @@ padded with zeros by the passes that cast.
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -38,8 +37,7 @@ from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tail
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scaled, Written
 from loka_jax.triton import cross_tail
-from loka_jax.xla.matmul import cut
-from loka_jax.xla.tails import decode
+from loka_jax.triton.cross_gradient import MAX_LAYERS
 
 # A value for each product of each layer.
 type ByProduct[T] = tuple[tuple[T, ...], ...]
@@ -202,9 +200,9 @@ def propagate(
     """
     sites = network.sites(states)
     x = _joined(network, x0, sites[0][0], keep=keep)
-    factor, all_lhs, all_rhs, all_z = _factor(x), [], [], []
+    factor, readers = _factor(x), (*(own[0] for own in sites[1:]), reader)
+    all_lhs, all_rhs, all_z = [], [], []
     summands, bias = (), jnp.ones(sites[0][0].shape("lhs")[1:], jnp.float32)
-    readers = (*(own[0] for own in sites[1:]), reader)
     for i, (own, layer) in enumerate(zip(sites, layers, strict=True)):
         lhs, rhs, z = _products(own, x, layer, keep=keep)
         summands = (*summands, z)
@@ -311,31 +309,14 @@ def pull_back(
         all_amaxes.append(tuple(reversed(amaxes)))
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
-    shape = sites[0][0].shape("lhs")
-    all_d, all_z = (
-        [cut(decode(x), shape) for x in xs] for xs in (reversed(all_d), kept.z)
+    run = (
+        network if len(sites) <= MAX_LAYERS else network._replace(implementation="xla")
     )
-    dx0 = _feature_gradient(all_d, all_z, biases)
-    dx0 = dx0 if other is None else dx0 + cut(decode(other), shape)
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x0)
+    dx0 = run.tail(
+        "cross_gradient",
+        *(tuple(reversed(all_d)), kept.z, biases, other),
+        static=dict(parts=types, shape=sites[0][0].shape("lhs")),
+    )
     next_states = network.next_states(states, tuple(reversed(all_amaxes)))
-    return split(dx0, x0), tuple(reversed(gradients)), next_states
-
-
-def _feature_gradient(
-    all_d: list[Array], all_z: list[Array], biases
-) -> Float[Array, "m n"]:
-    """Returns `sum over l of d_l * s_l`, which XLA joins with what reads it."""
-    total, s = all_d[0], jnp.ones((), jnp.float32)
-    for d, z, bias in zip(all_d[1:], all_z, biases, strict=True):
-        s = s + z if bias is None else s + z + bias[None, :]
-        total = total + d * s
-    return total
-
-
-def split(dx0: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Returns the gradient of each part of x0, in its dtype."""
-    ends = itertools.accumulate(part.shape[1] for part in parts)
-    return tuple(
-        dx0[:, end - part.shape[1] : end].astype(part.dtype)
-        for part, end in zip(parts, ends, strict=True)
-    )
+    return dx0, tuple(reversed(gradients)), next_states

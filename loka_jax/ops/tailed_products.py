@@ -26,7 +26,7 @@ from loka_jax.ops.products import Products, read_state
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
-from loka_jax.triton import cross_tail, joined_cast, norm_tail
+from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
 from loka_jax.xla.tails import decode
 
 # The dims that the operands of a role's product contract.
@@ -42,6 +42,7 @@ _READERS: dict[Operand, tuple[Role, ...]] = {
     "g": ("dlhs", "drhs"),
 }
 _TRITON = {
+    "cross_gradient": cross_gradient.cross_gradient,
     "cross_tail": cross_tail.cross_tail,
     "joined_cast": joined_cast.joined_cast,
     "norm_tail": norm_tail.norm_tail,

@@ -9,6 +9,7 @@ is not served (None if it is), and functions that launch its kernels:
     merge         merged: ascending lists in one, and the former positions
     row_wire      encode, decode: rows for the wire
     row_update    sum_runs, sgd, rowwise_adagrad: sums of gradients by row, row updates
+    cross_gradient    the gradient of a cross network's features, in its parts
     cross_tail    what follows the product of a cross layer, each way
     joined_cast   FP8 forms of joined features
     packed        pack, sum_packed, unpack: vectors in 8 bits for the wire

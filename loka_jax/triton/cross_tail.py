@@ -30,7 +30,8 @@ CONFIGS = (
     TuningConfig(64, 256, 8),
 )
 DEFAULT = TuningConfig(64, 128, 4)
-BACKWARD_DEFAULT = TuningConfig(64, 64, 4)  # with a sum over rows
+# With a sum over rows, or where the other's last tiles would not be full.
+NARROW_DEFAULT = TuningConfig(64, 64, 4)
 
 why_not = tail.why_not
 
@@ -66,8 +67,9 @@ def cross_tail(
     """
     if not 1 <= len(summands) <= MAX_SUMMANDS:
         raise ValueError(f"cross_tail: {len(summands)} summands of {MAX_SUMMANDS}.")
-    config = config or (BACKWARD_DEFAULT if has_row_sum else DEFAULT)
     m, n = want.shape_of(x0.data)
+    is_narrow = has_row_sum or n % DEFAULT.block_n
+    config = config or (NARROW_DEFAULT if is_narrow else DEFAULT)
     tail.check("cross_tail", m, n, *summands, x0)
     operands = Arguments.of((m, n), want)
     operands.add_summands("z", summands, MAX_SUMMANDS)

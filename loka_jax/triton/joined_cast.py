@@ -18,6 +18,7 @@ CONFIGS = (
     TuningConfig(64, 64, 4),
 )
 DEFAULT = TuningConfig(64, 128, 4)
+NARROW_DEFAULT = TuningConfig(64, 64, 4)  # where the other's last tiles are not full
 
 
 def joined_cast(
@@ -26,7 +27,7 @@ def joined_cast(
     *,
     want: Forms,
     scale_inv: Scale | None = None,
-    config: TuningConfig = DEFAULT,
+    config: TuningConfig | None = None,
 ) -> Written:
     """Returns `[first; second; zeros]` in the requested forms.
 
@@ -34,7 +35,7 @@ def joined_cast(
         first, second: bfloat16 or float32.
         want: the forms, and the size if there are zeros.
         scale_inv: scale of the FP8 form.
-        config: the tuning config.
+        config: the tuning config; None for the default.
 
     Raises:
         ValueError: if these operands are not served (see `tail.why_not`).
@@ -44,6 +45,8 @@ def joined_cast(
     tail.check("joined_cast", m, start, first)
     tail.check("joined_cast", m, end - start, second)
     operands = Arguments.of(want.shape or (m, end), want)
+    is_narrow = operands.constants["n"] % DEFAULT.block_n
+    config = config or (NARROW_DEFAULT if is_narrow else DEFAULT)
     operands.arrays.extend((first, second))
     operands.constants.update(start=start, end=end)
     operands.add_forms(want, scale_inv)

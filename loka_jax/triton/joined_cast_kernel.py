@@ -12,7 +12,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from loka_jax.triton.tail_kernel import first_of_tile, write
+from loka_jax.triton.tail_kernel import first_of_tile, load_part, write
 
 
 @triton.jit
@@ -43,32 +43,12 @@ def joined_cast_kernel(
     """Writes `[first; second; zeros]`; the second part is columns start to end."""
     row, column = first_of_tile(out_n, block_m, block_n)
     # fmt: off
-    tile = _part(first, row, column, m, 0, start, block_m, block_n)
-    tile += _part(second, row, column, m, start, end, block_m, block_n)
+    tile = load_part(second, row, column, m, start, end, block_m, block_n)
+    if column < start:
+        tile += load_part(first, row, column, m, 0, start, block_m, block_n)
     write(
         tile, scale_inv + scale_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
         block_m, block_n,
     )
     # fmt: on
-
-
-@triton.jit
-@no_type_check
-def _part(
-    part,
-    row,
-    column,
-    m: tl.constexpr,
-    start: tl.constexpr,
-    end: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns a tile in float32 of which an array is columns start to end, else 0."""
-    rows = (row + tl.arange(0, block_m))[:, None]
-    columns = (column + tl.arange(0, block_n))[None, :]
-    inside = (rows < m) & (columns >= start) & (columns < end)
-    # Beyond 2^31 elements the offsets of rows need 64 bits.
-    at = part + rows.to(tl.int64) * (end - start) + (columns - start)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)

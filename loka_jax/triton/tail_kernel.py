@@ -130,6 +130,55 @@ def store(
 
 @triton.jit
 @no_type_check
+def load_part(
+    part,
+    row,
+    column,
+    m: tl.constexpr,
+    start: tl.constexpr,
+    end: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns a tile in float32 of which an array is columns start to end, else 0."""
+    if start % 16 == 0 and end % 16 == 0:
+        at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
+        columns = (column + tl.arange(0, block_n))[None, :]
+        inside = inside & (columns >= start)
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        # Numbers one by one. As a vector neighbouring threads read neighbouring ones;
+        # as a matrix they would be as far apart as the stores of the result want them.
+        place = tl.arange(0, block_m * block_n)
+        rows, columns = row + place // block_n, column + place % block_n
+        inside = (rows < m) & (columns >= start) & (columns < end)
+        at = part + rows.to(tl.int64) * (end - start) + (columns - start)
+        tile = tl.load(at, mask=inside, other=0.0)
+        return tl.reshape(tile, (block_m, block_n)).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def store_part(
+    part,
+    tile,
+    row,
+    column,
+    m: tl.constexpr,
+    start: tl.constexpr,
+    end: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes the columns of a tile from `start` to `end`, those of an array."""
+    at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
+    columns = (column + tl.arange(0, block_n))[None, :]
+    inside = inside & (columns >= start)
+    tl.store(at, tile.to(part.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
 def store_sums(
     sums,
     tile,

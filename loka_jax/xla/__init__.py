@@ -5,6 +5,7 @@ fp8_matmul        FP8 product; `why_not` says in a sentence why sizes are not
 norm_activation   norm and activation; every site is served
 dense_norm        reference of `pallas.dense_norm`
 norm_backward     backward pass of activation and norm
+cross_gradient    the gradient of a cross network's features
 cross_tail        what follows the product of a cross layer, either way
 joined_cast       FP8 forms of joined features
 norm_tail         norm, residual and activation, and their backward pass
@@ -30,6 +31,7 @@ from loka_jax.xla.matmul import (
 )
 from loka_jax.xla.packed import pack, sum_packed, unpack
 from loka_jax.xla.tails import (
+    cross_gradient,
     cross_tail,
     joined_cast,
     norm_tail,
@@ -38,6 +40,7 @@ from loka_jax.xla.tails import (
 
 __all__ = [
     "ACTIVATIONS",
+    "cross_gradient",
     "cross_tail",
     "cut",
     "dense_norm",

@@ -4,8 +4,10 @@ XLA decides how many passes a tail takes.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -52,6 +54,40 @@ def cross_tail(
         y=write(y, want, y_scale_inv),
         s=_pad(s.astype(jnp.bfloat16), want) if keep_s else None,
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
+    )
+
+
+def cross_gradient(
+    gradients: Sequence[Scaled],
+    products: Sequence[Scaled],
+    biases: Sequence[Float[Array, "n"] | None],
+    other: Scaled | None = None,
+    *,
+    parts: Sequence[jax.ShapeDtypeStruct],
+    shape: tuple[int, int],
+) -> tuple[Float[Array, "m _"], ...]:
+    """Returns `d_0 + other + sum over l of d_l * s_l`, split into parts.
+
+    XLA joins it with what reads it.
+
+    Args:
+        gradients: d_0 and so on, of the features before each layer and after the last.
+        products: z_1 and so on, of each layer: `s_l = 1 + z_1 + bias_1 + ... + z_l`.
+        biases: float32, of each layer; None if absent.
+        other: another summand, or None.
+        parts: the types of the arrays into which columns are split.
+        shape: rows and columns of the features.
+    """
+    first, *rest = (cut(decode(d), shape) for d in gradients)
+    total = first if other is None else first + cut(decode(other), shape)
+    s = jnp.ones((), jnp.float32)
+    for d, z, bias in zip(rest, products, biases, strict=True):
+        s = s + _plus(cut(decode(z), shape), bias)
+        total = total + d * s
+    ends = itertools.accumulate(part.shape[1] for part in parts)
+    return tuple(
+        total[:, end - part.shape[1] : end].astype(part.dtype)
+        for part, end in zip(parts, ends, strict=True)
     )
 
 

@@ -13,7 +13,7 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
 from loka_jax.tails import Forms, Scale, Scaled, Written
-from loka_jax.triton import cross_tail, joined_cast, norm_tail, tail
+from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail, tail
 from tests import support
 from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
 
@@ -102,13 +102,45 @@ def test_cross_tails_are_those_of_xla(shape, count, is_fp8, is_backward):
 
 
 @anywhere_
-@pytest.mark.parametrize("widths", [(16, 32), (48, 32), (64, 112)], ids=str)
+@pytest.mark.parametrize(
+    "widths, zeros", [((16, 32), 0), ((48, 32), 0), ((64, 112), 0), ((13, 70), 13)]
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_joined_casts_are_those_of_xla(widths, dtype):
+def test_joined_casts_are_those_of_xla(widths, zeros, dtype):
     parts = [_normal((48, n), i, dtype) for i, n in enumerate(widths)]
-    options = dict(want=ALL, scale_inv=SCALE_INV)
+    want = dataclasses.replace(ALL, shape=(48, sum(widths) + zeros))
+    options = dict(want=want, scale_inv=SCALE_INV)
     ours = joined_cast.joined_cast(*parts, **options, config=CROSS_CONFIG)
     _assert_same(ours, xla.joined_cast(*parts, **options))
+
+
+@anywhere_
+@pytest.mark.parametrize("shape", [(64, 96), (47, 79)], ids=str)
+@pytest.mark.parametrize("depth, start, zeros", [(1, 0, 0), (2, 13, 5), (3, 16, 0)])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_gradients_of_features_are_those_of_xla(shape, depth, start, zeros, is_fp8):
+    m, n = shape
+    make = _fp8 if is_fp8 else _product
+    all_d = [make(shape, i) for i in range(depth + 1)]
+    all_z = [make(shape, 10 + i) for i in range(depth)]
+    biases = [None, *(support.normal(n, seed=20 + i) for i in range(1, depth))]
+    other = make(shape, 30) if depth == 2 else None
+    widths = [start, n - start - zeros] if start else [n - zeros]
+    parts = tuple(jax.ShapeDtypeStruct((m, width), jnp.bfloat16) for width in widths)
+    args = all_d, all_z, biases, other
+    options = dict(parts=parts, shape=shape)
+    ours = cross_gradient.cross_gradient(*args, **options, config=CROSS_CONFIG)
+    theirs = xla.cross_gradient(*args, **options)
+    assert [x.shape for x in theirs] == [part.shape for part in parts]
+    _assert_same(ours, theirs)
+
+
+def test_gradients_of_deep_networks_are_refused():
+    z = Scaled(jnp.zeros((16, 16), jnp.bfloat16))
+    with pytest.raises(ValueError, match="4 layers of 3"):
+        cross_gradient.cross_gradient(
+            *([z] * 5, [z] * 4, [None] * 4), parts=(), shape=(16, 16)
+        )
 
 
 # Rows and columns, and those of operands that were padded.
@@ -399,6 +431,14 @@ def _join(want, first, second, scales):
     return joined_cast.joined_cast(first, second, **options)
 
 
+def _split(want, d, z, bias, scales):
+    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in (13, 416)]
+    d, z = _scaled(d, scales), _scaled(z, scales)
+    return cross_gradient.cross_gradient(
+        *([z, z, d], [z] * 2, [bias] * 2, z), parts=parts, shape=want.shape
+    )
+
+
 CROSS_PROGRAMS = {
     "forward": (_forward, ALL, ("x8", "x8", "bias", "scales")),
     "forward of bf16": (_forward, ALL, ("x", "x", "bias", "scales")),
@@ -446,6 +486,23 @@ def _norm_backward(want, epilogue, d, xhat, rstd, scales, vectors):
 def _assert_stores_16_bytes(program):
     assert spilled_bytes(program.ptxas_report()) == 0
     assert "st.global.v4" in program.ptx
+
+
+@pytest.mark.parametrize("name", ["join", "split"])
+def test_programs_of_odd_parts_do_not_spill(name):
+    shape, types = (65536, 448), _types(65536, 448)
+    want = dataclasses.replace(ALL, shape=shape, padded=True)
+    types["first"], types["second"] = (
+        jax.ShapeDtypeStruct((65536, n), jnp.bfloat16) for n in (13, 416)
+    )
+    run, reads = {
+        "join": (_join, ("first", "second", "scales")),
+        "split": (_split, ("x", "x8", "bias", "scales")),
+    }[name]
+    program = compiled(functools.partial(run, want), *(types[x] for x in reads))
+    assert spilled_bytes(program.ptxas_report()) == 0
+    wide = "st.global.v4" if name == "join" else "ld.global.v4"
+    assert wide in program.ptx  # 16 bytes at a time on the other side
 
 
 @pytest.mark.parametrize(

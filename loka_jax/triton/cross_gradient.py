@@ -1,0 +1,78 @@
+"""The gradient of a cross network's features by Triton, in one pass.
+
+    dx0 = d_0 + sum over l of d_l * s_l    s_l = 1 + z_1 + bias_1 + ... + z_l + bias_l
+
+It reads the products of both passes as they left cuBLASLt, adds the gradient of another
+reader of x0, and writes each part of x0 its own gradient: nothing is split afterwards.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from loka_jax.tails import Forms, Scaled
+from loka_jax.triton import tail
+from loka_jax.triton.tail import Arguments, TuningConfig
+
+MAX_LAYERS = 3
+CONFIGS = (
+    TuningConfig(64, 128, 8),
+    TuningConfig(64, 128, 4),
+    TuningConfig(32, 128, 4),
+    TuningConfig(64, 64, 8),
+    TuningConfig(64, 64, 4),
+    TuningConfig(32, 64, 4),
+    TuningConfig(32, 64, 2),
+)
+DEFAULT = TuningConfig(64, 64, 4)
+
+
+def cross_gradient(
+    gradients: Sequence[Scaled],
+    products: Sequence[Scaled],
+    biases: Sequence[Float[Array, "n"] | None],
+    other: Scaled | None = None,
+    *,
+    parts: Sequence[jax.ShapeDtypeStruct],
+    shape: tuple[int, int],
+    config: TuningConfig = DEFAULT,
+) -> tuple[Float[Array, "m _"], ...]:
+    """Returns the gradient of each part of x0, summed in float32.
+
+    Deterministic.
+
+    Args:
+        gradients: d_0 and so on, of the features before each layer and after the last.
+        products: z_1 and so on, of each layer, `MAX_LAYERS` at most.
+        biases: float32, of each layer; None if absent.
+        other: another summand, or None.
+        parts: the types of the arrays into which columns are split, one or two; columns
+            past them are not written.
+        shape: rows and columns of the features.
+        config: the tuning config.
+
+    Raises:
+        ValueError: if these operands are not served (see `tail.why_not`), or too many.
+        ImportError: if jax-triton is not installed.
+    """
+    if not 1 <= len(products) <= MAX_LAYERS:
+        raise ValueError(f"cross_gradient: {len(products)} layers of {MAX_LAYERS}.")
+    tail.check("cross_gradient", *shape, *gradients, *products, other)
+    operands = Arguments.of(shape, Forms(shape=shape))
+    operands.add_summands("d", gradients, MAX_LAYERS + 1)
+    operands.add_summands("z", products, MAX_LAYERS)
+    operands.add_scaled("r", other or products[0])
+    if other is None:
+        operands.constants["r_scales"] = -1
+    zeros = jnp.zeros(shape[1:], jnp.float32)
+    operands.arrays.append(jnp.stack([zeros if b is None else b for b in biases]))
+    *before, last = (part.shape[1] for part in parts)
+    start = sum(before)
+    operands.constants.update(start=start, end=start + last)
+    from loka_jax.triton import cross_gradient_kernel  # not above: it imports Triton
+
+    types = [tail.optional_type(False, (1,), jnp.float32), *parts][-2:]
+    kernel = cross_gradient_kernel.cross_gradient_kernel
+    return tuple(tail.run(kernel, operands, types, config)[-len(parts) :])
