@@ -74,7 +74,7 @@ class Dcnv2(RankingModel):
             else:
                 x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
                 deep = mlp(_separated(x0), train=train)
-            out = nn.join_features(crossed, deep, multiple=1)
+            out = (crossed, deep)
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 
 

@@ -57,14 +57,22 @@ class Dense(linen.Module):
     axis_names: tuple[str, ...] = ()
 
     @linen.compact
-    def __call__(self, inputs: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Returns `inputs @ kernel + bias` over the last dim."""
-        kernel, bias = _parameters(self, inputs.shape[-1])
-        rows = inputs.reshape(-1, inputs.shape[-1])
+    def __call__(
+        self, inputs: Float[Array, "... k"] | tuple[Float[Array, "... _"], ...]
+    ) -> Float[Array, "... n"]:
+        """Returns `inputs @ kernel + bias` over the last dim.
+
+        Args:
+            inputs: an array, or parts of one. In high precision each part is multiplied
+                by itself, so that nothing is concatenated, nor gradients split.
+        """
+        parts = inputs if isinstance(inputs, tuple) else (inputs,)
+        kernel, bias = _parameters(self, sum(x.shape[-1] for x in parts))
+        rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
         out = _site_matmul(self, rows, kernel)
         if bias is not None:
             out = out + bias.astype(out.dtype)[None, :]
-        return out.reshape(*inputs.shape[:-1], self.features)
+        return out.reshape(*parts[0].shape[:-1], self.features)
 
 
 class SiteVariables(NamedTuple):
@@ -166,7 +174,7 @@ def product(
         return _batched_site(module, out, lhs, rhs, dimension_numbers)
     lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
     rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
-    out = _site_matmul(module, lhs_rows, rhs_columns, **attributes)
+    out = _site_matmul(module, (lhs_rows,), rhs_columns, **attributes)
     return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
 
@@ -187,13 +195,24 @@ def _plan(module: Any, spec: SiteSpec) -> KernelPlan:
     return current().plan("/".join(module.path), spec, module.recipe, "xla")
 
 
-def _site_matmul(module: Any, lhs: Array, rhs: Array, **attributes) -> Array:
-    """Runs a site that is a product alone."""
-    (m, k), n = lhs.shape, rhs.shape[1]
+def _site_matmul(
+    module: Any, parts: tuple[Array, ...], rhs: Array, **attributes
+) -> Array:
+    """Runs a site that is a product alone, of the parts of its lhs."""
+    m, (k, n) = parts[0].shape[0], rhs.shape
     plan = _plan(module, SiteSpec(m=m, k=k, n=n))
     announce(module, plan, **attributes)
-    out = run_planned(module, plan, SiteArrays(lhs, rhs))
-    assert isinstance(out, jax.Array)
+    is_whole = plan.choice.is_fp8 or current().observer is not None
+    if is_whole and len(parts) > 1:
+        parts = (jnp.concatenate(parts, axis=1),)
+    out, start = None, 0
+    for lhs in parts:
+        end = start + lhs.shape[1]
+        own = dataclasses.replace(plan, spec=SiteSpec(m=m, k=end - start, n=n))
+        product = run_planned(module, own, SiteArrays(lhs, rhs[start:end]))
+        assert isinstance(product, jax.Array)
+        out, start = product if out is None else out + product, end
+    assert out is not None
     return out
 
 
