@@ -85,8 +85,9 @@ def health(
         errors: relative L2 of the products by role.
         recipe: of the site.
         state: delayed-scaling state before the step if the recipe is delayed.
-        fp8_results: roles whose products leave in FP8 without a scale of their own, see
-            `Site.fp8_results`: the error has what saturates there, too.
+        fp8_results: roles whose products leave in FP8 without a scale of their own if
+            they run in FP8, see `Site.fp8_results`: the error has what saturates
+            there, too.
         limits: on errors.
     """
     (m, k), n = sample.operands.lhs.shape, sample.operands.rhs.shape[1]
@@ -94,6 +95,8 @@ def health(
     products = Products.of(site)
     views = _views(products, sample, state)
     for role in fp8_results:
+        if products.recipe.gemm(role) is None:
+            continue  # its product leaves in high precision
         first, second = (views[role, name] for name in ROLE_OPERANDS[role])
         place = ROLES.index(role)
         error = jnp.hypot(errors[place], _rounding(role, first, second))
