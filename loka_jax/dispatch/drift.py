@@ -47,9 +47,10 @@ class Rule(NamedTuple):
     text: str
 
 
-# Growth of 1.05 a step, 2^0.07, is off after 41 steps. The largest that was seen in
-# healthy training is 5 times in 2,000 steps, 2^0.0011 a step: a column of `fp8_dlrm`.
-_GROWTH, _PACE_OF_SIZES = 2.7, 0.002
+# Growth of 1.05 a step, 2^0.07, is off after 45 steps. The largest that was seen in
+# healthy training is 74 times in 770 steps, 2^0.008 a step: a column of
+# `fp8_mlperf_dcnv2` in bfloat16, at batches of 8,192 rows.
+_GROWTH, _PACE_OF_SIZES = 2.7, 0.01
 # Gradients shrink as a model learns, so that a fall counts from 1/64 on.
 _FALL_OF_SIZES = 6.0
 # An error twice its limit, or twice what it was if that was above. A tenth of all rows
