@@ -48,7 +48,7 @@ def test_points_are_texts():
 
 
 def test_rows_compare_with_one_gpu_and_with_the_planner():
-    rates = Rates(launch_us=1.0)  # the host is not the limit
+    rates = Rates(launch_us=1.0, call_us=1.0)  # the host is not the limit
     options = Options(gpus=(1, 2), kinds=("weak", "strong"), rates=rates)
     jobs = [
         {"mode": "one", "points": [record(Point(1, 64), 1000.0)]},

@@ -16,8 +16,8 @@ K = 1.05 U ids that it sends and, as owner, receives.
 
 b = 2 bytes travel for a value (bfloat16). Nothing is assumed to overlap, and no GPU to
 be slower than another: real steps differ both ways. A step over several GPUs lasts at
-least as long as the host takes to launch it. On one GPU it is the lookup, the sort and
-the update of today's step.
+least as long as the host takes to launch it, and its share of the call. On one GPU it
+is the lookup, the sort and the update of today's step.
 """
 
 import dataclasses
@@ -69,6 +69,7 @@ class Workload:
         state_bytes: of dense parameters, optimizer state and gradients.
         activation_bytes: estimate of what the backward pass keeps.
         dense_us: time of the step without tables.
+        steps_per_call: steps that share a call of the host.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Workload:
     state_bytes: int
     activation_bytes: int
     dense_us: float
+    steps_per_call: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,14 +87,16 @@ class Rates:
     """Speeds of a host and its links.
 
     The local ones are those of an H200 (docs/benchmarks.md: lookup, sort and update of
-    1.7 M ids, D = 16), the link that of NCCL's all_to_all over four H100, the time of a
-    launch that of two H100 with a process each (docs/distributed.md).
+    1.7 M ids, D = 16), the link that of NCCL's all_to_all over four H100. Times of the
+    host are those of two H200 with a process each, from one and from four steps a call
+    (docs/distributed.md).
 
     Attributes:
         link_gb_s: a GPU's, to others of its host, one way.
         network_gb_s: a GPU's, to other hosts: 400 Gb/s, not measured.
         collective_us: latency of a collective in a host.
         launch_us: of the host, for a step over several GPUs.
+        call_us: of the host, for a call, which takes one or several steps.
         host_us: added for each doubling of the hosts; not measured.
         peer_us: added for each GPU of other hosts in an all_to_all; not measured.
         sorted_ids_us: ids sorted in a microsecond.
@@ -106,7 +110,8 @@ class Rates:
     link_gb_s: float = 300.0
     network_gb_s: float = 50.0
     collective_us: float = 20.0
-    launch_us: float = 1_650.0
+    launch_us: float = 870.0
+    call_us: float = 560.0
     host_us: float = 5.0
     peer_us: float = 0.5
     sorted_ids_us: float = 14_100.0
@@ -280,7 +285,8 @@ def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
         # The sum, and the maximum of FP8 state and faults.
         latency = 2 * _latency_us(mesh.gpus, rates)
         parts["dense sum"] = latency + _sum_us(workload.gradient_bytes, mesh, rates)
-        parts["host"] = max(rates.launch_us - sum(parts.values()), 0.0)
+        host_us = rates.launch_us + rates.call_us / workload.steps_per_call
+        parts["host"] = max(host_us - sum(parts.values()), 0.0)
     return parts
 
 

@@ -58,6 +58,7 @@ def workload_of(
         state_bytes=2 * _bytes(state.params) + _bytes(state.opt_state),
         activation_bytes=round(values * _ACTIVATION_BYTES),
         dense_us=dense_us,
+        steps_per_call=config.loop.steps_per_call,
     )
 
 

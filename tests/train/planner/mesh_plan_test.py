@@ -32,6 +32,7 @@ RATES = Rates(
     network_gb_s=0.5,
     collective_us=2.0,
     launch_us=1.0,
+    call_us=1.0,
     host_us=3.0,
     peer_us=0.25,
     sorted_ids_us=100.0,
@@ -66,11 +67,13 @@ def test_one_gpu_looks_up_sorts_and_updates():
 
 
 def test_several_gpus_wait_for_the_host():
-    slow = dataclasses.replace(RATES, launch_us=1e4)
-    assert estimate(STEP, Mesh(1, 4), slow).step_us == pytest.approx(1e4)
+    slow = dataclasses.replace(RATES, launch_us=1e4, call_us=4e3)
+    for steps, us in ((1, 1.4e4), (4, 1.1e4)):
+        step = dataclasses.replace(STEP, steps_per_call=steps)
+        assert estimate(step, Mesh(1, 4), slow).step_us == pytest.approx(us)
     assert estimate(STEP, Mesh(1, 1), slow).us["host"] == 0
     fast = estimate(STEP, Mesh(1, 4), RATES)
-    assert fast.us["host"] == 0 and fast.step_us > RATES.launch_us
+    assert fast.us["host"] == 0 and fast.step_us > RATES.launch_us + RATES.call_us
 
 
 def test_shards_of_one_host():
