@@ -16,10 +16,10 @@ from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
 from loka_jax.ops import cross, crossed_stack, wide_stack
 from loka_jax.ops.cross import Crossed
 from loka_jax.ops.interaction import join_features
-from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe, Role
-from loka_jax.site import Provider, SiteSpec
+from loka_jax.site import Choice, Provider, SiteSpec
 
 
 class Mlp(linen.Module):
@@ -130,7 +130,7 @@ class Mlp(linen.Module):
         """Returns plans of the layers of wide stacks, and the stacks by first layer."""
         if not self._may_join or current().observer is not None:
             return {}, {}
-        plans = self._resolve(self._specs(m, k), "xla")
+        plans = self._fused_plans(m, k)
         runs = wide_stack.wide_runs(plans)
         return {i: plans[i] for run in runs for i in run}, {run[0]: run for run in runs}
 
@@ -139,7 +139,7 @@ class Mlp(linen.Module):
         may_join = self._may_join and current().observer is None
         if not may_join or self.norm == "batch" or self.input_norm != "none":
             return ()
-        plans = tuple(self._resolve(self._specs(*x.shape), "xla"))
+        plans = tuple(self._fused_plans(*x.shape))
         return () if crossed_stack.why_not_beside(x, plans) else plans
 
     def _by_one_operation(self, x: Array | Crossed, wide, layers: range) -> Array:
@@ -282,11 +282,31 @@ class Mlp(linen.Module):
             for i, spec in enumerate(specs)
         ]
 
+    def _fused_plans(self, m: int, k: int) -> list[KernelPlan]:
+        """Returns the plans of the layers as parts of one operation.
+
+        Without a norm dlhs of the last layer runs in high precision. In FP8 training
+        diverged there, and nowhere else (docs/recipes.md). Below a head g is one number
+        of an example times the head's weights.
+        """
+        *plans, last = self._resolve(self._specs(m, k), "xla")
+        return [*plans, _without_fp8_dlhs(last) if self.norm == "none" else last]
+
     def _provider(self, i: int) -> Provider | None:
         """Returns the provider of a layer; a kernel would only copy a linear end."""
         if self.implementation is None and self._is_linear(i):
             return "xla"
         return self.implementation
+
+
+def _without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
+    recipe = plan.choice.recipe
+    if recipe.dlhs is None:
+        return plan
+    parts = recipe.name.split("/")  # one name, or those of fwd, dlhs and drhs
+    name = f"{parts[0]}/bf16/{parts[-1]}"
+    choice = Choice("xla", dataclasses.replace(recipe, name=name, dlhs=None))
+    return resolve(plan.spec, choice, plan.device)
 
 
 def _features(x: Array | Crossed) -> Array:

@@ -84,10 +84,14 @@ def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
         assert np.linalg.norm(a - b) <= 6 * 2.6e-2 * np.linalg.norm(b)
     sites, others = (nn.list_sites(module, x) for module in (fused, by_layers))
     for site, other in zip(sites, others, strict=True):
-        assert (site.path, site.spec, site.follows, site.recipe) == (
-            *(other.path, other.spec, other.follows, other.recipe),
+        assert (site.path, site.spec, site.follows) == (
+            *(other.path, other.spec, other.follows),
         )
-        assert site.runs == {k: f"{text}, tails" for k, text in other.runs.items()}
+        runs, recipe = other.runs, other.recipe
+        if site.path == "dense_2" and fused.norm == "none":
+            runs, recipe = runs | {"dlhs": "xla bf16"}, f"{DELAYED}/bf16/{DELAYED}"
+        assert site.recipe == recipe
+        assert site.runs == {k: f"{text}, tails" for k, text in runs.items()}
         assert site.why_not_fused is None
 
 
