@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from loka_jax import nn
 from loka_jax.data import Batch
+from loka_jax.recipe import get_recipe
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
 
@@ -117,10 +118,13 @@ def likely_cause(
             f"FP8 is the likely cause: the loss of the newest batch is {in_fp8:.3g}, "
             f"and {in_bf16:.3g} in bfloat16; use --recipe fp8_rowwise or --recipe bf16"
         )
-    return (
+    cause = (
         "the learning rate is the likely cause, as the loss is no lower in bfloat16: "
         "lower --optim.lr or --optim.rows-lr, or set --optim.clip-norm 10"
     )
+    if not model.choices and get_recipe(model.model.recipe).fwd is None:
+        return cause
+    return f"{cause}; if --recipe bf16 trains well, gradients in FP8 led here"
 
 
 def logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:

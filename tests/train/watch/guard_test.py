@@ -97,8 +97,13 @@ def test_scales_that_do_not_fit_are_named(run, batch):
 def test_else_it_is_the_learning_rate(run, batch):
     state = run.init()
     huge = jax.tree.map(lambda x: 1e4 * x, state.params)
-    found = cause(run, dataclasses.replace(state, params=huge), batch)
+    state = dataclasses.replace(state, params=huge)
+    found = cause(run, state, batch)
     assert "learning rate is the likely cause" in found and "--optim.lr" in found
+    assert "if --recipe bf16 trains well" in found
+    in_bf16 = dataclasses.replace(run, model=run.model.clone(recipe="bf16"))
+    found = cause(in_bf16, state, batch)
+    assert "learning rate is the likely cause" in found and "--recipe" not in found
 
 
 def test_a_state_that_is_not_finite_is_poisoned(run):
