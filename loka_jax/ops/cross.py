@@ -309,6 +309,7 @@ def pull_back(
         all_amaxes.append(tuple(reversed(amaxes)))
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
+    # Triton's kernel has operands for so many layers.
     run = (
         network if len(sites) <= MAX_LAYERS else network._replace(implementation="xla")
     )
