@@ -301,7 +301,7 @@ class Mlp(linen.Module):
 
 def _without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
     recipe = plan.choice.recipe
-    if recipe.dlhs is None:
+    if plan.choice.provider != "xla" or recipe.dlhs is None:
         return plan
     parts = recipe.name.split("/")  # one name, or those of fwd, dlhs and drhs
     name = f"{parts[0]}/bf16/{parts[-1]}"

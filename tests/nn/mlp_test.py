@@ -10,6 +10,7 @@ from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.ops import crossed_stack, wide_stack
+from loka_jax.ops.device import HOPPER
 from loka_jax.probe.site import ProbeConfig
 from loka_jax.site import Choice
 from tests import support
@@ -170,6 +171,12 @@ def test_the_plan_of_a_site_decides(calls):
     with nn.overriding({"dense_1": "bf16"}):
         jax.eval_shape(fused.init, jax.random.key(0), _x())
     assert calls == [3]
+    calls.clear()
+    by_kernels = {"dense_2": Choice.parse(f"pallas {DELAYED}:initialized")}
+    with nn.overriding(by_kernels), nn.site_context(device=HOPPER):
+        mlp = fused.clone(features=(wide_stack.WIDE, 64, 64), norm="none")
+        sites = nn.list_sites(mlp.clone(ends_linear=False), _x())
+    assert calls == [2] and sites[2].plan.choice == by_kernels["dense_2"]
 
 
 MODELS = {
