@@ -6,6 +6,7 @@ sets XLA_FLAGS itself, and tests numbers as users' programs compute them.
 """
 
 import os
+import pathlib
 import signal
 from importlib.util import find_spec
 
@@ -27,6 +28,10 @@ ALWAYS_CACHED = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+# Parts of memory that Linux maps for a process at most. A program of a CPU takes some
+# seven, those of thousands of tests all; XLA then crashes while it compiles or writes.
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 65_530
 # As in pyproject.toml: a program that another process was still writing.
 INCOMPLETE = "ignore:Error reading persistent compilation cache entry"
 
@@ -46,6 +51,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs():
+    """Drops compiled programs between modules once their memory is half of all."""
+    yield
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MOST_MAPS / 2:
+        jax.clear_caches()
 
 
 def pytest_terminal_summary(terminalreporter, config):
