@@ -52,6 +52,35 @@ def test_a_dense_layer_keeps_its_leading_dims():
     chex.assert_type(y, jnp.bfloat16)
 
 
+# Roundings of the products of two parts and of their sum; FP8 reads the whole rows.
+@pytest.mark.parametrize(
+    "recipe, limit", [("f32", 1e-6), ("bf16", 3 * 2.0**-9), ("fp8_rowwise", 0.0)]
+)
+def test_parts_of_rows_are_multiplied_as_the_rows_are(recipe, limit):
+    layer = Dense(32, recipe=recipe)
+    parts = support.normal(16, 13), support.normal(16, 51, seed=1)
+    whole = jnp.concatenate(parts, axis=1)
+    variables = init(layer, whole)
+    chex.assert_trees_all_equal(init(layer, parts), variables)
+
+    def results(x):
+        def loss(params, x):
+            y = layer.apply({**variables, "params": params}, x)
+            return jnp.sum(jnp.float32(y) ** 2), y
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (_, y), (dparams, dx) = grad(variables["params"], x)
+        dx = jnp.concatenate(dx, axis=1) if isinstance(dx, tuple) else dx
+        return y, dparams["kernel"], dx
+
+    for ours, theirs in zip(results(parts), results(whole), strict=True):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        # Gradients have the rounding of y besides.
+        assert np.linalg.norm(ours - theirs) <= 2 * limit * np.linalg.norm(theirs)
+    sites = [nn.list_sites(layer, x) for x in (parts, whole)]
+    assert sites[0] == sites[1] and sites[0][0].spec.k == 64
+
+
 def test_parameters_are_those_of_a_flax_dense():
     x = jnp.ones((16, 64))
     ours = Dense(32, recipe=DELAYED).init(jax.random.key(0), x)["params"]
