@@ -13,6 +13,7 @@ network's first layer, and the gradient of x0 from the layers is a summand of th
 that makes dx0.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Tailed, read_states
 from loka_jax.ops.wide_stack import WideLayer
+from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Scaled
 
@@ -100,9 +102,14 @@ def why_not_beside(crossed: Crossed, plans: tuple[KernelPlan, ...]) -> str | Non
     refusals = (wide_stack.why_not(plan) for plan in plans)
     if reason := next(filter(None, refusals), None):
         return reason
-    if plans[0].choice != crossed.plans[0][0].choice:
+    if _reading(plans[0]) != _reading(crossed.plans[0][0]):
         return "the first layer of each network has another choice"
     return None
+
+
+def _reading(plan: KernelPlan) -> Recipe:
+    """Returns what decides the forms of x0: all of a recipe but dlhs."""
+    return dataclasses.replace(plan.choice.recipe, name="", dlhs=None)
 
 
 class _Static(NamedTuple):

@@ -133,7 +133,7 @@ def test_layers_of_a_fused_cross_net_that_is_not_served_run_one_by_one(
 @pytest.mark.parametrize("norm, is_beside", [("none", True), ("batch", False)])
 def test_dcnv2_fuses_its_cross_network_if_asked(is_fused, norm, is_beside, monkeypatch):
     recipe = f"{DELAYED}:initialized"
-    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(32, 16), norm=norm)
+    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(16,), norm=norm)
     features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
     alone = _calls(monkeypatch)
     beside = _calls(monkeypatch, crossed_stack, "crossed_beside")

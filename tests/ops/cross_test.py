@@ -367,7 +367,10 @@ def _assert_triton_gives_the_results_of_xla(recipe, rank, depth, is_split):
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
 networks = pytest.mark.parametrize(
     "rank, depth, is_split",
-    [(RANK, 2, False), (RANK, 2, True), (None, 1, True), (None, 3, True)],
+    [
+        *[(RANK, 2, False), (RANK, 2, True), (None, 1, True), (None, 3, True)],
+        (None, 4, True),  # more layers than the kernel of dx0 takes
+    ],
 )
 
 
