@@ -9,6 +9,9 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     backward  u = x0 * (d_1 + ... + d_p)    dbias = sum over rows of u
     at last   dx0 = d_0 + sum over l of d_l * s_l    s_l = 1 + z_1 + ... + z_l
 
+    head      dots = y w, the product of a row and a vector
+    backward  the gradient of y is e w^T, of which e is that of the dots
+
     norm      y = activation(gamma norm(z + bias + r) + beta)
     backward  the gradient dz of norm's argument, from dy = d + r, and sums over rows
 
@@ -66,6 +69,18 @@ class Scaled:
     data: Float[Array, "m n"]
     scales: tuple[Scale, ...] = ()
     unit: float = struct.field(pytree_node=False, default=1.0)
+
+
+@struct.dataclass
+class Outer:
+    """The matrix `column row^T`, which is never written.
+
+    Attributes:
+        column, row: float32.
+    """
+
+    column: Float[Array, "m"]
+    row: Float[Array, "n"]
 
 
 @struct.dataclass
@@ -144,11 +159,25 @@ class CrossTail(NamedTuple):
         y: the product, in the requested forms.
         s: bfloat16; None if not requested.
         row_sum: float32, the sum of y over its rows; None if not requested.
+        dots: float32, the products of its rows and a head; None without one.
     """
 
     y: Written
     s: Float[Array, "m n"] | None
     row_sum: Float[Array, "n"] | None
+    dots: Float[Array, "m"] | None
+
+
+class CrossGradients(NamedTuple):
+    """The gradients that the end of a cross network's backward pass makes.
+
+    Attributes:
+        x0: of the parts of the features.
+        head: float32, of the head's weights; None without a head.
+    """
+
+    x0: tuple[Float[Array, "m _"], ...]
+    head: Float[Array, "n"] | None
 
 
 class NormTail(NamedTuple):

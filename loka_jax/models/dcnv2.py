@@ -70,12 +70,12 @@ class Dcnv2(RankingModel):
         else:
             crossed = cross((bottom, flat), hand_on=True)
             if isinstance(crossed, nn.Crossed):
-                crossed, deep = mlp(crossed, train=train, beside=True)
+                out = mlp(crossed, train=train, beside=True)
             else:
                 x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
-                deep = mlp(_separated(x0), train=train)
-            out = (crossed, deep)
-        return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
+                out = crossed, mlp(_separated(x0), train=train)
+        head = nn.CrossedHead if isinstance(out, nn.CrossedBeside) else nn.Dense
+        return head(1, recipe="f32", name="head")(out)[:, 0]
 
 
 def _separated(x: Array) -> Array:

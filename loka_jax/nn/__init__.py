@@ -5,6 +5,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
+from loka_jax.nn.crossed_head import CrossedHead
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.interaction import CrossNet
@@ -24,6 +25,7 @@ from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
 from loka_jax.ops.cross import Crossed
+from loka_jax.ops.crossed_stack import CrossedBeside
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
@@ -41,6 +43,8 @@ __all__ = [
     "Converted",
     "CrossNet",
     "Crossed",
+    "CrossedBeside",
+    "CrossedHead",
     "Dense",
     "Fm",
     "FmLcb",

@@ -67,7 +67,7 @@ class Dense(linen.Module):
                 by itself, so that nothing is concatenated, nor gradients split.
         """
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
-        kernel, bias = _parameters(self, sum(x.shape[-1] for x in parts))
+        kernel, bias = dense_parameters(self, sum(x.shape[-1] for x in parts))
         rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
         out = _site_matmul(self, rows, kernel)
         if bias is not None:
@@ -103,11 +103,11 @@ class DenseVariables(Dense):
         """
         tails = dict(joins=True, has_tails=True, fp8_results=fp8_results)
         announce(self, plan, follows=follows, **tails)
-        kernel, bias = _parameters(self, plan.spec.k)
+        kernel, bias = dense_parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 
 
-def _parameters(module: Dense, k: int) -> tuple[Array, Array | None]:
+def dense_parameters(module: Dense, k: int) -> tuple[Array, Array | None]:
     """Returns the kernel and the bias of a layer, None without one."""
     features = module.features
     kernel = module.param("kernel", module.kernel_init, (k, features), jnp.float32)
@@ -191,7 +191,8 @@ def _batched_site(module: Any, out, lhs, rhs, dimension_numbers):
     return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
 
 
-def _plan(module: Any, spec: SiteSpec) -> KernelPlan:
+def planned(module: Any, spec: SiteSpec) -> KernelPlan:
+    """Returns the plan of a module's site, which XLA runs."""
     return current().plan("/".join(module.path), spec, module.recipe, "xla")
 
 
@@ -200,7 +201,7 @@ def _site_matmul(
 ) -> Array:
     """Runs a site that is a product alone, of the parts of its lhs."""
     m, (k, n) = parts[0].shape[0], rhs.shape
-    plan = _plan(module, SiteSpec(m=m, k=k, n=n))
+    plan = planned(module, SiteSpec(m=m, k=k, n=n))
     announce(module, plan, **attributes)
     is_whole = plan.choice.is_fp8 or current().observer is not None
     if is_whole and len(parts) > 1:

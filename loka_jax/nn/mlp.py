@@ -72,9 +72,9 @@ class Mlp(linen.Module):
             x: rows, or a cross network that makes them (see `CrossNet`): it runs
                 together with the first wide layers where they are one operation.
             train: drop activations, and normalize by the batch's statistics.
-            beside: read what the cross network reads, and return its features, too,
-                before the activations; both run as one operation where that serves
-                them.
+            beside: read what the cross network reads. Returns both networks where one
+                operation serves them, for `CrossedHead` to run; else the cross
+                network's features and the activations.
         """
         drops = train and self.dropout_rate > 0
         if not beside:
@@ -85,7 +85,7 @@ class Mlp(linen.Module):
             x0 = x.x0[0] if len(x.x0) == 1 else join_features(x.x0[0], x.x0[1])
             return _features(x), self._layers(x0, train, drops)
         parameters, states = self._wide_variables(plans, range(len(plans)), x)
-        return crossed_stack.crossed_beside(x, parameters, states, plans=plans)
+        return crossed_stack.CrossedBeside(x, parameters, states, plans)
 
     def _layers(self, x: Array | Crossed, train: bool, drops: bool) -> Array:
         """Returns the last layer's activations; `drops` with dropout."""

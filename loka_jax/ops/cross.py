@@ -22,8 +22,9 @@ The weights are cast once a step, in both layouts. Sizes that are no multiples o
 padded with zeros by the passes that cast.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Scaled, Written
+from loka_jax.tails import CrossGradients, CrossTail, Forms, Outer, Scaled, Written
 from loka_jax.triton import cross_tail
 from loka_jax.triton.cross_gradient import MAX_LAYERS
 
@@ -163,14 +164,15 @@ def _run(network: Tailed, x0, layers, states):
 
 
 def _forward(network: Tailed, x0, layers, states, *, keep: bool = True):
-    y, kept = propagate(network, x0, layers, states, reader=None, keep=keep)
-    assert y.bf16 is not None
-    return y.bf16, (x0, biases_of(layers), states, kept)
+    out, kept = propagate(network, x0, layers, states, reader=None, keep=keep)
+    assert out.y.bf16 is not None
+    return out.y.bf16, (x0, biases_of(layers), states, kept)
 
 
 def _backward(network: Tailed, residuals, dy):
     x0, biases, states, kept = residuals
-    return pull_back(network, x0, kept, biases, states, Scaled(dy))
+    d, *others = pull_back(network, x0, kept, biases, states, Scaled(dy))
+    return d.x0, *others
 
 
 _run.defvjp(_forward, _backward)
@@ -187,15 +189,16 @@ def propagate(
     layers: tuple[CrossLayer, ...],
     states: ByProduct[DelayedScaling | None],
     *,
-    reader: Site | None,
+    reader: Site | Float[Array, "n"] | None,
     keep: bool,
-) -> tuple[Written, Kept]:
+) -> tuple[CrossTail, Kept]:
     """Returns the features after the last layer, and what backward reads.
 
     Args:
         network: the static arguments.
         x0, layers, states: of the network.
-        reader: the site that reads the features; None for bfloat16.
+        reader: the site that reads the features, or the weights of a head, which only
+            leaves its dots; None for bfloat16.
         keep: for the backward pass, too.
     """
     sites = network.sites(states)
@@ -203,18 +206,22 @@ def propagate(
     factor, readers = _factor(x), (*(own[0] for own in sites[1:]), reader)
     all_lhs, all_rhs, all_z = [], [], []
     summands, bias = (), jnp.ones(sites[0][0].shape("lhs")[1:], jnp.float32)
+    out: Any = None
     for i, (own, layer) in enumerate(zip(sites, layers, strict=True)):
         lhs, rhs, z = _products(own, x, layer, keep=keep)
         summands = (*summands, z)
         bias = bias if layer.bias is None else bias + layer.bias
-        want, scale_inv = Forms(shape=own[0].shape("lhs")), None
-        if (following := readers[i]) is not None:
+        want, scale_inv, head = Forms(shape=own[0].shape("lhs")), None, None
+        following = readers[i]
+        if isinstance(following, Site):
             want = following.forms("lhs", keep=keep)
             scale_inv = following.scale_inv("lhs")
+        elif following is not None:
+            want, head = dataclasses.replace(want, bf16=False), following
         is_full = len(summands) == cross_tail.MAX_SUMMANDS and i + 1 < len(sites)
         out = network.tail(
             "cross_tail",
-            *(summands, factor, bias),
+            *(summands, factor, bias, head),
             static=dict(want=want, keep_s=is_full),
             y_scale_inv=scale_inv,
         )
@@ -224,7 +231,7 @@ def propagate(
         all_lhs.append(lhs)
         all_rhs.append(rhs)
         all_z.append(z)
-    return x, Kept(factor, tuple(all_lhs), tuple(all_rhs), tuple(all_z))
+    return out, Kept(factor, tuple(all_lhs), tuple(all_rhs), tuple(all_z))
 
 
 def _joined(
@@ -271,17 +278,18 @@ def pull_back(
     kept: Kept,
     biases: tuple[Array | None, ...],
     states: ByProduct[DelayedScaling | None],
-    d: Scaled,
+    d: Scaled | Outer,
     other: Scaled | None = None,
-) -> tuple[tuple[Array, ...], tuple[CrossLayer, ...], ByProduct[DelayedScaling | None]]:
-    """Returns the gradients of x0 and of the layers, and the next states.
+) -> tuple[CrossGradients, tuple[CrossLayer, ...], ByProduct[DelayedScaling | None]]:
+    """Returns the gradients of x0 and a head, of the layers, and the next states.
 
     Args:
         network: the static arguments.
         x0: of the network; their types are those of their gradients.
         kept: of the forward pass.
         biases, states: of the layers.
-        d: the gradient of the features after the last layer.
+        d: the gradient of the features after the last layer; of a head an outer
+            product, whose row is its weights.
         other: a gradient of x0 from elsewhere, to be added.
     """
     sites = network.sites(states)
@@ -293,7 +301,7 @@ def pull_back(
         want = own[-1].forms("g", keep=True)
         out = network.tail(
             "cross_tail",
-            *(summands, kept.x0, None),
+            *(summands, kept.x0, None, None),
             static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
             y_scale_inv=own[-1].scale_inv("g"),
         )
@@ -302,8 +310,8 @@ def pull_back(
             kernels.append(own[j].weight_gradient(lhs[j], g))
             amaxes.append((lhs[j].amaxes, rhs[j].amaxes, g.amaxes))
             if j:
-                d = own[j].multiply("dlhs", g, rhs[j])
-                g = own[j - 1].cast("g", d, keep=True)
+                dh = own[j].multiply("dlhs", g, rhs[j])
+                g = own[j - 1].cast("g", dh, keep=True)
         d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
         gradients.append(CrossLayer(tuple(reversed(kernels)), out.row_sum))
         all_amaxes.append(tuple(reversed(amaxes)))
@@ -314,9 +322,11 @@ def pull_back(
         network if len(sites) <= MAX_LAYERS else network._replace(implementation="xla")
     )
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x0)
+    last = tuple(reversed(all_d))
+    x = kept.x0 if isinstance(last[-1], Outer) else None
     dx0 = run.tail(
         "cross_gradient",
-        *(tuple(reversed(all_d)), kept.z, biases, other),
+        *(last, kept.z, biases, other, x),
         static=dict(parts=types, shape=sites[0][0].shape("lhs")),
     )
     next_states = network.next_states(states, tuple(reversed(all_amaxes)))

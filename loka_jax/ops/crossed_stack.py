@@ -1,7 +1,7 @@
 """A cross network and the layers behind or beside it, as one operation.
 
     behind      x' = cross_network(x0)    y = wide_stack(x')
-    beside      x' = cross_network(x0)    y = wide_stack(x0)
+    beside      x' = cross_network(x0)    y = wide_stack(x0)     dots = x' w
 
 Between the two nothing is written but what products read: x' in FP8 in both layouts, as
 the first layer's recipe asks for, and dx' as a product whose scales the cross network's
@@ -10,7 +10,8 @@ passes over the widest array of the model in place of one.
 
 Beside one another both read x0 as one pass has written it, under the scale of the cross
 network's first layer, and the gradient of x0 from the layers is a summand of the pass
-that makes dx0.
+that makes dx0. A head w reads x' then: its last tail takes the dots and does not write
+x', and nothing writes dx' = e w^T, of which e is the gradient of the dots.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from loka_jax.ops.tailed_products import Tailed, read_states
 from loka_jax.ops.wide_stack import WideLayer
 from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Scaled
+from loka_jax.tails import Outer
 
 
 def crossed_stack(
@@ -56,39 +57,51 @@ def crossed_stack(
             required and cannot run, or if a state is missing.
     """
     static, *operands = _operands(
-        *(crossed, layers, states, plans, axis_names, implementation), beside=False
+        *(crossed, layers, states, plans, axis_names, implementation), head=None
     )
     (y,) = tuple(_run(static, *operands))
     return y
 
 
+class CrossedBeside(NamedTuple):
+    """A cross network and layers that read its x0, for an operation that runs them.
+
+    Attributes:
+        crossed: the cross network.
+        layers, states, plans: of the layers, as of `crossed_stack`.
+    """
+
+    crossed: Crossed
+    layers: tuple[WideLayer, ...]
+    states: tuple[DelayedScaling | None, ...]
+    plans: tuple[KernelPlan, ...]
+
+
 def crossed_beside(
-    crossed: Crossed,
-    layers: tuple[WideLayer, ...],
-    states: tuple[DelayedScaling | None, ...],
+    beside: CrossedBeside,
+    head: Float[Array, "k"],
     *,
-    plans: tuple[KernelPlan, ...],
     axis_names: tuple[str, ...] = (),
     implementation: triton.Implementation | None = None,
-) -> tuple[Float[Array, "m k"], Float[Array, "m n"]]:
-    """Returns the cross network's features, and the activations of the last layer.
+) -> tuple[Float[Array, "m"], Float[Array, "m n"]]:
+    """Returns the cross network's features times a head, and the last activations.
 
-    Both networks read x0; the results are bfloat16.
+    The first result is float32, of features that were not rounded; the activations are
+    bfloat16.
 
     Args:
-        crossed, layers, states, plans, axis_names, implementation: as of
-            `crossed_stack`.
+        beside: both networks.
+        head: float32 weights.
+        axis_names, implementation: as of `crossed_stack`.
 
     Raises:
         ValueError: as `crossed_stack`, or if the networks differ in their recipes (see
             `why_not_beside`).
     """
-    reason = why_not_beside(crossed, plans)
+    reason = why_not_beside(beside.crossed, beside.plans)
     if reason is not None:
         raise ValueError(f"crossed_beside: {reason}.")
-    static, *operands = _operands(
-        *(crossed, layers, states, plans, axis_names, implementation), beside=True
-    )
+    static, *operands = _operands(*beside, axis_names, implementation, head=head)
     return _run(static, *operands)
 
 
@@ -117,16 +130,14 @@ class _Static(NamedTuple):
 
     Attributes:
         network, stack: of each.
-        beside: the layers read x0.
     """
 
     network: Tailed
     stack: Tailed
-    beside: bool
 
 
 def _operands(
-    crossed: Crossed, layers, states, plans, axis_names, implementation, *, beside: bool
+    crossed: Crossed, layers, states, plans, axis_names, implementation, *, head
 ) -> tuple[Any, ...]:
     """Returns the static arguments, and the operands."""
     refusal = cross.check(crossed)
@@ -135,45 +146,50 @@ def _operands(
     static = _Static(
         Tailed(crossed.plans, axis_names, provider),
         Tailed(plans, axis_names, provider),
-        beside,
     )
     all_states = read_states((crossed.plans, plans), (crossed.states, states))
-    operands = (crossed.x0, crossed.layers, layers)
+    operands = (crossed.x0, crossed.layers, layers, head)
     arrays, tree = jax.tree.flatten(operands)
     return static, *jax.tree.unflatten(tree, equally_varying(*arrays)), all_states
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, x0, cross_layers, layers, states):
-    """Returns the features if the layers are beside the network, and activations."""
-    return _forward(static, x0, cross_layers, layers, states, keep=False)[0]
+def _run(static: _Static, x0, cross_layers, layers, head, states):
+    """Returns the dots of a head of layers beside the network, and activations."""
+    return _forward(static, x0, cross_layers, layers, head, states, keep=False)[0]
 
 
-def _forward(static: _Static, x0, cross_layers, layers, states, *, keep: bool = True):
+def _forward(
+    static: _Static, x0, cross_layers, layers, head, states, *, keep: bool = True
+):
     of_network, of_stack = states
-    reader = None if static.beside else static.stack.sites(of_stack)[0]
-    x, crossed = cross.propagate(
+    reader = static.stack.sites(of_stack)[0] if head is None else head
+    out, crossed = cross.propagate(
         static.network, x0, cross_layers, of_network, reader=reader, keep=keep
     )
-    # Behind a barrier, without which XLA merges the weight gradients of both readers,
-    # and concatenates the gradients that they read.
-    read = jax.lax.optimization_barrier(crossed.lhs[0][0]) if static.beside else x
+    read = out.y
+    if head is not None:
+        # Behind a barrier, without which XLA merges the weight gradients of both
+        # readers, and concatenates the gradients that they read.
+        read = jax.lax.optimization_barrier(crossed.lhs[0][0])
     y, kept = wide_stack.propagate(static.stack, read, layers, of_stack, keep=keep)
     vectors = cross.biases_of(cross_layers), wide_stack.vectors_of(layers)
-    out = (x.bf16, y) if static.beside else (y,)
-    return out, (x0, vectors, states, crossed, kept)
+    results = (y,) if head is None else (out.dots, y)
+    return results, (x0, vectors, head, states, crossed, kept)
 
 
 def _backward(static: _Static, residuals, gradients):
-    x0, (biases, vectors), (of_network, of_stack), crossed, kept = residuals
-    d, layers, next_of_stack = wide_stack.pull_back(
+    x0, (biases, vectors), head, (of_network, of_stack), crossed, kept = residuals
+    of_stack_in, layers, next_of_stack = wide_stack.pull_back(
         static.stack, kept, vectors, of_stack, gradients[-1], to_fp8=True
     )
-    d, other = (Scaled(gradients[0]), d) if static.beside else (d, None)
-    dx0, cross_layers, next_of_network = cross.pull_back(
+    d, other = of_stack_in, None
+    if head is not None:
+        d, other = Outer(gradients[0], head), of_stack_in
+    d, cross_layers, next_of_network = cross.pull_back(
         static.network, x0, crossed, biases, of_network, d, other
     )
-    return dx0, cross_layers, layers, (next_of_network, next_of_stack)
+    return d.x0, cross_layers, layers, d.head, (next_of_network, next_of_stack)
 
 
 _run.defvjp(_forward, _backward)

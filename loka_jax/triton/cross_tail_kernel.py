@@ -19,6 +19,7 @@ from loka_jax.triton.tail_kernel import (
     read_vector,
     scaled,
     store,
+    store_dots,
     store_sums,
     write,
 )
@@ -27,6 +28,8 @@ from loka_jax.triton.tail_kernel import (
 @triton.jit
 @no_type_check
 def cross_tail_kernel(
+    outer_column,
+    outer_row,
     z_0,
     z_0_scale,
     z_0_at,
@@ -48,6 +51,7 @@ def cross_tail_kernel(
     x0_scale_2,
     x0_at_2,
     bias,
+    head,
     y_scale_inv,
     y_at,
     y,
@@ -56,10 +60,12 @@ def cross_tail_kernel(
     amaxes,
     s,
     row_sums,
+    dots,
     m: tl.constexpr,
     n: tl.constexpr,
     out_m: tl.constexpr,
     out_n: tl.constexpr,
+    has_outer: tl.constexpr,
     z_0_n: tl.constexpr,
     z_0_scales: tl.constexpr,
     z_0_unit: tl.constexpr,
@@ -73,6 +79,7 @@ def cross_tail_kernel(
     x0_scales: tl.constexpr,
     x0_unit: tl.constexpr,
     has_bias: tl.constexpr,
+    has_head: tl.constexpr,
     has_bf16: tl.constexpr,
     has_fp8: tl.constexpr,
     has_fp8_t: tl.constexpr,
@@ -83,10 +90,22 @@ def cross_tail_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Writes `s = z_0 + z_1 + z_2 + bias`, `y = x0 * s`, and partial sums of y."""
+    """Writes `s = outer + z_0 + z_1 + z_2 + bias`, `y = x0 * s`, and sums of y.
+
+    Of its rows partial sums, and of its columns, each times a weight of the head.
+    """
     row, column = first_of_tile(out_n, block_m, block_n)
-    c = read(z_0, row, column, m, z_0_n, block_m, block_n)
-    c = scaled(c, z_0_scale + z_0_at, z_0_scale_2 + z_0_at_2, z_0_scales, z_0_unit)
+    c = tl.zeros((block_m, block_n), tl.float32)
+    if has_outer:
+        c += (
+            read_vector(outer_column, row, m, block_m)[:, None]
+            * (read_vector(outer_row, column, n, block_n)[None, :])
+        )
+    if z_0_scales >= 0:
+        other = read(z_0, row, column, m, z_0_n, block_m, block_n)
+        c += scaled(
+            other, z_0_scale + z_0_at, z_0_scale_2 + z_0_at_2, z_0_scales, z_0_unit
+        )
     if z_1_scales >= 0:
         other = read(z_1, row, column, m, z_1_n, block_m, block_n)
         c += scaled(
@@ -106,6 +125,8 @@ def cross_tail_kernel(
     tile = c * scaled(tile, x0_scale + x0_at, x0_scale_2 + x0_at_2, x0_scales, x0_unit)
     if has_row_sum:
         store_sums(row_sums, tile, row, column, n, block_m, block_n)
+    if has_head:
+        store_dots(dots, tile, head, row, column, m, n, block_m, block_n)
     # fmt: off
     write(
         tile, y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes, row, column,

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from loka_jax.fp8 import fp8_max, padded_size
-from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
+from loka_jax.tails import Forms, Fp8Copies, Outer, Scale, Scaled, Written
 from loka_jax.triton.launch import launch, require_triton
 
 _DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -43,9 +43,13 @@ class TuningConfig:
         """Returns the number of tiles that cover m rows."""
         return math.ceil(m / self.block_m)
 
+    def tiles_n(self, n: int) -> int:
+        """Returns the number of tiles that cover n columns."""
+        return math.ceil(n / self.block_n)
+
     def num_programs(self, m: int, n: int) -> int:
         """Returns the number of tiles that cover an (m, n) matrix."""
-        return self.tiles_m(m) * math.ceil(n / self.block_n)
+        return self.tiles_m(m) * self.tiles_n(n)
 
 
 class Arguments(NamedTuple):
@@ -104,12 +108,23 @@ class Arguments(NamedTuple):
         self.arrays.extend((scale.vector, scale.at))
 
     def add_summands(self, name: str, summands: Sequence[Scaled], most: int):
-        """Appends `most` operands: <name>_<i>_scales is -1 where there is none."""
+        """Appends `most` operands, absent ones after those that are given."""
         for i in range(most):
-            is_given = i < len(summands)
-            self.add_scaled(f"{name}_{i}", summands[i if is_given else 0])
-            if not is_given:
-                self.constants[f"{name}_{i}_scales"] = -1
+            self.add_summand(f"{name}_{i}", summands[i] if i < len(summands) else None)
+
+    def add_summand(self, name: str, x: Scaled | None):
+        """Appends a matrix that may be absent: then <name>_scales is -1."""
+        if x is not None:
+            return self.add_scaled(name, x)
+        self.add_matrix(name, None)
+        for _ in range(2):
+            self.add_scale(None)
+        self.constants.update({f"{name}_scales": -1, f"{name}_unit": 1.0})
+
+    def add_outer(self, name: str, x: Outer | None):
+        """Appends the vectors of an outer product: has_<name> says if it is given."""
+        self.add(name, None if x is None else x.column)
+        self.arrays.append(_unused() if x is None else x.row)
 
     def add_forms(self, want: Forms, scale_inv: Scale | None):
         """Appends the scale of a result; the constants say in which forms it goes."""

@@ -87,10 +87,10 @@ def cut(
 
 @triton.jit
 @no_type_check
-def read_vector(vector, column, n: tl.constexpr, block_n: tl.constexpr):
-    """Returns the entries of a tile's columns, zeros past the end."""
-    columns = column + tl.arange(0, block_n)
-    return tl.load(vector + columns, mask=columns < n, other=0.0)
+def read_vector(vector, first, size: tl.constexpr, block: tl.constexpr):
+    """Returns the entries of a tile's columns, or of its rows, zeros past the end."""
+    places = first + tl.arange(0, block)
+    return tl.load(vector + places, mask=places < size, other=0.0)
 
 
 @triton.jit
@@ -192,6 +192,26 @@ def store_sums(
     columns = column + tl.arange(0, block_n)
     at = sums + row // block_m * n + columns
     tl.store(at, tl.sum(tile, axis=0), mask=columns < n)
+
+
+@triton.jit
+@no_type_check
+def store_dots(
+    dots,
+    tile,
+    vector,
+    row,
+    column,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes a tile's rows times a vector to the row of this column's number."""
+    rows = row + tl.arange(0, block_m)
+    at = dots + (column // block_n).to(tl.int64) * m + rows
+    products = tile * read_vector(vector, column, n, block_n)[None, :]
+    tl.store(at, tl.sum(products, axis=1), mask=rows < m)
 
 
 @triton.jit

@@ -22,11 +22,13 @@ from loka_jax.normed import (
     NormVectors,
 )
 from loka_jax.tails import (
+    CrossGradients,
     CrossTail,
     Forms,
     Fp8Copies,
     NormTail,
     NormTailGradients,
+    Outer,
     Scale,
     Scaled,
     Written,
@@ -36,59 +38,73 @@ from loka_jax.xla.matmul import cut
 
 
 def cross_tail(
-    summands: Sequence[Scaled],
+    summands: Sequence[Scaled | Outer],
     x0: Scaled,
     bias: Float[Array, "n"] | None = None,
+    head: Float[Array, "n"] | None = None,
     *,
     want: Forms,
     y_scale_inv: Scale | None = None,
     keep_s: bool = False,
     has_row_sum: bool = False,
 ) -> CrossTail:
-    """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32."""
+    """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32.
+
+    With a head its dots, too.
+    """
     shape = want.shape_of(x0.data)
-    s = functools.reduce(jnp.add, (cut(decode(z), shape) for z in summands))
+    s = functools.reduce(jnp.add, (_matrix(z, shape) for z in summands))
     s = _plus(s, bias)
     y = cut(decode(x0), shape) * s
     return CrossTail(
         y=write(y, want, y_scale_inv),
         s=_pad(s.astype(jnp.bfloat16), want) if keep_s else None,
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
+        dots=None if head is None else jnp.sum(y * head[None, :], axis=1),
     )
 
 
 def cross_gradient(
-    gradients: Sequence[Scaled],
+    gradients: Sequence[Scaled | Outer],
     products: Sequence[Scaled],
     biases: Sequence[Float[Array, "n"] | None],
     other: Scaled | None = None,
+    x0: Scaled | None = None,
     *,
     parts: Sequence[jax.ShapeDtypeStruct],
     shape: tuple[int, int],
-) -> tuple[Float[Array, "m _"], ...]:
+) -> CrossGradients:
     """Returns `d_0 + other + sum over l of d_l * s_l`, split into parts.
 
-    XLA joins it with what reads it.
+    And the gradient of a head, where the last d is an outer product. XLA joins it with
+    what reads it.
 
     Args:
         gradients: d_0 and so on, of the features before each layer and after the last.
         products: z_1 and so on, of each layer: `s_l = 1 + z_1 + bias_1 + ... + z_l`.
         biases: float32, of each layer; None if absent.
         other: another summand, or None.
+        x0: the features; None without a head.
         parts: the types of the arrays into which columns are split.
         shape: rows and columns of the features.
     """
-    first, *rest = (cut(decode(d), shape) for d in gradients)
+    first, *rest = (_matrix(d, shape) for d in gradients)
     total = first if other is None else first + cut(decode(other), shape)
     s = jnp.ones((), jnp.float32)
     for d, z, bias in zip(rest, products, biases, strict=True):
         s = s + _plus(cut(decode(z), shape), bias)
         total = total + d * s
     ends = itertools.accumulate(part.shape[1] for part in parts)
-    return tuple(
+    dx0 = tuple(
         total[:, end - part.shape[1] : end].astype(part.dtype)
         for part, end in zip(parts, ends, strict=True)
     )
+    last, head = gradients[-1], None
+    if isinstance(last, Outer):
+        assert x0 is not None
+        y = cut(decode(x0), shape) * s
+        head = jnp.sum(last.column[:, None] * y, axis=0)
+    return CrossGradients(dx0, head)
 
 
 def joined_cast(
@@ -175,6 +191,13 @@ def decode(x: Scaled) -> Float[Array, "m n"]:
     for scale in x.scales:
         value = value * scale.value
     return value
+
+
+def _matrix(x: Scaled | Outer, shape: tuple[int, int]) -> Array:
+    """Returns the float32 matrix that `x` stands for, without padding."""
+    if isinstance(x, Outer):
+        return x.column[:, None] * x.row[None, :]
+    return cut(decode(x), shape)
 
 
 def write(x: Float[Array, "m n"], want: Forms, scale_inv: Scale | None) -> Written:

@@ -11,7 +11,7 @@ import pytest
 from loka_jax import scaling, triton
 from loka_jax.ops import tailed_products
 from loka_jax.ops.cross import Crossed, CrossLayer, cross_network
-from loka_jax.ops.crossed_stack import crossed_beside, crossed_stack
+from loka_jax.ops.crossed_stack import CrossedBeside, crossed_beside, crossed_stack
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.wide_stack import WideLayer, wide_stack
@@ -42,7 +42,10 @@ def _state(recipe):
 
 
 def _operands(recipe, ranks=(RANK,)):
-    """Returns x0 in two parts, parameters, states, and the gradient of the result."""
+    """Returns x0 in two parts, parameters, states, and the gradient of the result.
+
+    The last parameters are the head's, of networks beside one another.
+    """
 
     def kernel(k, n, seed):
         return support.normal(k, n, seed=seed) / k**0.5
@@ -63,7 +66,8 @@ def _operands(recipe, ranks=(RANK,)):
     states = ((_state(recipe),) * len(of_cross),) * 2, (_state(recipe),) * 2
     x0 = support.normal(M, N, seed=50, dtype=jnp.bfloat16)
     g = support.normal(M, WIDTHS[-1], seed=51, dtype=jnp.bfloat16)
-    return ((x0[:, :16], x0[:, 16:]), cross, layers, states), g
+    heads = () if ranks else (support.normal(N, seed=52) / N**0.5,)
+    return ((x0[:, :16], x0[:, 16:]), cross, layers, heads, states), g
 
 
 def _run(
@@ -73,7 +77,7 @@ def _run(
     implementation: triton.Implementation = "xla",
     activation="hard_swish",
 ):
-    x0, cross, layers, states = operands
+    x0, cross, layers, _, states = operands
     cross_plans = ((_plan(recipe, N, RANK), _plan(recipe, RANK, N)),) * 2
     plans = tuple(
         _plan(recipe, k, n, activation=activation, use_bias=True)
@@ -90,22 +94,23 @@ def _run(
 def _run_beside(
     recipe, is_whole, *operands, implementation: triton.Implementation = "xla"
 ):
-    """Returns the joined results of a cross network and layers that both read x0."""
-    x0, cross, layers, states = operands
+    """Returns the dots of a head and the activations of layers, as columns."""
+    x0, cross, layers, (head,), states = operands
     cross_plans = ((_plan(recipe, N, N),),) * 2
     plans = tuple(
         _plan(recipe, k, n, activation="hard_swish", use_bias=True)
         for k, n in zip(WIDTHS, WIDTHS[1:], strict=False)
     )
     crossed = Crossed(x0, cross, states[0], cross_plans)
-    options = dict(plans=plans, implementation=implementation)
+    options: dict = dict(implementation=implementation)
     if is_whole:
-        results = crossed_beside(crossed, layers, states[1], **options)
+        beside = CrossedBeside(crossed, layers, states[1], plans)
+        dots, y = crossed_beside(beside, head, **options)
     else:
         x = jnp.concatenate(x0, axis=1)
-        y = wide_stack(x, layers, states[1], **options)
-        results = cross_network(crossed, implementation=implementation), y
-    return jnp.concatenate(results, axis=1)
+        y = wide_stack(x, layers, states[1], plans=plans, **options)
+        dots = cross_network(crossed, **options).astype(jnp.float32) @ head
+    return jnp.concatenate((dots[:, None], y.astype(jnp.float32)), axis=1)
 
 
 def _results(recipe, is_whole, run=_run, **options):
@@ -113,7 +118,7 @@ def _results(recipe, is_whole, run=_run, **options):
     operands, g = _operands(recipe, () if run is _run_beside else (RANK,))
     run = functools.partial(run, recipe, is_whole, **options)
     y, pull = jax.vjp(run, *operands)
-    g = jnp.resize(g, y.shape)
+    g = jnp.resize(g, y.shape).astype(y.dtype)
     *gradients, states = pull(g)
     return (y, *gradients), states
 
@@ -199,7 +204,7 @@ def test_kernels_of_triton_give_the_results_of_xla_on_a_gpu(recipe, run):
 
 
 def test_what_is_not_served_is_refused():
-    (x0, cross, layers, states), _ = _operands(DELAYED)
+    (x0, cross, layers, _, states), _ = _operands(DELAYED)
     first, last = _plan(DELAYED, N, RANK), _plan(DELAYED, RANK, N)
     wide = (_plan(DELAYED, N, 64), _plan(DELAYED, 64, 32))
     mixed = Crossed(x0, cross, states[0], ((first, _plan("bf16", RANK, N)),) * 2)
@@ -208,7 +213,7 @@ def test_what_is_not_served_is_refused():
     crossed = mixed._replace(plans=((first, last),) * 2)
     with pytest.raises(ValueError, match="has another choice"):
         plans = (_plan("bf16", N, 64), _plan("bf16", 64, 32))
-        crossed_beside(crossed, layers, (None, None), plans=plans)
+        crossed_beside(CrossedBeside(crossed, layers, (None, None), plans), jnp.ones(N))
     rowwise = (_plan("fp8_rowwise", N, 64), wide[1])
     with pytest.raises(ValueError, match="does not scale every operand"):
         crossed_stack(crossed, layers, states[1], plans=rowwise)

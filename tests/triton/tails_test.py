@@ -12,7 +12,7 @@ import pytest
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
-from loka_jax.tails import Forms, Scale, Scaled, Written
+from loka_jax.tails import Forms, Outer, Scale, Scaled, Written
 from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail, tail
 from tests import support
 from tests.triton.support import compiled, interpreted, on_gpu, spilled_bytes
@@ -101,6 +101,46 @@ def test_cross_tails_are_those_of_xla(shape, count, is_fp8, is_backward):
     _assert_same(ours._replace(row_sum=None), theirs._replace(row_sum=None))
 
 
+def _outer(shape, seed):
+    column, row = (support.normal(size, seed=seed + i) for i, size in enumerate(shape))
+    return Outer(column, row)
+
+
+def _assert_same_sums(ours, theirs):
+    """Asserts that sums of float32 agree but for their order."""
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+
+
+@anywhere_
+@pytest.mark.parametrize("shape", [*SHAPES, (47, 79)], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_tails_before_a_head_leave_its_dots_alone(shape, count, is_fp8):
+    make = _fp8 if is_fp8 else _product
+    summands, x0 = [make(shape, i) for i in range(count)], make(shape, 3)
+    bias, head = (support.normal(shape[1], seed=seed) for seed in (4, 5))
+    args = summands, x0, bias, head
+    want = Forms(bf16=False)
+    ours = cross_tail.cross_tail(*args, want=want, config=CROSS_CONFIG)
+    theirs = xla.cross_tail(*args, want=want)
+    assert theirs.y == Written(None, None, None)
+    _assert_same_sums(ours.dots, theirs.dots)
+    assert ours._replace(dots=None) == theirs._replace(dots=None)
+
+
+@anywhere_
+@pytest.mark.parametrize("shape", [*SHAPES, (47, 79)], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tails_behind_a_head_are_those_of_xla(shape, count):
+    summands = [_outer(shape, 20), *(_fp8(shape, i) for i in range(count))]
+    options = dict(want=GRADIENT, y_scale_inv=SCALE_INV, has_row_sum=True)
+    args = summands, _fp8(shape, 3)
+    ours = cross_tail.cross_tail(*args, **options, config=CROSS_CONFIG)
+    theirs = xla.cross_tail(*args, **options)
+    _assert_same_sums(ours.row_sum, theirs.row_sum)
+    _assert_same(ours._replace(row_sum=None), theirs._replace(row_sum=None))
+
+
 @anywhere_
 @pytest.mark.parametrize(
     "widths, zeros", [((16, 32), 0), ((48, 32), 0), ((64, 112), 0), ((13, 70), 13)]
@@ -118,21 +158,29 @@ def test_joined_casts_are_those_of_xla(widths, zeros, dtype):
 @pytest.mark.parametrize("shape", [(64, 96), (47, 79)], ids=str)
 @pytest.mark.parametrize("depth, start, zeros", [(1, 0, 0), (2, 13, 5), (3, 16, 0)])
 @pytest.mark.parametrize("is_fp8", [True, False])
-def test_gradients_of_features_are_those_of_xla(shape, depth, start, zeros, is_fp8):
+@pytest.mark.parametrize("has_head", [True, False])
+def test_gradients_of_features_are_those_of_xla(
+    shape, depth, start, zeros, is_fp8, has_head
+):
     m, n = shape
     make = _fp8 if is_fp8 else _product
-    all_d = [make(shape, i) for i in range(depth + 1)]
+    all_d = [make(shape, i) for i in range(depth)]
+    all_d.append(_outer(shape, 40) if has_head else make(shape, depth))
+    x0 = make(shape, 50) if has_head else None
     all_z = [make(shape, 10 + i) for i in range(depth)]
     biases = [None, *(support.normal(n, seed=20 + i) for i in range(1, depth))]
     other = make(shape, 30) if depth == 2 else None
     widths = [start, n - start - zeros] if start else [n - zeros]
     parts = tuple(jax.ShapeDtypeStruct((m, width), jnp.bfloat16) for width in widths)
-    args = all_d, all_z, biases, other
+    args = all_d, all_z, biases, other, x0
     options = dict(parts=parts, shape=shape)
     ours = cross_gradient.cross_gradient(*args, **options, config=CROSS_CONFIG)
     theirs = xla.cross_gradient(*args, **options)
-    assert [x.shape for x in theirs] == [part.shape for part in parts]
-    _assert_same(ours, theirs)
+    assert [x.shape for x in theirs.x0] == [part.shape for part in parts]
+    _assert_same(ours.x0, theirs.x0)
+    if has_head:
+        return _assert_same_sums(ours.head, theirs.head)
+    assert ours.head is theirs.head is None
 
 
 def test_gradients_of_deep_networks_are_refused():
@@ -426,6 +474,18 @@ def _backward(want, d, x0, scales):
     return cross_tail.cross_tail([d] * 3, x0, **options)
 
 
+def _before_a_head(want, z, x0, bias, scales):
+    z, x0 = _scaled(z, scales), _scaled(x0, scales)
+    want = dataclasses.replace(want, bf16=False)
+    return cross_tail.cross_tail([z] * 3, x0, bias, bias, want=want)
+
+
+def _behind_a_head(want, d, x0, rows, bias, scales):
+    options = dict(want=want, y_scale_inv=Scale(scales, 7), has_row_sum=True)
+    d, x0 = _scaled(d, scales), _scaled(x0, scales)
+    return cross_tail.cross_tail([Outer(rows, bias), d, d], x0, **options)
+
+
 def _join(want, first, second, scales):
     options = dict(want=want, scale_inv=Scale(scales, 7))
     return joined_cast.joined_cast(first, second, **options)
@@ -439,11 +499,23 @@ def _split(want, d, z, bias, scales):
     )
 
 
+def _split_behind_a_head(want, d, z, rows, bias, scales):
+    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in (13, 416)]
+    d, z = _scaled(d, scales), _scaled(z, scales)
+    return cross_gradient.cross_gradient(
+        *([z, z, Outer(rows, bias)], [z] * 2, [bias] * 2, z, d),
+        parts=parts,
+        shape=want.shape,
+    )
+
+
 CROSS_PROGRAMS = {
     "forward": (_forward, ALL, ("x8", "x8", "bias", "scales")),
     "forward of bf16": (_forward, ALL, ("x", "x", "bias", "scales")),
     "backward": (_backward, GRADIENT, ("x8", "x8", "scales")),
     "backward of bf16": (_backward, GRADIENT, ("x", "x8", "scales")),
+    "before a head": (_before_a_head, Forms(), ("x8", "x8", "bias", "scales")),
+    "behind a head": (_behind_a_head, GRADIENT, ("x8", "x8", "rows", "bias", "scales")),
     "join": (_join, ALL, ("first", "x", "scales")),
 }
 
@@ -463,11 +535,13 @@ def test_programs_of_cross_tails_for_hopper_do_not_spill(name, shape):
     want = dataclasses.replace(want, shape=shape, padded=True)
     types = _types(65536, 3456)
     types["bias"] = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+    types["rows"] = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     types["first"] = jax.ShapeDtypeStruct((65536, 128), jnp.bfloat16)
     run = functools.partial(function, want)
     program = compiled(run, *(types[x] for x in reads))
     assert spilled_bytes(program.ptxas_report()) == 0
-    assert "st.global.v4" in program.ptx  # 16 bytes a store
+    wide = "ld.global.v4" if name == "before a head" else "st.global.v4"
+    assert wide in program.ptx  # 16 bytes at a time
     assert "st.global.b8" not in program.ptx
 
 
@@ -488,16 +562,21 @@ def _assert_stores_16_bytes(program):
     assert "st.global.v4" in program.ptx
 
 
-@pytest.mark.parametrize("name", ["join", "split"])
+@pytest.mark.parametrize("name", ["join", "split", "split behind a head"])
 def test_programs_of_odd_parts_do_not_spill(name):
     shape, types = (65536, 448), _types(65536, 448)
     want = dataclasses.replace(ALL, shape=shape, padded=True)
+    types["rows"] = jax.ShapeDtypeStruct((65536,), jnp.float32)
     types["first"], types["second"] = (
         jax.ShapeDtypeStruct((65536, n), jnp.bfloat16) for n in (13, 416)
     )
     run, reads = {
         "join": (_join, ("first", "second", "scales")),
         "split": (_split, ("x", "x8", "bias", "scales")),
+        "split behind a head": (
+            _split_behind_a_head,
+            ("x8", "x8", "rows", "bias", "scales"),
+        ),
     }[name]
     program = compiled(functools.partial(run, want), *(types[x] for x in reads))
     assert spilled_bytes(program.ptxas_report()) == 0
