@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from loka_jax.data import Batch
 from loka_jax.dispatch.operand_health import health
 from loka_jax.dispatch.policy import Decision
+from loka_jax.measure.compiling import UNTUNED
 from loka_jax.nn import by_path
 from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import Recipe, Role
@@ -148,4 +149,6 @@ def look_step(
             looks[path] = jnp.stack(found, 1)
         return looks
 
-    return jax.jit(look)
+    # A look is rare and small: faster kernels would not make up for their search.
+    options = UNTUNED if jax.default_backend() == "gpu" else {}
+    return jax.jit(look, compiler_options=dict(options))

@@ -148,4 +148,10 @@ def poisoned(state: TrainState) -> bool:
         for leaf in jax.tree.leaves(trained)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
-    return not all(jax.device_get([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+    return not jax.device_get(_all_finite(floats))
+
+
+@jax.jit
+def _all_finite(arrays: list[Array]) -> Array:
+    # One program: by themselves operations would be compiled for each shape.
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
