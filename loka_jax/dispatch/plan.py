@@ -16,6 +16,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.chains import chain_times, fastest
+from loka_jax.dispatch.cross_networks import Network, decide_network, networks
 from loka_jax.dispatch.local import performance_of
 from loka_jax.dispatch.loss import total, why_harmful
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
@@ -141,6 +142,8 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
         decisions: dict[str, Decision] = {}
         for chain in chains:
             decisions |= _decide_chain(chain, options, not_fp8)
+        for network in networks(chains):
+            decisions |= _decide_network(network, decisions, options, not_fp8)
         effects = {
             path: effect
             for path, decision in decisions.items()
@@ -187,16 +190,7 @@ def _decide_chain(
         options: of the plan.
         not_fp8: by path, why a site may have no FP8.
     """
-    terms = [
-        Terms(
-            source=options.source(site),
-            errors=options.errors.get(site.path),
-            roles=options.roles,
-            why_not_fp8=not_fp8.get(site.path),
-            why_not=functools.partial(why_not, spec=site.spec),
-        )
-        for site in chain
-    ]
+    terms = [_terms(site, options, not_fp8) for site in chain]
     estimates = [options.estimates(site) for site in chain]
     entries = [of_site.entry for of_site in estimates]
     alone = [
@@ -218,6 +212,44 @@ def _decide_chain(
         joined = decide_stack(layers, decisions[of_run], options.limits, roofline)
         decisions[of_run] = joined
     return dict(zip(paths, decisions, strict=True))
+
+
+def _decide_network(
+    network: Network,
+    apart: Mapping[str, Decision],
+    options: _Options,
+    not_fp8: Mapping[str, str],
+) -> dict[str, Decision]:
+    """Returns the decisions on the sites that run as one operation with a network.
+
+    Args:
+        network: a cross network, and what may be part of it.
+        apart: the decisions on each site by itself, by path.
+        options: of the plan.
+        not_fp8: by path, why a site may have no FP8.
+    """
+    roofline = options.performance.roofline
+    if roofline is None:
+        return {}
+
+    def layers(sites: Sequence[Site]) -> Layers:
+        entries = [options.estimates(site).entry for site in sites]
+        return Layers(
+            sites, entries, [_terms(site, options, not_fp8) for site in sites]
+        )
+
+    parts = layers(network.sites), layers(network.beside)
+    return decide_network(*parts, apart, options.limits, roofline)
+
+
+def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
+    return Terms(
+        source=options.source(site),
+        errors=options.errors.get(site.path),
+        roles=options.roles,
+        why_not_fp8=not_fp8.get(site.path),
+        why_not=functools.partial(why_not, spec=site.spec),
+    )
 
 
 def _decide_together(

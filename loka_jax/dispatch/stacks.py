@@ -83,24 +83,35 @@ def layer_us(
         roofline: of the device.
     """
     m, k, n = spec.m, spec.k, spec.n
-    us, roles = 0.0, roles_of(pass_name)
-    for role in roles:
-        flops = 2.0 * m * k * n
-        if recipe.gemm(role) is None:
-            us += _BF16 * flops / roofline.bf16_flops_per_us
-        else:
-            us += _FP8 * flops / roofline.fp8_flops_per_us
-    moved = m * k * (_BF16_BYTES + _written("lhs", recipe, pass_name))
+    us = products_us(spec, recipe, pass_name, roofline)
+    moved = m * k * (_BF16_BYTES + written_bytes("lhs", recipe, pass_name))
     again = m * n * spec.has_affine
     moved += again * _BF16_BYTES
     if pass_name == "training":
         kept = _FP8_BYTES if recipe.fwd is not None else _BF16_BYTES
         fits = norm_features(spec.norm, n) <= XHAT_MAX_FEATURES
         xhat = (kept if fits else _BF16_BYTES) * (spec.norm != "none")
-        moved += m * n * (_BF16_BYTES + kept + xhat + _written("g", recipe, pass_name))
+        g = written_bytes("g", recipe, pass_name)
+        moved += m * n * (_BF16_BYTES + kept + xhat + g)
         moved += again * (_BF16_BYTES + xhat)
-        moved += k * n * (2 * _F32_BYTES + _written("rhs", recipe, pass_name))
+        moved += k * n * (2 * _F32_BYTES + written_bytes("rhs", recipe, pass_name))
     return us + moved / roofline.bytes_per_us
+
+
+def products_us(
+    spec: SiteSpec, recipe: Recipe, pass_name: _Pass, roofline: Roofline
+) -> float:
+    """Returns the predicted microseconds of a site's products alone.
+
+    Arguments are those of `layer_us`.
+    """
+    flops, us = 2.0 * spec.m * spec.k * spec.n, 0.0
+    for role in roles_of(pass_name):
+        if recipe.gemm(role) is None:
+            us += _BF16 * flops / roofline.bf16_flops_per_us
+        else:
+            us += _FP8 * flops / roofline.fp8_flops_per_us
+    return us
 
 
 def decide_stack(
@@ -175,8 +186,14 @@ def _runner_up(apart: Decision, choice: Choice) -> str | None:
     return f"{apart.choice.name}: the fastest of the site by itself"
 
 
-def _written(operand: Operand, recipe: Recipe, pass_name: _Pass) -> int:
-    """Returns the bytes that an element takes in all forms that products read."""
+def written_bytes(operand: Operand, recipe: Recipe, pass_name: _Pass) -> int:
+    """Returns the bytes that an element takes in all forms that products read.
+
+    Args:
+        operand: of a product.
+        recipe: of the site.
+        pass_name: "training" or "inference".
+    """
     gemms = [
         recipe.gemm(role)
         for role in roles_of(pass_name)

@@ -64,18 +64,25 @@ class Dcnv2(RankingModel):
             fused=self.fused_wide,
             name="cross",
         )
-        mlp = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
-        if self.structure == "stacked":
+        is_stacked = self.structure == "stacked"
+        mlp = self._mlp(
+            "deep_mlp",
+            self.deep_mlp,
+            dropout_rate=self.dropout_rate,
+            beside=not is_stacked,
+        )
+        if is_stacked:
             out = mlp(cross((bottom, flat), hand_on=True), train=train)
         else:
             crossed = cross((bottom, flat), hand_on=True)
             if isinstance(crossed, nn.Crossed):
-                out = mlp(crossed, train=train, beside=True)
+                out = mlp(crossed, train=train)
             else:
                 x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
                 out = crossed, mlp(_separated(x0), train=train)
-        head = nn.CrossedHead if isinstance(out, nn.CrossedBeside) else nn.Dense
-        return head(1, recipe="f32", name="head")(out)[:, 0]
+        if isinstance(out, nn.CrossedBeside):
+            return nn.CrossedHead(1, recipe="f32", name="head")(out)[:, 0]
+        return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 
 
 def _separated(x: Array) -> Array:

@@ -47,6 +47,7 @@ class Dense(linen.Module):
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
+        crosses: as in `nn.Site`.
     """
 
     features: int
@@ -55,6 +56,7 @@ class Dense(linen.Module):
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()
     axis_names: tuple[str, ...] = ()
+    crosses: int = 0
 
     @linen.compact
     def __call__(
@@ -69,7 +71,7 @@ class Dense(linen.Module):
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         kernel, bias = dense_parameters(self, sum(x.shape[-1] for x in parts))
         rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
-        out = _site_matmul(self, rows, kernel)
+        out = _site_matmul(self, rows, kernel, crosses=self.crosses)
         if bias is not None:
             out = out + bias.astype(out.dtype)[None, :]
         return out.reshape(*parts[0].shape[:-1], self.features)
@@ -101,8 +103,9 @@ class DenseVariables(Dense):
             follows: as in `NormDense`.
             fp8_results: as in `Site`.
         """
-        tails = dict(joins=True, has_tails=True, fp8_results=fp8_results)
-        announce(self, plan, follows=follows, **tails)
+        joins = self.crosses == 0
+        tails = dict(joins=joins, crosses=self.crosses, has_tails=True)
+        announce(self, plan, follows=follows, fp8_results=fp8_results, **tails)
         kernel, bias = dense_parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan)[1])
 

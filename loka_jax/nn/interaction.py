@@ -126,9 +126,11 @@ class CrossNet(linen.Module):
     def _dense[L: Dense](
         self, layer: type[L], name: str, features: int, use_bias: bool
     ) -> L:
+        may_join = self.fused and self.implementation != "xla"
         return layer(
             features,
             recipe=self.recipe,
+            crosses=may_join * (1 if self.rank is None else 2),
             use_bias=use_bias,
             kernel_init=self.kernel_init,
             name=name,

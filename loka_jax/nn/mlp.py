@@ -44,6 +44,8 @@ class Mlp(linen.Module):
         fused: run layers in a row, one of them wide, as one operation
             (`ops.wide_stack`) where that serves their plans; not if the implementation
             is given, or with dropout in training.
+        beside: it reads what a cross network reads; both run as one operation where
+            that serves them.
     """
 
     features: tuple[int, ...]
@@ -57,29 +59,24 @@ class Mlp(linen.Module):
     implementation: Provider | None = None
     input_norm: Literal["none", "block"] = "none"
     fused: bool = False
+    beside: bool = False
 
     @linen.compact
     def __call__(
-        self,
-        x: Float[Array, "*rows k"] | Crossed,
-        *,
-        train: bool = False,
-        beside: bool = False,
+        self, x: Float[Array, "*rows k"] | Crossed, *, train: bool = False
     ) -> Any:
         """Returns the last layer's activations. Training with dropout needs its rng.
 
         Args:
             x: rows, or a cross network that makes them (see `CrossNet`): it runs
-                together with the first wide layers where they are one operation.
-            train: drop activations, and normalize by the batch's statistics.
-            beside: read what the cross network reads. Returns both networks where one
-                operation serves them, for `CrossedHead` to run; else the cross
+                together with the first wide layers where they are one operation. Beside
+                a network the result is both, for `CrossedHead` to run, or the
                 network's features and the activations.
+            train: drop activations, and normalize by the batch's statistics.
         """
         drops = train and self.dropout_rate > 0
-        if not beside:
+        if not self.beside or not isinstance(x, Crossed):
             return self._layers(x, train, drops)
-        assert isinstance(x, Crossed)
         plans = () if drops else self._beside(x)
         if not plans:
             x0 = x.x0[0] if len(x.x0) == 1 else join_features(x.x0[0], x.x0[1])
@@ -140,7 +137,7 @@ class Mlp(linen.Module):
         if not may_join or self.norm == "batch" or self.input_norm != "none":
             return ()
         plans = tuple(self._fused_plans(*x.shape))
-        return () if crossed_stack.why_not_beside(x, plans) else plans
+        return () if crossed_stack.why_not_beside(x.plans[0][0], plans) else plans
 
     def _by_one_operation(self, x: Array | Crossed, wide, layers: range) -> Array:
         plans = tuple(wide[i] for i in layers)
@@ -176,6 +173,7 @@ class Mlp(linen.Module):
 
     def _site(self, i: int, plan: KernelPlan) -> NormDense:
         spec = plan.spec
+        joins = self._may_join and self.dropout_rate == 0
         return NormDense(
             spec.n,
             recipe=self.recipe,
@@ -184,7 +182,8 @@ class Mlp(linen.Module):
             use_bias=spec.use_bias,
             out=spec.out,
             follows=i > 0 and self.dropout_rate == 0,
-            joins=self._may_join and self.dropout_rate == 0,
+            joins=joins,
+            beside=joins and self.beside and i == 0,
             implementation=self.implementation,
             kernel_init=self.kernel_init,
             norm_parameters=self._norm_parameters(i, spec),

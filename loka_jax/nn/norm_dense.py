@@ -76,7 +76,7 @@ class NormDense(linen.Module):
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
         follows: the previous site hands its activations to this one alone, unchanged,
             which makes both a chain for Dispatch.
-        joins: it may run with its neighbours as one operation, as Dispatch decides.
+        joins, beside: as in `nn.Site`.
         norm_parameters: the module of scale and bias; a submodule `norm` if None.
         plan: of the site, if it was planned as part of a chain; else made here.
     """
@@ -95,6 +95,7 @@ class NormDense(linen.Module):
     axis_names: tuple[str, ...] = ()
     follows: bool = False
     joins: bool = False
+    beside: bool = False
     norm_parameters: NormParameters | None = None
     plan: KernelPlan | None = None
 
@@ -113,7 +114,8 @@ class NormDense(linen.Module):
         )
         gamma, beta = parameters(n)
         plan = self.plan or self._plan(inputs)
-        announce(self, plan, follows=self.follows, joins=self.joins)
+        joins = dict(joins=self.joins, beside=self.beside)
+        announce(self, plan, follows=self.follows, **joins)
         arrays = SiteArrays(inputs, kernel, bias, gamma, beta)
         return run_planned(self, plan, arrays, epsilon=self.epsilon)
 

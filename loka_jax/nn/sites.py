@@ -44,6 +44,11 @@ class Site:
             or by a layer that is shared.
         joins: it may run with its neighbours as one operation of products and tails, if
             their choices allow.
+        crosses: how many sites have the layers of the cross network that it belongs
+            to, all of whose sites, those of the same parent path, may run as one
+            operation of products and tails if they have one choice; 0 for others.
+        beside: it reads the features of the cross network before it, and may run with
+            it and the sites that follow as one operation if all have one choice.
         has_tails: it runs with its neighbours as one operation of products and tails
             (`ops.cross`, `ops.wide_stack`).
         fp8_results: the roles whose products then leave in FP8, where these are in FP8
@@ -59,6 +64,8 @@ class Site:
     apart: str | None = None
     count: int = 1
     joins: bool = False
+    crosses: int = 0
+    beside: bool = False
     has_tails: bool = False
     fp8_results: tuple[Role, ...] = ()
 

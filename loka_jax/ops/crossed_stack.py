@@ -98,24 +98,24 @@ def crossed_beside(
         ValueError: as `crossed_stack`, or if the networks differ in their recipes (see
             `why_not_beside`).
     """
-    reason = why_not_beside(beside.crossed, beside.plans)
+    reason = why_not_beside(beside.crossed.plans[0][0], beside.plans)
     if reason is not None:
         raise ValueError(f"crossed_beside: {reason}.")
     static, *operands = _operands(*beside, axis_names, implementation, head=head)
     return _run(static, *operands)
 
 
-def why_not_beside(crossed: Crossed, plans: tuple[KernelPlan, ...]) -> str | None:
+def why_not_beside(first: KernelPlan, plans: tuple[KernelPlan, ...]) -> str | None:
     """Returns why layers do not read x0 as the cross network does, or None if they do.
 
     Args:
-        crossed: the cross network.
+        first: the plan of the network's first product.
         plans: of the layers.
     """
     refusals = (wide_stack.why_not(plan) for plan in plans)
     if reason := next(filter(None, refusals), None):
         return reason
-    if _reading(plans[0]) != _reading(crossed.plans[0][0]):
+    if _reading(plans[0]) != _reading(first):
         return "the first layer of each network has another choice"
     return None
 
