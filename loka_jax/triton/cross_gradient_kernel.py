@@ -158,5 +158,6 @@ def cross_gradient_kernel(
         store_sums(dhead, e * x * s, row, column, n, block_m, block_n)
         c += e * s * read_vector(outer_row, column, n, block_n)[None, :]
     if start > 0:
-        store_part(dfirst, c, row, column, m, 0, start, block_m, block_n)
+        if column < start:  # few tiles have any of these columns
+            store_part(dfirst, c, row, column, m, 0, start, block_m, block_n)
     store_part(dsecond, c, row, column, m, start, end, block_m, block_n)

@@ -130,6 +130,28 @@ def store(
 
 @triton.jit
 @no_type_check
+def _places(
+    part,
+    row,
+    column,
+    m: tl.constexpr,
+    start: tl.constexpr,
+    end: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Returns pointers to a tile's elements in a row, and which of them are there.
+
+    Of a matrix of which an array is columns start to end.
+    """
+    place = tl.arange(0, block_m * block_n)
+    rows, columns = row + place // block_n, column + place % block_n
+    inside = (rows < m) & (columns >= start) & (columns < end)
+    return part + rows.to(tl.int64) * (end - start) + (columns - start), inside
+
+
+@triton.jit
+@no_type_check
 def load_part(
     part,
     row,
@@ -149,10 +171,7 @@ def load_part(
     else:
         # Numbers one by one. As a vector neighbouring threads read neighbouring ones;
         # as a matrix they would be as far apart as the stores of the result want them.
-        place = tl.arange(0, block_m * block_n)
-        rows, columns = row + place // block_n, column + place % block_n
-        inside = (rows < m) & (columns >= start) & (columns < end)
-        at = part + rows.to(tl.int64) * (end - start) + (columns - start)
+        at, inside = _places(part, row, column, m, start, end, block_m, block_n)
         tile = tl.load(at, mask=inside, other=0.0)
         return tl.reshape(tile, (block_m, block_n)).to(tl.float32)
 
@@ -171,10 +190,15 @@ def store_part(
     block_n: tl.constexpr,
 ):
     """Writes the columns of a tile from `start` to `end`, those of an array."""
-    at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
-    columns = (column + tl.arange(0, block_n))[None, :]
-    inside = inside & (columns >= start)
-    tl.store(at, tile.to(part.dtype.element_ty), mask=inside)
+    tile = tile.to(part.dtype.element_ty)
+    if start % 16 == 0 and end % 16 == 0:
+        at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
+        columns = (column + tl.arange(0, block_n))[None, :]
+        tl.store(at, tile, mask=inside & (columns >= start))
+    else:
+        # Numbers one by one, in the order of `load_part`.
+        at, inside = _places(part, row, column, m, start, end, block_m, block_n)
+        tl.store(at, tl.reshape(tile, (block_m * block_n,)), mask=inside)
 
 
 @triton.jit
