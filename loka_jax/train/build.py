@@ -113,8 +113,16 @@ class Run:
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
-        """Every GEMM of the model, with its plan."""
+        """Every GEMM of the model, with its plan in a first step."""
         return self.list_sites(self.plan)
+
+    @functools.cached_property
+    def running_sites(self) -> tuple[nn.Site, ...]:
+        """Every GEMM of the model, with its plan in the steps after the first.
+
+        Sites with delayed scales may run with their neighbours there.
+        """
+        return self.list_sites(self.plan, scales_initialized=True)
 
     def replanned(self, plan: DispatchPlan) -> "Run":
         """Returns the run under another plan; its steps are compiled anew."""

@@ -143,7 +143,7 @@ def train(
             _begin_record(record, loop, is_new=saved is None)
             loop.train(stop)
         run = loop.run  # sites may have been demoted
-        record.write_sites([site.as_row() for site in run.sites])
+        record.write_sites([site.as_row() for site in run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
         command = shlex.join(["python", f"experiments/{script}", *arguments])
@@ -182,7 +182,7 @@ def _build(
     schema = run.splits.train.schema
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     print_columns(console, run.splits.report, dims)
-    print_sites(console, run.sites)
+    print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
@@ -296,7 +296,7 @@ def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
         run_encoding.keep(run.splits, record.workdir)
     if is_new and progress.days:
         record.log(log_lines.day(progress))
-    record.write_sites([site.as_row() for site in run.sites])
+    record.write_sites([site.as_row() for site in run.running_sites])
     record.write_plan(run.plan)
 
 

@@ -39,7 +39,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         if samples:
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
-    in_fp8 = sum(site.is_fp8 for site in run.sites)
+    sites = run.running_sites
     return {
         "config": run.config.identity(),
         "seed": run.config.seed,
@@ -59,7 +59,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "final_step": final_step,
         "final_state": final_state,
         "best_possible_ne": splits.report.get("best_possible_ne"),
-        "sites": {"total": len(run.sites), "fp8": in_fp8},
+        "sites": {"total": len(sites), "fp8": sum(site.is_fp8 for site in sites)},
         "plan": plan_rows(run.plan),
         "changes": progress.changes,
         "returns": progress.returns,
