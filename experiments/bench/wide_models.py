@@ -189,7 +189,7 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
     if kind == "ours":
         return nn.Planned(model.clone(recipe=precision, fused_wide=True))
     if kind == "dispatch":
-        sites = nn.list_sites(model.clone(recipe=recipe), *inputs)
+        sites = nn.list_sites(model.clone(recipe=recipe, fused_wide=True), *inputs)
         performance = local_performance().performance
         plan = make_plan(sites, performance, errors=as_if_accurate(sites))
         return nn.Planned(model.clone(fused_wide=True), plan.choices)

@@ -13,8 +13,8 @@ Layers beside the network, which read the same features, are a part of the opera
 that is faster: no other x0 is joined, and a head takes what it reads where it is made.
 
 The factor on the bytes of passes is fitted on the kernels of `wide_models_h200.json`,
-448 and 3,456 features at 8,192 and 65,536 rows: 26 % off at worst. One on launches is
-not: it keeps networks apart that are too small to pay.
+448 and 3,456 features at 8,192 and 65,536 rows: 26 % off at worst. That on launches is
+of 4,096 rows of 448 features on an H100, where the operation takes as long as XLA.
 """
 
 import itertools
@@ -39,9 +39,11 @@ from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.site import BF16, Choice
 
 PASSES = 1.2  # times at the copy rate
-_LAUNCH = 2.0  # times the launch of an empty kernel
-# A product in training: casts of its weight and of g, three products, two sums.
-_KERNELS = {"training": 7, "inference": 1}
+_LAUNCH = 2.9  # times an empty kernel: what a kernel takes besides its work
+# Of a site: in training its weight's cast, three products, passes and their sums. Of
+# the operation: what reads and joins features, makes their gradient and next states.
+_OF_A_SITE = {"training": 9, "inference": 2}
+_OF_ALL = {"training": 10, "inference": 1}
 # Bytes of an element: of a layer between its products by XLA, of the join of features,
 # and of the features that a head reads.
 _BY_XLA = {"training": 26, "inference": 8}
@@ -176,6 +178,7 @@ class _Times(NamedTuple):
         us = self._network(choice)
         for site in self.beside.sites:
             us += layer_us(site.spec, choice.recipe, name, self.roofline)
+            us += _OF_A_SITE[name] * _LAUNCH * self.roofline.launch_us
         given = first.m * first.k * (2 + written_bytes("lhs", choice.recipe, name))
         return us - given / self.roofline.bytes_per_us
 
@@ -200,7 +203,8 @@ def network_us(
         roofline: of the device.
     """
     us = sum(products_us(site.spec, recipe, pass_name, roofline) for site in sites)
-    us += len(sites) * _KERNELS[pass_name] * _LAUNCH * roofline.launch_us
+    kernels = len(sites) * _OF_A_SITE[pass_name] + _OF_ALL[pass_name]
+    us += kernels * _LAUNCH * roofline.launch_us
     moved = PASSES * passes_bytes(sites, recipe, pass_name)
     if pass_name == "training":
         lhs, rhs, g = (written_bytes(x, recipe, pass_name) for x in OPERANDS)

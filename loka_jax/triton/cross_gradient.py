@@ -27,7 +27,10 @@ CONFIGS = (
     TuningConfig(32, 64, 4),
     TuningConfig(32, 64, 2),
 )
-DEFAULT = TuningConfig(64, 64, 4)
+DEFAULT = TuningConfig(32, 128, 4)
+NARROW_DEFAULT = TuningConfig(
+    32, 64, 2
+)  # where the other's last tiles would not be full
 
 
 def cross_gradient(
@@ -39,7 +42,7 @@ def cross_gradient(
     *,
     parts: Sequence[jax.ShapeDtypeStruct],
     shape: tuple[int, int],
-    config: TuningConfig = DEFAULT,
+    config: TuningConfig | None = None,
 ) -> CrossGradients:
     """Returns the gradient of each part of x0, and of a head, summed in float32.
 
@@ -55,7 +58,7 @@ def cross_gradient(
         parts: the types of the arrays into which columns are split, one or two; columns
             past them are not written.
         shape: rows and columns of the features.
-        config: the tuning config.
+        config: the tuning config; None for the default.
 
     Raises:
         ValueError: if these operands are not served (see `tail.why_not`), or too many.
@@ -81,6 +84,7 @@ def cross_gradient(
     from loka_jax.triton import cross_gradient_kernel  # not above: it imports Triton
 
     m, n = shape
+    config = config or (NARROW_DEFAULT if n % DEFAULT.block_n else DEFAULT)
     of_head = (config.tiles_m(m), n)
     types = [
         tail.optional_type(outer is not None, of_head, jnp.float32),
