@@ -7,15 +7,19 @@
 
 Within the limits is an error whose interval's upper end is, so that a site does not go
 back and forth. One that was demoted is promoted only within three quarters of them.
+
+A cross network runs as one operation only by one choice, so that where one of its sites
+changes the others follow the new plan too.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from loka_jax.dispatch.cross_networks import networks
 from loka_jax.dispatch.drift import HOME
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan, make_plan
+from loka_jax.dispatch.plan import DispatchPlan, chains_of, make_plan
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
     Decision,
@@ -82,7 +86,33 @@ class Reviewer:
             elif _is_faster(best, now, self.limits):
                 reason = "its live errors are within the limits"
                 promoted[path] = best._replace(reason=reason)
-        return Review(demoted, promoted)
+        demoted |= self._followers(demoted, plan, within)
+        promoted |= self._followers(promoted, plan, within)
+        return Review(demoted, {p: x for p, x in promoted.items() if p not in demoted})
+
+    def _followers(
+        self,
+        changed: Mapping[str, Decision],
+        plan: DispatchPlan,
+        within: Mapping[str, Decision],
+    ) -> dict[str, Decision]:
+        """Returns new decisions on the other sites of networks with changed sites.
+
+        Args:
+            changed: the new decisions, by path.
+            plan: that runs.
+            within: the decisions on all sites.
+        """
+        running = dict(plan.decisions)
+        found = networks(chains_of(self.sites))
+        groups = [{site.path for site in (*x.sites, *x.beside)} for x in found]
+        return {
+            path: within[path]._replace(reason="as its cross network changes")
+            for paths in groups
+            if changed.keys() & paths
+            for path in (paths & running.keys()) - changed.keys()
+            if within[path].choice != running[path].choice
+        }
 
     def is_well_within(self, choice: Choice, errors: RoleErrors) -> bool:
         """Returns whether the live errors of a choice let a site return to it."""

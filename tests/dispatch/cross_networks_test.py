@@ -15,7 +15,9 @@ from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import chains_of, make_plan
+from loka_jax.dispatch.review import Reviewer
 from loka_jax.dispatch.table import Entry, Table
+from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.models import Dcnv2
 from loka_jax.recipe import ROLES, get_recipe
@@ -162,3 +164,32 @@ def test_a_network_has_the_sites_of_its_path_alone():
     assert all(site.crosses == 2 for site in network.sites)
     pairs = itertools.batched((s.path.rpartition("/")[2][0] for s in other), 2)
     assert set(pairs) == {("v", "u")}
+
+
+def test_a_network_changes_as_a_whole_by_live_errors():
+    sites = _sites()
+    header = Header("cpu", "1", "1", "", "x")
+    entries = {table_key(site.spec): Entry({"training": ALONE}) for site in sites}
+    model = PerformanceModel(Table(header, entries), roofline=H200)
+    errors = as_if_accurate(sites)
+    plan = make_plan(sites, model, errors=errors)
+    reviewer = Reviewer(sites, model)
+    assert reviewer.review(plan, errors) == ({}, {})
+    bad = {
+        role: {
+            name: dict.fromkeys(measures, Interval(1.0, 1.0, 1.0))
+            for name, measures in of_role.items()
+        }
+        for role, of_role in errors[sites[1].path].items()
+    }
+    worse = errors | {sites[1].path: bad}
+    demoted, promoted = reviewer.review(plan, worse)
+    assert {d.choice.name for d in demoted.values()} == {"xla bf16"} and not promoted
+    assert demoted.keys() == errors.keys()
+    assert "live error" in demoted[sites[1].path].reason
+    assert demoted[sites[0].path].reason == "as its cross network changes"
+    after = plan.changed(demoted)
+    assert reviewer.review(after, worse) == ({}, {})
+    # Back once all are accurate, the first as well.
+    demoted, promoted = reviewer.review(after, errors)
+    assert {d.choice.name for d in promoted.values()} == {DELAYED} and not demoted
