@@ -305,16 +305,9 @@ def pull_back(
             static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
             y_scale_inv=own[-1].scale_inv("g"),
         )
-        kernels, amaxes, g = [], [], out.y
-        for j in reversed(range(len(own))):
-            kernels.append(own[j].weight_gradient(lhs[j], g))
-            amaxes.append((lhs[j].amaxes, rhs[j].amaxes, g.amaxes))
-            if j:
-                dh = own[j].multiply("dlhs", g, rhs[j])
-                g = own[j - 1].cast("g", dh, keep=True)
-        d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
-        gradients.append(CrossLayer(tuple(reversed(kernels)), out.row_sum))
-        all_amaxes.append(tuple(reversed(amaxes)))
+        kernels, d, amaxes = _gradients(own, lhs, rhs, out.y)
+        gradients.append(CrossLayer(kernels, out.row_sum))
+        all_amaxes.append(amaxes)
         summands = (Scaled(out.s), d) if is_full else (*summands, d)
         all_d.append(d)
     # Triton's kernel has operands for so many layers.
@@ -331,3 +324,24 @@ def pull_back(
     )
     next_states = network.next_states(states, tuple(reversed(all_amaxes)))
     return dx0, tuple(reversed(gradients)), next_states
+
+
+def _gradients(
+    own: tuple[Site, ...], lhs: tuple[Written, ...], rhs: tuple[Written, ...], g
+):
+    """Returns the gradients of a layer's kernels and of its features, and amaxes.
+
+    Args:
+        own: the sites of the layer.
+        lhs, rhs: the operands of its products.
+        g: the gradient of the last product, in the forms that products read.
+    """
+    kernels, amaxes = [], []
+    for j in reversed(range(len(own))):
+        kernels.append(own[j].weight_gradient(lhs[j], g))
+        amaxes.append((lhs[j].amaxes, rhs[j].amaxes, g.amaxes))
+        if j:
+            dh = own[j].multiply("dlhs", g, rhs[j])
+            g = own[j - 1].cast("g", dh, keep=True)
+    d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
+    return tuple(reversed(kernels)), d, tuple(reversed(amaxes))

@@ -41,7 +41,7 @@ def _state(recipe):
     return scaling.update_delayed(scaling.init_delayed(own), amaxes, own)
 
 
-def _operands(recipe, ranks=(RANK,)):
+def _operands(recipe, ranks=(RANK,), depth=2):
     """Returns x0 in two parts, parameters, states, and the gradient of the result.
 
     The last parameters are the head's, of networks beside one another.
@@ -56,14 +56,14 @@ def _operands(recipe, ranks=(RANK,)):
             tuple(kernel(k, n, 10 * j + i) for j, (k, n) in of_cross),
             support.normal(N, seed=20 + i),
         )
-        for i in range(2)
+        for i in range(depth)
     )
     sizes = list(zip(WIDTHS, WIDTHS[1:], strict=False))
     layers = tuple(
         WideLayer(kernel(k, n, 30 + i), support.normal(n, seed=40 + i))
         for i, (k, n) in enumerate(sizes)
     )
-    states = ((_state(recipe),) * len(of_cross),) * 2, (_state(recipe),) * 2
+    states = ((_state(recipe),) * len(of_cross),) * depth, (_state(recipe),) * 2
     x0 = support.normal(M, N, seed=50, dtype=jnp.bfloat16)
     g = support.normal(M, WIDTHS[-1], seed=51, dtype=jnp.bfloat16)
     heads = () if ranks else (support.normal(N, seed=52) / N**0.5,)
@@ -78,7 +78,7 @@ def _run(
     activation="hard_swish",
 ):
     x0, cross, layers, _, states = operands
-    cross_plans = ((_plan(recipe, N, RANK), _plan(recipe, RANK, N)),) * 2
+    cross_plans = ((_plan(recipe, N, RANK), _plan(recipe, RANK, N)),) * len(cross)
     plans = tuple(
         _plan(recipe, k, n, activation=activation, use_bias=True)
         for k, n in zip(WIDTHS, WIDTHS[1:], strict=False)
@@ -96,7 +96,7 @@ def _run_beside(
 ):
     """Returns the dots of a head and the activations of layers, as columns."""
     x0, cross, layers, (head,), states = operands
-    cross_plans = ((_plan(recipe, N, N),),) * 2
+    cross_plans = ((_plan(recipe, N, N),),) * len(cross)
     plans = tuple(
         _plan(recipe, k, n, activation="hard_swish", use_bias=True)
         for k, n in zip(WIDTHS, WIDTHS[1:], strict=False)
@@ -113,9 +113,9 @@ def _run_beside(
     return jnp.concatenate((dots[:, None], y.astype(jnp.float32)), axis=1)
 
 
-def _results(recipe, is_whole, run=_run, **options):
+def _results(recipe, is_whole, run=_run, depth=2, **options):
     """Returns the result and the gradients, and the next states."""
-    operands, g = _operands(recipe, () if run is _run_beside else (RANK,))
+    operands, g = _operands(recipe, () if run is _run_beside else (RANK,), depth)
     run = functools.partial(run, recipe, is_whole, **options)
     y, pull = jax.vjp(run, *operands)
     g = jnp.resize(g, y.shape).astype(y.dtype)
@@ -175,9 +175,9 @@ def test_inference_gives_the_activations_of_training(recipe, activation):
     assert ours <= theirs + 2.6e-2
 
 
-def _assert_triton_gives_the_results_of_xla(recipe, run):
-    ours, _ = _results(recipe, True, run, implementation="triton")
-    theirs, _ = _results(recipe, True, run)
+def _assert_triton_gives_the_results_of_xla(recipe, run, depth=2):
+    ours, _ = _results(recipe, True, run, depth, implementation="triton")
+    theirs, _ = _results(recipe, True, run, depth)
     # Other roundings to bfloat16 (2^-9) flip a code of E4M3, of steps of 2^-3, with a
     # probability of 2^-6, which is an error of 2^-3: in the mean 2^-3 sqrt(2^-6). The
     # gradients of four products are cast so, one after the other.
@@ -193,6 +193,17 @@ def test_kernels_of_triton_give_the_results_of_xla(recipe, run, monkeypatch):
         tailed_products, "by_kernel", lambda run, *operands: run(*operands)
     )
     _assert_triton_gives_the_results_of_xla(recipe, run)
+
+
+@runs
+@pytest.mark.usefixtures("interpreted")
+def test_networks_of_more_layers_than_a_kernel_takes_give_the_results_of_xla(
+    run, monkeypatch
+):
+    monkeypatch.setattr(
+        tailed_products, "by_kernel", lambda run, *operands: run(*operands)
+    )
+    _assert_triton_gives_the_results_of_xla("bf16", run, depth=4)
 
 
 @recipes
