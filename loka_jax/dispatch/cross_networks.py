@@ -13,8 +13,7 @@ Layers beside the network, which read the same features, are a part of the opera
 that is faster: no other x0 is joined, and a head takes what it reads where it is made.
 
 The factor on the bytes of passes is fitted on the kernels of `wide_models_h200.json`,
-448 and 3,456 features at 8,192 and 65,536 rows: 26 % off at worst. That on launches is
-of 4,096 rows of 448 features on an H100, where the operation takes as long as XLA.
+448 and 3,456 features at 8,192 and 65,536 rows: 26 % off at worst.
 """
 
 import itertools
@@ -27,6 +26,7 @@ from loka_jax.dispatch.policy import Decision, Limits, accurate, largest_error
 from loka_jax.dispatch.stacks import (
     SPREAD,
     Layers,
+    launches_us,
     layer_us,
     products_us,
     written_bytes,
@@ -39,7 +39,6 @@ from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.site import BF16, Choice
 
 PASSES = 1.2  # times at the copy rate
-_LAUNCH = 2.9  # times an empty kernel: what a kernel takes besides its work
 # Of a site: in training its weight's cast, three products, passes and their sums. Of
 # the operation: what reads and joins features, makes their gradient and next states.
 _OF_A_SITE = {"training": 9, "inference": 2}
@@ -178,7 +177,6 @@ class _Times(NamedTuple):
         us = self._network(choice)
         for site in self.beside.sites:
             us += layer_us(site.spec, choice.recipe, name, self.roofline)
-            us += _OF_A_SITE[name] * _LAUNCH * self.roofline.launch_us
         given = first.m * first.k * (2 + written_bytes("lhs", choice.recipe, name))
         return us - given / self.roofline.bytes_per_us
 
@@ -204,7 +202,7 @@ def network_us(
     """
     us = sum(products_us(site.spec, recipe, pass_name, roofline) for site in sites)
     kernels = len(sites) * _OF_A_SITE[pass_name] + _OF_ALL[pass_name]
-    us += kernels * _LAUNCH * roofline.launch_us
+    us += launches_us(kernels, roofline)
     moved = PASSES * passes_bytes(sites, recipe, pass_name)
     if pass_name == "training":
         lhs, rhs, g = (written_bytes(x, recipe, pass_name) for x in OPERANDS)

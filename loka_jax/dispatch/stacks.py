@@ -5,14 +5,17 @@ FP8 of a wide site looks slower than it is in a stack. So the time of a layer wi
 is counted, in what the device's limits allow:
 
     time = 1.10 FP8 flops / rate + 0.96 bfloat16 flops / rate + bytes moved / copy rate
+           + 2.9 launches of each kernel
 
     forward     a tail reads z and writes each form of the next lhs
     backward    a tail reads dy and what forward kept, and writes each form of g
                 (what a tail of whole rows reads, it reads twice)
     weights     are read in float32 and written in each form, and so is their gradient
 
-The factors are fitted on the stacks of `wide_stack_h200.json`: 10 % off at three
-stacks of 1,024 to 7,680 features in the root mean square, 23 % at worst.
+The factors on flops are fitted on the stacks of `wide_stack_h200.json`: 9 % off at
+three stacks of 1,024 to 7,680 features in the root mean square, 19 % at worst. That on
+launches, what a kernel takes besides its work, is of 4,096 rows of a narrow cross
+network on an H100.
 """
 
 from collections.abc import Sequence
@@ -28,12 +31,15 @@ from loka_jax.nn import Site
 from loka_jax.normed import XHAT_MAX_FEATURES, norm_features
 from loka_jax.ops import wide_stack
 from loka_jax.ops.plan import KernelPlan, resolve
-from loka_jax.recipe import ROLE_OPERANDS, Operand, Recipe
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Operand, Recipe
 from loka_jax.site import BF16, Choice, SiteSpec
 
 SPREAD = 0.12  # of the logarithm of a predicted time
 _FP8, _BF16 = 1.10, 0.96  # times at the rate of the roofline
 _F32_BYTES, _BF16_BYTES, _FP8_BYTES = 4, 2, 1
+_LAUNCH = 2.9  # times an empty kernel
+# Of a layer: products, passes, and their sums; in FP8 the cast of its weight, too.
+_KERNELS = {"training": 7, "inference": 2}
 
 type _Pass = str  # "training" or "inference"
 
@@ -83,7 +89,9 @@ def layer_us(
         roofline: of the device.
     """
     m, k, n = spec.m, spec.k, spec.n
+    casts_weight = pass_name == "training" and any(map(recipe.gemm, ROLES))
     us = products_us(spec, recipe, pass_name, roofline)
+    us += launches_us(_KERNELS[pass_name] + casts_weight, roofline)
     moved = m * k * (_BF16_BYTES + written_bytes("lhs", recipe, pass_name))
     again = m * n * spec.has_affine
     moved += again * _BF16_BYTES
@@ -96,6 +104,11 @@ def layer_us(
         moved += again * (_BF16_BYTES + xhat)
         moved += k * n * (2 * _F32_BYTES + written_bytes("rhs", recipe, pass_name))
     return us + moved / roofline.bytes_per_us
+
+
+def launches_us(kernels: int, roofline: Roofline) -> float:
+    """Returns the microseconds that kernels take besides their work."""
+    return kernels * _LAUNCH * roofline.launch_us
 
 
 def products_us(
