@@ -31,7 +31,7 @@ class CrossNet(linen.Module):
         implementation: "xla" runs the layers one by one even if `fused`.
         kernel_init: initializer of the kernels.
         fused: run all layers as one operation (`ops.cross`) where that serves their
-            plans; not yet measured as a whole.
+            plans.
 
     References:
         DCN V2, arXiv 2008.13535, equations 1 and 2.

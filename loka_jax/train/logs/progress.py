@@ -227,7 +227,9 @@ def print_data(console: Console, report: dict):
 
 def print_sites(console: Console, sites: tuple[Site, ...]):
     """Prints a table of the sites: shape, kernel of each role, reason against FP8."""
-    recipes = dict.fromkeys(site.recipe for site in sites if site.is_fp8)
+    # Of a name with a recipe for each role all but bfloat16, as the table says more.
+    names = (part for s in sites if s.is_fp8 for part in s.recipe.split("/"))
+    recipes = dict.fromkeys(name for name in names if name != "bf16")
     title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title=plain(title), title_justify="left"
