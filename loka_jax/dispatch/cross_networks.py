@@ -22,7 +22,13 @@ from typing import NamedTuple
 
 from loka_jax import triton
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.policy import Decision, Limits, accurate, largest_error
+from loka_jax.dispatch.policy import (
+    Decision,
+    Limits,
+    accurate,
+    largest_error,
+    why_inaccurate,
+)
 from loka_jax.dispatch.stacks import (
     SPREAD,
     Layers,
@@ -93,7 +99,8 @@ def decide_network(
 ) -> dict[str, Decision]:
     """Returns the decisions on sites that run as one operation; none if that is slower.
 
-    They have one choice, in FP8, which must beat bfloat16 by enough.
+    They have one choice, in FP8, which must beat bfloat16 by enough. Where none is
+    accurate enough, the decisions are those of `apart` and say so.
 
     Args:
         network: the sites of the network.
@@ -118,7 +125,7 @@ def decide_network(
             if choice in both and _why_not_beside(network, beside, choice) is None
         ]
     if not candidates:
-        return {}
+        return _refused(times, apart, limits)
     us, choice, parts = min(candidates, key=lambda candidate: candidate[0])
     if us > times.apart(apart) or times.in_bf16() / us < limits.speedup:
         return {}
@@ -134,6 +141,24 @@ def decide_network(
         for layers in parts
         for site, entry, terms in zip(*layers, strict=True)
     }
+
+
+def _refused(
+    times: "_Times", apart: Mapping[str, Decision], limits: Limits
+) -> dict[str, Decision]:
+    """Returns decisions that name a faster choice of a network, and why it is none."""
+    network = times.network
+    names = set.intersection(*(set(x.times[network.name]) for x in network.entries))
+    choices = [c for c in map(Choice.parse, sorted(names)) if c.is_fp8]
+    served = [c for c in choices if _why_not(network, c) is None]
+    best = min(served, key=lambda c: times.alone(c, apart), default=None)
+    if best is None or times.alone(best, apart) * limits.speedup > times.apart(apart):
+        return {}
+    each = zip(network.entries, network.terms, strict=True)
+    reasons = (why_inaccurate(best, entry, limits, terms) for entry, terms in each)
+    reason = next(filter(None, reasons), "no choice is accurate at all of its sites")
+    said = f"{best.name} of the whole cross network: {reason}"
+    return {s.path: apart[s.path]._replace(runner_up=said) for s in network.sites}
 
 
 class _Times(NamedTuple):

@@ -180,7 +180,7 @@ def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
     lost: list[tuple[Choice, str]] = []
     chosen = bf16
     for choice in ranked:
-        reason = terms.why_not(choice) or _why_inaccurate(choice, entry, limits, terms)
+        reason = terms.why_not(choice) or why_inaccurate(choice, entry, limits, terms)
         reason = reason or _why_slow(choice, bf16, times, limits, terms)
         if reason is None:
             chosen = choice
@@ -207,8 +207,34 @@ def accurate(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> list[Ch
         choice
         for choice in map(Choice.parse, entry.times.get(terms.pass_name, {}))
         if terms.why_not(choice) is None
-        and _why_inaccurate(choice, entry, limits, terms) is None
+        and why_inaccurate(choice, entry, limits, terms) is None
     ]
+
+
+def why_inaccurate(
+    choice: Choice, entry: Entry, limits: Limits, terms: Terms
+) -> str | None:
+    """Returns which limit on errors a candidate breaks, or None.
+
+    Arguments are those of `decide`.
+    """
+    if not _multiplies_in_fp8(choice, terms):
+        return None
+    why_not = terms.why_not_fp8 or _why_borrowed(entry, terms)
+    if why_not is not None:
+        return why_not
+    for role in terms.roles:
+        gemm = choice.recipe.gemm(role)
+        if gemm is None:
+            continue
+        errors = _errors_of(entry, terms, role, gemm)
+        if not errors:
+            return f"{role}: its error was not measured"
+        for measures in errors:
+            reason = why_unsafe(measures, limits)
+            if reason is not None:
+                return f"{role}: {reason}"
+    return None
 
 
 def largest_error(choice: Choice, entry: Entry, terms: Terms) -> float | None:
@@ -241,40 +267,17 @@ def _multiplies_in_fp8(choice: Choice, terms: Terms) -> bool:
     return any(choice.recipe.gemm(role) for role in terms.roles)
 
 
-def _why_inaccurate(choice: Choice, entry: Entry, limits: Limits, terms: Terms):
-    """Returns which limit on errors a candidate breaks, or None."""
-    if not _multiplies_in_fp8(choice, terms):
-        return None
-    why_not = terms.why_not_fp8 or _why_borrowed(entry, terms)
-    if why_not is not None:
-        return why_not
-    for role in terms.roles:
-        gemm = choice.recipe.gemm(role)
-        if gemm is None:
-            continue
-        errors = _errors_of(entry, terms, role, gemm)
-        if not errors:
-            return f"{role}: its error was not measured"
-        for measures in errors:
-            reason = why_unsafe(measures, limits)
-            if reason is not None:
-                return f"{role}: {reason}"
-    return None
-
-
 def _why_borrowed(entry: Entry, terms: Terms) -> str | None:
     """Returns why a site's errors, all borrowed, are not enough; None if they are."""
     has_own = terms.errors is not None or terms.source in (None, *entry.errors)
     if has_own or terms.roles != ROLES:
         return None
+    remedy = "observe this model (--probe.every 100) or tune"
     if not entry.errors:
-        return "its error was not measured"
+        return f"its error was not measured: {remedy}"
     first, *others = entry.errors
     names = f"{first} and {len(others)} more" if others else first
-    return (
-        f"its errors are borrowed from {names}: observe this model (--probe.every 100) "
-        "or tune"
-    )
+    return f"its errors are borrowed from {names}: {remedy}"
 
 
 def _errors_of(

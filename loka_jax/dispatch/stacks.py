@@ -18,12 +18,19 @@ launches, what a kernel takes besides its work, is of 4,096 rows of a narrow cro
 network on an H100.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from loka_jax import triton
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.policy import Decision, Limits, Terms, accurate, largest_error
+from loka_jax.dispatch.policy import (
+    Decision,
+    Limits,
+    Terms,
+    accurate,
+    largest_error,
+    why_inaccurate,
+)
 from loka_jax.dispatch.table import Entry
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.roofline import Roofline
@@ -167,16 +174,19 @@ def decide_stack(
         best = best_bf16
     if not all(map(_joins, layers.sites, best)):
         return list(apart)
+    refused = _refused(layers, best, limits, us)
     return [
         Decision(
             choice,
             "the fastest as one operation with the layers beside it",
             speedup=entry.times[layers.name][BF16.name] / us(site, choice),
             error=largest_error(choice, entry, terms),
-            runner_up=_runner_up(before, choice),
+            runner_up=lost or _runner_up(before, choice),
             spread=SPREAD,
         )
-        for site, entry, terms, before, choice in zip(*layers, apart, best, strict=True)
+        for site, entry, terms, before, choice, lost in zip(
+            *layers, apart, best, refused, strict=True
+        )
     ]
 
 
@@ -191,6 +201,21 @@ def _apart_us(layers: Layers, apart: Sequence[Decision]) -> float:
 def _joins(site: Site, choice: Choice) -> bool:
     """Returns True if a layer of a stack may run by a choice within it."""
     return wide_stack.why_not(_plan(site, choice)) is None
+
+
+def _refused(
+    layers: Layers, best: Sequence[Choice], limits: Limits, us: Callable
+) -> Iterator[str | None]:
+    """Yields a faster choice of each layer, and which limit on errors it breaks."""
+    for site, entry, terms, choice in zip(*layers, best, strict=True):
+        times = {c: us(site, c) for c in map(Choice.parse, entry.times[layers.name])}
+        faster = [c for c in times if times[c] < us(site, choice) and _joins(site, c)]
+        reasons = (
+            f"{c.name}: {reason}"
+            for c in sorted(faster, key=lambda c: times[c])
+            if (reason := why_inaccurate(c, entry, limits, terms)) is not None
+        )
+        yield next(reasons, None)
 
 
 def _runner_up(apart: Decision, choice: Choice) -> str | None:

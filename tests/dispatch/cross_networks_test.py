@@ -92,6 +92,8 @@ def test_a_site_that_is_not_accurate_keeps_its_network_apart():
     nothing = {role: {} for role in ROLES}
     decisions = _plan(sites, errors={sites[1].path: nothing})
     assert set(_names(decisions).values()) == {"xla bf16"}
+    whole = f"{DELAYED} of the whole cross network: fwd: its error was not measured"
+    assert {decision.runner_up for decision in decisions.values()} == {whole}
 
 
 def test_a_network_that_is_faster_apart_stays_apart():

@@ -70,6 +70,8 @@ def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
     times = {"xla bf16": 1000.0, DELAYED: 1100.0}
     plan = _plan(sites, times, errors={sites[1].path: nothing})
     assert [choice.is_fp8 for _, choice in plan.choices] == [True, False, True]
+    refused = plan.decisions[1][1].runner_up
+    assert refused == f"{DELAYED}: fwd: its error was not measured"
 
 
 def test_sites_that_are_faster_apart_stay_apart():
