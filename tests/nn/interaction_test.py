@@ -169,3 +169,35 @@ def test_dcnv2_with_both_networks_in_one_operation_computes_the_same(monkeypatch
         # four of each layer beside it.
         limit = (2 * (6 + 4) + 2 * (4 + 4)) ** 0.5 * 2.6e-2
         assert np.linalg.norm(x - y) <= limit * np.linalg.norm(y)
+
+
+def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatch):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    model = Dcnv2(recipe=DELAYED, num_cross_layers=2, deep_mlp=(32, 16))
+    features = support.normal(64, 13), support.normal(64, 7, 5, seed=1)
+    variables = model.init(jax.random.key(0), *features)
+
+    def gradients(model, variables, *features):
+        def loss(variables, *features):
+            return jnp.sum(model.apply(variables, *features) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(variables, *features)
+
+    states = gradients(model, variables, *features)[0][OVERWRITE_WITH_GRADIENT]
+    fused = model.clone(recipe=f"{DELAYED}:initialized", fused_wide=True)
+
+    def run(params, *features):
+        variables = {"params": params, OVERWRITE_WITH_GRADIENT: states}
+        of_params, *of_features = gradients(fused, variables, *features)
+        return of_params["params"], *of_features
+
+    calls = _calls(monkeypatch, crossed_stack, "crossed_beside")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
+    rows = jax.P("data")
+    specs = dict(in_specs=(jax.P(), rows, rows), out_specs=(jax.P(), rows, rows))
+    spread = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+    ours, theirs = (f(variables["params"], *features) for f in (spread, jax.jit(run)))
+    assert len(calls) == 2
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-4)
