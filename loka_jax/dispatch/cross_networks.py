@@ -1,8 +1,8 @@
 """Cross networks as one operation (`ops.cross`): predicted times, choices.
 
-Timed by itself, a site casts what in the operation a tail has written, and nothing
-tells what lies between the products: with XLA as many bytes as a tail, or more. So the
-network is decided as a whole, by products as in `stacks`, launches and bytes:
+Timed by itself, a site casts what in the operation a tail has written, and its time
+lacks what lies between the products, which moves more bytes than a tail where XLA does
+it. So the network is decided as a whole, by products as in `stacks`, launches, bytes:
 
     one operation   each pass reads x0 and the products of all layers so far, and
                     writes the forms of the next operand; the last one makes dx0
@@ -146,7 +146,7 @@ def decide_network(
 def _refused(
     times: "_Times", apart: Mapping[str, Decision], limits: Limits
 ) -> dict[str, Decision]:
-    """Returns decisions that name a faster choice of a network, and why it is none."""
+    """Returns decisions that name a faster choice of a network, and what bars it."""
     network = times.network
     names = set.intersection(*(set(x.times[network.name]) for x in network.entries))
     choices = [c for c in map(Choice.parse, sorted(names)) if c.is_fp8]
