@@ -21,7 +21,16 @@ class CrossedHead(Dense):
 
     @linen.compact
     def __call__(self, beside: crossed_stack.CrossedBeside) -> Float[Array, "m 1"]:
-        """Returns `[x', y] @ kernel + bias`, see `ops.crossed_stack`."""
+        """Returns `[x', y] @ kernel + bias`, see `ops.crossed_stack`.
+
+        Args:
+            beside: what `Mlp` returns beside a cross network.
+
+        Raises:
+            ValueError: if it has another number of features than one.
+        """
+        if self.features != 1:
+            raise ValueError(f"CrossedHead has one feature, not {self.features}.")
         (m, k), n = beside.crossed.shape, beside.plans[-1].spec.n
         plan = planned(self, SiteSpec(m=m, k=k + n, n=1))
         announce(self, plan)

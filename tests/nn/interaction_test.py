@@ -171,6 +171,12 @@ def test_dcnv2_with_both_networks_in_one_operation_computes_the_same(monkeypatch
         assert np.linalg.norm(x - y) <= limit * np.linalg.norm(y)
 
 
+def test_a_head_of_several_features_is_no_part_of_the_operation():
+    beside = nn.CrossedBeside(nn.Crossed((), (), (), ()), (), (), ())
+    with pytest.raises(ValueError, match="one feature, not 2"):
+        nn.CrossedHead(2).init(jax.random.key(0), beside)
+
+
 def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatch):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
