@@ -18,17 +18,10 @@ from loka_jax.dispatch.plan import chains_of, make_plan
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.roofline import Roofline
 from loka_jax.models import Dcnv2
 from loka_jax.recipe import ROLES, get_recipe
+from tests.dispatch.support import H200
 
-H200 = Roofline(
-    bytes_per_us=4.28e6,
-    fp8_flops_per_us=1.425e9,
-    bf16_flops_per_us=7.85e8,
-    launch_us=0.864,
-    sms=132,
-)
 DELAYED = "xla fp8_tensorwise_delayed"
 ALONE = {"xla bf16": 10_000.0, DELAYED: 11_000.0}
 RESULT = pathlib.Path(__file__).parents[2] / "experiments/results/wide_models_h200.json"

@@ -15,18 +15,11 @@ from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import NormName
 from loka_jax.recipe import get_recipe
 from loka_jax.site import SiteSpec
+from tests.dispatch.support import H200
 
-H200 = Roofline(
-    bytes_per_us=4.28e6,
-    fp8_flops_per_us=1.425e9,
-    bf16_flops_per_us=7.85e8,
-    launch_us=0.864,
-    sms=132,
-)
 DELAYED = "xla fp8_tensorwise_delayed"
 RESULT = pathlib.Path(__file__).parents[2] / "experiments/results/wide_stack_h200.json"
 STACKS: dict[str, tuple[int, tuple[int, ...], NormName]] = {  # of the result
