@@ -31,11 +31,12 @@ from typing import Any
 import scipy.stats
 
 from experiments.bench import result as results
+from loka_jax.train.folder.record import read_run
 
 METRICS = ("auc", "logloss", "ne", "calibration")
 # Of the summary of a run: what is kept of each, and what all have alike.
 _OF_A_RUN = ("final_eval", "steps", "seconds", "skipped_steps", "best_valid", "sites")
-_OF_A_RUN += ("versions",)
+_OF_A_RUN += ("versions", "valid_ne")
 _OF_ALL = ("config", "final_split", "best_possible_ne")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
@@ -44,6 +45,9 @@ def train_once(
     config: str, arm: str, seed: int, extra: list[str], gpu: int | None = None
 ) -> dict:
     """Returns the summary of one run, trained in a separate process.
+
+    Beside what `summary.json` has there is `valid_ne`: NE on the validation examples at
+    each evaluation, by step.
 
     Args:
         config: to train.
@@ -79,7 +83,9 @@ def train_once(
         if done.returncode:
             tail = (done.stdout + done.stderr)[-2000:]
             raise RuntimeError(f"{' '.join(command)} failed:\n{tail}")
-        return json.loads((workdir / "summary.json").read_text())
+        run = read_run(workdir)
+        evals = [line for line in run.evals if line["split"] == "valid"]
+        return run.summary | {"valid_ne": {line["step"]: line["ne"] for line in evals}}
 
 
 def describe(values: list[float]) -> dict[str, float]:
@@ -131,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--gpus", type=int, help="the seeds are dealt to")
+    parser.add_argument("--gpus", type=int, help="the runs are dealt to")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args(arguments[:split])
     asked = {"config": options.config, "recipes": options.recipes, "extra": extra}
@@ -142,8 +148,8 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         jobs = {}
         for seed in range(options.first_seed, options.first_seed + options.seeds):
-            gpu = None if options.gpus is None else seed % options.gpus
-            for arm in options.recipes:
+            for number, arm in enumerate(options.recipes, seed):
+                gpu = None if options.gpus is None else number % options.gpus
                 if str(seed) not in result["runs"][arm]:
                     run = options.config, arm, seed, extra, gpu
                     jobs[pool.submit(train_once, *run)] = arm, seed

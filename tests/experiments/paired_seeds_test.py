@@ -22,7 +22,7 @@ def trained(monkeypatch):
             "final_eval": dict.fromkeys(paired_seeds.METRICS, ne),
             **{"steps": 10, "seconds": 1.5, "skipped_steps": 0, "best_valid": {}},
             **{"sites": {"total": 3, "fp8": 2}, "config": {}, "versions": {}},
-            **{"final_split": "test", "best_possible_ne": None},
+            **{"final_split": "test", "best_possible_ne": None, "valid_ne": {5: ne}},
         }
 
     monkeypatch.setattr(paired_seeds, "train_once", train_once)
@@ -54,6 +54,7 @@ def test_seeds_are_added_to_those_that_are_there(trained, compare, capsys):
     ne = result["arms"]["fp8_rowwise"]["ne"]
     assert ne["minus_first"]["mean"] == pytest.approx(0.02)
     assert ne["values"] == pytest.approx([0.81, 0.821, 0.832])
+    assert result["runs"]["bf16"]["2"]["valid_ne"] == {"5": pytest.approx(0.802)}
     assert "delta +0.02000" in capsys.readouterr().out
     made.clear()
     assert compare("--seeds", "3") == result and not made
