@@ -25,7 +25,7 @@ from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.predict.trained import Trained
 from loka_jax.site import Choice
-from loka_jax.train.step import scales_initialized
+from loka_jax.train.step import past_first_steps
 
 Platform = Literal["cpu", "cuda"]
 PlanName = Literal["auto", "saved", "off"]
@@ -82,8 +82,7 @@ def make_form(
                 choice = Choice("xla", choice.recipe)
             choices.append((path, choice))
         model = nn.Planned(trained.config.model, tuple(choices))
-        if model.is_delayed and scales_initialized(trained.state):
-            model = model.with_initialized_scales()  # else it looks for both scales
+        model = past_first_steps(model, trained.state)
         inputs = trained.network.inputs(batch_size)
         runs = {s.path: s.runs["fwd"] for s in nn.list_sites(model, *inputs)}
     if left_out and platform == "cuda":

@@ -134,8 +134,7 @@ def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     weights = np.ones(rows, np.float32)
     bags = tuple(Bag(*bag) for bag in inputs.bags)
     batch = Batch(inputs.dense, inputs.ids, labels, weights, bags)
-    model = dataclasses.replace(form.model, scales_initialized=False)
-    step = compiled_eval_step(model, trained.network.tables)
+    step = compiled_eval_step(form.model, trained.network.tables)
     with tracing(form.device):
         _, logits = step(trained.state, metrics.init(tasks=tasks), batch)
     return np.asarray(logits)

@@ -52,6 +52,7 @@ from loka_jax.train.step import (
     compiled_eval_step,
     make_train_step,
     one_after_another,
+    past_first_steps,
 )
 
 
@@ -237,10 +238,19 @@ class Run:
         """The training steps used so far, by the arguments of `train_step`."""
         return {}
 
+    def eval_step(self, state: TrainState) -> jax.stages.Wrapped | RoutedProgram:
+        """Returns the evaluation step for a state; the same for similar ones."""
+        model = past_first_steps(self.planned, state)
+        if model not in self.compiled_eval_steps:
+            self.compiled_eval_steps[model] = self.eval_step_of(model)
+        return self.compiled_eval_steps[model]
+
     @functools.cached_property
-    def eval_step(self) -> jax.stages.Wrapped | RoutedProgram:
-        """The evaluation step."""
-        return self.eval_step_of(self.planned)
+    def compiled_eval_steps(
+        self,
+    ) -> dict[nn.Planned, jax.stages.Wrapped | RoutedProgram]:
+        """The evaluation steps used so far, by their models."""
+        return {}
 
     def eval_step_of(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
         """Returns the evaluation step of a model that has the run's variables."""
@@ -258,10 +268,11 @@ class Run:
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
         """
+        step_once = self.eval_step(state)
         seen, scored = metrics.init_like(state.metrics), []
         for step in range(dataset.num_batches(self.config.loop.batch_size)):
             batch = self.read(dataset, step)
-            seen, logits = self.eval_step(state, seen, batch)
+            seen, logits = step_once(state, seen, batch)
             scored.append((logits, batch.labels, batch.weights))
             watchdog.alive()
         columns = zip(*self.fetched(scored), strict=True)

@@ -25,6 +25,7 @@ from loka_jax.data import Batch
 from loka_jax.nn import (
     PROBE,
     Model,
+    Planned,
     ProbeConfig,
     merge_stats,
     probing,
@@ -261,6 +262,18 @@ def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
 def scales_initialized(state: TrainState) -> bool:
     """Returns whether the delayed scales of all sites are initialized."""
     return all(jax.device_get(_each_initialized(list(named_sites(state).values()))))
+
+
+def past_first_steps(model: Planned, state: TrainState) -> Planned:
+    """Returns the model as it runs after the first steps, if `state` is past them.
+
+    With initialized scales no site looks for others, and more sites run with their
+    neighbours. Evaluation, prediction and exported programs decide so by the state
+    alone, and so have equal logits.
+    """
+    if not model.is_delayed or not scales_initialized(state):
+        return model
+    return model.with_initialized_scales()
 
 
 @jax.jit

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pyarrow import csv
 import loka_jax
 from experiments import export as command
 from experiments.configs import find_config
+from loka_jax import nn
 from loka_jax.data import Schema
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
@@ -26,6 +28,7 @@ from loka_jax.export import export_run, forms, loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
 from loka_jax.export.forms import make_form
+from loka_jax.export.programs import evaluated
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.predict.trained import untrained
 from loka_jax.site import Choice
@@ -250,6 +253,25 @@ def test_each_task_has_a_column_of_scores(tmp_path):
     scores = model.scores(rows)
     assert scores.shape == (20, 2) and len(np.unique(scores, axis=0)) == 20
     assert model.scores({name: [] for name in rows}).shape == (0, 2)
+
+
+def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
+    config = find_config("fp8_dcnv2_tiny")
+    model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
+    schema = schema_of(config.data)
+    start = untrained(dataclasses.replace(config, model=model), schema)
+    scales = jax.tree.map(jnp.ones_like, start.state.fp8)
+    trained = start._replace(state=dataclasses.replace(start.state, fp8=scales))
+    form = make_form(trained, "cpu", 32, DispatchPlan())
+    spec = inputs_as_given(schema)
+    found = write_model(trained, spec, iter([form]), tmp_path / "model")
+    assert form.model.scales_initialized
+    assert found.differences == {32: 0.0}
+    apart = form._replace(model=nn.Planned(model))
+    rows = loader.load(tmp_path / "model").encoding.blank(32)
+    inputs = rows._replace(dense=np.ones_like(rows.dense))
+    logits = evaluated(trained, form, inputs)
+    assert not np.array_equal(logits, evaluated(trained, apart, inputs))
 
 
 def test_the_loader_compiles_as_evaluations_do():

@@ -88,7 +88,7 @@ def build(config, saved=None, say=print, base=None):
         _made[key] = {
             "init": lambda: jax.tree.map(jnp.copy, start),
             "compiled_steps": run.compiled_steps,
-            "eval_step": run.eval_step,
+            "compiled_eval_steps": run.compiled_eval_steps,
         }
     vars(run).update(_made[key])
     return run

@@ -10,6 +10,7 @@ from loka_jax.data import Batch
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
+from loka_jax.train.step import past_first_steps
 from loka_jax.train.watch import guard
 from loka_jax.train.watch.guard import Diverged, Guard, TrainingFailed
 from loka_jax.train.watch.host_state import Progress
@@ -90,7 +91,8 @@ def explained(
     """
     newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
     columns = run.splits.train.schema.dense
-    cause = guard.likely_cause(run.planned, run.eval_step_of, state, batch, columns)
+    model = past_first_steps(run.planned, state)
+    cause = guard.likely_cause(model, run.eval_step_of, state, batch, columns)
     return Diverged(
         f"training has diverged at step {step}: {symptom}; {cause}; {newest}."
     )
