@@ -147,7 +147,10 @@ def _vectors(
     inside = (i < n) & (d < dim)
     if has_bottom:
         others = embeddings + b * ((n - 1) * dim) + (i - 1) * dim
-        return tl.where(i == 0, bottom + b * dim, others) + d, inside
+        start = tl.where(i == 0, bottom + b * dim, others)
+        if dim % 8 == 0:  # Triton 3.8 would load single values: it sees no alignment
+            start = tl.multiple_of(start, (16, 16))
+        return start + d, inside
     else:
         return embeddings + b * (n * dim) + i * dim + d, inside
 
