@@ -65,12 +65,17 @@ class ModelPart(linen.Module):
         )
 
     @linen.nowrap
+    def _is_joined(self, d: int) -> bool:
+        """Returns whether `_joined` is one operation for embeddings of d values."""
+        is_served = self.norm == "block" and d <= nn.BlockNorm.block
+        return self.fused_wide and is_served and self.implementation is None
+
+    @linen.nowrap
     def _joined(
-        self, parts: list[jax.Array], x: jax.Array, *, train: bool
+        self, parts: list[jax.Array], x: jax.Array | nn.Residual, *, train: bool
     ) -> Float[Array, "B n d"]:
         """Returns the norm of the parts' embeddings plus x."""
-        is_served = self.norm == "block" and x.shape[2] <= nn.BlockNorm.block
-        if self.fused_wide and is_served and self.implementation is None:
+        if isinstance(x, nn.Residual) or self._is_joined(x.shape[2]):
             return nn.joined_norm(tuple(parts), x)
         out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         return self._normalized(out + x, "norm", train=train)

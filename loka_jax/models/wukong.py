@@ -40,7 +40,8 @@ class WukongLayer(ModelPart, kw_only=True):
         """Returns n_F + n_L embeddings."""
         batch, n, d = x.shape
         with jax.named_scope("interaction"):
-            fm, lcb = self._fm_lcb(x, train)
+            count = self.fm_embeddings + self.lcb_embeddings
+            fm, lcb, residual = self._fm_lcb(x, train)
             flat, input_norm = fm.reshape(batch, -1), "none"
             if self.norm == "block":  # the MLP can do it while it casts its input
                 input_norm = "block"
@@ -56,23 +57,29 @@ class WukongLayer(ModelPart, kw_only=True):
         )
         fmb = mlp(flat, train=train)
         with jax.named_scope("interaction"):
-            count = self.fm_embeddings + lcb.shape[1]
             if n != count:
-                x = nn.Compress(count, recipe=self.recipe, name="residual")(x)
-            return self._joined([fmb.reshape(batch, -1, d), lcb], x, train=train)
+                compress = nn.Compress(count, recipe=self.recipe, name="residual")
+                residual = compress(x)
+            parts = [fmb.reshape(batch, -1, d), lcb]
+            return self._joined(parts, residual, train=train)
 
     @linen.nowrap
-    def _fm_lcb(self, x: Array, train: bool) -> tuple[Array, Array]:
-        """Returns FM [B, n, k] and LCB [B, n_L, d]."""
-        batch, n, _ = x.shape
+    def _fm_lcb(
+        self, x: Array, train: bool
+    ) -> tuple[Array, Array, Array | nn.Residual]:
+        """Returns FM [B, n, k], LCB [B, n_L, d], and x for the sum with them."""
+        batch, n, d = x.shape
         if self.attention_mlp is None:
+            joined = self.fm_embeddings, self.lcb_embeddings
+            if n != sum(joined) or not self._is_joined(d):
+                joined = ()
             return nn.FmLcb(
                 self.k,
                 self.lcb_embeddings,
                 recipe=self.recipe,
                 implementation=self.implementation,
                 name="fm_lcb",
-            )(x)
+            )(x, joined)
         seen = nn.Compress(
             self.attention_embeddings, recipe=self.recipe, name="attended"
         )(x)
@@ -80,7 +87,7 @@ class WukongLayer(ModelPart, kw_only=True):
         mlp = self._mlp("attention", widths, ends_linear=True)
         y = mlp(seen.reshape(batch, -1), train=train).reshape(batch, n, self.k)
         lcb = nn.Compress(self.lcb_embeddings, recipe=self.recipe, name="lcb")(x)
-        return nn.Fm(recipe=self.recipe, name="fm")(x, y), lcb
+        return nn.Fm(recipe=self.recipe, name="fm")(x, y), lcb, x
 
 
 class Wukong(StackedModel):

@@ -29,6 +29,7 @@ from loka_jax.ops.crossed_stack import CrossedBeside
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
+from loka_jax.ops.residual import Residual
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
 
@@ -57,6 +58,7 @@ __all__ = [
     "Planned",
     "ProbeConfig",
     "ProbeStats",
+    "Residual",
     "SelfAttention",
     "Site",
     "SiteContext",

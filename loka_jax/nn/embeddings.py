@@ -16,6 +16,7 @@ from loka_jax.nn.context import current
 from loka_jax.nn.dense import default_kernel_init
 from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops.device import local_device
+from loka_jax.ops.residual import Residual
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
 
@@ -69,9 +70,16 @@ class FmLcb(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: Float[Array, "B n d"]
-    ) -> tuple[Float[Array, "B n k"], Float[Array, "B l d"]]:
-        """Returns FM and LCB of each example."""
+        self, x: Float[Array, "B n d"], joined: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "B n k"], Float[Array, "B l d"], Array | Residual]:
+        """Returns FM and LCB of each example, and x for what follows.
+
+        Args:
+            x: the embeddings.
+            joined: the embeddings of each part of a `joined_norm` that x is given to,
+                and it alone. Where the backward kernel runs, x is returned as a
+                `Residual`, whose gradient the kernel adds; else as it is.
+        """
         (batch, n, d), k, m = x.shape, self.k, self.k + self.compressed
         kernel = self.param("kernel", self.kernel_init, (n, m), jnp.float32)
         first = BatchedSite(self.recipe, name="compress")
@@ -80,10 +88,12 @@ class FmLcb(linen.Module):
             plan = self._plan(x)
             first.announce(batch, SiteSpec(m=d, k=n, n=m), together=plan)
             second.announce(batch, SiteSpec(m=n, k=d, n=k), together=plan)
-            return ops.fm_lcb(x, kernel, k=k, plan=plan)
+            if joined and plan.why_not_residual(joined) is None:
+                return ops.fm_lcb_residual(x, kernel, k=k, counts=joined, plan=plan)
+            return *ops.fm_lcb(x, kernel, k=k, plan=plan), x
         p = _seen(first, ops.compress(x, kernel), x, kernel)
         p_k = p[:, :k].swapaxes(1, 2)
-        return second(ops.product(x, p_k), x, p_k), p[:, k:]
+        return second(ops.product(x, p_k), x, p_k), p[:, k:], x
 
     @linen.nowrap
     def _plan(self, x: Array) -> ops.FmLcbPlan:

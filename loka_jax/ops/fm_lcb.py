@@ -10,6 +10,8 @@ Pallas kernels run both passes where they can, see `plan_fm_lcb`. XLA computes
 `fm = (X X^T) Y` in inference; in training, X and W as one product of each example. Both
 are its fastest of six forms at n = 64, d = 128 and n = 96, d = 160 on an H200
 (`experiments/bench/fm_lcb.py`).
+
+The backward kernel also adds the gradient of a residual, see `ops/residual.py`.
 """
 
 import functools
@@ -20,8 +22,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from loka_jax.ops import residual
 from loka_jax.ops.device import Device
 from loka_jax.ops.kernels import by_kernel, equally_varying
+from loka_jax.ops.residual import Residual
 from loka_jax.pallas import fm_lcb as _kernel
 from loka_jax.pallas import fm_lcb_backward as _backward_kernel
 from loka_jax.recipe import Role
@@ -48,6 +52,16 @@ class FmLcbPlan(NamedTuple):
     def why_not(self, role: Role) -> str | None:
         """Returns why XLA runs a role; None for a kernel."""
         return self.why_not_forward if role == "fwd" else self.why_not_backward
+
+    def why_not_residual(self, counts: tuple[int, ...]) -> str | None:
+        """Returns why the backward pass cannot add the gradient of a residual.
+
+        Args:
+            counts: embeddings of the parts that it comes in.
+        """
+        if self.why_not_backward is not None:
+            return self.why_not_backward
+        return _backward_kernel.why_not_added(counts)
 
 
 BY_XLA = FmLcbPlan("provider 'xla'", "provider 'xla'")
@@ -96,7 +110,30 @@ def fm_lcb(
     References:
         Wukong, arXiv 2403.02545, sections 3.4 and 3.5.
     """
-    return _fm_lcb(k, plan, *equally_varying(x, weight))
+    out: Any = _fm_lcb(_Static(k, plan), *equally_varying(x, weight))
+    return out[:2]
+
+
+def fm_lcb_residual(
+    x: Float[Array, "B n d"],
+    weight: Float[Array, "n m"],
+    *,
+    k: int,
+    counts: tuple[int, ...],
+    plan: FmLcbPlan = BY_XLA,
+) -> tuple[Float[Array, "B n k"], Float[Array, "B l d"], Residual]:
+    """Returns the results of `fm_lcb`, and x as a residual of parts of these sizes.
+
+    The gradient that the residual gets is added to that of x before it is rounded.
+
+    Args:
+        x, weight, k: as of `fm_lcb`.
+        counts: embeddings of the parts, n in all.
+        plan: of `plan_fm_lcb`; kernels serve what its `why_not_residual` does not name.
+    """
+    x, weight = equally_varying(x, weight)
+    out: Any = _fm_lcb(_Static(k, plan, counts), x, weight)
+    return *out[:2], residual.beside(x, out[2])
 
 
 def compress(
@@ -116,37 +153,47 @@ def product(
     return _einsum("bmk,bkn->bmn", lhs, rhs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fm_lcb(k, plan, x, weight):
-    weight = weight.astype(x.dtype)
+class _Static(NamedTuple):
+    """The static arguments: columns of Y, the plan, and sizes of a residual's parts."""
+
+    k: int
+    plan: FmLcbPlan
+    counts: tuple[int, ...] = ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fm_lcb(static: _Static, x, weight) -> tuple[Any, ...]:
+    (k, plan, counts), weight = static, weight.astype(x.dtype)
+    rows = residual.cut(x, counts)
     if plan.why_not_forward is None:
         run = functools.partial(_kernel.fm_lcb, k=k, interpret=plan.interpret)
-        return by_kernel(run, x, weight)
+        return *by_kernel(run, x, weight), rows
     gram = _einsum("bnd,bmd->bnm", x, x)
     lcb = _einsum("nl,bnd->bld", weight[:, k:], x)
-    return _einsum("bnm,mk->bnk", gram, weight[:, :k]), lcb
+    return _einsum("bnm,mk->bnk", gram, weight[:, :k]), lcb, rows
 
 
-def _fm_lcb_fwd(k, plan, x, weight):
-    if plan.is_by_xla:
+def _fm_lcb_fwd(static: _Static, x, weight):
+    if static.plan.is_by_xla:
         # The backward pass computes P^T as well: XLA keeps it.
-        out = _by_weights(k, x, _one_each(x, weight))
-    else:
-        out = _fm_lcb(k, plan, x, weight)
-    return out, (x, weight)
+        out = _by_weights(static.k, x, _one_each(x, weight))
+        return (*out, residual.cut(x, static.counts)), (x, weight)
+    return _fm_lcb(static, x, weight), (x, weight)
 
 
-def _fm_lcb_bwd(k, plan, operands, gradients):
-    x, weight = operands
+def _fm_lcb_bwd(static: _Static, operands, gradients):
+    (k, plan, _), (x, weight), (*gradients, drows) = static, operands, gradients
     if plan.why_not_backward is None:
         run = functools.partial(
             _backward_kernel.fm_lcb_backward, interpret=plan.interpret
         )
-        dx, dweight = by_kernel(run, x, weight.astype(x.dtype), *gradients)
+        dx, dweight = by_kernel(run, x, weight.astype(x.dtype), *gradients, drows)
         return dx, dweight.astype(weight.dtype)
     weights = _one_each(x, weight)
     _, pull = jax.vjp(functools.partial(_by_weights, k), x, weights)
-    dx, dweights = pull(gradients)
+    dx, dweights = pull(tuple(gradients))
+    if drows:
+        dx += jnp.concatenate(drows, axis=1)
     return dx, jnp.sum(dweights, axis=0, dtype=weight.dtype)
 
 

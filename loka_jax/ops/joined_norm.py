@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
+from loka_jax.ops import residual
 from loka_jax.ops.kernels import by_kernel, equally_varying
+from loka_jax.ops.residual import Residual
 from loka_jax.triton import joined_norm as _triton
 
 _EPSILON = 1e-6
@@ -21,7 +23,7 @@ _EPSILON = 1e-6
 
 def joined_norm(
     parts: tuple[Float[Array, "B _ d"], ...],
-    x: Float[Array, "B n d"],
+    x: Float[Array, "B n d"] | Residual,
     *,
     implementation: triton.Implementation | None = None,
 ) -> Float[Array, "B n d"]:
@@ -31,7 +33,7 @@ def joined_norm(
 
     Args:
         parts: embeddings, n in all.
-        x: the residual.
+        x: the residual; a `Residual` gets its gradient in parts.
         implementation: "triton" requires its kernels; "xla"; None is Triton if it is
             installed, the GPU is a Hopper and the operands are bfloat16, else XLA.
 
@@ -39,13 +41,14 @@ def joined_norm(
         ValueError: if the parts have not n embeddings, d is above 256, or Triton is
             required and cannot run.
     """
+    x, rows = x if isinstance(x, Residual) else Residual(x, ())
     count = sum(part.shape[1] for part in parts)
     if count != x.shape[1] or x.shape[2] > _triton.NORM_BLOCK:
         raise ValueError(f"joined_norm: {count} embeddings, and x has {x.shape}.")
     provider = triton.chosen(implementation, _triton.why_not(x, *parts))
     static = _Static(provider, tuple(part.shape[1] for part in parts))
     *varying, x = equally_varying(*parts, x)
-    return _run(static, tuple(varying), x)
+    return _run(static, tuple(varying), x, rows)
 
 
 class _Static(NamedTuple):
@@ -56,11 +59,11 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, parts, x):
-    return _forward(static, parts, x)[0]
+def _run(static: _Static, parts, x, rows):
+    return _forward(static, parts, x, rows)[0]
 
 
-def _forward(static: _Static, parts, x):
+def _forward(static: _Static, parts, x, rows):
     if static.provider == "triton":
         run = functools.partial(_triton.joined_norm, epsilon=_EPSILON)
         y, rstd = by_kernel(run, parts, x)
@@ -68,19 +71,21 @@ def _forward(static: _Static, parts, x):
         z = jnp.concatenate(parts, axis=1).astype(jnp.float32) + x.astype(jnp.float32)
         rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + _EPSILON)
         y = (z * rstd[:, :, None]).astype(x.dtype)
-    return y, (y, rstd)
+    return y, (y, rstd, bool(rows))
 
 
 def _backward(static: _Static, residuals, dy):
-    (y, rstd), (provider, counts) = residuals, static
+    (y, rstd, in_parts), (provider, counts) = residuals, static
     if provider == "triton":
         run = functools.partial(_triton.joined_norm_backward, counts=counts)
-        return by_kernel(run, dy, y, rstd)
-    g, v = dy.astype(jnp.float32), y.astype(jnp.float32)
-    g = g - v * jnp.mean(g * v, axis=2, keepdims=True)
-    dx = (g * rstd[:, :, None]).astype(dy.dtype)
-    ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
-    return tuple(jnp.split(dx, ends, axis=1)), dx
+        run = functools.partial(run, with_dx=not in_parts)
+        dparts, dx = by_kernel(run, dy, y, rstd)
+    else:
+        g, v = dy.astype(jnp.float32), y.astype(jnp.float32)
+        g = g - v * jnp.mean(g * v, axis=2, keepdims=True)
+        dx = (g * rstd[:, :, None]).astype(dy.dtype)
+        dparts = residual.cut(dx, counts)
+    return (dparts, None, dparts) if in_parts else (dparts, dx, ())
 
 
 _run.defvjp(_forward, _backward)

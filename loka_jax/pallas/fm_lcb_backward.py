@@ -3,8 +3,10 @@
 With `FM = X X^T Y` and `LCB = W_L^T X` (see `fm_lcb.py`), for each example X (n, d):
 
     S  = dFM Y^T + Y dFM^T                      (n, n), symmetric
-    dX = S X + W_L dLCB
+    dX = S X + W_L dLCB + [A_1; ...; A_p]
     dY = sum over examples of (X X^T) dFM       dW_L = sum over examples of X dLCB^T
+
+A_i, of which there may be none, are the rows of another gradient of X: a residual's.
 
 Every product has n rows, of which a warpgroup computes a slab of 64: a team of as many
 warpgroups as there are slabs shares an example. A persistent CTA keeps Y and W_L in
@@ -32,11 +34,19 @@ from loka_jax.pallas.fm_lcb_backward_layout import (
     misfit,
     search_space,
     why_not,
+    why_not_added,
 )
 from loka_jax.pallas.fm_lcb_layout import BF16, Problem
 from loka_jax.pallas.tiles import ROWS
 
-__all__ = ["BackwardConfig", "Problem", "fm_lcb_backward", "search_space", "why_not"]
+__all__ = [
+    "BackwardConfig",
+    "Problem",
+    "fm_lcb_backward",
+    "search_space",
+    "why_not",
+    "why_not_added",
+]
 
 
 def fm_lcb_backward(
@@ -44,6 +54,7 @@ def fm_lcb_backward(
     weight: BFloat16[Array, "n m"],
     dfm: BFloat16[Array, "b n k"],
     dlcb: BFloat16[Array, "b l d"],
+    added: tuple[BFloat16[Array, "b _ d"], ...] = (),
     *,
     config: BackwardConfig | None = None,
     interpret: Any = None,
@@ -58,6 +69,7 @@ def fm_lcb_backward(
         weight: `[Y | W_L]`.
         dfm: gradient with respect to FM.
         dlcb: gradient with respect to LCB.
+        added: rows of a gradient that is added to that of x, n in all; or none.
         config: the tuning config; by default the fastest one measured.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
@@ -65,17 +77,19 @@ def fm_lcb_backward(
         ValueError: if the problem is not served (see `why_not`), or the config does not
             fit it.
     """
-    assert {a.dtype for a in (x, weight, dfm, dlcb)} == {jnp.dtype(BF16)}
+    assert {a.dtype for a in (x, weight, dfm, dlcb, *added)} == {jnp.dtype(BF16)}
     (batch, n, d), m, k = x.shape, weight.shape[1], dfm.shape[2]
     problem = Problem(batch=batch, n=n, d=d, k=k, m=m)
-    reason = why_not(problem)
+    counts = tuple(rows.shape[1] for rows in added)
+    assert sum(counts) in (0, n)
+    reason = why_not(problem) or why_not_added(counts)
     if reason is not None:
         raise ValueError(f"pallas fm_lcb_backward does not serve this site: {reason}.")
     config = config or best_config(problem)
     reason = misfit(problem, config)
     if reason is not None:
         raise ValueError(f"{config} does not fit: {reason}.")
-    layout = BackwardLayout(problem, config)
+    layout = BackwardLayout(problem, config, counts)
     dx, partials = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -86,7 +100,7 @@ def fm_lcb_backward(
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
-    )(x, dfm, dlcb, weight)
+    )(x, dfm, dlcb, weight, *added)
     return dx, _join_slabs(layout, jnp.sum(partials, axis=(0, 1)))
 
 
@@ -106,7 +120,8 @@ class _Kernel:
 
     def body(self, *arrays, **scratch):
         """The kernel: the last warpgroup loads, the others compute."""
-        (*examples, weight, dx, partials), refs = arrays, Scratch(**scratch)
+        (*arrays, dx, partials), refs = arrays, Scratch(**scratch)
+        x, dfm, dlcb, weight, *added = arrays
         warpgroups, ctas = self.layout.warpgroups, self.layout.ctas
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         # This CTA's examples are `cta`, `cta + ctas`, ...
@@ -116,13 +131,13 @@ class _Kernel:
         def _():
             plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
             self._load_weight(weight, refs)
-            self._produce(examples, refs, count)
+            self._produce((x, dfm, dlcb), refs, count)
 
         @pl.when(warpgroup < warpgroups)
         def _():
             registers = tiles.consumer_registers(warpgroups)
             plgpu.set_max_registers(registers, action="increase")
-            self._consume(warpgroup, (dx, partials), refs, count)
+            self._consume(warpgroup, (added, dx, partials), refs, count)
 
     def _example(self, index):
         """Returns the position in the batch of one of this CTA's examples."""
@@ -152,7 +167,7 @@ class _Kernel:
                 part = source.at[self._example(index), pl.ds(0, buffer.shape[1])]
                 plgpu.copy_gmem_to_smem(part, buffer.at[stage], refs.full.at[stage])
 
-    def _consume(self, warpgroup, targets, refs: Scratch, count):
+    def _consume(self, warpgroup, arrays, refs: Scratch, count):
         """Computes a warpgroup's slab of its team's examples."""
         slabs, teams = self.layout.slabs, self.config.teams
         team, member = lax.div(warpgroup, len(slabs)), lax.rem(warpgroup, len(slabs))
@@ -163,26 +178,27 @@ class _Kernel:
 
             @pl.when(member == i)
             def _(worker=worker, i=i):
-                self._compute(worker, targets, (team, i), iterations)
+                self._compute(worker, arrays, (team, i), iterations)
 
         tiles.drain()
 
-    def _compute(self, worker: "_Worker", targets, position, iterations):
+    def _compute(self, worker: "_Worker", arrays, position, iterations):
         """Computes the gradients of all examples of a warpgroup.
 
         Args:
             worker: of the warpgroup.
-            targets: dX, and the partial gradients of the weight.
+            arrays: what is added to dX, dX, and the weight's partial gradients.
             position: its team and its slab's number.
             iterations: examples of its team.
         """
-        (dx, partials), team = targets, position[0]
+        (added, dx, partials), team = arrays, position[0]
 
         def compute(*accumulators):
             @pl.loop(0, iterations)
             def _(iteration):
                 example = self._example(iteration * self.config.teams + team)
                 stage = self.layout.stage(team, iteration)
+                worker.begin([rows.at[example] for rows in added])
                 plgpu.barrier_wait(worker.refs.full.at[stage])
                 rows = worker.gradients(stage, *accumulators)
                 is_needed = iteration + self.config.pipeline_stages < iterations
@@ -207,6 +223,25 @@ class _Worker:
         self.slab, self.rows = slab, pl.ds(slab, ROWS)
         self.s, self.gram = refs.s.at[warpgroup], refs.gram.at[warpgroup]
         self.staging = refs.dx.at[warpgroup]
+        full = refs.added_full
+        self.is_added: Any = None if full is None else full.at[warpgroup]
+
+    def begin(self, added):
+        """Starts loading what is added to an example's dX to where that is staged.
+
+        Args:
+            added: the rows of the example in each array.
+        """
+        if not added:
+            return
+        tiles.drain()
+        pieces = self.layout.pieces(self.slab)
+        for source, first, row, count in pieces:
+            part = added[source].at[pl.ds(first, count)]
+            target = self.staging.at[pl.ds(row, count)]
+            plgpu.copy_gmem_to_smem(part, target, self.is_added)
+        for _ in range(self.layout.most_pieces - len(pieces)):
+            plgpu.barrier_arrive(self.is_added)
 
     def gradients(self, stage, dy, dw):
         """Returns rows of an example's dX, and adds to those of dY and dW_L."""
@@ -244,7 +279,11 @@ class _Worker:
 
     def store(self, dx, target):
         """Starts storing the rows of a slab that are not in the one before."""
-        tiles.drain()
+        if self.is_added is None:
+            tiles.drain()
+        else:
+            plgpu.barrier_wait(self.is_added)
+            dx += self.staging[...].astype(jnp.float32)
         self.staging[...] = dx.astype(BF16)
         plgpu.commit_smem()
         skipped = self.layout.skipped(self.slab)

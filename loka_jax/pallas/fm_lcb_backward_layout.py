@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax.pallas import fm_lcb_layout, tiles, tuned
-from loka_jax.pallas.fm_lcb_layout import BF16, Problem, padded, slab_starts
+from loka_jax.pallas.fm_lcb_layout import BF16, TILE_ROWS, Problem, padded, slab_starts
 from loka_jax.pallas.tiles import ROWS
 
 _DEPTH = 16  # of a bfloat16 wgmma
@@ -50,6 +50,7 @@ class Scratch(NamedTuple):
     full: Any
     empty: Any
     weight_full: Any
+    added_full: Any = None  # for each warpgroup, of what is added, in `dx`
 
 
 class BackwardLayout:
@@ -59,21 +60,34 @@ class BackwardLayout:
     first rows of the slabs that cover it, of which the last may overlap the one before.
     """
 
-    def __init__(self, problem: Problem, config: BackwardConfig):
-        """Derives the layout; `misfit` tells whether it is possible."""
-        self.problem, self.config = problem, config
+    def __init__(
+        self, problem: Problem, config: BackwardConfig, counts: tuple[int, ...] = ()
+    ):
+        """Derives the layout; `misfit` tells whether it is possible.
+
+        Args:
+            problem: of the launch.
+            config: its tunable parameters.
+            counts: rows of each array that is added to dX.
+        """
+        self.problem, self.config, self.counts = problem, config, counts
         self.ctas = min(tiles.SMS, problem.batch)
         self.n_rows = padded(problem.n)
         self.slabs = slab_starts(self.n_rows)
         self.warpgroups = config.teams * len(self.slabs)
         self.rest = problem.m - problem.k
+        self.most_pieces = max(len(self.pieces(slab)) for slab in self.slabs)
 
     def scratch(self) -> dict[str, Any]:
         """Returns the fields of `Scratch`."""
         p, n, rest = self.problem, self.n_rows, self.rest
         warpgroups, barrier = self.warpgroups, plgpu.Barrier
         stages = self.config.teams * self.config.pipeline_stages
-        return dict(
+        added = {}
+        if self.counts:
+            full = barrier(num_barriers=warpgroups, num_arrivals=self.most_pieces)
+            added["added_full"] = full
+        return added | dict(
             x=self._operand(stages, n, p.d),
             dfm=self._operand(stages, n, p.k),
             dlcb=self._operand(stages, rest, p.d),
@@ -105,6 +119,21 @@ class BackwardLayout:
         """Returns how many rows of a slab belong to the one before."""
         return -slab % ROWS
 
+    def pieces(self, slab: int) -> list[tuple[int, int, int, int]]:
+        """Returns what is added to the rows that a slab stores, piece by piece.
+
+        Each is the number of its array, its first row there and within the slab, and
+        how many rows it has.
+        """
+        begin, end = slab + self.skipped(slab), min(slab + ROWS, self.problem.n)
+        pieces, first = [], 0
+        for number, count in enumerate(self.counts):
+            start, stop = max(begin, first), min(end, first + count)
+            if start < stop:
+                pieces.append((number, start - first, start - slab, stop - start))
+            first += count
+        return pieces
+
     def _operand(self, *shape: int):
         """Returns the type of an operand of `wgmma`; all have the same swizzle."""
         p = self.problem
@@ -123,6 +152,17 @@ def why_not(problem: Problem) -> str | None:
         sizes = f"n={p.n}, d={p.d} with k + l = {p.m}"
         reason = f"{sizes} do not fit the backward's registers and shared memory"
     return reason
+
+
+def why_not_added(counts: tuple[int, ...]) -> str | None:
+    """Returns why rows of another gradient cannot be added to dX; None if they can.
+
+    Args:
+        counts: rows of each array.
+    """
+    if any(count % TILE_ROWS for count in counts):
+        return f"parts of {counts} embeddings are no multiples of {TILE_ROWS}"
+    return None
 
 
 def misfit(problem: Problem, config: BackwardConfig) -> str | None:

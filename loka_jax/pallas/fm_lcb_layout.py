@@ -19,7 +19,7 @@ from loka_jax.pallas import tiles, tuned
 from loka_jax.pallas.tiles import ROWS
 
 BF16 = jnp.bfloat16
-_TILE_ROWS = 8  # of a tile in shared memory
+TILE_ROWS = 8  # of a tile in shared memory
 _LEAST_SWIZZLE = 16  # elements: the depth of a bfloat16 wgmma
 _MAX_SIDE = tiles.TMA_SIDE
 _MAX_STAGES = 32  # barriers in a group, as Mosaic GPU allocates them
@@ -166,8 +166,8 @@ def why_not(problem: Problem) -> str | None:
     if p.batch == 0:
         return "there are no examples"
     for name, size in (("n", p.n), ("k", p.k), ("l", p.m - p.k)):
-        if size <= 0 or size % _TILE_ROWS:
-            return f"{name}={size} is not a positive multiple of {_TILE_ROWS}"
+        if size <= 0 or size % TILE_ROWS:
+            return f"{name}={size} is not a positive multiple of {TILE_ROWS}"
     if p.d == 0 or p.d % _LEAST_SWIZZLE:
         return f"d={p.d} is not a positive multiple of {_LEAST_SWIZZLE}"
     for name, size in (("n", p.n), ("k + l", p.m), ("d", p.d)):
@@ -184,8 +184,8 @@ def misfit(problem: Problem, config: TuningConfig) -> str | None:
     p, team = problem, config.team
     if p.d % (config.chunks * _LEAST_SWIZZLE):
         return f"d={p.d} has no {config.chunks} chunks of multiples of {_LEAST_SWIZZLE}"
-    if p.k % (config.fm_parts * _TILE_ROWS):
-        return f"k={p.k} has no {config.fm_parts} parts of multiples of {_TILE_ROWS}"
+    if p.k % (config.fm_parts * TILE_ROWS):
+        return f"k={p.k} has no {config.fm_parts} parts of multiples of {TILE_ROWS}"
     layout = LaunchLayout(problem, config)
     sides = (layout.n_rows, layout.m_rows)
     if config.warpgroups % team or any(s % (ROWS * team) for s in sides if team > 1):

@@ -69,13 +69,16 @@ def joined_norm_backward(
     y: Float[Array, "B n d"],
     rstd: Float[Array, "B n"],
     counts: tuple[int, ...],
-) -> tuple[tuple[Float[Array, "B _ d"], ...], Float[Array, "B n d"]]:
+    *,
+    with_dx: bool = True,
+) -> tuple[tuple[Float[Array, "B _ d"], ...], Float[Array, "B n d"] | None]:
     """Returns the gradients of the parts and of x, in bfloat16.
 
     Args:
         dy: bfloat16 gradient of y.
         y, rstd: results of the forward pass.
         counts: embeddings of each part.
+        with_dx: also write that of x, in which those of the parts are once more.
 
     Raises:
         ImportError: if jax-triton is not installed.
@@ -83,6 +86,8 @@ def joined_norm_backward(
     require_triton()
     from loka_jax.triton import joined_norm_kernel
 
+    if not with_dx:
+        return _parts_backward(dy, y, rstd, counts), None
     batch, _, d = y.shape
     dx, dparts, first = y, [], 0
     for count in counts:
@@ -98,6 +103,26 @@ def joined_norm_backward(
         dparts.append(dpart)
         first += count
     return tuple(dparts), dx
+
+
+def _parts_backward(dy, y, rstd, counts: tuple[int, ...]) -> tuple[Array, ...]:
+    """Returns the gradients of the parts."""
+    from loka_jax.triton import joined_norm_kernel
+
+    (batch, _, d), dparts, first = y.shape, [], 0
+    for count in counts:
+        part = jax.ShapeDtypeStruct((batch, count, d), jnp.bfloat16)
+        (dpart,) = launch(
+            joined_norm_kernel.joined_norm_parts_backward_kernel,
+            *(dy, y, rstd),
+            outputs=[part],
+            aliases=None,
+            constants=_constants(part, y, first),
+            **_options(part),
+        )
+        dparts.append(dpart)
+        first += count
+    return tuple(dparts)
 
 
 def _constants(part, x, first: int) -> dict[str, int]:

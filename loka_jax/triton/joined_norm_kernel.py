@@ -62,14 +62,43 @@ def joined_norm_backward_kernel(
 ):
     """Writes the gradient of the sum to the part's rows of dx, and to dpart."""
     row, to, columns, inside = _rows(rows, count, first, n, d, block_m, block_n)
+    g = _gradient(dy, y, rstd, to, columns, inside, row < rows, d)
+    g = g.to(dx.dtype.element_ty)
+    tl.store(dx + to[:, None] * d + columns, g, mask=inside)
+    tl.store(dpart + row[:, None] * d + columns, g, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def joined_norm_parts_backward_kernel(
+    dy,
+    y,
+    rstd,
+    dpart,
+    rows: tl.constexpr,
+    count: tl.constexpr,
+    first: tl.constexpr,
+    n: tl.constexpr,
+    d: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Writes the gradient of the sum to dpart alone."""
+    row, to, columns, inside = _rows(rows, count, first, n, d, block_m, block_n)
+    g = _gradient(dy, y, rstd, to, columns, inside, row < rows, d)
+    at = row[:, None] * d + columns
+    tl.store(dpart + at, g.to(dpart.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _gradient(dy, y, rstd, to, columns, inside, is_row, d: tl.constexpr):
+    """Returns the gradient of the sum at some rows of the whole, in float32."""
     at = to[:, None] * d + columns
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    rate = tl.load(rstd + to, mask=row < rows, other=0.0)
-    g = (g - v * (tl.sum(g * v, axis=1) / d)[:, None]) * rate[:, None]
-    g = g.to(dx.dtype.element_ty)
-    tl.store(dx + at, g, mask=inside)
-    tl.store(dpart + row[:, None] * d + columns, g, mask=inside)
+    rate = tl.load(rstd + to, mask=is_row, other=0.0)
+    return (g - v * (tl.sum(g * v, axis=1) / d)[:, None]) * rate[:, None]
 
 
 @triton.jit

@@ -20,7 +20,7 @@ class Both(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        fm, lcb = nn.FmLcb(4, 3, name="fm_lcb")(x)
+        fm, lcb, _ = nn.FmLcb(4, 3, name="fm_lcb")(x)
         y = nn.Compress(4, name="y")(x).swapaxes(1, 2)  # [B, d, 4]
         return fm, lcb, nn.Fm(name="fm")(lcb, y[:, :3])
 

@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops import kernels
 from loka_jax.ops.device import HOPPER, Device
-from loka_jax.ops.fm_lcb import BY_XLA, compress, fm_lcb, plan_fm_lcb, product
+from loka_jax.ops.fm_lcb import (
+    BY_XLA,
+    FmLcbPlan,
+    compress,
+    fm_lcb,
+    plan_fm_lcb,
+    product,
+)
+from loka_jax.ops.joined_norm import joined_norm
 from tests import support
 from tests.pallas.support import assert_no_races, interpret  # noqa: F401
 
@@ -123,6 +131,7 @@ def test_under_shard_map_the_gradient_of_the_weight_is_summed():
 # The kernels, in the interpreter.
 
 SIZES = dict(batch=3, n=24, d=16, k=16, m=32)
+K_SERVED, L_SERVED = SIZES["k"], SIZES["m"] - SIZES["k"]
 WUKONG_M = dict(batch=300, n=64, d=128, k=32, m=64)
 
 
@@ -178,6 +187,49 @@ def test_kernels_do_what_xla_does(interpreter, monkeypatch, reasons, launches):
     assert all(support.sqnr_db(exact, x) > LEAST_DB for x, exact in pairs)
     assert launched == launches
     assert_no_races()
+
+
+def layer(x, weight, part, joined, plan):
+    """Returns a layer of Wukong without its MLP, for a residual in parts or whole."""
+    if joined:
+        options = dict(k=K_SERVED, counts=(8, L_SERVED), plan=plan)
+        fm, lcb, x = ops.fm_lcb_residual(x, weight, **options)
+    else:
+        fm, lcb = fm_lcb(x, weight, k=K_SERVED, plan=plan)
+    return fm, joined_norm((part, lcb), x)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_residual_in_parts_has_the_gradient_of_a_whole_one(interpreter, by_kernel):
+    x, weight, (dfm, _) = served(**SIZES)
+    part = support.normal(SIZES["batch"], 8, SIZES["d"], seed=5, dtype=jnp.bfloat16)
+    dy = support.normal(*x.shape, seed=6, dtype=jnp.bfloat16)
+    plan = plan_fm_lcb(x, SIZES["m"], K_SERVED, interpreter) if by_kernel else BY_XLA
+
+    def gradients(joined):
+        run = functools.partial(layer, joined=joined, plan=plan)
+        out, pull = jax.vjp(run, x, weight, part)
+        return out, pull((dfm, dy))
+
+    (out, ours), (whole, theirs) = gradients(True), gradients(False)
+    chex.assert_trees_all_equal(out, whole)
+    chex.assert_trees_all_equal(ours[1:], theirs[1:])
+    # The sum is rounded once in place of twice, where a kernel adds it.
+    assert support.sqnr_db(theirs[0], ours[0]) > LEAST_DB
+    assert by_kernel or np.array_equal(theirs[0], ours[0])
+
+
+@pytest.mark.parametrize(
+    "counts, backward, reason",
+    [
+        ((8, 16), None, None),
+        ((8, 16), "a test", "a test"),
+        ((12, 12), None, r"(12, 12) embeddings are no multiples of 8"),
+    ],
+)
+def test_a_plan_says_why_a_residual_stays_whole(counts, backward, reason):
+    found = FmLcbPlan(None, backward).why_not_residual(counts)
+    assert found == reason or reason in found
 
 
 def test_kernels_under_vmap_run_one_by_one(interpreter):

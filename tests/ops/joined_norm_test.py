@@ -8,6 +8,7 @@ import pytest
 from loka_jax import nn
 from loka_jax.models import Dhen, Wukong
 from loka_jax.ops import joined_norm as operation
+from loka_jax.ops import residual
 from loka_jax.ops.joined_norm import joined_norm
 from tests import support
 from tests.triton.support import interpreted, on_gpu
@@ -17,6 +18,7 @@ __all__ = ["interpreted", "on_gpu"]
 # Embeddings of the parts, and d: of one tile of columns, and of part of one.
 CASES = [((3, 5), 16), ((7,), 40), ((2, 3, 4), 160)]
 cases = pytest.mark.parametrize("counts, d", CASES, ids=str)
+in_parts = pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "parts"])
 
 
 def _operands(counts, d, dtype):
@@ -52,30 +54,48 @@ def test_it_is_a_block_norm_of_the_sum(counts, d):
     _assert_close(ours, _results(expected, parts, x, dy), 1e-5)
 
 
-def _assert_triton_gives_the_results_of_xla(counts, d):
+def _assert_triton_gives_the_results_of_xla(counts, d, *, in_parts=False):
     operands = _operands(counts, d, jnp.bfloat16)
 
-    def run(provider):
-        return _results(lambda *x: joined_norm(*x, implementation=provider), *operands)
+    def run(provider, in_parts=False):
+        def joined(parts, x):
+            x = residual.beside(x, residual.cut(x, counts)) if in_parts else x
+            return joined_norm(parts, x, implementation=provider)
 
-    ours, theirs = run("triton"), run("xla")
+        return _results(joined, *operands)
+
+    ours, theirs = run("triton", in_parts), run("xla")
     # Float32 operations in another order flip few roundings to bfloat16.
     _assert_close(ours, theirs, 2.0**-12)
 
 
 @cases
+@in_parts
 @pytest.mark.usefixtures("interpreted")
-def test_triton_gives_the_results_of_xla(counts, d, monkeypatch):
+def test_triton_gives_the_results_of_xla(counts, d, in_parts, monkeypatch):
     # The interpreter takes no tracers.
     monkeypatch.setattr(operation, "by_kernel", lambda run, *operands: run(*operands))
-    _assert_triton_gives_the_results_of_xla(counts, d)
+    _assert_triton_gives_the_results_of_xla(counts, d, in_parts=in_parts)
 
 
 @cases
+@in_parts
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
-def test_triton_gives_the_results_of_xla_on_a_gpu(counts, d):
-    _assert_triton_gives_the_results_of_xla(counts, d)
+def test_triton_gives_the_results_of_xla_on_a_gpu(counts, d, in_parts):
+    _assert_triton_gives_the_results_of_xla(counts, d, in_parts=in_parts)
+
+
+@cases
+def test_a_residual_in_parts_has_the_same_gradient(counts, d):
+    parts, x, dy = _operands(counts, d, jnp.bfloat16)
+
+    def joined(parts, x):
+        return joined_norm(parts, residual.beside(x, residual.cut(x, counts)))
+
+    ours, theirs = (_results(run, parts, x, dy) for run in (joined, joined_norm))
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_what_does_not_fit_is_refused():

@@ -55,17 +55,28 @@ def _equations(k, x, weight):
     return einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
 
 
-def _check(out, x, weight, dfm, dlcb):
+def _added(x, counts):
+    """Returns rows of a gradient of x in parts of these sizes."""
+    rows = np.linspace(0.5, 2, x.shape[1])[:, None]
+    whole = np.asarray(normal(*x.shape, seed=9)) * rows
+    ends = np.cumsum(counts)[:-1]
+    return tuple(jnp.asarray(x, BF16) for x in np.split(whole, ends, axis=1))
+
+
+def _check(out, x, weight, dfm, dlcb, added=()):
     exact = [array.astype(jnp.float32) for array in (x, weight, dfm, dlcb)]
     k = dfm.shape[2]
     _, pull = jax.vjp(functools.partial(_equations, k), *exact[:2])
     dx, dweight = (np.asarray(array, np.float64) for array in pull(tuple(exact[2:])))
+    parts = [np.asarray(part, np.float64) for part in added]
+    more = np.concatenate(parts, axis=1) if parts else np.zeros_like(dx)
+    dx = dx + more
     x, weight, dfm, dlcb = (np.abs(np.asarray(a, np.float64)) for a in exact)
     s = dfm @ weight[:, :k].T
     s = s + s.swapaxes(1, 2)
     # A product meets one rounding for each term of the sums that it goes through.
     sums = functools.partial(_sums, sum(x.shape) + 2 * weight.shape[1])
-    error = ROUNDING * s @ x + sums(s @ x + weight[:, k:] @ dlcb)
+    error = ROUNDING * s @ x + sums(s @ x + weight[:, k:] @ dlcb + np.abs(more))
     support.assert_bfloat16(out[0], dx, error=error)
     dy = (x @ x.swapaxes(1, 2) @ dfm).sum(0)
     dw = (x @ dlcb.swapaxes(1, 2)).sum(0)
@@ -100,6 +111,32 @@ def _sums(terms, magnitude):
 def test_shapes_and_configs(run, batch, n, d, k, m, config):
     operands = _operands(batch, n, d, k, m)
     _check(run(*operands, config=config), *operands)
+
+
+@pytest.mark.parametrize(
+    "n, counts, config",
+    [
+        (24, (8, 16), BackwardConfig(2, 2)),
+        (64, (64,), BackwardConfig(1, 1)),
+        (64, (24, 8, 32), BackwardConfig(2, 1)),
+        # Slabs that overlap: one with two pieces, the other with one.
+        (80, (48, 32), BackwardConfig(1, 2)),
+        # A slab whose rows are all stored before.
+        support.slow(128, (32, 96), BackwardConfig(1, 1)),
+    ],
+)
+def test_another_gradient_is_added(run, n, counts, config):
+    operands = _operands(5, n, 32, 16, 48)
+    added = _added(operands[0], counts)
+    out = run(*operands, added, config=config)
+    _check(out, *operands, added)
+    assert np.array_equal(out[1], run(*operands, config=config)[1])
+
+
+def test_parts_that_are_no_whole_tiles_are_refused():
+    operands = _operands(2, 24, 16, 16, 32)
+    with pytest.raises(ValueError, match=r"parts of \(12, 12\) embeddings are no"):
+        fm_lcb_backward(*operands, _added(operands[0], (12, 12)))
 
 
 def test_nan_stays_in_its_example(run):
@@ -156,6 +193,13 @@ def test_the_search_space_lowers_for_cuda(size):
     for config in space:
         launch = functools.partial(fm_lcb_backward, config=config)
         assert support.lowers(launch, *operands)
+        assert support.lowers(launch, *operands, _halves(operands[0]))
+
+
+def _halves(x):
+    """Returns the shapes of two halves of x."""
+    batch, n, d = x.shape
+    return (jax.ShapeDtypeStruct((batch, n // 2, d), x.dtype),) * 2
 
 
 @pytest.mark.gpu
@@ -164,12 +208,17 @@ def test_the_search_space_lowers_for_cuda(size):
 def test_on_the_device(size, batch):
     n, d, k, m = SIZES[size]
     operands = _operands(batch, n, d, k, m)
+    added = _added(operands[0], (n // 2, n // 2))
     for config in search_space(Problem(batch=batch, n=n, d=d, k=k, m=m)):
         launch = jax.jit(functools.partial(fm_lcb_backward, config=config))
         _check(launch(*operands), *operands)
+        _check(launch(*operands, added), *operands, added)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_a_thousand_launches_agree_bit_by_bit(size):
-    support.assert_launches_repeat(fm_lcb_backward, *_operands(1027, *SIZES[size]))
+    operands = _operands(1027, *SIZES[size])
+    half = SIZES[size][0] // 2
+    added = _added(operands[0], (half, half))
+    support.assert_launches_repeat(fm_lcb_backward, *operands, added)
