@@ -27,7 +27,7 @@ from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
 from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
-from loka_jax.xla.tails import decode
+from loka_jax.xla.tails import decode, in_bf16
 
 # The dims that the operands of a role's product contract.
 _CONTRACTED: dict[Role, tuple[int, int]] = {
@@ -208,7 +208,7 @@ class Site(NamedTuple):
         """Returns an operand from a product, or from a matrix in high precision."""
         want = self.forms(operand, keep=keep)
         if want.fp8 is None:
-            return Written(fp8.pad(decode(x).astype(jnp.bfloat16)), None, None)
+            return Written(fp8.pad(in_bf16(x)), None, None)
         is_given = not x.scales and x.data.dtype == jnp.bfloat16
         is_given = is_given and x.data.shape == want.written_shape(self.shape(operand))
         wanted = dataclasses.replace(want, bf16=want.bf16 and not is_given)

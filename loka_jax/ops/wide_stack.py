@@ -47,7 +47,7 @@ from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scale, Scaled, Written
 from loka_jax.triton import norm_tail
 from loka_jax.xla.matmul import cut
-from loka_jax.xla.tails import decode
+from loka_jax.xla.tails import decode, in_bf16
 
 # The least size of a product of which a run of layers has one; narrow layers alone are
 # left to kernels that multiply and normalize at once.
@@ -199,7 +199,7 @@ def _backward(stack: _Stack, residuals, dy):
     d, *gradients = pull_back(stack.tailed, kept, vectors, states, dy)
     shape = stack.tailed.sites(states)[0].shape("lhs")
     if of_input is None:
-        return cut(decode(d), shape).astype(dy.dtype), *gradients
+        return cut(in_bf16(d), shape).astype(dy.dtype), *gradients
     static = dict(epilogue=Epilogue(stack.input_norm), want=Forms(shape=shape))
     dx = stack.tailed.tail("norm_tail_backward", d, None, of_input, static=static)
     return dx.dz.bf16, *gradients
@@ -302,9 +302,10 @@ def _input(
 
 
 def _unscaled_end(z: Scaled, bias: Array | None, shape: tuple[int, int]) -> Written:
-    """Returns the last product; XLA joins this with what reads it."""
-    out = cut(decode(z), shape)
-    out = out if bias is None else out + bias[None, :]
+    """Returns the last product; XLA joins a bias with what reads it."""
+    if bias is None:
+        return Written(cut(in_bf16(z), shape), None, None)
+    out = cut(decode(z), shape) + bias[None, :]
     return Written(out.astype(jnp.bfloat16), None, None)
 
 

@@ -193,6 +193,19 @@ def decode(x: Scaled) -> Float[Array, "m n"]:
     return value
 
 
+def in_bf16(x: Scaled) -> Float[Array, "m n"]:
+    """Returns the matrix that `x` stands for in bfloat16.
+
+    Scales are powers of two, so this is exact where the product of the two is a normal
+    number. XLA makes a bfloat16 factor part of the FP8 product that it multiplies, and
+    takes no pass over the result as it does in float32.
+    """
+    if not x.scales:
+        return decode(x).astype(jnp.bfloat16)
+    factor = decode(Scaled(jnp.ones((1, 1), jnp.float32), x.scales, x.unit))
+    return x.data.astype(jnp.bfloat16) * factor.astype(jnp.bfloat16)
+
+
 def _matrix(x: Scaled | Outer, shape: tuple[int, int]) -> Array:
     """Returns the float32 matrix that `x` stands for, without padding."""
     if isinstance(x, Outer):
