@@ -1,6 +1,6 @@
 """DCN V2 (Wang et al., arXiv 2008.13535): a cross and a deep network.
 
-    x_0     = [d; e_1; ...; e_F]                            [B, n + F D]
+    x_0     = [e_1; ...; e_F; d]                            [B, F D + n]
     x_{l+1} = x_0 * (W_l x_l + b_l) + x_l                   cross network, eq. 1
     logit   = head([x_L; deep_mlp(x_0)])                    [B]   (parallel structure)
 
@@ -72,13 +72,13 @@ class Dcnv2(RankingModel):
             beside=not is_stacked,
         )
         if is_stacked:
-            out = mlp(cross((bottom, flat), hand_on=True), train=train)
+            out = mlp(cross((flat, bottom), hand_on=True), train=train)
         else:
-            crossed = cross((bottom, flat), hand_on=True)
+            crossed = cross((flat, bottom), hand_on=True)
             if isinstance(crossed, nn.Crossed):
                 out = mlp(crossed, train=train)
             else:
-                x0 = nn.join_features(bottom, flat)  # [B, n + F D, padded]
+                x0 = nn.join_features(flat, bottom)  # [B, F D + n, padded]
                 out = crossed, mlp(_separated(x0), train=train)
         if isinstance(out, nn.CrossedBeside):
             return nn.CrossedHead(1, recipe="f32", name="head")(out)[:, 0]

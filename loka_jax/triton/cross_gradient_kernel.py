@@ -158,6 +158,7 @@ def cross_gradient_kernel(
         store_sums(dhead, e * x * s, row, column, n, block_m, block_n)
         c += e * s * read_vector(outer_row, column, n, block_n)[None, :]
     if start > 0:
-        if column < start:  # few tiles have any of these columns
+        if column < start:  # most tiles have columns of one part alone
             store_part(dfirst, c, row, column, m, 0, start, block_m, block_n)
-    store_part(dsecond, c, row, column, m, start, end, block_m, block_n)
+    if column + block_n > start:
+        store_part(dsecond, c, row, column, m, start, end, block_m, block_n)

@@ -1,6 +1,6 @@
 """Joined features by Triton, in one pass: `[first; second; zeros]`, cast on the way.
 
-The features of a cross network are a vector of the dense features and the embeddings.
+The features of a cross network are a vector of the embeddings and the dense features.
 Its products and its tails read them as they are written here, so that nothing has to
 be concatenated.
 """

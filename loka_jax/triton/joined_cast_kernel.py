@@ -43,9 +43,11 @@ def joined_cast_kernel(
     """Writes `[first; second; zeros]`; the second part is columns start to end."""
     row, column = first_of_tile(out_n, block_m, block_n)
     # fmt: off
-    tile = load_part(second, row, column, m, start, end, block_m, block_n)
-    if column < start:
+    tile = tl.zeros((block_m, block_n), tl.float32)
+    if column < start:  # most tiles have columns of one part alone
         tile += load_part(first, row, column, m, 0, start, block_m, block_n)
+    if column + block_n > start:
+        tile += load_part(second, row, column, m, start, end, block_m, block_n)
     write(
         tile, scale_inv + scale_at, y, y_fp8, y_fp8_t, amaxes, row, column,
         m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,

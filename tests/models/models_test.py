@@ -67,7 +67,7 @@ def mmoe(eq, params, dense, embeddings, experts, tasks):
 def dcnv2(eq, params, dense, embeddings, structure):
     if "bottom_mlp" in params:
         dense = eq.mlp(params["bottom_mlp"], dense)
-    x0 = padded(np.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1))
+    x0 = padded(np.concatenate([embeddings.reshape(len(dense), -1), dense], axis=1))
     crossed = eq.cross_net(params["cross"], x0)
     if structure == "stacked":
         return eq.head(params["head"], eq.mlp(params["deep_mlp"], crossed))

@@ -143,7 +143,8 @@ def test_tails_behind_a_head_are_those_of_xla(shape, count):
 
 @anywhere_
 @pytest.mark.parametrize(
-    "widths, zeros", [((16, 32), 0), ((48, 32), 0), ((64, 112), 0), ((13, 70), 13)]
+    "widths, zeros",
+    [((16, 32), 0), ((48, 32), 0), ((64, 112), 0), ((13, 70), 13), ((64, 13), 3)],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_joined_casts_are_those_of_xla(widths, zeros, dtype):
@@ -156,7 +157,9 @@ def test_joined_casts_are_those_of_xla(widths, zeros, dtype):
 
 @anywhere_
 @pytest.mark.parametrize("shape", [(64, 96), (47, 79)], ids=str)
-@pytest.mark.parametrize("depth, start, zeros", [(1, 0, 0), (2, 13, 5), (3, 16, 0)])
+@pytest.mark.parametrize(
+    "depth, start, zeros", [(1, 0, 0), (2, 13, 5), (2, 64, 5), (3, 16, 0)]
+)
 @pytest.mark.parametrize("is_fp8", [True, False])
 @pytest.mark.parametrize("has_head", [True, False])
 def test_gradients_of_features_are_those_of_xla(
@@ -491,16 +494,16 @@ def _join(want, first, second, scales):
     return joined_cast.joined_cast(first, second, **options)
 
 
-def _split(want, d, z, bias, scales):
-    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in (13, 416)]
+def _split(want, d, z, bias, scales, *, widths):
+    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in widths]
     d, z = _scaled(d, scales), _scaled(z, scales)
     return cross_gradient.cross_gradient(
         *([z, z, d], [z] * 2, [bias] * 2, z), parts=parts, shape=want.shape
     )
 
 
-def _split_behind_a_head(want, d, z, rows, bias, scales):
-    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in (13, 416)]
+def _split_behind_a_head(want, d, z, rows, bias, scales, *, widths):
+    parts = [jax.ShapeDtypeStruct((want.shape[0], n), jnp.bfloat16) for n in widths]
     d, z = _scaled(d, scales), _scaled(z, scales)
     return cross_gradient.cross_gradient(
         *([z, z, Outer(rows, bias)], [z] * 2, [bias] * 2, z, d),
@@ -563,20 +566,20 @@ def _assert_stores_16_bytes(program):
 
 
 @pytest.mark.parametrize("name", ["join", "split", "split behind a head"])
-def test_programs_of_odd_parts_do_not_spill(name):
+@pytest.mark.parametrize("widths", [(416, 13), (13, 416)], ids=str)
+def test_programs_of_odd_parts_do_not_spill(name, widths):
     shape, types = (65536, 448), _types(65536, 448)
     want = dataclasses.replace(ALL, shape=shape, padded=True)
     types["rows"] = jax.ShapeDtypeStruct((65536,), jnp.float32)
     types["first"], types["second"] = (
-        jax.ShapeDtypeStruct((65536, n), jnp.bfloat16) for n in (13, 416)
+        jax.ShapeDtypeStruct((65536, n), jnp.bfloat16) for n in widths
     )
+    split = functools.partial(_split, widths=widths)
+    behind_a_head = functools.partial(_split_behind_a_head, widths=widths)
     run, reads = {
         "join": (_join, ("first", "second", "scales")),
-        "split": (_split, ("x", "x8", "bias", "scales")),
-        "split behind a head": (
-            _split_behind_a_head,
-            ("x8", "x8", "rows", "bias", "scales"),
-        ),
+        "split": (split, ("x", "x8", "bias", "scales")),
+        "split behind a head": (behind_a_head, ("x8", "x8", "rows", "bias", "scales")),
     }[name]
     program = compiled(functools.partial(run, want), *(types[x] for x in reads))
     assert spilled_bytes(program.ptxas_report()) == 0
