@@ -12,6 +12,7 @@ A `GemmRecipe` names its two operands in the order of these products.
 
 import dataclasses
 import difflib
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -151,19 +152,43 @@ INITIALIZED = ":initialized"
 
 
 def get_recipe(name: str) -> Recipe:
-    """Returns the recipe of that name; the suffix sets `scales_initialized`.
+    """Returns the recipe of a name, or of three for forward, dlhs and drhs.
+
+    The casts of each product are those of its own recipe: "fp8_rowwise/bf16/bf16". The
+    suffix sets `scales_initialized`.
 
     Raises:
-        ValueError: if no recipe has that name; the message suggests the nearest.
+        ValueError: if no recipe has a name (the message suggests the nearest), or the
+            three recipes do not combine.
     """
     base = name.removesuffix(INITIALIZED)
-    if base not in RECIPES:
-        near = difflib.get_close_matches(base, RECIPES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown recipe {base!r}: {hint}There are {', '.join(sorted(RECIPES))}."
-        )
-    return dataclasses.replace(RECIPES[base], scales_initialized=base != name)
+    recipe = _of_roles(base) if "/" in base else _named(base)
+    return dataclasses.replace(recipe, scales_initialized=base != name)
+
+
+def _named(name: str) -> Recipe:
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"unknown recipe {name!r}: {hint}There are {', '.join(sorted(RECIPES))}."
+    )
+
+
+@functools.cache
+def _of_roles(names: str) -> Recipe:
+    parts = [_named(name) for name in names.split("/")]
+    if len(parts) != len(ROLES):
+        raise ValueError(f"{names!r} names {len(parts)} recipes: give one, or three.")
+    if len({part.compute_dtype for part in parts}) > 1:
+        raise ValueError(f"the recipes in {names!r} do not compute in one dtype.")
+    fwd, dlhs, drhs = parts
+    recipe = dataclasses.replace(fwd, name=names, dlhs=dlhs.dlhs, drhs=drhs.drhs)
+    for named in RECIPES.values():
+        if dataclasses.replace(recipe, name=named.name) == named:
+            return named
+    return recipe
 
 
 def _tensorwise(

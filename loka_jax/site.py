@@ -6,12 +6,11 @@ A site is one place in a model where a GEMM happens, with what surrounds it:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from loka_jax.normed import ActivationName, NormName
-from loka_jax.recipe import RECIPES, ROLES, Recipe, Role, get_recipe
+from loka_jax.recipe import ROLES, Recipe, Role, get_recipe
 
 Provider = Literal["xla", "pallas", "triton"]
 PROVIDERS: tuple[Provider, ...] = get_args(Provider)
@@ -106,35 +105,11 @@ class Choice:
         first, _, recipe = name.partition(" ")
         for provider in PROVIDERS:
             if first == provider:
-                return cls(provider, compose(recipe))
+                return cls(provider, get_recipe(recipe))
         raise ValueError(
             f"{name!r} begins with no provider ({', '.join(PROVIDERS)}): give one and "
             "a recipe, as in 'xla fp8_rowwise'."
         )
-
-
-@functools.cache
-def compose(names: str) -> Recipe:
-    """Returns the recipe of one name, or of three for forward, dlhs and drhs.
-
-    The casts of each product are those of its own recipe: "fp8_rowwise/bf16/bf16".
-
-    Raises:
-        ValueError: if a name is unknown, or the three recipes do not combine.
-    """
-    parts = [get_recipe(name) for name in names.split("/")]
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) != len(ROLES):
-        raise ValueError(f"{names!r} names {len(parts)} recipes: give one, or three.")
-    if len({part.compute_dtype for part in parts}) > 1:
-        raise ValueError(f"the recipes in {names!r} do not compute in one dtype.")
-    fwd, dlhs, drhs = parts
-    recipe = dataclasses.replace(fwd, name=names, dlhs=dlhs.dlhs, drhs=drhs.drhs)
-    for named in RECIPES.values():
-        if dataclasses.replace(recipe, name=named.name) == named:
-            return named
-    return recipe
 
 
 class SiteKernel(NamedTuple):

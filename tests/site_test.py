@@ -3,7 +3,7 @@
 import pytest
 
 from loka_jax.recipe import RECIPES, get_recipe
-from loka_jax.site import Choice, compose
+from loka_jax.site import Choice
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_a_name_is_read_back(name):
 
 
 def test_each_product_has_the_casts_of_its_recipe():
-    recipe = compose("fp8_rowwise/fp8_tensorwise/bf16")
+    recipe = get_recipe("fp8_rowwise/fp8_tensorwise/bf16")
     assert recipe.fwd == get_recipe("fp8_rowwise").fwd
     assert recipe.dlhs == get_recipe("fp8_tensorwise").dlhs
     assert recipe.drhs is None
@@ -24,9 +24,9 @@ def test_each_product_has_the_casts_of_its_recipe():
 
 def test_a_composed_recipe_that_has_a_name_is_known_by_it():
     delayed = "fp8_tensorwise_delayed"
-    found = compose(f"{delayed}/{delayed}/bf16")
+    found = get_recipe(f"{delayed}/{delayed}/bf16")
     assert found == RECIPES["fp8_tensorwise_delayed_bf16_drhs"]
-    assert compose("bf16/bf16/bf16") == RECIPES["bf16"]
+    assert get_recipe("bf16/bf16/bf16") == RECIPES["bf16"]
 
 
 @pytest.mark.parametrize(

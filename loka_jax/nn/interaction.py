@@ -59,8 +59,9 @@ class CrossNet(linen.Module):
             hand_on: return a network that is one operation as it is: `Mlp` runs it
                 together with the layers behind or beside it.
         """
-        is_pair = isinstance(x0, tuple) and all(x.shape[1] for x in x0)
-        parts = x0 if is_pair else (_joined(x0),)
+        parts: tuple[Array, ...] = x0 if isinstance(x0, tuple) else (x0,)
+        if not all(x.shape[1] for x in parts):  # a kernel takes no empty part
+            parts = (_joined(x0),)
         m, k = parts[0].shape[0], sum(x.shape[1] for x in parts)
         if len(parts) > 1:  # as `join_features` pads them
             k = padded(k)

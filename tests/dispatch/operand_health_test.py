@@ -12,7 +12,6 @@ from loka_jax.ops.tailed_products import unit_of_fp8
 from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.recipe import OPERANDS, get_recipe
-from loka_jax.site import compose
 
 M, K, N = 128, 32, 64
 DELAYED = "fp8_tensorwise_delayed"
@@ -133,7 +132,7 @@ def test_sizes_at_the_ends_of_float32_are_measured(size):
 def test_what_has_no_cast_or_only_zeros_has_no_measures():
     found = healths("fp8_tensorwise", sample(lhs=np.zeros((M, K))))["lhs"]
     assert np.isnan([found.level, found.peak]).all() and found.flushed == 0
-    forward = compose("fp8_rowwise/bf16/bf16")
+    forward = get_recipe("fp8_rowwise/bf16/bf16")
     without_g = health(sample(), jnp.zeros(3), forward, None, fp8_results=("dlhs",))
     assert np.isnan(without_g.error).tolist() == [False, True, True]
     for measure in without_g[1:]:

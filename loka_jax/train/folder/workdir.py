@@ -26,7 +26,8 @@ def choose_workdir(config: Config) -> pathlib.Path:
     """
     if config.run.workdir is not None:
         return config.run.workdir
-    name = f"{config.name}-{config.model.recipe}-s{config.seed}"
+    recipe = config.model.recipe.replace("/", "+")  # of three names
+    name = f"{config.name}-{recipe}-s{config.seed}"
     number = 1
     while (pathlib.Path("runs") / f"{name}-{number}").exists():
         number += 1
