@@ -42,8 +42,13 @@ def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
         name: of `WIDE`, or another configuration `fp8_NAME`, with all Mods but for the
             MLPerf benchmark's; "NAME MOD" has one of `MODS` alone, "NAME plain" none.
             Where hard_swish is missing there is swish, which it replaces.
+
+    Raises:
+        ValueError: if there is no such configuration or Mod.
     """
     config_name, _, mod = name.partition(" ")
+    if mod not in ("", "plain", "all", *MODS):
+        raise ValueError(f"{name!r}: {mod!r} is none of plain, all, {', '.join(MODS)}.")
     config = get_config(f"fp8_{config_name}")
     model = config.model.clone(recipe="bf16")
     if config_name != "mlperf_dcnv2":

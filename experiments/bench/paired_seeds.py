@@ -31,6 +31,7 @@ from typing import Any
 import scipy.stats
 
 from experiments.bench import result as results
+from loka_jax.recipe import get_recipe
 from loka_jax.train.folder.record import read_run
 
 METRICS = ("auc", "logloss", "ne", "calibration")
@@ -142,6 +143,8 @@ def main() -> None:
     options = parser.parse_args(arguments[:split])
     asked = {"config": options.config, "recipes": options.recipes, "extra": extra}
     try:
+        for arm in options.recipes:
+            check(arm)
         result = earlier(options.out, asked)
     except ValueError as error:
         parser.error(str(error))
@@ -166,6 +169,13 @@ def main() -> None:
     show(result)
     if failed:
         raise RuntimeError("\n".join(failed))
+
+
+def check(arm: str) -> None:
+    """Raises ValueError unless an arm begins with a recipe, or is `DISPATCH`'s."""
+    recipe = (shlex.split(arm) or [""])[0]
+    if recipe != DISPATCH:
+        get_recipe(recipe)
 
 
 def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:

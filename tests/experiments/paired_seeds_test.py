@@ -83,3 +83,14 @@ def test_runs_of_other_options_are_not_mixed(trained, compare, capsys):
             compare("--seeds", "1", *extra, **other)
         assert exit_code.value.code == 2
         assert "name another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm", ["fp8_rowise", "--optim.lr 1", ""])
+def test_an_arm_without_a_recipe_is_refused_before_any_run(
+    trained, compare, capsys, arm
+):
+    made, _ = trained
+    with pytest.raises(SystemExit) as exit_code:
+        compare("--seeds", "1", recipes=("bf16", arm))
+    assert exit_code.value.code == 2 and not made
+    assert "unknown recipe" in capsys.readouterr().err
