@@ -211,7 +211,7 @@ class Watch:
         """Returns the watch after sites were demoted, and others have returned."""
         sites = dict(self.sites)
         for path in demoted:
-            site = sites[path]
+            site = sites.get(path, SiteDrift())
             sites[path] = dataclasses.replace(
                 site, away=True, home=0, demotions=site.demotions + 1
             )

@@ -1,13 +1,14 @@
 """Changes the plan of a run in progress."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from loka_jax.dispatch.cross_networks import networks
 from loka_jax.dispatch.live import seen_errors
-from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
+from loka_jax.dispatch.plan import DispatchPlan, as_json, chains_of, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
@@ -73,8 +74,9 @@ def after_drift(
 ) -> tuple[Change, Progress] | None:
     """Returns the plan that the newest looks ask for; None if it is the run's.
 
-    Sites that have drifted run in bfloat16; those whose operands are back, and whose
-    live errors are within the limits where these count, run as they did before.
+    Sites that have drifted run in bfloat16, with all sites of a cross network that is
+    one operation; those whose operands are back, and whose live errors are within the
+    limits where these count, run as they did before.
 
     Args:
         run: the run.
@@ -84,6 +86,7 @@ def after_drift(
     watch, step = progress.drift, progress.step
     in_fp8 = {site.path for site in run.sites if site.is_fp8}
     drifted = {path: why for path, why in watch.drifted.items() if path in in_fp8}
+    drifted |= _followers(run, drifted, in_fp8)
     returning = _returning(run, probe, progress)
     if not drifted and not returning:
         return None
@@ -103,17 +106,51 @@ def after_drift(
     return Change(change.plan.changed(returning), change.said + said), progress
 
 
+def _followers(
+    run: Run, drifted: Mapping[str, str], in_fp8: Collection[str]
+) -> dict[str, str]:
+    """Returns why other sites go with those that have drifted, by path.
+
+    A cross network is one operation with one choice; apart its sites would be slower in
+    FP8 than in bfloat16.
+
+    Args:
+        run: the run.
+        drifted: why sites have drifted, by path.
+        in_fp8: paths of the sites in FP8.
+    """
+    return {
+        path: f"{leaders[0]} has drifted, and its cross network is one operation"
+        for network in _cross_networks(run)
+        if (leaders := [path for path in network if path in drifted])
+        for path in network
+        if path in in_fp8 and path not in drifted
+    }
+
+
+def _cross_networks(run: Run) -> list[list[str]]:
+    """Returns the paths of each cross network whose sites have one choice."""
+    decisions = _decisions(run)
+    paths = [[x.path for x in net.sites] for net in networks(chains_of(run.sites))]
+    return [net for net in paths if len({decisions[x].choice for x in net}) == 1]
+
+
 def _returning(run: Run, probe: Any, progress: Progress) -> dict[str, Decision]:
     """Returns the decisions on the sites that return from drift, by path."""
     planned = dict(from_json(progress.planned, run.sites, "the checkpoint").decisions)
     errors = _live_errors(run, probe, progress.drift.back)
     reason = f"its operands are back at step {progress.step:,}"
-    return {
+    back = {
         path: planned[path]._replace(reason=reason)
         for path in progress.drift.back
         if run.reviewer is None
         or run.reviewer.is_well_within(planned[path].choice, errors.get(path, {}))
     }
+    away = set(progress.drift.away)
+    for network in _cross_networks(run):
+        if not away & set(network) <= back.keys():  # it returns as a whole
+            back = {path: x for path, x in back.items() if path not in network}
+    return back
 
 
 def after_review(
