@@ -46,16 +46,24 @@ def joined_norm(
     if count != x.shape[1] or x.shape[2] > _triton.NORM_BLOCK:
         raise ValueError(f"joined_norm: {count} embeddings, and x has {x.shape}.")
     provider = triton.chosen(implementation, _triton.why_not(x, *parts))
-    static = _Static(provider, tuple(part.shape[1] for part in parts))
+    counts = tuple(part.shape[1] for part in parts)
+    static = _Static(provider, counts, in_parts=bool(rows))
     *varying, x = equally_varying(*parts, x)
     return _run(static, tuple(varying), x, rows)
 
 
 class _Static(NamedTuple):
-    """The static arguments: the provider, and the embeddings of each part."""
+    """The static arguments.
+
+    Attributes:
+        provider: of the kernels.
+        counts: the embeddings of each part.
+        in_parts: the gradient of x is that of the rows of a `Residual`.
+    """
 
     provider: triton.Implementation
     counts: tuple[int, ...]
+    in_parts: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,11 +79,11 @@ def _forward(static: _Static, parts, x, rows):
         z = jnp.concatenate(parts, axis=1).astype(jnp.float32) + x.astype(jnp.float32)
         rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + _EPSILON)
         y = (z * rstd[:, :, None]).astype(x.dtype)
-    return y, (y, rstd, bool(rows))
+    return y, (y, rstd)
 
 
 def _backward(static: _Static, residuals, dy):
-    (y, rstd, in_parts), (provider, counts) = residuals, static
+    (y, rstd), (provider, counts, in_parts) = residuals, static
     if provider == "triton":
         run = functools.partial(_triton.joined_norm_backward, counts=counts)
         run = functools.partial(run, with_dx=not in_parts)

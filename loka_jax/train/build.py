@@ -268,11 +268,11 @@ class Run:
         Logits and labels stay on the device until the last batch, 12 bytes an example:
         fetching them batch by batch would stall it.
         """
-        step_once = self.eval_step(state)
+        eval_step = self.eval_step(state)
         seen, scored = metrics.init_like(state.metrics), []
         for step in range(dataset.num_batches(self.config.loop.batch_size)):
             batch = self.read(dataset, step)
-            seen, logits = step_once(state, seen, batch)
+            seen, logits = eval_step(state, seen, batch)
             scored.append((logits, batch.labels, batch.weights))
             watchdog.alive()
         columns = zip(*self.fetched(scored), strict=True)
