@@ -163,8 +163,7 @@ def load_part(
     block_n: tl.constexpr,
 ):
     """Returns a tile in float32 of which an array is columns start to end, else 0."""
-    # Of an array that is narrower than a tile few programs read any.
-    if (start % 16 == 0 and end % 16 == 0) or end - start < block_n:
+    if start % 16 == 0 and end % 16 == 0:
         at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
         columns = (column + tl.arange(0, block_n))[None, :]
         inside = inside & (columns >= start)
@@ -192,7 +191,7 @@ def store_part(
 ):
     """Writes the columns of a tile from `start` to `end`, those of an array."""
     tile = tile.to(part.dtype.element_ty)
-    if (start % 16 == 0 and end % 16 == 0) or end - start < block_n:
+    if start % 16 == 0 and end % 16 == 0:
         at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
         columns = (column + tl.arange(0, block_n))[None, :]
         tl.store(at, tile, mask=inside & (columns >= start))
