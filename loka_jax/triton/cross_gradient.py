@@ -28,7 +28,7 @@ CONFIGS = (
     TuningConfig(32, 64, 2),
 )
 DEFAULT = TuningConfig(32, 128, 4)
-NARROW_DEFAULT = TuningConfig(64, 64, 4)  # where the other's last tiles are not full
+NARROW_DEFAULT = TuningConfig(32, 64, 2)  # where the other's last tiles are not full
 
 
 def cross_gradient(
