@@ -8,6 +8,7 @@ The launches of the parts write to the same array, so that nothing is concatenat
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,45 +85,28 @@ def joined_norm_backward(
         ImportError: if jax-triton is not installed.
     """
     require_triton()
-    from loka_jax.triton import joined_norm_kernel
+    from loka_jax.triton import joined_norm_kernel as kernels
 
-    if not with_dx:
-        return _parts_backward(dy, y, rstd, counts), None
     batch, _, d = y.shape
     dx, dparts, first = y, [], 0
     for count in counts:
         part = jax.ShapeDtypeStruct((batch, count, d), jnp.bfloat16)
-        dx, dpart = launch(
-            joined_norm_kernel.joined_norm_backward_kernel,
-            *(dy, y, rstd, dx),
-            outputs=[jax.ShapeDtypeStruct(y.shape, jnp.bfloat16), part],
-            aliases={3: 0} if first else {},
-            constants=_constants(part, y, first),
-            **_options(part),
-        )
+        options: dict[str, Any] = dict(constants=_constants(part, y, first))
+        options |= _options(part)
+        if with_dx:
+            dx, dpart = launch(
+                kernels.joined_norm_backward_kernel,
+                *(dy, y, rstd, dx),
+                outputs=[jax.ShapeDtypeStruct(y.shape, jnp.bfloat16), part],
+                aliases={3: 0} if first else {},
+                **options,
+            )
+        else:
+            kernel = kernels.joined_norm_parts_backward_kernel
+            (dpart,) = launch(kernel, dy, y, rstd, outputs=[part], **options)
         dparts.append(dpart)
         first += count
-    return tuple(dparts), dx
-
-
-def _parts_backward(dy, y, rstd, counts: tuple[int, ...]) -> tuple[Array, ...]:
-    """Returns the gradients of the parts."""
-    from loka_jax.triton import joined_norm_kernel
-
-    (batch, _, d), dparts, first = y.shape, [], 0
-    for count in counts:
-        part = jax.ShapeDtypeStruct((batch, count, d), jnp.bfloat16)
-        (dpart,) = launch(
-            joined_norm_kernel.joined_norm_parts_backward_kernel,
-            *(dy, y, rstd),
-            outputs=[part],
-            aliases=None,
-            constants=_constants(part, y, first),
-            **_options(part),
-        )
-        dparts.append(dpart)
-        first += count
-    return tuple(dparts)
+    return tuple(dparts), dx if with_dx else None
 
 
 def _constants(part, x, first: int) -> dict[str, int]:
