@@ -42,6 +42,7 @@ TRAIN = (
     ("network", "planning"),
     ("planner", "build"),
     ("build_in_turn", "watch"),
+    ("evaluation",),
     ("logs", "steps_per_call"),
     ("folder",),
     ("loop",),

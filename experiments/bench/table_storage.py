@@ -27,6 +27,7 @@ from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
 from loka_jax.train.build import Run, build
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
+from loka_jax.train.evaluation import evaluate
 
 ARMS: dict[str, dict[str, Any]] = {
     "f32": {},
@@ -82,7 +83,7 @@ def train_once(run: Run, seed: int) -> dict[str, float]:
         place = Position(0, number, seed)
         batch = run.splits.train.batch(place, config.loop.batch_size, shuffle=True)
         state = step(state, batch)
-    values = run.evaluate(state, run.splits.valid).values
+    values = evaluate(run, state, run.splits.valid).values
     return {"ne": values["ne"], "auc": values["auc"], "skipped": int(state.skipped)}
 
 

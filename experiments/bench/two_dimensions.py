@@ -48,6 +48,7 @@ from loka_jax.train.config import (  # noqa: E402
     EmbeddingConfig,
     LoopConfig,
 )
+from loka_jax.train.evaluation import evaluate  # noqa: E402
 from loka_jax.train.mesh.devices import MeshConfig  # noqa: E402
 
 FIRST = "1D"
@@ -173,7 +174,7 @@ def train_once(run: Run, arm: Arm, seed: int, steps: int) -> dict[str, Any]:
         state = step(state, batch)
     state = jax.block_until_ready(run.synced(state))
     seconds = time.perf_counter() - start
-    values = run.evaluate(state, run.splits.valid).values
+    values = evaluate(run, state, run.splits.valid).values
     return {
         "arm": arm.name,
         "seed": seed,

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import linen
 from jax.experimental.multihost_utils import process_allgather
-from jaxtyping import Float
 
 from loka_jax import nn
 from loka_jax.data import (
@@ -30,7 +28,7 @@ from loka_jax.dispatch.review import Reviewer
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, require_one_array
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics, tasks
+from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.config import Config
 from loka_jax.train.mesh import gradient_sum
@@ -45,31 +43,13 @@ from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
 from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.network import network
 from loka_jax.train.planning import choose_plan, resumed_plan
-from loka_jax.train.processes import watchdog
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import (
     RowUpdate,
     compiled_eval_step,
     make_train_step,
     one_after_another,
-    past_first_steps,
 )
-
-
-class Evaluated(NamedTuple):
-    """Every row of a data set, in order and with padding, and the metrics of all.
-
-    Attributes:
-        values: the metrics.
-        logits: float32; [N, T] of several tasks.
-        labels: 0 or 1, of the same shape; NaN where one of several is missing.
-        weights: 0 for padding.
-    """
-
-    values: dict[str, Any]
-    logits: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
-    labels: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
-    weights: Float[np.ndarray, "N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +203,8 @@ class Run:
         scales_initialized = scales_initialized and self.planned.is_delayed
         key = scales_initialized, probe, steps
         if key not in self.compiled_steps:
-            model = (
-                self.planned.with_initialized_scales()
-                if scales_initialized
-                else self.planned
+            model = dataclasses.replace(
+                self.planned, scales_initialized=scales_initialized
             )
             self.compiled_steps[key] = self._train_step(model, probe, steps)
         return self.compiled_steps[key]
@@ -238,13 +216,6 @@ class Run:
         """The training steps used so far, by the arguments of `train_step`."""
         return {}
 
-    def eval_step(self, state: TrainState) -> jax.stages.Wrapped | RoutedProgram:
-        """Returns the evaluation step for a state; the same for similar ones."""
-        model = past_first_steps(self.planned, state)
-        if model not in self.compiled_eval_steps:
-            self.compiled_eval_steps[model] = self.eval_step_of(model)
-        return self.compiled_eval_steps[model]
-
     @functools.cached_property
     def compiled_eval_steps(
         self,
@@ -252,33 +223,21 @@ class Run:
         """The evaluation steps used so far, by their models."""
         return {}
 
-    def eval_step_of(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
-        """Returns the evaluation step of a model that has the run's variables."""
+    def eval_step(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
+        """Returns the evaluation step of a model that has the run's variables.
+
+        It is the same for the same model.
+        """
+        if model not in self.compiled_eval_steps:
+            self.compiled_eval_steps[model] = self._eval_step(model)
+        return self.compiled_eval_steps[model]
+
+    def _eval_step(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
         if self.spread is None:
             return compiled_eval_step(model, self.tables)
         parts = (model, self.tables, self.spread.wire)
         step = make_mesh_eval_step(*parts, self.row_update.implementation)
         return self.spread.eval_program(step)
-
-    def evaluate(self, state: TrainState, dataset: Dataset) -> Evaluated:
-        """Returns logits and metrics of `state` on all of `dataset`, in order.
-
-        Those of several tasks are means, with each task's own under `tasks`.
-
-        Logits and labels stay on the device until the last batch, 12 bytes an example:
-        fetching them batch by batch would stall it.
-        """
-        eval_step = self.eval_step(state)
-        seen, scored = metrics.init_like(state.metrics), []
-        for step in range(dataset.num_batches(self.config.loop.batch_size)):
-            batch = self.read(dataset, step)
-            seen, logits = eval_step(state, seen, batch)
-            scored.append((logits, batch.labels, batch.weights))
-            watchdog.alive()
-        columns = zip(*self.fetched(scored), strict=True)
-        rows = tuple(map(np.concatenate, columns))
-        values = tasks.evaluated(dataset.schema.labels, seen, *rows)
-        return Evaluated(values, *rows)
 
     def read(self, dataset: Dataset, step: int) -> Batch:
         """Returns a batch in order, over all devices of the run if there are several.

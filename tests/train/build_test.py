@@ -8,6 +8,7 @@ from loka_jax.models import Dlrm
 from loka_jax.train import metrics
 from loka_jax.train.build import build
 from loka_jax.train.config import DlrmConfig
+from loka_jax.train.evaluation import evaluate
 from loka_jax.train.step import logits_of
 from tests.train import support
 from tests.train.support import digest
@@ -50,7 +51,7 @@ def test_a_recipe_without_delayed_scales_compiles_one_step():
 def test_an_evaluation_sees_every_example_once():
     run = build(support.config(batch_size=48))  # 64 examples: one and a third batch
     state, valid = run.init(), run.splits.valid
-    found = run.evaluate(state, valid)
+    found = evaluate(run, state, valid)
     assert found.values["count"] == 64
     whole = valid.batch(Position(0, 0, 0), 64, shuffle=False)
     logits = logits_of(run.planned, run.tables, state, whole)

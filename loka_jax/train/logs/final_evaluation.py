@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from loka_jax.data import Dataset, Position
-from loka_jax.train.build import Evaluated, Run
+from loka_jax.train.build import Run
+from loka_jax.train.evaluation import Evaluated, evaluate
 from loka_jax.train.logs.breakdown import Scores
 from loka_jax.train.logs.log_lines import chosen
 from loka_jax.train.state import TrainState
@@ -29,7 +30,7 @@ class FinalEvaluation(NamedTuple):
 
 def evaluate_finally(run: Run, state: TrainState, dataset: Dataset) -> FinalEvaluation:
     """Returns the final evaluation of `state` on `dataset`."""
-    evaluated = run.evaluate(state, dataset)
+    evaluated = evaluate(run, state, dataset)
     values, samples = evaluated.values, {}
     by_task = values.get("tasks", {"": values}).values()
     if all(part["non_finite"] == 0 for part in by_task):

@@ -9,6 +9,7 @@ from loka_jax.data import Dataset
 from loka_jax.optim import OptimConfig
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
+from loka_jax.train.evaluation import evaluate
 from loka_jax.train.logs.memory import memory_bytes
 from loka_jax.train.state import TrainState
 from loka_jax.train.tasks import by_task
@@ -81,7 +82,7 @@ def day(progress: Progress) -> dict[str, Any]:
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    return chosen(run.evaluate(state, dataset).values)
+    return chosen(evaluate(run, state, dataset).values)
 
 
 def chosen(values: dict[str, Any]) -> dict[str, Any]:

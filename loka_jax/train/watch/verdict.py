@@ -92,7 +92,7 @@ def explained(
     newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
     columns = run.splits.train.schema.dense
     model = past_first_steps(run.planned, state)
-    cause = guard.likely_cause(model, run.eval_step_of, state, batch, columns)
+    cause = guard.likely_cause(model, run.eval_step, state, batch, columns)
     return Diverged(
         f"training has diverged at step {step}: {symptom}; {cause}; {newest}."
     )

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Position
+from loka_jax.train.evaluation import evaluate
 from loka_jax.train.logs import final_evaluation
 from loka_jax.train.logs.final_evaluation import evaluate_finally
 from tests.train import support
@@ -18,7 +19,7 @@ def test_a_sample_is_of_batches_at_equal_distances(run, monkeypatch, most, batch
     monkeypatch.setattr(final_evaluation, "SAMPLE", most)
     values, samples = evaluate_finally(run, state, valid)
     (sample,) = samples.values()
-    whole = run.evaluate(state, valid)
+    whole = evaluate(run, state, valid)
     rows = np.concatenate([np.arange(16 * i, 16 * i + 16) for i in batches])
     assert np.array_equal(sample.logits, whole.logits[rows])
     assert np.array_equal(sample.labels, whole.labels[rows])
@@ -29,9 +30,9 @@ def test_a_sample_is_of_batches_at_equal_distances(run, monkeypatch, most, batch
 
 def test_without_finite_logits_there_is_no_sample(run, monkeypatch):
     valid = run.splits.valid
-    broken = run.evaluate(run.init(), valid)
+    broken = evaluate(run, run.init(), valid)
     values = broken.values | {"non_finite": 1}
     monkeypatch.setattr(
-        type(run), "evaluate", lambda *_: broken._replace(values=values)
+        final_evaluation, "evaluate", lambda *_: broken._replace(values=values)
     )
     assert evaluate_finally(run, run.init(), valid).samples == {}

@@ -16,6 +16,7 @@ from loka_jax.ops.row_order import Order, places_of
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import _reordered
+from loka_jax.train.evaluation import evaluate
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.state import TrainState
 from tests.train import support
@@ -201,8 +202,8 @@ def test_a_number_that_is_not_finite_skips_the_step_everywhere():
 def test_an_evaluation_is_that_of_one_device():
     run, one = run_of(2, 4), run_of()
     data = one.splits.valid
-    want = one.evaluate(alone(warm()), data)
-    found = run.evaluate(spread(run, warm()), data)
+    want = evaluate(one, alone(warm()), data)
+    found = evaluate(run, spread(run, warm()), data)
     real = want.weights > 0
     np.testing.assert_allclose(found.logits[real], want.logits[real], rtol=1e-5)
     assert found.values["ne"] == pytest.approx(want.values["ne"], rel=1e-6)

@@ -70,7 +70,7 @@ def batch(run):
 
 def cause(run, state, batch: Batch):
     columns = run.splits.train.schema.dense
-    return guard.likely_cause(run.planned, run.eval_step_of, state, batch, columns)
+    return guard.likely_cause(run.planned, run.eval_step, state, batch, columns)
 
 
 def test_a_huge_feature_is_named_with_its_column(run, batch):
