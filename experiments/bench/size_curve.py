@@ -5,8 +5,10 @@
 For each size the GFLOP of training an example (three times forward, from shapes) and
 the share of the reachable gap that is closed, (1 - NE) / (1 - best NE): DLRM and DCN V2
 that grow in width, and Wukong from a few megaflop to M. All see the same examples once,
-in the same recipe; batch sizes and rates are those of their configurations.
-`--sizes dlrm "wukong S"` selects some; with `--gpus 1` several runs share a GPU.
+in the same recipe and batches. Each is trained at several rates of the embedding rows,
+whose best one depends on their width; that with the lowest NE on the validation
+examples counts, by its NE on the test examples.
+`--sizes dlrm "wukong S"` selects some; with `--gpus 2` the runs are dealt to two GPUs.
 
 References:
     Wukong, arXiv 2403.02545, figure 1: quality against GFLOP an example.
@@ -15,7 +17,6 @@ References:
 import concurrent.futures
 import dataclasses
 import pathlib
-import statistics
 from typing import Any
 
 import jax
@@ -30,21 +31,22 @@ from loka_jax.data.generated import NUM_DENSE
 from loka_jax.train.config import Config
 
 _ROWS = 16
+_LOWER = ("--optim.lr", "1e-3")
 _WUKONG_S = (
     *("--num-layers 3 --dense-embeddings 14 --embeddings-per-field 1".split()),
     *("--embedding.dim 64 --k 24 --fm-embeddings 16 --lcb-embeddings 16".split()),
     *("--fmb-mlp 512 512 --top-mlp 512 256".split()),
 )
-# Options over a configuration; the small ones keep its batch size and rates.
+# Options over a configuration.
 SIZES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dlrm": ("fp8_dlrm", ()),
-    "dlrm 1024": ("fp8_dlrm", ("--top-mlp", "1024", "1024", "512")),
-    "dlrm 4096": ("fp8_dlrm", ("--top-mlp", "4096", "4096", "1024")),
+    "dlrm": ("fp8_dlrm_small", ()),
+    "dlrm 1024": ("fp8_dlrm_small", ("--top-mlp", "1024", "1024", "512", *_LOWER)),
+    "dlrm 4096": ("fp8_dlrm_wide", ()),
     "dcnv2": ("fp8_dcnv2", ()),
-    "dcnv2 1024": ("fp8_dcnv2", ("--deep-mlp", "1024", "1024", "512")),
-    "dcnv2 mlperf": ("fp8_mlperf_dcnv2", ("--loop.batch-size", "16384")),
+    "dcnv2 1024": ("fp8_dcnv2", ("--deep-mlp", "1024", "1024", "512", *_LOWER)),
+    "dcnv2 mlperf": ("fp8_mlperf_dcnv2", ()),
     "wukong": ("fp8_wukong", ()),
-    "wukong S": ("fp8_wukong_m", (*_WUKONG_S, "--loop.batch-size", "4096")),
+    "wukong S": ("fp8_wukong_m", _WUKONG_S),
     "wukong M": ("fp8_wukong_m", ()),
 }
 
@@ -56,18 +58,22 @@ class Arguments:
     Attributes:
         out: where to write the JSON, after every run; printed only if None.
         sizes: of those above.
+        rows_lr: rates of the embedding rows at which each size is trained.
         recipe: of all runs.
         examples: of training.
-        seeds: runs of each size.
+        batch_size: of training.
+        seed: of all runs.
         jobs: runs at a time.
         gpus: that the runs are dealt to in turn; None leaves the environment as it is.
     """
 
     out: pathlib.Path | None = None
     sizes: tuple[str, ...] = tuple(SIZES)
+    rows_lr: tuple[float, ...] = (0.3, 0.1, 0.03)
     recipe: str = "bf16"
     examples: int = 25_165_824
-    seeds: int = 1
+    batch_size: int = 4096
+    seed: int = 0
     jobs: int = 1
     gpus: int | None = None
 
@@ -75,28 +81,39 @@ class Arguments:
 def main(arguments: Arguments) -> dict[str, Any]:
     """Trains, prints, writes and returns the result."""
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
-    result = results.head("size_curve", arguments) | {"sizes": {}}
+    result = results.head("size_curve", arguments)
+    sizes: dict[str, dict] = {n: costs(n) | {"runs": {}} for n in arguments.sizes}
+    result["sizes"] = sizes
+    pairs = [(name, rate) for rate in arguments.rows_lr for name in arguments.sizes]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
-            pool.submit(_train, name, seed, i, arguments): name
-            for seed in range(arguments.seeds)
-            for i, name in enumerate(arguments.sizes)
+            pool.submit(_train, *pair, turn, arguments): pair
+            for turn, pair in enumerate(pairs)
         }
+        failed = []
         for job in concurrent.futures.as_completed(jobs):
-            name = jobs[job]
-            record = result["sizes"].setdefault(name, costs(name))
-            run = job.result()
+            name, rate = jobs[job]
+            if error := job.exception():  # the other runs are kept
+                failed.append(str(error))
+                continue
+            record, run = sizes[name], job.result()
             result["versions"] = run.pop("versions")
-            record.setdefault("runs", []).append(run)
-            shares = [run["share_of_gap"] for run in record["runs"]]
-            record["share_of_gap"] = statistics.fmean(shares)
+            record["runs"][str(rate)] = run
+            record["best"] = best = min(record["runs"].values(), key=_valid_ne)
             print(
                 f"{name:14} {record['gflop']:8.4f} GFLOP "
-                f"{record['parameters'] / 1e6:7.2f} M  share {shares[-1]:.2%}",
+                f"{record['parameters'] / 1e6:7.2f} M  rate {rate:g}: "
+                f"{run['share_of_gap']:.2%}, best {best['share_of_gap']:.2%}",
                 flush=True,
             )
             results.write(arguments.out, result)
+    if failed:
+        raise RuntimeError("\n".join(failed))
     return result
+
+
+def _valid_ne(run: dict[str, Any]) -> float:
+    return run["valid_ne"]
 
 
 def config_of(name: str) -> Config:
@@ -105,16 +122,19 @@ def config_of(name: str) -> Config:
     return parse(["--config", base, *options])
 
 
-def _train(name: str, seed: int, turn: int, arguments: Arguments) -> dict[str, Any]:
+def _train(name: str, rate: float, turn: int, arguments: Arguments) -> dict[str, Any]:
     """Returns what a run reached, trained in a process of its own."""
     base, options = SIZES[name]
     extra = [*options, "--data.examples", str(arguments.examples)]
+    extra += ["--loop.batch-size", str(arguments.batch_size)]
+    extra += ["--loop.eval-every", "4096"]  # and at the end
+    extra += ["--optim.rows-lr", str(rate)]
     gpu = None if arguments.gpus is None else turn % arguments.gpus
-    summary = train_once(base, arguments.recipe, seed, extra, gpu)
+    summary = train_once(base, arguments.recipe, arguments.seed, extra, gpu)
     ne, best = summary["final_eval"]["ne"], summary["best_possible_ne"]
     return {
-        "seed": seed,
         "ne": ne,
+        "valid_ne": list(summary["valid_ne"].values())[-1],
         "best_possible_ne": best,
         "share_of_gap": (1 - ne) / (1 - best),
         "auc": summary["final_eval"]["auc"],
