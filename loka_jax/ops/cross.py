@@ -215,7 +215,7 @@ def propagate(
         following = readers[i]
         if isinstance(following, Site):
             want = following.forms("lhs", keep=keep)
-            scale_inv = following.scale_inv("lhs")
+            scale_inv = following.scale_inv("lhs", want)
         elif following is not None:
             want, head = dataclasses.replace(want, bf16=False), following
         is_full = len(summands) == cross_tail.MAX_SUMMANDS and i + 1 < len(sites)
@@ -238,7 +238,8 @@ def _joined(
     network: Tailed, parts: tuple[Array, ...], reader: Site, *, keep: bool
 ) -> Written:
     """Returns the features as the first product and the tails read them."""
-    want, scale_inv = reader.forms("lhs", keep=keep), reader.scale_inv("lhs")
+    want = reader.forms("lhs", keep=keep)
+    scale_inv = reader.scale_inv("lhs", want)
     if len(parts) == 1:
         x = Scaled(parts[0].astype(jnp.bfloat16))
         return reader.cast("lhs", x, keep=keep)
@@ -303,7 +304,7 @@ def pull_back(
             "cross_tail",
             *(summands, kept.x0, None, None),
             static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
-            y_scale_inv=own[-1].scale_inv("g"),
+            y_scale_inv=own[-1].scale_inv("g", want),
         )
         kernels, d, amaxes = _gradients(own, lhs, rhs, out.y)
         gradients.append(CrossLayer(kernels, out.row_sum))

@@ -198,11 +198,12 @@ class Site(NamedTuple):
             padded=True,
         )
 
-    def scale_inv(self, operand: Operand) -> Scale | None:
-        """Returns the scale of an operand, from earlier steps; None without a cast."""
-        if not self.products.recipe.casts(operand):
-            return None
-        return self.scales[OPERANDS.index(operand)]
+    def scale_inv(self, operand: Operand, want: Forms) -> Scale | None:
+        """Returns the scale of an operand's FP8 form, from earlier steps.
+
+        None without such a form.
+        """
+        return None if want.fp8 is None else self.scales[OPERANDS.index(operand)]
 
     def cast(self, operand: Operand, x: Scaled, *, keep: bool) -> Written:
         """Returns an operand from a product, or from a matrix in high precision."""
@@ -213,7 +214,7 @@ class Site(NamedTuple):
         is_given = is_given and x.data.shape == want.written_shape(self.shape(operand))
         wanted = dataclasses.replace(want, bf16=want.bf16 and not is_given)
         static = dict(epilogue=_CAST, want=wanted, xhat=None)
-        scale_inv = self.scale_inv(operand)
+        scale_inv = self.scale_inv(operand, want)
         y = self.run.tail("norm_tail", x, static=static, y_scale_inv=scale_inv).y
         return y._replace(bf16=x.data) if want.bf16 and is_given else y
 
@@ -285,7 +286,7 @@ class Site(NamedTuple):
             has_relu: apply relu after the bias.
         """
         gemm, want = self.products.recipe.gemm("fwd"), reader.forms("lhs", keep=False)
-        scale_inv = reader.scale_inv("lhs")
+        scale_inv = reader.scale_inv("lhs", want)
         if gemm is None or want.fp8 is None or scale_inv is None:
             return None
         lhs, rhs = _fp8_views("fwd", first, second)

@@ -369,7 +369,7 @@ class _Tail(NamedTuple):
             return Scale.of(
                 bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
             )
-        return reader.scale_inv("lhs")
+        return reader.scale_inv("lhs", want)
 
 
 def _gradient(
@@ -380,11 +380,11 @@ def _gradient(
         rows = cut(decode(d), site.shape("g"))
         dbias = None if vectors.bias is None else jnp.sum(rows, axis=0)
         return site.cast("g", d, keep=True), NormVectors(dbias)
-    static = dict(epilogue=_epilogue(site), want=site.forms("g", keep=True))
+    want = site.forms("g", keep=True)
     return site.run.tail(
         *("norm_tail_backward", d, None, residuals, vectors),
-        static=static,
-        dz_scale_inv=site.scale_inv("g"),
+        static=dict(epilogue=_epilogue(site), want=want),
+        dz_scale_inv=site.scale_inv("g", want),
     )
 
 

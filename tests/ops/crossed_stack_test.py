@@ -25,6 +25,7 @@ __all__ = ["interpreted", "on_gpu"]
 DELAYED = "fp8_tensorwise_delayed:initialized"
 BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs:initialized"
 M, N, RANK, WIDTHS = 47, 95, 31, (95, 63, 32)  # most are no multiples of 16
+BF16_FWD = "bf16/fp8_tensorwise_delayed/fp8_tensorwise_delayed:initialized"
 recipes = pytest.mark.parametrize("recipe", [DELAYED, BF16_DRHS, "bf16"])
 
 
@@ -76,11 +77,13 @@ def _run(
     *operands,
     implementation: triton.Implementation = "xla",
     activation="hard_swish",
+    of_layers=None,
 ):
+    """Returns the activations; `of_layers` is the recipe of the layers, if another."""
     x0, cross, layers, _, states = operands
     cross_plans = ((_plan(recipe, N, RANK), _plan(recipe, RANK, N)),) * len(cross)
     plans = tuple(
-        _plan(recipe, k, n, activation=activation, use_bias=True)
+        _plan(of_layers or recipe, k, n, activation=activation, use_bias=True)
         for k, n in zip(WIDTHS, WIDTHS[1:], strict=False)
     )
     crossed = Crossed(x0, cross, states[0], cross_plans)
@@ -158,11 +161,16 @@ def test_results_are_those_of_one_after_the_other(recipe, run):
         assert np.all(mine[:, 0] > 0)
 
 
-@recipes
+@pytest.mark.parametrize(
+    ("recipe", "of_layers"),
+    [(DELAYED, None), (BF16_DRHS, None), ("bf16", None), (DELAYED, BF16_FWD)],
+)
 @pytest.mark.parametrize("activation", ["relu", "hard_swish"])
-def test_inference_gives_the_activations_of_training(recipe, activation):
+def test_inference_gives_the_activations_of_training(recipe, of_layers, activation):
     operands, _ = _operands(recipe)
-    run = functools.partial(_run, recipe, True, activation=activation)
+    run = functools.partial(
+        _run, recipe, True, activation=activation, of_layers=of_layers
+    )
     y, _ = jax.vjp(run, *operands)
     if recipe == "bf16":
         return _assert_close(run(*operands), y, 0.0)
