@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax.nn.context import current
+from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
@@ -20,6 +21,9 @@ from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Choice, Provider, SiteSpec
+
+# Largest share of the work that is not worth the risk of FP8 below a head.
+_SMALL_PART = 1 / 16
 
 
 class Mlp(linen.Module):
@@ -43,7 +47,8 @@ class Mlp(linen.Module):
         input_norm: norm of what the first layer reads: "block" or "none".
         fused: run layers in a row, one of them wide, as one operation
             (`ops.wide_stack`) where that serves their plans; not if the implementation
-            is given, or with dropout in training.
+            is given, or with dropout in training. Without a norm a last layer with less
+            than a sixteenth of the work is in bfloat16 then, on every device.
         beside: it reads what a cross network reads; both run as one operation where
             that serves them.
     """
@@ -275,18 +280,35 @@ class Mlp(linen.Module):
             current().plan(
                 "/".join((*self.path, f"dense_{i}")),
                 spec,
-                self.recipe,
+                recipe,
                 provider or self._provider(i),
             )
-            for i, spec in enumerate(specs)
+            for i, (spec, recipe) in enumerate(
+                zip(specs, self._recipes(specs), strict=True)
+            )
         ]
+
+    def _recipes(self, specs: Sequence[SiteSpec]) -> list[str | Recipe]:
+        """Returns the recipes of the layers.
+
+        Wide layers without a norm end in bfloat16 where the last one is a small part of
+        the work. In FP8 that one cost most of the quality, and training diverged at
+        times (docs/recipes.md, "The layer below a head").
+        """
+        recipes: list[str | Recipe] = [self.recipe] * len(specs)
+        work = [spec.k * spec.n for spec in specs]
+        is_small = work[-1] <= _SMALL_PART * sum(work)
+        is_bf16 = as_recipe(self.recipe).compute_dtype == jnp.bfloat16
+        if self.fused and self.norm == "none" and is_small and is_bf16:
+            recipes[-1] = "bf16"
+        return recipes
 
     def _fused_plans(self, m: int, k: int) -> list[KernelPlan]:
         """Returns the plans of the layers as parts of one operation.
 
-        Without a norm dlhs of the last layer runs in high precision. In FP8 training
-        diverged there, and nowhere else (docs/recipes.md). Below a head g is one number
-        of an example times the head's weights.
+        Without a norm dlhs of the last layer runs in high precision, whatever its share
+        of the work: below a head g is one number of an example times the head's weights
+        (docs/recipes.md, "The layer below a head").
         """
         *plans, last = self._resolve(self._specs(m, k), "xla")
         return [*plans, _without_fp8_dlhs(last) if self.norm == "none" else last]

@@ -41,7 +41,7 @@ def _sites(rows=65536, width=3456, rank=None, depth=3, fused=True):
 def _sites_of_dcnv2(structure):
     model = Dcnv2(
         recipe="fp8_tensorwise_delayed",
-        deep_mlp=(256, 128),
+        deep_mlp=(256, 256),
         structure=structure,
         fused_wide=True,
     )

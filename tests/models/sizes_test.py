@@ -45,7 +45,9 @@ def test_sites_of_the_mlps_have_sizes_that_fp8_takes(name):
     config = configs.get_config(f"fp8_{name}")
     sites = nn.list_sites(config.model, *shapes_of(config))
     refused = [s.path for s in sites if s.has_choice and not s.is_fp8]
-    assert refused == ["bottom_mlp/dense_0", "head"]
+    # By a rule of `nn.Mlp`, not by its size.
+    small = ["deep_mlp/dense_3"] if name == "mlperf_dcnv2" else []
+    assert refused == ["bottom_mlp/dense_0", *small, "head"]
 
 
 def test_the_benchmark_has_every_size_with_and_without_mods():

@@ -65,7 +65,11 @@ def _initialized(module, x):
     [
         {},
         {"input_norm": "block"},
-        {"norm": "none", "activation": "relu", "ends_linear": False},
+        # Of which the last layer is no small part.
+        {
+            "features": (wide_stack.WIDE, 32, 256),
+            **{"norm": "none", "activation": "relu", "ends_linear": False},
+        },
         {"norm": "layer", "activation": "swish"},
     ],
 )
@@ -94,6 +98,36 @@ def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
         assert site.recipe == recipe
         assert site.runs == {k: f"{text}, tails" for k, text in runs.items()}
         assert site.why_not_fused is None
+
+
+@pytest.mark.parametrize(
+    ("widths", "changes", "last"),
+    [
+        # The last layer has more than half of the work, or less than a sixteenth.
+        ((wide_stack.WIDE, 64), {}, f"{DELAYED}/bf16/{DELAYED}"),
+        ((wide_stack.WIDE, 64, 64), {}, "bf16"),
+        ((wide_stack.WIDE, 64, 64), {"norm": "block"}, DELAYED),
+        ((wide_stack.WIDE, 64, 64), {"fused": False}, DELAYED),
+        ((wide_stack.WIDE, 64, 64), {"recipe": "f32"}, "f32"),
+    ],
+)
+def test_a_small_last_layer_without_a_norm_is_in_bfloat16(widths, changes, last):
+    mlp = WIDE.clone(features=widths, norm="none", ends_linear=False, fused=True)
+    mlp, x = mlp.clone(**changes), _x()
+    states = mlp.init(jax.random.key(0), x).get(OVERWRITE_WITH_GRADIENT, {})
+    assert (f"dense_{len(widths) - 1}" in states) == (DELAYED in last)
+    if mlp.recipe == DELAYED:
+        mlp = mlp.clone(recipe=f"{DELAYED}:initialized")
+    sites = nn.list_sites(mlp, x)
+    assert sites[-1].recipe == last
+    assert {site.recipe for site in sites[:-1]} == {changes.get("recipe", DELAYED)}
+
+
+def test_a_choice_takes_a_small_last_layer_to_fp8():
+    mlp = WIDE.clone(features=(wide_stack.WIDE, 64, 64), norm="none", fused=True)
+    with nn.overriding({"dense_2": Choice.parse(f"xla {DELAYED}")}):
+        sites = nn.list_sites(mlp, _x())
+    assert [site.recipe for site in sites] == [DELAYED] * 3
 
 
 @pytest.mark.parametrize("fused", [True, False])
