@@ -38,10 +38,10 @@ def _sites(rows=65536, width=3456, rank=None, depth=3, fused=True):
     return nn.list_sites(network, x0)
 
 
-def _sites_of_dcnv2(structure):
+def _sites_of_dcnv2(structure, deep_mlp=(256, 256)):
     model = Dcnv2(
         recipe="fp8_tensorwise_delayed",
-        deep_mlp=(256, 256),
+        deep_mlp=deep_mlp,
         structure=structure,
         fused_wide=True,
     )
@@ -116,6 +116,14 @@ def test_layers_beside_a_network_are_a_part_of_it():
     names = _names(_plan(sites, errors={"deep_mlp/dense_1": nothing}))
     assert {names[f"cross/u_{i}"] for i in range(3)} == {DELAYED}
     assert names["deep_mlp/dense_1"] == "xla bf16"
+
+
+def test_a_small_last_layer_behind_a_network_stays_in_bfloat16():
+    decisions = _plan(_sites_of_dcnv2("stacked", (1024, 1024, 128)))
+    last = decisions.pop("deep_mlp/dense_2")
+    assert last.choice.name == "xla bf16"
+    assert last.runner_up == f"{DELAYED}: its recipe is bf16"
+    assert set(_names(decisions).values()) == {DELAYED}
 
 
 def test_layers_behind_a_network_are_none_beside_it():
