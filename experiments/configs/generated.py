@@ -109,7 +109,8 @@ def fp8_wukong() -> WukongConfig:
         ),
         data=_HALF_DATA,
         embedding=_EMBEDDING,
-        optim=_OPTIM,
+        # They leave two thirds of the gap that those above do (wukong_rates_cpu.json).
+        optim=dataclasses.replace(_OPTIM, lr=6e-3, rows_lr=1.0),
         loop=_LOOP,
     )
 
