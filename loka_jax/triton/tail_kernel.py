@@ -197,7 +197,7 @@ def store_part(
         columns = (column + tl.arange(0, block_n))[None, :]
         tl.store(at, tile, mask=inside & (columns >= start))
     else:
-        # Numbers one by one, in an order in which neighbouring threads write neighbours.
+        # Numbers one by one: of a vector neighbouring threads write neighbours.
         at, inside = _places(part, row, column, m, start, end, block_m, block_n)
         tl.store(at, tl.reshape(tile, (block_m * block_n,)), mask=inside)
 
