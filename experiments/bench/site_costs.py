@@ -22,7 +22,7 @@ import tyro
 from experiments.bench import result as results
 from loka_jax import nn
 from loka_jax.data import Dataset, Position, Splits, open_data
-from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.plan import DispatchPlan, is_open
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.site import Choice
 from loka_jax.train import metrics
@@ -85,7 +85,7 @@ def cases(trained: Trained, recipe: str) -> Iterator[tuple[str, Choices]]:
         recipe: of the forward pass.
     """
     sites = trained.network.list_sites(DispatchPlan())
-    paths = [s.path for s in sites if s.has_choice and s.recipe != "f32"]
+    paths = [site.path for site in sites if is_open(site)]
     choice = Choice.parse(f"xla {recipe}/bf16/bf16")
     cases = {path: [path] for path in paths}
     for part, group in itertools.groupby(paths, lambda path: path.split("/")[0]):
