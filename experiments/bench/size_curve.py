@@ -16,6 +16,7 @@ References:
 
 import concurrent.futures
 import dataclasses
+import operator
 import pathlib
 from typing import Any
 
@@ -31,6 +32,7 @@ from loka_jax.data.generated import NUM_DENSE
 from loka_jax.train.config import Config
 
 _ROWS = 16
+_VALID_NE = operator.itemgetter("valid_ne")
 _LOWER = ("--optim.lr", "1e-3")
 _WUKONG_S = (
     *("--num-layers 3 --dense-embeddings 14 --embeddings-per-field 1".split()),
@@ -99,7 +101,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
             record, run = sizes[name], job.result()
             result["versions"] = run.pop("versions")
             record["runs"][str(rate)] = run
-            record["best"] = best = min(record["runs"].values(), key=_valid_ne)
+            record["best"] = best = min(record["runs"].values(), key=_VALID_NE)
             print(
                 f"{name:14} {record['gflop']:8.4f} GFLOP "
                 f"{record['parameters'] / 1e6:7.2f} M  rate {rate:g}: "
@@ -110,10 +112,6 @@ def main(arguments: Arguments) -> dict[str, Any]:
     if failed:
         raise RuntimeError("\n".join(failed))
     return result
-
-
-def _valid_ne(run: dict[str, Any]) -> float:
-    return run["valid_ne"]
 
 
 def config_of(name: str) -> Config:
