@@ -20,6 +20,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import queue
 import shlex
 import statistics
 import subprocess
@@ -89,6 +90,27 @@ def train_once(
         return run.summary | {"valid_ne": {line["step"]: line["ne"] for line in evals}}
 
 
+class Dealer:
+    """Trains runs at a time, each on the GPU with the fewest of them.
+
+    A run that waits takes the place of the first that ends, on whichever GPU that is.
+    """
+
+    def __init__(self, jobs: int, gpus: int | None):
+        """Takes the runs at a time, and the GPUs; None leaves the environment alone."""
+        self._places: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        for place in range(jobs):
+            self._places.put(None if gpus is None else place % gpus)
+
+    def train_once(self, config: str, arm: str, seed: int, extra: list[str]) -> dict:
+        """Returns the summary of one run, see `train_once`."""
+        gpu = self._places.get()
+        try:
+            return train_once(config, arm, seed, extra, gpu)
+        finally:
+            self._places.put(gpu)
+
+
 def describe(values: list[float]) -> dict[str, float]:
     """Returns mean and standard deviation (0 for a single value)."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -148,14 +170,14 @@ def main() -> None:
         result = earlier(options.out, asked)
     except ValueError as error:
         parser.error(str(error))
+    dealer = Dealer(options.jobs, options.gpus)
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         jobs = {}
         for seed in range(options.first_seed, options.first_seed + options.seeds):
-            for number, arm in enumerate(options.recipes, seed):
-                gpu = None if options.gpus is None else number % options.gpus
+            for arm in options.recipes:
                 if str(seed) not in result["runs"][arm]:
-                    run = options.config, arm, seed, extra, gpu
-                    jobs[pool.submit(train_once, *run)] = arm, seed
+                    run = options.config, arm, seed, extra
+                    jobs[pool.submit(dealer.train_once, *run)] = arm, seed
         failed = []
         for job in concurrent.futures.as_completed(jobs):
             arm, seed = jobs[job]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import tyro
 
 from experiments.bench import result as results
-from experiments.bench.paired_seeds import train_once
+from experiments.bench.paired_seeds import Dealer
 from experiments.cli import parse
 from loka_jax import nn
 from loka_jax.data.generated import NUM_DENSE
@@ -66,7 +66,7 @@ class Arguments:
         batch_size: of training.
         seed: of all runs.
         jobs: runs at a time.
-        gpus: that the runs are dealt to in turn; None leaves the environment as it is.
+        gpus: that the runs are dealt to; None leaves the environment as it is.
     """
 
     out: pathlib.Path | None = None
@@ -87,11 +87,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
     sizes: dict[str, dict] = {n: costs(n) | {"runs": {}} for n in arguments.sizes}
     result["sizes"] = sizes
     pairs = [(name, rate) for rate in arguments.rows_lr for name in arguments.sizes]
+    dealer = Dealer(arguments.jobs, arguments.gpus)
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        jobs = {
-            pool.submit(_train, *pair, turn, arguments): pair
-            for turn, pair in enumerate(pairs)
-        }
+        jobs = {pool.submit(_train, *pair, dealer, arguments): pair for pair in pairs}
         failed = []
         for job in concurrent.futures.as_completed(jobs):
             name, rate = jobs[job]
@@ -120,15 +118,16 @@ def config_of(name: str) -> Config:
     return parse(["--config", base, *options])
 
 
-def _train(name: str, rate: float, turn: int, arguments: Arguments) -> dict[str, Any]:
+def _train(
+    name: str, rate: float, dealer: Dealer, arguments: Arguments
+) -> dict[str, Any]:
     """Returns what a run reached, trained in a process of its own."""
     base, options = SIZES[name]
     extra = [*options, "--data.examples", str(arguments.examples)]
     extra += ["--loop.batch-size", str(arguments.batch_size)]
     extra += ["--loop.eval-every", "4096"]  # and at the end
     extra += ["--optim.rows-lr", str(rate)]
-    gpu = None if arguments.gpus is None else turn % arguments.gpus
-    summary = train_once(base, arguments.recipe, arguments.seed, extra, gpu)
+    summary = dealer.train_once(base, arguments.recipe, arguments.seed, extra)
     ne, best = summary["final_eval"]["ne"], summary["best_possible_ne"]
     return {
         "ne": ne,

@@ -1,7 +1,9 @@
 """Paired runs: each is kept, and pairs are those of the seeds that all arms have."""
 
+import concurrent.futures
 import json
 import sys
+import threading
 
 import pytest
 
@@ -73,6 +75,30 @@ def test_a_failure_loses_no_other_run(seed, trained, compare, tmp_path):
     made.clear()
     assert compare("--seeds", "2")["seeds"] == [0, 1]
     assert made == [("fp8_rowwise", seed)]
+
+
+def test_runs_are_dealt_to_the_gpus_that_are_free(monkeypatch):
+    running, most, lock = [], [], threading.Lock()
+    both_run = threading.Barrier(2)
+
+    def train_once(config, arm, seed, extra, gpu=None):
+        with lock:
+            running.append(gpu)
+            most.append(running.count(gpu))
+        if seed < 2:
+            both_run.wait(10)
+        with lock:
+            running.remove(gpu)
+        return {"gpu": gpu}
+
+    monkeypatch.setattr(paired_seeds, "train_once", train_once)
+    dealer = paired_seeds.Dealer(jobs=2, gpus=2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(dealer.train_once, "x", "bf16", s, []) for s in range(6)]
+        gpus = [run.result()["gpu"] for run in runs]
+    assert set(gpus[:2]) == {0, 1} and max(most) == 1
+    alone = paired_seeds.Dealer(jobs=1, gpus=None)
+    assert alone.train_once("x", "bf16", 9, []) == {"gpu": None}
 
 
 def test_runs_of_other_options_are_not_mixed(trained, compare, capsys):
