@@ -64,7 +64,7 @@ class Options:
     gpus: tuple[int, ...] = (1, 2)
     kinds: tuple[Kind, ...] = ("weak",)
     modes: tuple[Mode, ...] = ("one", "each")
-    steps: int = 400
+    steps: int = 1400
     parts: bool = True
     budget_s: float = 600.0
     on_cpu: bool = False

@@ -6,7 +6,7 @@
 
 A point is a number of GPUs x the examples of each. For every point the run is built and
 warmed up as in training: lists are routed until all fit, scales are initialized. Then
-two chains of steps take turns:
+two chains of steps are timed, one after the other:
 
     step         on batches that lie on the devices, each routed ahead
     with_input   on batches that the prefetch thread makes meanwhile, as in training
@@ -24,7 +24,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,7 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.data import Batch, Position
 from loka_jax.data.placement import placed
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import Prefetcher, prefetch_depth
 from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains
@@ -52,7 +52,7 @@ from loka_jax.train.state import TrainState
 _FIRST = Position(0, 0, 0)
 _ROUNDS = 7  # that are timed, after one more
 _EPOCH = 64  # batches
-_FEW = 8  # steps, that a device takes without making the host wait
+_FEW = 3  # steps, of which none needs what another computes
 
 
 class Point(NamedTuple):
@@ -91,7 +91,7 @@ class Options:
     """
 
     points: tuple[str, ...] = ("1x65536",)
-    steps: int = 400
+    steps: int = 1400
     parts: bool = True
     plans: str = ""
     out: str = ""
@@ -138,15 +138,15 @@ def measure(
     run = _run_at(config, point, options, processes)
     batches = [_batch(run, number) for number in range(NUM_BATCHES)]
     held = [_warmed_up(run, batches)]
-    chains = {
-        "step": _on_made(run, held, batches),
-        "with_input": _with_input(run, held),
-    }
     ready = time.perf_counter()
     each = config.loop.steps_per_call
     calls = -(-options.steps // (_ROUNDS * each)) * each
-    times = time_chains(chains, calls=calls, rounds=_ROUNDS)
-    queue_us = statistics.median(_queue_us(chains["step"]) for _ in range(_ROUNDS))
+    step = _steps_on(run, held, _over_and_over(batches))
+    times = time_chains({"step": step}, calls=calls, rounds=_ROUNDS)
+    queue_us = _queue_us(step, max(_FEW, 2 * each))
+    with _input(run) as made:
+        steps = {"with_input": _steps_on(run, held, made)}
+        times |= time_chains(steps, calls=calls, rounds=_ROUNDS)
     has_parts = options.parts and processes.count == 1
     return {
         "processes": processes.count,
@@ -209,61 +209,59 @@ def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
     return jax.block_until_ready(run.step(state, batches[3]))
 
 
-def _on_made(run: Run, held: list[TrainState], batches: list[Batch]) -> Chain:
-    def queue(count: int) -> jax.Array:
-        order = itertools.islice(itertools.cycle(batches), count)
-        return _stepped(run, held, ((_FIRST, batch) for batch in order))
-
-    return queue
+def _over_and_over(batches: list[Batch]) -> Iterator[tuple[Position, Batch]]:
+    """Yields batches without end; each time as another object, as if it were new."""
+    return ((_FIRST, batch._replace()) for batch in itertools.cycle(batches))
 
 
-def _with_input(run: Run, held: list[TrainState]) -> Chain:
-    def queue(count: int) -> jax.Array:
-        with Prefetcher(
-            run.splits.train,
-            _FIRST,
-            run.config.loop.batch_size,
-            shuffle=True,
-            num_batches=count,
-            sharding=run.batch_sharding,
-            part=run.part,
-        ) as made:
-            return _stepped(run, held, made)
-
-    return queue
+def _input(run: Run) -> Prefetcher:
+    """Returns training batches without end, as the training loop has them."""
+    loop = run.config.loop
+    return Prefetcher(
+        run.splits.train,
+        _FIRST,
+        loop.batch_size,
+        shuffle=True,
+        depth=prefetch_depth(loop.steps_per_call),
+        sharding=run.batch_sharding,
+        part=run.part,
+    )
 
 
-def _stepped(
-    run: Run, held: list[TrainState], made: Iterable[tuple[Position, Batch]]
-) -> jax.Array:
-    """Returns the number of steps after those on some batches, as many a call as ever.
+def _steps_on(
+    run: Run, held: list[TrainState], batches: Iterable[tuple[Position, Batch]]
+) -> Chain:
+    """Returns what queues steps on the next batches, as many a call as in training.
 
-    The steps that are left over are taken one by one.
+    A round goes on where the last one ended: ids of the first batches of a run are
+    routed by programs of their own.
     """
-    source, count = iter(run.ahead(made)), run.config.loop.steps_per_call
+    source, count = iter(run.ahead(batches)), run.config.loop.steps_per_call
     take_steps = run.train_step(scales_initialized=True, steps=count)
-    while taken := [batch for _, batch in itertools.islice(source, count)]:
-        if len(taken) == count:
-            held[0] = take_steps(held[0], *taken)
-            continue
-        for batch in taken:
-            held[0] = run.step(held[0], batch)
-    return held[0].step
+
+    def queue(steps: int) -> jax.Array:
+        for _ in range(steps // count):
+            taken = itertools.islice(source, count)
+            held[0] = take_steps(held[0], *(batch for _, batch in taken))
+        return held[0].step
+
+    return queue
 
 
-def _queue_us(queue: Chain) -> float:
+def _queue_us(queue: Chain, steps: int) -> float:
     """Returns the microseconds of the host to queue a step on an idle device.
 
-    That of further steps: programs of their own route the ids of the first ones.
+    Args:
+        queue: queues steps.
+        steps: so many, that none of them waits for what another computes.
     """
-    jax.block_until_ready(queue(1))
     seconds = []
-    for steps in (_FEW, 2 * _FEW):
+    for _ in range(_ROUNDS):
         begun = time.perf_counter()
         last = queue(steps)
         seconds.append(time.perf_counter() - begun)
         jax.block_until_ready(last)
-    return 1e6 * (seconds[1] - seconds[0]) / _FEW
+    return 1e6 * statistics.median(seconds) / steps
 
 
 def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:

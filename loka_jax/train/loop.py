@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loka_jax.data.batch import Batch, Position, next_position
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import Prefetcher, prefetch_depth
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
@@ -108,6 +108,7 @@ class Loop:
             loop.batch_size,
             shuffle=True,
             num_batches=self._remaining(),
+            depth=prefetch_depth(loop.steps_per_call),
             sharding=self.run.batch_sharding,
             part=self.run.part,
         ) as batches:
