@@ -133,11 +133,16 @@ def points_of(options: Options, batch: int, gpus: int) -> dict[Kind, Point]:
 
 def _jobs(options: Options) -> Iterator[tuple[Mode, tuple[int, ...]]]:
     """Yields mode and numbers of GPUs of each job: a launch has one number."""
-    if "one" in options.modes:
-        yield "one", options.gpus
-    for gpus in options.gpus if "each" in options.modes else ():
-        if gpus > 1:  # else it is the same
+    if in_one := tuple(n for n in options.gpus if "one" in _modes(options, n)):
+        yield "one", in_one
+    for gpus in options.gpus:
+        if "each" in _modes(options, gpus):
             yield "each", (gpus,)
+
+
+def _modes(options: Options, gpus: int) -> tuple[Mode, ...]:
+    """Returns the modes that are timed on so many GPUs: for one GPU they are alike."""
+    return options.modes if gpus > 1 else ("one",)
 
 
 def _run(
@@ -215,7 +220,7 @@ def compared(
     for kind in options.kinds:
         for gpus in options.gpus:
             point = points_of(options, config.loop.batch_size, gpus)[kind]
-            for mode in options.modes:
+            for mode in _modes(options, gpus):
                 record = found.get((mode, point))
                 if record is None:
                     continue

@@ -173,16 +173,18 @@ def _make(config, world, batch_size, place: UInt[Array, "5"]):
 
 def make_world(config: DataConfig) -> World:
     """Returns the planted model, scaled to `signal` and `click_rate`."""
-    return _scale_world(config, _draw_world(config))
+    rank = np.concatenate([np.arange(count) for count in _planted(config.rows)])
+    fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 30.0), jnp.float32)
+    return _scale_world(config, _draw_world(config, fade))
 
 
+# What has a value for each row is an argument: as constants of tables of 1e8 rows they
+# make a program of a gigabyte, to be compiled and kept in JAX's cache.
 @functools.partial(jax.jit, static_argnames="config")
-def _draw_world(config: DataConfig) -> World:
+def _draw_world(config: DataConfig, fade: Float[Array, "R"]) -> World:
     keys = jax.random.split(jax.random.key(config.world), 6)
     fields = interacting_fields(len(config.rows))
     planted = _planted(config.rows)
-    rank = np.concatenate([np.arange(count) for count in planted])
-    fade = jnp.asarray(1.0 / np.sqrt(1.0 + rank / 30.0), jnp.float32)
     size = (sum(planted[fields.start : fields.stop]), config.latent_dim)
     waves = [
         jax.random.normal(keys[0], (NUM_DENSE,)),
@@ -192,7 +194,7 @@ def _draw_world(config: DataConfig) -> World:
     ]
     return World(
         dense_waves=jnp.stack(waves),
-        effects=fade * jax.random.normal(keys[4], rank.shape),
+        effects=fade * jax.random.normal(keys[4], fade.shape),
         latents=jax.random.normal(keys[5], size),
         weights=jnp.ones(3),
         bias=jnp.zeros(()),
@@ -206,12 +208,12 @@ def _scale_world(
     key = jax.random.fold_in(jax.random.key(config.world), _SPLITS["scaling"])
 
     @jax.jit
-    def sample():
+    def sample(world: World):
         index = jnp.arange(num_examples, dtype=jnp.uint32)
         z, ids, _ = _draw(config, key, index)
         return _parts(config, world, z, ids)
 
-    parts = np.asarray(sample(), np.float64)
+    parts = np.asarray(sample(world), np.float64)
     deviations = np.maximum(parts.std(axis=0), 1e-6)  # no pairs: nothing to scale
     weights = np.sqrt(SHARES) / deviations
     weights *= config.signal / max((parts @ weights).std(), 1e-6)

@@ -30,6 +30,12 @@ def test_a_launch_has_one_number_of_gpus():
         ("each", (2,)),
         ("each", (4,)),
     ]
+    options = dataclasses.replace(options, modes=("each",))
+    assert list(scaling._jobs(options)) == [
+        ("one", (1,)),
+        ("each", (2,)),
+        ("each", (4,)),
+    ]
 
 
 def test_weak_scaling_keeps_the_examples_of_a_gpu_and_strong_those_of_all():
