@@ -88,8 +88,8 @@ class Rates:
 
     The local ones are those of an H200 (docs/benchmarks.md: lookup, sort and update of
     1.7 M ids, D = 16), the link that of NCCL's all_to_all over four H100. Times of the
-    host are those of two H200 with a process each, from one and from four steps a call
-    (docs/distributed.md).
+    host are those of four H200 with a process each: of a step of one a call, and of
+    queueing a step of four a call (docs/distributed.md).
 
     Attributes:
         link_gb_s: a GPU's, to others of its host, one way.
@@ -110,8 +110,8 @@ class Rates:
     link_gb_s: float = 300.0
     network_gb_s: float = 50.0
     collective_us: float = 20.0
-    launch_us: float = 870.0
-    call_us: float = 560.0
+    launch_us: float = 250.0
+    call_us: float = 945.0
     host_us: float = 5.0
     peer_us: float = 0.5
     sorted_ids_us: float = 14_100.0
