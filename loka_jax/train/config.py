@@ -42,7 +42,8 @@ class LoopConfig:
         max_steps: maximum number of steps; None for all steps of the epochs.
         eval_every: steps between evaluations; None to evaluate after each epoch.
         look_every: steps between looks at the operands of FP8 sites, for their drift.
-        log_every: steps between lines in metrics.jsonl.
+        log_every: steps between lines in metrics.jsonl; calls of several steps end at
+            them.
         save_every: steps between checkpoints; None to save after each evaluation.
         keep_checkpoints: number of newest checkpoints to keep.
         max_skipped_steps: skipped steps in a row after which the run stops.
@@ -58,7 +59,7 @@ class LoopConfig:
     max_steps: int | None = None
     eval_every: int | None = None
     look_every: int = 64
-    log_every: int = 50
+    log_every: int = 64
     save_every: int | None = None
     keep_checkpoints: int = 2
     max_skipped_steps: int = 20
