@@ -35,6 +35,18 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The GPUs to score on.
+
+    Attributes:
+        shards: GPUs over which the rows of the tables are spread, a power of two; for
+            tables that one GPU does not hold. The run may have had another number.
+    """
+
+    shards: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Scores the rows of a file with a trained run.
 
@@ -44,12 +56,14 @@ class Arguments:
         out: the new file, .parquet or .csv.
         plan: "saved" runs each site as in training; "off" runs all by XLA in the
             model's recipe, on machines that lack the kernels of the saved plan.
+        mesh: the GPUs.
     """
 
     workdir: pathlib.Path
     data: Rows
     out: pathlib.Path
     plan: Literal["saved", "off"] = "saved"
+    mesh: Devices = Devices()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: Arguments) -> int:
     from loka_jax.predict import load, score_file
 
-    predictor = load(arguments.workdir, plan=arguments.plan)
+    shards = arguments.mesh.shards
+    predictor = load(arguments.workdir, plan=arguments.plan, shards=shards)
     print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
     scored = score_file(
         predictor,

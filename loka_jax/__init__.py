@@ -10,7 +10,10 @@ __version__ = "0.2.0"
 
 
 def load(
-    run: str | os.PathLike, *, plan: typing.Literal["saved", "off"] = "saved"
+    run: str | os.PathLike,
+    *,
+    plan: typing.Literal["saved", "off"] = "saved",
+    shards: int = 1,
 ) -> "Predictor":
     """Returns a trained run, ready to score rows: see `loka_jax.predict.load`.
 
@@ -19,4 +22,4 @@ def load(
     """
     from loka_jax import predict  # not before it is needed: it imports all of JAX
 
-    return predict.load(run, plan=plan)
+    return predict.load(run, plan=plan, shards=shards)

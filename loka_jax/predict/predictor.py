@@ -154,7 +154,10 @@ class Predictor:
 
 
 def load(
-    run: str | os.PathLike, *, plan: Literal["saved", "off"] = "saved"
+    run: str | os.PathLike,
+    *,
+    plan: Literal["saved", "off"] = "saved",
+    shards: int = 1,
 ) -> Predictor:
     """Returns a trained run, ready to score rows.
 
@@ -165,15 +168,17 @@ def load(
         run: the folder of the run, its `--workdir`.
         plan: "saved" runs each site as in training; "off" runs all by XLA in the
             model's recipe, on machines that lack the kernels of the saved plan.
+        shards: devices over which the rows of the tables are spread, a power of two;
+            for tables that one device does not hold. The run may have had others.
 
     Raises:
-        ValueError: if the folder holds no run, none of its checkpoints is whole, or it
-            was trained on generated clicks.
+        ValueError: if the folder holds no run, none of its checkpoints is whole, it was
+            trained on generated clicks, or there are too few devices.
     """
     source = open_run(pathlib.Path(run), best=True)
     config, saved = source.config, source.saved
     encoding = load_encoding(source.encoding())
-    trained = read_trained(source, encoding.schema)
+    trained = read_trained(source, encoding.schema, shards)
     sites = trained.network.list_sites(DispatchPlan())
     if plan == "saved":
         choices = saved_plan(saved.meta["plan"], sites).choices
@@ -182,7 +187,10 @@ def load(
         # Without a choice kernels would run where this machine has them.
         model = nn.Planned(config.model.clone(implementation="xla"), ())
     model = past_first_steps(model, trained.state)
-    run_step = compiled_eval_step(model, trained.network.tables)
+    if trained.spread is None:
+        run_step = compiled_eval_step(model, trained.network.tables)
+    else:
+        run_step = trained.spread.eval_step(model)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
 
 

@@ -8,14 +8,23 @@ import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
-from loka_jax.ops.tables import require_one_array
+from loka_jax.ops.row_order import VIRTUAL_SHARDS
+from loka_jax.ops.tables import TableSpec, require_one_array
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout, read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
+from loka_jax.train.mesh.devices import (
+    MeshConfig,
+    mesh_of,
+    order_of,
+    require_places,
+)
+from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.network import Network, network
 from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.tables.stacks import by_stack
 
 _READ = ("params", "fp8", "batch_stats", "table")  # of a checkpoint's state
 
@@ -29,6 +38,7 @@ class Trained(NamedTuple):
         network: its tables and sites.
         state: what scores depend on.
         step: the training step of the weights.
+        spread: the tables over several devices; None with one device.
     """
 
     config: Config
@@ -36,18 +46,37 @@ class Trained(NamedTuple):
     network: Network
     state: TrainState
     step: int
+    spread: Spread | None = None
 
 
-def read_trained(source: SourceRun, schema: Schema) -> Trained:
+def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     """Returns the model of a run's checkpoint.
 
+    Args:
+        source: the run.
+        schema: of its data.
+        shards: devices over which the rows of the tables are spread, and the examples
+            of a batch.
+
     Raises:
-        ValueError: if its tables do not fit in an array on one device.
+        ValueError: if there are fewer devices, they cannot share a batch, or the rows
+            of the tables are too many for them.
     """
-    net = network(source.config, schema)
-    require_one_array(net.tables)
-    state = _read_state(source, net, len(schema.dense))
-    return Trained(source.config, schema, net, state, source.saved.step)
+    config = source.config
+    over = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
+    mesh = mesh_of(over, config.loop.batch_size, 1)
+    net = network(config, schema, shards)
+    if mesh is None:
+        require_one_array(net.tables)
+        spread = None
+    else:
+        require_places(net.tables, mesh)
+        spread = Spread(mesh, over, net.tables, config.embedding.implementation)
+    saved = source.saved.only(_READ)
+    template = _template(config, net, len(schema.dense), spread)
+    layout = RowLayout(net.tables, 1 if spread is None else VIRTUAL_SHARDS)
+    state = _as_state(read_state(source.checkpoints, saved, template, layout))
+    return Trained(config, schema, net, state, source.saved.step, spread)
 
 
 def untrained(config: Config, schema: Schema) -> Trained:
@@ -57,12 +86,18 @@ def untrained(config: Config, schema: Schema) -> Trained:
     return Trained(config, schema, net, state, 0)
 
 
-def _read_state(source: SourceRun, net: Network, num_dense: int) -> TrainState:
-    """Returns the part of a checkpoint's state that scores depend on."""
-    saved = source.saved.only(_READ)
-    template = jax.eval_shape(lambda: _initial(source.config, net, num_dense))
-    layout = RowLayout(net.tables, 1)
-    return _as_state(read_state(source.checkpoints, saved, template, layout))
+def _template(
+    config: Config, net: Network, num_dense: int, spread: Spread | None
+) -> dict[str, Any]:
+    """Returns shapes and placement of the part of a state that scores depend on."""
+    shapes = jax.eval_shape(lambda: _initial(config, net, num_dense))
+    if spread is None:
+        return shapes
+
+    def table(spec: TableSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((order_of(spec).places, spec.dim), spec.dtype)
+
+    return spread.placed(shapes | {"table": by_stack(table, net.tables)})
 
 
 def _initial(config: Config, net: Network, num_dense: int) -> dict[str, Any]:

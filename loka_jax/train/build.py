@@ -34,11 +34,7 @@ from loka_jax.train.config import Config
 from loka_jax.train.mesh import gradient_sum
 from loka_jax.train.mesh.devices import mesh_of, require_places
 from loka_jax.train.mesh.gradient_sum import GradientSum
-from loka_jax.train.mesh.mesh_step import (
-    StepOptions,
-    make_mesh_eval_step,
-    make_mesh_train_step,
-)
+from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
 from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.network import network
@@ -235,9 +231,7 @@ class Run:
     def _eval_step(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
         if self.spread is None:
             return compiled_eval_step(model, self.tables)
-        parts = (model, self.tables, self.spread.wire)
-        step = make_mesh_eval_step(*parts, self.row_update.implementation)
-        return self.spread.eval_program(step)
+        return self.spread.eval_step(model)
 
     def read(self, dataset: Dataset, step: int) -> Batch:
         """Returns a batch in order, over all devices of the run if there are several.

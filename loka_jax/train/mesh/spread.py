@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from loka_jax.data import Batch
+from loka_jax.nn import Model
 from loka_jax.ops import row_order
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train.mesh.devices import (
@@ -21,6 +22,7 @@ from loka_jax.train.mesh.devices import (
     shardings,
     state_specs,
 )
+from loka_jax.train.mesh.mesh_step import make_mesh_eval_step
 from loka_jax.train.mesh.programs import RoutedProgram, RoutedStep
 from loka_jax.train.mesh.routing import (
     SPECS,
@@ -62,6 +64,7 @@ class Spread:
         And the most steps of a call.
         """
         self.mesh, self.wire, self.tables = mesh, wire, tables
+        self._implementation: Literal["xla"] | None = implementation
         self.router = Router(mesh, tables, implementation, steps_per_call)
         self.sync = RowSync(mesh, wire, tables, implementation)
 
@@ -110,8 +113,10 @@ class Spread:
         )
         return RoutedStep(program, self.router, self.sync)
 
-    def eval_program(self, step: Callable[..., Any]) -> RoutedProgram:
-        """Returns a step of `make_mesh_eval_step`, compiled, its metrics donated."""
+    def eval_step(self, model: Model) -> RoutedProgram:
+        """Returns the evaluation step of a model, compiled, its metrics donated."""
+        parts = model, self.tables, self.wire
+        step = make_mesh_eval_step(*parts, self._implementation)
 
         def evaluated(parts: dict[str, Any], *args: Any) -> Any:
             return step(TrainState(**parts), *args)
