@@ -9,7 +9,9 @@ K = 1.05 U ids that it sends and, as owner, receives.
              cotangents 2 N D b; sums 4 N D; sort 16 N; activations
     wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
              dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D), or
-             2 (M - 1) / M of the shard if that is less
+             2 (M - 1) / M of the shard if that is less. Groups that average their rows
+             every k steps send K of the ids of k steps, and what the optimizer keeps
+             of a row, once in k steps
     time     what travels over its links, a latency for each collective, and the local
              work: sorts of N and K ids, gathers of K and N rows, sums of N gradients,
              updates of K rows (of M K with replicas)
@@ -42,6 +44,7 @@ class Stack:
         value_bytes: of a value of a row.
         lookups: N.
         distinct: U.
+        averaged: distinct ids of the steps from one average of groups to the next.
     """
 
     rows: int
@@ -50,11 +53,17 @@ class Stack:
     lookups: int
     distinct: float
     value_bytes: int = 4
+    averaged: float = 0.0
 
     @property
     def sent(self) -> float:
         """K, the ids in this GPU's lists for the owners."""
         return SPARE * self.distinct
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps of a row."""
+        return self.row_bytes - self.value_bytes * self.dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,8 @@ class Workload:
         activation_bytes: estimate of what the backward pass keeps.
         dense_us: time of the step without tables.
         steps_per_call: steps that share a call of the host.
+        average_every: steps from one average of groups that update rows alone to the
+            next; 0 if all groups get all gradients.
     """
 
     name: str
@@ -80,6 +91,7 @@ class Workload:
     activation_bytes: int
     dense_us: float
     steps_per_call: int = 1
+    average_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,16 +267,28 @@ def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     }
 
 
+def _touched(workload: Workload) -> Iterator[tuple[Stack, float, int]]:
+    """Yields each stack, the rows a step that go to other replicas, and their bytes."""
+    for s in workload.stacks:
+        num_bytes = _ID_BYTES + WIRE_BYTES * s.dim
+        if not workload.average_every:
+            yield s, s.sent, num_bytes
+            continue
+        rows = SPARE * s.averaged / workload.average_every
+        yield s, rows, num_bytes + s.state_bytes
+
+
 def _row_sync(workload: Workload, mesh: Mesh) -> float:
     """Returns the bytes of the touched rows, from each other replica."""
-    rows = sum(s.sent * (_ID_BYTES + WIRE_BYTES * s.dim) for s in workload.stacks)
-    return (mesh.replicas - 1) * rows
+    each = sum(rows * num_bytes for _, rows, num_bytes in _touched(workload))
+    return (mesh.replicas - 1) * each
 
 
 def _shard_sync(workload: Workload, mesh: Mesh) -> float:
     """Returns the bytes of a mean of whole shards."""
     shard = sum(s.rows * s.row_bytes for s in workload.stacks) / mesh.shards
-    return 2 * (mesh.replicas - 1) / mesh.replicas * shard
+    every = workload.average_every or 1
+    return 2 * (mesh.replicas - 1) / mesh.replicas * shard / every
 
 
 def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
@@ -333,16 +357,17 @@ def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
     speed = 1e3 * (rates.link_gb_s if is_near else rates.network_gb_s)
     others = mesh.replicas - 1
     more = sum(
-        others * s.sent / rates.sorted_ids_us
+        others * rows / rates.sorted_ids_us
         + others
-        * s.sent
+        * rows
         * (WIRE_BYTES * s.dim + 2 * s.row_bytes)
         / (1e3 * rates.update_gb_s)
-        for s in workload.stacks
+        for s, rows, _ in _touched(workload)
     )
     rows_us = _row_sync(workload, mesh) / speed + more
     shard_us = _shard_sync(workload, mesh) / speed
-    return _latency_us(mesh.gpus, rates) + min(rows_us, shard_us)
+    latency_us = _latency_us(mesh.gpus, rates) / (workload.average_every or 1)
+    return latency_us + min(rows_us, shard_us)
 
 
 def _sum_us(num_bytes: int, mesh: Mesh, rates: Rates) -> float:

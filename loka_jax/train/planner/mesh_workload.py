@@ -59,7 +59,13 @@ def workload_of(
         activation_bytes=round(values * _ACTIVATION_BYTES),
         dense_us=dense_us,
         steps_per_call=config.loop.steps_per_call,
+        average_every=_average_every(config),
     )
+
+
+def _average_every(config: Config) -> int:
+    """Returns the steps between averages of groups; 0 if there are none."""
+    return config.mesh.sync_every if config.mesh.sync == "weights" else 0
 
 
 class _Shapes(NamedTuple):
@@ -98,6 +104,13 @@ def _stacks(
         states = state.table, state.row_state
     slots = (1,) * len(schema.categorical) + schema.slots
     zipf = config.data.zipf if config.data.kind == "generated" else None
+
+    def distinct(spec: TableSpec, members: tuple[int, ...], steps: int) -> float:
+        return sum(
+            expected_distinct(rows, steps * batch * slots[field], zipf)
+            for rows, field in zip(spec.rows, members, strict=True)
+        )
+
     return tuple(
         Stack(
             rows=spec.total_rows,
@@ -105,10 +118,8 @@ def _stacks(
             row_bytes=_bytes((table, row_state)) // spec.total_rows,
             value_bytes=table.dtype.itemsize,
             lookups=batch * sum(slots[field] for field in members),
-            distinct=sum(
-                expected_distinct(rows, batch * slots[field], zipf)
-                for rows, field in zip(spec.rows, members, strict=True)
-            ),
+            distinct=distinct(spec, members, 1),
+            averaged=distinct(spec, members, _average_every(config)),
         )
         for spec, members, table, row_state in zip(specs, fields, *states, strict=True)
     )

@@ -122,6 +122,16 @@ def test_replicas_exchange_touched_rows_or_whole_shards():
     assert two.us["replicas"] == pytest.approx(2 + 4.4)
 
 
+def test_groups_that_average_rows_send_those_of_several_steps_at_once():
+    stack = dataclasses.replace(STACK, averaged=1_800.0)
+    step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
+    two = estimate(step, Mesh(2, 2), RATES)
+    # Half of 1,890 rows: 945 of 28 bytes, with the 4 that the optimizer keeps.
+    assert two.wire["replicas"] == pytest.approx(945 * 28)
+    assert two.us["replicas"] == pytest.approx(2 / 2 + 26.46 + 9.45 + 945 * 0.027)
+    assert two.wire["rows"] == estimate(STEP, Mesh(2, 2), RATES).wire["rows"]
+
+
 def test_meshes_have_shards_that_divide_the_virtual_ones():
     assert [str(mesh) for mesh in meshes(8)] == ["1 x 8", "2 x 4", "4 x 2", "8 x 1"]
     assert [str(mesh) for mesh in meshes(6)] == ["3 x 2", "6 x 1"]

@@ -52,6 +52,17 @@ def test_optimizers_of_rows_and_several_dims_count():
     assert eight.lookups == 64 * 2
 
 
+def test_groups_that_average_rows_touch_more_of_them_in_more_steps():
+    config = get_config("fp8_dlrm_tiny")
+    exact = workload(config)
+    alone = dataclasses.replace(config.mesh, sync="weights", sync_every=4)
+    step = workload(dataclasses.replace(config, mesh=alone))
+    assert (exact.average_every, step.average_every) == (0, 4)
+    (stack,) = step.stacks
+    assert stack.distinct < stack.averaged < 4 * stack.distinct
+    assert stack.state_bytes == 4
+
+
 def test_estimates_follow_the_batch():
     config = get_config("fp8_dlrm_tiny")
     small, large = (workload(config, batch) for batch in (64, 6400))
