@@ -25,6 +25,7 @@ from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.policy import (
     Decision,
     Limits,
+    Terms,
     accurate,
     largest_error,
     why_inaccurate,
@@ -99,7 +100,8 @@ def decide_network(
 ) -> dict[str, Decision]:
     """Returns the decisions on sites that run as one operation; none if that is slower.
 
-    They have one choice, in FP8, which must beat bfloat16 by enough. Where none is
+    They have one choice, in FP8, which must beat bfloat16 by enough; of those beside
+    the network, the sites that may have no FP8 keep bfloat16. Where no choice is
     accurate enough, the decisions are those of `apart` and say so.
 
     Args:
@@ -118,7 +120,7 @@ def decide_network(
         if _why_not(network, choice) is None
     ]
     if beside.sites:
-        both = _allowed(beside, limits)
+        both = _allowed(_with_fp8(beside), limits)
         candidates += [
             (times.together(choice), choice, (network, beside))
             for _, choice, _ in candidates
@@ -140,6 +142,7 @@ def decide_network(
         )
         for layers in parts
         for site, entry, terms in zip(*layers, strict=True)
+        if _choice_of(terms, choice).is_fp8
     }
 
 
@@ -200,8 +203,9 @@ class _Times(NamedTuple):
         """Returns the time of all sites as one operation."""
         name, first = self.network.name, self.beside.sites[0].spec
         us = self._network(choice)
-        for site in self.beside.sites:
-            us += layer_us(site.spec, choice.recipe, name, self.roofline)
+        for site, terms in zip(self.beside.sites, self.beside.terms, strict=True):
+            recipe = _choice_of(terms, choice).recipe
+            us += layer_us(site.spec, recipe, name, self.roofline)
         given = first.m * first.k * (2 + written_bytes("lhs", choice.recipe, name))
         return us - given / self.roofline.bytes_per_us
 
@@ -265,28 +269,42 @@ def _sites_us(layers: Layers, decisions: Mapping[str, Decision]) -> float:
     return us
 
 
+def _choice_of(terms: Terms, choice: Choice) -> Choice:
+    """Returns a choice at a site, bfloat16 if that may have no FP8."""
+    return choice if terms.why_not_fp8 is None else BF16
+
+
+def _with_fp8(layers: Layers) -> Layers:
+    """Returns the sites that may have FP8."""
+    each = [x for x in zip(*layers, strict=True) if x[2].why_not_fp8 is None]
+    return Layers(*zip(*each, strict=True)) if each else Layers((), (), ())
+
+
 def _allowed(layers: Layers, limits: Limits) -> list[Choice]:
     """Returns the choices in FP8 that are accurate at all sites."""
     of_each = [
         accurate(entry, limits, terms)
         for entry, terms in zip(layers.entries, layers.terms, strict=True)
     ]
-    common = [c for c in of_each[0] if all(c in others for others in of_each[1:])]
+    first = of_each[0] if of_each else []
+    common = [c for c in first if all(c in others for others in of_each[1:])]
     return [choice for choice in common if choice.is_fp8]
 
 
 def _why_not(network: Layers, choice: Choice) -> str | None:
-    plans = itertools.batched(_plans(network, choice), network.sites[0].crosses)
-    return cross.why_not(tuple(plans))
+    plans = [_plan(site, choice) for site in network.sites]
+    return cross.why_not(tuple(itertools.batched(plans, network.sites[0].crosses)))
 
 
 def _why_not_beside(network: Layers, beside: Layers, choice: Choice) -> str | None:
-    first, *_ = _plans(network, choice)
-    return crossed_stack.why_not_beside(first, _plans(beside, choice))
-
-
-def _plans(layers: Layers, choice: Choice) -> tuple[KernelPlan, ...]:
-    choice = choice.with_initialized_scales()
-    return tuple(
-        resolve(table_key(site.spec), choice, site.plan.device) for site in layers.sites
+    plans = tuple(
+        _plan(site, _choice_of(terms, choice))
+        for site, terms in zip(beside.sites, beside.terms, strict=True)
     )
+    return crossed_stack.why_not_beside(_plan(network.sites[0], choice), plans)
+
+
+def _plan(site: Site, choice: Choice) -> KernelPlan:
+    """Returns the plan of a site by a choice once its scales are initialized."""
+    choice = choice.with_initialized_scales()
+    return resolve(table_key(site.spec), choice, site.plan.device)

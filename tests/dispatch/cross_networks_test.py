@@ -118,6 +118,18 @@ def test_layers_beside_a_network_are_a_part_of_it():
     assert names["deep_mlp/dense_1"] == "xla bf16"
 
 
+def test_layers_beside_a_network_may_end_in_bfloat16():
+    sites = _sites_of_dcnv2("parallel", (1024, 1024, 128))
+    decisions = _plan(sites)
+    last = decisions.pop("deep_mlp/dense_2")
+    assert last.choice.name == "xla bf16"
+    assert last.runner_up == f"{DELAYED}: its recipe is bf16"
+    assert set(_names(decisions).values()) == {DELAYED}
+    for path, decision in decisions.items():
+        is_joined = path.startswith(("cross/", "deep_mlp/"))
+        assert ("whole cross network" in decision.reason) == is_joined, path
+
+
 def test_a_small_last_layer_behind_a_network_stays_in_bfloat16():
     decisions = _plan(_sites_of_dcnv2("stacked", (1024, 1024, 128)))
     last = decisions.pop("deep_mlp/dense_2")
