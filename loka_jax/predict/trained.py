@@ -64,6 +64,7 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     """
     config = source.config
     over = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
+    _require_devices(shards, config.loop.batch_size)
     mesh = mesh_of(over, config.loop.batch_size, 1)
     net = network(config, schema, shards)
     if mesh is None:
@@ -84,6 +85,19 @@ def untrained(config: Config, schema: Schema) -> Trained:
     net = network(config, schema)
     state = _as_state(_initial(config, net, len(schema.dense)))
     return Trained(config, schema, net, state, 0)
+
+
+def _require_devices(shards: int, batch_size: int) -> None:
+    if shards > jax.device_count():
+        raise ValueError(
+            f"--mesh.shards {shards} is more than the {jax.device_count()} devices of "
+            "this machine: lower it."
+        )
+    if batch_size % shards:
+        raise ValueError(
+            f"--mesh.shards {shards} does not divide the run's batches of {batch_size} "
+            "examples: lower it."
+        )
 
 
 def _template(

@@ -9,6 +9,7 @@ from pyarrow import csv
 
 import loka_jax
 from experiments import predict
+from loka_jax.predict import trained as trained_lib
 from loka_jax.train.mesh.devices import MeshConfig
 from tests.predict import support
 
@@ -60,7 +61,10 @@ def test_a_command_scores_over_devices(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "shards, reason",
-    [(3, "--mesh.shards 3 must be a power of two"), (64, "are 64 devices, and there")],
+    [
+        (3, "--mesh.shards 3 must be a power of two"),
+        (64, "--mesh.shards 64 is more than the"),
+    ],
 )
 def test_devices_that_cannot_be_are_refused(trained, tmp_path, capsys, shards, reason):
     out = tmp_path / "scores.csv"
@@ -68,3 +72,10 @@ def test_devices_that_cannot_be_are_refused(trained, tmp_path, capsys, shards, r
     command += ["--out", str(out), "--mesh.shards", str(shards)]
     assert predict.main(command) == 2
     assert reason in capsys.readouterr().err and not out.exists()
+
+
+def test_devices_that_do_not_divide_batches_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 64)
+    with pytest.raises(ValueError, match="64 does not divide the run's batches of 32"):
+        trained_lib._require_devices(64, 32)
+    trained_lib._require_devices(64, 128)
