@@ -44,6 +44,9 @@ from loka_jax.train.logs.progress import (
     resuming,
 )
 from loka_jax.train.loop import Loop
+from loka_jax.train.planner.host_note import host_note
+from loka_jax.train.planner.mesh_plan import Mesh
+from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
@@ -184,12 +187,24 @@ def _build(
     print_columns(console, run.splits.report, dims)
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
+    if note := _host_note(run):
+        console.print(note)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
         )
     return run
+
+
+def _host_note(run: Run) -> str | None:
+    """Returns what several steps a call may save of a run over several GPUs."""
+    config, spread = run.config, run.spread
+    if spread is None or jax.default_backend() != "gpu" or config.mesh.sync_every > 1:
+        return None
+    size = config.loop.batch_size // spread.mesh.size
+    workload = workload_of(config, run.splits.train.schema, size)
+    return host_note(workload, Mesh(*spread.mesh.devices.shape), run.total_steps)
 
 
 def _plan_of(start: Saved | SourceRun | None) -> Any:
