@@ -18,6 +18,7 @@ rank, V the ids of all tables that have effects of their own (`_planted`), W tho
 the interacting fields.
 """
 
+import copy
 import functools
 import math
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt
 
 from loka_jax.data import batch as batch_lib
@@ -153,22 +155,34 @@ def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
     return (jnp.log1p(jnp.exp(center + spread * z)) - center) / spread
 
 
-@functools.partial(jax.jit, static_argnames=("config", "batch_size"))
-def _make(config, world, batch_size, place: UInt[Array, "5"]):
+@functools.partial(jax.jit, static_argnames=("config", "batch_size", "sharding"))
+def _make(
+    config: DataConfig,
+    world: World,
+    batch_size: int,
+    place: UInt[Array, "5"],
+    sharding: NamedSharding | None = None,
+):
     """Returns the batch at `place` and its true logits.
 
     `place` is split, seed, epoch, first example and number of examples, in one array
-    because five separate transfers to a GPU took longer than making the batch.
+    because five separate transfers to a GPU took longer than making the batch. With a
+    sharding each device makes its own examples.
     """
     split, seed, epoch, start, num_examples = place
     key = jax.random.fold_in(jax.random.key(seed), split)
     key = jax.random.fold_in(key, epoch)
     index = start + jnp.arange(batch_size, dtype=jnp.uint32)
+    if sharding is not None:
+        index = jax.lax.with_sharding_constraint(index, sharding)
     z, ids, uniform = _draw(config, key, index)
     logit = _logit(config, world, z, ids)
     labels = (uniform < jax.nn.sigmoid(logit)).astype(jnp.float32)
     weights = (index < num_examples).astype(jnp.float32)
-    return Batch(_dense(z), ids, labels, weights), logit
+    made = Batch(_dense(z), ids, labels, weights), logit
+    if sharding is None:
+        return made
+    return jax.lax.with_sharding_constraint(made, sharding)
 
 
 def make_world(config: DataConfig) -> World:
@@ -272,6 +286,19 @@ class GeneratedDataset:
         self.num_examples = num_examples
         self._config, self._world, self._split = config, world, split
         self._seed = seed
+        self._sharding: NamedSharding | None = None
+
+    def over(self, sharding: NamedSharding) -> "GeneratedDataset":
+        """Returns the split with batches that each device makes its part of.
+
+        Args:
+            sharding: of the rows of a batch.
+        """
+        spread = copy.copy(self)
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+        spread._world = jax.device_put(self._world, everywhere)
+        spread._sharding = sharding
+        return spread
 
     def num_batches(self, batch_size: int) -> int:
         """Returns the number of batches in one epoch, counting a padded last one."""
@@ -286,6 +313,8 @@ class GeneratedDataset:
         part: Part = WHOLE,
     ) -> Batch:
         """Returns a part of the batch at `position`, made on JAX's default device.
+
+        Where the split is spread `over` devices a whole batch lies on all of them.
 
         Args:
             position: the batch to make; held-out splits read only its step.
@@ -313,7 +342,7 @@ class GeneratedDataset:
             self.num_examples,
         )
         place = np.array(place, np.uint32)
-        return _make(self._config, self._world, len(rows), place)
+        return _make(self._config, self._world, len(rows), place, self._sharding)
 
 
 def best_possible_ne(

@@ -4,6 +4,8 @@ import dataclasses
 import pathlib
 from dataclasses import dataclass
 
+from jax.sharding import NamedSharding
+
 from loka_jax.data import generated
 from loka_jax.data.batch import Dataset
 from loka_jax.data.cache import cached_shards
@@ -37,6 +39,25 @@ class Splits:
     report: dict
     identity: dict
     folder: ShardFolder | None = None
+
+    def over(self, sharding: NamedSharding) -> "Splits":
+        """Returns the splits for batches that lie on several devices of one process.
+
+        Generated examples are made there; others are read by the host.
+
+        Args:
+            sharding: of the rows of a batch.
+        """
+
+        def spread(split: Dataset) -> Dataset:
+            if isinstance(split, generated.GeneratedDataset):
+                return split.over(sharding)
+            return split
+
+        test = None if self.test is None else spread(self.test)
+        return dataclasses.replace(
+            self, train=spread(self.train), valid=spread(self.valid), test=test
+        )
 
     @property
     def encoding_digest(self) -> str | None:

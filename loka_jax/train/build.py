@@ -9,6 +9,7 @@ import jax
 import optax
 from flax import linen
 from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import NamedSharding
 
 from loka_jax import nn
 from loka_jax.data import (
@@ -32,7 +33,7 @@ from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.config import Config
 from loka_jax.train.mesh import gradient_sum
-from loka_jax.train.mesh.devices import mesh_of, require_places
+from loka_jax.train.mesh.devices import BATCH, mesh_of, require_places
 from loka_jax.train.mesh.gradient_sum import GradientSum
 from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
@@ -341,10 +342,13 @@ def build(
     )
     if mesh is None:
         return run
+    # CPU devices share the cores that make the examples.
+    if jax.process_count() == 1 and jax.default_backend() == "gpu":
+        splits = splits.over(NamedSharding(mesh, BATCH))
     params = run.template()["params"]
     summed = gradient_sum.choose(config.collectives, params, mesh.size)
     notes = (*run.plan_notes, summed.note)
-    return dataclasses.replace(run, summed=summed, plan_notes=notes)
+    return dataclasses.replace(run, splits=splits, summed=summed, plan_notes=notes)
 
 
 def _reviewer(

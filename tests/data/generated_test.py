@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from loka_jax.data import DataConfig, Position, generated, open_data
 
@@ -198,3 +199,27 @@ def test_one_field_alone_has_no_pairs_and_still_works():
     batch = open_data(config, seed=0).train.batch(Position(0, 0, 0), 8, shuffle=True)
     assert batch.ids.shape == (8, 1)
     chex.assert_tree_all_finite(batch)
+
+
+@pytest.mark.slow
+def test_devices_make_their_own_examples():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices: XLA_FLAGS of .ci/run")
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("replica", "shard"), axis_types=auto)
+    sharding = NamedSharding(mesh, PartitionSpec(("replica", "shard")))
+    splits = open_data(TINY, seed=0)
+    spread = splits.over(sharding)
+    for name in ("train", "valid", "test"):
+        place = Position(0, 0, 0)
+        whole = getattr(splits, name).batch(place, 64, shuffle=True)
+        parts = getattr(spread, name).batch(place, 64, shuffle=True)
+        for part in jax.tree.leaves(parts):
+            assert part.sharding.is_equivalent_to(sharding, part.ndim)
+        chex.assert_trees_all_equal(whole.ids, parts.ids)
+        chex.assert_trees_all_equal(whole.labels, parts.labels)
+        chex.assert_trees_all_close(whole.dense, parts.dense, rtol=1e-6, atol=2e-6)
+    place = np.zeros(5, np.uint32)
+    program = generated._make.lower(TINY, spread.train._world, 64, place, sharding)
+    text = program.compile().as_text()
+    assert "all-" not in text and "collective" not in text  # each makes its own
