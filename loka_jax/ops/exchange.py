@@ -40,7 +40,7 @@ from loka_jax.triton.route import Lists
 
 
 class Routed(NamedTuple):
-    """The way of N ids to their owners; a slot is a place in the lists [L C].
+    """The route of N ids to their owners; a slot is a place in the lists [L C].
 
     Attributes:
         asked: the rows of this device's part of the table that each device asks for;
@@ -66,7 +66,7 @@ def route(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Routed, Int[Array, ""]]:
-    """Returns the way of the ids, and the longest list of this device.
+    """Returns the route of the ids, and the longest list of this device.
 
     Args:
         places: of the ids, [N].

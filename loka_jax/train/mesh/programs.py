@@ -12,14 +12,14 @@ from loka_jax.train.state import TrainState
 
 
 class RoutedProgram:
-    """A compiled program of a mesh: it takes the ways of the batch's ids, too.
+    """A compiled program of a mesh, which takes the routed batch beside the batch.
 
-    In place of a state the program has its parts, by name: what lies where is said of
-    each of them.
+    In place of a state it takes the state's parts by name, as each has a sharding of
+    its own.
     """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router):
-        """Takes the program, and what routes batches."""
+        """Takes the program, and the router of batches."""
         self._program, self._router = program, router
 
     def __call__(self, state: TrainState, *args: Any) -> Any:
@@ -32,15 +32,15 @@ class RoutedProgram:
 
 
 class RoutedStep:
-    """Training steps of a mesh, which also route the ids of batches that are coming.
+    """Training steps of a mesh, which also route the ids of later batches.
 
-    Their program takes the parts of the state, the batches and the ways of their ids,
-    as many batches to route, and ways to write over. It returns the parts of the next
-    state, what `sync` takes, and the ways of the coming batches' ids (`Ways`).
+    Their program takes the parts of the state, the batches, the same routed, as many
+    batches to route, and routed batches to write over. It returns the parts of the next
+    state, the rows that `sync` averages, and the later batches routed (`with_needs`).
     """
 
     def __init__(self, program: jax.stages.Wrapped, router: Router, sync: RowSync):
-        """Takes the program, what routes batches, and what averages rows."""
+        """Takes the program, the router of batches, and the averages of rows."""
         self._program, self._router, self._sync = program, router, sync
 
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:

@@ -1,12 +1,12 @@
-"""The ids of batches on their way to the devices that hold their rows.
+"""Routes the ids of each batch to the devices that hold their rows.
 
-A batch is routed (`exchange.route`) within the step three before its own: a program of
-its own would cost the host a third as much as the step does. Where a call takes several
-steps, it is that of the same place in the call before the last. While the steps between
-run, the host learns how long the lists are. Lists that do not fit are routed again,
-alone and with a larger capacity, so that a step never sees less than all of its rows.
-What steps need beside that and all devices must agree on, the weight of the whole batch
-and the number of bad ids, is computed here too.
+A step routes the ids (`exchange.route`) of the batch three steps later: a separate
+program would cost the host a third of a step. Where a call takes several steps, step i
+of a call routes the batch of step i of the call after the next. While the steps in
+between run, the host reads how long the lists are. A batch whose lists do not fit is
+routed again by a separate program, with a larger capacity, so that a step always sees
+all of its rows. Routing also computes what all devices must agree on before the step:
+the weight of the whole batch and the number of bad ids.
 """
 
 import collections
@@ -43,10 +43,10 @@ _AHEAD = 3  # steps; with fewer the host waits for the last that it launched
 
 
 class RoutedBatch(NamedTuple):
-    """What a step needs to know of a batch beforehand.
+    """The result of routing a batch, which its step takes.
 
     Attributes:
-        routes: the ways of the ids, by stack.
+        routes: of the ids, by stack.
         need: the length of the longest list of any device, by stack.
         bad_ids: number of ids out of range.
         total_weight: of the examples; [T] of several tasks.
@@ -59,7 +59,7 @@ class RoutedBatch(NamedTuple):
 
     @property
     def missing(self) -> list[Any]:
-        """How many places the lists of each stack lack; none are if it is negative."""
+        """Places that the longest list of each stack needs beyond its capacity."""
         return jax.tree.leaves(jax.tree.map(operator.sub, self.need, self.capacity))
 
     @property
@@ -73,7 +73,7 @@ class RoutedBatch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What all devices must know of the part of a batch that each has.
+    """A device's counts of its part of a batch, which all devices need.
 
     Attributes:
         need: the length of the longest list, by stack.
@@ -86,14 +86,14 @@ class Counts(NamedTuple):
     weight: Float[Array, ""] | Float[Array, "T"]
 
 
-class Ways(NamedTuple):
-    """The ways of a batch that a program has routed.
+class Ahead(NamedTuple):
+    """A batch that was routed ahead of its step.
 
     Attributes:
-        routed: on the devices.
-        needs: the `need` of all batches of that program, along axis 0, in the host's
-            memory, as the host would take 0.3 ms to read one from a device.
-        place: of this batch among them.
+        routed: the routed batch, on the devices.
+        needs: the `need` of all batches that the same program has routed, along axis 0,
+            in the host's memory: reading one from a device takes 0.3 ms.
+        place: of this batch along that axis.
     """
 
     routed: RoutedBatch
@@ -109,34 +109,34 @@ _EVERYWHERE: Any = P()
 SPECS = RoutedBatch(BATCH, _EVERYWHERE, _EVERYWHERE, _EVERYWHERE)
 
 
-def ways_specs(count: int) -> tuple[Any, P]:
-    """Returns how what a program returns of some batches lies on a mesh."""
+def routed_specs(count: int) -> tuple[Any, P]:
+    """Returns the partition specs of `with_needs`."""
     return (SPECS,) * count, _EVERYWHERE
 
 
-def ways_shardings(mesh: Mesh, count: int) -> tuple[Any, NamedSharding]:
-    """Returns where a program of a mesh puts what it returns of some batches."""
+def routed_shardings(mesh: Mesh, count: int) -> tuple[Any, NamedSharding]:
+    """Returns the shardings of `with_needs` on a mesh."""
     on_host = NamedSharding(mesh, _EVERYWHERE, memory_kind="pinned_host")
     return shardings(mesh, (SPECS,) * count), on_host
 
 
 def with_needs(routed: Sequence[RoutedBatch]) -> tuple[tuple[RoutedBatch, ...], Any]:
-    """Returns what a program returns of some batches: see `Ways`."""
+    """Returns what a program that routes batches returns: them, and all `need`s."""
     needs = jax.tree.map(lambda *x: jnp.stack(x), *(one.need for one in routed))
     return tuple(routed), needs
 
 
 def asked(routes: Any) -> list[Array]:
-    """Returns what each device is asked, or has asked, of every stack."""
+    """Returns the lists `asked` of every stack."""
     return [route.asked for route in jax.tree.leaves(routes, is_leaf=_is_routed)]
 
 
 def agreed(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
-    """Returns the ways of a batch.
+    """Returns a routed batch from what devices have exchanged.
 
     Args:
         routes: of the ids of this device's part, by stack.
-        arrived: of what all devices have `asked`, this device's part.
+        arrived: the lists that other devices ask this one for, by stack.
         each: the counts of all devices, along axis 0.
     """
     rest = iter(arrived)
@@ -180,9 +180,13 @@ class Router:
         implementation: Implementation | None = None,
         steps_per_call: int = 1,
     ):
-        """Takes the mesh, the tables spread over it, and what makes the lists.
+        """Takes the parts of a run.
 
-        And the most steps of a call.
+        Args:
+            mesh: of the run.
+            tables: spread over the mesh.
+            implementation: of the lists.
+            steps_per_call: the most steps of a call.
         """
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
@@ -201,7 +205,7 @@ class Router:
             functools.partial(_route, mesh, self.part),
             static_argnums=0,
             in_shardings=self.sharding,
-            out_shardings=ways_shardings(mesh, 1),
+            out_shardings=routed_shardings(mesh, 1),
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -214,7 +218,7 @@ class Router:
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
-        """Yields each batch once those of the next steps are known."""
+        """Yields each batch after the router has taken those that steps look ahead."""
         waiting: collections.deque[tuple[Position, Batch]] = collections.deque()
         for position, batch in batches:
             self._coming.append(_Coming(batch, self.put(batch)))
@@ -224,18 +228,18 @@ class Router:
         yield from waiting
 
     def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
-        """Returns a batch on its devices, and the ways of all of its ids."""
+        """Returns a batch on its devices, and the routed batch."""
         coming = self._find(batch)
-        placed, ways = coming.placed, coming.ways
-        while ways is None or not self._fits(ways):
-            ways = self._alone(placed)
+        placed, ahead = coming.placed, coming.ahead
+        while ahead is None or not self._fits(ahead):
+            ahead = self._alone(placed)
         self._has_routed = True
-        return placed, ways.routed
+        return placed, ahead.routed
 
     def together(
         self, batches: Sequence[Batch]
     ) -> tuple[tuple[Batch, ...], tuple[RoutedBatch, ...]]:
-        """Returns batches on their devices, and their ways, of the same capacity."""
+        """Returns batches on their devices, and routed with the same capacity."""
         while True:
             placed, routed = zip(*map(self, batches), strict=True)
             if all(x.capacity == self.capacity for x in routed):
@@ -244,16 +248,18 @@ class Router:
     def next_to_route(
         self, batches: Sequence[Batch], placed: tuple[Batch, ...]
     ) -> tuple[Batch, ...]:
-        """Returns the batches whose ids the steps of `batches` route, on their devices.
+        """Returns the batches that the steps of `batches` route, on their devices.
 
-        `placed`, their own, if those are not known.
+        Args:
+            batches: of the steps.
+            placed: the same on their devices; returned if no later batch is known.
         """
         return tuple(x.placed for x in self._followers(batches)) or placed
 
     def spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
-        """Returns ways that no step needs any more, for steps to write over.
+        """Returns as many routed batches that no step needs any more, to write over.
 
-        Those of former steps; `placed` are routed for those that lack.
+        They are those of former steps, or `placed`, routed, if these are too few.
         """
         found = [x for x in self._spent if x.capacity == self.capacity]
         taken, self._spent = found[: len(placed)], found[len(placed) :]
@@ -266,23 +272,25 @@ class Router:
         routed: Sequence[RoutedBatch],
         made: tuple[Sequence[RoutedBatch], Any],
     ) -> None:
-        """Keeps what the steps of `batches` have `made` for later ones.
+        """Keeps what the steps of `batches` leave for later steps.
 
-        And their own ways `routed`, for later steps to write over.
+        Args:
+            batches: of the steps.
+            routed: the same, routed; later steps may write over them.
+            made: what the steps have routed, as `with_needs` has it.
         """
         self._spent += routed
         for coming in self._coming:
             if any(coming.batch is batch for batch in batches):
-                coming.ways = None
+                coming.ahead = None
         later, needs = made
         for i, coming in enumerate(self._followers(batches)):
-            coming.ways = Ways(later[i], needs, i)
+            coming.ahead = Ahead(later[i], needs, i)
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
-        """Returns the ways of the ids of a device's part of a batch, by stack.
+        """Returns the routes of a device's part of a batch, by stack, and its counts.
 
-        And what `agreed` needs of all devices. To be run under a `shard_map`. What the
-        device asks of the others is not sent yet (`asked`).
+        To be run under a `shard_map`. The lists `asked` are not exchanged yet.
 
         Args:
             capacity: the places of a list, for each stack.
@@ -290,19 +298,19 @@ class Router:
         """
         return _route_part(self._tables, self._implementation, capacity, batch)
 
-    def _alone(self, placed: Batch) -> Ways:
-        """Returns the ways of a batch by a program of its own."""
+    def _alone(self, placed: Batch) -> Ahead:
+        """Routes a batch by a separate program."""
         (routed,), needs = self._run(self.capacity, placed)
-        return Ways(routed, needs, 0)
+        return Ahead(routed, needs, 0)
 
     def _find(self, batch: Batch) -> "_Coming":
         found = (x for x in self._coming if x.batch is batch)
         return next(found, None) or _Coming(batch, self.put(batch))
 
     def _followers(self, batches: Sequence[Batch]) -> list["_Coming"]:
-        """Returns the last batches that are known if `batches` come before them.
+        """Returns the batches that the steps of `batches` route.
 
-        As many steps as those are looked ahead.
+        None if the router has not taken batches so far ahead.
         """
         known = len(self._coming)
         if known <= self._ahead:
@@ -311,9 +319,9 @@ class Router:
             return []
         return list(self._coming)[-len(batches) :]
 
-    def _fits(self, ways: Ways) -> bool:
-        """Returns whether all lists fit, after making room for those that do not."""
-        routed = ways.routed._replace(need=ways.need())
+    def _fits(self, ahead: Ahead) -> bool:
+        """Returns whether all lists fit; raises the capacity if they do not."""
+        routed = ahead.routed._replace(need=ahead.need())
         if any(missing > 0 for missing in routed.missing):
             self.capacity = jax.tree.map(
                 self._enough, routed.need, self.capacity, self._most
@@ -332,26 +340,26 @@ class Router:
 
 @dataclasses.dataclass
 class _Coming:
-    """A batch as it was given, on its devices, and once it is routed, its ids' ways."""
+    """A batch as it was given, the same on its devices, and routed once it is."""
 
     batch: Batch
     placed: Batch
-    ways: Ways | None = None
+    ahead: Ahead | None = None
 
 
 def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Any:
-    """Returns the ways of the ids of a batch that is spread over all devices."""
+    """Returns a batch that is spread over all devices, routed, as `with_needs`."""
 
-    def ways(batch: Batch) -> Any:
+    def routed(batch: Batch) -> Any:
         routes, counts = part(capacity, batch)
         arrived = swapped(asked(routes), SHARD)
         return with_needs([agreed(routes, arrived, few_numbers.gathered(counts))])
 
     return jax.shard_map(
-        ways,
+        routed,
         mesh=mesh,
         in_specs=BATCH,
-        out_specs=ways_specs(1),
+        out_specs=routed_specs(1),
         check_vma=False,
     )(batch)
 

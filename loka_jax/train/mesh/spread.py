@@ -29,8 +29,8 @@ from loka_jax.train.mesh.routing import (
     Router,
     agreed,
     asked,
-    ways_shardings,
-    ways_specs,
+    routed_shardings,
+    routed_specs,
     with_needs,
 )
 from loka_jax.train.mesh.row_sync import RowSync
@@ -59,9 +59,14 @@ class Spread:
         *,
         steps_per_call: int = 1,
     ):
-        """Takes the mesh, how rows travel on it, the tables, and what sums rows.
+        """Takes the parts of a run.
 
-        And the most steps of a call.
+        Args:
+            mesh: of the run.
+            wire: how rows travel on it.
+            tables: the tables.
+            implementation: of lookups and updates of rows.
+            steps_per_call: the most steps of a call.
         """
         self.mesh, self.wire, self.tables = mesh, wire, tables
         self._implementation: Literal["xla"] | None = implementation
@@ -83,8 +88,9 @@ class Spread:
     def train_program(self, step: Callable[..., Any], steps: int = 1) -> RoutedStep:
         """Returns steps of `make_mesh_train_step`, one after another, compiled.
 
-        Their state is donated, and so are ways to write over: XLA records kernels with
-        the addresses of their arrays, and records anew what finds new ones.
+        Their state is donated, and so are routed batches to write over: XLA records
+        kernels in graphs with the addresses of their arrays, and has to record them
+        again when an address changes.
         """
 
         def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
@@ -103,10 +109,10 @@ class Spread:
 
         specs, every = state_specs(), (SPECS,) * steps
         in_specs = (specs, BATCH, every, BATCH, every)
-        out_specs = (specs, BATCH, ways_specs(steps))
+        out_specs = (specs, BATCH, routed_specs(steps))
         places = (
             *shardings(self.mesh, out_specs[:2]),
-            ways_shardings(self.mesh, steps),
+            routed_shardings(self.mesh, steps),
         )
         program = self._compiled(
             parts_after, in_specs, out_specs, places, donate=(0, 4)

@@ -9,7 +9,7 @@ import pytest
 from loka_jax.data import Batch
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of, require_places
-from loka_jax.train.mesh.routing import Router, Ways, capacity_for, with_needs
+from loka_jax.train.mesh.routing import Ahead, Router, capacity_for, with_needs
 
 TABLES = TableSpec(rows=(40_000, 50), dim=4)
 
@@ -82,7 +82,7 @@ def test_the_host_reads_its_own_memory(mesh):
     router = Router(mesh, TABLES)
     (routed,), needs = router._run(router.capacity, router.put(batch_of(4)))
     assert needs.sharding.memory_kind == "pinned_host"
-    assert int(Ways(routed, needs, 0).need()) == int(routed.need)
+    assert int(Ahead(routed, needs, 0).need()) == int(routed.need)
 
 
 def test_a_step_writes_over_the_ways_of_the_batch_before(mesh):
