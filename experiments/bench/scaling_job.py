@@ -66,7 +66,7 @@ class Point(NamedTuple):
         """Returns the point of a text such as "2x65536".
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if the text is not GPUSxEXAMPLES.
         """
         gpus, _, batch = text.partition("x")
         if not (gpus.isdecimal() and batch.isdecimal() and int(gpus) * int(batch)):

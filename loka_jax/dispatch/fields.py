@@ -27,7 +27,7 @@ def mapping(value: Any) -> dict[str, Any]:
     """Returns an object.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{short(value)} is not an object.")
@@ -38,7 +38,7 @@ def items(value: Any) -> list[Any]:
     """Returns a list.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(value, list):
         raise ValueError(f"{short(value)} is not a list.")
@@ -49,7 +49,7 @@ def text(value: Any) -> str:
     """Returns a text.
 
     Raises:
-        ValueError: if it is none, or has more than 10,000 characters.
+        ValueError: if it is not text, or has more than 10,000 characters.
     """
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise ValueError(f"{short(value)} is not a text.")
@@ -60,7 +60,7 @@ def number(value: Any) -> float:
     """Returns a finite number.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     try:
         number = float(value) if type(value) in (int, float) else math.nan
@@ -75,7 +75,7 @@ def positive(value: Any) -> float:
     """Returns a positive, finite number.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not number(value) > 0:
         raise ValueError(f"{short(value)} is not positive.")

@@ -1,6 +1,6 @@
 """Checks what a plan chose by prediction, before it runs for the first time.
 
-    plan -> candidates that nobody measured here -> checked and timed -> plan again
+    plan -> candidates not measured here yet -> checked and timed -> plan again
 
 until all that is chosen was checked, and all that would be if predicted times were at
 the ends of their intervals; or until the budget is spent: sites then give up what was

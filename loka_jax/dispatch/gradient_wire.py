@@ -3,7 +3,7 @@
 Casts, and the passes around two collectives in place of one, cost more than they save
 below some size, which depends on the GPUs, their links and their number. So `auto`
 looks up what `experiments/bench/collectives.py` measured on such a host, and rounds
-gradients only for a gain. On a host that nobody measured it stays with float32.
+gradients only for a gain. On a host that was not measured it stays with float32.
 """
 
 import itertools
@@ -69,7 +69,9 @@ def choose_wire(
         return WireChoice("f32", "on one device nothing travels")
     found = [host for host in hosts if (host.device, host.devices) == (device, devices)]
     if not found:
-        reason = f"nobody measured {devices} x {device}: {_MEASURE} {SHIPPED.name} does"
+        reason = (
+            f"not measured on {devices} x {device}: {_MEASURE} {SHIPPED.name} does it"
+        )
         return WireChoice("f32", reason)
     return _fastest(found[-1].us, num_bytes, has_kernels)
 

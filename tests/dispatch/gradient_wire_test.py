@@ -59,7 +59,7 @@ def test_unknown_hosts_stay_with_float32_and_say_so():
     assert chosen(devices=1).wire == "f32"
     for unknown in ({"devices": 8}, {"device": "another GPU"}):
         wire, reason = chosen(**unknown)
-        assert wire == "f32" and reason.startswith("nobody measured")
+        assert wire == "f32" and reason.startswith("not measured on")
         assert "experiments/bench/collectives.py --table" in reason
 
 

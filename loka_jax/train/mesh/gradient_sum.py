@@ -28,7 +28,7 @@ class CollectivesConfig:
     Attributes:
         gradients: how dense gradients travel: "f32" is exact up to the order of
             addition, "bf16" and "int8" round; "auto" takes the fastest by what was
-            measured on such GPUs, and "f32" where nobody measured. With one device
+            measured on such GPUs, and "f32" on GPUs that were not. With one device
             nothing travels.
     """
 

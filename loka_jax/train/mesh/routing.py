@@ -340,7 +340,7 @@ class Router:
 
 @dataclasses.dataclass
 class _Coming:
-    """A batch as it was given, the same on its devices, and routed once it is."""
+    """A batch, the same on its devices, and once routed, what that gave."""
 
     batch: Batch
     placed: Batch

@@ -214,7 +214,7 @@ def printed(run):
 def test_auto_stays_with_float32_where_nobody_measured_and_says_so():
     run = run_of("auto")
     assert run.summed.wire == "f32"
-    note = "MiB, are summed in f32: nobody measured 8 x cpu: python experiments/bench/"
+    note = "MiB, are summed in f32: not measured on 8 x cpu: python experiments/bench/"
     assert note in printed(run)
 
 
