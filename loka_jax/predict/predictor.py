@@ -28,9 +28,10 @@ from loka_jax.predict.trained import read_trained
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
+from loka_jax.train.mesh.spread import eval_step
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import compiled_eval_step, past_first_steps
+from loka_jax.train.step import past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
 _REFUSAL = (
@@ -187,10 +188,7 @@ def load(
         # Without a choice kernels would run where this machine has them.
         model = nn.Planned(config.model.clone(implementation="xla"), ())
     model = past_first_steps(model, trained.state)
-    if trained.spread is None:
-        run_step = compiled_eval_step(model, trained.network.tables)
-    else:
-        run_step = trained.spread.eval_step(model)
+    run_step = eval_step(model, trained.network.tables, trained.spread)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
 
 

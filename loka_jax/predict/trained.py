@@ -8,20 +8,14 @@ import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
-from loka_jax.ops.row_order import VIRTUAL_SHARDS
-from loka_jax.ops.tables import TableSpec, require_one_array
+from loka_jax.ops.tables import TableSpec
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
-from loka_jax.train.checkpoints.row_layout import RowLayout, read_state
+from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
-from loka_jax.train.mesh.devices import (
-    MeshConfig,
-    mesh_of,
-    order_of,
-    require_places,
-)
-from loka_jax.train.mesh.spread import Spread
+from loka_jax.train.mesh.devices import MeshConfig, mesh_of, order_of
+from loka_jax.train.mesh.spread import Spread, layout_of, spread_of
 from loka_jax.train.network import Network, network
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.tables.stacks import by_stack
@@ -63,19 +57,13 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
             of the tables are too many for them.
     """
     config = source.config
-    over = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
-    _require_devices(shards, config.loop.batch_size)
-    mesh = mesh_of(over, config.loop.batch_size, 1)
+    wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
+    mesh = mesh_of(wire, config.loop.batch_size, 1)
     net = network(config, schema, shards)
-    if mesh is None:
-        require_one_array(net.tables)
-        spread = None
-    else:
-        require_places(net.tables, mesh)
-        spread = Spread(mesh, over, net.tables, config.embedding.implementation)
+    spread = spread_of(mesh, wire, net.tables, config.embedding.implementation)
     saved = source.saved.only(_READ)
     template = _template(config, net, len(schema.dense), spread)
-    layout = RowLayout(net.tables, 1 if spread is None else VIRTUAL_SHARDS)
+    layout = layout_of(net.tables, spread)
     state = _as_state(read_state(source.checkpoints, saved, template, layout))
     return Trained(config, schema, net, state, source.saved.step, spread)
 
@@ -85,19 +73,6 @@ def untrained(config: Config, schema: Schema) -> Trained:
     net = network(config, schema)
     state = _as_state(_initial(config, net, len(schema.dense)))
     return Trained(config, schema, net, state, 0)
-
-
-def _require_devices(shards: int, batch_size: int) -> None:
-    if shards > jax.device_count():
-        raise ValueError(
-            f"--mesh.shards {shards} is more than the {jax.device_count()} devices of "
-            "this machine: lower it."
-        )
-    if batch_size % shards:
-        raise ValueError(
-            f"--mesh.shards {shards} does not divide the run's batches of {batch_size} "
-            "examples: lower it."
-        )
 
 
 def _template(

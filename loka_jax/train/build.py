@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,24 +27,22 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
-from loka_jax.ops.row_order import VIRTUAL_SHARDS
-from loka_jax.ops.tables import Tables, require_one_array
+from loka_jax.ops.tables import Tables
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.config import Config
 from loka_jax.train.mesh import gradient_sum
-from loka_jax.train.mesh.devices import BATCH, mesh_of, require_places
+from loka_jax.train.mesh.devices import BATCH, mesh_of
 from loka_jax.train.mesh.gradient_sum import GradientSum
 from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
-from loka_jax.train.mesh.spread import Spread
+from loka_jax.train.mesh.spread import Spread, eval_step, layout_of, spread_of
 from loka_jax.train.network import network
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import (
     RowUpdate,
-    compiled_eval_step,
     make_train_step,
     one_after_another,
 )
@@ -145,7 +144,7 @@ class Run:
     @property
     def layout(self) -> RowLayout:
         """The order of the tables' rows."""
-        return RowLayout(self.tables, 1 if self.spread is None else VIRTUAL_SHARDS)
+        return layout_of(self.tables, self.spread)
 
     @property
     def batch_sharding(self) -> jax.sharding.Sharding | None:
@@ -226,13 +225,8 @@ class Run:
         It is the same for the same model.
         """
         if model not in self.compiled_eval_steps:
-            self.compiled_eval_steps[model] = self._eval_step(model)
+            self.compiled_eval_steps[model] = eval_step(model, self.tables, self.spread)
         return self.compiled_eval_steps[model]
-
-    def _eval_step(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
-        if self.spread is None:
-            return compiled_eval_step(model, self.tables)
-        return self.spread.eval_step(model)
 
     def read(self, dataset: Dataset, step: int) -> Batch:
         """Returns a batch in order, over all devices of the run if there are several.
@@ -295,20 +289,20 @@ def build(
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
     tables, list_sites, *_ = network(config, splits.train.schema, devices)
-    if mesh is None:
-        require_one_array(tables)
-    else:
-        require_places(tables, mesh)
+    spread = spread_of(
+        *(mesh, config.mesh, tables, config.embedding.implementation),
+        steps_per_call=loop.steps_per_call,
+    )
+    # CPU devices share the cores that make the examples.
+    if mesh is not None and jax.process_count() == 1 and jax.default_backend() == "gpu":
+        splits = splits.over(NamedSharding(mesh, BATCH))
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
-    total_steps = steps_per_epoch * loop.epochs
-    if loop.max_steps is not None:
-        total_steps = min(total_steps, loop.max_steps)
+    total_steps = min(steps_per_epoch * loop.epochs, loop.max_steps or sys.maxsize)
     sites = list_sites(DispatchPlan())
     if saved is None:
         planned = choose_plan(config, sites, say)
     else:
         planned = resumed_plan(config, saved, sites)
-    optim = config.optim
     run = Run(
         config=config,
         splits=splits,
@@ -318,37 +312,30 @@ def build(
         plan=planned.plan,
         plan_notes=planned.notes,
         reviewer=_reviewer(config, sites, planned.performance),
-        optimizer=make_dense_optimizer(optim, total_steps),
-        schedule=jax.jit(make_schedule(optim.lr, optim, total_steps)),
-        row_update=RowUpdate(
-            optimizer=make_row_optimizer(optim),
-            learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
-            l2=optim.rows_l2,
-            implementation=config.embedding.implementation,
-            rounding_seed=(
-                config.seed if config.embedding.is_rounded_stochastically else None
-            ),
-        ),
+        optimizer=make_dense_optimizer(config.optim, total_steps),
+        schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
+        row_update=_row_update(config, total_steps),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        spread=(
-            None
-            if mesh is None
-            else Spread(
-                *(mesh, config.mesh, tables, config.embedding.implementation),
-                steps_per_call=loop.steps_per_call,
-            )
-        ),
+        spread=spread,
     )
     if mesh is None:
         return run
-    # CPU devices share the cores that make the examples.
-    if jax.process_count() == 1 and jax.default_backend() == "gpu":
-        splits = splits.over(NamedSharding(mesh, BATCH))
     params = run.template()["params"]
     summed = gradient_sum.choose(config.collectives, params, mesh.size)
     notes = (*run.plan_notes, summed.note)
-    return dataclasses.replace(run, splits=splits, summed=summed, plan_notes=notes)
+    return dataclasses.replace(run, summed=summed, plan_notes=notes)
+
+
+def _row_update(config: Config, total_steps: int) -> RowUpdate:
+    optim, embedding = config.optim, config.embedding
+    return RowUpdate(
+        optimizer=make_row_optimizer(optim),
+        learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
+        l2=optim.rows_l2,
+        implementation=embedding.implementation,
+        rounding_seed=config.seed if embedding.is_rounded_stochastically else None,
+    )
 
 
 def _reviewer(

@@ -116,9 +116,10 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
         return None
     devices = jax.devices()
     if count > len(devices):
+        groups = f"--mesh.replicas {replicas} x " if replicas > 1 else ""
         raise ValueError(
-            f"--mesh.replicas {replicas} x --mesh.shards {shards} are {count} devices, "
-            f"and there are {len(devices)}: lower one of them."
+            f"{groups}--mesh.shards {shards} are {count} devices, and there are "
+            f"{len(devices)}: use fewer."
         )
     if VIRTUAL_SHARDS % shards:
         raise ValueError(

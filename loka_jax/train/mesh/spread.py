@@ -13,12 +13,15 @@ from jaxtyping import Array
 from loka_jax.data import Batch
 from loka_jax.nn import Model
 from loka_jax.ops import row_order
-from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.ops.row_order import VIRTUAL_SHARDS
+from loka_jax.ops.tables import Tables, TableSpec, require_one_array
+from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.mesh.devices import (
     BATCH,
     SHARD,
     MeshConfig,
     order_of,
+    require_places,
     shardings,
     state_specs,
 )
@@ -35,8 +38,42 @@ from loka_jax.train.mesh.routing import (
 )
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
-from loka_jax.train.step import INFERENCE_OPTIONS, apart
+from loka_jax.train.step import INFERENCE_OPTIONS, apart, compiled_eval_step
 from loka_jax.train.tables.stacks import by_stack
+
+
+def spread_of(
+    mesh: Mesh | None,
+    wire: MeshConfig,
+    tables: Tables,
+    implementation: Literal["xla"] | None = None,
+    *,
+    steps_per_call: int = 1,
+) -> "Spread | None":
+    """Returns the tables over a mesh; None without one. Arguments: those of `Spread`.
+
+    Raises:
+        ValueError: if the devices have too few places for the rows.
+    """
+    if mesh is None:
+        require_one_array(tables)
+        return None
+    require_places(tables, mesh)
+    return Spread(mesh, wire, tables, implementation, steps_per_call=steps_per_call)
+
+
+def eval_step(
+    model: Model, tables: Tables, spread: "Spread | None"
+) -> jax.stages.Wrapped | RoutedProgram:
+    """Returns the evaluation step of a model, on one device or over several."""
+    if spread is None:
+        return compiled_eval_step(model, tables)
+    return spread.eval_step(model)
+
+
+def layout_of(tables: Tables, spread: "Spread | None") -> RowLayout:
+    """Returns the order of the tables' rows, on one device or over several."""
+    return RowLayout(tables, 1 if spread is None else VIRTUAL_SHARDS)
 
 
 class Spread:
