@@ -288,18 +288,6 @@ class GeneratedDataset:
         self._seed = seed
         self._sharding: NamedSharding | None = None
 
-    def over(self, sharding: NamedSharding) -> "GeneratedDataset":
-        """Returns the split with batches that each device makes its part of.
-
-        Args:
-            sharding: of the rows of a batch.
-        """
-        spread = copy.copy(self)
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-        spread._world = jax.device_put(self._world, everywhere)
-        spread._sharding = sharding
-        return spread
-
     def num_batches(self, batch_size: int) -> int:
         """Returns the number of batches in one epoch, counting a padded last one."""
         return batch_lib.num_batches(self.num_examples, batch_size)
@@ -314,7 +302,8 @@ class GeneratedDataset:
     ) -> Batch:
         """Returns a part of the batch at `position`, made on JAX's default device.
 
-        Where the split is spread `over` devices a whole batch lies on all of them.
+        Where the split is spread over devices (`spread_over`) a batch lies on all of
+        them.
 
         Args:
             position: the batch to make; held-out splits read only its step.
@@ -343,6 +332,26 @@ class GeneratedDataset:
         )
         place = np.array(place, np.uint32)
         return _make(self._config, self._world, len(rows), place, self._sharding)
+
+
+def spread_over(
+    sharding: NamedSharding, *splits: GeneratedDataset
+) -> list[GeneratedDataset]:
+    """Returns splits of one world with batches that each device makes its part of.
+
+    Args:
+        sharding: of the rows of a batch.
+        splits: all of the world of the first.
+    """
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    world = jax.device_put(splits[0]._world, everywhere)
+
+    def spread(split: GeneratedDataset) -> GeneratedDataset:
+        result = copy.copy(split)
+        result._world, result._sharding = world, sharding
+        return result
+
+    return list(map(spread, splits))
 
 
 def best_possible_ne(

@@ -49,15 +49,12 @@ class Splits:
             sharding: of the rows of a batch.
         """
 
-        def spread(split: Dataset) -> Dataset:
-            if isinstance(split, generated.GeneratedDataset):
-                return split.over(sharding)
-            return split
-
-        test = None if self.test is None else spread(self.test)
-        return dataclasses.replace(
-            self, train=spread(self.train), valid=spread(self.valid), test=test
-        )
+        splits = self.train, self.valid, self.test
+        made = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
+        if len(made) < len(splits):
+            return self
+        train, valid, test = generated.spread_over(sharding, *made)
+        return dataclasses.replace(self, train=train, valid=valid, test=test)
 
     @property
     def encoding_digest(self) -> str | None:
