@@ -36,7 +36,6 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.data import Batch, Position
 from loka_jax.data.placement import placed
-from loka_jax.data.prefetch import Prefetcher, prefetch_depth
 from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains
@@ -144,7 +143,7 @@ def measure(
     step = _steps_on(run, held, _over_and_over(batches))
     times = time_chains({"step": step}, calls=calls, rounds=_ROUNDS)
     queue_us = _queue_us(step, max(_FEW, 2 * each))
-    with _input(run) as made:
+    with run.prefetched(_FIRST) as made:
         steps = {"with_input": _steps_on(run, held, made)}
         times |= time_chains(steps, calls=calls, rounds=_ROUNDS)
     has_parts = options.parts and processes.count == 1
@@ -212,20 +211,6 @@ def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
 def _over_and_over(batches: list[Batch]) -> Iterator[tuple[Position, Batch]]:
     """Yields batches without end; each time as another object, as if it were new."""
     return ((_FIRST, batch._replace()) for batch in itertools.cycle(batches))
-
-
-def _input(run: Run) -> Prefetcher:
-    """Returns training batches without end, as the training loop has them."""
-    loop = run.config.loop
-    return Prefetcher(
-        run.splits.train,
-        _FIRST,
-        loop.batch_size,
-        shuffle=True,
-        depth=prefetch_depth(loop.steps_per_call),
-        sharding=run.batch_sharding,
-        part=run.part,
-    )
 
 
 def _steps_on(

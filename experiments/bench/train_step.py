@@ -24,7 +24,6 @@ from experiments.bench import result as results
 from experiments.bench.steps import READ_STEP, Chain, chain_of, warm_up
 from loka_jax import nn
 from loka_jax.data import DataConfig, Position
-from loka_jax.data.prefetch import Prefetcher
 from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.recipe import INITIALIZED, RECIPES
 from loka_jax.train.build import Run, build
@@ -148,10 +147,7 @@ def _step_chains(run: Run) -> tuple[Chain, Chain]:
     held = [state]
 
     def with_input(count: int):
-        start, size = Position(0, 0, 0), run.config.loop.batch_size
-        with Prefetcher(
-            run.splits.train, start, size, shuffle=True, num_batches=count
-        ) as prefetched:
+        with run.prefetched(Position(0, 0, 0), count) as prefetched:
             for _, batch in prefetched:
                 held[0] = run.step(held[0], batch)
         return held[0].step

@@ -22,14 +22,6 @@ from loka_jax.data.batch import (
 from loka_jax.data.placement import placed
 
 
-def prefetch_depth(steps_per_call: int) -> int:
-    """Returns how many batches should wait where calls take so many at once.
-
-    Those of the next call and of the one after it.
-    """
-    return max(4, 2 * steps_per_call)
-
-
 class Prefetcher:
     """Iterates over (position, batch) pairs, a few batches ahead.
 

@@ -23,6 +23,7 @@ from loka_jax.data import (
     open_data,
 )
 from loka_jax.data.placement import placed
+from loka_jax.data.prefetch import Prefetcher
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
@@ -157,6 +158,24 @@ class Run:
         if self.spread is None:
             return WHOLE
         return Part(jax.process_index(), jax.process_count())
+
+    def prefetched(self, start: Position, num_batches: int | None = None) -> Prefetcher:
+        """Returns training batches from a position on, to be used as a context.
+
+        Args:
+            start: of the first batch.
+            num_batches: their number; None for no end.
+        """
+        return Prefetcher(
+            self.splits.train,
+            start,
+            self.config.loop.batch_size,
+            shuffle=True,
+            num_batches=num_batches,
+            depth=max(4, 2 * self.config.loop.steps_per_call),  # of two calls
+            sharding=self.batch_sharding,
+            part=self.part,
+        )
 
     def ahead(
         self, batches: Iterable[tuple[Position, Batch]]

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from loka_jax.data.batch import Batch, Position, next_position
-from loka_jax.data.prefetch import Prefetcher, prefetch_depth
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
@@ -102,16 +101,8 @@ class Loop:
     def _train(self, stop: StopRequest):
         loop = self.run.config.loop
         self._clock.restart()
-        with Prefetcher(
-            self.run.splits.train,
-            self.progress.position,
-            loop.batch_size,
-            shuffle=True,
-            num_batches=self._remaining(),
-            depth=prefetch_depth(loop.steps_per_call),
-            sharding=self.run.batch_sharding,
-            part=self.run.part,
-        ) as batches:
+        start = self.progress.position
+        with self.run.prefetched(start, self._remaining()) as batches:
             source = iter(self.run.ahead(batches))
             while taken := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(taken[0][1])
