@@ -91,7 +91,7 @@ def train_once(
 
 
 class Dealer:
-    """Trains runs at a time, each on the GPU with the fewest of them.
+    """Trains so many runs at a time, as many of them on each GPU.
 
     A run that waits takes the place of the first that ends, on whichever GPU that is.
     """

@@ -4,7 +4,7 @@ import dataclasses
 
 from loka_jax.train.planner.mesh_plan import Mesh, Rates, Workload, estimate
 
-_STEPS_PER_CALL = 8  # more of them save little (docs/distributed.md)
+_STEPS_PER_CALL = 8  # looks at scales end calls that are longer
 _WORTH_S = 60.0  # they take tens of seconds to compile
 
 
