@@ -228,8 +228,9 @@ def _scale_world(
         return _parts(config, world, z, ids)
 
     parts = np.asarray(sample(world), np.float64)
-    deviations = np.maximum(parts.std(axis=0), 1e-6)  # no pairs: nothing to scale
-    weights = np.sqrt(SHARES) / deviations
+    deviations = parts.std(axis=0)
+    is_constant = deviations < 1e-6  # as without pairs, or with one id a table
+    weights = np.where(is_constant, 0.0, np.sqrt(SHARES) / np.maximum(deviations, 1e-6))
     weights *= config.signal / max((parts @ weights).std(), 1e-6)
     logit = parts @ weights
     low, high = -40.0, 40.0

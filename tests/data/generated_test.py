@@ -194,6 +194,14 @@ def test_default_looks_like_a_click_log():
 
 
 @pytest.mark.slow
+def test_tables_of_one_id_leave_the_dense_columns():
+    config = dataclasses.replace(TINY, rows=(2,) * 9)
+    splits = open_data(config, seed=0)
+    labels = all_rows(splits.train, 100).labels
+    assert 0.15 < labels.mean() < 0.35  # the rate that was asked for is 0.25
+    assert 0.5 < splits.report["best_possible_ne"] < 0.95
+
+
 def test_one_field_alone_has_no_pairs_and_still_works():
     config = dataclasses.replace(TINY, rows=(10,))
     batch = open_data(config, seed=0).train.batch(Position(0, 0, 0), 8, shuffle=True)
