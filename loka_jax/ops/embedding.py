@@ -169,14 +169,15 @@ def lookup_pooled(
 
     The sum is `out[b, f] = sum_h w[b, f, h] table[ids[b, f, h]]`, the mean that over
     `sum_h w[b, f, h]`. A bad id has weight 0 in both; a field whose weights are all 0
-    gives zeros. Sums are float32. `pooled_row_grads` is the backward pass.
+    gives zeros. Sums are float32, whatever the table is. `pooled_row_grads` is the
+    backward pass.
 
     Args:
         weights: 1 for an id, 0 for padding, or any other non-negative weight.
     """
     scale = _pooling_weights(flat_ids, weights, pooling)
     rows = lookup(table, flat_ids).astype(jnp.float32)
-    return jnp.sum(rows * scale[..., None], axis=2).astype(table.dtype)
+    return jnp.sum(rows * scale[..., None], axis=2)
 
 
 def pooled_row_grads(

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from pyarrow import csv
+from pyarrow import csv, parquet
 
 import loka_jax
 from experiments import predict
 from loka_jax.train.mesh.devices import MeshConfig
-from tests.predict import support
+from tests.predict import lists_test, support
+from tests.train import support as train_support
 
 needs_devices = pytest.mark.skipif(
     jax.device_count() < 4, reason="needs four devices: XLA_FLAGS of .ci/run"
@@ -71,3 +72,25 @@ def test_devices_that_cannot_be_are_refused(trained, tmp_path, capsys, shards, r
     command += ["--out", str(out), "--mesh.shards", str(shards)]
     assert predict.main(command) == 2
     assert reason in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.slow
+@needs_devices
+def test_lists_in_tables_of_bfloat16_have_the_same_sums(tmp_path):
+    parquet.write_table(lists_test.table(200), tmp_path / "train.parquet")
+    rows = lists_test.table(75, seed=1, values=12)
+    config = support.config(tmp_path, path="train.parquet", **lists_test.LISTS)
+    config = dataclasses.replace(
+        config,
+        model=config.model.clone(recipe="f32"),
+        embedding=dataclasses.replace(config.embedding, dim=12, dtype="bf16"),
+        mesh=MeshConfig(replicas=1, shards=1, wire_rows="f32"),
+    )
+    assert train_support.train(config)[0] == 0
+    alone, *others = (
+        loka_jax.load(config.run.workdir, shards=shards).scores(rows)
+        for shards in (1, 2, 4)
+    )
+    for scores in others:
+        assert np.allclose(scores, alone, rtol=0, atol=1e-6)
+    assert np.ptp(alone) > 0.01
