@@ -86,12 +86,12 @@ def test_without_its_plan_a_model_runs_by_xla_alone(
     trained, monkeypatch, plan, implementation
 ):
     models = []
-    compiled = predictor.compiled_eval_step
+    compiled = predictor.eval_step
     monkeypatch.setattr(
-        predictor, "compiled_eval_step", lambda *of: models.append(of) or compiled(*of)
+        predictor, "eval_step", lambda *of: models.append(of) or compiled(*of)
     )
     loka_jax.load(trained.workdir, plan=plan)
-    ((planned, _),) = models
+    ((planned, *_),) = models
     assert planned.model.implementation == implementation
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.configs import get_config
+from loka_jax.train import build as build_lib
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.watch import verdict
 from tests.support import drills
@@ -15,7 +16,7 @@ COLUMN, FACTOR = 2, 1000.0
 SINCE, UNTIL = 10, 30  # steps of the jump
 
 
-class Planted(loop_lib.Prefetcher):
+class Planted(build_lib.Prefetcher):
     """Batches with another size of a dense column in some steps."""
 
     step = 0
@@ -47,7 +48,7 @@ def test_a_jump_demotes_a_site_and_it_returns_with_the_data(
         run=dataclasses.replace(base.run, workdir=tmp_path),
     )
     Planted.step = 0
-    monkeypatch.setattr(loop_lib, "Prefetcher", Planted)
+    monkeypatch.setattr(build_lib, "Prefetcher", Planted)
     # The logits jump too: without the guard, which would end the run.
     monkeypatch.setattr(verdict, "judged", lambda run, state, progress: progress)
     monkeypatch.setattr(verdict, "is_healthy", lambda *_: True)
