@@ -3,12 +3,14 @@
     python experiments/bench/step_split.py --config fp8_dlrm --out step_split.json
 
 For each arm: microseconds a step (wall clock of queued steps, on batches made before),
-and the device's kernel time by part of the step (`step_parts`). Arms:
+the device's kernel time by part of the step (`step_parts`), and the memory of the
+compiled step. Arms, by default all but the last:
 
-    xla bf16    bfloat16 by XLA alone
-    auto bf16   bfloat16 with kernels where they serve
-    dispatch    the configuration's recipe or better, as the table for this GPU says
-    xla RECIPE  the configuration's recipe by XLA alone
+    xla bf16     bfloat16 by XLA alone
+    auto bf16    bfloat16 with kernels where they serve
+    xla RECIPE   the configuration's recipe, or another, by XLA alone
+    dispatch     the configuration's recipe or better, as the table for this GPU says
+    auto RECIPE  a recipe at every site, with kernels where they serve
 
 Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 """
@@ -17,13 +19,14 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from experiments.bench import result as results
+from experiments.bench.models import MODS
 from experiments.bench.step_parts import kernels_by_part
-from experiments.bench.steps import READ_STEP, chain_of, warm_up
+from experiments.bench.steps import READ_STEP, chain_of, memory_bytes, warm_up
 from experiments.cli import run_cli
 from experiments.configs import get_config
 from loka_jax.dispatch.plan import plan_rows
@@ -42,6 +45,8 @@ class Arguments:
         batch_size: examples a step.
         calls: steps in a round.
         plan: of the arm "dispatch": "auto", a table or a plan.
+        arms: to time; the first is the base of the speed-ups.
+        mods: of the model in every arm.
     """
 
     out: pathlib.Path | None = None
@@ -49,14 +54,17 @@ class Arguments:
     batch_size: int = 65536
     calls: int = 60
     plan: str = "auto"
+    arms: tuple[str, ...] | None = None
+    mods: tuple[Literal["no_bias", "block", "hard_swish"], ...] = ()
 
 
 def main(arguments: Arguments) -> int:
     """Measures, prints a table, writes the result."""
-    runs = {arm: _run(arm, arguments) for arm in _arms(arguments.config)}
-    chains, parts = {}, {}
+    arms = arguments.arms or _arms(arguments.config)
+    runs = {arm: _run(arm, arguments) for arm in arms}
+    chains, measured = {}, {}
     for arm, run in runs.items():
-        chains[arm], parts[arm] = _measured(run)
+        chains[arm], measured[arm] = _measured(run)
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
     result = results.head("step_split", arguments) | {
@@ -64,7 +72,7 @@ def main(arguments: Arguments) -> int:
             arm: {
                 "step": times[arm]._asdict(),
                 "speedup": base / times[arm].median_us,
-                "kernels_us": parts[arm],
+                **measured[arm],
                 "plan": plan_rows(run.plan),
             }
             for arm, run in runs.items()
@@ -84,6 +92,8 @@ def _run(arm: str, arguments: Arguments) -> Run:
     config = get_config(arguments.config)
     provider, _, recipe = arm.partition(" ")
     model, rows, plan = config.model, config.embedding, arguments.plan
+    for mod in arguments.mods:
+        model = model.clone(**MODS[mod])
     if recipe:
         implementation = "xla" if provider == "xla" else None
         model = model.clone(recipe=recipe, implementation=implementation)
@@ -100,20 +110,23 @@ def _run(arm: str, arguments: Arguments) -> Run:
 
 
 def _measured(run: Run):
-    """Returns steps as a chain, and the microseconds of a step's kernels by part."""
+    """Returns steps as a chain, and a step's memory and its kernel time by part."""
     state, batches = warm_up(run)
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     # The step takes no statistics of Probe where it does not observe.
     held = [dataclasses.replace(state, probe={})]
     chain = chain_of(compiled, held, batches, READ_STEP)
     parts = kernels_by_part(compiled.as_text() or "", chain)
-    return chain_of(run.step, held, batches, READ_STEP), parts
+    measured = {"memory_bytes": memory_bytes(compiled), "kernels_us": parts}
+    return chain_of(run.step, held, batches, READ_STEP), measured
 
 
 def _print(result: dict[str, Any]):
     for arm, record in result["arms"].items():
         step_us, speedup = record["step"]["median_us"], record["speedup"]
-        print(f"{arm}: {step_us:.0f} us by wall clock, {speedup:.2f}x; kernels:")
+        memory = f"{record['memory_bytes'] / 1e9:.2f} GB"
+        print(f"{arm}: {step_us:.0f} us by wall clock, {speedup:.2f}x, {memory}")
+        print("  kernels:")
         for part, time_us in record["kernels_us"].items():
             print(f"  {part:24}{time_us:8.0f} us")
 

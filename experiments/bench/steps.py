@@ -49,3 +49,17 @@ def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     for batch in batches[:3]:
         state = run.first_step(state, batch)
     return state, batches
+
+
+def memory_bytes(compiled: Any) -> int:
+    """Returns the bytes that a compiled program needs at its call.
+
+    Arguments, results that do not lie in the place of an argument, and temporaries.
+    """
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )

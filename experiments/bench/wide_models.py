@@ -45,6 +45,7 @@ from experiments.bench.dispatch import (
     passes_torchao,
     train_pass,
 )
+from experiments.bench.steps import memory_bytes
 from loka_jax import nn
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.local import local_performance
@@ -291,8 +292,7 @@ class Training:
 def _timed(program: Any, run: Callable[[int], Any], calls: int) -> dict[str, Any]:
     """Returns the kernel time of a call in each round, and the program's memory."""
     profiles = [profile_kernels(run, calls=calls) for _ in range(_ROUNDS)]
-    memory = program.memory_analysis()
-    record: dict[str, Any] = {"memory_bytes": _total(memory)}
+    record: dict[str, Any] = {"memory_bytes": memory_bytes(program)}
     if profiles[0] is None:
         start = time.perf_counter()
         jax.block_until_ready(run(1))
@@ -305,16 +305,6 @@ def _timed(program: Any, run: Callable[[int], Any], calls: int) -> dict[str, Any
         "kernels": profiles[0].count,
         "longest": profiles[0].longest,
     }
-
-
-def _total(memory: Any) -> int:
-    """Returns the bytes that a program needs at its call."""
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
 
 
 def _print(programs: dict[str, dict[str, Any]], key: str):
