@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
 from loka_jax.normed import NO_VECTORS, Epilogue, Normed, NormVectors, Outputs
+from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_kernel import Kernel
 from loka_jax.pallas.dense_norm_layout import (
     Inputs,
@@ -90,8 +91,13 @@ def dense_norm(
         raise ValueError(f"{config} does not fit: {reason}.")
     y_scale = None if y_scale_inv is None else y_scale_inv.reshape(1)
     inputs = Inputs(x_data, w_data, x_scale, w_scale, *vectors, y_scale)
-    kernel = Kernel(LaunchLayout(problem, config), epilogue.epsilon)
-    return kernel.launch(inputs, interpret)
+    return _launch((problem, config, epilogue.epsilon), inputs, interpret)
+
+
+@tiles.lowered_once
+def _launch(static, inputs: Inputs, interpret) -> Normed:
+    problem, config, epsilon = static
+    return Kernel(LaunchLayout(problem, config), epsilon).launch(inputs, interpret)
 
 
 def _data_and_scales(x):

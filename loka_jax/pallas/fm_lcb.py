@@ -73,20 +73,25 @@ def fm_lcb(
     reason = misfit(problem, config)
     if reason is not None:
         raise ValueError(f"{config} does not fit: {reason}.")
-    layout = LaunchLayout(problem, config)
+    return tuple(_launch((problem, config), (x, weight), interpret))
+
+
+@tiles.lowered_once
+def _launch(static, inputs, interpret):
+    layout, (x, weight) = LaunchLayout(*static), inputs
+    n, m = weight.shape
     padding = ((0, layout.n_rows - n), (0, layout.m_rows - m))
-    fm, lcb = plgpu.kernel(
+    return plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
         scratch_types=layout.scratch(),
         grid=(layout.ctas,),
         grid_names=("cta",),
-        num_threads=config.warpgroups + 1,
+        num_threads=layout.config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
     )(x, jnp.pad(weight, padding))
-    return fm, lcb
 
 
 class _Kernel:

@@ -89,7 +89,13 @@ def fm_lcb_backward(
     reason = misfit(problem, config)
     if reason is not None:
         raise ValueError(f"{config} does not fit: {reason}.")
-    layout = BackwardLayout(problem, config, counts)
+    inputs = (x, dfm, dlcb, weight, *added)
+    return _launch((problem, config, counts), inputs, interpret)
+
+
+@tiles.lowered_once
+def _launch(static, inputs, interpret):
+    layout = BackwardLayout(*static)
     dx, partials = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -100,7 +106,7 @@ def fm_lcb_backward(
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
-    )(x, dfm, dlcb, weight, *added)
+    )(*inputs)
     return dx, _join_slabs(layout, jnp.sum(partials, axis=(0, 1)))
 
 

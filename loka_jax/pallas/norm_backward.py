@@ -35,7 +35,7 @@ from loka_jax.normed import (
     NormVectors,
     norm_features,
 )
-from loka_jax.pallas import column_sums, rows
+from loka_jax.pallas import column_sums, rows, tiles
 from loka_jax.pallas.activations import input_scale, slope_scaled
 from loka_jax.pallas.row_tiles import (
     Tile,
@@ -203,6 +203,7 @@ class _Kernel:
         """True if the FP8 dz has one scale per row."""
         return self.dz_fp8 is not None and not self.has_scale
 
+    @tiles.lowered_once
     def launch(self, inputs: _Inputs, interpret) -> _Results:
         layout = self.layout
         scratch = layout.scratch([jnp.bfloat16, self.xhat_dtype])

@@ -31,7 +31,7 @@ from loka_jax.normed import (
     Outputs,
     norm_features,
 )
-from loka_jax.pallas import rows
+from loka_jax.pallas import rows, tiles
 from loka_jax.pallas.activations import activate_scaled, input_scale
 from loka_jax.pallas.row_tiles import (
     Tile,
@@ -179,6 +179,7 @@ class _Kernel:
     epilogue: Epilogue
     want: Outputs
 
+    @tiles.lowered_once
     def launch(self, inputs: _Inputs, interpret) -> _Results:
         layout = self.layout
         scratch = layout.scratch([jnp.bfloat16])

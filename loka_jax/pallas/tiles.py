@@ -5,7 +5,7 @@ accumulator layout; a value per row or per column is broadcast to a tile explici
 because Mosaic has no implicit broadcasting.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -26,6 +26,19 @@ _SMEM_ALIGNMENT = 1024
 
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def lowered_once(launch: Callable[[Any, Any, Any], Any]) -> Any:
+    """Returns a launch that is lowered once in a program that calls it many times.
+
+    Mosaic takes a second or two to lower a kernel, and a model of many layers has the
+    same one in each.
+
+    Args:
+        launch: takes what the kernel depends on, hashable, a tree of arrays, and how
+            to interpret the kernel.
+    """
+    return jax.jit(launch, static_argnums=(0, 2))
 
 
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike, *, columns: int | None = None):
