@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from loka_jax import nn, quality
-from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
+from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case, profile_kernels, time_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.serving import fold
@@ -121,7 +121,7 @@ def _results(outputs) -> tuple[jax.Array, list[jax.Array]]:
 
 def _quality(results, reference) -> dict[str, float]:
     """Returns the SQNR of the output and the least one of a gradient."""
-    sqnr = jax.jit(quality.sqnr, compiler_options=_untuned())
+    sqnr = jax.jit(quality.sqnr, compiler_options=untuned_here())
     gradients = zip(reference[1], results[1], strict=True)
     return {
         "y_db": float(sqnr(reference[0], results[0])),
@@ -135,7 +135,7 @@ def _calls(case: Case, calls: int):
 
 
 def _params(model, inputs):
-    init = jax.jit(model.init, compiler_options=_untuned())
+    init = jax.jit(model.init, compiler_options=untuned_here())
     return init(jax.random.key(0), *inputs)["params"]
 
 
@@ -154,13 +154,9 @@ def initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
     first = planned.by_xla()
     out = jax.eval_shape(first.apply, variables, *inputs)
     g = jax.random.normal(jax.random.key(9), out.shape, out.dtype)
-    train = jax.jit(functools.partial(_train, first), compiler_options=_untuned())
+    train = jax.jit(functools.partial(_train, first), compiler_options=untuned_here())
     _, (grads, *_) = train(variables, inputs, g)
     return variables | {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-
-
-def _untuned() -> dict[str, str]:
-    return dict(UNTUNED) if jax.default_backend() == "gpu" else {}
 
 
 def _train(planned: nn.Planned, variables, inputs, g):

@@ -40,7 +40,7 @@ from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.table import Table
 from loka_jax.dispatch.tuning import TuneConfig, tune
-from loka_jax.measure.compiling import UNTUNED, compile_all, leaves
+from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.recipe import RECIPES
@@ -206,7 +206,7 @@ def initialized(planned: nn.Planned, inputs, params: Any = None) -> dict[str, An
         inputs: of the model.
         params: its parameters; None to draw them.
     """
-    options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
+    options = untuned_here()
 
     def init(*inputs):
         variables = dict(planned.init(jax.random.key(0), *inputs))

@@ -50,7 +50,12 @@ from loka_jax import nn
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import make_plan
-from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered, compile_lowered
+from loka_jax.measure.compiling import (
+    NO_CAPTURE,
+    Lowered,
+    compile_lowered,
+    untuned_here,
+)
 from loka_jax.measure.timing import profile_kernels
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.ops.wide_stack import WIDE
@@ -209,8 +214,7 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
 
 def _on_device(function: Callable[..., Any], arguments: tuple) -> Any:
     """Returns a function of a random key, run without a search for fast kernels."""
-    options = dict(UNTUNED) if jax.default_backend() == "gpu" else {}
-    run = jax.jit(function, compiler_options=options)
+    run = jax.jit(function, compiler_options=untuned_here())
     return run(jax.random.key(0), *arguments)
 
 

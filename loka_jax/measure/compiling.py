@@ -16,6 +16,11 @@ UNTUNED: dict[str, str] = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
 
 
+def untuned_here() -> dict[str, str]:
+    """Returns the options for a program that runs too few times to be tuned."""
+    return dict(UNTUNED) if jax.default_backend() == "gpu" else {}
+
+
 class Lowered(NamedTuple):
     """A lowered program, or the exception that lowering raised, and how to compile it.
 

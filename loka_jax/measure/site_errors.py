@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from loka_jax import fp8, scaling
-from loka_jax.measure.compiling import UNTUNED
+from loka_jax.measure.compiling import untuned_here
 from loka_jax.measure.errors import Errors, errors, measure
 from loka_jax.measure.intervals import Interval, interval
 from loka_jax.ops import roles
@@ -116,10 +116,9 @@ def _role_errors(
 ) -> dict[str, dict[str, dict[str, Interval]]]:
     """Returns the errors of a role's candidates by source."""
     candidates = role_candidates(spec, role, recipes)
-    options = UNTUNED if jax.default_backend() == "gpu" else {}
     score = jax.jit(
         functools.partial(_score, role, tuple(candidates)),
-        compiler_options=dict(options),
+        compiler_options=untuned_here(),
     )
     scores = {
         source: measure(score, functools.partial(_draw, role, draw), seeds)

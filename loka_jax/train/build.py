@@ -28,6 +28,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
+from loka_jax.measure.compiling import untuned_here
 from loka_jax.ops.tables import Tables
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
@@ -268,6 +269,9 @@ class Run:
         self, model: nn.Planned, probe: nn.ProbeConfig | None, steps: int
     ) -> TrainStep:
         parts = (model, self.tables, self.optimizer, self.row_update)
+        # The steps until all delayed scales are initialized are one or a few.
+        is_first = self.planned.is_delayed and not model.scales_initialized
+        compiler_options = untuned_here() if is_first else {}
         options = StepOptions(
             microbatches=self.config.loop.microbatches,
             dropout_seed=self.config.seed,
@@ -276,12 +280,16 @@ class Run:
         )
         if self.spread is None or self.summed is None:
             step = make_train_step(*parts, **options._asdict())
-            program = jax.jit(one_after_another(step), donate_argnums=0)
+            program = jax.jit(
+                one_after_another(step),
+                donate_argnums=0,
+                compiler_options=compiler_options,
+            )
         else:
             step = make_mesh_train_step(
                 *parts, self.spread.wire, options, self.summed.wire
             )
-            program = self.spread.train_program(step, steps)
+            program = self.spread.train_program(step, steps, compiler_options)
         return TrainStep(program, is_observed=probe is not None)
 
 

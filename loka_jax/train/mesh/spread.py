@@ -122,12 +122,22 @@ class Spread:
         by_name = shardings(self.mesh, state_specs())
         return {name: place(part, by_name[name]) for name, part in shapes.items()}
 
-    def train_program(self, step: Callable[..., Any], steps: int = 1) -> RoutedStep:
+    def train_program(
+        self,
+        step: Callable[..., Any],
+        steps: int = 1,
+        options: dict[str, str] | None = None,
+    ) -> RoutedStep:
         """Returns steps of `make_mesh_train_step`, one after another, compiled.
 
         Their state is donated, and so are routed batches to write over: XLA records
         kernels in graphs with the addresses of their arrays, and has to record them
         again when an address changes.
+
+        Args:
+            step: the training step.
+            steps: how many are taken by a call.
+            options: of the compiler.
         """
 
         def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
@@ -152,7 +162,7 @@ class Spread:
             routed_shardings(self.mesh, steps),
         )
         program = self._compiled(
-            parts_after, in_specs, out_specs, places, donate=(0, 4)
+            parts_after, in_specs, out_specs, places, donate=(0, 4), options=options
         )
         return RoutedStep(program, self.router, self.sync)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from loka_jax.data import Batch
 from loka_jax.dispatch.operand_health import health
 from loka_jax.dispatch.policy import Decision
-from loka_jax.measure.compiling import UNTUNED
+from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn import by_path
 from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import Recipe, Role
@@ -150,5 +150,4 @@ def look_step(
         return looks
 
     # A look is rare and small: faster kernels would not make up for their search.
-    options = UNTUNED if jax.default_backend() == "gpu" else {}
-    return jax.jit(look, compiler_options=dict(options))
+    return jax.jit(look, compiler_options=untuned_here())
