@@ -83,6 +83,7 @@ def _facts(run: RunFiles) -> list[str]:
         ("steps", number(summary.get("steps", last.get("step")))),
         ("examples", number(summary.get("examples", last.get("examples")))),
         ("", _duration(summary.get("seconds", last.get("seconds")))),
+        ("compiled for", _duration(summary.get("compile_seconds"))),
         ("evaluated at", summary.get("final_state")),
     ]
     return [

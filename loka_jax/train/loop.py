@@ -144,6 +144,10 @@ class Loop:
         """Returns this session's rate without compilation; None without such steps."""
         return self._clock.session_rate(self.progress)
 
+    def compile_seconds(self) -> float:
+        """Returns this session's seconds of lowering and compiling."""
+        return self._clock.compile_seconds()
+
     def step(self, taken: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
         step, (positions, batches) = self.progress.step, zip(*taken, strict=True)

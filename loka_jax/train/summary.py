@@ -50,6 +50,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "steps": progress.step,
         "examples": progress.examples,
         "seconds": progress.seconds,
+        "compile_seconds": round(loop.compile_seconds(), 3),
         "examples_per_second": loop.examples_per_second(),
         "skipped_steps": int(loop.state.skipped),
         "bad_ids": int(loop.state.bad_ids),

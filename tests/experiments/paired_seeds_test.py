@@ -23,6 +23,7 @@ def trained(monkeypatch):
         return {
             "final_eval": dict.fromkeys(paired_seeds.METRICS, ne),
             **{"steps": 10, "seconds": 1.5, "skipped_steps": 0, "best_valid": {}},
+            **{"compile_seconds": 0.5, "examples_per_second": 100.0},
             **{"sites": {"total": 3, "fp8": 2}, "config": {}, "versions": {}},
             **{"final_split": "test", "best_possible_ne": None, "valid_ne": {5: ne}},
         }

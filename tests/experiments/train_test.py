@@ -19,7 +19,7 @@ TRAIN = [sys.executable, "-u", "experiments/train.py"]
 SUMMARY = {
     *("config", "seed", "recipe", "device", "versions", "steps", "examples", "seconds"),
     *("examples_per_second", "skipped_steps", "final_eval", "best_possible_ne"),
-    *("sites", "data"),
+    *("compile_seconds", "sites", "data"),
 }
 
 

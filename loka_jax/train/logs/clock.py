@@ -15,6 +15,7 @@ import jax
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
 
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -25,6 +26,7 @@ class Clock:
         """Starts at the progress of a run that begins or resumes."""
         self._compiled = _compilations()
         self._count = self._compiled.count
+        self._compiled_before = self._compiled.seconds
         self._since = time.perf_counter()
         self._marked = progress
         self._examples, self._seconds = 0, 0.0
@@ -49,6 +51,13 @@ class Clock:
         """Returns whether anything was compiled since the last call or `restart`."""
         before, self._count = self._count, self._compiled.count
         return self._count != before
+
+    def compile_seconds(self) -> float:
+        """Returns the seconds of lowering and compiling since the start.
+
+        Those of threads that compile at the same time are added.
+        """
+        return self._compiled.seconds - self._compiled_before
 
     def rate(self, progress: Progress) -> float | None:
         """Returns the examples per second since the last `mark` or `rewind`.
@@ -79,14 +88,16 @@ def _rate(examples: int, seconds: float) -> float | None:
 
 
 class _Compilations:
-    """Counts the programs that this process has compiled."""
+    """Counts the programs that this process has compiled, and the time of that."""
 
     def __init__(self):
-        self.count = 0
+        self.count, self.seconds = 0, 0.0
 
     def __call__(self, event: str, duration_secs: float, **kwargs: str | int):
         """Counts an event of jax."""
         self.count += event == _COMPILED
+        if event in (_LOWERED, _COMPILED):
+            self.seconds += duration_secs
 
 
 @functools.cache

@@ -1,4 +1,5 @@
 import dataclasses
+import time
 
 import jax
 
@@ -37,3 +38,16 @@ def test_only_what_compiles_is_noticed_and_once():
     double(1)  # another dtype
     clock.restart()
     assert not clock.has_compiled()
+
+
+def test_the_time_of_compiling_is_counted_from_the_start():
+    jax.jit(lambda x: x + 1)(1.0)
+    begun = time.perf_counter()
+    clock = Clock(START)
+    assert clock.compile_seconds() == 0
+    triple = jax.jit(lambda x: x * 3)
+    triple(1.0)
+    found = clock.compile_seconds()
+    assert 0 < found < time.perf_counter() - begun
+    triple(2.0)
+    assert clock.compile_seconds() == found
