@@ -6,7 +6,8 @@
 
 Runs of one seed share initial weights, dropout and the order of examples, so that
 their difference is the recipe's. Options after `--` are passed to every run. An arm may
-have options of its own, in quotes: `--recipes bf16 "bf16 --embedding.dtype bf16"`.
+have options of its own, in quotes: `--recipes bf16 "bf16 --embedding.dtype bf16"`. Runs
+that take several GPUs each want `--jobs 1`: GPUs wait for each other in turns.
 Prints and writes each arm's mean and spread, and its difference from the first arm with
 the 95 % interval of the mean difference (Student's t over the pairs).
 

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from loka_jax.measure.checking import why_wrong
+from loka_jax.measure.checking import NO_MEMORY, why_wrong
 from loka_jax.ops.device import Device, local_device
 from loka_jax.pallas import dense_norm_kernel, norm_backward
 from loka_jax.site import Choice, SiteSpec
@@ -64,7 +64,10 @@ def test_nothing_is_found_without_a_fault_on_a_gpu(choice, out, n):
     # Several tests run at a time on one GPU.
     m = LARGE.m if n < 2048 else LARGE.m // 4
     spec = dataclasses.replace(LARGE, m=m, n=n, k=n, out=out)
-    assert why_wrong(spec, Choice.parse(choice)) is None
+    found = why_wrong(spec, Choice.parse(choice))
+    if found == NO_MEMORY:
+        pytest.skip(f"this kernel {found}")
+    assert found is None
 
 
 # Inside the kernels, in the interpreter.
