@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -120,7 +121,12 @@ def run_cli(command: Callable[[], int]) -> int:
     An error that another command line or file mends is a ValueError and gives 2; a
     failed save, a lost file, a full device or a failed training gives 1; Ctrl-C gives
     130.
+
+    Takes a GPU's memory as it is needed, unless the environment says otherwise: what
+    checks kernels is a process of its own, for which three quarters taken at the start
+    left too little.
     """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     interruptible()
     try:
         return command()

@@ -163,8 +163,8 @@ def _without_memory(sites: Sequence[Site], performance: PerformanceModel) -> int
 def _too_large(count: int) -> tuple[str, ...]:
     return (
         f"Kernels of {count} sites were not checked, as the GPU had too little memory "
-        "left beside this run, and do not run: XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 in "
-        "the environment leaves more.",
+        "left beside this run, and do not run: XLA_PYTHON_CLIENT_PREALLOCATE=false in "
+        "the environment leaves more, and so do fewer examples a batch.",
     )
 
 

@@ -99,7 +99,7 @@ def test_a_choice_that_no_memory_is_left_for_is_said_and_checked_again(
     checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
     assert _choice(checked) == SECOND
     (note,) = checked.notes
-    assert "2 sites" in note and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in note
+    assert "2 sites" in note and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in note
     assert not tables.read(path).sites[SPEC].failures
     wrong.clear()
     asked.clear()
