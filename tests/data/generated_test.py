@@ -193,7 +193,6 @@ def test_default_looks_like_a_click_log():
     assert 0.2 < float(labels.mean()) < 0.3
 
 
-@pytest.mark.slow
 def test_tables_of_one_id_leave_the_dense_columns():
     config = dataclasses.replace(TINY, rows=(2,) * 9)
     splits = open_data(config, seed=0)
@@ -202,6 +201,7 @@ def test_tables_of_one_id_leave_the_dense_columns():
     assert 0.5 < splits.report["best_possible_ne"] < 0.95
 
 
+@pytest.mark.slow
 def test_one_field_alone_has_no_pairs_and_still_works():
     config = dataclasses.replace(TINY, rows=(10,))
     batch = open_data(config, seed=0).train.batch(Position(0, 0, 0), 8, shuffle=True)

@@ -9,6 +9,7 @@ import dataclasses
 import pathlib
 import re
 
+import jax
 import pytest
 
 from loka_jax.measure.checking import NO_MEMORY, why_wrong
@@ -77,7 +78,9 @@ INSIDE = SiteSpec(80, 64, 128, "layer", "swish")
 
 @pytest.fixture
 def interpreter(interpret):  # noqa: F811
-    return Device(platform="cpu", interpret=interpret)
+    jax.clear_caches()  # a launch is traced once for a shape, with a fault or without
+    yield Device(platform="cpu", interpret=interpret)
+    jax.clear_caches()
 
 
 def _in_activation(activate):
