@@ -14,7 +14,7 @@ from flax import linen
 
 from experiments.configs import get_config
 from loka_jax import nn
-from loka_jax.data.generated import NUM_DENSE
+from loka_jax.data.planted import NUM_DENSE
 from loka_jax.models import Dcnv2, Dlrm, RankingModel
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.site import Provider

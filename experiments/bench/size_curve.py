@@ -28,7 +28,7 @@ from experiments.bench import result as results
 from experiments.bench.paired_seeds import Dealer
 from experiments.cli import parse
 from loka_jax import nn
-from loka_jax.data.generated import NUM_DENSE
+from loka_jax.data.planted import NUM_DENSE
 from loka_jax.train.config import Config
 
 _ROWS = 16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
-from loka_jax.data import generated
+from loka_jax.data import generated, planted
 from loka_jax.data.batch import Dataset
 from loka_jax.data.cache import cached_shards
 from loka_jax.data.config import DataConfig
@@ -171,7 +171,7 @@ def _require_settings(
 
 
 def _open_generated(config: DataConfig, seed: int) -> Splits:
-    world = generated.make_world(config)
+    world = planted.make_world(config)
     sizes = generated.split_sizes(config)
     train, valid, test = (
         generated.GeneratedDataset(config, world, name, num_examples=size, seed=seed)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data.distinct import expected_distinct
-from loka_jax.data.generated import zipf_ids
+from loka_jax.data.planted import zipf_ids
 
 
 @pytest.mark.parametrize("rows, zipf", [(3, 1.1), (50, 1.0), (20_000, 1.05)])

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from loka_jax.data import DataConfig, Position, generated, open_data
+from loka_jax.data import DataConfig, Position, generated, open_data, planted
 
 TINY = DataConfig(rows=(50, 40, 30, 20), examples=1000, eval_examples=500)
 
 
 @pytest.fixture(scope="module")
 def world():
-    return generated.make_world(TINY)
+    return planted.make_world(TINY)
 
 
 def dataset(world, split="train", num_examples=1000, seed=0):
@@ -97,7 +97,7 @@ def test_dtypes_are_those_of_the_contract(world):
 def test_ids_follow_the_power_law(exponent):
     rows = (40,)
     uniform = (np.arange(200_000, dtype=np.float32)[:, None] + 0.5) / 200_000
-    ids = np.asarray(generated.zipf_ids(jnp.asarray(uniform), rows, exponent))[:, 0]
+    ids = np.asarray(planted.zipf_ids(jnp.asarray(uniform), rows, exponent))[:, 0]
     edges = np.arange(1, 41, dtype=np.float64)
     q = 1 - exponent
     cdf = np.log(edges) if q == 0 else (edges**q - 1) / q
@@ -110,19 +110,19 @@ def test_ids_follow_the_power_law(exponent):
 def test_ids_stay_inside_their_tables_at_the_ends_of_the_range():
     ends = jnp.array([[2.0**-24], [1 - 2.0**-24]], jnp.float32)
     for rows in (2, 1000, 100_000_000):
-        ids = np.asarray(generated.zipf_ids(ends, (rows,), 1.1))
+        ids = np.asarray(planted.zipf_ids(ends, (rows,), 1.1))
         assert ids.min() >= 1 and ids.max() < rows
 
 
 def test_tables_beyond_int32_in_all_have_ids_of_their_own_and_repeated_effects(
     monkeypatch,
 ):
-    monkeypatch.setattr(generated, "_MOST_PLANTED", 2**10)
-    monkeypatch.setattr(generated, "_REPEATED", 2**8)
+    monkeypatch.setattr(planted, "_MOST_PLANTED", 2**10)
+    monkeypatch.setattr(planted, "_REPEATED", 2**8)
     largest = 2**31 - 1
     rows = (largest, 1_100_000_000, 1000, largest)
     config = dataclasses.replace(TINY, rows=rows, zipf=0.0)
-    world = generated.make_world(config)
+    world = planted.make_world(config)
     assert len(world.effects) == 3 * 2**8 + 1000
     data = generated.GeneratedDataset(config, world, "train", num_examples=500, seed=0)
     batch = data.batch(Position(0, 0, 7), 500, shuffle=True)
@@ -130,15 +130,15 @@ def test_tables_beyond_int32_in_all_have_ids_of_their_own_and_repeated_effects(
     # Uniform: 500 draws come as far as the last hundredth, but for 0.7 % of all cases.
     assert np.all(ids > 0) and np.all(ids < np.array(rows)[None, :])
     assert np.all(ids.max(axis=0) > 0.99 * np.array(rows))
-    planted = generated._planted(rows)
-    firsts = np.cumsum((0, *planted[:-1]))
-    places = generated._effect_rows(jnp.asarray(batch.ids), rows, planted)
-    np.testing.assert_array_equal(places, ids % np.array(planted) + firsts)
+    counts = planted._planted(rows)
+    firsts = np.cumsum((0, *counts[:-1]))
+    places = planted._effect_rows(jnp.asarray(batch.ids), rows, counts)
+    np.testing.assert_array_equal(places, ids % np.array(counts) + firsts)
 
 
 def test_ids_of_the_largest_table_stay_in_int32():
     uniform = jnp.asarray([[0.0], [0.5], [1.0]])
-    found = np.asarray(generated.zipf_ids(uniform, (2**31 - 1,), 1.0))[:, 0]
+    found = np.asarray(planted.zipf_ids(uniform, (2**31 - 1,), 1.0))[:, 0]
     assert found[0] == 1 and 0.9 * 2**15.5 < found[1] < 1.1 * 2**15.5
     assert found[2] >= 0.9999 * 2**31
 
@@ -157,7 +157,7 @@ def test_labels_follow_the_true_logits(world):
 def test_click_rate_is_what_was_asked_for():
     config = dataclasses.replace(TINY, click_rate=0.1)
     data = generated.GeneratedDataset(
-        config, generated.make_world(config), "train", num_examples=100_000, seed=0
+        config, planted.make_world(config), "train", num_examples=100_000, seed=0
     )
     labels = data.batch(Position(0, 0, 0), 100_000, shuffle=True).labels
     assert abs(float(labels.mean()) - 0.1) < 0.005
@@ -180,7 +180,7 @@ def test_best_possible_ne_agrees_with_its_standard_error(world):
 
 def test_no_signal_leaves_nothing_to_learn():
     config = dataclasses.replace(TINY, signal=0.0)
-    best, _ = generated.best_possible_ne(config, generated.make_world(config), 10_000)
+    best, _ = generated.best_possible_ne(config, planted.make_world(config), 10_000)
     assert best == pytest.approx(1.0, abs=1e-6)
 
 
