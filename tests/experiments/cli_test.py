@@ -475,3 +475,14 @@ def test_runs_without_a_workdir_get_a_folder_each(monkeypatch, tmp_path):
     assert first == pathlib.Path("runs/bf16_dlrm_tiny-bf16-s0-1")
     first.mkdir(parents=True)
     assert choose_workdir(config).name == "bf16_dlrm_tiny-bf16-s0-2"
+
+
+@pytest.mark.parametrize("asked, expected", [(None, "false"), ("true", "true")])
+def test_memory_is_taken_as_needed_unless_asked_otherwise(monkeypatch, asked, expected):
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.delenv(name)  # the tests' own
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+    found = []
+    assert cli.run_cli(lambda: found.append(os.environ[name]) or 0) == 0
+    assert found == [expected]
