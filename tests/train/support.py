@@ -83,7 +83,7 @@ def build(config, saved=None, say=print, base=None):
     steps = None if optim.decay == "constant" else run.total_steps
     sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
     model = (repr(config.model), run.plan.choices)
-    key = (model, repr(optim), sizes, config.seed, config.probe)
+    key = (model, repr(optim), sizes, config.seed, config.probe, repr(config.mesh))
     if key not in _made:
         start = run.init()
         _made[key] = {
