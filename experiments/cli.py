@@ -124,11 +124,8 @@ def run_cli(command: Callable[[], int]) -> int:
 
     Takes a GPU's memory as it is needed, unless the environment says otherwise: what
     checks kernels is a process of its own, for which three quarters taken at the start
-    left too little. Threads of Python take turns every tenth of a millisecond in place
-    of every fifth millisecond, in which the thread that makes batches would keep steps
-    of several processes waiting.
+    left too little.
     """
-    sys.setswitchinterval(1e-4)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     interruptible()
     try:
