@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -100,6 +100,8 @@ def measure(config: Config, options: Options) -> int:
             result["seconds"] = time.perf_counter() - begun
             results.write(out, result)
     print(_table(result["rows"]))
+    for note in _plan_notes(result["jobs"]):
+        print(note)
     failed = list(_failures(result["jobs"]))
     for reason in failed:
         print(reason)
@@ -114,6 +116,12 @@ def _failures(jobs: list[dict[str, Any]]) -> Iterator[str]:
         for record in job.get("points", ()):
             if "failed" in record:
                 yield f"{job['mode']}, {record['gpus']} GPUs: {record['failed']}"
+
+
+def _plan_notes(jobs: list[dict[str, Any]]) -> Iterable[str]:
+    """Returns the notes on the plans of all points, each once."""
+    points = [record for job in jobs for record in job.get("points", ())]
+    return dict.fromkeys(n for record in points for n in record.get("plan_notes", ()))
 
 
 def points_of(options: Options, batch: int, gpus: int) -> dict[Kind, Point]:

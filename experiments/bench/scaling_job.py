@@ -15,7 +15,7 @@ Wall clock of queued steps. `queue_us` is the time of the host to queue a step w
 device is idle: if a step lasts no longer, the host is its limit. `parts` has the
 device's kernel time of a step by part, where one process has all GPUs: that of
 collectives includes waiting for other GPUs. A plan for as many examples of a GPU is
-found in `--job.plans`, or left there.
+found in `--job.plans`, or left there; `plan_notes` are what a run prints below it.
 """
 
 import dataclasses
@@ -150,6 +150,7 @@ def measure(
     return {
         "processes": processes.count,
         "fp8_sites": sum(site.is_fp8 for site in run.sites),
+        "plan_notes": run.plan_notes,
         "skipped": int(held[0].skipped),
         **{name: timing._asdict() for name, timing in times.items()},
         "queue_us": queue_us,

@@ -40,5 +40,5 @@ def _spread(rows: Any, sharding: Sharding, part: Part) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _is_on(rows: Any, device: jax.Device) -> bool:
+def _is_on(rows: Any, device: Any) -> bool:
     return isinstance(rows, jax.Array) and rows.devices() == {device}

@@ -86,6 +86,12 @@ def test_without_one_gpu_the_planner_stands_alone():
     assert list(scaling._failures(jobs)) == ["one, 1 GPUs: memory"]
 
 
+def test_notes_on_plans_are_told_once():
+    two = [{"plan_notes": ["FP8 was not checked."]}] * 2
+    jobs = [{"points": two}, {"points": [{"failed": "memory"}]}, {"failed": "late"}]
+    assert list(scaling._plan_notes(jobs)) == ["FP8 was not checked."]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_steps_are_timed_and_split(tmp_path, monkeypatch, steps_per_call):
@@ -103,6 +109,8 @@ def test_steps_are_timed_and_split(tmp_path, monkeypatch, steps_per_call):
     found = scaling_job.measure(config, Point(2, 32), options, ALONE)
     assert found["step"]["median_us"] > 0 and found["with_input"]["median_us"] > 0
     assert found["queue_us"] > 0
+    (note,) = found["plan_notes"]
+    assert "summed in f32: not measured on 2 x cpu" in note
     assert found["skipped"] == 0 and (tmp_path / "plan-32.json").exists()
     assert found["parts"]["other"] == 8.0 / 2
     assert found["mesh"] == "1 x 2"
