@@ -224,7 +224,10 @@ def _capture(
     valid, size = run.splits.valid, run.config.loop.batch_size
     count = min(valid.num_batches(size), config.captured_batches)
     step = jax.jit(
-        make_observe_step(run.planned, run.tables, Capture(max_rows=config.rows))
+        make_observe_step(
+            *(run.planned, run.tables, Capture(max_rows=config.rows)),
+            run.config.optim.task_weights,
+        )
     )
     batches = (
         valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)

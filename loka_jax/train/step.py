@@ -225,26 +225,33 @@ def look_up(model: Any, tables: Tables, state: TrainState, batch: Batch) -> Any:
 
 
 def make_observe_step(
-    model: Model, tables: Tables, observer: Observer, look_up=look_up
-) -> Callable[[TrainState, Batch], Any]:
+    model: Model,
+    tables: Tables,
+    observer: Observer,
+    task_weights: tuple[float, ...],
+    look_up=look_up,
+) -> Callable[..., Any]:
     """Returns a step that returns an observer's result of every site, not training.
 
+    It takes a state, a batch, and the weight of all examples of the training step if
+    the batch is a part of them: gradients are as large as in that step.
+
     Args:
-        model, tables: as in `make_train_step`.
+        model, tables, task_weights: as in `make_train_step`.
         observer: of the sites.
         look_up: gives the fields' embeddings.
     """
     network = projected(model, tables)
 
-    def step(state: TrainState, batch: Batch):
+    def step(state: TrainState, batch: Batch, total_weight: Array | None = None):
         rows = look_up(network, tables, state, batch)
         with probing(observer):
             init = functools.partial(network.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = dataclasses.replace(state, probe=empty)
-        key = jax.random.key(0)
-        return gradients_of(network, observer, (), state, batch, rows, key)[-1].probe
+        inputs = state, batch, rows, jax.random.key(0), total_weight
+        return gradients_of(network, observer, task_weights, *inputs)[-1].probe
 
     return step
 

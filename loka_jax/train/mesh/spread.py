@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from loka_jax.data import Batch
 from loka_jax.nn import Model
 from loka_jax.ops import row_order
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
@@ -209,18 +208,16 @@ class Spread:
             compiler_options=options,
         )
 
-    def everywhere(
-        self, function: Callable[[TrainState, Batch], Any]
-    ) -> Callable[[TrainState, Batch], Any]:
-        """Returns a function of a state and a batch that all devices compute alike."""
+    def everywhere(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of a state and more that all devices compute alike."""
         mapped = jax.shard_map(
-            lambda parts, batch: function(TrainState(**parts), batch),
+            lambda parts, rest: function(TrainState(**parts), *rest),
             mesh=self.mesh,
             in_specs=(state_specs(), P()),
             out_specs=P(),
             check_vma=False,
         )
-        return lambda state, batch: mapped(vars(state), batch)
+        return lambda state, *rest: mapped(vars(state), rest)
 
     def init(
         self,

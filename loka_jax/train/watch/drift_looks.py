@@ -24,13 +24,14 @@ from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import Recipe, Role
 from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
+from loka_jax.train import tasks
 from loka_jax.train.build import Run
 from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
 
-MAX_ROWS = 2048  # of a batch
+MAX_ROWS = 2048  # of a batch, and of the operands of its sites
 # Unread looks; older ones are read, as they have been computed.
 _MAX_UNREAD = 8
 
@@ -117,24 +118,30 @@ def look_step(
     """Returns the compiled look at some sites, by path; None without sites.
 
     A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
-    looked at with those of a first step.
+    looked at with those of a first step. At most `MAX_ROWS` examples of a batch are
+    run, no more than a device or a microbatch has, with the gradients of the whole
+    batch's mean loss: a look then needs less memory than a step.
     """
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
     observer = Sampler(recipes=recipes, max_rows=MAX_ROWS)
     parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
+    observed = run.planned, run.tables, observer, run.config.optim.task_weights
     if run.spread is None:
-        observe = make_observe_step(run.planned, run.tables, observer)
+        observe = make_observe_step(*observed)
     else:  # all devices look at the part of one of them
         parts *= run.spread.mesh.size
         observe = run.spread.everywhere(
-            make_observe_step(run.planned, run.tables, observer, look_up_everywhere)
+            make_observe_step(*observed, look_up_everywhere)
         )
 
     def look(state: TrainState, batch: Batch) -> Look:
-        part = jax.tree.map(lambda x: jnp.asarray(x)[: len(x) // parts], batch)
-        samples, scales = by_path(observe(state, part)), named_sites(state)
+        total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+        rows = min(len(batch.labels) // parts, MAX_ROWS)
+        part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
+        seen = observe(state, part, total_weight)
+        samples, scales = by_path(seen), named_sites(state)
         looks = {}
         for path, (recipe, fp8_results) in sites.items():
             sample = samples[path]

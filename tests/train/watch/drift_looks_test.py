@@ -15,7 +15,7 @@ from loka_jax.ops.plan import resolve
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.train.build import build
-from loka_jax.train.watch import replan
+from loka_jax.train.watch import drift_looks, replan
 from loka_jax.train.watch.drift_looks import look_step, measured, watched
 from loka_jax.train.watch.host_state import Progress
 from tests.ops import stand_ins
@@ -87,3 +87,49 @@ def test_a_cross_network_whose_products_saturate_leaves_fp8(run):
     # The network is looked at as it ran, until it is back.
     assert watched(run.replanned(change.plan), progress) == sites
     assert np.isfinite(measured(look(state, batch))[U][0]).all()
+
+
+def looked_at(microbatches=1, shards=1):
+    """Returns what a look sees in a DLRM after five steps of 256 examples, by path."""
+    config = get_config("fp8_dlrm_tiny")
+    config = dataclasses.replace(
+        config,
+        model=config.model.clone(recipe="fp8_tensorwise_delayed"),
+        loop=dataclasses.replace(
+            config.loop, batch_size=256, microbatches=microbatches
+        ),
+        mesh=dataclasses.replace(config.mesh, replicas=1, shards=shards),
+        plan="off",
+    )
+    run = build(config)
+    batches = [run.read(run.splits.train, i) for i in range(6)]
+    state = run.first_step(run.init(), batches[0])
+    for batch in batches[1:5]:
+        state = run.step(state, batch)
+    look = look_step(run, watched(run, PROGRESS))
+    assert look is not None
+    return measured(look(state, batches[5]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "rows"),
+    [({"microbatches": 8}, 256), ({"shards": 4}, 256), ({}, 32)],
+    ids=["microbatches", "devices", "some rows"],
+)
+def test_a_look_at_a_part_sees_gradients_as_large_as_the_step_has(
+    monkeypatch, parts, rows
+):
+    if jax.device_count() < parts.get("shards", 1):
+        pytest.skip("needs four devices")
+    whole = looked_at()
+    monkeypatch.setattr(drift_looks, "MAX_ROWS", rows)
+    seen = looked_at(**parts)
+    assert seen.keys() == whole.keys() and len(seen) == 3
+    for path, measures in whole.items():
+        error, flushed, level, _ = measures.T
+        found = seen[path].T
+        # Of the mean loss of a part, g would be 4 or 8 times as large, and clipped.
+        np.testing.assert_array_equal(found[0], error, err_msg=path)
+        np.testing.assert_allclose(found[1], flushed, atol=0.02, err_msg=path)
+        np.testing.assert_allclose(found[2], level, atol=1, err_msg=path)
