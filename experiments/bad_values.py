@@ -54,21 +54,21 @@ def sentence(box: str, prog: str) -> str:
             parts[-1].append(line)
     reason, *others = [part for part in parts if part] or [[title]]
     text = " ".join(reason)
-    if found := re.match(r"Error parsing (--[\w.-]+)\S*: (.*)", text):
-        option, why = found.groups()
+    if match := re.match(r"Error parsing (--[\w.-]+)\S*: (.*)", text):
+        option, why = match.groups()
         kinds = [x for part in others for x in part if x.startswith(f"{option} ")]
         kind = _kind(kinds[0].partition(" ")[2]) if kinds else f"another value ({why})"
         return f"{' '.join([option, *_values(why)])} must be {kind}."
-    if found := re.match(r"Error parsing \w+: (.*)", text):
-        return found[1]  # of our own
+    if match := re.match(r"Error parsing \w+: (.*)", text):
+        return match[1]  # of our own
     choice = r"invalid choice '(.*)' for argument '(.*)'\. .*?(\(.*\))"
-    if found := re.match(choice, text):
-        value, option, choices = found.groups()
+    if match := re.match(choice, text):
+        value, option, choices = match.groups()
         names = [str(name) for name in ast.literal_eval(choices)]
         hint = did_you_mean(value, names)
         return f"{option} is {value!r}: {hint}Use one of {', '.join(names)}."
-    if found := re.match("Missing value for argument '(.*?)'", text):
-        return f"{found[1]} lacks its value: add one, or leave it out."
+    if match := re.match("Missing value for argument '(.*?)'", text):
+        return f"{match[1]} lacks its value: add one, or leave it out."
     if missing := [line.split()[0] for line in reason if line.startswith("--")]:
         return f"{', '.join(missing)} must be given: {prog} --help says what they are."
     return f"{text.rstrip('.')}: {prog} --help lists the options."

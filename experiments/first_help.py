@@ -120,7 +120,7 @@ def configurations() -> dict[str, str]:
 
 def _registered() -> dict[str, str]:
     """Returns what describes the registered configurations, read from their source."""
-    found = {}
+    descriptions = {}
     for path in sorted((_FOLDER / "configs").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any(
@@ -128,8 +128,8 @@ def _registered() -> dict[str, str]:
                 for mark in node.decorator_list
             ):
                 text = ast.get_docstring(node) or ""
-                found[node.name] = text.partition("\n")[0]
-    return found
+                descriptions[node.name] = text.partition("\n")[0]
+    return descriptions
 
 
 def kept_help(script: str, config: str) -> str | None:

@@ -63,8 +63,8 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     schema = schema_of(config)
     if options["simulate"]:
         workload = workload_of(config, schema, config.loop.batch_size, dense_us)
-        found = [fastest(workload, n, rates) for n in SIMULATED]
-        print(simulation(workload, found, rates))
+        estimates = [fastest(workload, n, rates) for n in SIMULATED]
+        print(simulation(workload, estimates, rates))
     else:
         if config.loop.batch_size % gpus:
             raise ValueError(
@@ -73,20 +73,20 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
             )
         batch = config.loop.batch_size // gpus
         workload = workload_of(config, schema, batch, dense_us)
-        found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
-        print(report(workload, found, rates))
+        estimates = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
+        print(report(workload, estimates, rates))
         print(f"fastest: {require_fit(workload, gpus, rates).mesh}")
     if options["out"] != _NO_FILE:
-        text = jsonfile.dumps(as_json(workload, found, rates), indent=1)
+        text = jsonfile.dumps(as_json(workload, estimates, rates), indent=1)
         jsonfile.write_text(options["out"], text + "\n")
     return 0
 
 
-def report(workload: Workload, found: list[Estimate], rates: Rates) -> str:
+def report(workload: Workload, estimates: list[Estimate], rates: Rates) -> str:
     """Returns a table of meshes with parts of memory, wire and time."""
     head = f"{workload.name}, {workload.batch} examples a GPU"
     lines = [head, "", "mesh        GB    MB sent   us a step"]
-    for one in found:
+    for one in estimates:
         sent = sum(one.wire.values()) / 1e6
         lines.append(
             f"{one.mesh!s:9}{one.memory_bytes / GB:7.2f}{sent:9.1f}{one.step_us:11.0f}"
@@ -99,7 +99,7 @@ def report(workload: Workload, found: list[Estimate], rates: Rates) -> str:
     return "\n".join(lines)
 
 
-def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
+def simulation(workload: Workload, estimates: list[Estimate], rates: Rates) -> str:
     """Returns a table of the fastest mesh of each number of GPUs."""
     alone = estimate(workload, Mesh(1, 1), rates).step_us
     lines = [
@@ -109,7 +109,7 @@ def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
         "",
         " GPUs  mesh         GB   us a step  of linear",
     ]
-    for one in found:
+    for one in estimates:
         fits = one.why_not(rates) is None
         lines.append(
             f"{one.mesh.gpus:5}  {one.mesh!s:9}{one.memory_bytes / GB:6.1f}"
@@ -119,7 +119,9 @@ def simulation(workload: Workload, found: list[Estimate], rates: Rates) -> str:
     return "\n".join(lines)
 
 
-def as_json(workload: Workload, found: list[Estimate], rates: Rates) -> dict[str, Any]:
+def as_json(
+    workload: Workload, estimates: list[Estimate], rates: Rates
+) -> dict[str, Any]:
     """Returns workload, rates and meshes as JSON values."""
     return {
         "command": spoken(shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])),
@@ -128,7 +130,7 @@ def as_json(workload: Workload, found: list[Estimate], rates: Rates) -> dict[str
         "meshes": [
             dataclasses.asdict(one)
             | {"step_us": one.step_us, "why_not": one.why_not(rates)}
-            for one in found
+            for one in estimates
         ],
     }
 

@@ -105,8 +105,8 @@ def _help() -> str:
     lines = ["usage: loka COMMAND [--option value ...]", ""]
     for name in names():
         source = (folder() / f"{name}.py").read_text("utf-8")
-        what = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        lines.append(f"  {name:12} {what}")
+        summary = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:12} {summary}")
     return "\n".join([*lines, "", "loka COMMAND --help explains a command."])
 
 

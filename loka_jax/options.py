@@ -48,7 +48,7 @@ def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:
         ValueError: for an entry of another form, a name that is not among `names`, or
             one that is named twice.
     """
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for entry in values:
         # A name may hold "=", too.
         known = [name for name in names if entry.startswith(f"{name}=")]
@@ -58,7 +58,7 @@ def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:
             raise ValueError(
                 f"{option} {entry!r} must be COLUMN=VALUE; the columns are {choice}."
             )
-        if name in found:
+        if name in pairs:
             raise ValueError(f"{option} names {name!r} twice: leave one of them out.")
-        found[name] = entry.removeprefix(f"{name}=")
-    return found
+        pairs[name] = entry.removeprefix(f"{name}=")
+    return pairs

@@ -19,18 +19,18 @@ SHARDS = 3  # a folder of shards: schema, settings, report and records
 CHECKPOINTS = "checkpoints"  # of a run: a folder for each saved step, by its number
 
 
-def why_not(found: object, reads: int) -> str | None:
+def why_not(number: object, reads: int) -> str | None:
     """Returns why a document is not read; None if it has the format that is.
 
     Args:
-        found: the number in the document; None if it has none, as in early versions.
+        number: the number in the document; None if it has none, as in early versions.
         reads: the number of the format that this version reads.
     """
-    if found is not None and type(found) is not int:
-        return f"its format is {shown(repr(found))}, not {reads}"
-    if found == reads:
+    if number is not None and type(number) is not int:
+        return f"its format is {shown(repr(number))}, not {reads}"
+    if number == reads:
         return None
-    which = "a later" if found is not None and found > reads else "an earlier"
+    which = "a later" if number is not None and number > reads else "an earlier"
     return f"{which} version of loka_jax wrote it"
 
 

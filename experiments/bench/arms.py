@@ -106,8 +106,8 @@ def _timed(programs, compiled) -> Records:
             results = _results(program(*cases[key].arguments[0]))
             reference = results if reference is None else reference
             records[key] |= _quality(results, reference)
-    for key, taken in time_kernels(cases).items():
-        records[key] |= taken._asdict()
+    for key, timing in time_kernels(cases).items():
+        records[key] |= timing._asdict()
         longest = profile_kernels(functools.partial(_calls, cases[key]))
         records[key]["longest"] = None if longest is None else longest.longest
     return records

@@ -127,7 +127,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
     """Returns the sums by name."""
-    made: dict[str, Sum] = {
+    sums: dict[str, Sum] = {
         "f32": functools.partial(sum_gradients, axis_name=AXIS, wire="f32"),
         "bf16": functools.partial(sum_gradients, axis_name=AXIS, wire="bf16"),
     }
@@ -136,14 +136,14 @@ def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
     for provider in ("xla",) if triton.why_not_here() else ("xla", "triton"):
         for block in arguments.blocks if provider == "xla" else blocks:
             for format in ("int8", "e4m3"):
-                made[f"{format} {provider} b{block}"] = functools.partial(
+                sums[f"{format} {provider} b{block}"] = functools.partial(
                     quantized_psum,
                     axis_name=AXIS,
                     format=format,
                     block=block,
                     implementation=provider,
                 )
-    return made
+    return sums
 
 
 def measure(mesh: jax.sharding.Mesh, arguments: Arguments, mib: float):
@@ -156,10 +156,10 @@ def measure(mesh: jax.sharding.Mesh, arguments: Arguments, mib: float):
     )
     x = make(jax.random.key(0, impl="rbg"))
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, in_specs=spec)
-    made = forms(arguments, mib)
-    records: dict[str, dict[str, Any]] = {name: {} for name in made}
+    sums = forms(arguments, mib)
+    records: dict[str, dict[str, Any]] = {name: {} for name in sums}
     chains = {}
-    for name, total in made.items():
+    for name, total in sums.items():
         repeated = over(
             functools.partial(_repeated, total, arguments.repeat), out_specs=spec
         )
@@ -171,13 +171,13 @@ def measure(mesh: jax.sharding.Mesh, arguments: Arguments, mib: float):
             continue
         records[name]["wire"] = wire_types(program.as_text() or "")
         chains[name] = functools.partial(_queue, program, x)
-    for name, taken in time_chains(chains, calls=2, rounds=5).items():
-        us = {key: value / arguments.repeat for key, value in taken._asdict().items()}
+    for name, timing in time_chains(chains, calls=2, rounds=5).items():
+        us = {key: value / arguments.repeat for key, value in timing._asdict().items()}
         bus = 2 * (devices - 1) / devices * 4 * size / us["median_us"] / 1e3
         records[name] |= us | {"bus_gb_s": bus}
     checks = jax.jit(
         over(
-            functools.partial(_checks, {name: made[name] for name in chains}),
+            functools.partial(_checks, {name: sums[name] for name in chains}),
             out_specs=P(),
         )
     )(x)
@@ -203,7 +203,7 @@ def _queue(program: Any, x: jax.Array, calls: int) -> list[jax.Array]:
     return [program(x) for _ in range(calls)]
 
 
-def _checks(made: Mapping[str, Sum], x: jax.Array):
+def _checks(sums: Mapping[str, Sum], x: jax.Array):
     """Returns each sum's SQNR against psum, and whether devices have equal bits."""
     x = x[0]
     exact = jax.lax.psum(x, AXIS)
@@ -216,7 +216,7 @@ def _checks(made: Mapping[str, Sum], x: jax.Array):
         noise = jnp.maximum(jnp.sum(jnp.square(y - exact)), 1e-30)
         return 10 * jnp.log10(signal / noise), jnp.all(least == most)
 
-    return {name: check(total) for name, total in made.items()}
+    return {name: check(total) for name, total in sums.items()}
 
 
 def wire_types(hlo: str) -> list[str]:
@@ -262,11 +262,11 @@ def local(arguments: Arguments, mib: float) -> dict[str, Any]:
         for name, function in compiled.items()
         if isinstance(function, Exception)
     }
-    for name, taken in times.items():
+    for name, timing in times.items():
         records[name] = {
-            "us": taken.median_us,
-            "kernels": taken.kernels,
-            "of_copy_floor": num_bytes[name] / rate / taken.median_us,
+            "us": timing.median_us,
+            "kernels": timing.kernels,
+            "of_copy_floor": num_bytes[name] / rate / timing.median_us,
         }
     return {"parts": devices, "copy_gb_s": rate / 1e3, "kernels": records}
 

@@ -302,8 +302,8 @@ def main(arguments: Arguments):
     }
     result = results.head("converted", arguments) | {"models": {}}
     for name, public in models.items():
-        result["models"][name] = found = compared(public, arguments)
-        for arm, numbers in found["arms"].items():
+        result["models"][name] = comparison = compared(public, arguments)
+        for arm, numbers in comparison["arms"].items():
             over = numbers["over_bf16"]
             print(
                 f"{name:12} {arm:24} {numbers['first']:.4f} {numbers['last']:.4f} "

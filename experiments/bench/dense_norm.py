@@ -107,16 +107,16 @@ def measure(spec: SiteSpec, roofline: Roofline) -> dict[str, Any]:
     operands = forms.make_operands(spec, min(max(2, num_sets), MAX_SETS))
     cases = _cases(served, operands, records)
     flops = 2.0 * spec.m * spec.k * spec.n
-    for name, taken in time_kernels(cases).items():
+    for name, timing in time_kernels(cases).items():
         form = served[name]
         floor_us = roofline.floor_us(records[name]["num_bytes"], flops, form.gemm)
         records[name] |= {
-            "us": taken.median_us,
-            "min_us": taken.min_us,
-            "max_us": taken.max_us,
-            "kernels": taken.kernels,
+            "us": timing.median_us,
+            "min_us": timing.min_us,
+            "max_us": timing.max_us,
+            "kernels": timing.kernels,
             "floor_us": floor_us,
-            "of_floor": floor_us / taken.median_us,
+            "of_floor": floor_us / timing.median_us,
         }
     compare(records)
     return records

@@ -124,7 +124,7 @@ def measure(name: str, arguments: Arguments) -> dict[str, Any]:
             continue
         params = programs[key][1]
         cases[key] = Case(program, [leaves((params, *arrays)) for arrays in inputs])
-    times = {key: taken._asdict() for key, taken in time_kernels(cases).items()}
+    times = {key: timing._asdict() for key, timing in time_kernels(cases).items()}
     _print(name, times)
     return {"times": times, "failed": failed, "plans": plans}
 
@@ -239,9 +239,9 @@ def train_pass(planned: nn.Planned, variables, *inputs):
 
 def _print(name: str, times: dict[str, dict[str, Any]]):
     print(f"{name}: speed over XLA bf16, and kernel time")
-    for key, taken in sorted(times.items(), key=lambda item: item[1]["median_us"]):
+    for key, timing in sorted(times.items(), key=lambda item: item[1]["median_us"]):
         base = times[f"{key.partition(' ')[0]} xla bf16"]["median_us"]
-        time_us = taken["median_us"]
+        time_us = timing["median_us"]
         print(f"  {base / time_us:5.2f}x  {time_us:7.0f} us  {key}", flush=True)
 
 

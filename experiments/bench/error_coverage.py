@@ -99,8 +99,8 @@ class Whole:
         state = _state(recipe, operands, scales) if recipe.is_delayed else None
         ref = roles.exact_product(role, first, second)
         out = roles.product(role, first, second, recipe, state)
-        found = errors(ref, jax.lax.optimization_barrier(out))
-        return jnp.stack([getattr(found, name) for name in MEASURES])
+        measures = errors(ref, jax.lax.optimization_barrier(out))
+        return jnp.stack([getattr(measures, name) for name in MEASURES])
 
 
 def _state(recipe: Recipe, operands, scales) -> DelayedScaling:
@@ -212,10 +212,10 @@ def main(arguments: Arguments):
     """Measures the coverage of every model, prints and writes it."""
     models: dict[str, dict[str, Any]] = {}
     calls = [(config, arguments) for config in _configs(arguments)]
-    for (config, _), found in apart.measured(measure, calls, arguments.jobs):
-        models[config.name] = found
+    for (config, _), coverage in apart.measured(measure, calls, arguments.jobs):
+        models[config.name] = coverage
         shares = _shares(models.values())
-        for name, one in ((config.name, found), ("all", shares)):
+        for name, one in ((config.name, coverage), ("all", shares)):
             print(
                 f"{name}: {one['inside']:.1%} inside, {one['below']:.1%} below the "
                 f"upper end, of {one['count']}",
@@ -227,9 +227,9 @@ def main(arguments: Arguments):
 
 def _shares(models: Collection[dict[str, Any]]) -> dict[str, Any]:
     """Returns the shares over all models."""
-    count = sum(found["count"] for found in models)
+    count = sum(coverage["count"] for coverage in models)
     return {"count": count} | {
-        key: sum(found[key] * found["count"] for found in models) / count
+        key: sum(coverage[key] * coverage["count"] for coverage in models) / count
         for key in ("inside", "below")
     }
 

@@ -130,9 +130,9 @@ def measure(arguments: Arguments, devices: int, dim: int) -> dict[str, Any]:
     }
     times = time_chains(chains, calls=arguments.calls, rounds=ROUNDS)
     records: dict[str, Any] = {}
-    for key, taken in times.items():
+    for key, timing in times.items():
         name, _, part = key.rpartition(" ")
-        us = {k: value / arguments.repeat for k, value in taken._asdict().items()}
+        us = {k: value / arguments.repeat for k, value in timing._asdict().items()}
         records.setdefault(name, {})[part] = us
     capacity = operands.routed.asked.shape[1]
     for name, checks in _checks(arguments, mesh, operands, dim).items():
@@ -143,16 +143,16 @@ def measure(arguments: Arguments, devices: int, dim: int) -> dict[str, Any]:
 
 def forms(arguments: Arguments, dim: int) -> dict[str, dict[str, Callable]]:
     """Returns the parts of an exchange by form; each takes `Operands` of a device."""
-    made = {}
+    parts = {}
     for codec in arguments.codecs:
         has_kernels = codec != "f32" and not triton.why_not_here()
         for provider in ("xla", "triton") if has_kernels else ("xla",):
-            made[f"{codec} {provider}"] = {
+            parts[f"{codec} {provider}"] = {
                 "fetch": functools.partial(_fetch, codec, provider),
                 "give_back": functools.partial(_give_back, codec, provider),
                 "wire": functools.partial(_wire, codec, dim),
             }
-    return made
+    return parts
 
 
 def _fetch(codec: Codec, provider: Implementation, on: Operands) -> jax.Array:
@@ -257,16 +257,16 @@ def _checks(
 ) -> dict[str, Any]:
     """Returns each form's error of fetched rows, and whether kernels agree with XLA."""
 
-    made = {name: parts["fetch"] for name, parts in forms(arguments, dim).items()}
+    fetches = {name: parts["fetch"] for name, parts in forms(arguments, dim).items()}
 
     def check(on: Operands) -> dict[str, Any]:
-        fetched = {name: run(on) for name, run in made.items()}
+        fetched = {name: run(on) for name, run in fetches.items()}
         exact = exchange.fetch(on.table, on.routed, "f32", AXIS)
         largest = jnp.maximum(jnp.max(jnp.abs(exact), axis=1), 1e-30)
         checks = {}
-        for name, found in fetched.items():
-            off = jnp.max(jnp.abs(found.astype(jnp.float32) - exact), axis=1)
-            is_equal = jnp.all(found == fetched[f"{_codec(name)} xla"])
+        for name, rows in fetched.items():
+            off = jnp.max(jnp.abs(rows.astype(jnp.float32) - exact), axis=1)
+            is_equal = jnp.all(rows == fetched[f"{_codec(name)} xla"])
             worst = jax.lax.pmax(jnp.max(off / largest), AXIS)
             checks[name] = worst, jax.lax.pmin(is_equal.astype(jnp.int32), AXIS)
         return checks

@@ -138,12 +138,12 @@ def _time(size: Size, batch: int, timed: list[Form]) -> dict[str, dict[str, Any]
                 record["wrong"] = f"{record['sqnr_db']:.1f} dB"
                 continue
         cases[form.name] = Case(function, [leaves(one) for one in operands])
-    for name, taken in time_kernels(cases).items():
+    for name, timing in time_kernels(cases).items():
         records[name] |= {
-            "us": taken.median_us,
-            "min_us": taken.min_us,
-            "max_us": taken.max_us,
-            "kernels": taken.kernels,
+            "us": timing.median_us,
+            "min_us": timing.min_us,
+            "max_us": timing.max_us,
+            "kernels": timing.kernels,
         }
     _compare(timed, records)
     return records

@@ -98,8 +98,8 @@ def measure(case: str, forms: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             "least_db": min(map(_sqnr, first, outputs)),
         }
         cases[key] = Case(program, [arguments])
-    for key, taken in time_kernels(cases).items():
-        records[key] |= {"us": taken.median_us, "kernels": taken.kernels}
+    for key, timing in time_kernels(cases).items():
+        records[key] |= {"us": timing.median_us, "kernels": timing.kernels}
     return records
 
 

@@ -144,10 +144,10 @@ def _server(arguments: Arguments) -> Iterator[tuple[subprocess.Popen, str]]:
     )
     assert process.stdout is not None
     try:
-        found = re.match(r"listening at (\d+)", process.stdout.readline())
-        if found is None:
+        match = re.match(r"listening at (\d+)", process.stdout.readline())
+        if match is None:
             raise ValueError(f"{_SERVE} ended before it was ready: see above.")
-        yield process, f"http://127.0.0.1:{found[1]}"
+        yield process, f"http://127.0.0.1:{match[1]}"
     finally:
         process.terminate()
         process.wait()
@@ -168,7 +168,7 @@ class _Session:
         options = self._arguments
         timeout = aiohttp.ClientTimeout(total=options.timeout_s)
         connector = aiohttp.TCPConnector(limit=options.connections)
-        found = []
+        summaries = []
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector
         ) as session:
@@ -179,9 +179,9 @@ class _Session:
             ]
             self._expected = np.array(by_program)
             for rate in options.rates:
-                found.append(await self._load(session, rate))
-                print(_line(found[-1]), flush=True)
-        return found
+                summaries.append(await self._load(session, rate))
+                print(_line(summaries[-1]), flush=True)
+        return summaries
 
     async def _scores(self, session, size: int) -> list[Any]:
         """Returns the scores of all rows by the program of a batch size."""
@@ -207,9 +207,9 @@ class _Session:
             await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
             tasks.append(asyncio.create_task(self._ask(session, start, float(at))))
         seen = await asyncio.gather(*tasks)
-        taken = time.perf_counter() - start
+        duration = time.perf_counter() - start
         await restart
-        return _summary(rate, seconds, taken, seen, workers)
+        return _summary(rate, seconds, duration, seen, workers)
 
     async def _restart(self, session, seconds: float, workers: list[int]) -> None:
         """Restarts the server, and adds its new worker's process to `workers`."""
@@ -243,10 +243,10 @@ class _Session:
 
     def _agrees(self, scores: list[Any], chosen: np.ndarray) -> bool:
         """Returns whether each row has the scores of one of the programs."""
-        expected, found = self._expected[:, chosen], np.array(scores)
-        if found.shape != expected.shape[1:]:
+        expected, values = self._expected[:, chosen], np.array(scores)
+        if values.shape != expected.shape[1:]:
             return False
-        errors = np.abs(expected - found).reshape(*expected.shape[:2], -1)
+        errors = np.abs(expected - values).reshape(*expected.shape[:2], -1)
         return bool(
             np.all(errors.max(axis=-1).min(axis=0) <= self._arguments.tolerance)
         )
@@ -257,7 +257,7 @@ class _Session:
 
 
 def _summary(
-    rate: float, seconds: float, taken: float, seen: list[Seen], workers: list[int]
+    rate: float, seconds: float, duration: float, seen: list[Seen], workers: list[int]
 ) -> dict[str, Any]:
     """Returns a load's numbers as JSON values."""
     good = [x for x in seen if x.status == 200]
@@ -266,7 +266,7 @@ def _summary(
         "offered_per_s": rate,
         "seconds": seconds,
         "requests": len(seen),
-        "answered_per_s": len(good) / taken,
+        "answered_per_s": len(good) / duration,
         "latency_ms": {
             f"p{p:g}": float(np.percentile(times_ms, p)) if good else None
             for p in _PERCENTILES

@@ -214,12 +214,12 @@ def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     if not out.exists():
         runs = {arm: {} for arm in asked["recipes"]}
         return {"command": results.command(), "arguments": asked, "runs": runs}
-    found = json.loads(out.read_text())
-    if (had := found.get("arguments")) != asked:
+    result = json.loads(out.read_text())
+    if (had := result.get("arguments")) != asked:
         raise ValueError(
             f"--out {out} has runs of {had}, not of {asked}: name another."
         )
-    return found
+    return result
 
 
 def with_run(

@@ -216,20 +216,20 @@ def compared(
     config: Config, options: Options, jobs: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns a row for each kind, number of GPUs and mode that was timed."""
-    found = {
+    records = {
         (job["mode"], Point(record["gpus"], record["batch"])): record
         for job in jobs
         for record in job.get("points", ())
         if "step" in record
     }
-    alone = found.get(("one", Point(1, config.loop.batch_size)))
+    alone = records.get(("one", Point(1, config.loop.batch_size)))
     alone_us = None if alone is None else alone["step"]["median_us"]
     rows = []
     for kind in options.kinds:
         for gpus in options.gpus:
             point = points_of(options, config.loop.batch_size, gpus)[kind]
             for mode in _modes(options, gpus):
-                record = found.get((mode, point))
+                record = records.get((mode, point))
                 if record is None:
                     continue
                 us = record["step"]["median_us"]

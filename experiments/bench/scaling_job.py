@@ -143,8 +143,8 @@ def measure(
     step = _steps_on(run, held, _over_and_over(batches))
     times = time_chains({"step": step}, calls=calls, rounds=_ROUNDS)
     queue_us = _queue_us(step, max(_FEW, 2 * each))
-    with run.prefetched(_FIRST) as made:
-        steps = {"with_input": _steps_on(run, held, made)}
+    with run.prefetched(_FIRST) as source:
+        steps = {"with_input": _steps_on(run, held, source)}
         times |= time_chains(steps, calls=calls, rounds=_ROUNDS)
     has_parts = options.parts and processes.count == 1
     return {
@@ -227,8 +227,8 @@ def _steps_on(
 
     def queue(steps: int) -> jax.Array:
         for _ in range(steps // count):
-            taken = itertools.islice(source, count)
-            held[0] = take_steps(held[0], *(batch for _, batch in taken))
+            pairs = itertools.islice(source, count)
+            held[0] = take_steps(held[0], *(batch for _, batch in pairs))
         return held[0].step
 
     return queue
@@ -263,8 +263,8 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
 
     def next_parts(parts: dict[str, Any], held: list) -> dict[str, Any]:
         placed, routed, spent = held
-        after, _, (made, _) = compiled(parts, placed, routed, placed, spent)
-        held[1:] = made, routed
+        after, _, (routing, _) = compiled(parts, placed, routed, placed, spent)
+        held[1:] = routing, routed
         return after
 
     held = [

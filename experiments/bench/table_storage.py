@@ -92,15 +92,15 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     base = [run["ne"] for run in runs["f32"]]
     return {
         name: {
-            "ne": describe([run["ne"] for run in found]),
-            "auc": describe([run["auc"] for run in found]),
+            "ne": describe([run["ne"] for run in records]),
+            "auc": describe([run["auc"] for run in records]),
             "relative_difference": paired(
-                [run["ne"] / ne for run, ne in zip(found, base, strict=True)],
+                [run["ne"] / ne for run, ne in zip(records, base, strict=True)],
                 [1.0] * len(base),
             ),
-            "runs": found,
+            "runs": records,
         }
-        for name, found in runs.items()
+        for name, records in runs.items()
     }
 
 

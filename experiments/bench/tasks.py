@@ -119,20 +119,20 @@ def of_seed(ratings: np.ndarray, seed: int, arguments: Arguments) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write_splits(ratings, seed, folder)
-        found = {}
+        ne = {}
         for arm in ARMS:
             groups = [(label,) for label in LABELS] if arm == "alone" else [LABELS]
             runs = [
                 config_of(arm, labels, seed, folder, arguments) for labels in groups
             ]
-            found[arm] = {k: v for run in runs for k, v in test_ne(run).items()}
-    return found
+            ne[arm] = {k: v for run in runs for k, v in test_ne(run).items()}
+    return ne
 
 
 def described(seeds: list[dict], arm: str, label: str) -> dict:
     """Returns the NE of all seeds, and how it differs from that of `alone`."""
-    ne = np.array([found[arm][label] for found in seeds])
-    change = interval(ne - np.array([found["alone"][label] for found in seeds]))
+    ne = np.array([record[arm][label] for record in seeds])
+    change = interval(ne - np.array([record["alone"][label] for record in seeds]))
     print(f"{arm:14} {label}: {ne.mean():.5f}, {change.mean:+.5f} +- {change.half:.5f}")
     return {
         "ne": {"values": ne.tolist(), "mean": float(ne.mean())},

@@ -57,11 +57,11 @@ def main(arguments: Arguments):
         start = time.monotonic()
         tune_at_start(sites, arguments.seconds, name="tower", say=lines.append)
         seconds = time.monotonic() - start
-        found = tables.read(cache_path()).sites if cache_path().exists() else {}
-    times = [entry.times.get("training", {}) for entry in found.values()]
+        entries = tables.read(cache_path()).sites if cache_path().exists() else {}
+    times = [entry.times.get("training", {}) for entry in entries.values()]
     failures = {
         f"{spec} {name}": why
-        for spec, entry in found.items()
+        for spec, entry in entries.items()
         for name, why in entry.failures.items()
     }
     print(*lines, *failures.items(), f"{seconds:.1f} seconds in all.", sep="\n")

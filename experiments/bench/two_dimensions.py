@@ -119,15 +119,15 @@ class Arm:
 
 def arms_of(arguments: Arguments) -> dict[str, Arm]:
     """Returns all arms by name, 1D first."""
-    found = [Arm(), Arm(lagged=True), Arm(rate=0.5), Arm(rate=2.0)]
+    arms = [Arm(), Arm(lagged=True), Arm(rate=0.5), Arm(rate=2.0)]
     for m in arguments.groups:
-        found.append(Arm(groups=m))
+        arms.append(Arm(groups=m))
         weights = Arm(groups=m, sync="weights")
         for c, lagged in itertools.product((1.0, m**0.5, float(m)), (False, True)):
-            found.append(dataclasses.replace(weights, c=c, lagged=lagged))
+            arms.append(dataclasses.replace(weights, c=c, lagged=lagged))
         for every in (4, 16):
-            found.append(dataclasses.replace(weights, c=float(m), every=every))
-    return {arm.name: arm for arm in found}
+            arms.append(dataclasses.replace(weights, c=float(m), every=every))
+    return {arm.name: arm for arm in arms}
 
 
 def config_of(arm: Arm, arguments: Arguments) -> DlrmConfig:
@@ -257,12 +257,12 @@ def run_in_processes(arms: list[str], arguments: Arguments) -> None:
 
 def summary(arms: dict[str, Arm], arguments: Arguments) -> dict[str, Any]:
     """Returns the numbers of all arms whose runs are done."""
-    found = {}
+    records = {}
     for name, arm in arms.items():
         paths = [path_of(arm, seed, arguments) for seed in range(arguments.seeds)]
         if all(path.exists() for path in paths):
-            found[name] = [json.loads(path.read_text()) for path in paths]
-    base = [run["ne"] for run in found[FIRST]]
+            records[name] = [json.loads(path.read_text()) for path in paths]
+    base = [run["ne"] for run in records[FIRST]]
     return {
         name: dataclasses.asdict(arms[name])
         | {
@@ -276,7 +276,7 @@ def summary(arms: dict[str, Arm], arguments: Arguments) -> dict[str, Any]:
             "sync_bytes": max(run["sync_bytes"] for run in runs),
             "ms_per_step": statistics.median(run["ms_per_step"] for run in runs),
         }
-        for name, runs in found.items()
+        for name, runs in records.items()
     }
 
 

@@ -259,15 +259,15 @@ def _times(arms, inputs) -> dict[str, dict[str, Any]]:
             continue
         params = programs[key][1]
         cases[key] = Case(program, [leaves((params, *arrays)) for arrays in inputs])
-    return {key: taken._asdict() for key, taken in time_kernels(cases).items()}
+    return {key: timing._asdict() for key, timing in time_kernels(cases).items()}
 
 
 def _print(name: str, times: dict[str, dict[str, Any]]):
     print(f"{name}: kernel time, and over the fastest arm of the pass")
-    for key, taken in sorted(times.items(), key=lambda item: item[1]["median_us"]):
+    for key, timing in sorted(times.items(), key=lambda item: item[1]["median_us"]):
         pass_name = key.partition(" ")[0]
         best = min(t["median_us"] for k, t in times.items() if k.startswith(pass_name))
-        us = taken["median_us"]
+        us = timing["median_us"]
         print(f"  {us:7.0f} us  {us / best:5.2f}x  {key}", flush=True)
 
 

@@ -179,12 +179,12 @@ def _measure(
         else:
             sets = _rotated(arguments[name], record["num_bytes"])
             cases[name] = Case(function, sets)
-    for name, taken in time_kernels(cases).items():
+    for name, timing in time_kernels(cases).items():
         records[name] |= {
-            "us": taken.median_us,
-            "min_us": taken.min_us,
-            "max_us": taken.max_us,
-            "kernels": taken.kernels,
+            "us": timing.median_us,
+            "min_us": timing.min_us,
+            "max_us": timing.max_us,
+            "kernels": timing.kernels,
         }
     return records
 

@@ -54,8 +54,8 @@ def column_facts(
 def _warning(column: str, ranked: pa.Table, num_rows: int) -> str | None:
     if num_rows < _MIN_ROWS:
         return None
-    if (found := _separator(ranked)) is not None:
-        separator, share, parts, values = found
+    if (guess := _separator(ranked)) is not None:
+        separator, share, parts, values = guess
         return (
             f"{shown(column)} looks multi-valued: {share:.0%} of its rows hold "
             f"{separator!r}, and {values:,} values are made of {parts:,} parts, but "

@@ -59,10 +59,10 @@ def _make(
     logit = true_logit(config, world, z, ids)
     labels = (uniform < jax.nn.sigmoid(logit)).astype(jnp.float32)
     weights = (index < num_examples).astype(jnp.float32)
-    made = Batch(_dense(z), ids, labels, weights), logit
+    outputs = Batch(_dense(z), ids, labels, weights), logit
     if sharding is None:
-        return made
-    return jax.lax.with_sharding_constraint(made, sharding)
+        return outputs
+    return jax.lax.with_sharding_constraint(outputs, sharding)
 
 
 def schema_of(config: DataConfig) -> Schema:

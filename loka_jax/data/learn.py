@@ -124,14 +124,14 @@ class Learner:
         Raises:
             ValueError: if a column has more values than there are ids.
         """
-        made = {
+        encoders = {
             column: self._encoder(field)
             for field, column in enumerate(self.columns.fields)
             if self._owners[column] == column
         }
         return Encoding(
             config=self._config,
-            encoders=tuple(made[owner] for owner in self._owners.values()),
+            encoders=tuple(encoders[owner] for owner in self._owners.values()),
             standardizer=(
                 self._base.standardizer if self._base else self._moments.result()
             ),

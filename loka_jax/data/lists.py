@@ -56,15 +56,15 @@ def read_lists(
     values = text_of(raw, block, column)
     present = np.asarray(values.is_valid())
     row = np.repeat(np.arange(len(lengths)), lengths)
-    found = None
+    numbers = None
     if weights is not None:
-        found, counts = _flat(block, weights, separator)
+        numbers, counts = _flat(block, weights, separator)
         _check_lengths(block, column, weights, lengths, counts)
-        found = _numbers(block, weights, found, row, present)[present]
+        numbers = _numbers(block, weights, numbers, row, present)[present]
     return Lists(
         values=values.filter(pa.array(present)),
         lengths=np.bincount(row[present], minlength=len(lengths)),
-        weights=found,
+        weights=numbers,
         missing=int(np.count_nonzero(~present)),
     )
 

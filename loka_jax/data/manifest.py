@@ -200,8 +200,8 @@ def _typed(parent: dict, name: str, kind: type) -> Any:
         raise _Refused(f"it lacks {name!r}")
     if type(value := parent[name]) is not kind:
         shown = repr(value)[:40] if isinstance(value, str | int | float) else ""
-        found = f"{type(value).__name__} {shown}".strip()
-        raise _Refused(f"its {name!r} is {found}, not {kind.__name__}")
+        text = f"{type(value).__name__} {shown}".strip()
+        raise _Refused(f"its {name!r} is {text}, not {kind.__name__}")
     return value
 
 

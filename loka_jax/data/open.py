@@ -50,10 +50,10 @@ class Splits:
         """
 
         splits = self.train, self.valid, self.test
-        made = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
-        if len(made) < len(splits):
+        datasets = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
+        if len(datasets) < len(splits):
             return self
-        train, valid, test = generated.spread_over(sharding, *made)
+        train, valid, test = generated.spread_over(sharding, *datasets)
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
     @property

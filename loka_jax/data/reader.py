@@ -146,9 +146,9 @@ class ShardDataset:
             row, field = np.argwhere(outside)[0]
             self._refuse_id(int(ids[row, field]), int(field))
 
-    def _refuse_id(self, found: int, field: int) -> None:
+    def _refuse_id(self, bad_id: int, field: int) -> None:
         raise ValueError(
-            f"{self._name} column {self.schema.fields[field]!r} holds id {found}, "
+            f"{self._name} column {self.schema.fields[field]!r} holds id {bad_id}, "
             f"outside its table of {self._vocab_sizes[field]} rows: convert the data "
             "again."
         )

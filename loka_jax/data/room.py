@@ -27,12 +27,12 @@ def free_bytes(folder: pathlib.Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check_disk(folder: pathlib.Path, needed: int, what: str) -> None:
+def check_disk(folder: pathlib.Path, needed: int, rows: str) -> None:
     """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
     if needed > (free := free_bytes(folder)):
         # In bytes, as rounded amounts may look the same.
         raise ValueError(
-            f"The disk of {folder.parent} has {free:,} bytes free, and {what} take "
+            f"The disk of {folder.parent} has {free:,} bytes free, and {rows} take "
             f"{needed:,}: make room, or choose another folder with --out or "
             "--data.cache."
         )

@@ -60,8 +60,8 @@ class Rows:
         if column is None:
             return
         bad_rows = BadRows(self._config.max_bad_rows)
-        found = self._read(("train",), (column,), bad_rows, "reading times")
-        blocks = (block for _, _, block in found)
+        parts = self._read(("train",), (column,), bad_rows, "reading times")
+        blocks = (block for _, _, block in parts)
         self._split = split_by_time(blocks, column, self._config.valid_fraction)
 
     def split_rule(self) -> str:

@@ -122,14 +122,14 @@ def values_of(
     Returns:
         for each id its value; None where many values share it: id 0, and hashes.
     """
-    found = {}
+    by_column = {}
     for column, encoder in zip(folder.schema.fields, _encoders(folder), strict=True):
         values = encoder.values if isinstance(encoder, VocabularyEncoder) else ()
-        found[column] = [
+        by_column[column] = [
             str(values[i - 1]) if 1 <= i <= len(values) else None
             for i in ids.get(column, ())
         ]
-    return found
+    return by_column
 
 
 def config_of(folder: ShardFolder) -> DataConfig:

@@ -155,9 +155,9 @@ def parse_times(block: Block, column: str) -> Times:
     wrong = missing | ~np.isfinite(values)
     if wrong.any():
         at = int(np.argmax(wrong))
-        what = "no value" if missing[at] else f"{values[at]:g}"
+        text = "no value" if missing[at] else f"{values[at]:g}"
         raise ValueError(
-            f"{block.file} row {block.rows[at]} has {what} in the time column "
+            f"{block.file} row {block.rows[at]} has {text} in the time column "
             f"{column!r}: give each row a time, or leave out --data.time."
         )
     return Times(values, dates is not None)

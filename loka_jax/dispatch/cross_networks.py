@@ -79,16 +79,16 @@ def networks(chains: Sequence[Sequence[Site]]) -> list[Network]:
     """
     if triton.why_not_installed() is not None:
         return []
-    found: dict[str, Network] = {}
+    by_path: dict[str, Network] = {}
     for chain in chains:
         if chain[0].crosses:
             path = chain[0].path.rpartition("/")[0]
-            before = found.get(path, Network((), ()))
-            found[path] = before._replace(sites=[*before.sites, *chain])
-        elif chain[0].beside and found:
-            path = next(reversed(found))
-            found[path] = found[path]._replace(beside=chain)
-    return list(found.values())
+            before = by_path.get(path, Network((), ()))
+            by_path[path] = before._replace(sites=[*before.sites, *chain])
+        elif chain[0].beside and by_path:
+            path = next(reversed(by_path))
+            by_path[path] = by_path[path]._replace(beside=chain)
+    return list(by_path.values())
 
 
 def decide_network(

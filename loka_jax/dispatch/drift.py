@@ -182,8 +182,8 @@ class Watch:
             steps: number of training steps since the look before.
         """
         seen = {
-            path: self.sites.get(path, SiteDrift()).after(found, steps)
-            for path, found in measures.items()
+            path: self.sites.get(path, SiteDrift()).after(measured, steps)
+            for path, measured in measures.items()
         }
         return Watch(sites={**self.sites, **seen})
 

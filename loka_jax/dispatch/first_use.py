@@ -137,8 +137,8 @@ def _with_measured(
 ) -> PerformanceModel:
     """Returns what is known after some jobs."""
     table = performance.table
-    for _, found in measured:
-        table = table.merged(found)
+    for _, times in measured:
+        table = table.merged(times)
     return performance.with_table(table)
 
 

@@ -67,13 +67,15 @@ def choose_wire(
         return WireChoice(option, "as asked")
     if devices == 1:
         return WireChoice("f32", "on one device nothing travels")
-    found = [host for host in hosts if (host.device, host.devices) == (device, devices)]
-    if not found:
+    matches = [
+        host for host in hosts if (host.device, host.devices) == (device, devices)
+    ]
+    if not matches:
         reason = (
             f"not measured on {devices} x {device}: {_MEASURE} {SHIPPED.name} does it"
         )
         return WireChoice("f32", reason)
-    return _fastest(found[-1].us, num_bytes, has_kernels)
+    return _fastest(matches[-1].us, num_bytes, has_kernels)
 
 
 def _fastest(

@@ -54,15 +54,15 @@ def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
         recipes: of the `ProbeConfig` that observed it.
     """
     moments = np.asarray(jax.device_get(errors.moments), np.float64)
-    found: RoleErrors = {role: {} for role in ROLES}
+    intervals: RoleErrors = {role: {} for role in ROLES}
     for recipe, by_role in zip(recipes, moments, strict=True):
         for role, by_measure in zip(ROLES, by_role, strict=True):
             if _effective_steps(by_measure[0]) >= LEAST_STEPS:
-                found[role][recipe] = {
+                intervals[role][recipe] = {
                     measure: _next_step(values)
                     for measure, values in zip(MEASURES, by_measure, strict=True)
                 }
-    return found
+    return intervals
 
 
 def seen_errors(
@@ -74,11 +74,15 @@ def seen_errors(
         errors: by the path of the site.
         recipes: of the `ProbeConfig` that observed them.
     """
-    found = {
+    errors_by_path = {
         path: live_intervals(of_site, recipes)
         for path, of_site in jax.device_get(dict(errors)).items()
     }
-    return {path: by_role for path, by_role in found.items() if any(by_role.values())}
+    return {
+        path: by_role
+        for path, by_role in errors_by_path.items()
+        if any(by_role.values())
+    }
 
 
 def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> Ratios:
@@ -89,7 +93,7 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
     Args:
         live, drawn: errors by the path of the site.
     """
-    found: Ratios = {}
+    by_role: Ratios = {}
     for role in ROLES:
         logs: dict[str, list[float]] = {measure: [] for measure in MEASURES}
         for path in live.keys() & drawn.keys():
@@ -97,14 +101,14 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
                 at_site = _log_ratios(live[path][role], drawn[path][role], measure)
                 if at_site:
                     logs[measure].append(float(np.mean(at_site)))
-        found[role] = {
+        by_role[role] = {
             measure: Ratio(
                 float(np.mean(values)), float(np.std(values, ddof=1)), len(values)
             )
             for measure, values in logs.items()
             if len(values) >= 2
         }
-    return found
+    return by_role
 
 
 def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleErrors:
@@ -115,17 +119,17 @@ def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleError
     """
     if not any(live.values()) and not any(ratios.values()):
         return drawn
-    found: RoleErrors = {}
+    own: RoleErrors = {}
     for role in ROLES:
         by_measure = ratios.get(role, {})
-        found[role] = dict(live.get(role, {}))
+        own[role] = dict(live.get(role, {}))
         for recipe, errors in drawn.get(role, {}).items():
-            if recipe not in found[role] and len(by_measure) == len(MEASURES):
-                found[role][recipe] = {
+            if recipe not in own[role] and len(by_measure) == len(MEASURES):
+                own[role][recipe] = {
                     measure: _corrected(errors[measure], by_measure[measure])
                     for measure in MEASURES
                 }
-    return found
+    return own
 
 
 def with_live(

@@ -110,13 +110,13 @@ def health(
         for name, x in zip(OPERANDS, sample.operands, strict=True)
     ]
     flushed, level, peak = (jnp.stack(x) for x in zip(*operands, strict=True))
-    found = Health(jnp.stack(excess), flushed, level, peak)
-    return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.nan), found)
+    result = Health(jnp.stack(excess), flushed, level, peak)
+    return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.nan), result)
 
 
 def _views(products: Products, sample: Sample, state) -> _Views:
     """Returns the operands in FP8 as each role in FP8 reads them."""
-    found = {}
+    views = {}
     for role in ROLES:
         for name in ROLE_OPERANDS[role]:
             cast = products.cast(role, name)
@@ -133,8 +133,8 @@ def _views(products: Products, sample: Sample, state) -> _Views:
             copy = fp8.cast(x, scale_inv, cast.dtype)
             view = products.view(role, name, with_copy(x, copy, amax[None]))
             assert isinstance(view, Fp8Array)
-            found[role, name] = view
-    return found
+            views[role, name] = view
+    return views
 
 
 def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:

@@ -281,9 +281,9 @@ class PerformanceModel:
                     point = _traffic(spec, roofline), us - alone[name], alone[name]
                     points.setdefault(key, []).append(point)
         return {
-            key: _least_squares(*map(np.array, zip(*found, strict=True)))
-            for key, found in points.items()
-            if len(found) >= LEAST_POINTS
+            key: _least_squares(*map(np.array, zip(*samples, strict=True)))
+            for key, samples in points.items()
+            if len(samples) >= LEAST_POINTS
         }
 
 
@@ -316,11 +316,11 @@ def _at_any_rows(table: Table, spec: SiteSpec, name: str) -> dict[str, Any]:
 
     They are those of a model's operands, of which the rows of a batch are draws.
     """
-    found = {}
+    values = {}
     for other in sorted(table.sites, key=lambda x: -abs(math.log(x.m / spec.m))):
         if dataclasses.replace(other, m=spec.m) == spec:
-            found |= getattr(table.sites[other], name)
-    return found
+            values |= getattr(table.sites[other], name)
+    return values
 
 
 def _handed(choice: Choice) -> tuple[GemmRecipe | None, bool]:

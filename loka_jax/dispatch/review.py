@@ -104,8 +104,8 @@ class Reviewer:
             within: the decisions on all sites.
         """
         running = dict(plan.decisions)
-        found = networks(chains_of(self.sites))
-        groups = [{site.path for site in (*x.sites, *x.beside)} for x in found]
+        crossed = networks(chains_of(self.sites))
+        groups = [{site.path for site in (*x.sites, *x.beside)} for x in crossed]
         return {
             path: within[path]._replace(reason="as its cross network changes")
             for paths in groups

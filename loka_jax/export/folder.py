@@ -212,12 +212,14 @@ def _differences(
     here = [p.form for p in programs if runs_here(p.form.platform)]
     if not here:
         return {}
-    model, found = loader.load(folder), {}
+    model, differences = loader.load(folder), {}
     for form in here:
         inputs = _drawn(encoding.blank(form.batch_size), trained)
         expected = evaluated(trained, form, inputs)
-        found[form.batch_size] = float(np.max(np.abs(model.logits(inputs) - expected)))
-    return found
+        differences[form.batch_size] = float(
+            np.max(np.abs(model.logits(inputs) - expected))
+        )
+    return differences
 
 
 def _drawn(blank: loader.Inputs, trained: Trained) -> loader.Inputs:

@@ -68,10 +68,10 @@ def load(folder: Any = None) -> "Model":
     here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     programs = [p for p in description["programs"] if p["platform"] == here]
     if not programs:
-        found = sorted({p["platform"] for p in description["programs"]})
+        platforms = sorted({p["platform"] for p in description["programs"]})
         raise ValueError(
-            f"{path} has programs for {' and '.join(found)}, and JAX runs on {here}: "
-            f"export it with --platforms {' '.join(found)} {here}."
+            f"{path} has programs for {' and '.join(platforms)}, and JAX runs on "
+            f"{here}: export it with --platforms {' '.join(platforms)} {here}."
         )
     own = getattr(jax.devices()[0], "compute_capability", None)
     if other := {p["compute_capability"] for p in programs} - {None, own}:
@@ -229,8 +229,8 @@ class Encoding:
         for at, values in enumerate(lists):
             texts = _each(_text, values, column, at)
             kept = [i for i, text in enumerate(texts) if text is not None]
-            found = _each(find, [texts[i] for i in kept], column, at)[: ids.shape[1]]
-            ids[at, : len(found)] = found
+            row_ids = _each(find, [texts[i] for i in kept], column, at)[: ids.shape[1]]
+            ids[at, : len(row_ids)] = row_ids
             if weights is not None:
                 name = spec["weights"]
                 own = _each(split, [rows[name][at]], name, at)[0]
@@ -238,7 +238,7 @@ class Encoding:
                     why = f"not a weight for each of {len(values)} values"
                     raise _refusal(at, name, own, why)
                 numbers = _each(_weight, [own[i] for i in kept], name, at)
-                weights[at, : len(found)] = numbers[: len(found)]
+                weights[at, : len(row_ids)] = numbers[: len(row_ids)]
 
     @functools.cache  # noqa: B019 (an encoding lives as long as its model)
     def _finder(self, at: int) -> Callable[[str | None], int]:
@@ -247,10 +247,10 @@ class Encoding:
         refuses = self._spec["unknown"] == "error"
 
         def checked(text: str | None) -> int:
-            found = 0 if text is None else find(text)
-            if not found and text is not None and refuses:
+            text_id = 0 if text is None else find(text)
+            if not text_id and text is not None and refuses:
                 raise ValueError("which is not in the vocabulary, and is refused")
-            return found
+            return text_id
 
         return checked
 
@@ -274,14 +274,14 @@ class Encoding:
 
 def _each(function, values, column: str, row: int | None = None) -> list[Any]:
     """Returns the function of each value; each is of `row`, or of a row of its own."""
-    found = []
+    results = []
     for at, value in enumerate(values):
         try:
-            found.append(function(value))
+            results.append(function(value))
         except (ValueError, OverflowError) as error:
             where = at if row is None else row
             raise _refusal(where, column, value, str(error)) from None
-    return found
+    return results
 
 
 def _refusal(at: int, column: str, value: Any, why: str) -> ValueError:

@@ -126,23 +126,22 @@ def _block(index: int, size: int) -> str:
 
 
 def scores(
-    found: Mapping[str, Array],
+    results: Mapping[str, Array],
     exact: Expected,
     perturbed: Sequence[Mapping[str, Array]],
 ) -> dict[str, dict[str, Scores]]:
     """Returns the scores by result and kind.
 
     Args:
-        found: the results of a candidate, by name; those of inference begin with
-            `INFERENCE`.
+        results: of a candidate, by name; those of inference begin with `INFERENCE`.
         exact: the reference.
         perturbed: results of the reference, perturbed as rounding may.
     """
     by_result = {}
-    for name, result in found.items():
+    for name, result in results.items():
         of = name if name in exact.results else name.removeprefix(INFERENCE)
         ref = exact.results[of]
-        others = [result, *(results[of] for results in perturbed)]
+        others = [result, *(other[of] for other in perturbed)]
         kinds = _matrix_scores(ref, others, exact.flips.get(of))
         for (changed, operand), change in exact.uncast.items():
             if changed == of:

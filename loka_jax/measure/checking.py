@@ -62,8 +62,8 @@ class Outcome(NamedTuple):
     @property
     def in_fp8(self) -> dict[str, Fp8Array]:
         """The activations in FP8, by name."""
-        found = {"y_fp8": self.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
-        return {name: x for name, x in found.items() if isinstance(x, Fp8Array)}
+        activations = {"y_fp8": self.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
+        return {name: x for name, x in activations.items() if isinstance(x, Fp8Array)}
 
 
 class Check(NamedTuple):
@@ -243,17 +243,17 @@ def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None
 def _judge(numerics: Numerics, trial: Trial, stored, outcome: Outcome) -> Judgement:
     """Returns how far results are from the reference, which this computes."""
     exact, perturbed = _references(numerics, trial, stored)
-    found, are_right = dict(outcome.results), {}
+    results, are_right = dict(outcome.results), {}
     if not isinstance(outcome.inferred, Fp8Array):
-        found[f"{INFERENCE}y"] = outcome.inferred
+        results[f"{INFERENCE}y"] = outcome.inferred
     for name, out in outcome.in_fp8.items():
         y = exact.results["y"]
         are_right[name] = _are_scales_right(numerics.spec, out, y, trial.vectors)
-        found[name] = out.data.astype(jnp.float32) * out.scale_inv
+        results[name] = out.data.astype(jnp.float32) * out.scale_inv
         exact = in_fp8(name, exact, out.scale_inv)
         perturbed = [in_fp8(name, x, out.scale_inv) for x in perturbed]
     others = [reference.results for reference in perturbed]
-    return Judgement(are_right, scores(found, exact, others))
+    return Judgement(are_right, scores(results, exact, others))
 
 
 def _references(

@@ -55,17 +55,17 @@ class DhenLayer(ModelPart, kw_only=True):
         Raises:
             ValueError: if there is no module, or a sum of different numbers.
         """
-        made = []
+        outputs = []
         if self.dot is not None:
-            made.append(self._dot(x, self.dot, train))
+            outputs.append(self._dot(x, self.dot, train))
         if self.cross is not None:
-            made.append(self._compressed("cross", self._crossed(x), self.cross))
+            outputs.append(self._compressed("cross", self._crossed(x), self.cross))
         if self.linear is not None:
-            made.append(self._compressed("linear", x, self.linear))
+            outputs.append(self._compressed("linear", x, self.linear))
         if self.attention is not None:
             seen = self._attended(x, train)
-            made.append(self._compressed("attention", seen, self.attention))
-        parts = _ensemble(made, self.ensemble)
+            outputs.append(self._compressed("attention", seen, self.attention))
+        parts = _ensemble(outputs, self.ensemble)
         count = sum(part.shape[1] for part in parts)
         if x.shape[1] != count:
             x = self._compressed("residual", x, count)
@@ -116,21 +116,21 @@ class DhenLayer(ModelPart, kw_only=True):
         return nn.Compress(count, recipe=self.recipe, name=name)(x)
 
 
-def _ensemble(made: list[Array], ensemble: Ensemble) -> list[Array]:
+def _ensemble(outputs: list[Array], ensemble: Ensemble) -> list[Array]:
     """Returns the parts of the ensemble of what the modules have made."""
-    counts = [x.shape[1] for x in made]
-    if not made:
+    counts = [x.shape[1] for x in outputs]
+    if not outputs:
         raise ValueError(
             "DHEN has no module: set --dot, --cross, --linear or --attention."
         )
     if ensemble == "concat":
-        return made
+        return outputs
     if len(set(counts)) > 1:
         raise ValueError(
             f"--ensemble sum of modules that make {counts} embeddings: let all make "
             "the same number, or use --ensemble concat."
         )
-    return [sum(made[1:], made[0])]
+    return [sum(outputs[1:], outputs[0])]
 
 
 class Dhen(StackedModel):

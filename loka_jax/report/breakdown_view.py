@@ -18,7 +18,7 @@ def breakdown_views(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     return [view for view in (_view(evaluation, split), *views) if view is not None]
 
 
-def _view(evaluation: dict[str, Any], what: str) -> dict[str, Any] | None:
+def _view(evaluation: dict[str, Any], caption: str) -> dict[str, Any] | None:
     columns = [
         column | {"values": _dicts(column.get("values"))}
         for column in _dicts(evaluation.get("columns"))
@@ -27,25 +27,25 @@ def _view(evaluation: dict[str, Any], what: str) -> dict[str, Any] | None:
     if not columns and not bins:
         return None
     return {
-        "what": what,
+        "what": caption,
         "examples": evaluation.get("examples"),
-        "figures": _calibration(bins, what) if charts.can_draw() else [],
+        "figures": _calibration(bins, caption) if charts.can_draw() else [],
         "bins": bins,
         "columns": columns[:_MAX_COLUMNS],
         "hidden": max(len(columns) - _MAX_COLUMNS, 0),
     }
 
 
-def _calibration(bins: list[dict[str, Any]], what: str) -> list[charts.Figure]:
+def _calibration(bins: list[dict[str, Any]], caption: str) -> list[charts.Figure]:
     names = ("mean_prediction", "mean_label", "mean_label_low", "mean_label_high")
-    found = [[real(part.get(name)) for name in names] for part in bins]
+    rows = [[real(part.get(name)) for name in names] for part in bins]
     points = [
         Interval(*(value for value in values if value is not None))
-        for values in found
+        for values in rows
         if None not in values
     ]
     title = "Calibration by prediction"
-    return charts.intervals(title, what, points, "mean prediction", "mean label")
+    return charts.intervals(title, caption, points, "mean prediction", "mean label")
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

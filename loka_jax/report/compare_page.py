@@ -116,7 +116,7 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
     examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
         "name": run.name,
-        "examples": {k: _shown(found) for k, found in examples.items() if found},
+        "examples": {k: _shown(deltas) for k, deltas in examples.items() if deltas},
         "steps": _shown(by_steps(first.files, run.files)),
         "speedup": rate / base if base and rate else None,
     }
@@ -125,9 +125,9 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
 def _shown(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
     """Returns the differences with whether 0 lies outside of their intervals."""
     return {
-        name: found._asdict()
-        | {"is_clear": found.half is not None and abs(found.mean) > found.half}
-        for name, found in differences.items()
+        name: delta._asdict()
+        | {"is_clear": delta.half is not None and abs(delta.mean) > delta.half}
+        for name, delta in differences.items()
     }
 
 
@@ -139,10 +139,10 @@ def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             "base": [run.name for run in base],
             "names": [run.name for run in group],
             "seeds": sorted({seed_of(r) for r in base} & {seed_of(r) for r in group}),
-            "differences": _shown(found),
+            "differences": _shown(differences),
         }
         for group in others
-        if (found := by_seeds(base, group))
+        if (differences := by_seeds(base, group))
     ]
 
 
@@ -197,12 +197,12 @@ def _minus_first(
     first: ComparedRun, run: ComparedRun
 ) -> list[tuple[float, float | None]]:
     """Returns (examples, difference of NE) at the steps evaluated in both."""
-    found = []
+    differences = []
     for one, two in common_steps(first.files, run.files):
         x, ne, base = map(real, (two.get("examples"), two.get("ne"), one.get("ne")))
         if x is not None and ne is not None and base is not None:
-            found.append((x, ne - base))
-    return found
+            differences.append((x, ne - base))
+    return differences
 
 
 def _series(

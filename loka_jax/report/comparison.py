@@ -102,11 +102,11 @@ def by_examples(one: Scored, two: Scored) -> dict[str, Difference] | None:
         return None
     losses = [_losses(scored) for scored in (one, two)]
     logloss = _weighted(losses[1] - losses[0], one.weights)
-    found = {"logloss": logloss}
+    differences = {"logloss": logloss}
     if base_loss := float(np.average(losses[0], weights=one.weights)):
-        found["ne_delta_pct"] = _times(logloss, 100 / base_loss)
+        differences["ne_delta_pct"] = _times(logloss, 100 / base_loss)
     auc = _auc_difference(one, two)
-    return found if auc is None else found | {"auc": auc}
+    return differences if auc is None else differences | {"auc": auc}
 
 
 def _losses(scored: Scored) -> Float[np.ndarray, "N"]:
@@ -189,13 +189,13 @@ def _over_pairs(
     pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
 ) -> dict[str, Difference]:
     """Returns the difference of each metric over the pairs in which both have it."""
-    found = {}
+    differences = {}
     for name in METRICS:
         values = [(real(a.get(name)), real(b.get(name))) for a, b in pairs]
         minus = [b - a for a, b in values if a is not None and b is not None]
         if minus:
-            found[name] = _student(minus)
-    return found
+            differences[name] = _student(minus)
+    return differences
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:

@@ -57,8 +57,8 @@ def final_of(run: RunFiles) -> Final:
 
 def points(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
     """Returns (examples seen, value) of the lines that have the former."""
-    found = [(real(line.get("examples")), real(line.get(name))) for line in lines]
-    return [(x, y) for x, y in found if x is not None]
+    pairs = [(real(line.get("examples")), real(line.get(name))) for line in lines]
+    return [(x, y) for x, y in pairs if x is not None]
 
 
 def thinned[T](lines: list[T], count: int) -> list[T]:

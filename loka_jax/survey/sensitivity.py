@@ -105,10 +105,10 @@ def _loss_step(
         with nn.overriding(recipes):
             logits = logits_of(model, run.tables, state, batch)
         labels, weights = tasks.labels_and_weights(batch)
-        found = optax.sigmoid_binary_cross_entropy(logits, labels.astype(logits.dtype))
-        if found.ndim == 1:
-            return found
-        return jax.vmap(total)(jnp.where(weights > 0, found, 0.0))
+        values = optax.sigmoid_binary_cross_entropy(logits, labels.astype(logits.dtype))
+        if values.ndim == 1:
+            return values
+        return jax.vmap(total)(jnp.where(weights > 0, values, 0.0))
 
     return step
 

@@ -51,8 +51,8 @@ def effect_of(
     }
     batches = held_out(run, max_batches)
     plain = losses(run, state, batches, {})
-    found = compare(plain, losses(run, state, batches, runnable))
-    rise = Interval(*(found[x] / found["loss"] for x in ("change", "low", "high")))
+    result = compare(plain, losses(run, state, batches, runnable))
+    rise = Interval(*(result[x] / result["loss"] for x in ("change", "low", "high")))
     return Effect(rise, len(plain))
 
 

@@ -104,10 +104,10 @@ class Loop:
         start = self.progress.position
         with self.run.prefetched(start, self._remaining()) as batches:
             source = iter(self.run.ahead(batches))
-            while taken := list(itertools.islice(source, self._steps_at_once())):
-                self._look_at_operands(taken[0][1])
-                self.step(taken)
-                self._take_look(taken[-1][1])
+            while pairs := list(itertools.islice(source, self._steps_at_once())):
+                self._look_at_operands(pairs[0][1])
+                self.step(pairs)
+                self._take_look(pairs[-1][1])
                 self._leave_out_compilation()
                 if self._is_due(loop.log_every):
                     self._log()
@@ -148,15 +148,15 @@ class Loop:
         """Returns this session's seconds of lowering and compiling."""
         return self._clock.compile_seconds()
 
-    def step(self, taken: Sequence[tuple[Position, Batch]]):
+    def step(self, pairs: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
-        step, (positions, batches) = self.progress.step, zip(*taken, strict=True)
+        step, (positions, batches) = self.progress.step, zip(*pairs, strict=True)
         self._batch = batches[-1]
         self._profiler.before(step)
         take_step = self.run.train_step(
             scales_initialized=self._ready_for_initialized_step(),
             probe=self.run.config.probe.config_at(step),
-            steps=len(taken),
+            steps=len(pairs),
         )
         activity = "training" if take_step.has_run else "compiling"
         try:
@@ -169,8 +169,8 @@ class Loop:
             if take_step.has_run or followed is None:
                 raise
             self._change(*followed)
-            for one in taken:
-                self.step([one])
+            for pair in pairs:
+                self.step([pair])
             return
         self._profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
@@ -178,7 +178,7 @@ class Loop:
         examples = sum(min(size, rows - position.step * size) for position in positions)
         self.progress = dataclasses.replace(
             self.progress,
-            step=step + len(taken),
+            step=step + len(pairs),
             position=next_position(positions[-1], self.run.steps_per_epoch),
             examples=self.progress.examples + examples,
         )

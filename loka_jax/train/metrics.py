@@ -218,8 +218,8 @@ def capped_ne(state: MetricState) -> float | None:
     A few outliers cannot raise it, however far off their logits are. NaN after a
     non-finite logit, None if undefined; of several tasks, that of the worst.
     """
-    found = [ne for task in split_tasks(state) if (ne := _capped_ne(task)) is not None]
-    return float(np.max(found)) if found else None  # NaN if one is NaN
+    values = [ne for task in split_tasks(state) if (ne := _capped_ne(task)) is not None]
+    return float(np.max(values)) if values else None  # NaN if one is NaN
 
 
 def _capped_ne(host: MetricState) -> float | None:

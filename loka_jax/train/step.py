@@ -120,7 +120,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> TrainState:
         with jax.named_scope("lookup"):
-            found, rows = _look_up(network, tables, state, batch)
+            ids, rows = _look_up(network, tables, state, batch)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         loss, logits, batch_stats, grads = gradients(state, batch, rows, key)
 
@@ -142,7 +142,7 @@ def make_train_step(
         touched = by_stack(
             functools.partial(lookup.row_gradients, weights=weights),
             tables,
-            found,
+            ids,
             grads.rows,
         )
         with jax.named_scope("update_rows"):
@@ -155,7 +155,7 @@ def make_train_step(
             seen = metrics.update(state.metrics, logits, labels, weights)
         new = kept | {"table": table, "row_state": row_state, "metrics": seen}
         return dataclasses.replace(
-            state, **new, **_counted(is_finite, tables, found, batch, state)
+            state, **new, **_counted(is_finite, tables, ids, batch, state)
         )
 
     return step
@@ -296,12 +296,12 @@ def _look_up(
     model: Any, tables: Tables, state: TrainState, batch: Batch
 ) -> tuple[Any, PyTree[Float[Array, "B _ _"]]]:
     """Returns the ids of a batch in the stacked tables, and the fields' embeddings."""
-    found = by_stack(lookup.find, tables, split(tables, batch))
+    ids = by_stack(lookup.find, tables, split(tables, batch))
     # The model would cast them first of all. Cast here, the rows' gradients have that
     # dtype too, and half the bytes to write and to gather.
     dtype = getattr(model, "compute_dtype", jnp.float32)
     look_up = functools.partial(lookup.embeddings, dtype=dtype)
-    return found, by_stack(look_up, tables, state.table, found)
+    return ids, by_stack(look_up, tables, state.table, ids)
 
 
 def all_finite(loss, grad_norm, row_grads, features) -> Array:
@@ -319,13 +319,13 @@ def accepted(is_finite, proposed: dict[str, Any], state: TrainState):
 
 
 def _counted(
-    is_finite, tables: Tables, found, batch: Batch, state: TrainState
+    is_finite, tables: Tables, ids, batch: Batch, state: TrainState
 ) -> dict[str, Any]:
     """Returns the counters of the state after a step."""
     bad_ids = by_stack(
         lambda _, *part: lookup.count_bad_ids(*part),
         tables,
-        found,
+        ids,
         split(tables, batch),
     )
     return {

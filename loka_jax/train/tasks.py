@@ -117,5 +117,5 @@ def by_task(numbers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if len(found) == len(values) else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if len(present) == len(values) else None

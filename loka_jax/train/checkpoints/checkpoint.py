@@ -206,10 +206,10 @@ class Checkpoints:
             ValueError: if only damaged checkpoints are left.
         """
         self.wait()
-        found = self._newest() if self._processes.is_first else None
-        step = self._processes.same("" if found is None else str(found.step))
+        newest = self._newest() if self._processes.is_first else None
+        step = self._processes.same("" if newest is None else str(newest.step))
         if self._processes.is_first or not step:
-            return found
+            return newest
         return manifest.verified_by_another(self._path(int(step)))  # the first
 
     def _newest(self) -> Saved | None:
@@ -280,7 +280,7 @@ class Checkpoints:
 
     def _save_twice(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
         """Saves in the background thread, trying twice; `wait` raises a failure."""
-        what = f"step {saved.step}"
+        name = f"step {saved.step}"
         for retries_left in (1, 0):
             try:
                 self._write(saved, arrays)
@@ -290,7 +290,7 @@ class Checkpoints:
                 self._manager = None  # the next attempt starts in a clean directory
                 if retries_left:
                     reason = one_line(error)
-                    _log.warning("saving %s failed (%s): retrying.", what, reason)
+                    _log.warning("saving %s failed (%s): retrying.", name, reason)
                     continue
                 self._error = self._failure(saved, error)
 

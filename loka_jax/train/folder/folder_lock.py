@@ -56,13 +56,13 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def remove_unused(workdir: Path, made: list[Path]) -> None:
+def remove_unused(workdir: Path, folders: list[Path]) -> None:
     """Removes the folders that were made for a run, if only its lock is in them."""
     for folder in [path for path in workdir.iterdir() if path.is_dir()]:
         _remove_empty(folder)
     if [path.name for path in workdir.iterdir()] == [_LOCK]:
         (workdir / _LOCK).unlink()
-        for folder in made:
+        for folder in folders:
             _remove_empty(folder)
 
 

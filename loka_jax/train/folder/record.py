@@ -182,8 +182,8 @@ class RunRecord:
             for parts in tasks.values():
                 parts["columns"] = with_names(parts["columns"], encoding)
         (first, *others) = tasks.values()
-        found = {"tasks": tasks} if others else first
-        self.write(EVALUATION, {"split": split} | found)
+        content = {"tasks": tasks} if others else first
+        self.write(EVALUATION, {"split": split} | content)
         scores_file.write_scores(self.workdir, scores)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

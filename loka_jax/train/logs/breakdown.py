@@ -83,10 +83,10 @@ def with_names(
         them; a name is the start of the value, None where many values share an id.
     """
     ids = {c["column"]: [value["id"] for value in c["values"]] for c in columns}
-    found = values_of(folder, ids)
+    values_by_column = values_of(folder, ids)
 
     def named(column: dict[str, Any]) -> dict[str, Any]:
-        pairs = zip(column["values"], found[column["column"]], strict=True)
+        pairs = zip(column["values"], values_by_column[column["column"]], strict=True)
         values = [value | {"name": name and shown(name)} for value, name in pairs]
         return column | {"values": values}
 

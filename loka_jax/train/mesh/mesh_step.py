@@ -217,8 +217,8 @@ def look_up_everywhere(
         rows = exchange.fetch_everywhere(table, places, order, SHARD)
         slots = jnp.arange(len(rows), dtype=jnp.int32)
         is_row = places.v < order.shards
-        found = lookup.at_slots(part, jnp.where(is_row, slots, BAD_ID))
-        return lookup.embeddings(spec, rows, found, dtype)
+        ids = lookup.at_slots(part, jnp.where(is_row, slots, BAD_ID))
+        return lookup.embeddings(spec, rows, ids, dtype)
 
     return by_stack(look_up, tables, state.table, split(tables, batch))
 
@@ -247,8 +247,8 @@ def _fetch(
     def received(spec: TableSpec, part: Batch, route: Routed, payload: Array):
         if part.bags:
             rows = exchange.received_lists(payload, codec, spec.dim)
-            found = lookup.at_slots(part, route.slots)
-            return lookup.embeddings(spec, rows, found, dtype)
+            ids = lookup.at_slots(part, route.slots)
+            return lookup.embeddings(spec, rows, ids, dtype)
         rows = exchange.received(
             payload, route, codec, spec.dim, implementation=implementation
         )
@@ -272,8 +272,8 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
     is_alone = has_replicas and wire.sync == "weights"
 
     def summed(spec: TableSpec, part: Batch, route: Routed, grads):
-        found = lookup.at_slots(part, route.slots)
-        _, grads = lookup.row_gradients(spec, found, grads, weights)
+        ids = lookup.at_slots(part, route.slots)
+        _, grads = lookup.row_gradients(spec, ids, grads, weights)
         return exchange.summed(
             route,
             grads.reshape(-1, spec.dim),
@@ -298,8 +298,8 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
     parts = split(tables, batch), routed.routes, row_grads
     payloads = swapped(by_stack(summed, tables, *parts), SHARD)
     parts = state.table, state.row_state, routed.routes, payloads
-    found = by_stack(update, tables, *parts)
-    return found if isinstance(tables, TableSpec) else zip(*found, strict=True)
+    results = by_stack(update, tables, *parts)
+    return results if isinstance(tables, TableSpec) else zip(*results, strict=True)
 
 
 def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState:

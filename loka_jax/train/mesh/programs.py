@@ -48,8 +48,10 @@ class RoutedStep:
         placed, routed = self._router.together(batches)
         coming = self._router.next_to_route(batches, placed)
         spent = self._router.spent(placed)
-        parts, before, made = self._program(vars(state), placed, routed, coming, spent)
-        self._router.keep(batches, routed, made)
+        parts, before, routed_later = self._program(
+            vars(state), placed, routed, coming, spent
+        )
+        self._router.keep(batches, routed, routed_later)
         return self._sync.after(state, TrainState(**parts), before)
 
     def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:

@@ -261,29 +261,29 @@ class Router:
 
         They are those of former steps, or `placed`, routed, if these are too few.
         """
-        found = [x for x in self._spent if x.capacity == self.capacity]
-        taken, self._spent = found[: len(placed)], found[len(placed) :]
-        lacking = placed[len(taken) :]
-        return *taken, *(self._alone(x).routed for x in lacking)
+        former = [x for x in self._spent if x.capacity == self.capacity]
+        reused, self._spent = former[: len(placed)], former[len(placed) :]
+        lacking = placed[len(reused) :]
+        return *reused, *(self._alone(x).routed for x in lacking)
 
     def keep(
         self,
         batches: Sequence[Batch],
         routed: Sequence[RoutedBatch],
-        made: tuple[Sequence[RoutedBatch], Any],
+        routed_later: tuple[Sequence[RoutedBatch], Any],
     ) -> None:
         """Keeps what the steps of `batches` leave for later steps.
 
         Args:
             batches: of the steps.
             routed: the same, routed; later steps may write over them.
-            made: what the steps have routed, as `with_needs` has it.
+            routed_later: what the steps have routed, as `with_needs` has it.
         """
         self._spent += routed
         for coming in self._coming:
             if any(coming.batch is batch for batch in batches):
                 coming.ahead = None
-        later, needs = made
+        later, needs = routed_later
         for i, coming in enumerate(self._followers(batches)):
             coming.ahead = Ahead(later[i], needs, i)
 
@@ -304,18 +304,18 @@ class Router:
         return Ahead(routed, needs, 0)
 
     def _find(self, batch: Batch) -> "_Coming":
-        found = (x for x in self._coming if x.batch is batch)
-        return next(found, None) or _Coming(batch, self.put(batch))
+        matches = (x for x in self._coming if x.batch is batch)
+        return next(matches, None) or _Coming(batch, self.put(batch))
 
     def _followers(self, batches: Sequence[Batch]) -> list["_Coming"]:
         """Returns the batches that the steps of `batches` route.
 
-        None if the router has not taken batches so far ahead.
+        They are none if the router has not taken batches so far ahead.
         """
-        known = len(self._coming)
-        if known <= self._ahead:
+        count = len(self._coming)
+        if count <= self._ahead:
             return []
-        if self._coming[known - 1 - self._ahead].batch is not batches[-1]:
+        if self._coming[count - 1 - self._ahead].batch is not batches[-1]:
             return []
         return list(self._coming)[-len(batches) :]
 
@@ -373,10 +373,10 @@ def _route_part(
         how: Any = (places, order, capacity, SHARD)
         return *exchange.listed(*how, implementation=implementation), bad
 
-    found = by_stack(one, tables, split(tables, batch), capacity)
+    routed = by_stack(one, tables, split(tables, batch), capacity)
     if not isinstance(tables, TableSpec):
-        found = tuple(zip(*found, strict=True))
-    routes, need, bad = found
+        routed = tuple(zip(*routed, strict=True))
+    routes, need, bad = routed
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
 

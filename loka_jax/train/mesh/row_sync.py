@@ -154,8 +154,8 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
 
     def one(spec: TableSpec, *updates: Remembered):
         num_rows = order_of(spec).places // mesh.shape[SHARD]
-        found, count = row_average.distinct(updates, num_rows)
-        return found, jax.lax.pmax(count, AXES)
+        distinct, count = row_average.distinct(updates, num_rows)
+        return distinct, jax.lax.pmax(count, AXES)
 
     def every(log):
         return _by_kind(tables, by_stack(one, tables, *log))
@@ -191,9 +191,11 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
     )(*parts)
 
 
-def _by_kind(tables: Tables, found: Any) -> Any:
+def _by_kind(tables: Tables, results: Any) -> Any:
     """Returns pairs of each stack as a pair of tuples, as `TrainState` has them."""
-    return found if isinstance(tables, TableSpec) else tuple(zip(*found, strict=True))
+    if isinstance(tables, TableSpec):
+        return results
+    return tuple(zip(*results, strict=True))
 
 
 def _first_table(state: TrainState) -> Any:

@@ -141,7 +141,7 @@ class Spread:
 
         def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
             del spent
-            state, before, made = TrainState(**parts), None, []
+            state, before, later = TrainState(**parts), None, []
             for i, batch in enumerate(batches):
                 with jax.named_scope("route"):
                     capacity = routed[i].capacity
@@ -150,8 +150,8 @@ class Spread:
                 state, before, each, arrived = step(
                     state, batch, routed[i], counts, asked(routes)
                 )
-                made.append(agreed(routes, arrived, each))
-            return vars(state), before, with_needs(made)
+                later.append(agreed(routes, arrived, each))
+            return vars(state), before, with_needs(later)
 
         specs, every = state_specs(), (SPECS,) * steps
         in_specs = (specs, BATCH, every, BATCH, every)
@@ -255,12 +255,12 @@ class Spread:
         def spread(key: Array) -> dict[str, Any]:
             _, table_key = jax.random.split(key)
             make = functools.partial(by_stack, part, self.tables)
-            made = jax.shard_map(
+            parts = jax.shard_map(
                 make, mesh=self.mesh, in_specs=P(), out_specs=P(SHARD), check_vma=False
             )(table_keys(table_key, self.tables))
             if not isinstance(self.tables, TableSpec):
-                made = tuple(zip(*made, strict=True))
-            table, row_state = made
+                parts = tuple(zip(*parts, strict=True))
+            table, row_state = parts
             return vars(init(key)) | {"table": table, "row_state": row_state}
 
         placement = shardings(self.mesh, state_specs())

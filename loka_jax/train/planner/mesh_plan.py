@@ -215,10 +215,10 @@ def estimate(workload: Workload, mesh: Mesh, rates: Rates) -> Estimate:
 
 def fastest(workload: Workload, gpus: int, rates: Rates) -> Estimate:
     """Returns the fastest mesh that fits; if none does, the one that takes least."""
-    found = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
-    fitting = [one for one in found if one.why_not(rates) is None]
+    estimates = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
+    fitting = [one for one in estimates if one.why_not(rates) is None]
     if not fitting:
-        return min(found, key=lambda one: one.memory_bytes)
+        return min(estimates, key=lambda one: one.memory_bytes)
     return min(fitting, key=lambda one: one.step_us)
 
 
@@ -228,13 +228,13 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
     Raises:
         ValueError: if none fits, in one sentence.
     """
-    found = fastest(workload, gpus, rates)
-    if reason := found.why_not(rates):
+    best = fastest(workload, gpus, rates)
+    if reason := best.why_not(rates):
         raise ValueError(
-            f"{workload.name} fits no mesh of {gpus} GPUs: on {found.mesh}, which "
+            f"{workload.name} fits no mesh of {gpus} GPUs: on {best.mesh}, which "
             f"takes least, {reason}: use more GPUs, smaller tables or a smaller batch."
         )
-    return found
+    return best
 
 
 def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:

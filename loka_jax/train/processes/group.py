@@ -118,15 +118,15 @@ def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
     # The store of torchrun listens at the port itself.
     is_taken = "TORCHELASTIC_RUN_ID" in environment
     port = _number(environment, "MASTER_PORT") + is_taken
-    found = {
+    arguments = {
         "coordinator_address": f"{address}:{port}",
         "num_processes": count,
         "process_id": _number(environment, "RANK"),
         "local_device_ids": [_number(environment, "LOCAL_RANK")],
     }
     if address == "127.0.0.1":  # JAX would listen on all networks
-        found["coordinator_bind_address"] = f"{address}:{port}"
-    return found
+        arguments["coordinator_bind_address"] = f"{address}:{port}"
+    return arguments
 
 
 def _number(

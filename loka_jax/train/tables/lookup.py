@@ -20,14 +20,14 @@ from loka_jax.ops import embedding
 from loka_jax.ops.row_order import Order, Places, places_of_ids
 
 
-class FoundBag(NamedTuple):
+class BagIds(NamedTuple):
     """A multi-valued field: its ids in the stacked tables, and their weights."""
 
     ids: Int[Array, "B 1 H"]
     weights: Float[Array, "B 1 H"]
 
 
-class Found(NamedTuple):
+class BatchIds(NamedTuple):
     """The ids of a batch in the stacked tables.
 
     Attributes:
@@ -36,10 +36,10 @@ class Found(NamedTuple):
     """
 
     ids: Int[Array, "B f"]
-    bags: tuple[FoundBag, ...]
+    bags: tuple[BagIds, ...]
 
 
-def find(tables: embedding.TableSpec, batch: Batch) -> Found:
+def find(tables: embedding.TableSpec, batch: Batch) -> BatchIds:
     """Returns the ids of a batch in the stacked tables."""
     single = tables.num_single
     ids = embedding.flat_ids(tables, jnp.asarray(batch.ids), slice(single))
@@ -49,8 +49,8 @@ def find(tables: embedding.TableSpec, batch: Batch) -> Found:
             tables, jnp.asarray(bag.ids)[:, None], slice(field, field + 1)
         )
         weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
-        bags.append(FoundBag(flat, jnp.asarray(weights)[:, None]))
-    return Found(ids, tuple(bags))
+        bags.append(BagIds(flat, jnp.asarray(weights)[:, None]))
+    return BatchIds(ids, tuple(bags))
 
 
 def places(
@@ -70,18 +70,18 @@ def places(
     is_example = jnp.asarray(batch.weights)[:, None] > 0
     bad, parts = jnp.zeros((), jnp.int32), []
     if single:  # XLA (jax 0.11.2) ends the process at empty operands here
-        found = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(single))
-        bad = bad + jnp.sum(found.v == order.shards, dtype=jnp.int32)
-        parts.append(found.where(is_example, order.shards))
+        places = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(single))
+        bad = bad + jnp.sum(places.v == order.shards, dtype=jnp.int32)
+        parts.append(places.where(is_example, order.shards))
     for field, bag in enumerate(batch.bags, single):
         ids, fields = jnp.asarray(bag.ids)[:, None], slice(field, field + 1)
-        found = places_of_ids(tables, ids, order, fields)
-        is_bad = (found.v == order.shards) & (ids != -1)
+        places = places_of_ids(tables, ids, order, fields)
+        is_bad = (places.v == order.shards) & (ids != -1)
         bad = bad + jnp.sum(is_bad, dtype=jnp.int32)
         keep = is_example[:, None]
         if bag.weights is not None:
             keep = keep & (jnp.asarray(bag.weights)[:, None] != 0)
-        parts.append(found.where(keep, order.shards))
+        parts.append(places.where(keep, order.shards))
     flat = (
         jnp.concatenate([x.ravel() for x in column])
         for column in zip(*parts, strict=True)
@@ -89,7 +89,7 @@ def places(
     return Places(*flat), bad
 
 
-def at_slots(batch: Batch, slots: Int[Array, "N"]) -> Found:
+def at_slots(batch: Batch, slots: Int[Array, "N"]) -> BatchIds:
     """Returns what `find` does, with the slots of fetched rows as ids.
 
     Args:
@@ -102,30 +102,30 @@ def at_slots(batch: Batch, slots: Int[Array, "N"]) -> Found:
     for part, bag in zip(others, batch.bags, strict=True):
         weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
         ids = part.reshape(bag.ids.shape)
-        bags.append(FoundBag(ids[:, None], jnp.asarray(weights)[:, None]))
-    return Found(first.reshape(batch.ids.shape), tuple(bags))
+        bags.append(BagIds(ids[:, None], jnp.asarray(weights)[:, None]))
+    return BatchIds(first.reshape(batch.ids.shape), tuple(bags))
 
 
 def embeddings(
     tables: embedding.TableSpec,
     table: Float[Array, "R D"],
-    found: Found,
+    batch_ids: BatchIds,
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "B F D"]:
     """Returns a vector for each field, in `dtype`."""
-    rows = embedding.lookup(table, found.ids).astype(dtype)
-    if not found.bags:
+    rows = embedding.lookup(table, batch_ids.ids).astype(dtype)
+    if not batch_ids.bags:
         return rows
     pooled = [
         embedding.lookup_pooled(table, *bag, pooling).astype(dtype)
-        for bag, pooling in zip(found.bags, tables.pooling, strict=True)
+        for bag, pooling in zip(batch_ids.bags, tables.pooling, strict=True)
     ]
     return jnp.concatenate([rows, *pooled], axis=1)
 
 
 def row_gradients(
     tables: embedding.TableSpec,
-    found: Found,
+    batch_ids: BatchIds,
     grads: Float[Array, "B F D"],
     weights: Float[Array, "B"],
 ) -> tuple[Int[Array, "*N"], Float[Array, "*N D"]]:
@@ -135,18 +135,18 @@ def row_gradients(
 
     Args:
         tables: the embedding tables.
-        found: what was looked up.
+        batch_ids: the ids that were looked up.
         grads: the gradients of `embeddings`.
         weights: of the examples.
     """
     present = weights[:, None] > 0
-    ids = jnp.where(present, found.ids, embedding.BAD_ID)
-    if not found.bags:
+    ids = jnp.where(present, batch_ids.ids, embedding.BAD_ID)
+    if not batch_ids.bags:
         return ids, grads
     single = tables.num_single
     all_ids = [ids.ravel()]
     all_grads = [grads[:, :single].reshape(-1, grads.shape[-1])]
-    for field, bag in enumerate(found.bags, single):
+    for field, bag in enumerate(batch_ids.bags, single):
         row_ids, row_grads = embedding.pooled_row_grads(
             grads[:, field : field + 1],
             bag.ids,
@@ -158,10 +158,10 @@ def row_gradients(
     return jnp.concatenate(all_ids), jnp.concatenate(all_grads)
 
 
-def count_bad_ids(found: Found, batch: Batch) -> Int[Array, ""]:
+def count_bad_ids(batch_ids: BatchIds, batch: Batch) -> Int[Array, ""]:
     """Returns the number of ids out of range; the padding of lists is none."""
-    bad = embedding.count_bad_ids(found.ids)
-    for bag, ids in zip(found.bags, batch.bags, strict=True):
+    bad = embedding.count_bad_ids(batch_ids.ids)
+    for bag, ids in zip(batch_ids.bags, batch.bags, strict=True):
         padding = jnp.sum(jnp.asarray(ids.ids) == -1, dtype=jnp.int32)
         bad = bad + embedding.count_bad_ids(bag.ids) - padding
     return bad

@@ -145,7 +145,7 @@ def look_step(
         looks = {}
         for path, (recipe, fp8_results) in sites.items():
             sample = samples[path]
-            found = health(
+            measures = health(
                 sample,
                 sample.errors.relative_l2[recipes.index(recipe)],
                 recipe,
@@ -153,7 +153,7 @@ def look_step(
                 fp8_results=fp8_results,
                 limits=limits,
             )
-            looks[path] = jnp.stack(found, 1)
+            looks[path] = jnp.stack(measures, 1)
         return looks
 
     # A look is rare and small: faster kernels would not make up for their search.

@@ -55,10 +55,10 @@ class Looks:
     def _read(self, run: Run, progress: Progress, keep: int) -> Progress:
         """Returns the progress with all looks but the newest `keep`."""
         size = run.config.loop.batch_size
-        known = len(progress.scale_watch.warnings)
+        count = len(progress.scale_watch.warnings)
         watch = progress.scale_watch
         while len(self._unread) > keep:
             watch = watch.after(self._unread.popleft(), run.splits.train, size)
-        for sentence in watch.warnings[known:]:
+        for sentence in watch.warnings[count:]:
             self._say(sentence)
         return dataclasses.replace(progress, scale_watch=watch)

@@ -187,8 +187,8 @@ def after_review(
 def _live_errors(run: Run, probe: Any, paths: Iterable[str]) -> dict[str, RoleErrors]:
     """Returns the live errors of sites that were seen in enough steps, by path."""
     stats = by_path(probe)
-    found = {path: stats[path].errors for path in paths if path in stats}
-    return seen_errors(found, run.config.probe.recipes)
+    errors = {path: stats[path].errors for path in paths if path in stats}
+    return seen_errors(errors, run.config.probe.recipes)
 
 
 def _demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:

@@ -283,11 +283,13 @@ def _describe(finding: Finding, names: list[str]) -> str:
     worst, *others = names
     ratio = finding.ratios[worst]
     if finding.fault == "clipped":
-        what = f"was clipped at 1/{ratio:,.0f} of its amax"
+        event = f"was clipped at 1/{ratio:,.0f} of its amax"
     else:
-        what = f"reached 1/{1 / ratio:,.0f} of what its scale covers: most values are 0"
+        event = (
+            f"reached 1/{1 / ratio:,.0f} of event its scale covers: most values are 0"
+        )
     also = f" (likewise {', '.join(others)})" if others else ""
-    return f"{worst} {what}{also}"
+    return f"{worst} {event}{also}"
 
 
 @functools.partial(jax.jit, static_argnames="recipes")
