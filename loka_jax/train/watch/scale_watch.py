@@ -285,9 +285,8 @@ def _describe(finding: Finding, names: list[str]) -> str:
     if finding.fault == "clipped":
         event = f"was clipped at 1/{ratio:,.0f} of its amax"
     else:
-        event = (
-            f"reached 1/{1 / ratio:,.0f} of event its scale covers: most values are 0"
-        )
+        covered = f"1/{1 / ratio:,.0f} of what its scale covers"
+        event = f"reached {covered}: most values are 0"
     also = f" (likewise {', '.join(others)})" if others else ""
     return f"{worst} {event}{also}"
 
