@@ -32,7 +32,7 @@ from loka_jax.nn import (
 )
 from loka_jax.ops import embedding, row_rounding
 from loka_jax.ops.row_order import Order
-from loka_jax.ops.tables import Tables, TableSpec
+from loka_jax.ops.tables import Tables
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
 from loka_jax.optim.clip import global_norm
@@ -40,7 +40,7 @@ from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulated, gradients_of, variables_of
 from loka_jax.train.state import TrainState
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, projected, split
+from loka_jax.train.tables.stacks import by_stack, projected, regrouped, split
 
 # Of evaluation and inference: roundings that the model makes are made, so that weights
 # may be rounded ahead, as in an exported model. By default XLA leaves some out.
@@ -360,7 +360,7 @@ def _update_tables(tables, state: TrainState, touched, row_update: RowUpdate, en
         return update_table(table, row_state, touched, how, lr, enabled)
 
     updated = by_stack(update, tables, state.table, state.row_state, touched)
-    return updated if isinstance(tables, TableSpec) else zip(*updated, strict=True)
+    return regrouped(tables, updated)
 
 
 def rows_lr(row_update: RowUpdate, state: TrainState) -> Array:

@@ -62,7 +62,7 @@ from loka_jax.train.step import (
     update_table,
 )
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, projected, split
+from loka_jax.train.tables.stacks import by_stack, projected, regrouped, split
 from loka_jax.triton import Implementation
 
 
@@ -298,8 +298,7 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
     parts = split(tables, batch), routed.routes, row_grads
     payloads = swapped(by_stack(summed, tables, *parts), SHARD)
     parts = state.table, state.row_state, routed.routes, payloads
-    results = by_stack(update, tables, *parts)
-    return results if isinstance(tables, TableSpec) else zip(*results, strict=True)
+    return regrouped(tables, by_stack(update, tables, *parts))
 
 
 def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState:

@@ -33,7 +33,7 @@ from loka_jax.train import tasks
 from loka_jax.train.mesh import few_numbers
 from loka_jax.train.mesh.devices import BATCH, SHARD, order_of, shardings
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, split
+from loka_jax.train.tables.stacks import by_stack, regrouped, split
 from loka_jax.triton import Implementation
 
 _LEAST = 16  # places in a list
@@ -374,9 +374,7 @@ def _route_part(
         return *exchange.listed(*how, implementation=implementation), bad
 
     routed = by_stack(one, tables, split(tables, batch), capacity)
-    if not isinstance(tables, TableSpec):
-        routed = tuple(zip(*routed, strict=True))
-    routes, need, bad = routed
+    routes, need, bad = regrouped(tables, routed)
     weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
 

@@ -42,7 +42,7 @@ from loka_jax.train.mesh.devices import (
 from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import update_table
-from loka_jax.train.tables.stacks import by_stack
+from loka_jax.train.tables.stacks import by_stack, regrouped
 
 _ROWS = P(SHARD)
 
@@ -158,7 +158,7 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
         return distinct, jax.lax.pmax(count, AXES)
 
     def every(log):
-        return _by_kind(tables, by_stack(one, tables, *log))
+        return regrouped(tables, by_stack(one, tables, *log))
 
     return jax.shard_map(
         every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
@@ -180,7 +180,7 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
         return average(table, state, before)
 
     def every(*parts):
-        return _by_kind(tables, by_stack(one, tables, capacity, *parts))
+        return regrouped(tables, by_stack(one, tables, capacity, *parts))
 
     return jax.shard_map(
         every,
@@ -189,13 +189,6 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
         out_specs=(_ROWS, _ROWS),
         check_vma=False,
     )(*parts)
-
-
-def _by_kind(tables: Tables, results: Any) -> Any:
-    """Returns pairs of each stack as a pair of tuples, as `TrainState` has them."""
-    if isinstance(tables, TableSpec):
-        return results
-    return tuple(zip(*results, strict=True))
 
 
 def _first_table(state: TrainState) -> Any:

@@ -38,7 +38,7 @@ from loka_jax.train.mesh.routing import (
 from loka_jax.train.mesh.row_sync import RowSync
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.step import INFERENCE_OPTIONS, apart, compiled_eval_step
-from loka_jax.train.tables.stacks import by_stack
+from loka_jax.train.tables.stacks import by_stack, regrouped
 
 
 def spread_of(
@@ -258,9 +258,7 @@ class Spread:
             parts = jax.shard_map(
                 make, mesh=self.mesh, in_specs=P(), out_specs=P(SHARD), check_vma=False
             )(table_keys(table_key, self.tables))
-            if not isinstance(self.tables, TableSpec):
-                parts = tuple(zip(*parts, strict=True))
-            table, row_state = parts
+            table, row_state = regrouped(self.tables, parts)
             return vars(init(key)) | {"table": table, "row_state": row_state}
 
         placement = shardings(self.mesh, state_specs())

@@ -47,6 +47,16 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
     return tuple(map(function, tables.stacks, *parts))
 
 
+def regrouped(tables: Tables, results: Any) -> Any:
+    """Returns tuples that `by_stack` has made, as a tuple of what it makes of each part.
+
+    Of several stacks ((a1, b1), (a2, b2)) becomes ((a1, a2), (b1, b2)).
+    """
+    if isinstance(tables, TableSpec):
+        return results
+    return tuple(zip(*results, strict=True))
+
+
 def split(tables: Tables, batch: Batch) -> Any:
     """Returns the batch, or for each of several stacks that with its fields alone."""
     if isinstance(tables, TableSpec):
