@@ -48,9 +48,9 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
 
 
 def regrouped(tables: Tables, results: Any) -> Any:
-    """Returns tuples that `by_stack` has made, as a tuple of what it makes of each part.
+    """Returns the results of `by_stack` by their parts, where they are tuples.
 
-    Of several stacks ((a1, b1), (a2, b2)) becomes ((a1, a2), (b1, b2)).
+    Of two stacks ((a1, b1), (a2, b2)) becomes ((a1, a2), (b1, b2)).
     """
     if isinstance(tables, TableSpec):
         return results
