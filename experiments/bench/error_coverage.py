@@ -129,7 +129,8 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
     stats = nn.by_path(state.probe)
     seen = {path: live_intervals(stats[path].errors, probe.recipes) for path in paths}
     model = run.planned.with_initialized_scales()
-    observe = jax.jit(make_observe_step(model, run.tables, Whole(), ()))
+    parts = model, run.tables, Whole(), config.optim.task_weights
+    observe = jax.jit(make_observe_step(*parts))
     advance = run.train_step(scales_initialized=True)
     real = []
     for step in range(arguments.later):

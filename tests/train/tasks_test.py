@@ -15,18 +15,19 @@ from pyarrow import parquet
 from rich.console import Console
 
 from experiments import configs
-from loka_jax import jsonfile, predict
+from loka_jax import jsonfile, nn, predict
 from loka_jax.data import Batch
 from loka_jax.models import Mmoe
 from loka_jax.ops import embedding
 from loka_jax.optim import OptimConfig, Sgd
+from loka_jax.probe.capture import Capture
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics, session, tasks
 from loka_jax.train.config import RunOptions
 from loka_jax.train.folder.scores_file import read_scores
 from loka_jax.train.logs.log_lines import measure
 from loka_jax.train.state import init_state
-from loka_jax.train.step import RowUpdate, make_train_step
+from loka_jax.train.step import RowUpdate, make_observe_step, make_train_step
 from tests.train.support import lines, summary
 
 TABLES = embedding.TableSpec(rows=(20, 10, 5), dim=16)
@@ -106,6 +107,26 @@ def test_microbatches_give_the_same_step():
     chex.assert_trees_all_close(whole.params, parts.params, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(whole.table, parts.table, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(whole.metrics.loss, parts.metrics.loss, rtol=1e-5)
+
+
+def test_observed_gradients_are_as_large_as_the_step_has():
+    batch, state = make_batch(missing=[(0, 0), (9, 1)]), make_state(MODEL)
+
+    def gradients(task_weights, batch, total_weight=None):
+        observe = make_observe_step(MODEL, TABLES, Capture(), task_weights)
+        seen = nn.by_path(jax.jit(observe)(state, batch, total_weight))
+        return {path: operands.g for path, operands in seen.items()}
+
+    equal = gradients((), batch)
+    assert all(np.any(g) for g in equal.values()) and len(equal) > 1
+    triple = {path: 3 * g for path, g in equal.items()}
+    # A sum over some 30 float32 numbers below 0.03 is right to 1e-7.
+    close = {"rtol": 1e-5, "atol": 1e-7}
+    chex.assert_trees_all_close(gradients((3.0, 3.0), batch), triple, **close)
+    total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+    half = jax.tree.map(lambda x: x[: SIZE // 2], batch)
+    rows = {path: g[: SIZE // 2] for path, g in equal.items()}
+    chex.assert_trees_all_close(gradients((), half, total_weight), rows, **close)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
