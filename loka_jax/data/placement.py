@@ -25,8 +25,9 @@ def placed(batch: Batch, sharding: Sharding | None, part: Part) -> Batch:
 def _spread(rows: Any, sharding: Sharding, part: Part) -> jax.Array:
     """Returns the array over several processes of which this one has some rows.
 
-    Rows that lie on their device already, as generated ones do, stay there: to ask JAX
-    to put them there takes longer than to make them.
+    Rows that lie on their device already, as generated ones do, stay there. Asking JAX
+    to put them there costs the host much: 1,199 us a step of a small model on four
+    GPUs in place of 1,027 (input_threads_4xh100.json).
     """
     first = part.index * len(rows)
     shape = (part.count * len(rows), *rows.shape[1:])

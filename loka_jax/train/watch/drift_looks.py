@@ -119,8 +119,8 @@ def look_step(
 
     A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
     looked at with those of a first step. At most `MAX_ROWS` examples of a batch are
-    run, no more than a device or a microbatch has, with the gradients of the whole
-    batch's mean loss: a look then needs less memory than a step.
+    run, no more than a device or a microbatch has, which bounds the memory of a look.
+    Gradients are those of the whole batch's mean loss, as in the step.
     """
     if not sites:
         return None
