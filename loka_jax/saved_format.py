@@ -39,14 +39,14 @@ def without_key(document: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != KEY}
 
 
-def require_run(path: pathlib.Path, found: object) -> None:
+def require_run(path: pathlib.Path, number: object) -> None:
     """Raises ValueError unless a document of a run has the format that is read.
 
     Args:
         path: of the run or its checkpoint, for the message.
-        found: the number in the document, or None.
+        number: the number in the document, or None.
     """
-    if (reason := why_not(found, RUN)) is not None:
+    if (reason := why_not(number, RUN)) is not None:
         raise ValueError(
             f"{path} cannot be read ({reason}): train the run again, or use that "
             "version."

@@ -292,8 +292,8 @@ def _lists_of_pairs(places: Places, order: Order, how: Any) -> tuple[Lists, Arra
     owner = (v // np.uint32(shards)).astype(jnp.int32)
     row = (v % np.uint32(shards)) * np.uint32(order.depth) + q
     changed = (v[1:] != v[:-1]) | (q[1:] != q[:-1])
-    found = _of_owners(owner, row.astype(jnp.int32), changed, positions, **how)
-    return found, positions
+    lists = _of_owners(owner, row.astype(jnp.int32), changed, positions, **how)
+    return lists, positions
 
 
 def _of_owners(owner, row, changed, positions, owners: int, capacity: int) -> Lists:

@@ -73,10 +73,10 @@ def distinct(
     # Places beyond the length are dropped, as that of no row is.
     place = jnp.where(is_first, count - 1, BAD_ID)
     length = min(rows.size, num_rows)
-    found = _write(jnp.full(length, BAD_ID, jnp.int32), place, rows)
+    oldest = _write(jnp.full(length, BAD_ID, jnp.int32), place, rows)
     source = _write(jnp.zeros(length, jnp.int32), place, positions)
     _, table, state = jax.tree.map(lambda x: x[source], every)
-    return Remembered(found, table, state), count[-1]
+    return Remembered(oldest, table, state), count[-1]
 
 
 def average(

@@ -139,14 +139,14 @@ class Tailed(NamedTuple):
         """
         plans, tree = jax.tree.flatten(self.plans)
         measured = tree.flatten_up_to(amaxes)
-        found: list[DelayedScaling | None] = [None] * len(plans)
+        gradients: list[DelayedScaling | None] = [None] * len(plans)
         for joint in joint_states(plans, tree.flatten_up_to(states)):
             products = Products.of(plans[joint.sites[0]], self.axis_names)
             parts = [x for i in joint.sites for x in measured[i]]
             tables = products.tables_after(joint.tables, parts)
             for i, table in zip(joint.sites, tables, strict=True):
-                found[i] = DelayedScaling(table)
-        return jax.tree.unflatten(tree, found)
+                gradients[i] = DelayedScaling(table)
+        return jax.tree.unflatten(tree, gradients)
 
     def tail(self, name: str, *operands, static: dict[str, Any], **scale_inv):
         """Runs a tail by its provider."""

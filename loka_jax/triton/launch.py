@@ -35,9 +35,9 @@ def left_out() -> Iterator[list[str]]:
     Yields:
         a list, which grows by an entry for each one that a kernel serves.
     """
-    token = _left_out.set(found := [])
+    token = _left_out.set(entries := [])
     try:
-        yield found
+        yield entries
     finally:
         _left_out.reset(token)
 
@@ -66,8 +66,8 @@ def chosen(
         ValueError: if Triton was requested and cannot run.
     """
     if implementation is None:
-        if (found := _left_out.get()) is not None:
-            found += [] if why_not else ["triton"]
+        if (entries := _left_out.get()) is not None:
+            entries += [] if why_not else ["triton"]
             return "xla"
         return "xla" if why_not or why_not_here() else "triton"
     reason = why_not or why_not_installed()
