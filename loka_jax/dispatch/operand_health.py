@@ -17,7 +17,7 @@ small: beside one loud column a product loses next to nothing, and all other col
 everything. So rows and columns that are lost count alike, however small they are.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,13 +29,14 @@ from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, bounds
 from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.products import Products, with_copy
+from loka_jax.ops.products import Products, SiteOperand, with_copy
 from loka_jax.ops.tailed_products import unit_of_fp8
 from loka_jax.probe.capture import Sample
 from loka_jax.recipe import (
     OPERANDS,
     ROLE_OPERANDS,
     ROLES,
+    Cast,
     GemmRecipe,
     Operand,
     Recipe,
@@ -63,8 +64,8 @@ class Health(NamedTuple):
     peak: Float[Array, "*operands"]
 
 
-# By role and operand, in FP8 as the role reads it: it contracts the last dim.
-type _Views = Mapping[tuple[Role, Operand], Fp8Array]
+# Of a site, with the FP8 copies that its tensorwise casts make.
+type _Operands = Mapping[Operand, SiteOperand]
 
 
 def health(
@@ -93,48 +94,60 @@ def health(
     (m, k), n = sample.operands.lhs.shape, sample.operands.rhs.shape[1]
     site = resolve(SiteSpec(m=m, k=k, n=n), Choice("xla", recipe), local_device())
     products = Products.of(site)
-    views = _views(products, sample, state)
+    operands = _operands(products, sample, state)
     for role in fp8_results:
         if products.recipe.gemm(role) is None:
             continue  # its product leaves in high precision
-        first, second = (views[role, name] for name in ROLE_OPERANDS[role])
         place = ROLES.index(role)
-        error = jnp.hypot(errors[place], _rounding(role, first, second))
+        error = jnp.hypot(errors[place], _rounding(products, role, operands))
         errors = errors.at[place].set(error)
     excess = [
         _excess(error, products.recipe.gemm(role), limits)
         for error, role in zip(errors, ROLES, strict=True)
     ]
-    operands = [
-        _of_operand(name, x, views)
+    measures = [
+        _of_operand(x, list(_after_casts(products, name, operands[name])))
         for name, x in zip(OPERANDS, sample.operands, strict=True)
     ]
-    flushed, level, peak = (jnp.stack(x) for x in zip(*operands, strict=True))
+    flushed, level, peak = (jnp.stack(x) for x in zip(*measures, strict=True))
     result = Health(jnp.stack(excess), flushed, level, peak)
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.nan), result)
 
 
-def _views(products: Products, sample: Sample, state) -> _Views:
-    """Returns the operands in FP8 as each role in FP8 reads them."""
-    views = {}
+def _operands(products: Products, sample: Sample, state) -> _Operands:
+    """Returns the operands by name, with copies by the scales of the step."""
+    operands: dict[Operand, SiteOperand] = {}
+    for name, x, amax in zip(OPERANDS, sample.operands, sample.amaxes, strict=True):
+        operands[name] = SiteOperand(x, amax[None], None, None, x.shape, x.dtype)
+        for cast in products.recipe.casts(name):
+            if cast.granularity == "tensorwise":
+                scale_inv = _scale_inv(name, amax, cast, products.recipe, state)
+                copy = fp8.cast(x, scale_inv, cast.dtype)
+                operands[name] = with_copy(x, copy, amax[None])
+    return operands
+
+
+def _scale_inv(name: Operand, amax: Array, cast: Cast, recipe: Recipe, state) -> Array:
+    """Returns the factor that a whole operand is cast with."""
+    if cast.scaling == "delayed":
+        return delayed_scale_inv(state, name, amax, cast, recipe)
+    return fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
+
+
+def _after_casts(
+    products: Products, name: Operand, operand: SiteOperand
+) -> Iterator[Float[Array, "r c"]]:
+    """Yields what each different cast of an operand makes of it."""
+    if operand.tensorwise is not None:  # all roles with a tensorwise cast read it
+        yield operand.tensorwise.dequantize()
     for role in ROLES:
-        for name in ROLE_OPERANDS[role]:
-            cast = products.cast(role, name)
-            if cast is None:
-                continue
-            i = OPERANDS.index(name)
-            x, amax = sample.operands[i], sample.amaxes[i]
-            if cast.scaling == "delayed":
-                scale_inv = delayed_scale_inv(state, name, amax, cast, products.recipe)
-            else:
-                scale_inv = fp8.compute_scale_inv(
-                    amax, cast.dtype, pow2_scale=cast.pow2_scale
-                )
-            copy = fp8.cast(x, scale_inv, cast.dtype)
-            view = products.view(role, name, with_copy(x, copy, amax[None]))
-            assert isinstance(view, Fp8Array)
-            views[role, name] = view
-    return views
+        cast = products.cast(role, name) if name in ROLE_OPERANDS[role] else None
+        if cast is None or cast.granularity == "tensorwise":
+            continue
+        view = products.view(role, name, operand)
+        assert isinstance(view, Fp8Array)
+        left = view.dequantize()
+        yield left.T if _is_transposed(role, name) else left
 
 
 def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:
@@ -144,8 +157,12 @@ def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:
     return jnp.log2(jnp.maximum(error / bounds(limits)["relative_l2"], 1.0))
 
 
-def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]:
+def _rounding(products: Products, role: Role, operands: _Operands) -> Float[Array, ""]:
     """Returns the relative L2 error of a product that leaves in the first's format."""
+    first, second = (
+        products.view(role, name, operands[name]) for name in ROLE_OPERANDS[role]
+    )
+    assert isinstance(first, Fp8Array) and isinstance(second, Fp8Array)
     rows, k = first.data[:_ROWS].astype(jnp.float32), first.data.shape[1]
     product = jnp.dot(
         rows, second.data.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
@@ -154,29 +171,26 @@ def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]
     return quality.relative_l2(scaled, fp8.saturate(scaled, first.data.dtype))
 
 
-def _of_operand(name: Operand, x: Array, views: _Views) -> tuple[Array, Array, Array]:
+def _of_operand(
+    x: Float[Array, "r c"], after_casts: Sequence[Float[Array, "r c"]]
+) -> tuple[Array, Array, Array]:
     """Returns `Health.flushed`, `level` and `peak` of an operand."""
-    flushed = [
-        _flushed(x, view, is_transposed=_is_transposed(role, name))
-        for (role, operand), view in views.items()
-        if operand == name
-    ]
-    if not flushed:
+    if not after_casts:
         nothing = jnp.full((), jnp.nan, jnp.float32)
         return nothing, nothing, nothing
+    flushed = jnp.stack([_flushed(x, left) for left in after_casts])
     roots = jnp.mean(jnp.sqrt(jnp.abs(x)), axis=0)
     level, peak = (2 * jnp.log2(size) for size in (jnp.mean(roots), jnp.max(roots)))
-    return jnp.max(jnp.stack(flushed)), level, peak
+    return jnp.max(flushed), level, peak
 
 
 def _is_transposed(role: Role, name: Operand) -> bool:
     return role == "drhs" or (role, name) == ("fwd", "rhs")
 
 
-def _flushed(x: Array, view: Fp8Array, *, is_transposed: bool) -> Float[Array, ""]:
-    """Returns `Health.flushed` of one cast of an operand."""
-    left = view.dequantize()
-    sizes, left = jnp.abs(x), left.T if is_transposed else left
+def _flushed(x: Float[Array, "r c"], left: Float[Array, "r c"]) -> Float[Array, ""]:
+    """Returns `Health.flushed` of a cast that makes `left` of an operand."""
+    sizes = jnp.abs(x)
     is_flushed = (sizes > 0) & (left == 0)
     return jnp.maximum(*(_mean_lost(sizes, is_flushed, axis) for axis in (0, 1)))
 
