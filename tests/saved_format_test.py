@@ -141,7 +141,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
         for part in (Progress, TrainState)
     )
     assert (saved_format.RUN, progress, state) == (
-        6,
+        7,
         "step position examples seconds plateau best changes returns drift planned "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

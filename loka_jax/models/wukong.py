@@ -10,7 +10,9 @@ Y is learned, or attentive: of an example's own,
     Y       = MLP(flat C^T X) as a matrix                       [n, k]
 
 R is the identity, or a linear map of embeddings where n' = n_F + n_L is not n. The last
-layer of both MLPs is linear.
+layer of both MLPs is linear. Where the norm is BlockNorm, that of eq. 2 is an RMSNorm
+of the whole row without a scale: blocks hide how large the FM of one embedding is
+beside that of another, which cost 0.04 % of NE (docs/wide-models.md, "Mods").
 """
 
 import jax
@@ -44,7 +46,7 @@ class WukongLayer(ModelPart, kw_only=True):
             fm, lcb, residual = self._fm_lcb(x, train)
             flat, input_norm = fm.reshape(batch, -1), "none"
             if self.norm == "block":  # the MLP can do it while it casts its input
-                input_norm = "block"
+                input_norm = "rms"
             else:
                 flat = self._normalized(flat, "fm_norm", train=train)
         widths = (*self.fmb_mlp, self.fm_embeddings * d)

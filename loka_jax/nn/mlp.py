@@ -44,7 +44,8 @@ class Mlp(linen.Module):
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
         implementation: the provider of all layers, see `NormDense`.
-        input_norm: norm of what the first layer reads: "block" or "none".
+        input_norm: norm of what the first layer reads: "none", or "rms", which has no
+            learned scale here.
         fused: run layers in a row, one of them wide, as one operation
             (`ops.wide_stack`) where that serves their plans; not if the implementation
             is given, or with dropout in training. Without a norm a last layer with less
@@ -62,7 +63,7 @@ class Mlp(linen.Module):
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
     implementation: Provider | None = None
-    input_norm: Literal["none", "block"] = "none"
+    input_norm: Literal["none", "rms"] = "none"
     fused: bool = False
     beside: bool = False
 
@@ -95,7 +96,7 @@ class Mlp(linen.Module):
             return self._by_sites(x)
         x = _features(x)
         m, k = math.prod(x.shape[:-1]), x.shape[-1]
-        x = normalize(x, self.input_norm, train=train)
+        x = normalize(x, self.input_norm, train=train, use_scale=False)
         plans = None if self.norm == "batch" else self._plans(m, k, chained=False)
         for i in range(len(self.features)):
             if plans is None:
@@ -117,7 +118,8 @@ class Mlp(linen.Module):
         plans = self._plans(m, k, chained=True, apart=wide)
         out: Array | Activations | Crossed = x
         if 0 not in wide:
-            out = normalize(_features(x), self.input_norm, train=False)
+            x = _features(x)
+            out = normalize(x, self.input_norm, train=False, use_scale=False)
         for i, plan in enumerate(plans):
             if i not in wide:
                 assert not isinstance(out, Crossed)

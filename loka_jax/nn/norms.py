@@ -75,6 +75,7 @@ def normalize(
     *,
     train: bool,
     use_bias: bool = True,
+    use_scale: bool = True,
     name: str | None = None,
 ) -> Float[Array, "... n"]:
     """Returns `x` normalized; to be called inside a compact Flax module.
@@ -85,6 +86,7 @@ def normalize(
             moments in the collection `batch_stats`.
         train: use this batch's moments and update the running ones (batch norm only).
         use_bias: add a learned shift ("layer" and "batch" only).
+        use_scale: multiply by a learned scale (all but "block").
         name: of the Flax module.
 
     Raises:
@@ -94,9 +96,11 @@ def normalize(
         case "none":
             return x
         case "layer":
-            module = linen.LayerNorm(dtype=x.dtype, use_bias=use_bias, name=name)
+            module = linen.LayerNorm(
+                dtype=x.dtype, use_bias=use_bias, use_scale=use_scale, name=name
+            )
         case "rms":
-            module = linen.RMSNorm(dtype=x.dtype, name=name)
+            module = linen.RMSNorm(dtype=x.dtype, use_scale=use_scale, name=name)
         case "block":
             module = BlockNorm(name=name)
         case "batch":
@@ -105,6 +109,7 @@ def normalize(
                 momentum=0.9,
                 dtype=x.dtype,
                 use_bias=use_bias,
+                use_scale=use_scale,
                 name=name,
             )
         case _:

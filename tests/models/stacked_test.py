@@ -69,7 +69,11 @@ def wukong_layer(eq, params, x, k=5):
         attended = flat(compress(params["attended"], x))
         y = eq.mlp(params["attention"], attended, ends_linear=True)
         y, lcb = y.reshape(batch, n, k), params["lcb"]
-    fm = eq.normalize(flat(fm_of_each(x, y)), params.get("fm_norm", {}))
+    fm = flat(fm_of_each(x, y))
+    if eq.norm == "block":  # of whole rows
+        fm = fm / np.sqrt((fm**2).mean(1, keepdims=True) + 1e-6)
+    else:
+        fm = eq.normalize(fm, params.get("fm_norm", {}))
     fmb = eq.mlp(params["fmb"], fm, ends_linear=True).reshape(batch, -1, d)
     out = np.concatenate([fmb, compress(lcb, x)], axis=1)
     return eq.normalize(out + residual(params, x), params.get("norm", {}))
@@ -122,6 +126,12 @@ def test_wukong_follows_its_equations(num_dense, attention_mlp):
     model = make_wukong(recipe="f32", attention_mlp=attention_mlp)
     reference = functools.partial(stacked, layer=wukong_layer)
     assert_follows(model, reference, inputs(num_dense))
+
+
+def test_with_block_norm_fm_is_normalized_over_the_whole_row():
+    model = make_wukong(recipe="f32", norm="block", k=60)  # 300 columns and more
+    layer = functools.partial(wukong_layer, k=60)
+    assert_follows(model, functools.partial(stacked, layer=layer), inputs())
 
 
 def test_a_row_of_a_table_holds_several_embeddings():

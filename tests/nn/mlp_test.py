@@ -64,7 +64,7 @@ def _initialized(module, x):
     "changes",
     [
         {},
-        {"input_norm": "block"},
+        {"input_norm": "rms"},
         # Of which the last layer is no small part.
         {
             "features": (wide_stack.WIDE, 32, 256),
@@ -132,14 +132,16 @@ def test_a_choice_takes_a_small_last_layer_to_fp8():
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("widths", [(wide_stack.WIDE, 64), (64, 64)])
-def test_the_norm_of_the_input_is_that_of_block_norm(widths, fused):
+def test_the_norm_of_the_input_is_over_whole_rows(widths, fused):
     mlp = WIDE.clone(features=widths, recipe="bf16", fused=fused)
-    x = 3 * _x(272)  # of two blocks
+    x = 3 * _x(272)  # more than a block
     variables = mlp.init(jax.random.key(0), x)
-    normed = nn.BlockNorm().apply({}, x)
+    wide = x.astype(jnp.float32)
+    rms = jnp.sqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-6)
+    normed = (wide / rms).astype(x.dtype)
     ours, theirs = (
         _trained(module, variables, rows)
-        for module, rows in ((mlp.clone(input_norm="block"), x), (mlp, normed))
+        for module, rows in ((mlp.clone(input_norm="rms"), x), (mlp, normed))
     )
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert np.linalg.norm(a - b) <= 2.0**-7 * np.linalg.norm(b)

@@ -49,7 +49,7 @@ class Form(NamedTuple):
 ODD = dict(m=47, widths=(95, 271, 79, 63))
 FORMS = [
     Form(ends_linear=True),
-    Form(ends_linear=True, input_norm="block"),
+    Form(ends_linear=True, input_norm="rms"),
     Form("block", "relu", use_bias=True),
     Form("none", "relu", use_bias=True),
     Form("none", "relu", use_bias=True, ends_linear=True),
