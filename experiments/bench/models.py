@@ -8,6 +8,7 @@ wide ones    those of `experiments/configs/wide.py`, see `wide`
 """
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import linen
@@ -26,7 +27,8 @@ DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
 # By name: the configurations `fp8_NAME`.
 WIDE = ("mlperf_dcnv2", "wukong_m", "wukong_l", "wukong_xl", "dhen_m", "dhen_l")
 # LoKA's Mods, one by one.
-MODS = {
+type Mod = Literal["no_bias", "block", "hard_swish"]
+MODS: dict[str, dict[str, Any]] = {
     "no_bias": {"bias": False},
     "block": {"norm": "block"},
     "hard_swish": {"activation": "hard_swish"},

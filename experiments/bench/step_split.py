@@ -19,12 +19,13 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
 from experiments.bench import result as results
-from experiments.bench.models import MODS
+from experiments.bench.models import MODS, Mod
 from experiments.bench.step_parts import kernels_by_part
 from experiments.bench.steps import READ_STEP, chain_of, memory_bytes, warm_up
 from experiments.cli import run_cli
@@ -55,13 +56,14 @@ class Arguments:
     calls: int = 60
     plan: str = "auto"
     arms: tuple[str, ...] | None = None
-    mods: tuple[Literal["no_bias", "block", "hard_swish"], ...] = ()
+    mods: tuple[Mod, ...] = ()
 
 
 def main(arguments: Arguments) -> int:
     """Measures, prints a table, writes the result."""
     arms = arguments.arms or _arms(arguments.config)
-    runs = {arm: _run(arm, arguments) for arm in arms}
+    options = arguments.batch_size, arguments.mods, arguments.plan
+    runs = {arm: run_of(arguments.config, arm, *options) for arm in arms}
     chains, measured = {}, {}
     for arm, run in runs.items():
         chains[arm], measured[arm] = _measured(run)
@@ -88,18 +90,28 @@ def _arms(config: str) -> list[str]:
     return ["xla bf16", "auto bf16", f"xla {recipe}", "dispatch"]
 
 
-def _run(arm: str, arguments: Arguments) -> Run:
-    config = get_config(arguments.config)
+def run_of(
+    config_name: str, arm: str, size: int, mods: Sequence[Mod], plan: str = "auto"
+) -> Run:
+    """Returns the run of an arm, at batches of `size` generated examples.
+
+    Args:
+        config_name: of the configuration.
+        arm: "auto RECIPE" or "xla RECIPE" at every site, "dispatch" for the plan's.
+        size: examples a step.
+        mods: of the model.
+        plan: of "dispatch".
+    """
+    config = get_config(config_name)
     provider, _, recipe = arm.partition(" ")
-    model, rows, plan = config.model, config.embedding, arguments.plan
-    for mod in arguments.mods:
+    model, rows = config.model, config.embedding
+    for mod in mods:
         model = model.clone(**MODS[mod])
     if recipe:
         implementation = "xla" if provider == "xla" else None
         model = model.clone(recipe=recipe, implementation=implementation)
         rows = dataclasses.replace(rows, implementation=implementation)
         plan = "off"
-    size = arguments.batch_size
     data = dataclasses.replace(config.data, examples=size * 64, eval_examples=1024)
     loop = dataclasses.replace(config.loop, batch_size=size)
     return build(

@@ -70,7 +70,7 @@ class Stack(NamedTuple):
             activation=self.activation,
             use_bias=self.use_bias,
             ends_linear=self.ends_linear,
-            input_norm="none" if self.norm == "none" else "block",
+            input_norm="none" if self.norm == "none" else "rms",
         )
 
 

@@ -1,7 +1,7 @@
 """A run's programs and initial state over the devices of a mesh."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -125,7 +125,7 @@ class Spread:
         self,
         step: Callable[..., Any],
         steps: int = 1,
-        options: dict[str, str] | None = None,
+        options: Mapping[str, str | bool] | None = None,
     ) -> RoutedStep:
         """Returns steps of `make_mesh_train_step`, one after another, compiled.
 

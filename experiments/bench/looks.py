@@ -1,0 +1,108 @@
+"""Times looks at the operands of FP8 sites, beside training steps.
+
+    python experiments/bench/looks.py --config fp8_wukong_m --out looks.json
+
+For each batch size: microseconds of a step and of a look (wall clock of queued calls),
+the kernels of a look by JAX's profiler, and the seconds of its first call, which
+compiles it. With one look in k steps, looks cost `look / (k step)` of the time.
+
+On a CPU: `--config fp8_dlrm_tiny --batch-sizes 64 --calls 2`.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import tyro
+
+from experiments.bench import result as results
+from experiments.bench.models import Mod
+from experiments.bench.step_split import run_of
+from experiments.bench.steps import READ_STEP, chain_of, warm_up
+from experiments.cli import run_cli
+from loka_jax.data import Position
+from loka_jax.measure.timing import profile_kernels, time_chains
+from loka_jax.train.watch.drift_looks import look_step, watched
+from loka_jax.train.watch.host_state import Progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        out: where to write the JSON; printed only if None.
+        config: a configuration on generated data.
+        batch_sizes: examples a step.
+        recipe: of all sites, with kernels where they serve.
+        mods: of the model.
+        calls: steps and looks in a round.
+    """
+
+    out: pathlib.Path | None = None
+    config: str = "fp8_wukong_m"
+    batch_sizes: tuple[int, ...] = (2048, 16384)
+    recipe: str = "fp8_tensorwise_delayed"
+    mods: tuple[Mod, ...] = ()
+    calls: int = 20
+
+
+def main(arguments: Arguments) -> int:
+    """Measures, prints a line for each batch size, writes the result."""
+    result = results.head("looks", arguments) | {"runs": {}}
+    for size in arguments.batch_sizes:
+        record = measure(arguments, size)
+        result["runs"][f"{arguments.config} {size}"] = record
+        print(
+            f"{arguments.config} {size}: look {record['look']['median_us']:.0f} us "
+            f"after {record['first_look_s']:.1f} s, step "
+            f"{record['step']['median_us']:.0f} us: {record['cost']:.2%} of the time "
+            f"at one look in {record['look_every']} steps",
+            flush=True,
+        )
+        results.write(arguments.out, result)
+    return 0
+
+
+def measure(arguments: Arguments, size: int) -> dict[str, Any]:
+    """Returns the times of steps and of looks at a batch size.
+
+    Raises:
+        ValueError: if no site is in FP8.
+    """
+    arm = f"auto {arguments.recipe}"
+    run = run_of(arguments.config, arm, size, arguments.mods)
+    state, batches = warm_up(run)
+    held = [dataclasses.replace(state, probe={})]
+    look = look_step(run, watched(run, Progress(position=Position(0, 0, 0))))
+    if look is None:
+        raise ValueError(
+            f"{arguments.recipe} has no site of {arguments.config} in FP8."
+        )
+    start = time.perf_counter()
+    jax.block_until_ready(look(held[0], batches[0]))
+    first_s = time.perf_counter() - start
+
+    def looks(count: int) -> Any:
+        return [look(held[0], batches[i % len(batches)]) for i in range(count)][-1]
+
+    steps = chain_of(run.step, held, batches, READ_STEP)
+    times = time_chains({"step": steps, "look": looks}, calls=arguments.calls)
+    kernels = profile_kernels(looks, calls=3)
+    every = run.config.loop.look_every
+    return {
+        **{name: timing._asdict() for name, timing in times.items()},
+        "look_every": every,
+        "cost": times["look"].median_us / (every * times["step"].median_us),
+        "first_look_s": first_s,
+        "look_kernels": None if kernels is None else kernels._asdict(),
+    }
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Arguments, description=__doc__)
+    sys.exit(run_cli(functools.partial(main, chosen)))
