@@ -64,10 +64,12 @@ def test_block_norm_takes_statistics_of_bfloat16_in_float32():
 class Normalized(linen.Module):
     norm: str
     train: bool = False
+    use_scale: bool = True
 
     @linen.compact
     def __call__(self, x):
-        return nn.normalize(x, self.norm, train=self.train, name="norm")
+        options = dict(train=self.train, use_scale=self.use_scale)
+        return nn.normalize(x, self.norm, **options, name="norm")
 
 
 def layer(x):
@@ -105,6 +107,16 @@ def test_norms_by_name(norm, reference, dtype):
         "rms": {"scale"},
         "batch": {"scale", "bias"},
     }.get(norm, set())
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "batch"])
+def test_a_norm_without_a_learned_scale_is_the_norm_at_its_start(norm):
+    x = support.normal(64, 96)
+    scaled = Normalized(norm, train=True)
+    plain = scaled.clone(use_scale=False)
+    y, variables = plain.init_with_output(jax.random.key(0), x)
+    assert "scale" not in variables.get("params", {}).get("norm", {})
+    chex.assert_trees_all_equal(y, scaled.init_with_output(jax.random.key(0), x)[0])
 
 
 def test_batch_norm_keeps_running_moments_for_evaluation():
