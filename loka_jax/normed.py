@@ -26,8 +26,8 @@ ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
 
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
-# Normalized rows are stored in E4M3 under one constant scale: |xhat| is at most the
-# root of the features that share a statistic, so 16 |xhat| <= 448 up to 784 of them.
+# Normalized rows are stored in E4M3 under a constant scale, this one where at most so
+# many features share a statistic (see `xhat_scale_inv`).
 XHAT_SCALE_INV = 1 / 16
 XHAT_MAX_FEATURES = 784
 
@@ -75,7 +75,7 @@ class Outputs:
         y_fp8: the activations in E4M3, with one scale per row ("rowwise"), or under one
             scale for all rows that the caller passes in ("tensorwise").
         xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
-            (times 1 / `XHAT_SCALE_INV`). Without a norm, the activation's input.
+            (under `xhat_scale_inv`). Without a norm, the activation's input.
         rstd: keep `rstd` for the backward pass.
         y_amax: the largest magnitude of each row of activations, for delayed scaling.
     """
@@ -93,7 +93,7 @@ class Normed(NamedTuple):
     Attributes:
         y: bfloat16 activations.
         y_fp8: E4M3 activations, `scale_inv` float32 `[M, 1]` or `[]`.
-        xhat: bfloat16, or E4M3 to be multiplied by `XHAT_SCALE_INV`.
+        xhat: bfloat16, or E4M3 to be multiplied by `xhat_scale_inv`.
         rstd: float32, `[M]`, or `[N / 256, M]` for block norms over several blocks.
         y_amax: float32 `[P, M]`, for P parts of each row.
     """
@@ -145,6 +145,16 @@ class NormGradients(NamedTuple):
 def norm_features(norm: NormName, n: int) -> int:
     """Returns how many of a row's n features share a statistic."""
     return min(n, NORM_BLOCK) if norm == "block" else n
+
+
+def xhat_scale_inv(norm: NormName, n: int) -> float:
+    """Returns the `scale_inv` of normalized rows of n features in E4M3.
+
+    The least power of two with `sqrt(F) / scale_inv <= 448`, and 1/16 at least: |xhat|
+    is at most the root of the F features that share a statistic.
+    """
+    bound = math.sqrt(norm_features(norm, n)) / fp8_max(E4M3)
+    return max(XHAT_SCALE_INV, 2.0 ** math.ceil(math.log2(bound)))
 
 
 def bounded_scale_inv(

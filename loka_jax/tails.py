@@ -185,8 +185,8 @@ class NormTail(NamedTuple):
 
     Attributes:
         y: the activations, in the requested forms.
-        residuals: for the backward pass: xhat, in E4M3 times 1 / `XHAT_SCALE_INV` or
-            in bfloat16, and rstd; None if not requested.
+        residuals: for the backward pass: xhat, in E4M3 under `normed.xhat_scale_inv`
+            or in bfloat16, and rstd; None if not requested.
     """
 
     y: Written

@@ -35,7 +35,6 @@ from loka_jax.dispatch.table import Entry
 from loka_jax.dispatch.work import roles_of
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
-from loka_jax.normed import XHAT_MAX_FEATURES, norm_features
 from loka_jax.ops import wide_stack
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Operand, Recipe
@@ -104,8 +103,7 @@ def layer_us(
     moved += again * _BF16_BYTES
     if pass_name == "training":
         kept = _FP8_BYTES if recipe.fwd is not None else _BF16_BYTES
-        fits = norm_features(spec.norm, n) <= XHAT_MAX_FEATURES
-        xhat = (kept if fits else _BF16_BYTES) * (spec.norm != "none")
+        xhat = kept * (spec.norm != "none")
         g = written_bytes("g", recipe, pass_name)
         moved += m * n * (_BF16_BYTES + kept + xhat + g)
         moved += again * (_BF16_BYTES + xhat)

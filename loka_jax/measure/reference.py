@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
     NORM_BLOCK,
-    XHAT_SCALE_INV,
     Epilogue,
     NormResiduals,
     NormVectors,
+    xhat_scale_inv,
 )
 
 _ACTIVATIONS = {
@@ -63,7 +63,7 @@ def norm_backward(
     """Returns the gradients of z, gamma and beta from what the forward pass keeps."""
     dy, xhat = dy.astype(jnp.float32), residuals.xhat.astype(jnp.float32)
     if residuals.xhat.dtype == E4M3:
-        xhat = xhat * XHAT_SCALE_INV
+        xhat = xhat * xhat_scale_inv(epilogue.norm, xhat.shape[1])
     u = _affine(xhat, vectors)
     (du,) = jax.vjp(_ACTIVATIONS[epilogue.activation], u)[1](dy)
     g = du if vectors.gamma is None else du * vectors.gamma[None, :]

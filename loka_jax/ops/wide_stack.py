@@ -32,13 +32,11 @@ from loka_jax import triton
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
     NO_VECTORS,
-    XHAT_MAX_FEATURES,
     Epilogue,
     NormName,
     NormResiduals,
     NormVectors,
     bounded_scale_inv,
-    norm_features,
 )
 from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.plan import KernelPlan
@@ -330,11 +328,9 @@ class _Tail(NamedTuple):
     ) -> "_Tail":
         """Returns the tail before or after a product.
 
-        Normalized rows are kept in E4M3 where it holds them all, and the error of the
-        gradient allows it.
+        Normalized rows are kept in E4M3 where the error of the gradient allows it.
         """
-        fits = norm_features(epilogue.norm, shape[1]) <= XHAT_MAX_FEATURES
-        is_fp8 = fits and site.products.recipe.dlhs is not None
+        is_fp8 = site.products.recipe.dlhs is not None
         xhat = (E4M3 if is_fp8 else jnp.bfloat16) if keep else None
         return cls(site.run, epilogue, xhat, shape)
 

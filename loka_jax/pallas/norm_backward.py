@@ -27,13 +27,13 @@ from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
     NO_VECTORS,
     NORM_BLOCK,
-    XHAT_SCALE_INV,
     Epilogue,
     NormGradients,
     NormName,
     NormResiduals,
     NormVectors,
     norm_features,
+    xhat_scale_inv,
 )
 from loka_jax.pallas import column_sums, rows, tiles
 from loka_jax.pallas.activations import input_scale, slope_scaled
@@ -191,7 +191,8 @@ class _Kernel:
     @property
     def xhat_scale(self) -> float:
         """The factor of xhat as it is stored."""
-        return XHAT_SCALE_INV if jnp.dtype(self.xhat_dtype) == E4M3 else 1.0
+        is_fp8 = jnp.dtype(self.xhat_dtype) == E4M3
+        return xhat_scale_inv(self.epilogue.norm, self.layout.n) if is_fp8 else 1.0
 
     @property
     def gamma_scale(self) -> float:

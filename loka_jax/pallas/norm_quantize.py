@@ -22,14 +22,13 @@ from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
     NO_VECTORS,
     NORM_BLOCK,
-    XHAT_MAX_FEATURES,
-    XHAT_SCALE_INV,
     Epilogue,
     Normed,
     NormName,
     NormVectors,
     Outputs,
     norm_features,
+    xhat_scale_inv,
 )
 from loka_jax.pallas import rows, tiles
 from loka_jax.pallas.activations import activate_scaled, input_scale
@@ -266,9 +265,8 @@ class _Kernel:
         """Returns a normalized subtile in the dtype and scale of the output xhat."""
         if self.want.xhat != E4M3:
             return v.astype(self.want.xhat)
-        v = v * (1 / XHAT_SCALE_INV)
-        features = norm_features(self.epilogue.norm, self.layout.n)
-        return v.astype(E4M3) if features <= XHAT_MAX_FEATURES else saturate(v, E4M3)
+        v = v * (1 / xhat_scale_inv(self.epilogue.norm, self.layout.n))
+        return v.astype(E4M3)
 
     def _activated(self, v, gamma, beta, tile: Tile):
         """Returns the activations of a normalized subtile.

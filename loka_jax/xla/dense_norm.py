@@ -18,7 +18,6 @@ from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import (
     NO_VECTORS,
     NORM_BLOCK,
-    XHAT_SCALE_INV,
     ActivationName,
     Epilogue,
     Normed,
@@ -26,6 +25,7 @@ from loka_jax.normed import (
     NormResiduals,
     NormVectors,
     Outputs,
+    xhat_scale_inv,
 )
 from loka_jax.xla.matmul import fp8_matmul, high_precision_matmul
 
@@ -69,7 +69,8 @@ def dense_norm(
         assert y_scale_inv is not None
         y_fp8 = fp8.cast(y, y_scale_inv, E4M3)
     if want.xhat == E4M3:
-        xhat = fp8.saturate(xhat / XHAT_SCALE_INV, E4M3)
+        scale_inv = xhat_scale_inv(epilogue.norm, z.shape[1])
+        xhat = fp8.saturate(xhat / scale_inv, E4M3)
     elif want.xhat is not None:
         xhat = xhat.astype(want.xhat)
     return Normed(
@@ -100,7 +101,7 @@ def norm_backward(
         vectors, epilogue: of the forward pass; bias and epsilon are not used.
     """
     norm, (_, gamma, beta) = epilogue.norm, vectors
-    xhat, rstd = _decode_xhat(residuals.xhat), residuals.rstd
+    xhat, rstd = _decode_xhat(residuals.xhat, norm), residuals.rstd
     u = affine(xhat, vectors)
     _, pull = jax.vjp(ACTIVATIONS[epilogue.activation], u)
     (du,) = pull(dy.astype(jnp.float32))
@@ -171,9 +172,10 @@ def affine(xhat: Float[Array, "m n"], vectors: NormVectors) -> Float[Array, "m n
     return _plus(u, vectors.beta)
 
 
-def _decode_xhat(xhat: Array) -> Array:
+def _decode_xhat(xhat: Array, norm: NormName) -> Array:
     """Returns the stored normalized rows in float32."""
-    scale_inv = XHAT_SCALE_INV if xhat.dtype == E4M3 else 1.0
+    is_fp8 = xhat.dtype == E4M3
+    scale_inv = xhat_scale_inv(norm, xhat.shape[1]) if is_fp8 else 1.0
     return xhat.astype(jnp.float32) * scale_inv
 
 

@@ -16,10 +16,10 @@ from loka_jax import fp8
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
     NO_VECTORS,
-    XHAT_SCALE_INV,
     Epilogue,
     NormResiduals,
     NormVectors,
+    xhat_scale_inv,
 )
 from loka_jax.tails import (
     CrossGradients,
@@ -152,7 +152,8 @@ def norm_tail(
     if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
         stored = normed.astype(jnp.bfloat16)
     else:
-        stored = fp8.saturate(normed / XHAT_SCALE_INV, E4M3)
+        scale_inv = xhat_scale_inv(epilogue.norm, shape[1])
+        stored = fp8.saturate(normed / scale_inv, E4M3)
     return NormTail(y, NormResiduals(_pad(stored, want), rstd))
 
 

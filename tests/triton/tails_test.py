@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import chex
 import jax
@@ -11,7 +12,13 @@ import pytest
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
+from loka_jax.normed import (
+    NO_VECTORS,
+    Epilogue,
+    NormResiduals,
+    NormVectors,
+    xhat_scale_inv,
+)
 from loka_jax.tails import Forms, Outer, Scale, Scaled, Written
 from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail, tail
 from tests import support
@@ -312,6 +319,26 @@ def test_no_norm_sees_the_padding_of_odd_tails(shape, padded, norm, activation):
     _assert_same(_assert_padded(_whole(theirs.dz), shape), _whole(exact.dz))
 
 
+@anywhere_
+@pytest.mark.parametrize("want", [ALL, Forms()], ids=["fp8", "bf16"])
+def test_long_rows_keep_their_loudest_element_in_fp8(want):
+    shape, epilogue = (40, 1200), Epilogue("rms")
+    z = _normal(shape, 0).at[:, 7].set(1000)  # almost the root of 1,200 of xhat
+    scale_inv = None if want.fp8 is None else SCALE_INV
+    options = dict(epilogue=epilogue, want=want, y_scale_inv=scale_inv)
+    ours = norm_tail.norm_tail(Scaled(z), **options)
+    theirs = xla.norm_tail(Scaled(z), **options)
+    _assert_same(ours, theirs)
+    kept = theirs.residuals
+    assert kept is not None and kept.xhat.dtype == E4M3
+    xhat = kept.xhat.astype(jnp.float32) * xhat_scale_inv("rms", shape[1])
+    np.testing.assert_allclose(xhat[:, 7], math.sqrt(shape[1]), rtol=2.0**-4)
+    options = dict(epilogue=epilogue, want=want, dz_scale_inv=scale_inv)
+    args = Scaled(_normal(shape, 1)), None, kept
+    ours = norm_tail.norm_tail_backward(*args, **options)
+    _assert_same_gradients(ours, xla.norm_tail_backward(*args, **options))
+
+
 OF_ROWS = ("layer", "rms")
 NORM_SHAPES = [(64, 512), (48, 80), (32, 336)]
 
@@ -555,7 +582,8 @@ def _norm(want, epilogue, z, x, scales, vectors=NO_VECTORS):
 
 def _norm_backward(want, epilogue, d, xhat, rstd, scales, vectors):
     residuals = NormResiduals(xhat, None if epilogue.norm == "none" else rstd)
-    options = dict(epilogue=epilogue, want=want, dz_scale_inv=Scale(scales, 7))
+    scale_inv = None if want.fp8 is None else Scale(scales, 7)
+    options = dict(epilogue=epilogue, want=want, dz_scale_inv=scale_inv)
     d = _scaled(d, scales)
     return norm_tail.norm_tail_backward(d, None, residuals, vectors, **options)
 
@@ -620,6 +648,19 @@ def test_programs_of_norms_of_whole_rows_do_not_spill(norm, shape):
     run = functools.partial(_norm_backward, _odd(GRADIENT, shape), epilogue)
     rstd = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     args = types["x"], types["x"], rstd, types["scales"], vectors
+    _assert_stores_16_bytes(compiled(run, *args))
+
+
+@pytest.mark.parametrize("shape", [(16384, 2048), (16369, 4593)], ids=str)
+def test_programs_of_plain_norms_of_whole_rows_do_not_spill(shape):
+    m, n = (size + -size % 16 for size in shape)
+    types, epilogue = _types(m, n), Epilogue("rms")
+    run = functools.partial(_norm, _odd(ALL, shape), epilogue)
+    args = types["x"], None, types["scales"], NO_VECTORS
+    _assert_stores_16_bytes(compiled(run, *args))
+    run = functools.partial(_norm_backward, _odd(Forms(), shape), epilogue)
+    rstd = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
+    args = types["x"], types["x8"], rstd, types["scales"], NO_VECTORS
     _assert_stores_16_bytes(compiled(run, *args))
 
 
