@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from loka_jax import fp8, triton, xla
 from loka_jax.fp8 import E4M3
 from loka_jax.measure.compiling import NO_CAPTURE
-from loka_jax.normed import Epilogue
+from loka_jax.normed import Epilogue, NormName
 from loka_jax.tails import Forms, Scale, Scaled
 from loka_jax.triton import cross_tail as triton_cross
 from loka_jax.triton import joined_cast as triton_joined
@@ -31,6 +31,14 @@ _MEASURED = Forms(bf16=False, fp8=E4M3, transposed=True, amax=True)
 _FIRST = 128  # columns of the first of two arrays to be joined
 _EPILOGUE = Epilogue("block", "hard_swish")
 _NO_NORM = Epilogue("none")
+_ROWS = Epilogue("rms")
+_ROW_CONFIGS = (
+    triton_norm.ROW_DEFAULT,
+    triton_norm.PLAIN_ROWS_TRANSPOSED,
+    triton_norm.PLAIN_ROWS,
+    TuningConfig(64, 256, 8),
+    TuningConfig(8, 2048, 8),
+)
 
 _SUMMANDS = (1, 2, 3)
 _CROSS = ("zs", "x0", "bias", "scale_inv")
@@ -41,6 +49,7 @@ _JOIN = ("first", "second", "scale_inv")
 _NORM = ("z", "none", "scale_inv")
 _NORM_R = ("z", "r", "scale_inv")
 _NORM_BACK = ("d", "none", "residuals", "scale_inv")
+_ROWS_BACK = ("d", "none", "residuals of rows", "scale_inv")
 
 
 class Form(NamedTuple):
@@ -96,6 +105,7 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
             operands[f"{name} {i}"] = [*summands]
     z = Scaled(normal(m, n))
     kept = xla.norm_tail(z, epilogue=_EPILOGUE, want=_BF16)
+    kept_rows = xla.norm_tail(z, epilogue=_ROWS, want=_BF16)
     return operands | {
         "x0": Scaled(x0),
         "x08": Scaled(x08.data, (Scale.of(x08.scale_inv),)),
@@ -103,6 +113,7 @@ def make_operands(m: int, n: int) -> dict[str, Any]:
         "second": x0[:, _FIRST:],
         "bias": jax.random.normal(next(keys), (n,)),
         "residuals": kept.residuals,
+        "residuals of rows": kept_rows.residuals,
         "scale_inv": Scale.of(jnp.asarray(2.0**-5, jnp.float32)),
         "none": None,
     }
@@ -127,6 +138,8 @@ def xla_forms() -> list[Form]:
         form("norm back: bf16", _norm_back, _BF16, _NORM_BACK),
         form("norm back: fp8, fp8^T", _norm_back, _HANDED, _NORM_BACK),
         form("norm back: fp8, fp8^T, amax", _norm_back, _MEASURED, _NORM_BACK),
+        form("norm of rows: fp8, fp8^T", _rows, _HANDED, _NORM),
+        form("norm of rows back: bf16", _rows_back, _BF16, _ROWS_BACK),
         form("cast: fp8, fp8^T, amax", _cast, _MEASURED, ("z", "scale_inv")),
     ]
 
@@ -142,6 +155,8 @@ def triton_forms(m: int, n: int, tune: bool) -> list[Form]:
         ("join", _join, _MEASURED, _JOIN, triton_joined.DEFAULT),
         ("norm", _norm, _HANDED, _NORM, norm),
         ("norm back", _norm_back, _MEASURED, _NORM_BACK, norm),
+        ("norm of rows", _rows, _HANDED, _NORM, triton_norm.PLAIN_ROWS_TRANSPOSED),
+        ("norm of rows back", _rows_back, _BF16, _ROWS_BACK, triton_norm.PLAIN_ROWS),
         ("cast", _cast, _MEASURED, ("z", "scale_inv"), cast),
     )
     return [
@@ -172,7 +187,7 @@ def _triton(name, operation, want, reads, shape, config, kernel="") -> Form:
     run = functools.partial(operation, _Triton(config), want)
     why_not = triton.why_not_here() or triton_norm.why_not(
         *shape,
-        norm="block" if operation in (_norm, _norm_back) else "none",
+        norm=_norm_of(operation),
         config=config,
     )
     reference = _by_xla(operation, want)
@@ -185,8 +200,14 @@ def _by_xla(operation: Callable[..., Any], want: Forms) -> Callable[..., Any]:
 
 
 def _configs(operation: Callable[..., Any]) -> tuple[TuningConfig, ...]:
-    has_norm = operation in (_norm, _norm_back)
-    return triton_norm.CONFIGS if has_norm else triton_cross.CONFIGS
+    by_norm = {"block": triton_norm.CONFIGS, "rms": _ROW_CONFIGS}
+    return by_norm.get(_norm_of(operation), triton_cross.CONFIGS)
+
+
+def _norm_of(operation: Callable[..., Any]) -> NormName:
+    if operation in (_norm, _norm_back):
+        return "block"
+    return "rms" if operation in (_rows, _rows_back) else "none"
 
 
 class _Triton:
@@ -226,18 +247,24 @@ def _join(provider, want, first, second, scale_inv):
     return provider.joined_cast(first, second, want=want, scale_inv=scale_inv)
 
 
-def _norm(provider, want, z, r, scale_inv):
+def _norm(provider, want, z, r, scale_inv, epilogue=_EPILOGUE):
     scale_inv = _scale(want, scale_inv)
-    return provider.norm_tail(
-        z, r, epilogue=_EPILOGUE, want=want, y_scale_inv=scale_inv
-    )
+    return provider.norm_tail(z, r, epilogue=epilogue, want=want, y_scale_inv=scale_inv)
 
 
-def _norm_back(provider, want, d, r, residuals, scale_inv):
+def _norm_back(provider, want, d, r, residuals, scale_inv, epilogue=_EPILOGUE):
     scale_inv = _scale(want, scale_inv)
     return provider.norm_tail_backward(
-        d, r, residuals, epilogue=_EPILOGUE, want=want, dz_scale_inv=scale_inv
+        d, r, residuals, epilogue=epilogue, want=want, dz_scale_inv=scale_inv
     )
+
+
+def _rows(provider, want, z, r, scale_inv):
+    return _norm(provider, want, z, r, scale_inv, epilogue=_ROWS)
+
+
+def _rows_back(provider, want, d, r, residuals, scale_inv):
+    return _norm_back(provider, want, d, r, residuals, scale_inv, epilogue=_ROWS)
 
 
 def _cast(provider, want, z, scale_inv):
