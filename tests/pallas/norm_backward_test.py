@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3, E5M2, fp8_max
-from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormResiduals, NormVectors
+from loka_jax.normed import Epilogue, NormResiduals, NormVectors, xhat_scale_inv
 from loka_jax.pallas.norm_backward import (
     default_config,
     norm_backward,
@@ -41,7 +41,7 @@ def _operands(n, norm, xhat_dtype, *, m=M):
     z = 2 * rng.standard_normal((m, n)) + 0.3
     xhat, rstd = support.normalize(z, norm, 1e-6)
     rstd = None if rstd is None else jnp.asarray(rstd, jnp.float32)
-    scale = 1 / XHAT_SCALE_INV if xhat_dtype == E4M3 else 1.0
+    scale = 1 / xhat_scale_inv(norm, n) if xhat_dtype == E4M3 else 1.0
     xhat = jnp.asarray(scale * xhat, jnp.float32).astype(xhat_dtype)
     dy = jnp.asarray(dy, BF16)
     return dy, NormResiduals(xhat, rstd), support.affine(n, norm)
@@ -66,7 +66,7 @@ def _slope(activation, u):
 def _reference(dy, residuals, vectors, epilogue):
     """Returns dz, dgamma and dbeta in float64, and the sums of their magnitudes."""
     (xhat, rstd), norm = residuals, epilogue.norm
-    scale = XHAT_SCALE_INV if xhat.dtype == E4M3 else 1.0
+    scale = xhat_scale_inv(norm, xhat.shape[1]) if xhat.dtype == E4M3 else 1.0
     gamma = 1.0 if vectors.gamma is None else vectors.gamma
     beta = 0.0 if vectors.beta is None else vectors.beta
     dy, x, gamma, beta = (

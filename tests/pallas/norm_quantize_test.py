@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import XHAT_SCALE_INV, Epilogue, NormVectors, Outputs
+from loka_jax.normed import Epilogue, NormVectors, Outputs, xhat_scale_inv
 from loka_jax.pallas.norm_quantize import (
     default_config,
     norm_quantize,
@@ -56,14 +56,15 @@ def _check_rows(out, y, xhat, rstd):
         np.testing.assert_allclose(out.rstd, rstd, rtol=1e-4)
 
 
-def _check_tensor(out, y, xhat, rstd):
+def _check_tensor(norm, out, y, xhat, rstd):
     """Checks the outputs of `TENSOR_SCALE`."""
     assert out.y is None and out.rstd is None and out.y_amax is None
     support.assert_fp8(out.y_fp8.data, Y_SCALE_INV, y, error=_tanh_error(y))
     if rstd is None:
         support.assert_bfloat16(out.xhat, xhat, error=1e-5)
     else:
-        support.assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=1e-5)
+        scale_inv = xhat_scale_inv(norm, xhat.shape[1])
+        support.assert_fp8(out.xhat, scale_inv, xhat, error=1e-5)
 
 
 def _check(run, n, norm, activation, want, config, *, m=M):
@@ -74,7 +75,7 @@ def _check(run, n, norm, activation, want, config, *, m=M):
     y_scale_inv = jnp.float32(Y_SCALE_INV) if want.y_fp8 == "tensorwise" else None
     rest = dict(want=want, y_scale_inv=y_scale_inv, config=config)
     out = run(z, (), vectors, epilogue=epilogue, **rest)
-    check = _check_rows if want.y else _check_tensor
+    check = _check_rows if want.y else functools.partial(_check_tensor, norm)
     check(out, *support.forward(z, vectors, epilogue))
 
 
