@@ -19,8 +19,8 @@ _THREADS = 8
 def untuned_here() -> dict[str, str | bool]:
     """Returns the options for a program that runs too few times to be tuned.
 
-    Its products are cuBLAS's, which chooses well without a search; those of Triton in
-    tiles that nobody chose were two thirds of the time of a look.
+    Its products are cuBLAS's, which chooses kernels by heuristics. Triton's, in tiles
+    that no search chose, were two thirds of the time of a look (looks_h100.json).
     """
     if jax.default_backend() != "gpu":
         return {}
