@@ -29,7 +29,7 @@ from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, bounds
 from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.products import Products, SiteOperand, with_copy
+from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.ops.tailed_products import unit_of_fp8
 from loka_jax.probe.capture import Sample
 from loka_jax.recipe import (
@@ -118,12 +118,15 @@ def _operands(products: Products, sample: Sample, state) -> _Operands:
     """Returns the operands by name, with copies by the scales of the step."""
     operands: dict[Operand, SiteOperand] = {}
     for name, x, amax in zip(OPERANDS, sample.operands, sample.amaxes, strict=True):
-        operands[name] = SiteOperand(x, amax[None], None, None, x.shape, x.dtype)
-        for cast in products.recipe.casts(name):
-            if cast.granularity == "tensorwise":
-                scale_inv = _scale_inv(name, amax, cast, products.recipe, state)
-                copy = fp8.cast(x, scale_inv, cast.dtype)
-                operands[name] = with_copy(x, copy, amax[None])
+        # A recipe casts an operand tensorwise in one way.
+        casts = (
+            c for c in products.recipe.casts(name) if c.granularity == "tensorwise"
+        )
+        copy = None
+        if (cast := next(casts, None)) is not None:
+            scale_inv = _scale_inv(name, amax, cast, products.recipe, state)
+            copy = fp8.cast(x, scale_inv, cast.dtype)
+        operands[name] = SiteOperand(x, amax[None], copy, None, x.shape, x.dtype)
     return operands
 
 
