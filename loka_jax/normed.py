@@ -26,8 +26,8 @@ ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
 
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
-# Normalized rows are stored in E4M3 under a constant scale, this one where at most so
-# many features share a statistic (see `xhat_scale_inv`).
+# The scale of normalized rows in E4M3 where at most so many features share a statistic
+# (see `xhat_scale_inv`). Sites by Pallas keep longer rows in bfloat16.
 XHAT_SCALE_INV = 1 / 16
 XHAT_MAX_FEATURES = 784
 

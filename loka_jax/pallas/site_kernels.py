@@ -53,9 +53,9 @@ def training_outputs(spec: SiteSpec, recipe: Recipe) -> Outputs:
     """Returns the outputs of a differentiated forward pass.
 
     The activations as `spec.out` says, and in bfloat16 always: the gradient of the next
-    weight reads them. Normalized rows are kept in E4M3 where E4M3 holds every value of
-    the norm and the recipe has dlhs in FP8, whose error is four times what this adds to
-    the gradient (0.01). That of gamma is off by 0.03.
+    weight reads them. Normalized rows are kept in E4M3 where its finest scale holds
+    every value of the norm and the recipe has dlhs in FP8, whose error is four times
+    what this adds to the gradient (0.01). That of gamma is off by 0.03.
     """
     norm = spec.norm
     fits = norm != "none" and norm_features(norm, spec.n) <= XHAT_MAX_FEATURES
