@@ -6,7 +6,7 @@ One process drives all GPUs. For every size of a device's float32 array:
 
     f32          psum
     bf16         cast, psum, cast back
-    int8 xla     quantized_psum, XLA's passes around two collectives; block after `b`
+    int8 xla     quantized_psum, XLA's passes around collectives; block after `b`
     int8 triton  the same with our kernels; e4m3 likewise
 
 Each is repeated inside one program, a sum of sums, so that its dispatch (about 150 us,
@@ -237,16 +237,17 @@ def local(arguments: Arguments, mib: float) -> dict[str, Any]:
     num_bytes = {"copy": 8 * size}
     for format in ("int8", "e4m3"):
         packing = Packing(size, devices, arguments.blocks[0], format)
-        rows = [
-            (jax.jit(functools.partial(xla.pack, packing=packing))(x),) for x in sets
-        ]
-        wire = devices * packing.row_bytes
+        pack = jax.jit(functools.partial(xla.pack, packing=packing))
+        rows = [pack(x) for x in sets]
+        # Two devices unpack both vectors, and add them up.
+        pairs = [jnp.tile(x, (2, 1)) for x in rows] if devices == 2 else rows
+        operands = {"pack": sets, "sum_packed": rows, "unpack": pairs}
         for name, run in _providers(arguments, packing, format).items():
             part = name.split()[0]
-            inputs = [(x,) for x in sets] if part == "pack" else rows
-            programs[name] = run, inputs
+            programs[name] = run, [(x,) for x in operands[part]]
+            packed = pairs if part == "unpack" else rows
             total = packing.row_bytes if part == "sum_packed" else 4 * size
-            num_bytes[name] = wire + total
+            num_bytes[name] = packed[0].size + total
     compiled = compile_all(
         {n: (run, inputs[0]) for n, (run, inputs) in programs.items()}
     )
@@ -275,7 +276,9 @@ def _providers(
     arguments: Arguments, packing: Packing, format: Format
 ) -> dict[str, Callable]:
     """Returns the functions that are timed, by part, format, provider and config."""
-    names = ("pack", "sum_packed", "unpack")
+    names = ("pack", "unpack")
+    if packing.parts > 2:
+        names = (*names, "sum_packed")
     runs: dict[str, Callable] = {
         f"{name} {format} xla": functools.partial(getattr(xla, name), packing=packing)
         for name in names

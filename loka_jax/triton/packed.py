@@ -88,13 +88,15 @@ def sum_packed(
 
 
 def unpack(
-    packed: UInt8[Array, "n w"],
+    packed: UInt8[Array, "p w"],
     packing: Packing,
     dtype: DTypeLike = jnp.float32,
     *,
     config: TuningConfig = UNPACK,
 ) -> Float[Array, "m"]:
-    """Returns the vector of these parts, float32 or bfloat16.
+    """Returns the vector of these parts, float32 or bfloat16; of v vectors', their sum.
+
+    Added up in float32, in the order of the vectors.
 
     Raises:
         ValueError: if the dtype is not served (see `why_not`).
@@ -105,7 +107,9 @@ def unpack(
 
     out = jax.ShapeDtypeStruct((packing.size,), dtype)
     blocks = packing.parts * packing.blocks
-    (x,) = _run(packed_kernel.unpack_kernel, packed, out, blocks, packing, config)
+    vectors = len(packed) // packing.parts
+    kernel = packed_kernel.unpack_kernel
+    (x,) = _run(kernel, packed, out, blocks, packing, config, vectors=vectors)
     return x
 
 
@@ -120,6 +124,7 @@ def _run(
     blocks: int,
     packing: Packing,
     config: TuningConfig,
+    **constants: int,
 ):
     """Returns the results of a kernel whose programs share `blocks` blocks."""
     tile = config.values // packing.block
@@ -138,6 +143,7 @@ def _run(
             tile=tile,
             is_int8=packing.format == "int8",
             limit=packing.limit,
+            **constants,
         ),
     )
 

@@ -81,10 +81,14 @@ def unpack_kernel(
     tile: tl.constexpr,
     is_int8: tl.constexpr,
     limit: tl.constexpr,
+    vectors: tl.constexpr,
 ):
-    """Writes the vector of codes and factors."""
+    """Writes the sum of the vectors of codes and factors."""
     number = tl.program_id(0) * tile + tl.arange(0, tile)
     values = _load(packed, number, parts, blocks, block, is_int8)
+    for vector in tl.static_range(1, vectors):
+        row = packed + vector * parts * (blocks * (block + _SCALE_BYTES))
+        values += _load(row, number, parts, blocks, block, is_int8)
     at = number.to(tl.int64)[:, None] * block + tl.arange(0, block)
     tl.store(x + at, values.to(x.dtype.element_ty), mask=at < size)
 

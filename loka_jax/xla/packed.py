@@ -30,10 +30,16 @@ def sum_packed(packed: UInt8[Array, "n w"], packing: Packing) -> UInt8[Array, "1
 
 
 def unpack(
-    packed: UInt8[Array, "n w"], packing: Packing, dtype: DTypeLike = jnp.float32
+    packed: UInt8[Array, "p w"], packing: Packing, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "m"]:
-    """Returns the vector of these parts in a dtype."""
-    return _unpack(packed, packing).ravel()[: packing.size].astype(dtype)
+    """Returns the vector of these parts in a dtype; of v vectors' parts, their sum.
+
+    Added up in float32, in the order of the vectors.
+    """
+    blocks = _unpack(packed, packing)
+    vectors = blocks.reshape(-1, packing.parts, *blocks.shape[1:])
+    total = functools.reduce(jnp.add, vectors)
+    return total.ravel()[: packing.size].astype(dtype)
 
 
 def _pack(blocks: Float[Array, "p k b"], packing: Packing) -> UInt8[Array, "p w"]:
