@@ -37,6 +37,9 @@ from loka_jax.train.tables.stacks import by_stack, regrouped, split
 from loka_jax.triton import Implementation
 
 _LEAST = 16  # places in a list
+# So that lists of rows of any number of bytes begin at multiples of 16 bytes: NCCL is
+# slow where they do not (NVIDIA/nccl issue 413).
+_MULTIPLE = 16
 _GROWTH = 1.05
 _CLIMB = 1.5
 _AHEAD = 3  # steps; with fewer the host waits for the last that it launched
@@ -152,8 +155,8 @@ def capacity_for(need: float, most: int) -> int:
     """Returns the capacity for lists of about `need` places.
 
     It leaves room for four standard deviations, if each list holds any of many ids
-    independently of the others, and comes from a geometric ladder, so that runs alike
-    compile the same programs.
+    independently of the others, and comes from a geometric ladder of multiples of 16,
+    so that runs alike compile the same programs.
 
     Args:
         need: length of the longest list so far.
@@ -161,7 +164,7 @@ def capacity_for(need: float, most: int) -> int:
     """
     room = max((need + 4 * math.sqrt(need)) / _LEAST, 1.0)
     rung = math.ceil(math.log(room, _GROWTH) - 1e-9)
-    return min(math.ceil(_LEAST * _GROWTH**rung / 8) * 8, most)
+    return min(math.ceil(_LEAST * _GROWTH**rung / _MULTIPLE) * _MULTIPLE, most)
 
 
 class Router:

@@ -18,6 +18,7 @@ def test_capacities_leave_room_and_come_from_a_ladder():
     for need in (0, 1, 15, 100, 20_000, 10**6):
         capacity = capacity_for(float(need), 2**31)
         assert need + 4 * np.sqrt(need) <= capacity <= 1.06 * need + 5 * need**0.5 + 32
+        assert capacity % 16 == 0
     rungs = {capacity_for(float(need), 2**31) for need in range(20_000, 21_000)}
     assert len(rungs) <= 3
     assert capacity_for(1000.0, 900) == 900
