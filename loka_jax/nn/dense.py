@@ -73,7 +73,8 @@ class Dense(linen.Module):
         rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
         out = _site_matmul(self, rows, kernel, crosses=self.crosses)
         if bias is not None:
-            out = out + bias.astype(out.dtype)[None, :]
+            # In float32: else the bias's gradient would be summed in bfloat16.
+            out = (out.astype(jnp.float32) + bias[None, :]).astype(out.dtype)
         return out.reshape(*parts[0].shape[:-1], self.features)
 
 
@@ -262,10 +263,15 @@ def _with_state(
     recipe, spec = plan.choice.recipe, plan.spec
     if not recipe.is_delayed:
         return plan, None
-    if xla.why_not(_ANY_BATCH, spec.k, spec.n):
+    if not weight_has_fp8(spec.k, spec.n):
         choice = dataclasses.replace(plan.choice, recipe=in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
     return plan, read_scaling(module, recipe)
+
+
+def weight_has_fp8(k: int, n: int) -> bool:
+    """Returns True if a weight (k, n) can be multiplied in FP8, by enough rows."""
+    return xla.why_not(_ANY_BATCH, k, n) is None
 
 
 _ANY_BATCH = 16  # a number of rows that FP8 allows

@@ -41,8 +41,24 @@ def test_a_dense_layer_is_its_product_plus_its_bias(recipe):
     dtype = recipe.compute_dtype
     state = scaling.init_delayed(recipe) if recipe.is_delayed else None
     product = xla_matmul(recipe)(x.astype(dtype), params["kernel"], state)
-    expected = product + params["bias"].astype(dtype)[None, :]
-    chex.assert_trees_all_equal(layer.apply(variables, x), expected)
+    expected = product.astype(jnp.float32) + params["bias"][None, :]
+    chex.assert_trees_all_equal(layer.apply(variables, x), expected.astype(dtype))
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    layer, rows = Dense(8, recipe="bf16"), 1 << 14
+    x = support.normal(rows, 16)
+    variables = init(layer, x)
+    g = support.normal(rows, 8, seed=1).astype(jnp.bfloat16)
+
+    @jax.jit
+    def gradient(params, g):
+        return jax.vjp(lambda p: layer.apply({"params": p}, x), params)[1](g)[0]
+
+    ours = np.asarray(gradient(variables["params"], g)["bias"], np.float64)
+    exact = np.asarray(g, np.float64).sum(axis=0)
+    bound = support.sum_error(rows, np.abs(np.asarray(g, np.float64)).sum(axis=0))
+    assert np.all(np.abs(ours - exact) <= bound)
 
 
 def test_a_dense_layer_keeps_its_leading_dims():
