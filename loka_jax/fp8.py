@@ -132,6 +132,16 @@ def amax_over_devices(
     return jax.lax.bitcast_convert_type(largest, amax.dtype)
 
 
+def power_of_two_up(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the least powers of two that are not below positive normal numbers."""
+    return 1.0 / _power_of_two_down(1.0 / x)
+
+
+def _power_of_two_down(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT_BITS
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def compute_scale_inv(
     amax: Float[Array, "*shape"],
     dtype: DTypeLike,
@@ -157,8 +167,7 @@ def compute_scale_inv(
     floor = 2 * limit * float(jnp.finfo(jnp.float32).tiny)
     scale = limit / jnp.maximum(amax, floor)
     if pow2_scale:
-        bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT_BITS
-        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        scale = _power_of_two_down(scale)
     return jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
 
 

@@ -84,6 +84,15 @@ def test_scales_are_powers_of_two(dtype):
     np.testing.assert_array_equal(mantissa, 0.5)
 
 
+def test_numbers_round_up_to_powers_of_two():
+    x = 10.0 ** jnp.linspace(-36, 36, 999, dtype=jnp.float32)
+    up = np.asarray(fp8.power_of_two_up(x))
+    mantissa, _ = np.frexp(up)
+    np.testing.assert_array_equal(mantissa, 0.5)
+    assert np.all((x <= up) & (up < 2 * x))
+    np.testing.assert_array_equal(fp8.power_of_two_up(up), up)
+
+
 @both_formats
 def test_without_pow2_scale_amax_maps_to_the_maximum(dtype):
     amax = jnp.float32([3.0, 1e-7, 5e20])

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax import triton
+from loka_jax import fp8, triton
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
     NO_VECTORS,
@@ -362,9 +362,9 @@ class _Tail(NamedTuple):
             return None
         norm = self.epilogue.norm
         if norm != "none" and jnp.dtype(want.fp8) == jnp.dtype(E4M3):
-            return Scale.of(
-                bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
-            )
+            # A power of two, so that the next product is exact in bfloat16.
+            bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+            return Scale.of(fp8.power_of_two_up(bound))
         return reader.scale_inv("lhs", want)
 
 

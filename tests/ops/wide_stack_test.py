@@ -169,6 +169,10 @@ def _bound(layer, norm, n):
     return float(jnp.max(_affine(jnp.full((1, n), largest), jax.tree.map(abs, layer))))
 
 
+def _scale_of(bound):
+    return 2.0 ** math.ceil(math.log2(bound / 448))
+
+
 def _mean(x, norm):
     """Returns the mean that belongs to every element."""
     size = 256 if norm == "block" else x.shape[1]
@@ -215,7 +219,7 @@ def _equations(form: Form, recipe, scales, x, layers, g):
     given, rate_in = _normalized(x.astype(jnp.float32), form.input_norm)
     x, kept = given, []
     if form.input_norm != "none" and is_fp8:
-        to_lhs = math.sqrt(x.shape[1]) / 448
+        to_lhs = _scale_of(math.sqrt(x.shape[1]))
     for i, layer in enumerate(layers):
         is_linear = _is_linear(form, i)
         norm = "none" if is_linear else form.norm
@@ -229,7 +233,7 @@ def _equations(form: Form, recipe, scales, x, layers, g):
         kept.append([lhs if is_fp8_drhs else _bf16(x), rhs, norm, f, xhat, rate])
         x = f(_affine(xhat, layer))
         if norm != "none" and is_fp8:
-            to_lhs = _bound(layer, norm, xhat.shape[1]) / 448
+            to_lhs = _scale_of(_bound(layer, norm, xhat.shape[1]))
         else:
             to_lhs = scales[0]
     y, d, gradients = _bf16(x), g.astype(jnp.float32), []
@@ -277,6 +281,25 @@ def test_results_are_those_of_the_equations_on_the_same_rounded_operands(form, r
     # Another order of sums flips few roundings to FP8 and bfloat16.
     _assert_close(ours, theirs, len(layers) * 2.0**-8)
     chex.assert_trees_all_equal_dtypes(ours[1:], (x, layers))
+
+
+@pytest.mark.parametrize("norm", ["block", "layer", "rms"])
+def test_a_last_product_without_a_bias_has_the_gain_of_one_with_a_bias(norm):
+    """Its scales become a factor in bfloat16, which is exact for powers of two.
+
+    The error of the sum of many elements is that of a gain, not of their roundings,
+    which are 2^-9 each and independent.
+    """
+    form = Form(norm, ends_linear=True)
+    *first, last = _layers(form)
+    plans, (x, _) = _plans(form, DELAYED), _inputs(form)
+    run = functools.partial(wide_stack, x, states=_states(plans), plans=plans)
+    zeros = last._replace(bias=jnp.zeros(last.kernel.shape[1]))
+    ours, theirs = (
+        np.asarray(run((*first, end)), np.float64).ravel() for end in (last, zeros)
+    )
+    gain = ours @ theirs / (theirs @ theirs)
+    assert abs(gain - 1) < 5 * 2.0**-9 / len(ours) ** 0.5
 
 
 def _exact(form: Form, x, layers, states):
@@ -533,6 +556,17 @@ def test_what_is_not_served_has_a_reason(changes, recipe, reason):
         layer = WideLayer(jnp.zeros((spec.k, spec.n)))
         with pytest.raises(ValueError, match="wide_stack: .*"):
             wide_stack(x, (layer,), _states((plan,)), plans=(plan,))
+
+
+def test_scales_that_are_no_powers_of_two_are_refused():
+    """The operation multiplies by their product in bfloat16."""
+    choice = _choice(DELAYED)
+    cast = dataclasses.replace(choice.recipe.fwd.first, pow2_scale=False)
+    gemm = dataclasses.replace(choice.recipe.fwd, first=cast, second=cast)
+    recipe = dataclasses.replace(choice.recipe, fwd=gemm, dlhs=gemm, drhs=gemm)
+    choice = dataclasses.replace(choice, recipe=recipe)
+    plan = resolve(SiteSpec(32, 64, 96), choice, local_device())
+    assert "scales that are no powers of two" in why_not(plan)
 
 
 def test_scales_that_are_not_set_and_other_providers_are_refused():
