@@ -53,7 +53,9 @@ class Packing:
         if self.format not in get_args(Format):
             raise ValueError(f"format={self.format!r} must be 'int8' or 'e4m3'.")
         if self.size < 1 or self.parts < 1:
-            raise ValueError(f"size={self.size} and parts={self.parts} must be 1 up.")
+            raise ValueError(
+                f"size={self.size} and parts={self.parts} must be at least 1."
+            )
 
     @property
     def blocks(self) -> int:

@@ -76,7 +76,8 @@ def quantized_psum(
     r = 2. Every array begins a block, so that small values never share one with another
     array's large ones.
 
-    A value that is not finite makes its block NaN. There is no derivative.
+    A value that is not finite makes its block NaN. There is no derivative. On one
+    device nothing is rounded.
 
     Args:
         x: float32 or bfloat16, as its sum is; other floats go as float32.
@@ -96,13 +97,13 @@ def quantized_psum(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{leaf.dtype} values have no rounded sum: psum them.")
     devices = jax.lax.axis_size(axis_name)
-    if not leaves:
-        return x
+    if not any(leaf.size for leaf in leaves):
+        return jax.lax.psum(x, axis_name)
     flat, starts = _joined(leaves, block)
     packing = Packing(flat.size, devices, block, format)
     provider = chosen(implementation, _triton.why_not(packing, flat.dtype))
     if devices == 1:
-        return x
+        return jax.tree.map(lambda y: jax.lax.psum(_undifferentiated(y), axis_name), x)
     total = _sum(_undifferentiated(flat), axis_name, packing, provider)
     sums = [
         total[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)

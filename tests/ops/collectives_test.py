@@ -167,6 +167,14 @@ def test_zeros_stay_zero_and_one_device_keeps_its_bits():
     np.testing.assert_array_equal(over(mesh_of(d=1), quantized)(x), x)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_arrays_without_values_have_a_sum_without_values(devices):
+    tree = {"a": np.zeros((devices, 0), np.float32), "b": {}}
+    quantized = functools.partial(quantized_psum, axis_name="d")
+    out = over(mesh_of(d=devices), quantized)(tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(out, jax.tree.map(jnp.asarray, tree))
+
+
 # `= u8[8,64]{1,0} all-gather(`, or a tuple of such types.
 COLLECTIVE = re.compile(
     r"= (\([^()]*\)|\S+) (all-to-all|all-gather|all-reduce|reduce-scatter|"
@@ -203,7 +211,7 @@ def test_two_devices_need_one_collective():
     assert dtype == "u8" and math.prod(map(int, shape.split(","))) == 4 * 40 * 132
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_result_needs_no_mark_of_varying(devices):
     mesh = mesh_of(d=devices)
     x = values(devices, 1000)
@@ -222,9 +230,10 @@ def test_the_result_needs_no_mark_of_varying(devices):
     np.testing.assert_array_equal(*both)
 
 
-def test_bad_operands_are_refused():
-    mesh = mesh_of(d=2)
-    x = np.ones((2, 4), np.float32)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bad_operands_are_refused(devices):
+    mesh = mesh_of(d=devices)
+    x = np.ones((devices, 4), np.float32)
     for error, function in (
         ("must be one of", lambda y: quantized_psum(y, "d", block=100)),
         ("int32 values", lambda y: quantized_psum(y.astype(jnp.int32), "d")),
