@@ -34,7 +34,7 @@ from loka_jax.measure.check_casts import (
 from loka_jax.measure.check_operands import Trial
 from loka_jax.normed import NO_VECTORS, XHAT_SCALE_INV, Epilogue, NormResiduals
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.pallas import norm_quantize, rows
+from loka_jax.pallas import norm_backward, norm_quantize
 from loka_jax.recipe import ROLE_OPERANDS, Cast, GemmRecipe, Operand, Role
 from loka_jax.site import SiteSpec
 
@@ -84,7 +84,7 @@ class Numerics:
             # The kernel of the norm gives each row of dz a scale: one for all rows
             # would take another pass.
             dlhs = dataclasses.replace(dlhs, first=Cast(granularity="rowwise"))
-            exact_rows |= {"g"} if spec.n % rows.FOLD_MULTIPLE == 0 else set()
+            exact_rows |= {"g"} if _folds_gradient(spec) else set()
         return cls(
             spec=dataclasses.replace(spec, out="compute"),
             compute_dtype=jnp.dtype(recipe.compute_dtype),
@@ -151,6 +151,11 @@ def _folds_lhs(plan: KernelPlan) -> bool:
     m, k = plan.spec.m + plan.padding, plan.spec.k
     is_served = norm_quantize.why_not(m, k, norm="none") is None
     return is_served and norm_quantize.default_config(k, norm="none").lanes > 32
+
+
+def _folds_gradient(spec: SiteSpec) -> bool:
+    """Returns True if a kernel quantizes the gradient by rows that it folds."""
+    return norm_backward.default_config(spec.n, norm=spec.norm).lanes > 32
 
 
 class Flip(NamedTuple):

@@ -24,6 +24,7 @@ CASES = [
     ("xla bf16", SiteSpec(65, 24, 40, "rms", "hard_swish")),
     ("pallas fp8_rowwise", SiteSpec(144, 96, 512, "layer", "gelu", True)),
     ("pallas fp8_tensorwise_delayed", SiteSpec(208, 64, 96, "block", "relu")),
+    ("pallas fp8_rowwise", SiteSpec(64, 32, 2048, "block", "relu")),
     (
         "pallas fp8_rowwise_bf16_drhs",
         SiteSpec(100, 32, 48, "none", "swish", True, "rowwise", "fp8"),
