@@ -4,6 +4,7 @@ A single draw says little, since `mere` is a heavy-tailed mean. `intervals.inter
 returns the mean over draws with its interval.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -49,8 +50,12 @@ def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
 
 
 def _sampled(x: Float[Array, "m n"]) -> Float[Array, "e"]:
-    # Sorting all elements would take longer than everything else.
-    return x.ravel()[:: max(1, x.size // _MEDIAN_ELEMENTS)]
+    # Sorting all elements would take longer than everything else. Steps without a
+    # divisor in common with the columns sample all of them.
+    step = max(1, x.size // _MEDIAN_ELEMENTS)
+    while math.gcd(step, x.shape[1]) > 1:
+        step += 1
+    return x.ravel()[::step]
 
 
 def measure(

@@ -106,6 +106,13 @@ def test_errors_are_those_of_the_definitions():
     assert exact.relative_l2 == exact.worst_row == exact.mere == 0
 
 
+@pytest.mark.parametrize("columns", [96, 128])
+def test_the_median_of_very_many_is_of_all_columns(columns):
+    ref = jnp.ones((1 << 15, columns), jnp.float32)
+    x = ref.at[:, 0].add(0.5).at[:, 1:].add(0.01)
+    np.testing.assert_allclose(errors(ref, x).median, 0.01, rtol=1e-3)
+
+
 def test_draws_are_reproducible_and_differ():
     found, again = (
         measure(_score, _gaussian, jax.random.split(jax.random.key(1), 4))
