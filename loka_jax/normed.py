@@ -95,7 +95,7 @@ class Normed(NamedTuple):
         y_fp8: E4M3 activations, `scale_inv` float32 `[M, 1]` or `[]`.
         xhat: bfloat16, or E4M3 to be multiplied by `xhat_scale_inv`.
         rstd: float32, `[M]`, or `[N / 256, M]` for block norms over several blocks.
-        y_amax: float32 `[P, M]`, for P parts of each row.
+        y_amax: float32 `[P, M]`, for P parts of each row, or `[M]` of whole rows.
     """
 
     y: Float[Array, "m n"] | None
@@ -172,6 +172,8 @@ def bounded_scale_inv(
 
     and nothing saturates E4M3. The bound is a few times larger than actual rows, which
     costs a few of the format's 17 octaves, but no precision above its smallest values.
+    It holds for exact statistics: where the mean of a row is thousands of times its
+    deviation, a variance taken in one pass cancels, and the cast saturates.
     """
     # Scaled before the maximum is taken: XLA makes that one kernel, not two.
     limit = fp8_max(E4M3)

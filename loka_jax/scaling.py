@@ -250,7 +250,7 @@ def smallest_ratio(operand: Operand, recipe: Recipe) -> float | None:
 
     None if the operand has no delayed cast.
     """
-    cast = _delayed_cast(operand, recipe)
+    cast = delayed_cast(operand, recipe)
     if cast is None:
         return None
     smallest = float(jnp.finfo(cast.dtype).smallest_subnormal)
@@ -287,7 +287,7 @@ def _table(history: Array, recipe: Recipe) -> Array:
 
 def _headroom(operand: Operand, recipe: Recipe) -> float:
     """Returns the limit over the level, at least 1; infinite without a delayed cast."""
-    cast = _delayed_cast(operand, recipe)
+    cast = delayed_cast(operand, recipe)
     if cast is None:
         return math.inf
     smallest_normal = float(jnp.finfo(cast.dtype).smallest_normal)
@@ -295,13 +295,14 @@ def _headroom(operand: Operand, recipe: Recipe) -> float:
     return max(1.0, fp8.fp8_max(cast.dtype) / kept)
 
 
-def _delayed_cast(operand: Operand, recipe: Recipe) -> Cast | None:
+def delayed_cast(operand: Operand, recipe: Recipe) -> Cast | None:
+    """Returns the cast of an operand by earlier amaxes, None without one."""
     casts = (cast for cast in recipe.casts(operand) if cast.scaling == "delayed")
     return next(casts, None)
 
 
 def _scale_inv_of(operand: Operand, amax: Array, recipe: Recipe) -> Array:
-    cast = _delayed_cast(operand, recipe)
+    cast = delayed_cast(operand, recipe)
     if cast is None:
         return jnp.zeros_like(amax)
     # For amax 0 this is the least factor there is, so that in a maximum (over

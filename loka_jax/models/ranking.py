@@ -28,8 +28,7 @@ class ModelPart(linen.Module):
         implementation: "xla" to use XLA only; None to use kernels where they apply.
         fused_wide: run wide layers of MLPs in a row, and the layers of a cross network,
             as one operation (`ops.wide_stack`, `ops.cross`) where that serves their
-            plans, and block norms of joined embeddings by `ops.joined_norm`; not yet
-            measured as a whole.
+            plans, and block norms of joined embeddings by `ops.joined_norm`.
     """
 
     recipe: str = "fp8_tensorwise"

@@ -176,6 +176,8 @@ def _norm_name(layer: Any) -> tuple[NormName, str | None]:
         of_rows = layer.reduction_axes in _LAST and layer.feature_axes in _LAST
         if not of_rows or layer.axis_name is not None:
             return "none", f"{kind.__name__} is over other axes than the last"
+        if not (layer.use_fast_variance and layer.force_float32_reductions):
+            return "none", f"{kind.__name__} computes its statistics in its own way"
         return ("layer" if kind is linen.LayerNorm else "rms"), None
     if kind.__name__.endswith("Norm"):
         return "none", f"{kind.__name__} is none of LayerNorm, RMSNorm and BlockNorm"

@@ -79,7 +79,12 @@ class Mlp(linen.Module):
                 a network the result is both, for `CrossedHead` to run, or the
                 network's features and the activations.
             train: drop activations, and normalize by the batch's statistics.
+
+        Raises:
+            ValueError: if there are no layers.
         """
+        if not self.features:
+            raise ValueError(f"features={self.features} of an Mlp name no layer.")
         drops = train and self.dropout_rate > 0
         if not self.beside or not isinstance(x, Crossed):
             return self._layers(x, train, drops)

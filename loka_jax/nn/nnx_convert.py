@@ -22,14 +22,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
 from jaxtyping import Array
 
-from loka_jax import scaling, xla
+from loka_jax import scaling
 from loka_jax.nn.context import as_recipe
-from loka_jax.nn.dense import product
+from loka_jax.nn.dense import product, weight_has_fp8
 from loka_jax.nn.einsum import einsum
 from loka_jax.recipe import Recipe
 
 _APART = "in an NNX model norms and activations stay the model's own"
-_ANY_BATCH = 16  # a number of rows that FP8 allows
 
 
 class Fp8State(nnx.Variable):
@@ -194,6 +193,6 @@ def _has_state(layer: Any, recipe: Recipe) -> bool:
         left, right = (layer.einsum_str or ",").partition("->")[0].split(",")
         sizes = dict(zip(right.strip(), layer.kernel_shape, strict=False))
         k = math.prod(size for c, size in sizes.items() if c in left)
-        return xla.why_not(_ANY_BATCH, k, math.prod(layer.kernel_shape) // k) is None
+        return weight_has_fp8(k, math.prod(layer.kernel_shape) // k)
     n = math.prod(jax.tree.leaves(layer.out_features))
-    return xla.why_not(_ANY_BATCH, layer.kernel.size // n, n) is None
+    return weight_has_fp8(layer.kernel.size // n, n)

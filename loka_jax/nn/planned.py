@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from loka_jax.nn.context import as_recipe, overriding
-from loka_jax.recipe import INITIALIZED
 from loka_jax.site import Choice
 
 
@@ -88,4 +87,5 @@ class Planned:
         recipe = getattr(self.model, "recipe", None)
         if not self.scales_initialized or recipe is None:
             return self.model
-        return self.model.clone(recipe=recipe + INITIALIZED)
+        initialized = dataclasses.replace(as_recipe(recipe), scales_initialized=True)
+        return self.model.clone(recipe=initialized)

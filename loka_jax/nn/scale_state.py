@@ -106,7 +106,7 @@ def _is_scale(table, recipe: Recipe) -> list[Any]:
     finite = np.isfinite if isinstance(table, np.ndarray) else jnp.isfinite
     valid = []
     for row, operand in enumerate(OPERANDS):
-        cast = _delayed(recipe, operand)
+        cast = scaling.delayed_cast(operand, recipe)
         if cast is None:
             valid.append(np.True_)
             continue
@@ -116,11 +116,6 @@ def _is_scale(table, recipe: Recipe) -> list[Any]:
             is_factor &= (scale.view(np.int32) & _MANTISSA) == 0
         valid.append(is_factor)
     return valid
-
-
-def _delayed(recipe: Recipe, operand):
-    casts = (cast for cast in recipe.casts(operand) if cast.scaling == "delayed")
-    return next(casts, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -114,7 +114,8 @@ def cross_network(
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed, the GPU is a Hopper and its kernels support the
-            operands, else XLA.
+            operands, else XLA. The gradient of the features of more than `MAX_LAYERS`
+            layers is XLA's in any case.
 
     Raises:
         ValueError: if the plans are not served (see `why_not`), if Triton is required

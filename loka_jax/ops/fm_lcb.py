@@ -124,7 +124,8 @@ def fm_lcb_residual(
 ) -> tuple[Float[Array, "B n k"], Float[Array, "B l d"], Residual]:
     """Returns the results of `fm_lcb`, and x as a residual of parts of these sizes.
 
-    The gradient that the residual gets is added to that of x before it is rounded.
+    The gradient that the residual gets is added to that of x; the kernel rounds their
+    sum only.
 
     Args:
         x, weight, k: as of `fm_lcb`.

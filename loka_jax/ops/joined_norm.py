@@ -38,13 +38,17 @@ def joined_norm(
             installed, the GPU is a Hopper and the operands are bfloat16, else XLA.
 
     Raises:
-        ValueError: if the parts have not n embeddings, d is above 256, or Triton is
-            required and cannot run.
+        ValueError: if the parts have not n embeddings of x's d, d is above 256, or
+            Triton is required and cannot run.
     """
     x, rows = x if isinstance(x, Residual) else Residual(x, ())
     count = sum(part.shape[1] for part in parts)
-    if count != x.shape[1] or x.shape[2] > _triton.NORM_BLOCK:
-        raise ValueError(f"joined_norm: {count} embeddings, and x has {x.shape}.")
+    dim = x.shape[2]
+    if count != x.shape[1] or any(part.shape[2] != dim for part in parts):
+        shapes = [part.shape for part in parts]
+        raise ValueError(f"joined_norm: parts of {shapes} do not make up x, {x.shape}.")
+    if dim > _triton.NORM_BLOCK:
+        raise ValueError(f"joined_norm: d={dim} is above {_triton.NORM_BLOCK}.")
     provider = triton.chosen(implementation, _triton.why_not(x, *parts))
     counts = tuple(part.shape[1] for part in parts)
     static = _Static(provider, counts, in_parts=bool(rows))

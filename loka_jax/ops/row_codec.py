@@ -52,7 +52,8 @@ def gathered(
         rows: float32 or bfloat16.
         ids: of the rows; those that are out of range, such as `BAD_ID`, have none.
         codec: of the payload.
-        implementation: as in `embedding.sum_by_row`; all have the same bits.
+        implementation: as in `embedding.sum_by_row`; all have the same bits of finite
+            rows.
 
     Raises:
         ValueError: if Triton is required and cannot run.

@@ -45,6 +45,8 @@ class TableSpec:
             raise ValueError(f"{self.pooling=} has more entries than there are fields.")
         if self.owners and [self.rows[o] for o in self.owners] != [*self.rows]:
             raise ValueError(f"{self.owners=} must be fields with as many rows.")
+        if any(self.owners[o] != o for o in self.owners):
+            raise ValueError(f"{self.owners=}: an owner must own its table itself.")
         if not self.dim > 0:
             raise ValueError(f"dim={self.dim} must be positive.")
         if not self.total_rows < _MOST_ROWS:

@@ -45,7 +45,7 @@ def norm_activation(
     epilogue: Epilogue,
 ) -> Float[Array, "m n"]:
     """Returns float32 `activation(gamma norm(z + bias) + beta)`, differentiable."""
-    xhat, _ = normalize(_plus(z.astype(jnp.float32), vectors.bias), epilogue)
+    xhat, _ = normalize(plus(z.astype(jnp.float32), vectors.bias), epilogue)
     return ACTIVATIONS[epilogue.activation](affine(xhat, vectors))
 
 
@@ -59,7 +59,7 @@ def dense_norm(
     y_scale_inv: Float[Array, ""] | None = None,
 ) -> Normed:
     """Returns the outputs of the forward kernel, computed in float32 before casts."""
-    z = _plus(_product(x, w, jnp.float32), vectors.bias)
+    z = plus(_product(x, w, jnp.float32), vectors.bias)
     xhat, rstd = normalize(z, epilogue)
     y = ACTIVATIONS[epilogue.activation](affine(xhat, vectors))
     y_fp8 = None
@@ -161,7 +161,8 @@ def _mean(x: Array) -> Array:
     return jnp.mean(x, axis=-1, keepdims=True)
 
 
-def _plus(z: Array, bias: Array | None) -> Array:
+def plus(z: Array, bias: Array | None) -> Array:
+    """Returns z with a bias on each row, if there is one."""
     return z if bias is None else z + bias[None, :]
 
 
@@ -169,7 +170,7 @@ def affine(xhat: Float[Array, "m n"], vectors: NormVectors) -> Float[Array, "m n
     """Returns `gamma xhat + beta`, of those that are given."""
     gamma = vectors.gamma
     u = xhat if gamma is None else xhat * gamma[None, :]
-    return _plus(u, vectors.beta)
+    return plus(u, vectors.beta)
 
 
 def _decode_xhat(xhat: Array, norm: NormName) -> Array:

@@ -33,7 +33,13 @@ from loka_jax.tails import (
     Scaled,
     Written,
 )
-from loka_jax.xla.dense_norm import ACTIVATIONS, affine, norm_backward, normalize
+from loka_jax.xla.dense_norm import (
+    ACTIVATIONS,
+    affine,
+    norm_backward,
+    normalize,
+    plus,
+)
 from loka_jax.xla.matmul import cut
 
 
@@ -54,7 +60,7 @@ def cross_tail(
     """
     shape = want.shape_of(x0.data)
     s = functools.reduce(jnp.add, (_matrix(z, shape) for z in summands))
-    s = _plus(s, bias)
+    s = plus(s, bias)
     y = cut(decode(x0), shape) * s
     return CrossTail(
         y=write(y, want, y_scale_inv),
@@ -92,7 +98,7 @@ def cross_gradient(
     total = first if other is None else first + cut(decode(other), shape)
     s = jnp.ones((), jnp.float32)
     for d, z, bias in zip(rest, products, biases, strict=True):
-        s = s + _plus(cut(decode(z), shape), bias)
+        s = s + plus(cut(decode(z), shape), bias)
         total = total + d * s
     ends = itertools.accumulate(part.shape[1] for part in parts)
     dx0 = tuple(
@@ -143,7 +149,7 @@ def norm_tail(
             bfloat16 without a norm); None to return no residuals.
     """
     shape = want.shape_of(z.data)
-    argument = _plus(_sum(z, r, shape), vectors.bias)
+    argument = plus(_sum(z, r, shape), vectors.bias)
     normed, rstd = normalize(argument, epilogue)
     y = ACTIVATIONS[epilogue.activation](affine(normed, vectors))
     y = write(y, want, y_scale_inv)
@@ -243,7 +249,3 @@ def _pad(x: Array, want: Forms) -> Array:
 def _sum(d: Scaled, r: Array | None, shape: tuple[int, int]) -> Array:
     value = cut(decode(d), shape)
     return value if r is None else value + cut(r, shape).astype(jnp.float32)
-
-
-def _plus(z: Array, bias: Array | None) -> Array:
-    return z if bias is None else z + bias[None, :]

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from loka_jax import nn
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 from tests import support
 
@@ -205,6 +206,7 @@ def test_elsewhere_a_site_says_why_nothing_is_fused():
         ([linen.LayerNorm(use_scale=False)], ("layer", "none"), None),
         ([linen.LayerNorm(), jnp.tanh], ("layer", "none"), "tanh is none of relu"),
         ([linen.LayerNorm(reduction_axes=(0, 1))], ("none", "none"), "other axes"),
+        ([linen.LayerNorm(use_fast_variance=False)], ("none", "none"), "own way"),
         ([linen.GroupNorm(4), linen.relu], ("none", "none"), "GroupNorm is none of"),
         ([linen.Dropout(0.5, deterministic=True)], ("none", "none"), None),
     ],
@@ -330,3 +332,14 @@ def test_plans_and_probe_serve_converted_models(name):
     with nn.probing(nn.ProbeConfig()):
         variables = jax.eval_shape(planned.init, KEY, *inputs)
     assert set(nn.by_path(variables[nn.PROBE])) == {site.path for site in sites}
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, f"{DELAYED}:initialized"])
+@pytest.mark.parametrize("is_object", [False, True])
+def test_a_planned_model_initializes_the_scales_of_any_recipe(recipe, is_object):
+    plain = linen.Sequential([linen.Dense(32), linen.relu, linen.Dense(16)])
+    x = support.normal(32, 48)
+    model = nn.convert(plain, recipe=get_recipe(recipe) if is_object else recipe)
+    planned = nn.Planned(model).with_initialized_scales()
+    sites = nn.list_sites(planned, x)
+    assert sites and all(site.plan.recipe.scales_initialized for site in sites)

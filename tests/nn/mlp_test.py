@@ -25,6 +25,11 @@ WIDE = nn.Mlp(
 )
 
 
+def test_an_mlp_without_layers_is_refused():
+    with pytest.raises(ValueError, match="name no layer"):
+        nn.Mlp(()).init(jax.random.key(0), jnp.ones((4, 8)))
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Returns a list that has the layers of each call of `wide_stack`."""

@@ -100,8 +100,11 @@ def test_a_residual_in_parts_has_the_same_gradient(counts, d):
 
 def test_what_does_not_fit_is_refused():
     parts, x, _ = _operands((3, 5), 16, jnp.float32)
-    with pytest.raises(ValueError, match="3 embeddings"):
+    with pytest.raises(ValueError, match="do not make up x"):
         joined_norm(parts[:1], x)
+    wide = jnp.zeros((2, 3, 512))
+    with pytest.raises(ValueError, match="d=512 is above 256"):
+        joined_norm((wide,), wide)
     with pytest.raises(ValueError, match="float32 is not bfloat16"):
         joined_norm(parts, x, implementation="triton")
 

@@ -128,6 +128,11 @@ def test_empty_lists_read_zeros():
     chex.assert_trees_all_equal(*logits)
 
 
+def test_an_owner_of_a_shared_table_owns_it_itself():
+    with pytest.raises(ValueError, match="own its table itself"):
+        TableSpec(rows=(5, 5), dim=4, owners=(1, 0))
+
+
 def test_fields_that_share_a_table_train_its_rows_together():
     spec = TableSpec(rows=(7, 7), dim=8, owners=(0, 0))
     assert (spec.offsets, spec.total_rows) == ((0, 0), 7)
