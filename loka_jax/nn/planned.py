@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from loka_jax.nn.context import as_recipe, overriding
+from loka_jax.recipe import INITIALIZED, Recipe
 from loka_jax.site import Choice
 
 
@@ -87,5 +88,11 @@ class Planned:
         recipe = getattr(self.model, "recipe", None)
         if not self.scales_initialized or recipe is None:
             return self.model
-        initialized = dataclasses.replace(as_recipe(recipe), scales_initialized=True)
-        return self.model.clone(recipe=initialized)
+        return self.model.clone(recipe=_with_initialized_scales(recipe))
+
+
+def _with_initialized_scales(recipe: str | Recipe) -> str | Recipe:
+    """Returns a recipe as it was given: models of this library take names only."""
+    if isinstance(recipe, str):
+        return recipe.removesuffix(INITIALIZED) + INITIALIZED
+    return dataclasses.replace(recipe, scales_initialized=True)
