@@ -23,6 +23,7 @@ Any other weight or label makes `compute` raise; a NaN or infinite logit of an e
 makes the results NaN. Neither is dropped silently.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -212,22 +213,42 @@ def _weights(host: MetricState) -> tuple[float, float]:
     return _value(host.weight), _value(host.click_weight)
 
 
-def capped_ne(state: MetricState) -> float | None:
-    """Returns the NE in which no example has a log loss above `LOSS_CAP`.
+class CappedNe(NamedTuple):
+    """The NE in which no example has a log loss above `LOSS_CAP`.
 
-    A few outliers cannot raise it, however far off their logits are. NaN after a
-    non-finite logit, None if undefined; of several tasks, that of the worst.
+    A few outliers cannot raise it, however far off their logits are.
+
+    Attributes:
+        ne: NaN after a non-finite logit, None if undefined.
+        of_half: the NE of predicting one half, as an untrained model does; 1 at least.
+        rarer: the examples of the rarer label.
     """
-    values = [ne for task in split_tasks(state) if (ne := _capped_ne(task)) is not None]
-    return float(np.max(values)) if values else None  # NaN if one is NaN
+
+    ne: float | None
+    of_half: float
+    rarer: int
 
 
-def _capped_ne(host: MetricState) -> float | None:
-    if int(host.non_finite):
-        return float("nan")
+def capped_ne(state: MetricState) -> CappedNe:
+    """Returns the NE with capped losses; of several tasks, that of the worst."""
+    tasks = [_capped_ne(task) for task in split_tasks(state)]
+    defined = [task for task in tasks if task.ne is not None]
+    # NaN is the worst.
+    return max(
+        defined, key=lambda task: (task.ne != task.ne, task.ne), default=tasks[0]
+    )
+
+
+def _capped_ne(host: MetricState) -> CappedNe:
+    clicks, count = int(host.clicks), int(host.count)
+    rarer = min(clicks, count - clicks)
     weight, click_weight = _weights(host)
     entropy = _entropy(click_weight / weight) if weight else 0.0
-    return _value(host.capped_loss) / weight / entropy if entropy else None
+    of_half = max(1.0, math.log(2) / entropy) if entropy else 1.0
+    if int(host.non_finite):
+        return CappedNe(float("nan"), of_half, rarer)
+    ne = _value(host.capped_loss) / weight / entropy if entropy else None
+    return CappedNe(ne, of_half, rarer)
 
 
 def auc(

@@ -167,10 +167,10 @@ def test_the_worst_task_tells_divergence():
     logits = jnp.stack([jnp.zeros(SIZE), jnp.full(SIZE, 9.0)], axis=1)
     labels = jnp.arange(2 * SIZE, dtype=jnp.float32).reshape(SIZE, 2) // 2 % 2
     state = metrics.update(metrics.init(tasks=2), logits, labels, jnp.ones((SIZE, 2)))
-    good, bad = (metrics.capped_ne(part) for part in metrics.split_tasks(state))
-    assert good == pytest.approx(1.0) and metrics.capped_ne(state) == bad > 6
+    good, bad = (metrics.capped_ne(part).ne for part in metrics.split_tasks(state))
+    assert good == pytest.approx(1.0) and metrics.capped_ne(state).ne == bad > 6
     state = metrics.update(state, logits.at[0, 0].set(jnp.nan), labels, labels * 0 + 1)
-    assert math.isnan(metrics.capped_ne(state) or 0.0)
+    assert math.isnan(metrics.capped_ne(state).ne or 0.0)
 
 
 def test_numbers_by_task():

@@ -6,9 +6,12 @@
 The cap (`metrics.capped_ne`) keeps a few outliers among the rows from being taken for
 divergence.
 
-A window is bad if its NE is beyond `ABSURD`, or after the warm-up beyond `LIMIT` times
-the larger of 1 and the lowest NE so far. Two bad windows in a row are divergence; a
-single one can be a batch of outliers.
+An untrained model predicts one half, whose NE is large where clicks are rare: 12 at 1 %
+of clicks. A window is bad if its NE is beyond `ABSURD` times that, or after the warm-up
+beyond `LIMIT` times the larger of 1 and the lowest NE so far, or that of one half in
+the first window. Windows with few examples of a label have an NE by chance: only the
+first rule holds for them. Two bad windows in a row are divergence; a single one can be
+a batch of outliers.
 """
 
 import dataclasses
@@ -31,6 +34,7 @@ type EvalStepOf = Callable[[nn.Planned], EvalStep]
 
 LIMIT = 1.5
 ABSURD = 3.0
+ENOUGH = 16  # examples of the rarer label
 _WINDOWS = 2
 # Magnitude of a feature that no transform leaves behind: log1p(1e12) is 28.
 _LARGE_FEATURE = 1e4
@@ -56,22 +60,23 @@ class Guard:
     lowest: float | None = None
     bad_windows: int = 0
 
-    def after(self, ne: float | None, *, is_warm: bool) -> "Guard":
+    def after(self, window: metrics.CappedNe, *, is_warm: bool) -> "Guard":
         """Returns the guard after a window.
 
         Args:
-            ne: of the window; None if it is undefined, which says nothing.
+            window: its NE; one that is undefined says nothing.
             is_warm: the warm-up of the learning rate has ended.
         """
+        ne, has_enough = window.ne, window.rarer >= ENOUGH
         if ne is None:
             return self
-        level = max(1.0, self.lowest or 0.0)
-        is_bad = not ne <= ABSURD or (is_warm and ne > LIMIT * level)
-        lowest = ne if self.lowest is None else min(self.lowest, ne)
-        return Guard(
-            lowest=lowest if math.isfinite(lowest) else self.lowest,
-            bad_windows=self.bad_windows + 1 if is_bad else 0,
-        )
+        level = window.of_half if self.lowest is None else max(1.0, self.lowest)
+        is_bad = not ne <= ABSURD * window.of_half
+        is_bad |= is_warm and has_enough and ne > LIMIT * level
+        lowest = self.lowest
+        if has_enough and math.isfinite(ne):
+            lowest = ne if lowest is None else min(lowest, ne)
+        return Guard(lowest=lowest, bad_windows=self.bad_windows + 1 if is_bad else 0)
 
     @property
     def is_healthy(self) -> bool:

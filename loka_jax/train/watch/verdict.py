@@ -22,12 +22,12 @@ def judged(run: Run, state: TrainState, progress: Progress) -> Progress:
     Raises:
         Diverged: with the symptom, if this was one bad window too many.
     """
-    ne = metrics.capped_ne(state.metrics)
-    seen = _after(ne, run, progress)
+    window = metrics.capped_ne(state.metrics)
+    seen = _after(window, run, progress)
     if seen.has_diverged:
         raise Diverged(
-            f"the NE of the training examples is {ne:.3g}, and predicting the mean "
-            "click rate has 1"
+            f"the NE of the training examples is {window.ne:.3g}, and predicting the "
+            "mean click rate has 1"
         )
     return dataclasses.replace(progress, guard=seen)
 
@@ -98,7 +98,7 @@ def explained(
     )
 
 
-def _after(ne: float | None, run: Run, progress: Progress) -> Guard:
-    """Returns the guard after a window with this NE."""
+def _after(window: metrics.CappedNe, run: Run, progress: Progress) -> Guard:
+    """Returns the guard after a window."""
     is_warm = progress.step > run.config.optim.warmup_steps
-    return progress.guard.after(ne, is_warm=is_warm)
+    return progress.guard.after(window, is_warm=is_warm)

@@ -9,16 +9,17 @@ import pytest
 from loka_jax import nn
 from loka_jax.data import Batch, Position
 from loka_jax.train import build as build_lib
+from loka_jax.train.metrics import CappedNe
 from loka_jax.train.step import logits_of
 from loka_jax.train.watch import guard
-from loka_jax.train.watch.guard import ABSURD, LIMIT, Guard
+from loka_jax.train.watch.guard import ABSURD, ENOUGH, LIMIT, Guard
 from tests.train import support
 
 
-def after(*windows, is_warm=True):
+def after(*windows, is_warm=True, of_half=1.0, rarer=ENOUGH):
     seen = Guard()
     for ne in windows:
-        seen = seen.after(ne, is_warm=is_warm)
+        seen = seen.after(CappedNe(ne, of_half, rarer), is_warm=is_warm)
     return seen
 
 
@@ -50,6 +51,24 @@ def test_two_bad_windows_in_a_row_are_divergence(windows):
     assert after(*windows).has_diverged
     assert not after(*windows[:-1]).has_diverged
     assert not after(*windows[:-1]).is_healthy
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_an_untrained_model_of_rare_clicks_is_let_alone(is_warm):
+    """At 0.1 % of clicks predicting one half has an NE of 88."""
+    rare = dict(of_half=88.0, is_warm=is_warm)
+    assert after(88.0, 31.0, 22.0, 5.0, 1.2, 0.95, **rare).is_healthy
+    assert after(88.0, **rare).is_healthy
+    assert after(0.95, *2 * [1.1 * LIMIT], **rare).has_diverged == is_warm
+    assert after(*2 * [89 * ABSURD], **rare).has_diverged
+    assert after(22.0, *2 * [22.1 * LIMIT], **rare).has_diverged == is_warm
+
+
+def test_few_examples_of_a_label_are_no_divergence():
+    few = dict(rarer=ENOUGH - 1)
+    assert after(0.9, 2.0, 2.5, **few).is_healthy
+    assert after(0.9, ABSURD + 1, ABSURD + 1, **few).has_diverged
+    assert after(np.nan, np.nan, **few).has_diverged
 
 
 def test_the_warm_up_forgives_what_is_not_absurd():
