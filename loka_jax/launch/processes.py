@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from loka_jax.commands import run_by_python
 
@@ -195,8 +196,12 @@ def _terminal_or_pipe() -> tuple[int, int]:
 
 
 def _copy(source: int, log: Path) -> None:
-    """Copies what a process writes to the standard output and to its log."""
+    """Copies what a process writes to the standard output and to its log.
+
+    It reads on where one of them is closed or full: the process would wait for ever.
+    """
     with open(log, "wb", buffering=0) as file:
+        sinks = [file, sys.stdout.buffer]
         while True:
             try:
                 content = os.read(source, 1 << 16)
@@ -204,10 +209,17 @@ def _copy(source: int, log: Path) -> None:
                 content = b""
             if not content:
                 break
-            file.write(content)
-            sys.stdout.buffer.write(content)
-            sys.stdout.buffer.flush()
+            sinks = [sink for sink in sinks if _has_written(sink, content)]
     os.close(source)
+
+
+def _has_written(sink: IO[bytes], content: bytes) -> bool:
+    try:
+        sink.write(content)
+        sink.flush()
+    except OSError:  # nobody reads it, or the disk is full
+        return False
+    return True
 
 
 def _die_with_parent() -> None:

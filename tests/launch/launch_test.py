@@ -244,6 +244,23 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     assert why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) is None
 
 
+def test_a_job_ends_though_its_output_is_no_longer_read(tmp_path):
+    script, logs = tmp_path / "chat.py", tmp_path / "logs"
+    script.write_text("for i in range(40_000): print('line', i)")
+    options = ["--processes", "1", "--cpu-devices", "1", "--logs", str(logs)]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "loka_jax.launch", *options, str(script)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(LIMIT_SECONDS) == 0
+    assert (logs / "rank-0.log").read_text().endswith("line 39999\n")
+
+
 def test_the_port_of_a_job_is_kept_for_those_who_share_it():
     with _reserved_port() as reserved:
         address = reserved.getsockname()
