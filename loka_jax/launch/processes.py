@@ -217,7 +217,7 @@ def _has_written(sink: IO[bytes], content: bytes) -> bool:
     try:
         sink.write(content)
         sink.flush()
-    except OSError:  # nobody reads it, or the disk is full
+    except OSError:  # a closed pipe, or a full disk
         return False
     return True
 
