@@ -233,10 +233,12 @@ def capped_ne(state: MetricState) -> CappedNe:
     """Returns the NE with capped losses; of several tasks, that of the worst."""
     tasks = [_capped_ne(task) for task in split_tasks(state)]
     defined = [task for task in tasks if task.ne is not None]
-    # NaN is the worst.
-    return max(
-        defined, key=lambda task: (task.ne != task.ne, task.ne), default=tasks[0]
-    )
+    return max(defined, key=_badness, default=tasks[0])
+
+
+def _badness(task: CappedNe) -> float:
+    """Returns the NE, infinite where it is undefined by a non-finite logit."""
+    return math.inf if task.ne is None or math.isnan(task.ne) else task.ne
 
 
 def _capped_ne(host: MetricState) -> CappedNe:
