@@ -60,8 +60,8 @@ def test_it_comes_back_within_half_a_step(packing):
     "options, message",
     [
         (dict(block=100), "block=100 must be one of"),
-        (dict(size=0), "must be 1 up"),
-        (dict(parts=0), "must be 1 up"),
+        (dict(size=0), "must be at least 1"),
+        (dict(parts=0), "must be at least 1"),
     ],
 )
 def test_bad_packings_are_refused(options, message):
