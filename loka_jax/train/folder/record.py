@@ -39,7 +39,7 @@ from loka_jax.dispatch.plan import save as save_plan
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
-from loka_jax.saved_format import without_key
+from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
 from loka_jax.train.folder import folder_lock, scores_file
 from loka_jax.train.logs.breakdown import Scores, breakdown, with_names
 
@@ -316,9 +316,9 @@ def _check_owner(
     """Raises ValueError if `workdir` holds a run other than the one to resume."""
     path = workdir / CONFIG
     if not path.exists():
-        if (workdir / METRICS).exists():
+        if (left := _left_of_a_run(workdir)) is not None:
             raise ValueError(
-                f"{workdir} holds {METRICS} without {CONFIG}, so its run is unknown: "
+                f"{workdir} holds {left} without {CONFIG}, so its run is unknown: "
                 "choose another --workdir."
             )
         return
@@ -343,6 +343,18 @@ def _check_owner(
             "leave these options out to go on as it began (--resume --workdir "
             f"{workdir}), or choose another --workdir."
         )
+
+
+def _left_of_a_run(workdir: Path) -> str | None:
+    """Returns the name of what a run saved in a folder, or None.
+
+    `--resume` would take an older run's step if it is later than the new run's last.
+    """
+    folders = [name for name in (CHECKPOINTS, BEST) if (workdir / name).is_dir()]
+    for name in folders:
+        if steps_in(workdir / name):
+            return name
+    return METRICS if (workdir / METRICS).exists() else None
 
 
 def _covers(name: str, field: str) -> bool:

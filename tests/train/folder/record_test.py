@@ -149,9 +149,11 @@ def test_fields_that_may_change_are_let_through(may_change, tmp_path):
     assert saved_config(tmp_path) == other
 
 
-def test_a_run_without_its_config_is_not_taken_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="metrics.jsonl without config.json"):
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/40", "best/40"])
+def test_a_run_without_its_config_is_not_taken_over(left, tmp_path):
+    (tmp_path / left).mkdir(parents=True)
+    name = left.partition("/")[0]
+    with pytest.raises(ValueError, match=f"{name} without config.json"):
         RunRecord(tmp_path, config=CONFIG)
 
 
