@@ -1,6 +1,7 @@
 """The user's cache folder: what can be made again, kept from run to run."""
 
 import atexit
+import functools
 import os
 import pathlib
 import shutil
@@ -11,7 +12,8 @@ import tempfile
 def cache_folder(name: str) -> pathlib.Path:
     """Returns a folder that belongs to the user, or a temporary one if none can be.
 
-    It is `loka_jax/NAME` under `XDG_CACHE_HOME`, or under `~/.cache`.
+    It is `loka_jax/NAME` under `XDG_CACHE_HOME`, or under `~/.cache`. The temporary
+    one is the same for the whole process, and removed when that ends.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = pathlib.Path(base).expanduser() / "loka_jax" / name
@@ -24,6 +26,11 @@ def cache_folder(name: str) -> pathlib.Path:
             return root
     except OSError:
         pass  # no home, no space, no permission: a temporary folder does as well
+    return _temporary(name)
+
+
+@functools.cache
+def _temporary(name: str) -> pathlib.Path:
     temporary = tempfile.mkdtemp(prefix=f"loka_jax-{name}-")
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return pathlib.Path(temporary)

@@ -8,6 +8,7 @@ import chex
 import numpy as np
 import pytest
 
+from loka_jax.cache_folder import cache_folder
 from loka_jax.data import DataConfig, Position, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
@@ -163,6 +164,8 @@ def test_unusable_home_falls_back_to_a_temporary_folder(source, tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     splits = open_table(source, cache=None)
     assert sum(splits.report["examples"].values()) == 400
+    assert cache_folder("data") == cache_folder("data") != cache_folder("dispatch")
+    assert len(list(cache_folder("data").iterdir())) == 1
 
 
 def test_shards_open_directly_and_equal_the_cache(source, shards):
