@@ -30,8 +30,8 @@ from loka_jax.train.config import Config
 from loka_jax.train.folder import run_encoding
 from loka_jax.train.folder.record import BEST, RunRecord, read_run
 from loka_jax.train.folder.silent_record import SilentRecord
-from loka_jax.train.folder.source_run import SourceRun
-from loka_jax.train.folder.workdir import workdir_of
+from loka_jax.train.folder.source_run import SourceRun, open_run
+from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.column_table import print_columns
 from loka_jax.train.logs.device_notice import device_notice
@@ -65,6 +65,8 @@ _MAY_CHANGE = (
     "loop.max_skipped_steps",
     "loop.on_divergence",
     *("mesh", "collectives"),
+    # Where the data lie; what they hold is compared with the checkpoint's.
+    *("data.path", "data.valid", "data.test", "data.cache"),
 )
 
 
@@ -120,9 +122,7 @@ def train(
             notice = device_notice(config.run.require_gpu)
         console.print(notice)
         if config.run.dry_run:
-            run = _build(config, console, display)
-            with display.doing("compiling"):
-                return Trained(_compile(run, console))
+            return Trained(_dry_run(config, console, display))
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         with stop.postponed():  # whoever makes a folder must be able to remove it
@@ -315,8 +315,25 @@ def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
     record.write_plan(run.plan)
 
 
+def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int:
+    """Builds a run as it would begin or go on, and compiles a step without taking it.
+
+    Raises:
+        ValueError: also if there is no checkpoint to go on from.
+    """
+    if config.run.resume:
+        start = open_run(choose_workdir(config), best=False)
+        base = next_day.base_of(start.saved, None, start.workdir)
+    else:
+        start = next_day.source_of(config)
+        base = next_day.base_of(None, start, pathlib.Path())
+    run = _build(config, console, display, _plan_of(start), base)
+    with display.doing("compiling"):
+        return _compile(run, console)
+
+
 def _compile(run: Run, console: Console) -> int:
-    """Compiles a training step without running it."""
+    """Compiles a training step and prints what it holds."""
     state = jax.eval_shape(run.init)
     batch = run.read(run.splits.train, 0)
     compiled = run.first_step.lower(state, batch).compile()

@@ -181,3 +181,49 @@ def test_another_encoding_is_refused(folder, option, value):
     with pytest.raises(ValueError, match=flag):
         train(dataclasses.replace(config, data=data))
     assert not (folder / "three").exists()
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Skips compiling: the type checker of tests refuses a state of shapes."""
+    monkeypatch.setattr(session, "_compile", lambda run, console: 0)
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_dry_run_opens_the_run_to_go_on_from(folder):
+    def dry(init_from):
+        run = RunOptions(workdir=folder / "three", dry_run=True)
+        return dataclasses.replace(second(folder), run=run, init_from=init_from)
+
+    code, said = train(dry(folder / "one"))
+    assert code == 0 and "user: 5 new values, 3 of them in reserved rows" in said
+    with pytest.raises(ValueError, match=f"{folder}/none holds no run"):
+        train(dry(folder / "none"))
+    assert not (folder / "three").exists()
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_dry_run_opens_the_run_to_resume(folder, tmp_path):
+    resumed = RunOptions(workdir=folder / "two", resume=True, dry_run=True)
+    code, said = train(dataclasses.replace(second(folder), run=resumed))
+    assert code == 0 and "Examples: 160 train" in said
+    nowhere = dataclasses.replace(resumed, workdir=tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no run"):
+        train(dataclasses.replace(second(folder), run=nowhere))
+
+
+def test_a_run_resumes_where_its_data_were_moved(folder, tmp_path):
+    shutil.copytree(folder / "two", tmp_path / "two")
+    moved = shutil.copy(folder / "day2.csv", tmp_path / "moved.csv")
+    whole = second(folder)
+    data = dataclasses.replace(whole.data, path=str(moved), cache=str(tmp_path))
+    loop = dataclasses.replace(whole.loop, epochs=2)
+    run = RunOptions(workdir=tmp_path / "two", resume=True)
+    code, _ = train(dataclasses.replace(whole, data=data, loop=loop, run=run))
+    assert code == 0
+    last = summary(tmp_path / "two")
+    assert last["final_step"] == 2 * summary(folder / "two")["final_step"]
+    content = moved.read_text().splitlines()
+    moved.write_text("\n".join(content[:-1]) + "\n")
+    with pytest.raises(ValueError, match="the data differ from those of the checkp"):
+        train(dataclasses.replace(whole, data=data, loop=loop, run=run))
