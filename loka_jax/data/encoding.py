@@ -205,7 +205,8 @@ class HashEncoder:
 class ModuloEncoder:
     """Encodes integers that are hashes already: `1 + (h mod 2^64) mod (buckets - 1)`.
 
-    A negative number has the id of the unsigned one with the same 64 bits.
+    A negative number has the id of the unsigned one with the same 64 bits. Text may be
+    hexadecimal, as 0x1f.
     """
 
     def __init__(self, buckets: int):
@@ -227,7 +228,7 @@ class ModuloEncoder:
         try:
             numbers = values.cast(pa.int64())
             hashes = np.asarray(pc.fill_null(numbers, 0)).view(np.uint64)
-        except pa.ArrowInvalid:  # beyond 2^63, or no integer
+        except pa.ArrowInvalid:  # 2^63 or more, or no integer
             hashes = np.array(
                 [_bits(value, at) for at, value in enumerate(values.to_pylist())],
                 np.uint64,
@@ -240,9 +241,13 @@ def _bits(value: str | None, at: int) -> int:
     """Returns the 64 bits of an integer, as an unsigned one."""
     if value is None:
         return 0
-    if not re.fullmatch("-?[0-9]{1,20}", value) or not -(2**63) <= int(value) < 2**64:
+    is_hex = re.fullmatch("0[xX][0-9a-fA-F]{1,16}", value)
+    if not is_hex and not re.fullmatch("-?[0-9]{1,20}", value):
         raise NoInteger(at)
-    return int(value) % 2**64
+    number = int(value, 16 if is_hex else 10)
+    if not -(2**63) <= number < 2**64:
+        raise NoInteger(at)
+    return number % 2**64
 
 
 def hash_encoder(config: DataConfig, column: str) -> Encoder | None:

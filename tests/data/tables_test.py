@@ -70,7 +70,16 @@ def test_the_same_bits_have_the_same_id(kind):
     assert ModuloEncoder(100).encode(text[:2]).tolist() == want[:2]
 
 
-@pytest.mark.parametrize("bad", ["1.5", "abc", "1_0", str(2**64), str(-(2**63) - 1)])
+@pytest.mark.parametrize("others", [[], [str(2**64 - 3)]])
+def test_hexadecimal_numbers_are_integers(others):
+    text = pa.array(["0x1F", "0XFFFFFFFFFFFFFFFF", *others], pa.large_string())
+    want = [1 + v % 99 for v in (31, 2**64 - 1, *map(int, others))]
+    assert ModuloEncoder(100).encode(text).tolist() == want
+
+
+@pytest.mark.parametrize(
+    "bad", ["0x1_0", "-0x1", "0x", "1.5", "abc", "1_0", str(2**64), str(-(2**63) - 1)]
+)
 def test_what_is_no_integer_has_a_place(bad):
     with pytest.raises(NoInteger) as error:
         ModuloEncoder(9).encode(pa.array(["1", None, bad, bad], pa.large_string()))

@@ -19,7 +19,7 @@ CONFIG = DataConfig(
 )
 ROWS = {
     "price": [1.5, None, -3.0, float("nan"), 1e30, float("-inf"), 0.1],
-    "age": [" 12", "NA", "-1e3", "nan", "inf", "", "7.25"],
+    "age": ["+12", "NA", "-1e3", "nan", "+inf", "", " 7.25"],
     "user": ["u1", "", None, "é", "new", "u1", "NA"],
     "item": [3.0, 7.0, float("nan"), None, 99.0, -3.0, 2.0**40],
 }
@@ -68,7 +68,8 @@ def test_one_value_a_field(changes):
     plain = encoding(dataclasses.replace(CONFIG, **changes))
     rows = dict(ROWS)
     if changes.get("hashed"):
-        rows["item"] = [3, -(2**63), None, 2**62, 0, -1, 5]
+        rows["item"] = ["3", "-9223372036854775808", None, "0x1F", "0XFFFFFFFFFFFFFFFF"]
+        rows["item"] += ["18446744073709551615", "-1"]
     expected, found = (
         records(plain, rows),
         loader.Encoding(*inputs_of(plain)).inputs(rows),
@@ -98,6 +99,7 @@ def test_lists(weights):
 @pytest.mark.parametrize(
     "column, value, changes, said",
     [
+        ("price", "\u0661", {}, "row 2 column 'price' .* which is no number"),
         ("price", "x", {}, "row 2 column 'price' holds 'x', which is no number"),
         ("price", 10**400, {}, "row 2 column 'price' .* too large"),
         ("price", [1], {}, "which is no number"),
