@@ -33,7 +33,9 @@ MODEL = "model.json"
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 PADDING = -1  # in place of an id in a list
 _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
-_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-?inf(inity)?|-?nan", re.I)
+_NUMBER = re.compile(
+    r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf(inity)?|nan)", re.I
+)
 _KINDS = ("missing", "nan", "huge", "negative")
 _MAX_WEIGHT = 1e12
 _DTYPES = {
@@ -106,6 +108,7 @@ class Model:
         arrays = read_arrays(folder / "weights.safetensors")
         used = {name for p in programs for name in (*p["weights"], *p["tables"])}
         self._arrays = {name: jax.device_put(arrays[name]) for name in used}
+        self._compiled: dict[int, Callable[[Inputs], jax.Array]] = {}
 
     def scores(self, rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Returns the probability of each row, float32 [N], or [N, T] of T tasks.
@@ -138,9 +141,13 @@ class Model:
         for size in self.batch_sizes:
             self.program(size)(self.encoding.blank(size))
 
-    @functools.cache  # noqa: B019 (a model lives as long as its programs)
     def program(self, batch_size: int) -> Callable[[Inputs], jax.Array]:
         """Returns the compiled program of a batch size, from inputs to logits."""
+        if batch_size not in self._compiled:
+            self._compiled[batch_size] = self._program(batch_size)
+        return self._compiled[batch_size]
+
+    def _program(self, batch_size: int) -> Callable[[Inputs], jax.Array]:
         if importlib.util.find_spec("flatbuffers") is None:
             sys.path.append(self._vendor)  # JAX reads programs with it, but lacks it
         from jax import export
@@ -178,6 +185,7 @@ class Encoding:
     def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
         """Takes the `inputs` of `model.json`, and the vocabularies."""
         self._spec, self._arrays = spec, arrays
+        self._finder = functools.cache(self._new_finder)
         self._single = len(spec["fields"]) - len(spec["multi"])
         names = [*spec["dense"]["columns"], *(f["column"] for f in spec["fields"])]
         names += [bag["weights"] for bag in spec["multi"] if bag["weights"]]
@@ -240,8 +248,7 @@ class Encoding:
                 numbers = _each(_weight, [own[i] for i in kept], name, at)
                 weights[at, : len(row_ids)] = numbers[: len(row_ids)]
 
-    @functools.cache  # noqa: B019 (an encoding lives as long as its model)
-    def _finder(self, at: int) -> Callable[[str | None], int]:
+    def _new_finder(self, at: int) -> Callable[[str | None], int]:
         """Returns the function from a text to its id in a field."""
         find = self._find(**self._spec["fields"][at])
         refuses = self._spec["unknown"] == "error"
@@ -353,8 +360,11 @@ def _list(value: Any, separator: str | None) -> Sequence[Any]:
 
 
 def _integer(text: str, low: int = -(2**63), high: int = 2**64) -> int:
-    if re.fullmatch("-?[0-9]{1,20}", text) and low <= int(text) < high:
-        return int(text)
+    is_hex = re.fullmatch("0[xX][0-9a-fA-F]{1,16}", text)
+    if is_hex or re.fullmatch("-?[0-9]{1,20}", text):
+        number = int(text, 16 if is_hex else 10)
+        if low <= number < high:
+            return number
     raise ValueError(f"no integer in {low}..{high - 1}")
 
 

@@ -1,6 +1,7 @@
 """An exported run scores as its evaluation did, where only jax is installed."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,16 @@ def test_mosaic_kernels_run_where_only_jax_is_installed(tmp_path):
 
 def test_every_program_equals_the_evaluation_step(several):
     assert several[1].differences == {1: 0.0, 16: 0.0, BATCH: 0.0}
+
+
+def test_a_model_that_is_dropped_frees_its_weights(several):
+    model = loader.load(several[0])
+    assert model.program(16) is model.program(16)
+    model.encoding._finder(0)
+    dropped = weakref.ref(model), weakref.ref(model.encoding)
+    del model
+    gc.collect()
+    assert [found() for found in dropped] == [None, None]
 
 
 def test_rows_are_split_padded_and_kept_in_order(trained, several):
