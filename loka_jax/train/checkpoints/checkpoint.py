@@ -218,6 +218,8 @@ class Checkpoints:
             try:
                 return manifest.verified(path, step)
             except manifest.Damaged as damage:
+                if not path.exists():  # its run has saved a newer one meanwhile
+                    return self._newest()
                 self._put_aside(path, damage)
         if damaged := sorted(self._directory.glob("*.damaged-*")):
             names = ", ".join(path.name for path in damaged[-3:])

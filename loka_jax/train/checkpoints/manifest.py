@@ -66,6 +66,8 @@ def verify(path: Path) -> dict[str, Any]:
         for name, digest in listed.items():
             if _sha256(path / name) != digest:
                 raise Damaged(f"{path / name}: differs from what was written")
+    except FileNotFoundError as error:  # it was there above
+        raise Damaged(f"{error.filename}: was removed while it was read") from None
     except OSError as error:
         raise ValueError(
             f"cannot read {error.filename} ({error.strerror}): check its permissions."

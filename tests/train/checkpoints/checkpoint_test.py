@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from loka_jax import jsonfile
+from loka_jax.train.checkpoints import manifest
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.disk_room import require_space
 
@@ -404,10 +405,28 @@ def test_a_save_is_synced_to_the_disk_before_it_counts(tmp_path, monkeypatch):
     assert (False, False) in synced  # the manifest, before the rename
 
 
+@pytest.mark.parametrize("read", ["_files", "_read", "_sha256"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_damage(
+    tmp_path, monkeypatch, read
+):
+    fill(tmp_path, 1)
+    fill(tmp_path / "later", 2)
+    plain = getattr(manifest, read)
+
+    def removed(path):
+        if (tmp_path / "1").exists():
+            (tmp_path / "later" / "2").rename(tmp_path / "2")
+            shutil.rmtree(tmp_path / "1")
+        return plain(path)
+
+    monkeypatch.setattr(manifest, read, removed)
+    saved = Checkpoints(tmp_path).newest()
+    assert saved is not None and saved.step == 2
+    assert not list(tmp_path.glob("*.damaged-*"))
+
+
 def fail_writes(monkeypatch, times):
     """Makes the next `times` writes of a manifest fail, as on a full disk."""
-    from loka_jax.train.checkpoints import manifest
-
     left, write = [times], manifest.write
 
     def failing(path, content):
