@@ -12,22 +12,17 @@ import sys
 from pathlib import Path
 
 from loka_jax.launch.ending import ended_by
-from loka_jax.launch.processes import Job, Processes, why_not
+from loka_jax.launch.processes import Job, Processes, require_devices
 from loka_jax.launch.supervisor import Supervisor
 from loka_jax.terminal import printable
 
 
 def main(arguments: list[str]) -> int:
     """Runs a job and returns its exit code."""
-    options = _parsed(arguments)
-    job = Job(
-        command=options.command,
-        processes=options.processes,
-        logs=options.logs or _new_folder(Path("runs")),
-        cpu_devices=options.cpu_devices,
-    )
-    if (reason := why_not(job, os.environ)) is not None:
-        print(f"error: {reason}", file=sys.stderr)
+    try:
+        job = _job(_parsed(arguments))
+    except ValueError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     print(f"{job.processes} processes; their output is in {job.logs}/rank-*.log")
     sys.stdout.flush()
@@ -37,6 +32,31 @@ def main(arguments: list[str]) -> int:
     if (sentence := ended_by(job, end)) is not None:
         print(f"error: {printable(sentence)}", file=sys.stderr)
     return end.code
+
+
+def _job(options: argparse.Namespace) -> Job:
+    """Returns the job, whose folder of logs it makes.
+
+    Raises:
+        ValueError: if it cannot run here, or its logs cannot be written.
+    """
+    require_devices(options.processes, options.cpu_devices, os.environ)
+    try:
+        logs = options.logs or _new_folder(Path("runs"))
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the folder of logs {error.filename} ({error.strerror}): "
+            "choose another --logs."
+        ) from None
+    if not os.access(logs, os.W_OK):
+        raise ValueError(f"cannot write to {logs}: choose another --logs.")
+    return Job(
+        command=options.command,
+        processes=options.processes,
+        logs=logs,
+        cpu_devices=options.cpu_devices,
+    )
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -66,11 +86,16 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def _new_folder(parent: Path) -> Path:
-    """Returns the first folder launch-<n> that is not there."""
+    """Returns a new folder launch-<n>, which no other launcher has made."""
+    parent.mkdir(exist_ok=True)
     number = 1
-    while (parent / f"launch-{number}").exists():
-        number += 1
-    return parent / f"launch-{number}"
+    while True:
+        folder = parent / f"launch-{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 if __name__ == "__main__":

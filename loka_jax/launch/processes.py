@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from loka_jax.commands import run_by_python
+from loka_jax.options import require
 
 LOGS = "LOKA_LOGS"  # names the folder of the logs to the processes
 WORKDIR = "workdir"  # there: a file in which process 0 names the folder of its run
@@ -35,7 +36,7 @@ class Job:
     Attributes:
         command: a Python script, or a command of `loka`, and its arguments.
         processes: how many processes run it.
-        logs: the folder of their logs.
+        logs: the folder of their logs, which exists.
         cpu_devices: CPU devices of each process; None for one GPU each.
     """
 
@@ -49,21 +50,26 @@ class Job:
         return self.logs / f"rank-{rank}.log"
 
 
-def why_not(job: Job, environment: Mapping[str, str]) -> str | None:
-    """Returns why a job cannot run here and what to do, or None."""
-    if job.processes < 1:
-        return f"--processes {job.processes} must be at least 1."
-    if job.cpu_devices is not None:
-        if job.cpu_devices < 1:
-            return f"--cpu-devices {job.cpu_devices} must be at least 1."
-        return None
+def require_devices(
+    processes: int, cpu_devices: int | None, environment: Mapping[str, str]
+) -> None:
+    """Raises ValueError if so many processes cannot run here.
+
+    Args:
+        processes: their number.
+        cpu_devices: CPU devices of each process; None for one GPU each.
+        environment: names the GPUs that may be used.
+    """
+    require(processes >= 1, "--processes", processes, "at least 1")
+    if cpu_devices is not None:
+        require(cpu_devices >= 1, "--cpu-devices", cpu_devices, "at least 1")
+        return
     gpus = _num_gpus(environment)
-    if gpus < job.processes:
-        return (
-            f"--processes {job.processes} need as many GPUs, and {gpus} are visible: "
+    if gpus < processes:
+        raise ValueError(
+            f"--processes {processes} need as many GPUs, and {gpus} are visible: "
             "lower --processes, check CUDA_VISIBLE_DEVICES, or set --cpu-devices."
         )
-    return None
 
 
 def environment_of(
@@ -103,7 +109,6 @@ class Processes:
 
     def __enter__(self) -> "Processes":
         """Starts them."""
-        self.job.logs.mkdir(parents=True, exist_ok=True)
         (self.job.logs / WORKDIR).unlink(missing_ok=True)
         try:
             self._start_all()

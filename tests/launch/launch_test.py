@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from loka_jax.launch.processes import Job, _reserved_port, why_not
+from loka_jax.launch.__main__ import _new_folder, main
+from loka_jax.launch.processes import _reserved_port, require_devices
 from loka_jax.launch.supervisor import to_blame
 
 CHILD = Path(__file__).with_name("child.py")
@@ -237,11 +238,25 @@ def test_the_process_to_blame_is_the_one_that_died_first(codes, stopping, rank):
     assert to_blame(codes, is_stopping=stopping) == rank
 
 
-def test_more_processes_than_gpus_are_refused(tmp_path):
-    job = Job(command=("x.py",), processes=4, logs=tmp_path)
-    reason = why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert reason is not None and "and 2 are visible: lower --processes" in reason
-    assert why_not(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) is None
+def test_more_processes_than_gpus_are_refused():
+    with pytest.raises(ValueError, match="and 2 are visible: lower --processes"):
+        require_devices(4, None, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    require_devices(4, None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+
+def test_a_folder_of_logs_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    options = ["--processes", "1", "--cpu-devices", "1", "--logs"]
+    assert main([*options, str(tmp_path / "file" / "logs"), "x.py"]) == 2
+    error = capsys.readouterr().err
+    assert f"logs {tmp_path}/file" in error and "another --logs" in error
+
+
+def test_launchers_share_no_folder_of_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # as where both have looked
+    first, second = (_new_folder(tmp_path / "runs") for _ in range(2))
+    assert (first.name, second.name) == ("launch-1", "launch-2")
+    assert first.is_dir() and second.is_dir()
 
 
 def test_a_job_ends_though_its_output_is_no_longer_read(tmp_path):
