@@ -1,9 +1,26 @@
 """Single arguments of a command line, read before anything heavy is imported."""
 
+import os
+
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Returns whether a command line asks for help."""
     return "--help" in arguments or "-h" in arguments
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """Returns a command line with the home folder for `~/` at the start of a value.
+
+    A shell leaves that of `--workdir=~/run` as it is.
+    """
+    return [_expanded(argument) for argument in arguments]
+
+
+def _expanded(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if option.startswith("--") and value.startswith("~/"):
+        return f"{option}{equals}{os.path.expanduser(value)}"
+    return os.path.expanduser(argument) if argument.startswith("~/") else argument
 
 
 def take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

@@ -59,7 +59,7 @@ def sentence(box: str, prog: str) -> str:
         kinds = [x for part in others for x in part if x.startswith(f"{option} ")]
         kind = _kind(kinds[0].partition(" ")[2]) if kinds else f"another value ({why})"
         return f"{' '.join([option, *_values(why)])} must be {kind}."
-    if match := re.match(r"Error parsing \w+: (.*)", text):
+    if match := re.match(r"Error parsing [\w.-]+: (.*)", text):
         return match[1]  # of our own
     choice = r"invalid choice '(.*)' for argument '(.*)'\. .*?(\(.*\))"
     if match := re.match(choice, text):

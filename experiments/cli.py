@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.arguments import asks_for_help, take
+from experiments.arguments import asks_for_help, expanded, take
 from experiments.by_device import named_here
 from experiments.configs import all_names, find_config
 from experiments.first_help import short_help
@@ -75,7 +75,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     It is the one named by `--config`, or else that of the run in `--init-from`, or in
     `--workdir`.
     """
-    name, rest = take(arguments, "--config")
+    name, rest = take(expanded(arguments), "--config")
     if name is not None:
         return find_config(named_here(name, rest)), rest
     config = _of_a_run(rest)

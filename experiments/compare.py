@@ -17,9 +17,9 @@ from collections import Counter
 
 import tyro
 
-from experiments.bad_values import one_sentence
 from experiments.cli import run_cli
-from loka_jax.commands import called, spoken
+from experiments.options import parse_alone
+from loka_jax.commands import spoken
 from loka_jax.report import ComparedRun, write_compare_page
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.folder.scores_file import read_scores
@@ -50,11 +50,13 @@ def compare(
 
     Raises:
         ValueError: if a folder holds no run, or one is given twice, or the runs have
-            nothing in common, or the page cannot be written.
+            nothing in common, or `out` is no HTML file, or cannot be written.
     """
     paths = [folder.resolve() for folder in folders]
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
         raise ValueError(f"{repeated[0]} is named twice: name each run once.")
+    if out.suffix != ".html":  # an older page is replaced, another file is not
+        raise ValueError(f"--out {out} must end in .html: rename it.")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} is in no folder that exists: create that first.")
     runs = [
@@ -79,9 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     line = shlex.join(["python", "experiments/compare.py", *arguments])
 
     def command() -> int:
-        with one_sentence(prog := called("compare.py")):
-            text = spoken(__doc__ or "")
-            options = tyro.cli(Arguments, args=arguments, prog=prog, description=text)
+        options = parse_alone(Arguments, arguments, "compare.py", __doc__)
         print(f"Comparison: {compare([*options.runs], options.out, line)}")
         return 0
 

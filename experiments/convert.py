@@ -20,10 +20,9 @@ if __name__ == "__main__":  # the imports below take seconds
 import dataclasses
 import json
 import pathlib
-import signal
 
 from experiments.options import parse_options
-from loka_jax.commands import interruptible
+from loka_jax.commands import interruptible, unwind_on_sigterm
 from loka_jax.data.config import DataConfig
 from loka_jax.data.convert import convert
 from loka_jax.data.files import existing, find_sources
@@ -48,7 +47,7 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     interruptible()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so cleans up
+    unwind_on_sigterm()
     try:
         arguments = sys.argv[1:] if argv is None else argv
         _run(parse_options(Arguments(), arguments, "convert.py"))

@@ -4,15 +4,16 @@ import contextlib
 import difflib
 import io
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import tyro
 
-from experiments.arguments import asks_for_help
+from experiments.arguments import asks_for_help, expanded
 from experiments.bad_values import one_sentence
 from experiments.first_help import keep_help
-from loka_jax.commands import called
+from loka_jax.commands import called, spoken
 
 
 def parse_options[T](
@@ -48,10 +49,30 @@ def parse_options[T](
         print(text)
         raise SystemExit(0)
     with one_sentence(prog):
-        parsed, unknown = read(arguments)
+        parsed, unknown = read(expanded(arguments))
     if unknown:
         raise ValueError(_unknown(unknown[0], _help_of(read), prog))
     return parsed
+
+
+def parse_alone[T](
+    kind: type[T], arguments: list[str] | None, script: str, text: str | None
+) -> T:
+    """Returns a dataclass with the options of a command that has no configuration.
+
+    Args:
+        kind: the dataclass.
+        arguments: the command line; that of this process if None.
+        script: name of the script in experiments/.
+        text: what the script does, for `--help`.
+
+    Raises:
+        ValueError: for a bad value, or for an unknown option.
+        SystemExit: with code 0 after `--help`.
+    """
+    args = expanded(sys.argv[1:] if arguments is None else arguments)
+    with one_sentence(prog := called(script)):
+        return tyro.cli(kind, args=args, prog=prog, description=spoken(text or ""))
 
 
 def _help_of(read: Callable[[list[str]], Any]) -> str:

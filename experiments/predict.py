@@ -13,10 +13,8 @@ import pathlib
 import sys
 from typing import Literal
 
-import tyro
-
-from experiments.bad_values import one_sentence
-from loka_jax.commands import called, leave_on_interrupt, spoken
+from experiments.options import parse_alone
+from loka_jax.commands import leave_on_interrupt, unwind_on_sigterm
 from loka_jax.terminal import printable
 
 
@@ -69,15 +67,14 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        with one_sentence(prog := called("predict.py")):
-            text = spoken(__doc__ or "")
-            arguments = tyro.cli(Arguments, args=argv, prog=prog, description=text)
+        arguments = parse_alone(Arguments, argv, "predict.py", __doc__)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     print(f"Reading {arguments.workdir} ...", flush=True)
     from experiments.cli import run_cli  # imports JAX: not before --help
 
+    unwind_on_sigterm()
     return run_cli(lambda: _run(arguments))
 
 

@@ -28,6 +28,7 @@ import jax
 import tyro
 
 from experiments.cli import run_cli
+from experiments.options import parse_alone
 from loka_jax.dispatch import sources
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.site_programs import site_programs
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
 
     def command() -> int:
-        options = tyro.cli(Options, args=argv, description=__doc__)
+        options = parse_alone(Options, argv, "restamp.py", __doc__)
         return restamp(options.paths, record=options.record, workers=options.workers)
 
     return run_cli(command)

@@ -21,9 +21,8 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 
-import tyro
-
 from experiments.cli import run_cli
+from experiments.options import parse_alone
 from experiments.restamp import SHIPPED
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import candidates
@@ -71,6 +70,11 @@ class Options:
 
 def time_sites(options: Options) -> int:
     """Measures and writes the new table after every site; returns the exit code."""
+    if not 1 <= options.part <= options.parts:
+        raise ValueError(
+            f"--part {options.part} of --parts {options.parts} does not exist: count "
+            "parts from 1."
+        )
     if options.draw:
         entries = {spec: Entry() for spec in random_sites(options.draw, options.seed)}
     else:
@@ -157,7 +161,7 @@ def _rounded(
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     return run_cli(
-        lambda: time_sites(tyro.cli(Options, args=argv, description=__doc__))
+        lambda: time_sites(parse_alone(Options, argv, "time_sites.py", __doc__))
     )
 
 

@@ -63,6 +63,14 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def unwind_on_sigterm() -> None:
+    """Makes SIGTERM end the process with code 143, without its temporary files.
+
+    It becomes a SystemExit, so what removes them runs.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def _leave(*_) -> None:
     os._exit(130)  # nothing is written yet
 

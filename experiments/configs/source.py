@@ -39,6 +39,7 @@ def _from_python(path: pathlib.Path, function: str) -> Config:
     path = path.expanduser()
     if not path.is_file():
         raise ValueError(f"--config {path}: this file does not exist.")
+    path = path.resolve()  # as tracebacks name it
     try:
         module = _imported(path)
         make = vars(module).get(function)
@@ -72,7 +73,7 @@ def _imported(path: pathlib.Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # type hints of its classes are looked up there
-    sys.path.append(str(path.parent.resolve()))
+    sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     finally:

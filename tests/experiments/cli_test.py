@@ -149,6 +149,11 @@ def test_the_short_help_imports_nothing_heavy():
             [*GENERATED, "--optim.dense", "adamm"],
             ["--optim.dense is 'adamm': did you mean 'adam'? Use one of a"],
         ),
+        (
+            [*GENERATED, "--dispatch.limits.healthy", "-1"],
+            ["error: limits.healthy -1.0 must be positive."],
+        ),
+        ([*GENERATED, "--watchdog", "inf"], ["inf must be positive and at most 1,000"]),
         ([*GENERATED, "--optim.lr", "nan"], ["--optim.lr nan must lie between"]),
         ([*GENERATED, "--loop.batch-size", "-1"], ["-1 must be at least 1"]),
         ([*GENERATED, "--loop.batch-size", "99999999999"], ["must be at most"]),
@@ -264,6 +269,15 @@ def test_the_configuration_of_a_resumed_run_is_in_its_workdir(workdir):
     assert config == dataclasses.replace(expected, seed=7, loop=loop, run=run)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_home_folder_is_meant_by_a_tilde(workdir, monkeypatch, joined):
+    monkeypatch.setenv("HOME", str(workdir.parent))
+    value = f"~/{workdir.name}"
+    option = [f"--workdir={value}"] if joined else ["--workdir", value]
+    config = cli.parse(["--resume", *option])
+    assert (config.seed, config.run.workdir) == (7, workdir)
+
+
 @pytest.mark.usefixtures("no_data")
 @pytest.mark.parametrize(
     "options, parts",
@@ -368,6 +382,12 @@ def test_a_users_function_that_gives_no_configuration_is_refused(
 ):
     result = run("--config", f"{own}:{function}")
     assert_refused(result, *parts)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_bug_in_a_file_of_a_relative_path_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run("--config", "own.py:bug"), f"{tmp_path}/own.py, line 16: ZeroD")
 
 
 def test_a_users_file_that_is_no_python_is_refused(run, tmp_path):

@@ -1,3 +1,5 @@
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,15 @@ def test_a_bad_command_line_is_one_sentence(capsys, monkeypatch, tmp_path):
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.endswith(f"{sentence}\n")
         assert said.count("\n") == 1
+
+
+def test_a_file_that_is_no_page_is_not_replaced(tmp_path, capsys):
+    runs = [leave_run(tmp_path / f"run-{i}", ne=0.8) for i in range(2)]
+    summary = pathlib.Path(runs[0]) / SUMMARY
+    before = summary.read_text()
+    assert main([*runs, "--out", str(summary)]) == 2
+    assert "must end in .html: rename it." in capsys.readouterr().err
+    assert summary.read_text() == before
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path):
