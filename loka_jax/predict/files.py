@@ -71,6 +71,7 @@ def score_file(
     with unchanged({path: stamp_of(path)}), _new_file(out) as write:
         for part in predictor.scored(blocks, counts):
             scored = part.rows.select(keys)
+            _check_keys(out, scored)
             by_task = part.scores.reshape(len(part.scores), -1).T
             for name, column in zip(names, by_task, strict=True):
                 scored = scored.append_column(name, pa.array(column))
@@ -88,6 +89,16 @@ def score_columns(tasks: tuple[str, ...]) -> tuple[str, ...]:
     return (SCORE,) if len(tasks) == 1 else tuple(f"{SCORE}_{name}" for name in tasks)
 
 
+def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
+    """Raises ValueError if a file of this kind cannot hold a key column."""
+    nested = [f.name for f in keys.schema if pa.types.is_nested(f.type)]
+    if nested and out.suffix.lower() == ".csv":
+        raise ValueError(
+            f"--data.keys {nested[0]} has lists, which CSV cannot hold: name an --out "
+            "that ends in .parquet."
+        )
+
+
 def _check_names(
     path: pathlib.Path,
     out: pathlib.Path,
@@ -102,6 +113,8 @@ def _check_names(
         raise ValueError(f"{out} exists already: remove it, or choose another --out.")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}: create it for --out.")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"--data.keys {' '.join(keys)}: name each column once.")
     for name in names:
         if name in keys:
             raise ValueError(

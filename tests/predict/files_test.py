@@ -1,6 +1,11 @@
 """`experiments/predict.py`: files of any size to files of scores."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +18,8 @@ from loka_jax.predict import files, predictor, score_file
 from tests.experiments.cli_test import assert_refused
 from tests.predict import support
 from tests.predict.support import HEADER, rows, write
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +124,25 @@ def test_bad_rows_leave_nothing(run, tmp_path, text, options, parts):
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
 
 
+@pytest.mark.slow
+def test_sigterm_leaves_no_file(trained, tmp_path):
+    """Neither the scores nor what was to become them."""
+    write(tmp_path / "new.csv", rows(1_000_000))
+    options = ["--data.path", tmp_path / "new.csv", "--out", tmp_path / "s.parquet"]
+    command = [sys.executable, predict.__file__, "--workdir", trained.workdir, *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+    )
+    while not list(tmp_path.glob(".s.parquet.*")):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    _, error = process.communicate()
+    assert (process.returncode, error) == (143, b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+
+
 def test_wrong_names_are_refused_before_anything_is_read(trained, run, tmp_path):
     out = tmp_path / "scores.csv"
     assert_refused(run(tmp_path / "gone.csv", out), "gone.csv does not exist")
@@ -124,6 +150,8 @@ def test_wrong_names_are_refused_before_anything_is_read(trained, run, tmp_path)
     assert_refused(run(trained.test, tmp_path / "no" / "s.csv"), "there is no folder")
     assert_refused(run(trained.test, out, "--workdir", tmp_path), "holds no run")
     assert_refused(run(tmp_path, out), "is a folder")
+    keys = ["--data.keys", "user", "user"]
+    assert_refused(run(trained.test, out, *keys), "user user: name each column once")
 
 
 def test_a_long_file_is_held_in_parts(trained, tmp_path, monkeypatch):

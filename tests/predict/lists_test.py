@@ -86,6 +86,13 @@ def test_scores_of_a_file_with_lists_are_the_evaluations(trained, expected, tmp_
     assert scores["user"] == parquet.read_table(trained.test)["user"]
 
 
+def test_lists_are_no_keys_of_a_csv_file(trained, tmp_path):
+    model = loka_jax.load(trained.workdir)
+    with pytest.raises(ValueError, match="--data.keys tags has lists, .* .parquet"):
+        score_file(model, trained.test, tmp_path / "s.csv", keys=("user", "tags"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_exported_lists_are_scored_as_the_evaluations(trained, expected, tmp_path):
     options = {"batch_sizes": (32,), "platforms": ("cpu",)}  # that of the run
     found = export_run(trained.workdir, tmp_path / "model", **options)
