@@ -23,6 +23,7 @@ if __name__ == "__main__":  # the imports below take seconds
     first_help(sys.argv[1:], "plan.py")
 
 import dataclasses
+import math
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -59,6 +60,10 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     rates, gpus = options["rates"], options["gpus"]
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} must be at least 1.")
+    if not 0 <= options["dense_us"] < math.inf:
+        raise ValueError(
+            f"--dense-us {options['dense_us']} must be a time, at least 0."
+        )
     dense_us = options["dense_us"] or None
     schema = schema_of(config)
     if options["simulate"]:

@@ -25,6 +25,7 @@ from loka_jax.train.mesh.devices import MeshConfig, require_averages
 from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
+_LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
 
@@ -183,7 +184,9 @@ class RunOptions:
     watchdog: float = 300.0
 
     def __post_init__(self):  # noqa: D105
-        require(0 < self.watchdog, "--watchdog", self.watchdog, "positive")
+        holds = 0 < self.watchdog <= _LONGEST_WATCH
+        at_most = f"positive and at most {_LONGEST_WATCH:,}"
+        require(holds, "--watchdog", self.watchdog, at_most)
         if self.profile is not None:
             self.profile_steps()
 

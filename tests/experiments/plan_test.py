@@ -36,6 +36,9 @@ def test_it_simulates_thousands_of_gpus(capsys):
         (["--rates.memory-gb", "1e-6"], "fits no mesh of 8 GPUs"),
         (["--gpus", "3"], "--loop.batch-size 128 must be a multiple of --gpus 3"),
         (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--dense-us", "-1"], "--dense-us -1.0 must be a time, at least 0"),
+        (["--dense-us", "nan"], "--dense-us nan must be a time, at least 0"),
+        (["--rates.memory-share", "7"], "--rates.memory-share 7.0 must be at most 1"),
         (["--rates.peer-us", "-1"], "--rates.peer-us -1.0 must be positive"),
     ],
 )

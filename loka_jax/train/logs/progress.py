@@ -207,7 +207,8 @@ def resuming(step: int, total_steps: int, loop: LoopConfig) -> str:
     """Returns a sentence on where a run goes on, or how it would if it has ended."""
     if step < total_steps:
         return f"Resuming at step {step:,}."
-    option = "--loop.max-steps" if step == loop.max_steps else "--loop.epochs"
+    by_steps = loop.max_steps is not None and loop.max_steps <= step
+    option = "--loop.max-steps" if by_steps else "--loop.epochs"
     return f"Resuming at step {step:,}, the last: raise {option} to train on."
 
 

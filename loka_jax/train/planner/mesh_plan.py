@@ -139,6 +139,10 @@ class Rates:
             if not value > 0:
                 option = f"--rates.{field.name.replace('_', '-')}"
                 raise ValueError(f"{option} {value} must be positive.")
+        if self.memory_share > 1:
+            raise ValueError(
+                f"--rates.memory-share {self.memory_share} must be at most 1."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,7 @@ def test_a_run_that_has_ended_says_which_option_continues_it():
     assert progress.resuming(4, 8, loop) == "Resuming at step 4."
     assert "step 8, the last: raise --loop.max-steps " in progress.resuming(8, 8, loop)
     assert "raise --loop.epochs " in progress.resuming(6, 6, loop)
+    assert "raise --loop.max-steps " in progress.resuming(9, 8, loop)
 
 
 @pytest.mark.parametrize("config", ["fp8_dlrm", "fp8_dcnv2", "criteo_dlrm"])
