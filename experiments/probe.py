@@ -39,6 +39,8 @@ _EVERY = 10  # default interval of observed steps
 def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
     """Trains, surveys and writes both files; returns the exit code."""
     console = standard_output()
+    if max(config.mesh.replicas or 1, config.mesh.shards or 1) > 1:
+        console.print("Probe runs on one device: --mesh.* is left out.")
     config = observed(config)
     done = train(config, arguments, console, script="probe.py")
     if done.exit_code or done.run is None:

@@ -284,9 +284,12 @@ def _summary(
 
 def _line(load: dict[str, Any]) -> str:
     times = load["latency_ms"]
+    shown = "no answer"
+    if times["p50"] is not None:
+        shown = f"p50 {times['p50']:.1f} p99 {times['p99']:.1f} ms"
     return (
         f"{load['offered_per_s']:8,.0f} offered, {load['answered_per_s']:8,.0f} "
-        f"answered a second; p50 {times['p50']:.1f} p99 {times['p99']:.1f} ms; "
+        f"answered a second; {shown}; "
         f"{load['statuses']}; lost {load['lost']}, wrong {load['wrong']}, "
         f"restarts {load['restarts']}"
     )

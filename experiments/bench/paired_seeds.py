@@ -180,15 +180,19 @@ def main() -> None:
                     run = options.config, arm, seed, extra
                     jobs[pool.submit(dealer.train_once, *run)] = arm, seed
         failed = []
-        for job in concurrent.futures.as_completed(jobs):
-            arm, seed = jobs[job]
-            try:
-                summary = job.result()
-            except RuntimeError as error:  # the other runs are kept
-                failed.append(str(error))
-                continue
-            result = with_run(result, arm, seed, summary)
-            results.write(options.out, result)
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                arm, seed = jobs[job]
+                try:
+                    summary = job.result()
+                except RuntimeError as error:  # the other runs are kept
+                    failed.append(str(error))
+                    continue
+                result = with_run(result, arm, seed, summary)
+                results.write(options.out, result)
+        except KeyboardInterrupt:  # it also ends the runs that have begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     show(result)
     if failed:
         raise RuntimeError("\n".join(failed))
@@ -264,4 +268,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -17,6 +17,11 @@ pytest.importorskip("aiohttp")
 from experiments.bench import load  # noqa: E402
 
 
+def test_a_load_without_an_answer_is_described():
+    load_of = load._summary(20.0, 1.0, 1.0, [], [1])
+    assert "answered a second; no answer; " in load._line(load_of)
+
+
 @pytest.mark.slow
 def test_a_served_model_loses_nothing_in_a_restart(tmp_path):
     config = find_config("fp8_dlrm_tiny")

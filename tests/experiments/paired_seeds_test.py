@@ -78,6 +78,18 @@ def test_a_failure_loses_no_other_run(seed, trained, compare, tmp_path):
     assert made == [("fp8_rowwise", seed)]
 
 
+def test_ctrl_c_begins_no_other_run(trained, compare, monkeypatch):
+    made, _ = trained
+
+    def interrupt(jobs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(concurrent.futures, "as_completed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compare("--seeds", "500")
+    assert len(made) < 1000
+
+
 def test_runs_are_dealt_to_the_gpus_that_are_free(monkeypatch):
     running, most, lock = [], [], threading.Lock()
     both_run = threading.Barrier(2)
