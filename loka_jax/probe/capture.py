@@ -1,10 +1,11 @@
 """Captures the operands of a site, to check how well draws represent them."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from loka_jax import fp8
 from loka_jax.probe import live_errors
@@ -93,10 +94,29 @@ class Sampler:
         scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> Sample:
-        """Returns a sample of one batch, its amaxes those of all devices."""
+        """Returns a sample of one batch, its amaxes those of all devices.
+
+        Which elements of a product are computed follows from `stats.errors.steps`.
+        """
         capture = Capture(max_rows=self.max_rows)
         operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
         whole = live_errors.Operands(lhs, rhs, g, scales)
-        errors = live_errors.live_errors(whole, self.recipes, axis_names=axis_names)
+        steps = stats.errors.steps
+        errors = live_errors.live_errors(whole, self.recipes, steps, axis_names)
         return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)
+
+
+def at_step(stats: Any, step: Int[Array, ""]) -> Any:
+    """Returns an observer's empty statistics, of which samples begin at a step.
+
+    Looks at different steps then compute different elements of a product.
+    """
+
+    def begin(x: Any) -> Any:
+        if not isinstance(x, Sample):
+            return x
+        steps = jnp.full_like(x.errors.steps, step)
+        return x._replace(errors=x.errors._replace(steps=steps))
+
+    return jax.tree.map(begin, stats, is_leaf=lambda x: isinstance(x, Sample))

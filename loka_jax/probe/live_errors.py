@@ -44,7 +44,7 @@ RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
 _ROWS, _COLUMNS = 256, 64  # of a product that are computed
 _ANY_ROWS = 16  # a number of rows that FP8 allows
 _TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
-_GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1)
+_GOLDEN = 2654435769  # of 2^32: the golden ratio, whose multiples spread evenly
 # Of each measure: the sums of the steps' weights and of their squares, and the weighted
 # mean and sum of squared deviations.
 _WEIGHT, _SQUARES, _MEAN, _M2 = range(4)
@@ -128,7 +128,8 @@ def live_errors(
         axis_names: mesh axes over which the rows of the batch are spread.
     """
     operands = Operands(*jax.lax.stop_gradient(operands))
-    shift = jnp.mod(steps * _GOLDEN, 1.0)
+    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
+    shift = whole.astype(jnp.float32) / 2.0**32
     by_role = [
         _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
     ]
@@ -198,11 +199,15 @@ def _blocks(
 
 
 def _some(x: Array, limit: int, shift: Float[Array, ""], axis: int) -> Array:
-    """Returns up to `limit` rows or columns, spread evenly, the first at a share."""
-    stride = max(1, x.shape[axis] // limit)
-    count = min(limit, x.shape[axis] // stride)
-    first = jnp.floor(shift * stride).astype(jnp.int32)
-    return jnp.take(x, first + stride * jnp.arange(count), axis=axis)
+    """Returns up to `limit` rows or columns, spread evenly, the first at a share.
+
+    Every one of them is returned at some share, whatever their number.
+    """
+    size = x.shape[axis]
+    if size <= limit:
+        return x
+    places = jnp.floor((jnp.arange(limit, dtype=jnp.float32) + shift) * (size / limit))
+    return jnp.take(x, jnp.minimum(places.astype(jnp.int32), size - 1), axis=axis)
 
 
 def _casts(

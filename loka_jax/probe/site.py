@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
@@ -269,8 +270,12 @@ def _merge_over_devices(batch: SiteStats, axis_names: tuple[str, ...]) -> SiteSt
 
 def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
     """Returns up to `limit` rows, spread evenly."""
-    stride = max(1, x.shape[0] // limit)
-    return x[::stride][:limit]
+    size = x.shape[0]
+    if size <= limit:
+        return x
+    if size % limit == 0:  # a slice needs no gather
+        return x[:: size // limit]
+    return x[np.arange(limit) * size // limit]
 
 
 def _rows(stats: Rows, x: Float[Array, "m k"], scale_inv, dtype, axis_names) -> Rows:

@@ -36,6 +36,7 @@ from loka_jax.ops.tables import Tables
 from loka_jax.ops.tap import Observer
 from loka_jax.optim import whole_table_update
 from loka_jax.optim.clip import global_norm
+from loka_jax.probe.capture import at_step
 from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulated, gradients_of, variables_of
 from loka_jax.train.state import TrainState
@@ -249,7 +250,7 @@ def make_observe_step(
             init = functools.partial(network.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state = dataclasses.replace(state, probe=empty)
+        state = dataclasses.replace(state, probe=at_step(empty, state.step))
         inputs = state, batch, rows, jax.random.key(0), total_weight
         return gradients_of(network, observer, task_weights, *inputs)[-1].probe
 

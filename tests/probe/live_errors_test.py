@@ -10,6 +10,7 @@ import pytest
 from loka_jax import quality
 from loka_jax.ops import roles
 from loka_jax.probe import live_errors
+from loka_jax.probe.capture import Sampler, at_step
 from loka_jax.probe.live_errors import Operands
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, get_recipe
 from tests import support
@@ -68,6 +69,47 @@ def test_parts_of_large_products_represent_them():
         np.testing.assert_allclose(found, quality.relative_l2(ref, out), rtol=0.05)
     # Not the same rows at each step.
     assert len({float(step.moments[0, 0, 1, _MEAN]) for step in steps}) == 4
+
+
+def test_columns_beyond_a_multiple_of_64_count():
+    """Columns that cancel over the batch have large errors, wherever they lie."""
+    operands = _operands(m=512, k=96, n=96)
+    sign = (-1.0) ** jnp.arange(512, dtype=jnp.float32)[:, None]
+    loud = sign * (0.99 + 0.02 * support.normal(512, 32, seed=5))
+    g = jnp.concatenate([1e-3 * support.normal(512, 64, seed=6), loud], axis=1)
+    lhs = 1.0 + 0.01 * support.normal(512, 96, seed=7)
+    operands = Operands(
+        lhs.astype(jnp.bfloat16), operands.rhs, g.astype(jnp.bfloat16), NO_SCALES
+    )
+    steps = [_measure(operands, RECIPES[:1], float(i)) for i in range(40)]
+    found = functools.reduce(live_errors.merge, steps).moments[0, 2, 0, _MEAN]
+    ref, out = _products(operands, "drhs", RECIPES[0])
+    np.testing.assert_allclose(found, quality.relative_l2(ref, out), rtol=0.3)
+
+
+@pytest.mark.parametrize("size", [64, 65, 96, 127, 191, 400, 479, 1000, 4097])
+def test_columns_are_spread_evenly_and_all_are_seen(size):
+    x, seen = jnp.arange(size)[None], set()
+    for step in range(400):
+        shift = jnp.float32(step * 0.618034 % 1)
+        found = np.asarray(live_errors._some(x, 64, shift, axis=1))[0].tolist()
+        assert len(set(found)) == 64 == len(found)
+        assert max(np.diff(found)) - min(np.diff(found)) <= 1
+        seen |= set(found)
+    assert seen == set(range(size))
+
+
+def test_looks_at_different_steps_see_different_elements():
+    operands = _operands(m=512, k=96, n=100)
+    sampler = Sampler(recipes=(get_recipe("fp8_tensorwise"),))
+    empty = sampler.init(512, 96, 100)
+    errors = []
+    for step in (0, 64, 128):
+        begun = at_step({"site": empty}, jnp.int32(step))["site"]
+        seen = sampler.observe(begun, *operands[:3], NO_SCALES)
+        errors.append(np.asarray(seen.errors.relative_l2))
+    assert not np.array_equal(errors[0], errors[1])
+    assert not np.array_equal(errors[1], errors[2])
 
 
 def test_dependent_operands_have_larger_errors_than_independent_ones():
