@@ -5,11 +5,10 @@ held-out batches in bfloat16, with one site at a time in FP8, and with all sites
 The examples are the same, so that their losses can be compared one by one.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
@@ -24,6 +23,24 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of
 
 ALL = "all sites"
+
+
+class Losses(NamedTuple):
+    """The losses of the weighted examples, by task.
+
+    Attributes:
+        values: float64; 0 where an example has no label of a task.
+        shares: of each value in the mean loss, which is the sum of their products:
+            task_weight_t w_bt / sum_b w_bt, see `train.tasks`.
+    """
+
+    values: Float[np.ndarray, "N T"]
+    shares: Float[np.ndarray, "N T"]
+
+    @property
+    def mean(self) -> float:
+        """The mean loss."""
+        return float(np.sum(self.shares * self.values))
 
 
 def can_be_fp8(site: nn.Site) -> bool:
@@ -47,7 +64,7 @@ def sensitivity(
         `change`, `low` and `high`: of the mean loss, with its 95 % interval over
         examples; `relative`: change over loss; `moved`: the mean absolute change of the
         examples' losses, in which errors of opposite signs do not cancel; `loss`: in
-        bfloat16. Most moved first, `ALL` last.
+        bfloat16. Means are weighted as that of training. Most moved first, `ALL` last.
     """
     paths = [site.path for site in run.sites if can_be_fp8(site)]
     batches = held_out(run, max_batches)
@@ -75,7 +92,7 @@ def losses(
     state: TrainState,
     batches: Sequence[Batch],
     recipes: Mapping[str, str | Choice],
-) -> np.ndarray:
+) -> Losses:
     """Returns the losses of all weighted examples in bfloat16.
 
     Args:
@@ -85,44 +102,67 @@ def losses(
         recipes: of sites that run otherwise, or choices, by path.
     """
     step = jax.jit(_loss_step(run, recipes))
-    parts = [step(state, batch) for batch in batches]
-    return np.concatenate(
-        [
-            np.asarray(part)[np.asarray(batch.weights) > 0]
-            for part, batch in zip(parts, batches, strict=True)
-        ]
+    parts = jax.device_get([step(state, batch) for batch in batches])
+    values, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return shared(values, weights, run.config.optim.task_weights)
+
+
+def shared(
+    values: np.ndarray, weights: np.ndarray, task_weights: tuple[float, ...]
+) -> Losses:
+    """Returns the losses of the examples that have a weight.
+
+    Args:
+        values: losses, [B] of one task and [B, T] of several.
+        weights: of the same shape; 0 where an example has no label of a task.
+        task_weights: of the tasks; equal ones if empty.
+    """
+    values, weights = (
+        x.reshape(len(x), -1).astype(np.float64) for x in (values, weights)
     )
+    is_weighted = np.any(weights > 0, axis=1)
+    values, weights = values[is_weighted], weights[is_weighted]
+    totals = np.sum(weights, axis=0)
+    shares = weights / np.where(totals > 0, totals, 1.0)
+    if task_weights:
+        shares = shares * np.asarray(task_weights)
+    return Losses(np.where(weights > 0, values, 0.0), shares)
 
 
 def _loss_step(
     run: Run, recipes: Mapping[str, str | Choice]
-) -> Callable[[TrainState, Batch], Float[Array, "B"]]:
+) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
+    """Returns a step that returns losses and weights, [B] or [B, T]."""
     model = run.model.clone(recipe="bf16")
-    task_weights = run.config.optim.task_weights
-    total = functools.partial(tasks.total_loss, task_weights=task_weights)
 
-    def step(state: TrainState, batch: Batch) -> Float[Array, "B"]:
+    def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
         with nn.overriding(recipes):
             logits = logits_of(model, run.tables, state, batch)
         labels, weights = tasks.labels_and_weights(batch)
-        values = optax.sigmoid_binary_cross_entropy(logits, labels.astype(logits.dtype))
-        if values.ndim == 1:
-            return values
-        return jax.vmap(total)(jnp.where(weights > 0, values, 0.0))
+        labels = labels.astype(logits.dtype)
+        return optax.sigmoid_binary_cross_entropy(logits, labels), weights
 
     return step
 
 
-def compare(plain: np.ndarray, changed: np.ndarray) -> dict[str, float]:
-    """Returns how losses changed, as `sensitivity` does, example by example."""
-    difference = changed.astype(np.float64) - plain.astype(np.float64)
-    change = interval(difference)
-    loss = float(np.mean(plain, dtype=np.float64))
+def compare(plain: Losses, changed: Losses) -> dict[str, float]:
+    """Returns how losses changed, as `sensitivity` does, example by example.
+
+    The interval is that of a ratio: of weighted losses over weights, both of which vary
+    from example to example.
+    """
+    shares, difference = plain.shares, changed.values - plain.values
+    by_task = np.sum(shares, axis=0)
+    change = np.sum(shares * difference, axis=0)
+    mean = change / np.where(by_task > 0, by_task, 1.0)
+    # Equal to the differences themselves if weights are equal and there is one task.
+    influence = np.sum(shares * (difference - mean), axis=1) * len(difference)
+    seen = interval(np.sum(change) + influence)
     return {
-        "change": change.mean,
-        "low": change.low,
-        "high": change.high,
-        "relative": change.mean / loss,
-        "moved": float(np.mean(np.abs(difference))),
-        "loss": loss,
+        "change": seen.mean,
+        "low": seen.low,
+        "high": seen.high,
+        "relative": seen.mean / plain.mean,
+        "moved": float(np.sum(np.abs(np.sum(shares * difference, axis=1)))),
+        "loss": plain.mean,
     }

@@ -53,7 +53,7 @@ def effect_of(
     plain = losses(run, state, batches, {})
     result = compare(plain, losses(run, state, batches, runnable))
     rise = Interval(*(result[x] / result["loss"] for x in ("change", "low", "high")))
-    return Effect(rise, len(plain))
+    return Effect(rise, len(plain.values))
 
 
 def refusals(
