@@ -51,7 +51,9 @@ def choose_plan(
     """
     path = _file(config)
     if path is not None and _is_plan(path):
-        return ChosenPlan(_runnable(plans.load(path, sites), str(path), sites))
+        plan = _runnable(plans.load(path, sites), str(path), sites)
+        ruled = plans.make_plan(sites, None, rules=config.dispatch.by_pattern)
+        return ChosenPlan(plan.changed(dict(ruled.decisions)))
     if config.plan == TUNE:
         performance, notes = tune_at_start(
             sites, config.dispatch.tune_seconds, name=config.name, say=say

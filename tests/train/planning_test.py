@@ -143,6 +143,15 @@ def test_a_plan_file_decides(tmp_path):
     assert _choices(_config(plan=str(path))) == {"top_mlp/dense_0": ROW}
 
 
+def test_rules_have_the_last_word_over_a_plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save(path, DispatchPlan((("top_mlp/dense_0", Decision(Choice.parse(ROW), "why")),)))
+    config = _config(plan=str(path), rules=("top_mlp/*=bf16",))
+    assert _choices(config)["top_mlp/dense_0"] == "xla bf16"
+    with pytest.raises(ValueError, match="matches no site"):
+        build_lib.build(_config(plan=str(path), rules=("tip/*=bf16",)))
+
+
 @pytest.mark.parametrize(
     "options, match",
     [
