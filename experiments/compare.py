@@ -9,6 +9,11 @@ differs in the configurations.
 An error that the user can mend ends with one sentence and exit code 2.
 """
 
+from loka_jax.commands import leave_on_interrupt
+
+if __name__ == "__main__":  # the imports below take seconds
+    leave_on_interrupt()
+
 import dataclasses
 import pathlib
 import shlex

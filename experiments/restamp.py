@@ -14,6 +14,11 @@ again.
 Exit codes: 0 stamped, 1 programs differ, 2 not a table for these versions.
 """
 
+from loka_jax.commands import leave_on_interrupt
+
+if __name__ == "__main__":  # the imports below take seconds
+    leave_on_interrupt()
+
 import concurrent.futures
 import dataclasses
 import multiprocessing

@@ -14,6 +14,11 @@ Random sites show what the performance model is worth at shapes that nobody chos
 Exit codes: 0 measured; 2 not a table, or a table that cannot be added to.
 """
 
+from loka_jax.commands import leave_on_interrupt
+
+if __name__ == "__main__":  # the imports below take seconds
+    leave_on_interrupt()
+
 import dataclasses
 import math
 import pathlib
