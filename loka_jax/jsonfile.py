@@ -118,7 +118,7 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
         return _parsed(content)
     except ValueError as error:
         raise ValueError(
-            f"{path} is not JSON ({error}): restore or delete it."
+            f"{path} is not JSON ({error}): restore it, or name another file."
         ) from None
 
 

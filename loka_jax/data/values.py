@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.blocks import Block
+from loka_jax.data.blocks import Block, element_type
 from loka_jax.data.config import DataConfig
 from loka_jax.terminal import shown
 
@@ -74,6 +74,8 @@ def parse_numbers(
     if pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
     elif not (is_number or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
+        if element_type(kind) != kind:
+            remedy = "name the column with --data.multi"
         raise ValueError(
             f"{block.file} column {column!r} holds {shown(kind)}, not numbers: "
             f"{remedy}, or leave it out."
@@ -125,7 +127,8 @@ def is_positive(labels: np.ndarray) -> np.ndarray:
 
 
 def _parse_label(block: Block, column: str, *, may_lack: bool) -> np.ndarray:
-    values, missing = parse_numbers(block, column)
+    remedy = "write labels as 0 and 1"
+    values, missing = parse_numbers(block, column, remedy)
     if may_lack:
         values, missing = np.where(missing, np.nan, values), np.zeros_like(missing)
     wrong = missing | ~((values == 0) | (values == 1) | (may_lack & np.isnan(values)))

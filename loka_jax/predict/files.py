@@ -91,12 +91,21 @@ def score_columns(tasks: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
     """Raises ValueError if a file of this kind cannot hold a key column."""
-    nested = [f.name for f in keys.schema if pa.types.is_nested(f.type)]
-    if nested and out.suffix.lower() == ".csv":
-        raise ValueError(
-            f"--data.keys {nested[0]} has lists, which CSV cannot hold: name an --out "
-            "that ends in .parquet."
-        )
+    if out.suffix.lower() != ".csv":
+        return
+    for field in keys.schema:
+        if pa.types.is_nested(field.type) or not _has_text(field.type):
+            raise ValueError(
+                f"--data.keys {field.name} holds {field.type}, which CSV cannot: name "
+                "an --out that ends in .parquet."
+            )
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    is_binary = pa.types.is_binary, pa.types.is_large_binary
+    is_binary += (pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    is_extension = isinstance(kind, pa.BaseExtensionType)  # such as UUIDs
+    return not is_extension and not any(check(kind) for check in is_binary)
 
 
 def _check_names(
@@ -118,7 +127,8 @@ def _check_names(
     for name in names:
         if name in keys:
             raise ValueError(
-                f"--data.keys {name} is the name of a new column: rename it in {path}."
+                f"--data.keys {name} is the name of the new column: leave it out, or "
+                "copy it under another name first."
             )
 
 

@@ -8,7 +8,7 @@ equal rows in equal order get equal scores, bit for bit.
 import collections
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from loka_jax.data.settings import features_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
+from loka_jax.terminal import one_line
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
@@ -90,9 +91,10 @@ class Predictor:
             counts: counts missing and unknown values by column.
 
         Raises:
-            ValueError: if a column is missing, or holds a value that is refused.
+            ValueError: if a column is missing, or holds a value that is refused, or
+                the rows are no table.
         """
-        table = pa.table(rows)
+        table = _table(rows)
         check_columns("the table", self.columns, table.column_names)
         numbers = np.arange(1, table.num_rows + 1, dtype=np.int64)
         block = Block(table.select(self.columns), numbers, "the table")
@@ -236,3 +238,35 @@ def _probabilities(logits: np.ndarray) -> np.ndarray:
     x = logits.astype(np.float64)
     small = np.exp(-np.abs(x))  # never overflows
     return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+
+
+def _table(rows: Any) -> pa.Table:
+    """Returns a user's rows as a table.
+
+    Raises:
+        ValueError: if they are none, with the column if that is known.
+    """
+    if isinstance(rows, Mapping):
+        rows = {name: _column(name, values) for name, values in rows.items()}
+        if len({len(column) for column in rows.values()}) > 1:
+            lengths = ", ".join(f"{name} {len(x)}" for name, x in rows.items())
+            raise ValueError(f"the columns differ in length ({lengths}): align them.")
+    try:
+        return pa.table(rows)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise ValueError(
+            f"the rows are no table ({one_line(error)}): give a data frame, a pyarrow "
+            "table, or a dict of columns."
+        ) from None
+
+
+def _column(name: str, values: Any) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
+    try:
+        return pa.array(values)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise ValueError(
+            f"column {name!r} is no list of values of one type ({one_line(error)}): "
+            "convert it."
+        ) from None

@@ -58,6 +58,12 @@ def test_a_task_without_any_label_is_refused(tmp_path):
         open_table(csv_of([""] * 50, tmp_path), labels=LABELS, **COLUMNS)
 
 
+def test_text_is_no_label_and_may_be_mended(tmp_path):
+    path = csv_of(["True"] * 20, tmp_path)
+    with pytest.raises(ValueError, match="'True', not a number: .* labels as 0 and 1"):
+        open_table(path, label="buy", **COLUMNS)
+
+
 def test_what_is_no_label_is_refused_with_its_row(tmp_path):
     path = csv_of([1, 0, 2, 1], tmp_path)
     with pytest.raises(ValueError, match="clicks.csv row 3 has 2 in label column 'bu"):

@@ -8,6 +8,7 @@ import sys
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
@@ -122,6 +123,16 @@ def test_bad_rows_leave_nothing(run, tmp_path, text, options, parts):
     source.write_text(text)
     assert_refused(run(source, tmp_path / "scores.csv", *options), *parts)
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+
+
+def test_bytes_are_no_keys_of_a_csv_file(run, tmp_path):
+    table = pa.table({"price": [1.0], "user": ["u1"], "item": [3], "bin": [b"\xff"]})
+    parquet.write_table(table, tmp_path / "new.parquet")
+    options = ["--data.keys", "bin"]
+    result = run(tmp_path / "new.parquet", tmp_path / "s.csv", *options)
+    assert_refused(result, "--data.keys bin holds binary, which CSV cannot")
+    code, *_ = run(tmp_path / "new.parquet", tmp_path / "s.parquet", *options)
+    assert code == 0
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_scores_of_a_file_with_lists_are_the_evaluations(trained, expected, tmp_
 
 def test_lists_are_no_keys_of_a_csv_file(trained, tmp_path):
     model = loka_jax.load(trained.workdir)
-    with pytest.raises(ValueError, match="--data.keys tags has lists, .* .parquet"):
+    with pytest.raises(ValueError, match="--data.keys tags holds .*list<.* .parquet"):
         score_file(model, trained.test, tmp_path / "s.csv", keys=("user", "tags"))
     assert not list(tmp_path.iterdir())
 

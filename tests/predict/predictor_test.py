@@ -74,6 +74,22 @@ def test_no_rows_have_no_scores(model):
     assert model.scores(pa.table(rows)).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"user": np.array(["u1", None, 3], object)}, "column 'user' is no list"),
+        ({"price": 1.5}, "column 'price' is no list of values of one type"),
+        ({"item": [1]}, "differ in length .*item 1.*: align them"),
+    ],
+)
+def test_rows_that_are_no_table_are_refused(model, change, said):
+    rows = {"price": [1.0, 2.0, 3.0], "user": ["u1", "u2", "u3"], "item": [1, 2, 3]}
+    with pytest.raises(ValueError, match=said):
+        model.scores(rows | change)
+    with pytest.raises(ValueError, match="the rows are no table .*: give a data frame"):
+        model.scores([1, 2])
+
+
 def test_a_missing_column_is_named(model):
     with pytest.raises(ValueError, match="no column 'item', only price, user"):
         model.scores({"price": [1.0], "user": ["u1"]})
