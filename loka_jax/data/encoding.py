@@ -1,8 +1,8 @@
 """Maps values to ids, by a vocabulary of the training rows or by a stable hash.
 
-Values are compared as text, so that a field gets the same ids from CSV and from
-Parquet. Id 0 stands for missing values and, with a vocabulary, for values seen fewer
-than `min_count` times in training.
+Values are compared as text. Integers and text have the same from CSV and from Parquet;
+a whole float of Parquet is read as 7, where CSV keeps its 7.0. Id 0 stands for missing
+values and, with a vocabulary, for values seen fewer than `min_count` times in training.
 """
 
 # pyright: reportAttributeAccessIssue=false
