@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import errno
 import os
 import pathlib
 import sys
@@ -135,8 +136,7 @@ def run_cli(command: Callable[[], int]) -> int:
     except TrainingFailed as error:
         return _fail(str(error), 1)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{name}{error.strerror or error}", 1)
+        return _fail(_why_not_written(error), 1)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -147,6 +147,14 @@ def run_cli(command: Callable[[], int]) -> int:
         )
     except KeyboardInterrupt:
         return 130
+
+
+def _why_not_written(error: OSError) -> str:
+    name = f"{error.filename}: " if error.filename else ""
+    reason = f"{name}{error.strerror or error}"
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return reason
+    return f"{reason}: make room and run it again, a training run with --resume."
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -1,6 +1,7 @@
 """The command line: what a user can get wrong ends in one sentence and a code."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -506,3 +507,14 @@ def test_memory_is_taken_as_needed_unless_asked_otherwise(monkeypatch, asked, ex
     found = []
     assert cli.run_cli(lambda: found.append(os.environ[name]) or 0) == 0
     assert found == [expected]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_is_told_with_a_remedy(capsys, number):
+    def command():
+        raise OSError(number, os.strerror(number))
+
+    assert cli.run_cli(command) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {os.strerror(number)}: make room and run it again")
+    assert said.count("\n") == 1
