@@ -75,7 +75,8 @@ class Served:
 
         Raises:
             ValueError: if the inputs' shapes or dtypes are none of those given to
-                `serve`; they may need another plan.
+                `serve`; they may need another plan. If they are another structure,
+                such as a dict of other keys.
         """
         shapes = tuple(_shapes(jax.tree.leaves(inputs)))
         if shapes not in self._by_shapes:
@@ -133,9 +134,11 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
     Args:
         function: a function that `jax.jit` accepts, without side effects.
         weights: the arguments that are known now.
-        inputs: arrays or `jax.ShapeDtypeStruct`.
+        inputs: arrays or `jax.ShapeDtypeStruct`. The function returned refuses inputs
+            of another structure, such as a dict of other keys, by a ValueError.
     """
     program, out_tree = _trace(function, weights, inputs)
+    structure = jax.tree.structure(inputs)
     leaves, shapes = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
     parts = _split(program.jaxpr, len(leaves))
 
@@ -145,7 +148,12 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
         return [env[var] for var in parts.ready]
 
     def later(ready, *inputs):
-        inputs = jax.tree.leaves(inputs)
+        inputs, given = jax.tree.flatten(inputs)
+        if given != structure:
+            raise ValueError(
+                f"inputs are {given}, but the weights were prepared for {structure}: "
+                "give them in this structure."
+            )
         env = dict(zip(parts.ready, ready, strict=True))
         env |= dict(zip(parts.inputs, inputs, strict=True))
         _run(program, parts.later, env)

@@ -9,7 +9,7 @@ import pytest
 from loka_jax import nn
 from loka_jax.fp8 import E4M3
 from loka_jax.models import Dcnv2, Dlrm
-from loka_jax.serving import fold, serve
+from loka_jax.serving import Served, fold, serve
 from loka_jax.site import Choice
 
 ROWS = 64
@@ -93,6 +93,26 @@ def test_other_shapes_are_refused():
     served = serve(model, jax.jit(model.init)(jax.random.key(0), *inputs), *inputs)
     with pytest.raises(ValueError, match="prepare them for these shapes"):
         served(*_inputs(ROWS // 2))
+
+
+@pytest.mark.parametrize("form", ["other keys", "arguments", "list"])
+def test_inputs_of_another_structure_are_refused(form):
+    def function(weight, x):
+        return weight * x["ctr"] - x["price"]
+
+    ctr, price = jnp.ones(3), jnp.zeros(3)
+    folded = fold(function, jnp.ones(3), {"ctr": ctr, "price": price})
+    served = Served([folded])
+    chex.assert_trees_all_equal(served({"price": price, "ctr": ctr}), ctr)
+    inputs = {
+        "other keys": ({"Price": price, "ctr": ctr},),
+        "arguments": (ctr, price),
+        "list": ([ctr, price],),
+    }[form]
+    with pytest.raises(ValueError, match="'ctr': .*: give them in this structure"):
+        served(*inputs)
+    with pytest.raises(ValueError, match="give them in this structure"):
+        folded.function(folded.ready, *inputs)
 
 
 def test_several_batch_sizes_share_their_weights():
