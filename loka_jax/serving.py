@@ -97,32 +97,41 @@ def serve(
 ) -> Served:
     """Returns a model for inference, with the weights in the form that its sites read.
 
-    An FP8 weight is quantized once and takes a quarter of its bytes. A plan for
-    inference comes from `dispatch.plan.make_plan(..., roles=("fwd",))`:
+    An FP8 weight is quantized once and takes a quarter of its bytes; one under
+    `nn.remat` or `nn.scan` of Flax stays as it is and is quantized in each call. A plan
+    for inference comes from `dispatch.plan.make_plan(..., roles=("fwd",))`:
 
         planned = nn.Planned(model, plan.choices)
         served = serve(planned, variables, dense, embeddings, batch_sizes=(1, 128))
         logits = served(dense, embeddings)
 
     Args:
-        model: the model, planned or not.
+        model: the Linen model, planned or not.
         variables: the model's variables.
         inputs: arrays or `jax.ShapeDtypeStruct` of the shapes to be served.
         batch_sizes: leading dims of all inputs in place of their own; weights that
-            several sizes read in one form are kept once.
+            several sizes read in one form are kept once. Scalars stay as they are.
 
     Raises:
-        ValueError: if a delayed scale is none.
+        ValueError: if a delayed scale is none; if the model has no `apply`, as those of
+            NNX; if an input is no array.
     """
+    if not hasattr(model, "apply"):
+        raise ValueError(
+            f"{type(model).__name__} is no Linen model: give one, or for NNX use "
+            "`fold` as docs/serving.md shows."
+        )
     check_scales(variables)
+    inputs = jax.tree.map(_shape, inputs)
     sizes = [_with_rows(inputs, rows) for rows in batch_sizes] or [inputs]
     return Served(fold(model.apply, variables, *shapes) for shapes in sizes)
 
 
 def _with_rows(inputs: Any, rows: int) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs
-    )
+    def with_rows(x):
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x
+
+    return jax.tree.map(with_rows, inputs)
 
 
 def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
@@ -266,4 +275,13 @@ def _read(env: Mapping[jex.Var, Any], atom: Any) -> Any:
 
 
 def _shapes(values: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    return [_shape(x) for x in values]
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise ValueError(
+            f"{x!r} is no array: give arrays only, and bind other arguments in a "
+            "function for `fold` as docs/serving.md shows."
+        )
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

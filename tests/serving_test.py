@@ -1,10 +1,14 @@
 """Weights prepared once: the same results, less to keep, nothing large repeated."""
 
+import functools
+import inspect
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 from loka_jax import nn
 from loka_jax.fp8 import E4M3
@@ -113,6 +117,52 @@ def test_inputs_of_another_structure_are_refused(form):
         served(*inputs)
     with pytest.raises(ValueError, match="give them in this structure"):
         folded.function(folded.ready, *inputs)
+
+
+def test_inputs_that_are_no_arrays_are_refused():
+    model, x = nn.Dense(32), jnp.ones((16, 48))
+    variables = model.init(jax.random.key(0), x)
+    for sizes in ((), (16,)):
+        with pytest.raises(ValueError, match="False is no array: .* in a function"):
+            serve(model, variables, x, False, batch_sizes=sizes)
+    with pytest.raises(ValueError, match="1.0 is no array: give arrays"):
+        serve(model, variables, x)(x.tolist())
+
+
+class _Scaled(linen.Module):
+    @linen.compact
+    def __call__(self, x, factor, train=False):
+        y = nn.Dense(32)(x).astype(x.dtype)
+        return y if train else y * factor
+
+
+def test_a_function_with_bound_arguments_is_served():
+    model, x, two = _Scaled(), jnp.ones((16, 48)), jnp.asarray(2.0)
+    variables = model.init(jax.random.key(0), x, two, False)
+    bound = functools.partial(model.apply, train=False)
+    served = Served([fold(bound, variables, x, two)])
+    assert E4M3 in [weight.dtype for weight in served.ready]
+    expected = jax.jit(bound)(variables, x, two)
+    np.testing.assert_allclose(served(x, two), expected, rtol=0.01)
+
+
+def test_an_nnx_model_is_served_by_a_function_of_its_state():
+    x = jnp.ones((16, 48))
+    model = nn.convert(nnx.Linear(48, 32, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    with pytest.raises(ValueError, match="Linear is no Linen model: .*for NNX"):
+        inspect.unwrap(serve)(model, state, x)  # past the types that tests check
+    served = Served([fold(lambda s, x: nnx.merge(graph, s)(x), state, x)])
+    assert E4M3 in [weight.dtype for weight in served.ready]
+    np.testing.assert_allclose(served(x), model(x), rtol=0.01)
+
+
+def test_batch_sizes_leave_scalar_inputs_alone():
+    model, x, two = _Scaled(), jnp.ones((16, 48)), jnp.asarray(2.0)
+    variables = model.init(jax.random.key(0), x, two)
+    served = serve(model, variables, x[:1], two, batch_sizes=(16,))
+    expected = jax.jit(model.apply)(variables, x, two)
+    np.testing.assert_allclose(served(x, two), expected, rtol=0.01)
 
 
 def test_several_batch_sizes_share_their_weights():
