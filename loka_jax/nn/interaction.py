@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
+from loka_jax.nn.norms import check_choice
 from loka_jax.ops import cross
 from loka_jax.ops.cross import Crossed
 from loka_jax.ops.interaction import join_features, padded
@@ -58,7 +59,11 @@ class CrossNet(linen.Module):
             x0: the features, or two arrays of them, see `join_features`.
             hand_on: return a network that is one operation as it is: `Mlp` runs it
                 together with the layers behind or beside it.
+
+        Raises:
+            ValueError: if the implementation is unknown.
         """
+        check_choice("implementation", self.implementation, ("xla", None))
         parts: tuple[Array, ...] = x0 if isinstance(x0, tuple) else (x0,)
         if not all(x.shape[1] for x in parts):  # a kernel takes no empty part
             parts = (_joined(x0),)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from flax import linen
@@ -13,14 +13,20 @@ from jaxtyping import Array, Float
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
 from loka_jax.nn.norm_dense import NormDense, NormParameters
-from loka_jax.nn.norms import ActivationName, NormName, activation, normalize
+from loka_jax.nn.norms import (
+    ActivationName,
+    NormName,
+    activation,
+    check_choice,
+    normalize,
+)
 from loka_jax.ops import cross, crossed_stack, wide_stack
 from loka_jax.ops.cross import Crossed
 from loka_jax.ops.interaction import join_features
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe, Role
-from loka_jax.site import Choice, Provider, SiteSpec
+from loka_jax.site import PROVIDERS, Choice, Provider, SiteSpec
 
 # Largest share of the work that is not worth the risk of FP8 below a head.
 _SMALL_PART = 1 / 16
@@ -81,8 +87,13 @@ class Mlp(linen.Module):
             train: drop activations, and normalize by the batch's statistics.
 
         Raises:
-            ValueError: if there are no layers.
+            ValueError: if there are no layers, or if norm, activation, implementation
+                or input_norm is unknown.
         """
+        check_choice("norm", self.norm, get_args(NormName))
+        check_choice("activation", self.activation, get_args(ActivationName))
+        check_choice("implementation", self.implementation, (*PROVIDERS, None))
+        check_choice("input_norm", self.input_norm, ("none", "rms"))
         if not self.features:
             raise ValueError(f"features={self.features} of an Mlp name no layer.")
         drops = train and self.dropout_rate > 0

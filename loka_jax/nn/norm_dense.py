@@ -6,6 +6,7 @@ On a Hopper GPU one kernel runs a `NormDense` whose shape it serves; elsewhere X
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import jax.numpy as jnp
 from flax import linen
@@ -13,13 +14,14 @@ from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import default_kernel_init, run_planned
+from loka_jax.nn.norms import check_choice
 from loka_jax.nn.sites import announce
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays
 from loka_jax.recipe import Recipe
-from loka_jax.site import Out, Provider, SiteSpec
+from loka_jax.site import PROVIDERS, Out, Provider, SiteSpec
 
 
 class NormParameters(linen.Module):
@@ -103,7 +105,15 @@ class NormDense(linen.Module):
     def __call__(
         self, inputs: Float[Array, "... k"] | Activations
     ) -> Float[Array, "... n"] | Activations:
-        """Returns `activation(norm(inputs @ kernel + bias))` over the last dim."""
+        """Returns `activation(norm(inputs @ kernel + bias))` over the last dim.
+
+        Raises:
+            ValueError: if norm, activation, out or implementation is unknown.
+        """
+        check_choice("norm", self.norm, get_args(NormName))
+        check_choice("activation", self.activation, get_args(ActivationName))
+        check_choice("out", self.out, get_args(Out))
+        check_choice("implementation", self.implementation, (*PROVIDERS, None))
         k, n = inputs.shape[-1], self.features
         kernel = self.param("kernel", self.kernel_init, (k, n), jnp.float32)
         bias = None

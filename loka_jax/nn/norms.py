@@ -1,7 +1,7 @@
 """Norms and activations by name, and BlockNorm."""
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +62,25 @@ def activation(name: ActivationName) -> Callable[[Array], Array]:
     Raises:
         ValueError: if there is none of that name.
     """
-    if name not in xla.ACTIVATIONS:
-        raise ValueError(
-            f"unknown activation {name!r}: use {', '.join(xla.ACTIVATIONS)}."
-        )
+    check_choice("activation", name, xla.ACTIVATIONS)
     return xla.ACTIVATIONS[name]
+
+
+def check_choice(attribute: str, value: Any, choices: Collection[Any]) -> None:
+    """Checks an attribute of a module that is one of several.
+
+    Args:
+        attribute: its name, for the message.
+        value: what was given.
+        choices: what may be.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if value not in choices:
+        raise ValueError(
+            f"unknown {attribute} {value!r}: use {', '.join(map(str, choices))}."
+        )
 
 
 def normalize(

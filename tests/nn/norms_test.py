@@ -1,8 +1,10 @@
 import inspect
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import linen
@@ -138,6 +140,35 @@ def test_an_unknown_norm_is_refused():
     unchecked = inspect.unwrap(nn.normalize)
     with pytest.raises(ValueError, match="unknown norm 'lyer': use layer"):
         unchecked(jnp.ones((2, 2)), "lyer", train=False)
+
+
+@pytest.fixture
+def without_type_checks(monkeypatch):
+    """Lets modules take what the type checker of the tests would refuse first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.parametrize(
+    "module, attribute, value, choices",
+    [
+        (nn.Mlp, "norm", "layernorm", "none, layer, rms, block, batch"),
+        (nn.Mlp, "activation", "tanh", "none, relu, swish, hard_swish, gelu"),
+        (nn.Mlp, "implementation", "cuda", "xla, pallas, triton, None"),
+        (nn.Mlp, "input_norm", "layer", "none, rms"),
+        (nn.NormDense, "norm", "batch", "none, layer, rms, block"),
+        (nn.NormDense, "activation", "tanh", "none, relu, swish, hard_swish, gelu"),
+        (nn.NormDense, "out", "bf16", "compute, fp8, both"),
+        (nn.NormDense, "implementation", "cuda", "xla, pallas, triton, None"),
+        (nn.CrossNet, "implementation", "pallas", "xla, None"),
+    ],
+)
+def test_an_unknown_attribute_of_a_module_is_refused(
+    without_type_checks, module, attribute, value, choices
+):
+    size = (32,) if module is nn.Mlp else 32
+    said = f"unknown {attribute} '{value}': use {choices}."
+    with pytest.raises(ValueError, match=re.escape(said)):
+        module(size, **{attribute: value}).init(jax.random.key(0), jnp.ones((16, 32)))
 
 
 @pytest.mark.parametrize(
