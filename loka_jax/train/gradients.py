@@ -94,7 +94,8 @@ def accumulated(
     """Returns the result of `gradients`, accumulated over parts of the batch."""
     if total_weight is None:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (batch, rows))
+    size = len(batch.weights) // count  # not -1: without columns arrays are empty
+    parts = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), (batch, rows))
 
     def add(carry, part):
         (part_batch, part_rows), key = part

@@ -6,13 +6,14 @@ import optax
 import pytest
 
 from loka_jax.ops.row_order import Order, places_of
+from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim.rows import Adam
 from loka_jax.train.checkpoints.row_layout import _reordered
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of
 from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.spread import Spread
-from loka_jax.train.state import TrainState
-from loka_jax.train.step import RowUpdate
+from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.step import RowUpdate, make_train_step
 from tests.train.tables import lookup_test
 from tests.train.tables.lookup_test import MODELS, SIZE
 from tests.train.tables.stacks_test import MIXED
@@ -72,3 +73,44 @@ def test_a_step_is_that_of_one_device():
                 b,
             )
     assert np.any(np.asarray(want["table"][2]) != np.asarray(state.table[2]))
+
+
+ROWS = lookup_test.ROWS
+NO_LISTS = with_dims(TableSpec(rows=ROWS[:2], dim=8), (8, 4))
+LISTS_ALONE = with_dims(
+    TableSpec(rows=ROWS[2:], dim=8, pooling=("mean", "sum")), (8, 4)
+)
+
+
+@pytest.mark.parametrize(
+    "tables, fields, lists", [(NO_LISTS, 2, 0), (MIXED, 2, 2), (LISTS_ALONE, 0, 2)]
+)
+def test_a_step_needs_no_dense_columns_and_no_field_with_one_id(tables, fields, lists):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    model, batch = MODELS["dlrm"], lookup_test.make_batch()
+    batch = batch._replace(
+        dense=batch.dense[:, :0],
+        ids=batch.ids[:, :fields],
+        bags=batch.bags[:lists],
+    )
+    update = RowUpdate(ADAM, optax.constant_schedule(0.1), 0.0)
+    parts = model, tables, optax.sgd(0.1), update
+    state = init_state(
+        jax.random.key(0),
+        model=model,
+        tables=tables,
+        num_dense=0,
+        optimizer=optax.sgd(0.1),
+        row_optimizer=ADAM,
+        init_stddev=0.5,
+    )
+    want = jax.jit(make_train_step(*parts, microbatches=2))(state, batch)
+    mesh = mesh_of(CONFIG, SIZE, 1)
+    assert mesh is not None
+    spread = Spread(mesh, CONFIG, tables)
+    before = TrainState(**placed(spread, vars(state)))
+    step = make_mesh_train_step(*parts, CONFIG, StepOptions())
+    found = spread.train_program(step)(before, batch)
+    assert int(found.step) == 1 and int(found.skipped) == 0
+    np.testing.assert_allclose(found.grad_norm, want.grad_norm, rtol=1e-5)
