@@ -27,6 +27,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import xla
+from loka_jax.max_merge import tracks_varying
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.packed import Format, Packing
 from loka_jax.triton import Implementation, chosen
@@ -79,6 +80,12 @@ def quantized_psum(
     A value that is not finite makes its block NaN. There is no derivative. On one
     device nothing is rounded.
 
+    JAX sums the gradients of replicated parameters itself in a `shard_map` with
+    `check_vma`. Mark the parameters, so that each device keeps its own gradients:
+
+        w = jax.lax.pcast(w, axis_name, to="varying")
+        gradients = quantized_psum(jax.grad(loss)(w), axis_name)
+
     Args:
         x: float32 or bfloat16, as its sum is; other floats go as float32.
         axis_name: of the mesh, one or several.
@@ -89,14 +96,18 @@ def quantized_psum(
             XLA.
 
     Raises:
-        ValueError: if an array does not hold floats, a block or format does not exist,
-            or Triton is required and cannot run.
+        ValueError: if an array does not hold floats, or does not vary over the axes of
+            several devices, a block or format does not exist, or Triton is required
+            and cannot run.
     """
     leaves, structure = jax.tree.flatten(x)
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{leaf.dtype} values have no rounded sum: psum them.")
     devices = jax.lax.axis_size(axis_name)
+    if devices > 1:
+        _require_varying(leaves, axis_name)
+    Packing(1, devices, block, format)  # checks block and format, of empty arrays too
     if not any(leaf.size for leaf in leaves):
         return jax.lax.psum(x, axis_name)
     flat, starts = _joined(leaves, block)
@@ -110,6 +121,22 @@ def quantized_psum(
         for start, leaf in zip(starts, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, sums)
+
+
+def _require_varying(leaves: list[Array], axis_name: AxisName) -> None:
+    """Checks that each device has values of its own, where JAX tracks that."""
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not tracks_varying(axes):
+        return
+    for leaf in leaves:
+        same = [axis for axis in axes if axis not in jax.typeof(leaf).mat.varying]
+        if any(jax.lax.axis_size(axis) > 1 for axis in same):
+            raise ValueError(
+                f"a {leaf.dtype}{[*leaf.shape]} array is the same on all devices of "
+                f"{same}, as gradients are that JAX has summed already: mark parameters "
+                f'with jax.lax.pcast(w, {axis_name!r}, to="varying") before '
+                "differentiating, or give shard_map check_vma=False."
+            )
 
 
 def _joined(leaves: list[Array], block: int) -> tuple[Float[Array, "m"], list[int]]:

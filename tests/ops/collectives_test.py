@@ -236,11 +236,51 @@ def test_bad_operands_are_refused(devices):
     x = np.ones((devices, 4), np.float32)
     for error, function in (
         ("must be one of", lambda y: quantized_psum(y, "d", block=100)),
+        ("must be one of", lambda y: quantized_psum(y[:0], "d", block=100)),
         ("int32 values", lambda y: quantized_psum(y.astype(jnp.int32), "d")),
         ("no derivative", jax.grad(lambda y: quantized_psum(y, "d").sum())),
     ):
         with pytest.raises(ValueError, match=error):
             over(mesh, function)(x)
+
+
+def summed_gradients(mesh, marked, check_vma=True):
+    """Returns the gradients of replicated parameters, summed over all devices."""
+
+    def one(w, x):
+        if marked:
+            w = jax.lax.pcast(w, mesh.axis_names, to="varying")
+        return quantized_psum(jax.grad(lambda w: jnp.sum(w * x))(w), mesh.axis_names)
+
+    axes = P(mesh.axis_names)
+    run = jax.shard_map(
+        one, mesh=mesh, in_specs=(P(), axes), out_specs=P(), check_vma=check_vma
+    )
+    return jax.jit(run)(jnp.ones((1, 3)), jnp.ones((mesh.size, 3)))
+
+
+@pytest.mark.parametrize("axes", [{"d": 8}, {"a": 2, "b": 4}])
+def test_gradients_that_jax_has_summed_are_refused(axes):
+    mesh = mesh_of(**axes)
+    with pytest.raises(ValueError, match="pcast.*check_vma=False"):
+        summed_gradients(mesh, marked=False)
+    for options in ({"marked": True}, {"marked": False, "check_vma": False}):
+        np.testing.assert_allclose(summed_gradients(mesh, **options), 8, rtol=1e-6)
+
+
+def test_an_array_must_vary_over_all_axes_of_several_devices():
+    one = jax.shard_map(
+        lambda x: quantized_psum(x[0], ("a", "b")),
+        mesh=mesh_of(a=2, b=4),
+        in_specs=P("a"),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"devices of \['b'\]"):
+        jax.jit(one)(jnp.ones((2, 3)))
+
+
+def test_one_device_sums_what_does_not_vary():
+    np.testing.assert_array_equal(summed_gradients(mesh_of(d=1), marked=False), 1)
 
 
 @pytest.mark.parametrize("wire, floor", [("f32", 130), ("bf16", 45), ("int8", 40)])
