@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -63,13 +63,16 @@ def chosen(
         why_not: why the kernel does not serve the operands, or None.
 
     Raises:
-        ValueError: if Triton was requested and cannot run.
+        ValueError: if there is no such provider, or Triton was requested and cannot
+            run.
     """
     if implementation is None:
         if (entries := _left_out.get()) is not None:
             entries += [] if why_not else ["triton"]
             return "xla"
         return "xla" if why_not or why_not_here() else "triton"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"{implementation=} must be 'xla', 'triton' or None.")
     reason = why_not or why_not_installed()
     if implementation == "triton" and reason is not None:
         raise ValueError(f"{implementation=} cannot run: {reason}.")

@@ -1,5 +1,6 @@
 """The conditions under which the Triton provider runs; imports stay lazy."""
 
+import inspect
 import subprocess
 import sys
 import types
@@ -64,3 +65,10 @@ def test_importing_the_provider_does_not_import_triton():
 )
 def test_power_of_two(size, power):
     assert launch.power_of_two(size) == power
+
+
+def test_a_provider_that_does_not_exist_is_refused():
+    chosen = inspect.unwrap(launch.chosen)  # tests check types before it does
+    for why_not in (None, "no operands"):
+        with pytest.raises(ValueError, match="'tritn' must be 'xla', 'triton' or None"):
+            chosen("tritn", why_not)
