@@ -9,7 +9,9 @@ dtype say what their sum is:
 
     table    float32     what the caller holds and differentiates with respect to
     merged   MaxMerged   what all uses share; the conversions are free
-    gradient float32     the maximum; where nothing contributes, the table itself
+    gradient float32     the maximum; where no use contributes, the table itself
+
+Where the result does not depend on any use, JAX asks no rule: the gradient is zero.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ def merged(x: Array) -> Array:
     """Returns a float32 array that may be differentiated as `MaxMerged`.
 
     Its gradient is the maximum of what all uses contribute, and the array itself where
-    none contributes. Concrete arrays, which nothing differentiates, stay as they are.
+    none contributes; but zeros, made by JAX, where what is differentiated depends on no
+    use. Concrete arrays, which nothing differentiates, stay as they are.
     """
     if isinstance(x.dtype, MaxMerged) or not isinstance(x, Tracer):
         return x

@@ -26,6 +26,7 @@ from loka_jax import scaling
 from loka_jax.nn.context import as_recipe
 from loka_jax.nn.dense import product, weight_has_fp8
 from loka_jax.nn.einsum import einsum
+from loka_jax.nn.overwriting import overwritten
 from loka_jax.recipe import Recipe
 
 _APART = "in an NNX model norms and activations stay the model's own"
@@ -165,12 +166,19 @@ def convert_nnx(
 def take_scaling(model: Any, gradients: Any) -> Any:
     """Overwrites a model's FP8 states by their gradients; returns all other gradients.
 
+    The state of a site on which the loss does not depend stays as it was.
+
     Args:
         model: the NNX model, converted.
         gradients: with respect to its `nnx.Param` and `Fp8State`.
     """
     states, rest = nnx.split_state(gradients, Fp8State, ...)
-    nnx.update(model, states)
+    old = dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
+    new = [
+        (path, jax.tree.map(overwritten, old[path], state))
+        for path, state in nnx.to_flat_state(states)
+    ]
+    nnx.update(model, nnx.from_flat_state(new))
     return rest
 
 

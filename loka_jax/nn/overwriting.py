@@ -7,17 +7,20 @@
     variables = optax.apply_updates(variables, updates)
 
 The optimizer sees everything but the collection `_overwrite_with_gradient`, whose
-gradient is its next value.
+gradient is its next value. The state of a site on which the loss does not depend, an
+unused tower's, say, stays as it was.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import core, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Float
 
+from loka_jax.max_merge import unmerged
 from loka_jax.nn.observed import PROBE
 from loka_jax.scaling import merge_delayed
 
@@ -30,7 +33,7 @@ class Overwrite:
     old)` is 0 in float32 where `new` is far smaller than `old`.
 
     Attributes:
-        value: the new value.
+        value: the new value; all zero, as no state is, where no loss depends on it.
     """
 
     value: Any
@@ -38,9 +41,18 @@ class Overwrite:
     __array_ufunc__ = None  # numpy would look for elements to add
 
     def __radd__(self, old: Any) -> Any:
-        """Returns the new value."""
-        del old
-        return self.value
+        """Returns the new value, the old one where there is none."""
+        return overwritten(jnp.asarray(old), self.value)
+
+
+def overwritten(old: Array, gradient: Array) -> Array:
+    """Returns the next value of a part of a state.
+
+    A site on which no loss depends has a gradient of zeros, which JAX makes itself, and
+    stays as it was.
+    """
+    gradient = unmerged(gradient)
+    return jnp.where(jnp.any(gradient != 0), gradient, unmerged(old))
 
 
 def overwriting(

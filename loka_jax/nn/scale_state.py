@@ -5,6 +5,9 @@ optimizer, a weight decay or a mean that takes it for one makes numbers of it th
 site makes: stored scales are positive, finite and, unless a recipe says otherwise,
 powers of two. Outside of jit such a state is refused by an error that names the site.
 Inside, where values are unknown, all its factors become NaN: so does the loss.
+
+A scale of 0 is the gradient that JAX makes of a site on which no loss depends. It is
+read as that of a site before its first step.
 """
 
 import functools
@@ -50,7 +53,7 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
 
     Raises:
         ValueError: if the variables lack the state, or outside of jit if a scale is
-            none; inside of jit all its scales are NaN then.
+            none; inside of jit all its scales are NaN then. 0 is a new one.
     """
     path = "/".join(module.path)
     if not _has_state(module):
@@ -62,10 +65,9 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
         )
     init = functools.partial(scaling.init_delayed, recipe)
     state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value
-    if isinstance(state.table, Tracer):
-        return DelayedScaling(_poisoned(recipe, state.table))
-    _check(path, state, _is_scale(np.asarray(state.table), recipe))
-    return state
+    if not isinstance(state.table, Tracer):
+        _check(path, state, _is_scale(np.asarray(state.table), recipe))
+    return DelayedScaling(_castable(recipe, state.table))
 
 
 def check_scales(variables: Mapping[str, Any]) -> None:
@@ -102,7 +104,7 @@ def _check(path: str, state: DelayedScaling, is_scale) -> None:
 
 
 def _is_scale(table, recipe: Recipe) -> list[Any]:
-    """Returns, for each operand, True if its stored factor is one that a site made."""
+    """Returns, for each operand, True if its stored factor is one of a site, or 0."""
     finite = np.isfinite if isinstance(table, np.ndarray) else jnp.isfinite
     valid = []
     for row, operand in enumerate(OPERANDS):
@@ -111,30 +113,38 @@ def _is_scale(table, recipe: Recipe) -> list[Any]:
             valid.append(np.True_)
             continue
         scale = table[row, 0]
-        is_factor = (scale > 0) & finite(scale)
+        is_factor = (scale >= 0) & finite(scale)
         if cast.pow2_scale:
             is_factor &= (scale.view(np.int32) & _MANTISSA) == 0
         valid.append(is_factor)
     return valid
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _poisoned(recipe: Recipe, table: Array) -> Array:
-    """Returns a table, `max_merge.MaxMerged` or not, without any factor if one is bad.
+# Compiled, as outside of jit it would be many small calls.
+_init_delayed = jax.jit(scaling.init_delayed, static_argnums=0)
 
-    Its history is infinite then, so that no site takes the state for a new one.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _castable(recipe: Recipe, table: Array) -> Array:
+    """Returns a table, `max_merge.MaxMerged` or not, with factors to cast with.
+
+    Rows with a factor of 0 are new. If a factor is bad none is left, and the history is
+    infinite, so that no site takes the state for a new one.
     """
     values = jax.lax.convert_element_type(table, jnp.float32)
     bad = np.full(values.shape, np.inf, np.float32)  # a constant: no kernel
     bad[:, 0] = np.nan
     # Not by a reduction, which would be a kernel of its own.
     is_valid = functools.reduce(operator.and_, _is_scale(values, recipe))
+    is_cast = [scaling.delayed_cast(o, recipe) is not None for o in OPERANDS]
+    is_new = (values[:, :1] == 0) & np.array(is_cast)[:, None]
+    values = jnp.where(is_new, _init_delayed(recipe).table, values)
     values = jnp.where(is_valid, values, bad)
     return jax.lax.convert_element_type(values, table.dtype)
 
 
 # The gradient of a state is its next value, to which nothing is done.
-_poisoned.defvjp(
-    lambda recipe, table: (_poisoned(recipe, table), None),
+_castable.defvjp(
+    lambda recipe, table: (_castable(recipe, table), None),
     lambda recipe, _, gradient: (gradient,),
 )

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import core
+from flax import core, linen
 from flax.training.train_state import TrainState
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from tests import support
 
-MODEL = nn.Mlp((32, 16), recipe="fp8_tensorwise_delayed")
+RECIPE = "fp8_tensorwise_delayed"
+MODEL = nn.Mlp((32, 16), recipe=RECIPE)
 X = support.normal(32, 64)
 
 
@@ -90,7 +91,7 @@ def test_the_mean_of_states_is_refused(initial):
         MODEL.apply(ruined, X)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, np.inf, np.nan, 3.0])
+@pytest.mark.parametrize("scale", [-0.5, np.inf, np.nan, 3.0])
 def test_what_is_no_scale_is_refused(initial, scale):
     wrong = jax.tree.map(
         lambda table: table.at[2, 0].set(scale), initial[OVERWRITE_WITH_GRADIENT]
@@ -184,3 +185,87 @@ def train_with(total, variables):
     tx = nn.overwriting(optax.sgd(0.1))
     updates, _ = tx.update(total, tx.init(variables), variables)
     return optax.apply_updates(variables, updates)
+
+
+# A site on which the loss does not depend.
+
+
+class Towers(linen.Module):
+    """Two towers, of which a step may use one, or stop the gradient of the other."""
+
+    def setup(self):
+        self.a, self.b = (nn.Dense(32, recipe=RECIPE) for _ in range(2))
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x)
+
+    def only_a(self, x):
+        return self.a(x)
+
+    def fixed_b(self, x):
+        return self.a(x) + jax.lax.stop_gradient(self.b(x))
+
+
+TOWERS = Towers()
+
+
+def gradients_by(method, variables):
+    def loss(variables):
+        return jnp.mean(TOWERS.apply(variables, X, method=method) ** 2)
+
+    return jax.jit(jax.grad(loss))(variables)
+
+
+@pytest.mark.parametrize("method", ["only_a", "fixed_b"])
+def test_the_state_of_a_site_without_a_gradient_stays_as_it_was(method):
+    variables = TOWERS.init(jax.random.key(0), X)
+    tx = nn.overwriting(optax.adam(1e-3))
+    opt_state = tx.init(variables)
+    after = []
+    for name in ("__call__", method, "__call__"):
+        grads = gradients_by(name, variables)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        variables = optax.apply_updates(variables, updates)
+        after.append(variables)
+    first, second, third = after
+    a, b = (tables(variables) for variables in (first, second))
+    assert jnp.any(a[0] != b[0])
+    np.testing.assert_array_equal(a[1], b[1])
+    nn.check_scales(third)
+    assert np.all(np.isfinite(TOWERS.apply(third, X).astype(np.float32)))
+
+
+@pytest.mark.parametrize("method", ["only_a", "fixed_b"])
+def test_under_train_state_a_site_without_a_gradient_starts_anew(method):
+    variables = TOWERS.init(jax.random.key(0), X)
+    state = TrainState.create(
+        apply_fn=TOWERS.apply, params=variables, tx=optax.sgd(0.0)
+    )
+    for name in ("__call__", method):
+        state = state.apply_gradients(grads=gradients_by(name, state.params))
+    assert not jnp.any(tables(state.params)[1])
+    nn.check_scales(state.params)
+    chex.assert_trees_all_equal(
+        jax.jit(TOWERS.apply)(state.params, X), TOWERS.apply(variables, X)
+    )
+    for initialized in (False, True):
+        model = nn.Planned(nn.Dense(32, recipe=RECIPE), (), initialized)
+        old, new = (
+            {name: of[name]["b"] for name in of} for of in (state.params, variables)
+        )
+        chex.assert_trees_all_equal(model.apply(old, X), model.apply(new, X))
+    chex.assert_trees_all_equal(
+        tables(gradients_by("__call__", state.params))[1],
+        tables(gradients_by("__call__", variables))[1],
+    )
+
+
+def test_microbatches_that_use_no_tower_leave_its_state():
+    variables = TOWERS.init(jax.random.key(0), X)
+    both, one = (gradients_by(m, variables) for m in ("__call__", "only_a"))
+    total = jax.tree.map(jnp.zeros_like, variables)
+    total = nn.accumulate(nn.accumulate(total, one, 0.5), both, 0.5)
+    np.testing.assert_array_equal(tables(total)[1], tables(both)[1])
+    total = jax.tree.map(jnp.zeros_like, variables)
+    after = train_with(nn.accumulate(total, one), variables)
+    np.testing.assert_array_equal(tables(after)[1], tables(variables)[1])

@@ -134,3 +134,38 @@ def test_plans_and_probe(net):
     changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), stats, merged)
     assert any(jax.tree.leaves(changed))
     nnx.update(model, merged)
+
+
+class Towers(nnx.Module):
+    """Two towers, of which a step may use one, or stop the gradient of the other."""
+
+    def __init__(self, rngs):
+        self.a, self.b = (nnx.Linear(48, 32, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x, uses_b):
+        if uses_b is None:
+            return self.a(x)
+        b = self.b(x)
+        return self.a(x) + (b if uses_b else jax.lax.stop_gradient(b))
+
+
+@pytest.mark.parametrize("uses_b", [None, False])
+def test_the_state_of_a_site_without_a_gradient_stays_as_it_was(uses_b):
+    model = nn.convert(Towers(nnx.Rngs(0)), recipe=DELAYED)
+
+    @nnx.jit(static_argnames="uses_b")
+    def step(model, uses_b):
+        def loss(model):
+            return jnp.mean(model(X, uses_b) ** 2)
+
+        nn.take_scaling(model, nnx.grad(loss, argnums=WRT)(model))
+
+    def states():
+        return jax.tree.leaves(nnx.state(model, nn.Fp8State))
+
+    step(model, True)
+    before = states()
+    step(model, uses_b)
+    assert jnp.any(states()[0] != before[0])
+    np.testing.assert_array_equal(states()[1], before[1])
+    assert jnp.all(before[1][:, 0] > 0)
