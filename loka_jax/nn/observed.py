@@ -101,11 +101,12 @@ def _observed(observer: Observer, axis_names, scales, stats, out, lhs, rhs) -> A
 
 def by_path(collection: Any) -> dict[str, Any]:
     """Returns the statistics in a collection PROBE, by the paths of the sites."""
-    leaves = jax.tree_util.tree_leaves_with_path(collection, is_leaf=_is_of_site)
+    leaves = jax.tree_util.tree_leaves_with_path(collection, is_leaf=is_of_site)
     return {"/".join(str(key.key) for key in path[:-1]): x for path, x in leaves}
 
 
-def _is_of_site(x: Any) -> bool:
+def is_of_site(x: Any) -> bool:
+    """Returns True for what Probe keeps of one site."""
     return isinstance(x, SiteStats | Operands | Sample)
 
 
@@ -121,5 +122,5 @@ def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
         lambda a, b: site.merge(a, b, config),
         stats,
         batch,
-        is_leaf=_is_of_site,
+        is_leaf=is_of_site,
     )

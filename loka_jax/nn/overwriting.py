@@ -6,7 +6,8 @@
     updates, opt_state = tx.update(gradients, opt_state, variables)
     variables = optax.apply_updates(variables, updates)
 
-The optimizer sees everything but the collection `_overwrite_with_gradient`, whose
+The optimizer sees everything but the collection `_overwrite_with_gradient`, at any
+depth, as in `{"user": model.init(...), "item": model.init(...)}`. Its
 gradient is its next value. The state of a site on which the loss does not depend, an
 unused tower's, say, stays as it was.
 """
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import core, struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as _STATES
 from jaxtyping import Array, Float
 
 from loka_jax.max_merge import unmerged
-from loka_jax.nn.observed import PROBE
+from loka_jax.nn.observed import PROBE, is_of_site
 from loka_jax.scaling import merge_delayed
 
 
@@ -60,6 +61,8 @@ def overwriting(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer of all variables of a model that overwrites its FP8 state.
 
+    The variables of several models may be in one tree.
+
     It must be outermost: `overwriting(optax.MultiSteps(tx, 4))`, and
     `overwriting(optax.chain(clip, tx))`. Parameters alone go through unchanged, so that
     it may stand in Flax's `TrainState`, which overwrites by itself.
@@ -82,8 +85,6 @@ def overwriting(
         updates, states = _split(updates)
         rest = None if params is None else _split(params)[0]
         out, state = inner.update(updates, state, rest, **extra)
-        if states is None:
-            return out, state
         return _joined(out, jax.tree.map(Overwrite, states)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -103,7 +104,7 @@ def accumulate(
 
     Args:
         total: of the microbatches before; zeros at first.
-        gradients: of all variables of a model.
+        gradients: of all variables of a model, or of several in one tree.
         share: of the microbatch in the step.
 
     Raises:
@@ -112,22 +113,42 @@ def accumulate(
     total, states = _split(total)
     gradients, more = _split(gradients)
     total = jax.tree.map(lambda a, b: (a + share * b).astype(a.dtype), total, gradients)
-    return total if states is None else _joined(total, merge_delayed(states, more))
+    return _joined(total, merge_delayed(states, more))
 
 
 def _joined(variables: Any, states: Any) -> Any:
-    return core.copy(variables, {OVERWRITE_WITH_GRADIENT: states})
+    """Returns the variables that `_split` took apart."""
+
+    def joined(own, part):
+        return part if own is None else core.copy(part, own)
+
+    is_leaf = lambda x: x is None or _has_states(x)  # noqa: E731
+    return jax.tree.map(joined, states, variables, is_leaf=is_leaf)
 
 
-def _split(variables: Any) -> tuple[Any, Any | None]:
-    """Returns variables without their FP8 states, and these, None if there are none."""
-    if not isinstance(variables, dict | core.FrozenDict):
-        return variables, None
-    if PROBE in variables:
+def _split(variables: Any) -> tuple[Any, Any]:
+    """Returns variables without their FP8 states, and the states alone.
+
+    The latter are `{"_overwrite_with_gradient": ...}` in the place of each model's
+    variables that have them, and None elsewhere.
+    """
+    if any(map(is_of_site, jax.tree.leaves(variables, is_leaf=is_of_site))):
         raise ValueError(
             f"the collection {PROBE!r} is no parameter: take it out of the variables "
             "that the optimizer sees, and update it by nn.merge_stats."
         )
-    if OVERWRITE_WITH_GRADIENT not in variables:
-        return variables, None
-    return core.pop(variables, OVERWRITE_WITH_GRADIENT)
+
+    def rest(part):
+        return core.pop(part, _STATES)[0] if _has_states(part) else part
+
+    def states(part):
+        return {_STATES: part[_STATES]} if _has_states(part) else None
+
+    return (
+        jax.tree.map(rest, variables, is_leaf=_has_states),
+        jax.tree.map(states, variables, is_leaf=_has_states),
+    )
+
+
+def _has_states(part: Any) -> bool:
+    return isinstance(part, dict | core.FrozenDict) and _STATES in part

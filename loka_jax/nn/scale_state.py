@@ -12,7 +12,7 @@ read as that of a site before its first step.
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,26 +66,36 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
     init = functools.partial(scaling.init_delayed, recipe)
     state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value
     if not isinstance(state.table, Tracer):
-        _check(path, state, _is_scale(np.asarray(state.table), recipe))
+        table = np.asarray(state.table)
+        _check(path, table, _is_scale(table, recipe))
     return DelayedScaling(_castable(recipe, state.table))
 
 
-def check_scales(variables: Mapping[str, Any]) -> None:
-    """Checks the delayed scales among the variables of a model, outside of jit.
+def check_scales(variables: Any) -> None:
+    """Checks the delayed scales among the variables of models, outside of jit.
 
     To be called once a loss is NaN, or after a restore.
+
+    Args:
+        variables: all of a model, or of several in one tree.
 
     Raises:
         ValueError: naming a site with a scale that is negative or not finite.
     """
-    states = variables.get(OVERWRITE_WITH_GRADIENT, {})
     leaves = jax.tree_util.tree_leaves_with_path(
-        states, is_leaf=lambda x: isinstance(x, DelayedScaling)
+        variables, is_leaf=lambda x: isinstance(x, DelayedScaling)
     )
     for path, state in leaves:
-        name = "/".join(str(key.key) for key in path[:-1])
-        scales = np.asarray(state.scale_inv)
-        _check(name, state, np.isfinite(scales) & (scales >= 0))
+        if not isinstance(state, DelayedScaling):
+            continue
+        table = np.asarray(state.table)
+        _check(_site_of(path), table, [_is_factor(x) for x in _factors(table)])
+
+
+def _site_of(path: Any) -> str:
+    """Returns the path of a site, that of its variable in a tree given."""
+    *keys, _ = (jax.tree_util.keystr((key,), simple=True) for key in path)
+    return "/".join(key for key in keys if key != OVERWRITE_WITH_GRADIENT)
 
 
 def _has_state(module: Any) -> bool:
@@ -94,30 +104,38 @@ def _has_state(module: Any) -> bool:
     ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
 
 
-def _check(path: str, state: DelayedScaling, is_scale) -> None:
-    for operand, scale, valid in zip(OPERANDS, state.scale_inv, is_scale, strict=True):
-        if not valid:
+def _check(path: str, table: np.ndarray, is_scale: Sequence[Any]) -> None:
+    for operand, scales, valid in zip(OPERANDS, _factors(table), is_scale, strict=True):
+        for scale in np.extract(~valid, scales):
             raise ValueError(
                 f"the delayed scale of {operand} at site {path!r} is {scale:.6g}, and "
                 f"scales are positive, finite powers of two. {_REMEDY}"
             )
 
 
+def _factors(table: np.ndarray) -> np.ndarray:
+    """Returns the factors of each operand, of one site or of several, stacked."""
+    return np.moveaxis(table[..., 0], -1, 0)
+
+
 def _is_scale(table, recipe: Recipe) -> list[Any]:
     """Returns, for each operand, True if its stored factor is one of a site, or 0."""
-    finite = np.isfinite if isinstance(table, np.ndarray) else jnp.isfinite
     valid = []
     for row, operand in enumerate(OPERANDS):
         cast = scaling.delayed_cast(operand, recipe)
         if cast is None:
             valid.append(np.True_)
             continue
-        scale = table[row, 0]
-        is_factor = (scale >= 0) & finite(scale)
-        if cast.pow2_scale:
-            is_factor &= (scale.view(np.int32) & _MANTISSA) == 0
-        valid.append(is_factor)
+        valid.append(_is_factor(table[row, 0], pow2_scale=cast.pow2_scale))
     return valid
+
+
+def _is_factor(scale, *, pow2_scale: bool = False):
+    finite = jnp.isfinite if isinstance(scale, Array) else np.isfinite
+    is_factor = (scale >= 0) & finite(scale)
+    if pow2_scale:
+        is_factor &= (scale.view(np.int32) & _MANTISSA) == 0
+    return is_factor
 
 
 # Compiled, as outside of jit it would be many small calls.

@@ -269,3 +269,71 @@ def test_microbatches_that_use_no_tower_leave_its_state():
     total = jax.tree.map(jnp.zeros_like, variables)
     after = train_with(nn.accumulate(total, one), variables)
     np.testing.assert_array_equal(tables(after)[1], tables(variables)[1])
+
+
+# Several models in one tree.
+
+
+def loss_of_both(variables):
+    return sum(loss(own, X * size) for own, size in zip(of_both(variables), (1, 4)))  # noqa: B905
+
+
+def of_both(variables):
+    return variables.values() if hasattr(variables, "values") else variables
+
+
+@pytest.mark.parametrize("pair", [dict, list, core.freeze])
+def test_the_states_of_two_models_in_one_tree_are_overwritten(initial, pair):
+    names = ("item", "user")
+    both = pair(dict.fromkeys(names, initial)) if pair is not list else [initial] * 2
+    tx = nn.overwriting(optax.adam(1e-2))
+    opt_state = tx.init(both)
+    assert OVERWRITE_WITH_GRADIENT not in str(jax.tree.structure(opt_state))
+    for _ in range(3):
+        grads = jax.grad(loss_of_both)(both)
+        total = jax.tree.map(jnp.zeros_like, both)
+        total = nn.accumulate(nn.accumulate(total, grads, 0.5), grads, 0.5)
+        chex.assert_trees_all_equal(*map(all_tables, (total, grads)))
+        updates, opt_state = tx.update(total, opt_state, both)
+        both = optax.apply_updates(both, updates)
+        chex.assert_trees_all_equal(*map(all_tables, (both, grads)))
+    nn.check_scales(both)
+    assert jax.tree.structure(both) == jax.tree.structure(grads)
+
+
+def all_tables(both):
+    return [tables(own) for own in of_both(both)]
+
+
+def test_probes_statistics_are_refused_at_any_depth():
+    with nn.probing(nn.ProbeConfig()):
+        variables = MODEL.init(jax.random.key(0), X)
+    both = {"user": variables, "item": variables}
+    for tree in (both, jax.tree.map(jnp.zeros_like, both)):
+        with pytest.raises(ValueError, match="nn.merge_stats"):
+            nn.accumulate(tree, tree)
+
+
+def test_a_layer_may_have_the_name_of_probes_collection():
+    params = {"params": {"probe": {"kernel": jnp.ones(3)}}}
+    nn.overwriting(optax.sgd(1.0)).init(params)
+    nn.overwriting(optax.sgd(1.0)).init(params["params"])
+
+
+def test_the_optimizer_of_one_model_sees_its_parameters_as_they_were(initial):
+    for variables in (initial, core.freeze(initial)):
+        ours = nn.overwriting(optax.adam(1e-2)).init(variables)
+        rest, _ = core.pop(variables, OVERWRITE_WITH_GRADIENT)
+        chex.assert_trees_all_equal(ours, optax.adam(1e-2).init(rest))
+        assert jax.tree.structure(ours) == jax.tree.structure(
+            optax.adam(1e-2).init(rest)
+        )
+
+
+def test_bad_scales_of_two_models_are_named(initial):
+    ruined = train(WRONG["adam"], train(nn.overwriting(optax.sgd(0.0)), initial, 1), 1)
+    both = {"user": initial, "item": ruined}
+    with pytest.raises(ValueError, match="at site 'item/dense_0' is"):
+        nn.check_scales(both)
+    with pytest.raises(ValueError, match="at site '1/dense_0' is"):
+        nn.check_scales([initial, ruined])

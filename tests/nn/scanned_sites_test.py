@@ -72,3 +72,7 @@ def test_delayed_scales_pass_through_a_scan_that_names_them():
     loss = lambda v: jnp.sum(model.apply(v, X).astype(jnp.float32) ** 2)  # noqa: E731
     (after,) = jax.tree.leaves(jax.grad(loss)(variables)[OVERWRITE_WITH_GRADIENT])
     assert jnp.all(after[:, :, 1] > 0)
+    nn.check_scales(variables)
+    ruined = jax.tree.map(lambda x: x.at[3, ...].set(-2), variables)
+    with pytest.raises(ValueError, match="lhs at site 'block/dense' is -2"):
+        nn.check_scales({OVERWRITE_WITH_GRADIENT: ruined[OVERWRITE_WITH_GRADIENT]})
