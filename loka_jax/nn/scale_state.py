@@ -71,16 +71,19 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
     return DelayedScaling(_castable(recipe, state.table))
 
 
-def check_scales(variables: Any) -> None:
+def check_scales(variables: Any, *, pow2_scale: bool = True) -> None:
     """Checks the delayed scales among the variables of models, outside of jit.
 
     To be called once a loss is NaN, or after a restore.
 
     Args:
         variables: all of a model, or of several in one tree.
+        pow2_scale: scales are powers of two, as those of all recipes of this library;
+            False if one of your own has a delayed `Cast` with `pow2_scale=False`.
 
     Raises:
-        ValueError: naming a site with a scale that is negative or not finite.
+        ValueError: naming a site with a scale that is negative, not finite or, unless
+            it may be, no power of two.
     """
     leaves = jax.tree_util.tree_leaves_with_path(
         variables, is_leaf=lambda x: isinstance(x, DelayedScaling)
@@ -89,7 +92,8 @@ def check_scales(variables: Any) -> None:
         if not isinstance(state, DelayedScaling):
             continue
         table = np.asarray(state.table)
-        _check(_site_of(path), table, [_is_factor(x) for x in _factors(table)])
+        valid = [_is_factor(scales, pow2_scale) for scales in _factors(table)]
+        _check(_site_of(path), table, valid)
 
 
 def _site_of(path: Any) -> str:
@@ -126,11 +130,11 @@ def _is_scale(table, recipe: Recipe) -> list[Any]:
         if cast is None:
             valid.append(np.True_)
             continue
-        valid.append(_is_factor(table[row, 0], pow2_scale=cast.pow2_scale))
+        valid.append(_is_factor(table[row, 0], cast.pow2_scale))
     return valid
 
 
-def _is_factor(scale, *, pow2_scale: bool = False):
+def _is_factor(scale, pow2_scale: bool):
     finite = jnp.isfinite if isinstance(scale, Array) else np.isfinite
     is_factor = (scale >= 0) & finite(scale)
     if pow2_scale:

@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.recipe import Cast, GemmRecipe, Recipe
 from tests import support
 
 RECIPE = "fp8_tensorwise_delayed"
@@ -89,6 +90,32 @@ def test_the_mean_of_states_is_refused(initial):
     ruined = initial | {OVERWRITE_WITH_GRADIENT: mean[OVERWRITE_WITH_GRADIENT]}
     with pytest.raises(ValueError, match="microbatches by nn.accumulate"):
         MODEL.apply(ruined, X)
+
+
+def test_an_average_of_variables_is_named_before_any_step(initial):
+    first = train(nn.overwriting(optax.sgd(0.1)), initial, 1)
+    second = train(nn.overwriting(optax.sgd(0.1)), initial, 4)
+    average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, first, second)
+    with pytest.raises(ValueError, match="at site 'dense_0' is .* powers of two"):
+        nn.check_scales(average)
+    nn.check_scales(average, pow2_scale=False)  # such a recipe's might be right
+    ruined = jax.tree.map(lambda table: -table, average)
+    with pytest.raises(ValueError, match="at site 'dense_0' is -"):
+        nn.check_scales(ruined, pow2_scale=False)
+
+
+def test_scales_that_are_no_powers_of_two_pass_where_the_recipe_has_them():
+    cast = Cast(scaling="delayed", pow2_scale=False)
+    own = Recipe(name="own", fwd=GemmRecipe(first=cast, second=cast))  # g has none
+    model = nn.Dense(32, recipe=own)
+    variables = model.init(jax.random.key(0), X)
+    grads = jax.grad(lambda v: jnp.sum(model.apply(v, X).astype(jnp.float32)))(
+        variables
+    )
+    model.apply(grads, X)
+    nn.check_scales(grads, pow2_scale=False)
+    with pytest.raises(ValueError, match="powers of two"):
+        nn.check_scales(grads)
 
 
 @pytest.mark.parametrize("scale", [-0.5, np.inf, np.nan, 3.0])
