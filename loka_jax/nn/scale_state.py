@@ -53,7 +53,8 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
 
     Raises:
         ValueError: if the variables lack the state, or outside of jit if a scale is
-            none; inside of jit all its scales are NaN then. 0 is a new one.
+            none; inside of jit all its scales are NaN then. 0 is a new one. Also if
+            a restore without a template has lost its type.
     """
     path = "/".join(module.path)
     if not _has_state(module):
@@ -65,10 +66,12 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
         )
     init = functools.partial(scaling.init_delayed, recipe)
     state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value
-    if not isinstance(state.table, Tracer):
-        table = np.asarray(state.table)
-        _check(path, table, _is_scale(table, recipe))
-    return DelayedScaling(_castable(recipe, state.table))
+    _check_type(path, state)
+    table = state.table
+    if not isinstance(table, Tracer):
+        table = jnp.asarray(table)  # a restore may give numpy's
+        _check(path, np.asarray(table), _is_scale(np.asarray(table), recipe))
+    return DelayedScaling(_castable(recipe, table))
 
 
 def check_scales(variables: Any, *, pow2_scale: bool = True) -> None:
@@ -83,29 +86,45 @@ def check_scales(variables: Any, *, pow2_scale: bool = True) -> None:
 
     Raises:
         ValueError: naming a site with a scale that is negative, not finite or, unless
-            it may be, no power of two.
+            it may be, no power of two; or one whose state has lost its type in a
+            restore without a template.
     """
     leaves = jax.tree_util.tree_leaves_with_path(
         variables, is_leaf=lambda x: isinstance(x, DelayedScaling)
     )
     for path, state in leaves:
-        if not isinstance(state, DelayedScaling):
+        if not any(_name(key) == _NAME for key in path):
             continue
+        _check_type(_site_of(path), state)
         table = np.asarray(state.table)
         valid = [_is_factor(scales, pow2_scale) for scales in _factors(table)]
         _check(_site_of(path), table, valid)
 
 
 def _site_of(path: Any) -> str:
-    """Returns the path of a site, that of its variable in a tree given."""
-    *keys, _ = (jax.tree_util.keystr((key,), simple=True) for key in path)
-    return "/".join(key for key in keys if key != OVERWRITE_WITH_GRADIENT)
+    """Returns the path of a site, given that of its variable or of a part of it."""
+    names = [_name(key) for key in path]
+    names = names[: names.index(_NAME)]
+    return "/".join(name for name in names if name != OVERWRITE_WITH_GRADIENT)
+
+
+def _name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _has_state(module: Any) -> bool:
     return module.has_variable(
         OVERWRITE_WITH_GRADIENT, _NAME
     ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+
+
+def _check_type(path: str, state: Any) -> None:
+    if not isinstance(state, DelayedScaling):
+        raise ValueError(
+            f"the delayed scales of site {path!r} are no DelayedScaling, as after a "
+            "restore without a template: restore with the variables of `init` as one, "
+            "flax.serialization.from_bytes(variables, data), say."
+        )
 
 
 def _check(path: str, table: np.ndarray, is_scale: Sequence[Any]) -> None:

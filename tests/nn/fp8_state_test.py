@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import core, linen
+from flax import core, linen, serialization
 from flax.training.train_state import TrainState
 
 from loka_jax import nn
@@ -130,6 +130,21 @@ def test_what_is_no_scale_is_refused(initial, scale):
 def test_parameters_alone_are_refused(initial):
     with pytest.raises(ValueError, match="'dense_0' has no delayed scales.*all that"):
         MODEL.apply({"params": initial["params"]}, X)
+
+
+def test_a_state_restored_without_a_template_is_refused(initial):
+    data = serialization.to_bytes(initial)
+    plain = serialization.msgpack_restore(data)
+    for use in (
+        nn.check_scales,
+        lambda variables: MODEL.apply(variables, X),
+        jax.jit(lambda variables: MODEL.apply(variables, X)),
+    ):
+        with pytest.raises(ValueError, match="of site 'dense_0' .* template: restore"):
+            use(plain)
+    restored = serialization.from_bytes(initial, data)
+    nn.check_scales(restored)
+    MODEL.apply(restored, X)
 
 
 def test_probes_statistics_are_no_parameters():
