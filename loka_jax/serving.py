@@ -113,8 +113,9 @@ def serve(
             several sizes read in one form are kept once. Scalars stay as they are.
 
     Raises:
-        ValueError: if a delayed scale is none; if the model has no `apply`, as those of
-            NNX; if an input is no array.
+        ValueError: if a delayed scale is no power of two, as after an average of
+            variables; if the model has no `apply`, as those of NNX; if an input is no
+            array.
     """
     if not hasattr(model, "apply"):
         raise ValueError(

@@ -47,13 +47,14 @@ class Overwrite:
 
 
 def overwritten(old: Array, gradient: Array) -> Array:
-    """Returns the next value of a part of a state.
+    """Returns the next table of a state, or of several, stacked.
 
     A site on which no loss depends has a gradient of zeros, which JAX makes itself, and
-    stays as it was.
+    stays as it was. The factors of a real one are positive.
     """
     gradient = unmerged(gradient)
-    return jnp.where(jnp.any(gradient != 0), gradient, unmerged(old))
+    # By row, as a reduction would be a kernel of its own.
+    return jnp.where(gradient[..., :1] != 0, gradient, unmerged(old))
 
 
 def overwriting(

@@ -67,11 +67,10 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
     init = functools.partial(scaling.init_delayed, recipe)
     state = module.variable(OVERWRITE_WITH_GRADIENT, _NAME, init).value
     _check_type(path, state)
-    table = state.table
-    if not isinstance(table, Tracer):
-        table = jnp.asarray(table)  # a restore may give numpy's
-        _check(path, np.asarray(table), _is_scale(np.asarray(table), recipe))
-    return DelayedScaling(_castable(recipe, table))
+    if not isinstance(state.table, Tracer):
+        table = np.asarray(state.table)
+        _check(path, table, _is_scale(table, recipe))
+    return DelayedScaling(_castable(recipe, state.table))
 
 
 def check_scales(variables: Any, *, pow2_scale: bool = True) -> None:

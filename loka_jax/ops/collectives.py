@@ -27,7 +27,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import xla
-from loka_jax.max_merge import tracks_varying
+from loka_jax.max_merge import manual_axes, tracks_varying
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.packed import Format, Packing
 from loka_jax.triton import Implementation, chosen
@@ -125,7 +125,8 @@ def quantized_psum(
 
 def _require_varying(leaves: list[Array], axis_name: AxisName) -> None:
     """Checks that each device has values of its own, where JAX tracks that."""
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = tuple(axis for axis in manual_axes() if axis in names)  # not those of vmap
     if not tracks_varying(axes):
         return
     for leaf in leaves:
@@ -133,8 +134,8 @@ def _require_varying(leaves: list[Array], axis_name: AxisName) -> None:
         if any(jax.lax.axis_size(axis) > 1 for axis in same):
             raise ValueError(
                 f"a {leaf.dtype}{[*leaf.shape]} array is the same on all devices of "
-                f"{same}, as gradients are that JAX has summed already: mark parameters "
-                f'with jax.lax.pcast(w, {axis_name!r}, to="varying") before '
+                f"{same}, as gradients are that JAX has summed already: mark "
+                f'parameters with jax.lax.pcast(w, {axis_name!r}, to="varying") before '
                 "differentiating, or give shard_map check_vma=False."
             )
 

@@ -142,7 +142,7 @@ def test_a_state_restored_without_a_template_is_refused(initial):
     ):
         with pytest.raises(ValueError, match="of site 'dense_0' .* template: restore"):
             use(plain)
-    restored = serialization.from_bytes(initial, data)
+    restored = jax.tree.map(jnp.asarray, serialization.from_bytes(initial, data))
     nn.check_scales(restored)
     MODEL.apply(restored, X)
 
