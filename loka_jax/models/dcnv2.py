@@ -49,8 +49,8 @@ class Dcnv2(RankingModel):
         train: bool = False,
     ) -> Float[Array, "B"]:
         """Returns float32 logits."""
-        batch, _, dim = embeddings.shape
-        flat = embeddings.astype(self.compute_dtype).reshape(batch, -1)
+        dim = embeddings.shape[2]
+        flat = jax.lax.collapse(embeddings.astype(self.compute_dtype), 1)
         bottom = dense_features.astype(flat.dtype)
         if self.bottom_mlp is not None and bottom.shape[1]:
             mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))

@@ -93,7 +93,7 @@ class DhenLayer(ModelPart, kw_only=True):
             fused=self.fused_wide,
             name="cross_net",
         )
-        return cross(x.reshape(x.shape[0], -1)).reshape(x.shape)
+        return cross(jax.lax.collapse(x, 1)).reshape(x.shape)
 
     @linen.nowrap
     def _attended(self, x: Array, train: bool) -> Float[Array, "B n d"]:
@@ -184,7 +184,6 @@ class DhenDlrm(Dhen):
 
     @linen.nowrap
     def _features(self, first: Array, last: Array) -> Float[Array, "B p"]:
-        batch = first.shape[0]
         with jax.named_scope("interaction"):
             pairs = nn.dot_features(
                 None, first, multiple=1, implementation=self.implementation
@@ -197,6 +196,6 @@ class DhenDlrm(Dhen):
             implementation=self.implementation,
             fused=self.fused_wide,
             name="cross_net",
-        )(first.reshape(batch, -1))
-        mixed = nn.join_features(last.reshape(batch, -1), pairs, multiple=1)
+        )(jax.lax.collapse(first, 1))
+        mixed = nn.join_features(jax.lax.collapse(last, 1), pairs, multiple=1)
         return nn.join_features(mixed, crossed)

@@ -38,7 +38,7 @@ class DlrmFeatures(RankingModel):
         train: bool,
     ) -> Float[Array, "B p"]:
         """Returns [d; p], or [d; e_1; ...; e_F], padded."""
-        batch, _, dim = embeddings.shape
+        dim = embeddings.shape[2]
         embeddings = embeddings.astype(self.compute_dtype)
         bottom = None
         if dense_features.shape[1]:
@@ -47,7 +47,7 @@ class DlrmFeatures(RankingModel):
             )  # [B, D]
 
         if self.interaction == "cat":
-            return nn.join_features(bottom, embeddings.reshape(batch, -1))
+            return nn.join_features(bottom, jax.lax.collapse(embeddings, 1))
         with jax.named_scope("interaction"):
             return nn.dot_features(
                 bottom, embeddings, implementation=self.implementation

@@ -8,6 +8,7 @@ B is the batch, n the number of embeddings, d their dimension. The bottom MLP ma
 several embeddings of the dense features, and a field has several in a row of its table.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
@@ -58,19 +59,21 @@ class StackedModel(RankingModel):
 
     @linen.nowrap
     def _first(self, dense_features, embeddings, train: bool) -> Float[Array, "B n d"]:
-        batch, _, width = embeddings.shape
+        batch, fields, width = embeddings.shape
         dim, rest = divmod(width, self.embeddings_per_field)
         if rest:
             raise ValueError(
                 f"--embedding.dim {width} must be a multiple of --embeddings-per-field "
                 f"{self.embeddings_per_field}."
             )
-        x = embeddings.astype(self.compute_dtype).reshape(batch, -1, dim)
+        count = fields * self.embeddings_per_field
+        x = embeddings.astype(self.compute_dtype).reshape(batch, count, dim)
         if not dense_features.shape[1]:
             return x
         mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, self.dense_embeddings * dim))
         bottom = mlp(dense_features.astype(x.dtype), train=train)
-        return jnp.concatenate([bottom.reshape(batch, -1, dim), x], axis=1)
+        bottom = bottom.reshape(batch, self.dense_embeddings, dim)
+        return jnp.concatenate([bottom, x], axis=1)
 
     @linen.nowrap
     def _layer(self, i: int) -> linen.Module:
@@ -81,4 +84,4 @@ class StackedModel(RankingModel):
     def _features(self, first: Array, last: Array) -> Float[Array, "B p"]:
         """Returns the top MLP's input, of the first and the last embeddings."""
         del first
-        return last.reshape(last.shape[0], -1)
+        return jax.lax.collapse(last, 1)

@@ -44,7 +44,7 @@ class WukongLayer(ModelPart, kw_only=True):
         with jax.named_scope("interaction"):
             count = self.fm_embeddings + self.lcb_embeddings
             fm, lcb, residual = self._fm_lcb(x, train)
-            flat, input_norm = fm.reshape(batch, -1), "none"
+            flat, input_norm = jax.lax.collapse(fm, 1), "none"
             if self.norm == "block":  # the MLP can do it while it casts its input
                 input_norm = "rms"
             else:
@@ -62,7 +62,7 @@ class WukongLayer(ModelPart, kw_only=True):
             if n != count:
                 compress = nn.Compress(count, recipe=self.recipe, name="residual")
                 residual = compress(x)
-            parts = [fmb.reshape(batch, -1, d), lcb]
+            parts = [fmb.reshape(batch, self.fm_embeddings, d), lcb]
             return self._joined(parts, residual, train=train)
 
     @linen.nowrap
@@ -87,7 +87,7 @@ class WukongLayer(ModelPart, kw_only=True):
         )(x)
         widths = (*self.attention_mlp, n * self.k)
         mlp = self._mlp("attention", widths, ends_linear=True)
-        y = mlp(seen.reshape(batch, -1), train=train).reshape(batch, n, self.k)
+        y = mlp(jax.lax.collapse(seen, 1), train=train).reshape(batch, n, self.k)
         lcb = nn.Compress(self.lcb_embeddings, recipe=self.recipe, name="lcb")(x)
         return nn.Fm(recipe=self.recipe, name="fm")(x, y), lcb, x
 

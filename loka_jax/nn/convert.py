@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.linen.module import merge_param
 
-from loka_jax.nn.context import as_recipe
+from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import product
 from loka_jax.nn.einsum import einsum
 from loka_jax.nn.fused_sequence import (
@@ -264,8 +264,12 @@ def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax
 
 def _announce_left(module, why_left: str, args, kwargs, out) -> None:
     """Announces a layer that stays as it is, for `list_sites`."""
+    if current().listener is None:
+        return
     kernel = module.get_variable("params", "kernel")
-    x, w, y = (jax.tree.leaves(v)[0].size for v in ((args, kwargs), kernel, out))
+    arrays = (jax.tree.leaves(v)[0] for v in ((args, kwargs), kernel, out))
+    # An empty batch as one row, so that it does not hide k and n.
+    x, w, y = (math.prod(max(1, size) for size in v.shape) for v in arrays)
     # Of sizes m k, k n and m n of the product.
     m, k, n = (max(1, math.isqrt(v)) for v in (x * y // w, x * w // y, w * y // x))
     spec = SiteSpec(m=m, k=k, n=n)

@@ -289,7 +289,13 @@ def _as_matrix(x: Array, dims, *, contract_last: bool):
 
 def _sizes(lhs, rhs, dimension_numbers) -> tuple[int, int, int, int]:
     """Returns the number of products, and m, k and n of each."""
-    (lhs_dims, rhs_dims), (lhs_batch, _) = dimension_numbers
+    (lhs_dims, rhs_dims), (lhs_batch, rhs_batch) = dimension_numbers
     batch = math.prod(lhs.shape[i] for i in lhs_batch)
     k = math.prod(lhs.shape[i] for i in lhs_dims)
-    return batch, lhs.size // (batch * k), k, rhs.size // (batch * k)
+    return batch, _kept(lhs, lhs_dims, lhs_batch), k, _kept(rhs, rhs_dims, rhs_batch)
+
+
+def _kept(x: Array, dims, batch_dims) -> int:
+    """Returns the size of the dims that are neither contracted nor of the batch."""
+    others = (*dims, *batch_dims)
+    return math.prod(size for i, size in enumerate(x.shape) if i not in others)

@@ -168,11 +168,11 @@ class Mlp(linen.Module):
         if isinstance(x, Crossed):
             return crossed_stack.crossed_stack(x, parameters, states, plans=plans)
         input_norm = self.input_norm if 0 in layers else "none"
-        rows = x.reshape(plans[0].spec.m, -1)
+        rows = x.reshape(plans[0].spec.m, x.shape[-1])
         y = wide_stack.wide_stack(
             rows, parameters, states, plans=plans, input_norm=input_norm
         )
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _wide_variables(
         self, plans: tuple[KernelPlan, ...], layers: range, x: Array | Crossed

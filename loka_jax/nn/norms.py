@@ -44,7 +44,9 @@ class BlockNorm(linen.Module):
         whole = n - n % self.block
         parts = []
         if whole:
-            blocks = x[..., :whole].reshape(*x.shape[:-1], -1, self.block)
+            blocks = x[..., :whole].reshape(
+                *x.shape[:-1], whole // self.block, self.block
+            )
             parts.append(self._unit_rms(blocks).reshape(*x.shape[:-1], whole))
         if whole < n:
             parts.append(self._unit_rms(x[..., whole:]))

@@ -11,7 +11,7 @@ import pytest
 
 from experiments import configs
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong
+from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, Wukong
 from loka_jax.recipe import RECIPES
 from tests import support
 from tests.models.support import (
@@ -152,6 +152,27 @@ def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
     # The gradients of the embeddings went through every site.
     floor = {"f32": 200.0, "bf16": 38.0}.get(recipe, 18.0)
     assert support.sqnr_db(exact_gradients[2], gradients[2]) > floor
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_dlrm(),
+        tiny_dlrm(interaction="cat"),
+        tiny_dcnv2(),
+        tiny_dcnv2(structure="stacked"),
+        tiny_mmoe(),
+        tiny_wukong(),
+        tiny_wukong(norm="block"),
+        tiny_wukong(attention_mlp=(16,)),
+        tiny_dhen(),
+        DhenDlrm(**tiny_stack, dot=2, cross=None, linear=2, dot_mlp=(32,)),
+    ],
+)
+def test_an_empty_batch_gives_no_logits(model):
+    variables = initialized(model, *inputs())
+    logits = model.apply(variables, *inputs(batch=0))
+    assert (logits.shape[0], logits.dtype) == (0, jnp.float32)
 
 
 @pytest.mark.parametrize(

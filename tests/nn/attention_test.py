@@ -46,6 +46,15 @@ def test_dense_layers_are_sites_with_a_choice_and_heads_without():
     ]
 
 
+def test_attention_takes_an_empty_batch():
+    model, x = nn.SelfAttention(2), jnp.ones((4, 5, 16), jnp.bfloat16)
+    variables = model.init(jax.random.key(0), x)
+    assert model.apply(variables, x[:0]).shape == (0, 5, 16)
+    sites = nn.list_sites(model, x[:0])
+    sizes = [(s.spec.m, s.spec.k, s.spec.n, s.batch) for s in sites[1:3]]
+    assert sizes == [(5, 8, 5, 0), (5, 5, 8, 0)]
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="3 heads do not divide vectors of 16"):
         nn.SelfAttention(3).init(jax.random.key(0), support.normal(1, 2, 16))

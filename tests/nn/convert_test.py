@@ -288,6 +288,15 @@ def test_a_skipped_layer_computes_what_it_did():
     )
 
 
+def test_a_skipped_layer_takes_an_empty_batch():
+    layers = linen.Sequential([linen.Dense(32), linen.Dense(1)])
+    model = nn.convert(layers, skip="layers_1")
+    x = jnp.ones((32, 48))
+    assert model.apply(model.init(KEY, x), x[:0]).shape == (0, 1)
+    site = by_path(model, x[:0])["layers_1"]
+    assert (site.spec.k, site.spec.n) == (32, 1)
+
+
 @pytest.mark.parametrize("options", [{"only": ("up", "top")}, {"skip": "top"}])
 def test_a_pattern_that_matches_no_layer_is_refused(options):
     model, inputs = converted("block", **options)

@@ -135,6 +135,10 @@ def test_batch_norm_keeps_running_moments_for_evaluation():
     chex.assert_trees_all_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_block_norm_takes_no_rows():
+    assert nn.BlockNorm(block=32).apply({}, jnp.ones((0, 96))).shape == (0, 96)
+
+
 def test_an_unknown_norm_is_refused():
     # Unwrapped: in tests the type checker would refuse it first.
     unchecked = inspect.unwrap(nn.normalize)
