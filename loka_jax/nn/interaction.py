@@ -61,10 +61,16 @@ class CrossNet(linen.Module):
                 together with the layers behind or beside it.
 
         Raises:
-            ValueError: if the implementation is unknown.
+            ValueError: if the features are not [B, k], the rank is less than 1, or the
+                implementation is unknown.
         """
         check_choice("implementation", self.implementation, ("xla", None))
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"rank={self.rank} of a CrossNet must be at least 1.")
         parts: tuple[Array, ...] = x0 if isinstance(x0, tuple) else (x0,)
+        if any(x.ndim != 2 for x in parts):
+            shapes = ", ".join(str(x.shape) for x in parts)
+            raise ValueError(f"a CrossNet takes [B, k], not {shapes}: reshape it.")
         if not all(x.shape[1] for x in parts):  # a kernel takes no empty part
             parts = (_joined(x0),)
         m, k = parts[0].shape[0], sum(x.shape[1] for x in parts)

@@ -2,8 +2,8 @@
 
     POST /score    {"rows": [{"price": 1.5, "user": "u1"}, ...]}
                    200 {"scores": [0.2, ...]}, or {"error": "a sentence"} with
-                   400 if the request is malformed, 500 if a score is no number,
-                   503 if too many rows wait
+                   400 if the request is malformed, 413 if it is too long,
+                   500 if a score is no number, 503 if too many rows wait
     GET /health    200 {"model": ..., "step": ..., "worker": process id}
 
 On SIGTERM the worker stops accepting, answers all that it has accepted, asks
@@ -32,6 +32,7 @@ from loka_jax.server.batching import Batcher, Busy
 from loka_jax.server.restarts import listen_to_parent
 
 _FORM = 'the body must be JSON of the form {"rows": [{"COLUMN": value, ...}, ...]}'
+_MAX_BYTES = 1 << 24  # of a body
 
 
 @runtime_checkable
@@ -125,7 +126,7 @@ class Worker:
         """
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
         listen_to_parent()
-        app = web.Application(client_max_size=1 << 24)
+        app = web.Application(client_max_size=_MAX_BYTES)
         app.on_response_prepare.append(self._closing)
         app.add_routes(
             [web.post("/score", self._score), web.get("/health", self._health)]
@@ -146,10 +147,12 @@ class Worker:
     async def _score(self, request: web.Request) -> web.Response:
         limit = self._limits.max_rows
         try:
-            columns = columns_of(await request.read(), self._scorer.columns, limit)
+            columns = columns_of(await _body(request), self._scorer.columns, limit)
             inputs = self._scorer.encode(columns)
         except ValueError as error:
             return _said(str(error), 400)
+        except web.HTTPRequestEntityTooLarge:
+            return _said(f"the body is longer than {_MAX_BYTES:,} bytes.", 413)
         count = len(columns[self._scorer.columns[0]])
         try:
             scores = await self._batcher.result(inputs, count)
@@ -169,6 +172,16 @@ class Worker:
         if self._ending.is_set():
             response.force_close()
             response.headers["Connection"] = "close"
+
+
+async def _body(request: web.Request) -> bytes:
+    """Returns the body; raises a ValueError if it is not encoded as it says."""
+    try:
+        return await request.read()
+    except web.RequestPayloadError:
+        raise ValueError(
+            "the body cannot be decoded: send it as Content-Encoding says, or without."
+        ) from None
 
 
 def _first_lost(scores: list[Any]) -> int | None:

@@ -32,6 +32,22 @@ def test_gradients_of_joined_features_are_their_own():
     chex.assert_trees_all_equal(pull(g), (g[:, :5], g[:, 5:13]))
 
 
+@pytest.mark.parametrize(
+    "rank, x, said",
+    [
+        (None, jnp.ones((4, 3, 16)), r"takes \[B, k\], not \(4, 3, 16\): reshape"),
+        (None, jnp.ones(16), r"takes \[B, k\], not \(16,\): reshape"),
+        (0, jnp.ones((4, 16)), "rank=0 of a CrossNet must be at least 1"),
+        (-1, jnp.ones((4, 16)), "rank=-1 of a CrossNet must be at least 1"),
+    ],
+)
+def test_a_cross_net_refuses_other_features_and_ranks(
+    rank, x, said, without_type_checks
+):
+    with pytest.raises(ValueError, match=said):
+        nn.CrossNet(2, rank=rank, recipe="f32").init(jax.random.key(0), x)
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_cross_net_follows_the_equation_of_dcn_v2(rank):
     module = nn.CrossNet(3, rank=rank, recipe="f32")

@@ -4,7 +4,6 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import linen
@@ -144,12 +143,6 @@ def test_an_unknown_norm_is_refused():
     unchecked = inspect.unwrap(nn.normalize)
     with pytest.raises(ValueError, match="unknown norm 'lyer': use layer"):
         unchecked(jnp.ones((2, 2)), "lyer", train=False)
-
-
-@pytest.fixture
-def without_type_checks(monkeypatch):
-    """Lets modules take what the type checker of the tests would refuse first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize(

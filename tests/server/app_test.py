@@ -160,6 +160,25 @@ def test_answers_errors_and_load_that_is_too_much(tmp_path):
         asyncio.run(main(address))
 
 
+def test_a_body_that_cannot_be_read_is_one_sentence(tmp_path):
+    async def main(address):
+        gzip = {"Content-Encoding": "gzip"}
+        async with aiohttp.ClientSession() as session:
+            for headers, body, status, said in [
+                (gzip, b'{"rows": [{"x": 1}]}', 400, "the body cannot be decoded"),
+                ({}, b" " * (1 << 24) + b"{}", 413, "longer than 16,777,216 bytes"),
+            ]:
+                async with session.post(
+                    f"{address}/score", data=body, headers=headers
+                ) as response:
+                    answer = await response.json()
+                assert response.status == status and said in answer["error"]
+            assert (await ask(session, address, [5]))[0] == 200  # it goes on
+
+    with server(tmp_path) as (_, address):
+        asyncio.run(main(address))
+
+
 def test_restarts_under_load_and_the_end_lose_nothing(tmp_path):
     asked, answers, workers = [], [], set()
 
