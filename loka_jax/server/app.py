@@ -147,12 +147,19 @@ class Worker:
     async def _score(self, request: web.Request) -> web.Response:
         limit = self._limits.max_rows
         try:
-            columns = columns_of(await _body(request), self._scorer.columns, limit)
+            body = await request.read()
+        except web.RequestPayloadError:
+            return _last(
+                _said("the body is not encoded as Content-Encoding says.", 400)
+            )
+        except web.HTTPRequestEntityTooLarge:
+            said = f"the body is longer than {_MAX_BYTES:,} bytes."
+            return _last(_said(said, 413))
+        try:
+            columns = columns_of(body, self._scorer.columns, limit)
             inputs = self._scorer.encode(columns)
         except ValueError as error:
             return _said(str(error), 400)
-        except web.HTTPRequestEntityTooLarge:
-            return _said(f"the body is longer than {_MAX_BYTES:,} bytes.", 413)
         count = len(columns[self._scorer.columns[0]])
         try:
             scores = await self._batcher.result(inputs, count)
@@ -170,18 +177,17 @@ class Worker:
         """Asks a client to connect again, if this worker ends."""
         del request
         if self._ending.is_set():
-            response.force_close()
-            response.headers["Connection"] = "close"
+            _last(response)
 
 
-async def _body(request: web.Request) -> bytes:
-    """Returns the body; raises a ValueError if it is not encoded as it says."""
-    try:
-        return await request.read()
-    except web.RequestPayloadError:
-        raise ValueError(
-            "the body cannot be decoded: send it as Content-Encoding says, or without."
-        ) from None
+def _last[R: web.StreamResponse](response: R) -> R:
+    """Returns an answer that tells its client that the connection ends with it.
+
+    aiohttp ends it by itself where it could not read a body, but does not say so.
+    """
+    response.force_close()
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _first_lost(scores: list[Any]) -> int | None:
