@@ -319,7 +319,7 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
     """Builds a run as it would begin or go on, and compiles a step without taking it.
 
     Raises:
-        ValueError: also if there is no checkpoint to go on from.
+        ValueError: also if there is no checkpoint to go on from, or one of other data.
     """
     if config.run.resume:
         start = open_run(choose_workdir(config), best=False)
@@ -328,6 +328,8 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
         start = next_day.source_of(config)
         base = next_day.base_of(None, start, pathlib.Path())
     run = _build(config, console, display, _plan_of(start), base)
+    if config.run.resume and start is not None:
+        _require_same_data(start.saved, run)
     with display.doing("compiling"):
         return _compile(run, console)
 

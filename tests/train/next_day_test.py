@@ -207,6 +207,9 @@ def test_a_dry_run_opens_the_run_to_resume(folder, tmp_path):
     resumed = RunOptions(workdir=folder / "two", resume=True, dry_run=True)
     code, said = train(dataclasses.replace(second(folder), run=resumed))
     assert code == 0 and "Examples: 160 train" in said
+    other = dataclasses.replace(second(folder).data, path=str(folder / "valid.csv"))
+    with pytest.raises(ValueError, match="the data differ from those of the checkp"):
+        train(dataclasses.replace(second(folder), run=resumed, data=other))
     nowhere = dataclasses.replace(resumed, workdir=tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} holds no run"):
         train(dataclasses.replace(second(folder), run=nowhere))
