@@ -179,23 +179,37 @@ def main() -> None:
                 if str(seed) not in result["runs"][arm]:
                     run = options.config, arm, seed, extra
                     jobs[pool.submit(dealer.train_once, *run)] = arm, seed
-        failed = []
         try:
-            for job in concurrent.futures.as_completed(jobs):
-                arm, seed = jobs[job]
-                try:
-                    summary = job.result()
-                except RuntimeError as error:  # the other runs are kept
-                    failed.append(str(error))
-                    continue
-                result = with_run(result, arm, seed, summary)
-                results.write(options.out, result)
+            result, failed = collected(jobs, result, options.out)
         except KeyboardInterrupt:  # it also ends the runs that have begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     show(result)
     if failed:
         raise RuntimeError("\n".join(failed))
+
+
+def collected(
+    jobs: Mapping[concurrent.futures.Future, tuple[str, int]],
+    result: dict[str, Any],
+    out: pathlib.Path,
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the result with all runs, and the reasons of those that failed.
+
+    Args:
+        jobs: the runs, with the arm and seed of each.
+        result: of earlier runs.
+        out: the file that is written after every run.
+    """
+    failed = []
+    for job in concurrent.futures.as_completed(jobs):
+        try:
+            result = with_run(result, *jobs[job], job.result())
+        except RuntimeError as error:  # the other runs are kept
+            failed.append(str(error))
+            continue
+        results.write(out, result)
+    return result, failed
 
 
 def check(arm: str) -> None:
