@@ -6,10 +6,10 @@
     updates, opt_state = tx.update(gradients, opt_state, variables)
     variables = optax.apply_updates(variables, updates)
 
-The optimizer sees everything but the collection `_overwrite_with_gradient`, at any
-depth, as in `{"user": model.init(...), "item": model.init(...)}`. Its
-gradient is its next value. The state of a site on which the loss does not depend, an
-unused tower's, say, stays as it was.
+The optimizer sees everything but the collection `_overwrite_with_gradient`, whose
+gradient is its next value. The collection may lie at any depth, as in `{"user":
+model.init(...), "item": model.init(...)}`. The state of a site on which the loss does
+not depend, such as that of an unused tower, stays as it was.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class Overwrite:
     old)` is 0 in float32 where `new` is far smaller than `old`.
 
     Attributes:
-        value: the new value; all zero, as no state is, where no loss depends on it.
+        value: the new value; zeros if the loss does not depend on it.
     """
 
     value: Any
@@ -42,7 +42,7 @@ class Overwrite:
     __array_ufunc__ = None  # numpy would look for elements to add
 
     def __radd__(self, old: Any) -> Any:
-        """Returns the new value, the old one where there is none."""
+        """Returns the new value, or the old one if the new one is zeros."""
         return overwritten(jnp.asarray(old), self.value)
 
 
@@ -123,7 +123,9 @@ def _joined(variables: Any, states: Any) -> Any:
     def joined(own, part):
         return part if own is None else core.copy(part, own)
 
-    is_leaf = lambda x: x is None or _has_states(x)  # noqa: E731
+    def is_leaf(own):
+        return own is None or _has_states(own)
+
     return jax.tree.map(joined, states, variables, is_leaf=is_leaf)
 
 

@@ -6,8 +6,8 @@ site makes: stored scales are positive, finite and, unless a recipe says otherwi
 powers of two. Outside of jit such a state is refused by an error that names the site.
 Inside, where values are unknown, all its factors become NaN: so does the loss.
 
-A scale of 0 is the gradient that JAX makes of a site on which no loss depends. It is
-read as that of a site before its first step.
+A scale of 0 is the gradient that JAX gives to a site on which the loss does not
+depend. It is read as that of a site before its first step.
 """
 
 import functools
@@ -52,9 +52,9 @@ def read_scaling(module: Any, recipe: Recipe) -> DelayedScaling:
         recipe: of the site, with delayed scaling.
 
     Raises:
-        ValueError: if the variables lack the state, or outside of jit if a scale is
-            none; inside of jit all its scales are NaN then. 0 is a new one. Also if
-            a restore without a template has lost its type.
+        ValueError: if the variables lack the state, or hold it in another type, as
+            after a restore without a template. Outside of jit also if a scale is not
+            one that a site makes; inside, all scales are NaN then.
     """
     path = "/".join(module.path)
     if not _has_state(module):
