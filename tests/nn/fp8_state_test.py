@@ -358,8 +358,9 @@ def test_probes_statistics_are_refused_at_any_depth():
 
 def test_a_layer_may_have_the_name_of_probes_collection():
     params = {"params": {"probe": {"kernel": jnp.ones(3)}}}
-    nn.overwriting(optax.sgd(1.0)).init(params)
-    nn.overwriting(optax.sgd(1.0)).init(params["params"])
+    for variables in (params, params["params"]):
+        ours = nn.overwriting(optax.adam(1.0)).init(variables)
+        chex.assert_trees_all_equal(ours, optax.adam(1.0).init(variables))
 
 
 def test_the_optimizer_of_one_model_sees_its_parameters_as_they_were(initial):
