@@ -12,7 +12,7 @@ from loka_jax.train.checkpoints.row_layout import _reordered
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of
 from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.spread import Spread
-from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.state import TrainState
 from loka_jax.train.step import RowUpdate, make_train_step
 from tests.train.tables import lookup_test
 from tests.train.tables.lookup_test import MODELS, SIZE
@@ -96,15 +96,7 @@ def test_a_step_needs_no_dense_columns_and_no_field_with_one_id(tables, fields, 
     )
     update = RowUpdate(ADAM, optax.constant_schedule(0.1), 0.0)
     parts = model, tables, optax.sgd(0.1), update
-    state = init_state(
-        jax.random.key(0),
-        model=model,
-        tables=tables,
-        num_dense=0,
-        optimizer=optax.sgd(0.1),
-        row_optimizer=ADAM,
-        init_stddev=0.5,
-    )
+    state = lookup_test.make_state(model, ADAM, tables, num_dense=0)
     want = jax.jit(make_train_step(*parts, microbatches=2))(state, batch)
     mesh = mesh_of(CONFIG, SIZE, 1)
     assert mesh is not None

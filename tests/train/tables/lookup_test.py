@@ -48,12 +48,12 @@ def make_batch(size=SIZE) -> Batch:
 SGD = Sgd()
 
 
-def make_state(model, rows=SGD, tables: Tables = TABLES):
+def make_state(model, rows=SGD, tables: Tables = TABLES, num_dense=3):
     return init_state(
         jax.random.key(0),
         model=model,
         tables=tables,
-        num_dense=3,
+        num_dense=num_dense,
         optimizer=optax.sgd(0.1),
         row_optimizer=rows,
         init_stddev=0.5,
