@@ -136,7 +136,7 @@ def run_cli(command: Callable[[], int]) -> int:
     except TrainingFailed as error:
         return _fail(str(error), 1)
     except OSError as error:
-        return _fail(_why_not_written(error), 1)
+        return _fail(_reason(error), 1)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -149,7 +149,8 @@ def run_cli(command: Callable[[], int]) -> int:
         return 130
 
 
-def _why_not_written(error: OSError) -> str:
+def _reason(error: OSError) -> str:
+    """Returns what failed, with the remedy where there is no room."""
     name = f"{error.filename}: " if error.filename else ""
     reason = f"{name}{error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):

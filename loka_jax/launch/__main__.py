@@ -42,7 +42,7 @@ def _job(options: argparse.Namespace) -> Job:
     """
     require_devices(options.processes, options.cpu_devices, os.environ)
     try:
-        logs = options.logs or _new_folder(Path("runs"))
+        logs = (options.logs or _new_folder(Path("runs"))).expanduser()
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(

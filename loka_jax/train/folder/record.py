@@ -350,9 +350,8 @@ def _left_of_a_run(workdir: Path) -> str | None:
 
     `--resume` would take an older run's step if it is later than the new run's last.
     """
-    folders = [name for name in (CHECKPOINTS, BEST) if (workdir / name).is_dir()]
-    for name in folders:
-        if steps_in(workdir / name):
+    for name in (CHECKPOINTS, BEST):
+        if (workdir / name).is_dir() and steps_in(workdir / name):
             return name
     return METRICS if (workdir / METRICS).exists() else None
 
