@@ -83,6 +83,7 @@ class PerformanceModel:
         self._roofline = roofline or self._fitted.roofline
         self._device = device
         self._doubt = 0.0
+        self._predicts = True
         self._fits: dict[tuple[str, str], _Fit | None] = {}
         self._fits_here: dict[tuple[str, str], _Fit | None] = {}
         self._estimates: dict[SiteSpec, Estimates] = {}
@@ -114,9 +115,10 @@ class PerformanceModel:
         return other
 
     def measured(self) -> "PerformanceModel":
-        """Returns the model without predictions."""
-        nothing = Table(self.table.header)
-        return PerformanceModel(self.table, fitted=nothing, device=self._device)
+        """Returns the model without predictions of candidates."""
+        other = self.with_table(self.table)
+        other._predicts = False
+        return other
 
     def estimates(self, spec: SiteSpec) -> Estimates:
         """Returns the times and errors at a site, for exactly its number of rows."""
@@ -165,7 +167,7 @@ class PerformanceModel:
             alone = measured.times.get(pass_name, {})
             missing = [choice for choice in choices if choice.name not in alone]
             predicted = self.predictions(spec, missing, pass_name)
-            for choice in choices:
+            for choice in choices if self._predicts else ():
                 own = predicted.get(choice.name)
                 for name, time in self._predicted(spec, choice, pass_name, times, own):
                     off = self._doubt * (1 if choice == BF16 else -1)

@@ -57,6 +57,15 @@ def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
     assert {choice.name for _, choice in apart.choices} == {"xla bf16"}
 
 
+def test_what_was_measured_is_enough_to_decide_a_stack():
+    sites, header = _sites(), Header("cpu", "1", "1", "", "x")
+    times = {"training": {"xla bf16": 1000.0, DELAYED: 1100.0}}
+    entries = {table_key(site.spec): Entry(times) for site in sites}
+    model = PerformanceModel(Table(header, entries), roofline=H200).measured()
+    plan = make_plan(sites, model, errors=as_if_accurate(sites))
+    assert {choice.name for _, choice in plan.choices} == {DELAYED}
+
+
 def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
     sites = _sites()
     nothing = {role: {} for role in ("fwd", "dlhs", "drhs")}
