@@ -29,6 +29,7 @@ from loka_jax.report import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.train.config import Config
 from loka_jax.train.folder import record
+from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.folder.workdir import choose_workdir
 from loka_jax.train.logs.progress import plain
 from loka_jax.train.session import standard_output, train
@@ -74,26 +75,28 @@ def observed(config: Config) -> Config:
         config.run, workdir=workdir, resume=config.run.resume or is_begun
     )
     probe = config.probe
-    if probe.every is None:
+    if not probe.every:
         every = _saved_every(workdir) if is_begun else _EVERY
         probe = dataclasses.replace(probe, every=every)
     mesh = dataclasses.replace(config.mesh, replicas=1, shards=1)
     return dataclasses.replace(config, run=run, probe=probe, mesh=mesh)
 
 
-def _saved_every(workdir: pathlib.Path) -> int:
-    """Returns the interval of observed steps of the run being resumed.
+def _saved_every(workdir: pathlib.Path) -> int | None:
+    """Returns the option `--probe.every` of the run being resumed.
 
     Raises:
-        ValueError: if it began without Probe.
+        ValueError: if Probe does not observe the run.
     """
     every = as_dict(record.saved_config(workdir).get("probe")).get("every")
-    if type(every) is not int:
-        raise ValueError(
-            f"{workdir} holds a run that Probe did not observe: choose "
-            "another --workdir, or train with --probe.every 100."
-        )
-    return every
+    if type(every) is int and every > 0:
+        return every
+    if every is None and open_run(workdir, best=False).saved.has("probe"):
+        return None
+    raise ValueError(
+        f"{workdir} holds a run that Probe did not observe: choose another --workdir, "
+        "or train with --probe.every 100."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,6 +101,56 @@ def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:
     return {site.path: errors for site in sites}
 
 
+def without_errors(
+    sites: Sequence[Site], performance: PerformanceModel, config: str
+) -> list[Site]:
+    """Returns the sites on whose own operands no errors were measured.
+
+    Args:
+        sites: of a model.
+        performance: with the errors.
+        config: name of the model in tables.
+    """
+    return [
+        site
+        for site in sites
+        if f"{config} {site.path}" not in performance.estimates(site.spec).entry.errors
+    ]
+
+
+def gain(
+    plan: DispatchPlan,
+    other: DispatchPlan,
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    pass_name: str = "training",
+) -> float:
+    """Returns how many times faster another plan is, at all sites together.
+
+    Args:
+        plan, other: plans of the model by this performance.
+        sites: of the model; those without a time are left out.
+        performance: the times.
+        pass_name: "training" or "inference".
+    """
+    by_xla = {
+        site.path: us
+        for site in sites
+        if (times := performance.estimates(site.spec).entry.times.get(pass_name))
+        and (us := times.get(BF16.name)) is not None
+    }
+
+    def total(decisions: DispatchPlan) -> float:
+        return sum(
+            by_xla[path] / (decision.speedup or 1.0)
+            for path, decision in decisions.decisions
+            if path in by_xla
+        )
+
+    after = total(other)
+    return total(plan) / after if after else 1.0
+
+
 def unchecked(
     plans: Iterable[DispatchPlan],
     sites: Sequence[Site],

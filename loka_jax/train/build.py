@@ -330,6 +330,8 @@ def build(
         planned = choose_plan(config, sites, say)
     else:
         planned = resumed_plan(config, saved, sites)
+    probe = dataclasses.replace(config.probe, every=planned.observe_every)
+    config = dataclasses.replace(config, probe=probe)
     run = Run(
         config=config,
         splits=splits,
@@ -368,7 +370,7 @@ def _row_update(config: Config, total_steps: int) -> RowUpdate:
 def _reviewer(
     config: Config, sites: tuple[nn.Site, ...], performance: PerformanceModel | None
 ) -> Reviewer | None:
-    if performance is None or config.probe.every is None:
+    if performance is None or not config.probe.every:
         return None
     return Reviewer(
         sites,

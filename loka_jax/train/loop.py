@@ -113,6 +113,7 @@ class Loop:
                     self._log()
                 if self._evaluation_is_due():
                     self._evaluate()
+                if self._review_is_due():
                     self._review_plan()
                 if self._save_is_due():
                     self._save()
@@ -246,6 +247,10 @@ class Loop:
     def _evaluation_is_due(self) -> bool:
         every = self.run.config.loop.eval_every or self.run.steps_per_epoch
         return self._is_due(every) or self._ends()
+
+    def _review_is_due(self) -> bool:
+        is_first = self.progress.step == self.run.config.probe.first_review()
+        return is_first or self._evaluation_is_due()
 
     def _save_is_due(self) -> bool:
         every = self.run.config.loop.save_every

@@ -5,6 +5,7 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import shlex
@@ -47,6 +48,7 @@ from loka_jax.train.loop import Loop
 from loka_jax.train.planner.host_note import host_note
 from loka_jax.train.planner.mesh_plan import Mesh
 from loka_jax.train.planner.mesh_workload import workload_of
+from loka_jax.train.planning import OBSERVE_EVERY
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
@@ -131,6 +133,7 @@ def train(
         with display.doing("checking the checkpoint"):
             saved = folders.newest.newest() if config.run.resume else None
             source = next_day.source_of(config) if saved is None else None
+        config = _observed_as(saved, config)
         base = next_day.base_of(saved, source, workdir)
         build_run = functools.partial(_build, config, console, display, base=base)
         run = built_in_turn(processes, build_run, _plan_of(saved or source))
@@ -211,6 +214,20 @@ def _plan_of(start: Saved | SourceRun | None) -> Any:
     """Returns the plan of a checkpoint as JSON values, None without one."""
     saved = start.saved if isinstance(start, SourceRun) else start
     return None if saved is None else saved.meta.get("plan", {})
+
+
+def _observed_as(saved: Saved | None, config: Config) -> Config:
+    """Returns the configuration of a run that Probe goes on to observe, or not.
+
+    Args:
+        saved: the checkpoint to go on from; None leaves the choice to the plan.
+        config: of the run.
+    """
+    if saved is None or config.probe.every is not None:
+        return config
+    every = OBSERVE_EVERY if saved.has("probe") else 0
+    probe = dataclasses.replace(config.probe, every=every)
+    return dataclasses.replace(config, probe=probe)
 
 
 def _require_same_data(saved: Saved, run: Run):
@@ -323,6 +340,7 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
     """
     if config.run.resume:
         start = open_run(choose_workdir(config), best=False)
+        config = _observed_as(start.saved, config)
         base = next_day.base_of(start.saved, None, start.workdir)
     else:
         start = next_day.source_of(config)

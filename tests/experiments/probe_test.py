@@ -2,11 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from experiments.probe import main
+from experiments.cli import parse
+from experiments.probe import main, observed
 from loka_jax import saved_format
+from loka_jax.train.checkpoints.manifest import Saved
 from tests.experiments.train_test import run
 
 PROBE = [sys.executable, "-u", "experiments/probe.py"]
@@ -57,8 +60,27 @@ def test_again_it_goes_on_with_what_is_there(probed, monkeypatch):
     assert steps == [8] and (workdir / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("every", ["null", '"x"', "[3]", "true"])
-def test_a_run_that_probe_did_not_observe_is_refused(every, tmp_path, capsys):
+def _plant_checkpoint(monkeypatch, leaf):
+    """Lets every run have a checkpoint of one leaf."""
+    saved = Saved(3, {}, {leaf: {"shape": [], "dtype": "float32"}})
+    run = SimpleNamespace(saved=saved)
+    monkeypatch.setattr("experiments.probe.open_run", lambda workdir, best: run)
+
+
+def test_a_run_that_its_plan_lets_probe_observe_goes_on(tmp_path, monkeypatch):
+    _plant_checkpoint(monkeypatch, "probe/head/stats")
+    start = f'{{"{saved_format.KEY}": {saved_format.RUN}'
+    (tmp_path / "config.json").write_text(f'{start}, "probe": {{"every": null}}}}')
+    config = parse(["--config", "fp8_dlrm_tiny", "--workdir", str(tmp_path)])
+    begun = observed(config)
+    assert begun.probe.every is None and begun.run.resume
+
+
+@pytest.mark.parametrize("every", ["null", "0", '"x"', "[3]", "true"])
+def test_a_run_that_probe_did_not_observe_is_refused(
+    every, tmp_path, capsys, monkeypatch
+):
+    _plant_checkpoint(monkeypatch, "params/kernel")
     start = f'{{"{saved_format.KEY}": {saved_format.RUN}'
     (tmp_path / "config.json").write_text(f'{start}, "probe": {{"every": {every}}}}}')
     assert main(["--config", "fp8_dlrm_tiny", "--workdir", str(tmp_path)]) == 2

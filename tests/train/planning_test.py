@@ -53,6 +53,33 @@ def test_a_table_decides(tmp_path):
     assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
 
 
+@pytest.mark.parametrize(
+    "source, every, observed",
+    [
+        ("another", None, planning.OBSERVE_EVERY),
+        ("another", 0, 0),
+        ("another", 7, 7),
+        ("small", None, 0),
+    ],
+    ids=["unknown", "forbidden", "asked", "known"],
+)
+def test_a_run_is_observed_where_errors_keep_fp8_out(tmp_path, source, every, observed):
+    path = support.write_table(tmp_path / "table.json", source=source)
+    config = _config(plan=str(path))
+    probe = dataclasses.replace(config.probe, every=every)
+    run = build_lib.build(dataclasses.replace(config, probe=probe))
+    assert run.config.probe.every == observed
+    assert (run.reviewer is not None) == bool(observed)
+    said = any("FP8 may make the sites" in note for note in run.plan_notes)
+    assert said == (every is None and bool(observed))
+
+
+def test_a_run_is_not_observed_for_fp8_that_is_no_faster(tmp_path):
+    path = support.write_table(tmp_path / "table.json", source="another", fp8_us=1.97)
+    run = build_lib.build(_config(plan=str(path)))
+    assert run.config.probe.every == 0 and run.reviewer is None
+
+
 @pytest.mark.slow
 def test_a_step_follows_the_plan(tmp_path, monkeypatch):
     traces, make = [], build_lib.make_train_step

@@ -133,7 +133,7 @@ def test_a_run_that_stops_and_goes_on_learns_the_same(
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"every": 0}, "--probe.every 0 must be at least 1"),
+        ({"every": -1}, "--probe.every -1 must be at least 0"),
         ({"max_rows": 1}, "--probe.max-rows 1 must be at least 2"),
         ({"momentum": 0.0}, r"--probe.momentum 0.0 must be in \(0, 1\)"),
     ],

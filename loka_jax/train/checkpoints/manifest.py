@@ -39,6 +39,10 @@ class Saved(NamedTuple):
         kept = {k: v for k, v in self.leaves.items() if k.split("/", 1)[0] in parts}
         return self._replace(leaves=kept)
 
+    def has(self, part: str) -> bool:
+        """Returns whether there are leaves of a part of the state."""
+        return bool(self.only([part]).leaves)
+
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Writes a manifest of the files in `path`, with `content`, in one step."""

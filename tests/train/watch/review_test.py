@@ -14,7 +14,7 @@ from loka_jax.probe import live_errors
 from loka_jax.probe.site import SiteStats
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
-from loka_jax.train import session
+from loka_jax.train import planning, session
 from loka_jax.train.config import DispatchOptions, ProbeOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.watch import replan
@@ -34,7 +34,7 @@ def quick(monkeypatch):
 
 
 def _config(workdir, plan, probe=PROBE, **loop):
-    config = support.config(workdir, eval_every=4, **loop)
+    config = support.config(workdir, **{"eval_every": 4} | loop)
     dispatch = DispatchOptions(limits=LIMITS)
     return dataclasses.replace(config, plan=str(plan), probe=probe, dispatch=dispatch)
 
@@ -81,8 +81,8 @@ def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
     why = "its live errors are within the limits"
     promoted = [f"step 4: {path} runs by {support.ROW} now: {why}." for path in SITES]
     assert changes[:2] == promoted
-    (demoted,) = changes[2:]  # at step 8; step 12 is the last
-    assert f"step 8: {TOP} runs in bfloat16 now: the live error of its drhs" in demoted
+    (demoted,) = changes[2:]  # at step 6, the first review beside evaluations
+    assert f"step 6: {TOP} runs in bfloat16 now: the live error of its drhs" in demoted
     assert said.count(demoted) == 1 and demoted in (workdir / "report.html").read_text()
     plan = json.loads((workdir / "plan.json").read_text())
     assert plan[BOTTOM]["choice"] == support.ROW and plan[BOTTOM]["reason"] == why
@@ -94,6 +94,32 @@ def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
     assert code == 0 and "Live errors will not change the plan: --plan" in said
     assert json.loads((workdir / "plan.json").read_text()) == plan
     assert support.summary(workdir)["changes"] == changes
+
+
+@pytest.mark.slow
+def test_a_run_without_known_errors_is_observed_and_enters_fp8(tmp_path, monkeypatch):
+    for module in (planning, session):
+        monkeypatch.setattr(module, "OBSERVE_EVERY", 1)
+    monkeypatch.setattr(session, "build", support.build)
+    table = support.write_table(tmp_path / "table.json", source="another")
+    workdir, probe = tmp_path / "run", dataclasses.replace(PROBE, every=None)
+    options = {"probe": probe, "max_steps": 12, "save_every": 2}
+    plain = Loop.step
+
+    def interrupted(self, taken):
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+        plain(self, taken)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "step", interrupted)
+        support.train(_config(workdir, table, eval_every=100, **options))
+    options |= {"eval_every": 100, "resume": True}
+    code, said = support.train(_config(workdir, table, **options))
+    assert code == 0 and "Resuming at step 2" in said
+    changes = support.summary(workdir)["changes"]
+    first = [line for line in changes if line.startswith("step 6: ")]
+    assert first == changes and len(changes) == len(SITES)
 
 
 @pytest.fixture(scope="module")
