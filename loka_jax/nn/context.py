@@ -30,6 +30,7 @@ class SiteContext:
         listener: is called with each `Site` that is traced.
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.
+        scales_initialized: all delayed scales are initialized, whatever recipes say.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -39,6 +40,7 @@ class SiteContext:
     listener: Callable[[Any], None] | None = None
     device: Device | None = None
     called: set[str] = dataclasses.field(default_factory=set)
+    scales_initialized: bool = False
 
     def plan(
         self,
@@ -60,8 +62,10 @@ class SiteContext:
         choice = self.choices.get(path, recipe)
         device = self.device or local_device()
         if isinstance(choice, Choice):
-            return resolve(spec, choice, device)
+            implementation, choice = choice.provider, choice.recipe
         recipe = as_recipe(choice)
+        if self.scales_initialized:
+            recipe = dataclasses.replace(recipe, scales_initialized=True)
         if implementation is None:
             return resolve_served(spec, recipe, device)
         return resolve(spec, Choice(implementation, recipe), device)

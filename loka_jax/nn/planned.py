@@ -1,13 +1,14 @@
 """A model with a choice for each of its sites."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from loka_jax.nn.context import as_recipe, overriding
-from loka_jax.recipe import INITIALIZED, Recipe
+from loka_jax.nn.context import as_recipe, current, overriding, site_context
 from loka_jax.site import Choice
 
 
@@ -32,7 +33,8 @@ class Planned:
         model: a Flax module, or a `Converted` one; its recipe holds for sites without a
             choice.
         choices: pairs of path and choice, so that the model is hashable.
-        scales_initialized: all delayed scales are initialized.
+        scales_initialized: all delayed scales are initialized, those of sites deep
+            inside of the model, too.
     """
 
     model: Any
@@ -41,7 +43,10 @@ class Planned:
 
     @property
     def is_delayed(self) -> bool:
-        """True if the scales of any site come from earlier steps."""
+        """True if scales of sites come from earlier steps.
+
+        As far as the choices and the model's own `recipe` tell.
+        """
         recipes = [choice.recipe for _, choice in self.choices]
         recipe = getattr(self.model, "recipe", None)
         if recipe is not None:
@@ -69,30 +74,17 @@ class Planned:
 
     def init(self, *args, **kwargs):
         """Returns the model's variables."""
-        with overriding(self._choices):
-            return self._model.init(*args, **kwargs)
+        with self._planning():
+            return self.model.init(*args, **kwargs)
 
     def apply(self, *args, **kwargs):
         """Returns the output of the model's `apply`."""
-        with overriding(self._choices):
-            return self._model.apply(*args, **kwargs)
+        with self._planning():
+            return self.model.apply(*args, **kwargs)
 
-    @property
-    def _choices(self) -> dict[str, Choice]:
-        if not self.scales_initialized:
-            return dict(self.choices)
-        return {path: choice.with_initialized_scales() for path, choice in self.choices}
-
-    @property
-    def _model(self) -> Model:
-        recipe = getattr(self.model, "recipe", None)
-        if not self.scales_initialized or recipe is None:
-            return self.model
-        return self.model.clone(recipe=_with_initialized_scales(recipe))
-
-
-def _with_initialized_scales(recipe: str | Recipe) -> str | Recipe:
-    """Returns a recipe as it was given: models of this library take names only."""
-    if isinstance(recipe, str):
-        return recipe.removesuffix(INITIALIZED) + INITIALIZED
-    return dataclasses.replace(recipe, scales_initialized=True)
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        initialized = self.scales_initialized or current().scales_initialized
+        with site_context(scales_initialized=initialized):
+            with overriding(dict(self.choices)):
+                yield

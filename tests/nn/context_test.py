@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 from loka_jax import nn
 from loka_jax.recipe import RECIPES
 from tests import support
 from tests.nn.probing_test import Model
 
+INITIALIZED = "fp8_tensorwise_delayed:initialized"
 PATHS = ("dense", "norm_dense", "flax/Fp8DotGeneral_0")
 
 
@@ -44,6 +46,28 @@ def test_an_error_inside_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
         with nn.overriding({"there": "bf16"}):
             1 / 0  # noqa: B018
+
+
+class Own(linen.Module):
+    """A model of one's own, whose recipe no attribute of that name tells."""
+
+    precision: str
+
+    @linen.compact
+    def __call__(self, x):
+        return nn.Mlp((64, 32), recipe=self.precision)(x)
+
+
+def test_a_planned_model_initializes_the_scales_of_sites_deep_inside():
+    x, delayed = support.normal(32, 48), "fp8_tensorwise_delayed"
+    variables = Own(delayed).init(jax.random.key(0), x)
+    plain, expected = (Own(r).apply(variables, x) for r in (delayed, INITIALIZED))
+    assert jnp.any(plain != expected)
+    planned = nn.Planned(Own(delayed)).with_initialized_scales()
+    np.testing.assert_array_equal(planned.apply(variables, x), expected)
+    for model in (planned, nn.Planned(planned)):
+        sites = nn.list_sites(model, x)
+        assert sites and all(site.plan.recipe.scales_initialized for site in sites)
 
 
 def test_captured_operands_are_those_of_the_products():
