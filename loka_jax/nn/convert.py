@@ -121,7 +121,8 @@ class Converted:
         conversion = _Conversion(self, fuses)
         with linen.intercept_methods(conversion.intercept):
             out = function(*args, **kwargs)
-        conversion.check_patterns(parameters)
+        if _is_whole_call(kwargs.get("method")):
+            conversion.check_patterns(parameters)
         return out
 
 
@@ -179,12 +180,12 @@ class _Conversion:
         Raises:
             ValueError: naming the patterns and the layers.
         """
-        if not self.seen and not parameters:
+        paths = {*self.seen, *_owners(parameters)}
+        if not paths:
             raise ValueError(
                 f"{type(self.converted.model).__name__} calls no Dense, DenseGeneral "
                 "or Einsum of Flax Linen: there is nothing to convert."
             )
-        paths = {*self.seen, *_owners(parameters)}
         for pattern in (*self.converted.only, *self.converted.skip):
             if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(
@@ -214,6 +215,11 @@ class Host:
 
 def _patterns(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _is_whole_call(method: Callable | str | None) -> bool:
+    """Returns False for another method than `__call__`: it may call few layers."""
+    return method is None or getattr(method, "__name__", method) == "__call__"
 
 
 def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -315,6 +315,18 @@ def test_a_pattern_may_name_a_layer_that_a_method_does_not_call():
     assert support.sqnr_db(plain, got) > 20
 
 
+@pytest.mark.parametrize("method", ["embed_item", TwoTower.embed_item])
+def test_a_method_may_initialize_layers_that_no_pattern_names(method):
+    model, (_, item) = converted("towers", skip="user/*")
+    variables = model.init(KEY, item, method=method)
+    assert set(variables["params"]) == {"item"}
+    out = model.apply(variables, item, method=method)
+    again = model.init_with_output(KEY, item, method=method)[0]
+    np.testing.assert_array_equal(out, again)
+    with pytest.raises(ValueError, match="'user/.' matches no dense layer: there are "):
+        converted("ranker", skip="user/*")[0].init(KEY, item, method="__call__")
+
+
 @pytest.mark.parametrize("model", [linen.Dense, nnx.Linear, jnp.tanh, {"params": 1}])
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(ValueError, match="is a class: give|is no Flax model: give"):
@@ -322,8 +334,11 @@ def test_what_is_no_model_is_refused(model):
 
 
 def test_a_model_without_dense_layers_is_refused():
+    model, x = linen.LayerNorm(), jnp.ones((4, 8))
     with pytest.raises(ValueError, match="there is nothing to convert"):
-        nn.convert(linen.LayerNorm()).init(KEY, jnp.ones((4, 8)))
+        nn.convert(model).init(KEY, x)
+    with pytest.raises(ValueError, match="there is nothing to convert"):
+        nn.convert(model).apply(model.init(KEY, x), x)
 
 
 # The library's tools.
