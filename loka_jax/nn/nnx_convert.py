@@ -137,7 +137,8 @@ def convert_nnx(
         only, skip: patterns of paths of layers, see `convert`.
 
     Raises:
-        ValueError: if a pattern matches no layer, or there is none.
+        ValueError: if a pattern matches no layer, or there is none; if a layer is a
+            stack of `nnx.vmap` and the recipe delayed.
     """
     model = nnx.clone(model)
     layers = {
@@ -184,19 +185,39 @@ def take_scaling(model: Any, gradients: Any) -> Any:
 
 def _convert_layer(path: str, layer: Any, recipe: Recipe) -> None:
     """Gives a layer our product, unless it has one of its own."""
-    site = SiteProduct(tuple(path.split("/")), recipe, _has_state(layer, recipe))
     if isinstance(layer, nnx.Einsum):
         if layer.einsum_op is jnp.einsum:
-            layer.einsum_op = nnx.data(SiteEinsum(site))
+            layer.einsum_op = nnx.data(SiteEinsum(_site(path, layer, recipe)))
     elif layer.dot_general in (None, jax.lax.dot_general):
         if getattr(layer, "dot_general_cls", None) is None:
-            layer.dot_general = nnx.data(site)
+            layer.dot_general = nnx.data(_site(path, layer, recipe))
 
 
-def _has_state(layer: Any, recipe: Recipe) -> bool:
-    """Returns whether a site keeps delayed scales: not if it can never be in FP8."""
-    if not recipe.is_delayed:
-        return False
+def _site(path: str, layer: Any, recipe: Recipe) -> SiteProduct:
+    if recipe.is_delayed:
+        _check_not_stacked(path, layer, recipe)
+    has_state = recipe.is_delayed and _has_fp8(layer)
+    return SiteProduct(tuple(path.split("/")), recipe, has_state)
+
+
+def _check_not_stacked(path: str, layer: Any, recipe: Recipe) -> None:
+    """Refuses layers that `nnx.vmap` stacked: each needs delayed scales of its own."""
+    if isinstance(layer, nnx.Einsum):
+        own = layer.kernel_shape
+    else:
+        batch = getattr(layer, "batch_axis", {})
+        own = (*batch.values(), layer.in_features, layer.out_features)
+    if layer.kernel.ndim > len(jax.tree.leaves(own)):
+        raise ValueError(
+            f"layer {path!r} is a stack, with a kernel of shape {layer.kernel.shape}, "
+            f"and recipe {recipe.name!r} needs delayed scales for each layer in it: "
+            "convert inside of the constructor given to nnx.vmap, or take a recipe "
+            "without a state, such as 'fp8_tensorwise'."
+        )
+
+
+def _has_fp8(layer: Any) -> bool:
+    """Returns False for a layer that can never be in FP8, and keeps no scales."""
     if isinstance(layer, nnx.Einsum):
         left, right = (layer.einsum_str or ",").partition("->")[0].split(",")
         sizes = dict(zip(right.strip(), layer.kernel_shape, strict=False))

@@ -110,6 +110,55 @@ def test_a_shared_layer_keeps_its_loudest_use(net):
     assert table[0, 1] == jnp.max(jnp.abs((40 * X).astype(jnp.bfloat16)))
 
 
+class Block(nnx.Module):
+    """A layer of each kind whose kernel can be stacked."""
+
+    def __init__(self, kind, rngs):
+        make = {
+            "Linear": lambda: nnx.Linear(48, 48, rngs=rngs),
+            "LinearGeneral": lambda: nnx.LinearGeneral(48, (3, 16), rngs=rngs),
+            "Einsum": lambda: nnx.Einsum("bk,kn->bn", (48, 48), rngs=rngs),
+        }
+        self.layer = make[kind]()
+
+    def __call__(self, x):
+        return jnp.tanh(self.layer(x).reshape(x.shape))
+
+
+class Stack(nnx.Module):
+    """Blocks in a row, their parameters stacked."""
+
+    def __init__(self, make):
+        self.blocks = nnx.vmap(make)(nnx.Rngs(0).split(3))
+
+    def __call__(self, x):
+        return nnx.scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )(x, self.blocks)
+
+
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("Linear", "3, 48, 48"),
+        ("LinearGeneral", "3, 48, 3, 16"),
+        ("Einsum", "3, 48, 48"),
+    ],
+)
+def test_a_stack_is_converted_in_its_constructor_where_scales_are_delayed(kind, shape):
+    plain = Stack(lambda rngs: Block(kind, rngs))
+    with pytest.raises(ValueError, match=f"'blocks/layer' .*{shape}.*nnx.vmap, or"):
+        nn.convert(plain, recipe=DELAYED)
+    model = Stack(lambda rngs: nn.convert(Block(kind, rngs), recipe=DELAYED))
+    assert 15 < support.sqnr_db(plain(X), model(X)) < 45
+    gradients = nnx.grad(lambda model: jnp.sum(model(X)), argnums=WRT)(model)
+    nn.take_scaling(model, gradients)
+    (table,) = jax.tree.leaves(nnx.state(model, nn.Fp8State))
+    assert table.shape == (3, 3, 17) and jnp.all(table[:, :, 1] > 0)
+    current = nn.convert(plain, recipe="fp8_rowwise")
+    assert 15 < support.sqnr_db(plain(X), current(X)) < 45
+
+
 def test_parameters_go_back_to_the_model(net):
     model = nn.convert(net, recipe=DELAYED)
     chex.assert_trees_all_equal(nnx.state(model, nnx.Param), nnx.state(net, nnx.Param))
