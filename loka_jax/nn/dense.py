@@ -233,6 +233,9 @@ def run_planned(
         options: further arguments of `run_site`.
     """
     plan, state = _with_state(module, plan)
+    # Gradients have the dtypes of what is differentiated: FP8 products, before they are
+    # scaled, would leave float16's range.
+    arrays = jax.tree.map(_not_float16, arrays)
     axis_names = _bound_axes(module)
     observe = site_tap(module, plan, state, axis_names)
 
@@ -243,6 +246,10 @@ def run_planned(
 
     lhs = arrays.lhs.y if isinstance(arrays.lhs, Activations) else arrays.lhs
     return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)
+
+
+def _not_float16(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _bound_axes(module: Any) -> tuple[str, ...]:

@@ -164,6 +164,26 @@ def test_losses_of_converted_and_plain_models_fall_alike(name):
     np.testing.assert_allclose(losses["fp8"][0], first, rtol=0.15)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", DELAYED, "fp8_rowwise"])
+def test_gradients_of_a_float16_model_stay_in_range(recipe):
+    init = linen.initializers.uniform(0.1)  # positive terms, whose sums are large
+    plain = linen.Dense(32, dtype=jnp.float16, kernel_init=init)
+    x = jnp.abs(support.normal(64, 48)).astype(jnp.float16)
+    model = nn.convert(plain, recipe=recipe)
+    variables = model.init(KEY, x)
+
+    def gradients(model):
+        def loss(params, x):
+            out = model.apply(variables | {"params": params}, x)
+            return jnp.sum(out.astype(jnp.float32))
+
+        return jax.grad(loss, argnums=(0, 1))(variables["params"], x)
+
+    ours, theirs = (jax.tree.leaves(gradients(m)) for m in (model, plain))
+    assert [g.dtype for g in ours] == [g.dtype for g in theirs]
+    assert min(map(support.sqnr_db, theirs, ours)) > 15
+
+
 def test_parameters_without_their_state_are_refused():
     model, inputs = converted("ranker", DELAYED)
     variables = RANKER[0].init(KEY, *inputs)
