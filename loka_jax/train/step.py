@@ -309,9 +309,7 @@ def all_finite(loss, grad_norm, row_grads, features) -> Array:
     """Returns whether all numbers of a step are finite."""
     # Features too: an infinite feature saturates in a cast with a delayed scale, and if
     # all roles of the first layer are FP8, no gradient reveals it.
-    values = [loss, grad_norm, optax.tree.norm(row_grads)]
-    if features.size:  # XLA (jax 0.11.2) ends a mesh's process at an empty reduction
-        values.append(features)
+    values = (loss, grad_norm, optax.tree.norm(row_grads), features)
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
 
 

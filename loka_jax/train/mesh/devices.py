@@ -8,9 +8,11 @@ the rest    on all devices
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -177,6 +179,27 @@ def state_specs() -> dict[str, P]:
     """Returns how the parts of a state lie on a mesh, by name."""
     names = [field.name for field in dataclasses.fields(TrainState)]
     return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
+
+
+def mapped(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Returns the `shard_map` of a function that may use empty arrays."""
+
+    # XLA:CPU (jax 0.11.2) ends the process where an empty argument is used, as features
+    # [B, 0] are; empty constants do no harm.
+    def without_empty(*args: Any) -> Any:
+        return function(
+            *jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), args)
+        )
+
+    return jax.shard_map(
+        without_empty,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -31,7 +31,7 @@ from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
 from loka_jax.train.mesh import few_numbers
-from loka_jax.train.mesh.devices import BATCH, SHARD, order_of, shardings
+from loka_jax.train.mesh.devices import BATCH, SHARD, mapped, order_of, shardings
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, regrouped, split
 from loka_jax.triton import Implementation
@@ -358,13 +358,7 @@ def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Any:
         arrived = swapped(asked(routes), SHARD)
         return with_needs([agreed(routes, arrived, few_numbers.gathered(counts))])
 
-    return jax.shard_map(
-        routed,
-        mesh=mesh,
-        in_specs=BATCH,
-        out_specs=routed_specs(1),
-        check_vma=False,
-    )(batch)
+    return mapped(routed, mesh, in_specs=BATCH, out_specs=routed_specs(1))(batch)
 
 
 def _route_part(

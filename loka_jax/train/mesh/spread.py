@@ -19,6 +19,7 @@ from loka_jax.train.mesh.devices import (
     BATCH,
     SHARD,
     MeshConfig,
+    mapped,
     order_of,
     require_places,
     shardings,
@@ -192,15 +193,8 @@ class Spread:
         donate: tuple[int, ...],
         options=None,
     ):
-        mapped = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
         return jax.jit(
-            mapped,
+            mapped(function, self.mesh, in_specs, out_specs),
             donate_argnums=donate,
             keep_unused=True,  # donated ones
             in_shardings=shardings(self.mesh, in_specs),
@@ -210,14 +204,13 @@ class Spread:
 
     def everywhere(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of a state and more that all devices compute alike."""
-        mapped = jax.shard_map(
+        program = mapped(
             lambda parts, rest: function(TrainState(**parts), *rest),
-            mesh=self.mesh,
+            self.mesh,
             in_specs=(state_specs(), P()),
             out_specs=P(),
-            check_vma=False,
         )
-        return lambda state, *rest: mapped(vars(state), rest)
+        return lambda state, *rest: program(vars(state), rest)
 
     def init(
         self,

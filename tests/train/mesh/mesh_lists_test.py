@@ -8,12 +8,19 @@ import pytest
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim.rows import Adam
+from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import _reordered
+from loka_jax.train.gradients import variables_of
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of
-from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
+from loka_jax.train.mesh.mesh_step import (
+    StepOptions,
+    look_up_everywhere,
+    make_mesh_train_step,
+)
 from loka_jax.train.mesh.spread import Spread
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import RowUpdate, make_train_step
+from loka_jax.train.step import RowUpdate, make_eval_step, make_train_step
+from loka_jax.train.tables.stacks import projected
 from tests.train.tables import lookup_test
 from tests.train.tables.lookup_test import MODELS, SIZE
 from tests.train.tables.stacks_test import MIXED
@@ -82,27 +89,60 @@ LISTS_ALONE = with_dims(
 )
 
 
+def batch_without_dense(fields, lists):
+    batch = lookup_test.make_batch()
+    return batch._replace(
+        dense=batch.dense[:, :0], ids=batch.ids[:, :fields], bags=batch.bags[:lists]
+    )
+
+
 @pytest.mark.parametrize(
-    "tables, fields, lists", [(NO_LISTS, 2, 0), (MIXED, 2, 2), (LISTS_ALONE, 0, 2)]
+    "name, microbatches, tables, fields, lists",
+    [
+        ("dlrm", 1, MIXED, 2, 2),
+        ("dlrm", 2, NO_LISTS, 2, 0),
+        ("dlrm", 2, LISTS_ALONE, 0, 2),
+        ("dcnv2", 1, NO_LISTS, 2, 0),  # it joins dense features to the others
+    ],
 )
-def test_a_step_needs_no_dense_columns_and_no_field_with_one_id(tables, fields, lists):
+def test_a_step_needs_no_dense_columns_and_no_field_with_one_id(
+    name, microbatches, tables, fields, lists
+):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
-    model, batch = MODELS["dlrm"], lookup_test.make_batch()
-    batch = batch._replace(
-        dense=batch.dense[:, :0],
-        ids=batch.ids[:, :fields],
-        bags=batch.bags[:lists],
-    )
+    model, batch = MODELS[name], batch_without_dense(fields, lists)
     update = RowUpdate(ADAM, optax.constant_schedule(0.1), 0.0)
     parts = model, tables, optax.sgd(0.1), update
     state = lookup_test.make_state(model, ADAM, tables, num_dense=0)
     want = jax.jit(make_train_step(*parts, microbatches=2))(state, batch)
-    mesh = mesh_of(CONFIG, SIZE, 1)
+    mesh = mesh_of(CONFIG, SIZE, microbatches)
     assert mesh is not None
     spread = Spread(mesh, CONFIG, tables)
     before = TrainState(**placed(spread, vars(state)))
-    step = make_mesh_train_step(*parts, CONFIG, StepOptions())
+    options = StepOptions(microbatches=microbatches)
+    step = make_mesh_train_step(*parts, CONFIG, options)
     found = spread.train_program(step)(before, batch)
     assert int(found.step) == 1 and int(found.skipped) == 0
     np.testing.assert_allclose(found.grad_norm, want.grad_norm, rtol=1e-5)
+
+
+def test_evaluations_and_looks_need_no_dense_columns():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    model, batch = MODELS["dcnv2"], batch_without_dense(2, 0)
+    state = lookup_test.make_state(model, ADAM, NO_LISTS, num_dense=0)
+    seen, want = jax.jit(make_eval_step(model, NO_LISTS))(state, metrics.init(), batch)
+    mesh = mesh_of(CONFIG, SIZE, 1)
+    assert mesh is not None
+    spread = Spread(mesh, CONFIG, NO_LISTS)
+    state = TrainState(**placed(spread, vars(state)))
+    found, logits = spread.eval_step(model)(state, metrics.init(), batch)
+    assert int(found.count) == int(seen.count) == SIZE
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-6)
+
+    def logits_everywhere(state, batch):
+        rows = look_up_everywhere(model, NO_LISTS, state, batch)
+        return projected(model, NO_LISTS).apply(variables_of(state), batch.dense, rows)
+
+    logits = jax.jit(spread.everywhere(logits_everywhere))(state, batch)
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-6)
