@@ -45,6 +45,7 @@ from loka_jax.train.logs.progress import (
     resuming,
 )
 from loka_jax.train.loop import Loop
+from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.host_note import host_note
 from loka_jax.train.planner.mesh_plan import Mesh
 from loka_jax.train.planner.mesh_workload import workload_of
@@ -188,6 +189,8 @@ def _build(
     schema = run.splits.train.schema
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     print_columns(console, run.splits.report, dims)
+    if run.spread is not None:
+        console.print(used_devices(run.spread.mesh))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
     if note := _host_note(run):

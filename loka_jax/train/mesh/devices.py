@@ -39,7 +39,8 @@ class MeshConfig:
         replicas: groups of devices with tables of their own; None for 1, or one for
             each host.
         shards: devices over which a group's tables are spread, a power of two; None for
-            all GPUs of a host. On CPUs, and with one device, None for no mesh.
+            all GPUs of a host, or with `replicas` for an equal part of all devices. On
+            CPUs, and with one device, None for both is no mesh.
         wire_rows: how rows travel: "f32", "bf16", or "e4m3" or "int8" with a scale a
             row.
         wire_gradients: how the gradients of rows travel, and the changes of rows where
@@ -110,7 +111,8 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
         microbatches: parts of a batch.
 
     Raises:
-        ValueError: if there are too few devices, or the batch does not divide.
+        ValueError: if there are too few devices, or groups alone are given that do not
+            divide them, or the batch does not divide.
     """
     replicas, shards = _shape(config)
     count = replicas * shards
@@ -150,8 +152,35 @@ def _shape(config: MeshConfig) -> tuple[int, int]:
         return groups, jax.device_count() // groups
     if config.shards is None:
         replicas = config.replicas or 1
+        _require_equal_groups(replicas, jax.device_count())
         return replicas, max(jax.device_count() // replicas, 1)
     return config.replicas or 1, config.shards
+
+
+def _require_equal_groups(replicas: int, devices: int) -> None:
+    """Raises ValueError if some of all devices would belong to no group."""
+    if replicas > devices or devices % replicas == 0:
+        return
+    counts = [n for n in range(1, devices + 1) if _is_mesh(n, devices)]
+    raise ValueError(
+        f"--mesh.replicas {replicas} does not divide {devices} devices: use "
+        f"{' or '.join(map(str, counts))}, or give --mesh.shards, too, to train on "
+        "fewer devices."
+    )
+
+
+def _is_mesh(replicas: int, devices: int) -> bool:
+    """Returns whether all devices in so many groups are a mesh."""
+    return devices % replicas == 0 and VIRTUAL_SHARDS % (devices // replicas) == 0
+
+
+def used_devices(mesh: Mesh) -> str:
+    """Returns a sentence that says how many devices a run uses, and in which groups."""
+    groups, shards = mesh.devices.shape
+    return (
+        f"Devices: {mesh.size} of {jax.device_count()}, in {groups} "
+        f"{'group' if groups == 1 else 'groups'} of {shards}."
+    )
 
 
 def order_of(spec: TableSpec) -> Order:

@@ -8,7 +8,12 @@ import pytest
 
 from loka_jax.data import Batch
 from loka_jax.ops.tables import TableSpec
-from loka_jax.train.mesh.devices import MeshConfig, mesh_of, require_places
+from loka_jax.train.mesh.devices import (
+    MeshConfig,
+    mesh_of,
+    require_places,
+    used_devices,
+)
 from loka_jax.train.mesh.routing import Ahead, Router, capacity_for, with_needs
 
 TABLES = TableSpec(rows=(40_000, 50), dim=4)
@@ -151,12 +156,32 @@ def test_what_was_routed_before_lists_grew_is_routed_again(mesh):
     "options, size, reason",
     [
         ({"replicas": 3, "shards": 4}, 96, "are 12 devices, and there are 8"),
+        ({"replicas": 16}, 96, "are 16 devices, and there are 8"),
         ({"replicas": 2, "shards": 4}, 100, "100 must be a multiple of 8 devices"),
+        (
+            {"replicas": 3},
+            96,
+            "--mesh.replicas 3 does not divide 8 devices: use 1 or 2 or 4 or 8, or "
+            "give --mesh.shards, too",
+        ),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(mesh, options, size, reason):
     with pytest.raises(ValueError, match=reason):
         mesh_of(MeshConfig(**options), size, 1)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"replicas": 3, "shards": 2}, "Devices: 6 of 8, in 3 groups of 2."),
+        ({"replicas": 4}, "Devices: 8 of 8, in 4 groups of 2."),
+        ({"shards": 4}, "Devices: 4 of 8, in 1 group of 4."),
+    ],
+)
+def test_meshes_say_how_many_devices_they_use(mesh, options, sentence):
+    found = mesh_of(MeshConfig(**options), 96, 1)
+    assert found is not None and used_devices(found) == sentence
 
 
 def test_odd_meshes_are_refused(mesh):

@@ -285,7 +285,9 @@ def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
     loop = dataclasses.replace(config.loop, max_steps=4, save_every=4, eval_every=4)
     options = RunOptions(workdir=tmp_path)
     config = dataclasses.replace(config, loop=loop, run=options)
-    done = session.train(config, [], Console(file=io.StringIO()))
+    output = io.StringIO()
+    done = session.train(config, [], Console(file=output))
+    assert "Devices: 8 of 8, in 4 groups of 2.\n" in output.getvalue()
     assert done.state is not None and are_equal(done.state)
     with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
         saved = checkpoints.newest()
