@@ -37,15 +37,13 @@ from loka_jax.train.config import Config
 from loka_jax.train.planner.mesh_plan import (
     GB,
     Estimate,
-    Mesh,
     Rates,
-    Workload,
     estimate,
     fastest,
-    meshes,
     require_fit,
 )
 from loka_jax.train.planner.mesh_workload import workload_of
+from loka_jax.train.planner.step_sizes import Mesh, Workload, meshes
 
 SIMULATED = tuple(2**k for k in range(13))
 _NO_FILE = pathlib.Path()

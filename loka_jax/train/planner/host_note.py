@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from loka_jax.train.planner.mesh_plan import Mesh, Rates, Workload, estimate
+from loka_jax.train.planner.mesh_plan import Rates, estimate
+from loka_jax.train.planner.step_sizes import Mesh, Workload
 
 _STEPS_PER_CALL = 8  # looks at scales end calls that are longer
 _WORTH_S = 60.0  # they take tens of seconds to compile

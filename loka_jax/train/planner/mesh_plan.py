@@ -4,9 +4,7 @@ The rows of the tables lie on L shards, M times; the batch on all n = M L GPUs. 
 stack of tables, for one GPU: R rows of D values, N lookups of U distinct ids, and
 K = 1.05 U ids that it sends and, as owner, receives.
 
-    memory   tables (R / L) row_bytes; dense parameters, optimizer and gradients;
-             ids 8 K; rows and their gradients, both ways, 4 K D b; embeddings and
-             cotangents 2 N D b; sums 4 N D; sort 16 N; activations
+    memory   `mesh_memory`
     wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
              dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D), or
              2 (M - 1) / M of the shard if that is less. Groups that average their rows
@@ -26,72 +24,18 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-WIRE_BYTES = 2  # of a value: bfloat16
-SPARE = 1.05  # capacity over distinct ids
-VIRTUAL_SHARDS = 256  # a mesh's shards divide them
-_ID_BYTES = 4
+from loka_jax.train.planner.mesh_memory import memory_of
+from loka_jax.train.planner.step_sizes import (
+    ID_BYTES,
+    SPARE,
+    WIRE_BYTES,
+    Mesh,
+    Stack,
+    Workload,
+    meshes,
+)
+
 GB = 1e9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack:
-    """A stack of tables, and its part in a step of one GPU.
-
-    Attributes:
-        rows: R.
-        dim: D.
-        row_bytes: of a row and its optimizer's state.
-        value_bytes: of a value of a row.
-        lookups: N.
-        distinct: U.
-        averaged: distinct ids of the steps from one average of groups to the next.
-    """
-
-    rows: int
-    dim: int
-    row_bytes: int
-    lookups: int
-    distinct: float
-    value_bytes: int = 4
-    averaged: float = 0.0
-
-    @property
-    def sent(self) -> float:
-        """K, the ids in this GPU's lists for the owners."""
-        return SPARE * self.distinct
-
-    @property
-    def state_bytes(self) -> int:
-        """What the optimizer keeps of a row."""
-        return self.row_bytes - self.value_bytes * self.dim
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A training step of one GPU.
-
-    Attributes:
-        name: of the configuration.
-        batch: examples of a GPU.
-        stacks: the tables.
-        gradient_bytes: of the dense gradients, float32.
-        state_bytes: of dense parameters, optimizer state and gradients.
-        activation_bytes: estimate of what the backward pass keeps.
-        dense_us: time of the step without tables.
-        steps_per_call: steps that share a call of the host.
-        average_every: steps from one average of groups that update rows alone to the
-            next; 0 if all groups get all gradients.
-    """
-
-    name: str
-    batch: int
-    stacks: tuple[Stack, ...]
-    gradient_bytes: int
-    state_bytes: int
-    activation_bytes: int
-    dense_us: float
-    steps_per_call: int = 1
-    average_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,22 +90,6 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mesh:
-    """M replicas of L shards."""
-
-    replicas: int
-    shards: int
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs."""
-        return self.replicas * self.shards
-
-    def __str__(self) -> str:  # noqa: D105
-        return f"{self.replicas} x {self.shards}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Estimate:
     """What a mesh takes of a GPU, by part.
 
@@ -200,18 +128,11 @@ class Estimate:
         )
 
 
-def meshes(gpus: int) -> Iterator[Mesh]:
-    """Yields all meshes of that many GPUs, those with the most shards first."""
-    for shards in range(min(gpus, VIRTUAL_SHARDS), 0, -1):
-        if gpus % shards == 0 and VIRTUAL_SHARDS % shards == 0:
-            yield Mesh(gpus // shards, shards)
-
-
 def estimate(workload: Workload, mesh: Mesh, rates: Rates) -> Estimate:
     """Returns what a mesh takes."""
     return Estimate(
         mesh,
-        _memory(workload, mesh),
+        memory_of(workload, mesh),
         _wire(workload, mesh),
         _times(workload, mesh, rates),
     )
@@ -241,25 +162,9 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
     return best
 
 
-def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
-    parts = {
-        "tables": 0.0,
-        "dense": float(workload.state_bytes),
-        "activations": float(workload.activation_bytes),
-        "exchange": 0.0,
-        "rows": 0.0,
-    }
-    for s in workload.stacks:
-        parts["tables"] += math.ceil(s.rows / mesh.shards) * s.row_bytes
-        if mesh.shards > 1:
-            parts["exchange"] += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
-        parts["rows"] += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
-    return parts
-
-
 def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     away = (mesh.shards - 1) / mesh.shards
-    ids = sum(s.sent for s in workload.stacks) * _ID_BYTES
+    ids = sum(s.sent for s in workload.stacks) * ID_BYTES
     rows = sum(s.sent * s.dim for s in workload.stacks) * WIRE_BYTES
     summed = 2 * (mesh.gpus - 1) / mesh.gpus * workload.gradient_bytes
     return {
@@ -274,7 +179,7 @@ def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
 def _touched(workload: Workload) -> Iterator[tuple[Stack, float, int]]:
     """Yields each stack, the rows a step that go to other replicas, and their bytes."""
     for s in workload.stacks:
-        num_bytes = _ID_BYTES + WIRE_BYTES * s.dim
+        num_bytes = ID_BYTES + WIRE_BYTES * s.dim
         if not workload.average_every:
             yield s, s.sent, num_bytes
             continue
@@ -329,7 +234,7 @@ def _add_rows(parts: dict[str, float], s: Stack, mesh: Mesh, rates: Rates) -> No
         parts["give back"] += sort_us + sums_us
         parts["give back"] += s.distinct * 2 * s.row_bytes / update
         return
-    parts["route"] += sort_us + _exchange_us(s.sent * _ID_BYTES, mesh, rates)
+    parts["route"] += sort_us + _exchange_us(s.sent * ID_BYTES, mesh, rates)
     parts["fetch"] += (
         s.sent * (table_bytes + value_bytes) / gather
         + _exchange_us(s.sent * value_bytes, mesh, rates)

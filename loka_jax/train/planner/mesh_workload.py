@@ -19,7 +19,7 @@ from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer
 from loka_jax.train.config import Config
 from loka_jax.train.network import network
-from loka_jax.train.planner.mesh_plan import Stack, Workload
+from loka_jax.train.planner.step_sizes import Stack, Workload
 from loka_jax.train.state import init_state
 
 _FLOPS_US = 400e6  # of a site's three products

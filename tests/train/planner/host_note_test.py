@@ -8,7 +8,8 @@ import pytest
 from loka_jax.train import session
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.planner.host_note import host_note
-from loka_jax.train.planner.mesh_plan import Mesh, estimate
+from loka_jax.train.planner.mesh_plan import estimate
+from loka_jax.train.planner.step_sizes import Mesh
 from tests.train import support
 from tests.train.planner.mesh_plan_test import RATES, STEP
 

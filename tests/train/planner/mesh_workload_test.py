@@ -8,8 +8,9 @@ import pytest
 from experiments.configs import get_config
 from loka_jax.data import generated
 from loka_jax.train.config import EmbeddingConfig
-from loka_jax.train.planner.mesh_plan import Mesh, Rates, estimate
+from loka_jax.train.planner.mesh_plan import Rates, estimate
 from loka_jax.train.planner.mesh_workload import workload_of
+from loka_jax.train.planner.step_sizes import Mesh
 
 
 def workload(config, batch=64, **options):

@@ -1,0 +1,93 @@
+"""The sizes of a training step of one GPU, and of a mesh of M x L of them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+WIRE_BYTES = 2  # of a value: bfloat16
+ID_BYTES = 4
+SPARE = 1.05  # capacity over distinct ids
+VIRTUAL_SHARDS = 256  # a mesh's shards divide them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A stack of tables, and its part in a step of one GPU.
+
+    Attributes:
+        rows: R.
+        dim: D.
+        row_bytes: of a row and its optimizer's state.
+        value_bytes: of a value of a row.
+        lookups: N.
+        distinct: U.
+        averaged: distinct ids of the steps from one average of groups to the next.
+    """
+
+    rows: int
+    dim: int
+    row_bytes: int
+    lookups: int
+    distinct: float
+    value_bytes: int = 4
+    averaged: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """K, the ids in this GPU's lists for the owners."""
+        return SPARE * self.distinct
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps of a row."""
+        return self.row_bytes - self.value_bytes * self.dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training step of one GPU.
+
+    Attributes:
+        name: of the configuration.
+        batch: examples of a GPU.
+        stacks: the tables.
+        gradient_bytes: of the dense gradients, float32.
+        state_bytes: of dense parameters, optimizer state and gradients.
+        activation_bytes: estimate of what the backward pass keeps.
+        dense_us: time of the step without tables.
+        steps_per_call: steps that share a call of the host.
+        average_every: steps from one average of groups that update rows alone to the
+            next; 0 if all groups get all gradients.
+    """
+
+    name: str
+    batch: int
+    stacks: tuple[Stack, ...]
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    dense_us: float
+    steps_per_call: int = 1
+    average_every: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """M replicas of L shards."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"{self.replicas} x {self.shards}"
+
+
+def meshes(gpus: int) -> Iterator[Mesh]:
+    """Yields all meshes of that many GPUs, those with the most shards first."""
+    for shards in range(min(gpus, VIRTUAL_SHARDS), 0, -1):
+        if gpus % shards == 0 and VIRTUAL_SHARDS % shards == 0:
+            yield Mesh(gpus // shards, shards)
