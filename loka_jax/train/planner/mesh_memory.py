@@ -25,7 +25,7 @@ def memory_of(workload: Workload, mesh: Mesh) -> dict[str, float]:
     }
     for s in workload.stacks:
         parts["tables"] += math.ceil(s.rows / mesh.shards) * s.row_bytes
-        if mesh.shards > 1:
+        if mesh.gpus > 1:  # ids are routed though one shard has all rows
             parts["exchange"] += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
         parts["rows"] += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
     return parts

@@ -94,6 +94,12 @@ def test_shards_of_one_host():
     }
 
 
+def test_replicas_of_one_shard_hold_the_lists_of_an_exchange():
+    two = estimate(STEP, Mesh(2, 1), RATES)
+    assert two.memory["exchange"] == 1_050 * (8 + 80)
+    assert two.wire["ids"] == two.wire["rows"] == two.wire["row gradients"] == 0
+
+
 def test_shards_over_two_hosts():
     eight = estimate(STEP, Mesh(1, 8), RATES)
     # Half of the ids cross at half the speed: 2,100 / 500 us, more than those within.
