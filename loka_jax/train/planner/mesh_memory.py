@@ -2,30 +2,56 @@
 
     tables        (R / L) row_bytes
     dense         parameters, optimizer and gradients
+
+and the more of what a step needs until it has the gradients of rows, and of what
+replicas, M > 1, need then:
+
     activations   of the dense part
     exchange      ids 8 K; rows and their gradients, both ways, 4 K D b
     rows          embeddings and cotangents 2 N D b; sums 4 N D; sort 16 N
 
-Letters are those of `mesh_plan`.
+    replicas      from all of them, M lists: sort 8 M K; gradients M K D b; the same as
+                  float32 and their sums 8 M K D. Groups that average their rows, of
+                  which each has touched A since the last time: sort 8 M A; changes,
+                  sums and means 3 M A (4 D + s), s bytes of the optimizer's state
+
+Letters are those of `mesh_plan`. Sums are XLA's; Triton's kernels take less.
 """
 
 import math
 
-from loka_jax.train.planner.step_sizes import WIRE_BYTES, Mesh, Workload
+from loka_jax.train.planner.step_sizes import WIRE_BYTES, Mesh, Stack, Workload
+
+_FLOAT_BYTES = 4
+_SORT_BYTES = 8  # a row's number and its place
 
 
 def memory_of(workload: Workload, mesh: Mesh) -> dict[str, float]:
     """Returns bytes, by part."""
-    parts = {
-        "tables": 0.0,
-        "dense": float(workload.state_bytes),
-        "activations": float(workload.activation_bytes),
-        "exchange": 0.0,
-        "rows": 0.0,
-    }
+    tables = sum(math.ceil(s.rows / mesh.shards) * s.row_bytes for s in workload.stacks)
+    step = _step(workload, mesh)
+    replicas = {"replicas": sum(_lists(s, workload, mesh) for s in workload.stacks)}
+    most = max(step, replicas, key=lambda parts: sum(parts.values()))
+    held = {"tables": float(tables), "dense": float(workload.state_bytes)}
+    return held | dict.fromkeys((*step, *replicas), 0.0) | most
+
+
+def _step(workload: Workload, mesh: Mesh) -> dict[str, float]:
+    """Returns what a step needs until it has the gradients of rows."""
+    exchange = rows = 0.0
     for s in workload.stacks:
-        parts["tables"] += math.ceil(s.rows / mesh.shards) * s.row_bytes
         if mesh.gpus > 1:  # ids are routed though one shard has all rows
-            parts["exchange"] += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
-        parts["rows"] += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
-    return parts
+            exchange += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
+        rows += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
+    activations = float(workload.activation_bytes)
+    return {"activations": activations, "exchange": exchange, "rows": rows}
+
+
+def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
+    """Returns what replicas need to give each other a stack's rows."""
+    if mesh.replicas == 1:
+        return 0.0
+    rows = mesh.replicas * s.given(mesh, workload.average_every)
+    if not workload.average_every:
+        return rows * (_SORT_BYTES + s.dim * (WIRE_BYTES + 2 * _FLOAT_BYTES))
+    return rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))

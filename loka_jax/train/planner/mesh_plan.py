@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from loka_jax.train.planner.mesh_memory import memory_of
 from loka_jax.train.planner.step_sizes import (
     ID_BYTES,
-    SPARE,
     WIRE_BYTES,
     Mesh,
     Stack,
@@ -176,20 +175,17 @@ def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     }
 
 
-def _touched(workload: Workload) -> Iterator[tuple[Stack, float, int]]:
+def _touched(workload: Workload, mesh: Mesh) -> Iterator[tuple[Stack, float, int]]:
     """Yields each stack, the rows a step that go to other replicas, and their bytes."""
+    every = workload.average_every
     for s in workload.stacks:
-        num_bytes = ID_BYTES + WIRE_BYTES * s.dim
-        if not workload.average_every:
-            yield s, s.sent, num_bytes
-            continue
-        rows = SPARE * s.averaged / workload.average_every
-        yield s, rows, num_bytes + s.state_bytes
+        num_bytes = ID_BYTES + WIRE_BYTES * s.dim + (s.state_bytes if every else 0)
+        yield s, s.given(mesh, every) / (every or 1), num_bytes
 
 
 def _row_sync(workload: Workload, mesh: Mesh) -> float:
     """Returns the bytes of the touched rows, from each other replica."""
-    each = sum(rows * num_bytes for _, rows, num_bytes in _touched(workload))
+    each = sum(rows * num_bytes for _, rows, num_bytes in _touched(workload, mesh))
     return (mesh.replicas - 1) * each
 
 
@@ -271,7 +267,7 @@ def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
         * rows
         * (WIRE_BYTES * s.dim + 2 * s.row_bytes)
         / (1e3 * rates.update_gb_s)
-        for s, rows, _ in _touched(workload)
+        for s, rows, _ in _touched(workload, mesh)
     )
     rows_us = _row_sync(workload, mesh) / speed + more
     shard_us = _shard_sync(workload, mesh) / speed

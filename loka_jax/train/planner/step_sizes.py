@@ -9,6 +9,22 @@ SPARE = 1.05  # capacity over distinct ids
 VIRTUAL_SHARDS = 256  # a mesh's shards divide them
 
 
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """M replicas of L shards."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"{self.replicas} x {self.shards}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
     """A stack of tables, and its part in a step of one GPU.
@@ -41,6 +57,18 @@ class Stack:
         """What the optimizer keeps of a row."""
         return self.row_bytes - self.value_bytes * self.dim
 
+    def given(self, mesh: Mesh, average_every: int) -> float:
+        """Returns the rows that this GPU gives to other replicas at a time.
+
+        Args:
+            mesh: the mesh.
+            average_every: as in `Workload`.
+        """
+        if not average_every:
+            return self.sent
+        touched = self.sent if average_every == 1 else SPARE * self.averaged
+        return min(touched, self.rows / mesh.shards)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -68,22 +96,6 @@ class Workload:
     dense_us: float
     steps_per_call: int = 1
     average_every: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    """M replicas of L shards."""
-
-    replicas: int
-    shards: int
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs."""
-        return self.replicas * self.shards
-
-    def __str__(self) -> str:  # noqa: D105
-        return f"{self.replicas} x {self.shards}"
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:

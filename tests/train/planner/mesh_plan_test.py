@@ -120,6 +120,31 @@ def test_replicas_exchange_touched_rows_or_whole_shards():
     assert two.us["replicas"] == pytest.approx(2 + 4.4)
 
 
+def test_replicas_hold_lists_of_all_of_them():
+    # Lists of 4 x 1,050: sort, gradients in two bytes, twice in float32.
+    lists = 4 * 1_050 * (8 + 20 + 80)
+    short = dataclasses.replace(STACK, lookups=1_000)
+    four = estimate(dataclasses.replace(STEP, stacks=(short,)), Mesh(4, 1), RATES)
+    tables, dense = 440_044, 32_000
+    held = {"tables": tables, "dense": dense, "replicas": lists}
+    assert rounded(four.memory) == held
+    # With more lookups the step takes more before it gives rows to replicas.
+    four = estimate(STEP, Mesh(4, 1), RATES)
+    assert four.memory["replicas"] == 0
+    before = 5_000 + 1_050 * 88 + 384_000
+    assert four.memory_bytes == tables + dense + before and before > lists
+
+
+def test_groups_that_average_rows_hold_changes_sums_and_means():
+    alone = dataclasses.replace(STEP, average_every=1)
+    eight = estimate(alone, Mesh(8, 1), RATES)
+    assert rounded(eight.memory)["replicas"] == 8 * 1_050 * (8 + 3 * 44)
+    # Lists are no longer than a shard.
+    few = dataclasses.replace(alone, stacks=(dataclasses.replace(STACK, rows=800),))
+    many = estimate(few, Mesh(64, 2), RATES)
+    assert rounded(many.memory)["replicas"] == 64 * 400 * (8 + 3 * 44)
+
+
 def test_groups_that_average_rows_send_those_of_several_steps_at_once():
     stack = dataclasses.replace(STACK, averaged=1_800.0)
     step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
