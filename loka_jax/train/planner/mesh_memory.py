@@ -2,6 +2,8 @@
 
     tables        (R / L) row_bytes
     dense         parameters, optimizer and gradients
+    log           rows as they were before each of k > 1 steps between averages of
+                  groups, with their numbers: k K (4 + row_bytes)
 
 and the more of what a step needs until it has the gradients of rows, and of what
 replicas, M > 1, need then:
@@ -13,14 +15,21 @@ replicas, M > 1, need then:
     replicas      from all of them, M lists: sort 8 M K; gradients M K D b; the same as
                   float32 and their sums 8 M K D. Groups that average their rows, of
                   which each has touched A since the last time: sort 8 M A; changes,
-                  sums and means 3 M A (4 D + s), s bytes of the optimizer's state
+                  sums and means 3 M A (4 D + s), s bytes of the optimizer's state;
+                  with k > 1 beside the log its oldest entries of all rows
 
 Letters are those of `mesh_plan`. Sums are XLA's; Triton's kernels take less.
 """
 
 import math
 
-from loka_jax.train.planner.step_sizes import WIRE_BYTES, Mesh, Stack, Workload
+from loka_jax.train.planner.step_sizes import (
+    ID_BYTES,
+    WIRE_BYTES,
+    Mesh,
+    Stack,
+    Workload,
+)
 
 _FLOAT_BYTES = 4
 _SORT_BYTES = 8  # a row's number and its place
@@ -32,7 +41,11 @@ def memory_of(workload: Workload, mesh: Mesh) -> dict[str, float]:
     step = _step(workload, mesh)
     replicas = {"replicas": sum(_lists(s, workload, mesh) for s in workload.stacks)}
     most = max(step, replicas, key=lambda parts: sum(parts.values()))
-    held = {"tables": float(tables), "dense": float(workload.state_bytes)}
+    held = {
+        "tables": float(tables),
+        "dense": float(workload.state_bytes),
+        "log": sum(_log(s, workload, mesh) for s in workload.stacks),
+    }
     return held | dict.fromkeys((*step, *replicas), 0.0) | most
 
 
@@ -47,6 +60,13 @@ def _step(workload: Workload, mesh: Mesh) -> dict[str, float]:
     return {"activations": activations, "exchange": exchange, "rows": rows}
 
 
+def _log(s: Stack, workload: Workload, mesh: Mesh) -> float:
+    """Returns what a group keeps of the rows of a stack that it will average."""
+    if mesh.replicas == 1 or workload.average_every < 2:
+        return 0.0
+    return workload.average_every * s.sent * (ID_BYTES + s.row_bytes)
+
+
 def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
     """Returns what replicas need to give each other a stack's rows."""
     if mesh.replicas == 1:
@@ -54,4 +74,6 @@ def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
     rows = mesh.replicas * s.given(mesh, workload.average_every)
     if not workload.average_every:
         return rows * (_SORT_BYTES + s.dim * (WIRE_BYTES + 2 * _FLOAT_BYTES))
-    return rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))
+    lists = rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))
+    shard = s.rows / mesh.shards * (ID_BYTES + s.row_bytes)
+    return lists + min(_log(s, workload, mesh), shard)

@@ -145,6 +145,23 @@ def test_groups_that_average_rows_hold_changes_sums_and_means():
     assert rounded(many.memory)["replicas"] == 64 * 400 * (8 + 3 * 44)
 
 
+def test_groups_keep_the_rows_of_all_steps_until_they_average():
+    stack = dataclasses.replace(STACK, averaged=1_800.0)
+    step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
+    log = 2 * 1_050 * (4 + 44)
+    # Lists of 8 x 1,890 rows, and the log once more, without what is there twice.
+    lists = 8 * 1_890 * (8 + 3 * 44)
+    eight = estimate(step, Mesh(8, 1), RATES)
+    assert rounded(eight.memory) == {
+        "tables": 440_044,
+        "dense": 32_000,
+        "log": log,
+        "replicas": lists + log,
+    }
+    one = estimate(step, Mesh(1, 8), RATES)  # there is nothing to average
+    assert one.memory["log"] == one.memory["replicas"] == 0
+
+
 def test_groups_that_average_rows_send_those_of_several_steps_at_once():
     stack = dataclasses.replace(STACK, averaged=1_800.0)
     step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
