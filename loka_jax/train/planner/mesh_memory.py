@@ -13,10 +13,10 @@ replicas, M > 1, need then:
     rows          embeddings and cotangents 2 N D b; sums 4 N D; sort 16 N
 
     replicas      from all of them, M lists: sort 8 M K; gradients M K D b; the same as
-                  float32 and their sums 8 M K D. Groups that average their rows, of
-                  which each has touched A since the last time: sort 8 M A; changes,
-                  sums and means 3 M A (4 D + s), s bytes of the optimizer's state;
-                  with k > 1 beside the log its oldest entries of all rows
+                  float32 and their sums 8 M K D. Of groups that average the A rows that
+                  each has touched: sort 8 M A; changes, sums and means 3 M A (4 D + s),
+                  s bytes of the optimizer's state; with k > 1 beside the log its oldest
+                  entries of all rows
 
 Letters are those of `mesh_plan`. Sums are XLA's; Triton's kernels take less.
 """

@@ -8,8 +8,8 @@ K = 1.05 U ids that it sends and, as owner, receives.
     wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
              dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D), or
              2 (M - 1) / M of the shard if that is less. Groups that average their rows
-             every k steps send K of the ids of k steps, and what the optimizer keeps
-             of a row, once in k steps
+             every k steps send those of a shard that the L GPUs have touched in k
+             steps, and what the optimizer keeps of them, once in k steps
     time     what travels over its links, a latency for each collective, and the local
              work: sorts of N and K ids, gathers of K and N rows, sums of N gradients,
              updates of K rows (of M K with replicas)

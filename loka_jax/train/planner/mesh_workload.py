@@ -19,13 +19,14 @@ from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer
 from loka_jax.train.config import Config
 from loka_jax.train.network import network
-from loka_jax.train.planner.step_sizes import Stack, Workload
+from loka_jax.train.planner.step_sizes import VIRTUAL_SHARDS, Stack, Workload
 from loka_jax.train.state import init_state
 
 _FLOPS_US = 400e6  # of a site's three products
 _TRAFFIC_US = 3e6  # bytes of HBM
 _SITE_US = 50.0  # what a site takes however small it is
 _ACTIVATION_BYTES = 2  # bfloat16
+_SHARDS = tuple(2**i for i in range(VIRTUAL_SHARDS.bit_length()))
 
 
 def workload_of(
@@ -104,10 +105,11 @@ def _stacks(
         states = state.table, state.row_state
     slots = (1,) * len(schema.categorical) + schema.slots
     zipf = config.data.zipf if config.data.kind == "generated" else None
+    every = _average_every(config)
 
-    def distinct(spec: TableSpec, members: tuple[int, ...], steps: int) -> float:
+    def distinct(spec: TableSpec, members: tuple[int, ...], batches: int = 1) -> float:
         return sum(
-            expected_distinct(rows, steps * batch * slots[field], zipf)
+            expected_distinct(rows, batches * batch * slots[field], zipf)
             for rows, field in zip(spec.rows, members, strict=True)
         )
 
@@ -118,8 +120,11 @@ def _stacks(
             row_bytes=_bytes((table, row_state)) // spec.total_rows,
             value_bytes=table.dtype.itemsize,
             lookups=batch * sum(slots[field] for field in members),
-            distinct=distinct(spec, members, 1),
-            averaged=distinct(spec, members, _average_every(config)),
+            distinct=distinct(spec, members),
+            averaged=tuple(
+                distinct(spec, members, every * shards) / shards
+                for shards in (_SHARDS if every else ())
+            ),
         )
         for spec, members, table, row_state in zip(specs, fields, *states, strict=True)
     )

@@ -36,7 +36,8 @@ class Stack:
         value_bytes: of a value of a row.
         lookups: N.
         distinct: U.
-        averaged: distinct ids of the steps from one average of groups to the next.
+        averaged: rows of a shard that a group touches from one average of groups to the
+            next, with 1, 2, 4, ... shards; empty if groups do not average.
     """
 
     rows: int
@@ -45,7 +46,7 @@ class Stack:
     lookups: int
     distinct: float
     value_bytes: int = 4
-    averaged: float = 0.0
+    averaged: tuple[float, ...] = ()
 
     @property
     def sent(self) -> float:
@@ -66,7 +67,9 @@ class Stack:
         """
         if not average_every:
             return self.sent
-        touched = self.sent if average_every == 1 else SPARE * self.averaged
+        touched = self.sent
+        if average_every > 1:  # a row once, of all devices and steps
+            touched = SPARE * self.averaged[mesh.shards.bit_length() - 1]
         return min(touched, self.rows / mesh.shards)
 
 

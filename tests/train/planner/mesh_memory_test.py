@@ -38,7 +38,7 @@ def run_of(replicas, shards, **mesh):
     return build_lib.build(config, None, lambda line: None)
 
 
-def planned(run, mesh, averaged=0):
+def planned(run, mesh, averaged=0.0):
     """Returns the parts planned for lists of the capacity that they have.
 
     And for lists of that many rows to average.
@@ -48,7 +48,9 @@ def planned(run, mesh, averaged=0):
     )
     (stack,) = workload.stacks
     sent = mesh.shards * run.spread.router.capacity
-    stack = dataclasses.replace(stack, distinct=sent / SPARE, averaged=averaged / SPARE)
+    stack = dataclasses.replace(
+        stack, distinct=sent / SPARE, averaged=(averaged / SPARE,) * 4
+    )
     return memory_of(dataclasses.replace(workload, stacks=(stack,)), mesh)
 
 

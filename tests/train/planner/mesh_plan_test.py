@@ -146,7 +146,7 @@ def test_groups_that_average_rows_hold_changes_sums_and_means():
 
 
 def test_groups_keep_the_rows_of_all_steps_until_they_average():
-    stack = dataclasses.replace(STACK, averaged=1_800.0)
+    stack = dataclasses.replace(STACK, averaged=(1_800.0, 1_200.0, 900.0, 800.0))
     step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
     log = 2 * 1_050 * (4 + 44)
     # Lists of 8 x 1,890 rows, and the log once more, without what is there twice.
@@ -163,12 +163,13 @@ def test_groups_keep_the_rows_of_all_steps_until_they_average():
 
 
 def test_groups_that_average_rows_send_those_of_several_steps_at_once():
-    stack = dataclasses.replace(STACK, averaged=1_800.0)
+    stack = dataclasses.replace(STACK, averaged=(1_800.0, 1_200.0, 900.0, 800.0))
     step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
     two = estimate(step, Mesh(2, 2), RATES)
-    # Half of 1,890 rows: 945 of 28 bytes, with the 4 that the optimizer keeps.
-    assert two.wire["replicas"] == pytest.approx(945 * 28)
-    assert two.us["replicas"] == pytest.approx(2 / 2 + 26.46 + 9.45 + 945 * 0.027)
+    # Half of 1,260 rows: 630 of 28 bytes, with the 4 that the optimizer keeps.
+    assert two.wire["replicas"] == pytest.approx(630 * 28)
+    assert two.us["replicas"] == pytest.approx(2 / 2 + 17.64 + 6.3 + 630 * 0.027)
+    assert estimate(step, Mesh(2, 1), RATES).wire["replicas"] == pytest.approx(945 * 28)
     assert two.wire["rows"] == estimate(STEP, Mesh(2, 2), RATES).wire["rows"]
 
 

@@ -60,8 +60,19 @@ def test_groups_that_average_rows_touch_more_of_them_in_more_steps():
     step = workload(dataclasses.replace(config, mesh=alone))
     assert (exact.average_every, step.average_every) == (0, 4)
     (stack,) = step.stacks
-    assert stack.distinct < stack.averaged < 4 * stack.distinct
+    assert stack.distinct < stack.averaged[0] < 4 * stack.distinct
     assert stack.state_bytes == 4
+
+
+def test_groups_of_several_gpus_touch_a_row_once():
+    config = get_config("fp8_dlrm_tiny")
+    mesh = dataclasses.replace(config.mesh, sync="weights", sync_every=4)
+    config = dataclasses.replace(config, mesh=mesh)
+    (one,), (four,) = (workload(config, batch).stacks for batch in (64, 256))
+    # Four GPUs have the ids of one with their batches, a quarter of the rows each.
+    assert one.averaged[2] == pytest.approx(four.averaged[0] / 4)
+    assert one.averaged[2] < 0.9 * one.averaged[0]
+    assert len(one.averaged) == 9  # 256 shards are the most
 
 
 def test_estimates_follow_the_batch():
