@@ -6,10 +6,10 @@ K = 1.05 U ids that it sends and, as owner, receives.
 
     memory   `mesh_memory`
     wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
-             dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D), or
-             2 (M - 1) / M of the shard if that is less. Groups that average their rows
-             every k steps send those of a shard that the L GPUs have touched in k
-             steps, and what the optimizer keeps of them, once in k steps
+             dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D). Groups
+             that average their rows every k steps send those of a shard that the L
+             GPUs have touched in k steps, and what the optimizer keeps of them, once
+             in k steps
     time     what travels over its links, a latency for each collective, and the local
              work: sorts of N and K ids, gathers of K and N rows, sums of N gradients,
              updates of K rows (of M K with replicas)
@@ -171,7 +171,7 @@ def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
         "rows": away * rows,
         "row gradients": away * rows,
         "dense gradients": summed,
-        "replicas": min(_row_sync(workload, mesh), _shard_sync(workload, mesh)),
+        "replicas": _replica_bytes(workload, mesh),
     }
 
 
@@ -183,17 +183,10 @@ def _touched(workload: Workload, mesh: Mesh) -> Iterator[tuple[Stack, float, int
         yield s, s.given(mesh, every) / (every or 1), num_bytes
 
 
-def _row_sync(workload: Workload, mesh: Mesh) -> float:
+def _replica_bytes(workload: Workload, mesh: Mesh) -> float:
     """Returns the bytes of the touched rows, from each other replica."""
     each = sum(rows * num_bytes for _, rows, num_bytes in _touched(workload, mesh))
     return (mesh.replicas - 1) * each
-
-
-def _shard_sync(workload: Workload, mesh: Mesh) -> float:
-    """Returns the bytes of a mean of whole shards."""
-    shard = sum(s.rows * s.row_bytes for s in workload.stacks) / mesh.shards
-    every = workload.average_every or 1
-    return 2 * (mesh.replicas - 1) / mesh.replicas * shard / every
 
 
 def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
@@ -257,7 +250,7 @@ def _exchange_us(num_bytes: float, mesh: Mesh, rates: Rates) -> float:
 
 
 def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
-    """Returns the time of what makes replicas equal: touched rows, or whole shards."""
+    """Returns the time of what makes replicas equal: the touched rows of all."""
     is_near = mesh.gpus <= rates.gpus_per_host
     speed = 1e3 * (rates.link_gb_s if is_near else rates.network_gb_s)
     others = mesh.replicas - 1
@@ -269,10 +262,8 @@ def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
         / (1e3 * rates.update_gb_s)
         for s, rows, _ in _touched(workload, mesh)
     )
-    rows_us = _row_sync(workload, mesh) / speed + more
-    shard_us = _shard_sync(workload, mesh) / speed
     latency_us = _latency_us(mesh.gpus, rates) / (workload.average_every or 1)
-    return latency_us + min(rows_us, shard_us)
+    return latency_us + _replica_bytes(workload, mesh) / speed + more
 
 
 def _sum_us(num_bytes: int, mesh: Mesh, rates: Rates) -> float:
