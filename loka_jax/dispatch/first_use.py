@@ -118,37 +118,27 @@ def without_errors(
     ]
 
 
-def gain(
-    plan: DispatchPlan,
-    other: DispatchPlan,
-    sites: Sequence[Site],
-    performance: PerformanceModel,
-    pass_name: str = "training",
+def sites_us(
+    plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
-    """Returns how many times faster another plan is, at all sites together.
+    """Returns the microseconds of all sites of a plan in a training step.
 
     Args:
-        plan, other: plans of the model by this performance.
+        plan: of the model, by this performance.
         sites: of the model; those without a time are left out.
         performance: the times.
-        pass_name: "training" or "inference".
     """
     by_xla = {
         site.path: us
         for site in sites
-        if (times := performance.estimates(site.spec).entry.times.get(pass_name))
+        if (times := performance.estimates(site.spec).entry.times.get("training"))
         and (us := times.get(BF16.name)) is not None
     }
-
-    def total(decisions: DispatchPlan) -> float:
-        return sum(
-            by_xla[path] / (decision.speedup or 1.0)
-            for path, decision in decisions.decisions
-            if path in by_xla
-        )
-
-    after = total(other)
-    return total(plan) / after if after else 1.0
+    return sum(
+        by_xla[path] / (decision.speedup or 1.0)
+        for path, decision in plan.decisions
+        if path in by_xla
+    )
 
 
 def unchecked(

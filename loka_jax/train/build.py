@@ -327,7 +327,7 @@ def build(
     total_steps = min(steps_per_epoch * loop.epochs, loop.max_steps or sys.maxsize)
     sites = list_sites(DispatchPlan())
     if saved is None:
-        planned = choose_plan(config, sites, say)
+        planned = choose_plan(config, sites, total_steps, say)
     else:
         planned = resumed_plan(config, saved, sites)
     probe = dataclasses.replace(config.probe, every=planned.observe_every)

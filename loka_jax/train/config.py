@@ -93,8 +93,8 @@ class ProbeOptions(ProbeSettings):
 
     Attributes:
         every: observe every so many steps, from the first on; 0 for no statistics.
-            None observes every 100th step of a run in one process whose plan leaves FP8
-            aside only because its errors are not known, and none of any other run.
+            None observes every 100th step of a run in one process if FP8 that only
+            lacks known errors would save minutes, and none of any other run.
         covariances_every: update the covariances of weights at every so many observed
             steps; they cost more than all other statistics together.
     """

@@ -15,7 +15,7 @@ from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.first_use import (
     as_if_accurate,
     check_plan,
-    gain,
+    sites_us,
     without_errors,
 )
 from loka_jax.dispatch.local import Local, local_performance, performance_of
@@ -27,6 +27,8 @@ from loka_jax.train.config import Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
 OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
+# What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
+OBSERVING_SECONDS = 300.0
 
 
 class ChosenPlan(NamedTuple):
@@ -46,13 +48,17 @@ class ChosenPlan(NamedTuple):
 
 
 def choose_plan(
-    config: Config, sites: Sequence[Site], say: Callable[[str], None] = print
+    config: Config,
+    sites: Sequence[Site],
+    steps: int,
+    say: Callable[[str], None] = print,
 ) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
     Args:
         config: the run.
         sites: of its model.
+        steps: of the run.
         say: takes lines on the progress of tuning.
 
     Raises:
@@ -84,43 +90,49 @@ def choose_plan(
     seconds = config.dispatch.check_seconds
     plan, performance, more = check_plan(make_plan, sites, performance, seconds, say)
     chosen = ChosenPlan(plan, (*notes, *more), performance, every or 0)
-    if every is None:
-        return _worth_observing(chosen, config, sites, make_plan, say)
+    if every is None and jax.process_count() == 1:  # others review no plan
+        return _observed_if_worth(chosen, config, sites, steps, make_plan, say)
     if every:  # a review promotes to what was checked
         hopeful = functools.partial(make_plan, errors=as_if_accurate(sites))
         performance = check_plan(hopeful, sites, performance, seconds, say).performance
     return chosen._replace(performance=performance)
 
 
-def _worth_observing(
+def _observed_if_worth(
     chosen: ChosenPlan,
     config: Config,
     sites: Sequence[Site],
+    steps: int,
     make_plan: Callable[..., DispatchPlan],
     say: Callable[[str], None],
 ) -> ChosenPlan:
-    """Returns the plan, with a run observed if unknown errors keep FP8 out of it.
-
-    Several processes review no plan (`build_in_turn`), and have nothing to observe for.
+    """Returns the plan, with a run observed if unknown errors keep FP8 out.
 
     Args:
         chosen: the plan, by times.
         config: the run.
         sites: of its model.
+        steps: of the run.
         make_plan: makes a plan by what is known of times.
         say: takes lines on the progress of checking.
     """
-    performance, limits = chosen.performance, config.dispatch.limits
-    if performance is None or jax.process_count() > 1:
-        return chosen
+    performance, seconds = chosen.performance, config.dispatch.check_seconds
+    assert performance is not None
     unknown = without_errors(sites, performance, config.name)
     hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
-    if gain(chosen.plan, hopeful(performance), sites, performance) < limits.speedup:
+
+    def gain(plan: DispatchPlan, faster: DispatchPlan) -> float | None:
+        """Returns how many times faster a plan is; None if not by enough."""
+        before, after = (sites_us(x, sites, performance) for x in (plan, faster))
+        saves = (before - after) * steps / 1e6 >= OBSERVING_SECONDS
+        is_faster = before >= config.dispatch.limits.speedup * after
+        return before / after if after and saves and is_faster else None
+
+    if gain(chosen.plan, hopeful(performance)) is None:
         return chosen
-    seconds = config.dispatch.check_seconds
     fast, performance, _ = check_plan(hopeful, sites, performance, seconds, say)
-    faster = gain(make_plan(performance), fast, sites, performance)
-    if faster < limits.speedup:
+    faster = gain(make_plan(performance), fast)
+    if faster is None:
         return chosen
     note = (
         f"Probe observes every {OBSERVE_EVERY}th step: once errors are known, FP8 may "

@@ -109,7 +109,7 @@ def make_plan(folder: Path) -> Path:
 def follow(path: Path) -> list[str]:
     """Returns the names of the choices in the plan that a run follows."""
     config = dataclasses.replace(support.config(), name="fp8_dlrm", plan=str(path))
-    chosen = choose_plan(config, sites())
+    chosen = choose_plan(config, sites(), 20)
     print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes)
     return [choice.name for _, choice in chosen.plan.choices]
 

@@ -63,7 +63,10 @@ def test_a_table_decides(tmp_path):
     ],
     ids=["unknown", "forbidden", "asked", "known"],
 )
-def test_a_run_is_observed_where_errors_keep_fp8_out(tmp_path, source, every, observed):
+def test_a_run_is_observed_where_errors_keep_fp8_out(
+    tmp_path, monkeypatch, source, every, observed
+):
+    monkeypatch.setattr(planning, "OBSERVING_SECONDS", 0.0)
     path = support.write_table(tmp_path / "table.json", source=source)
     config = _config(plan=str(path))
     probe = dataclasses.replace(config.probe, every=every)
@@ -74,10 +77,23 @@ def test_a_run_is_observed_where_errors_keep_fp8_out(tmp_path, source, every, ob
     assert said == (every is None and bool(observed))
 
 
-def test_a_run_is_not_observed_for_fp8_that_is_no_faster(tmp_path):
+def test_a_run_is_not_observed_for_fp8_that_is_no_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "OBSERVING_SECONDS", 0.0)
     path = support.write_table(tmp_path / "table.json", source="another", fp8_us=1.97)
     run = build_lib.build(_config(plan=str(path)))
     assert run.config.probe.every == 0 and run.reviewer is None
+
+
+@pytest.mark.parametrize("seconds, observed", [(19.0, True), (21.0, False)])
+def test_a_run_is_observed_if_it_is_long_enough(
+    tmp_path, monkeypatch, seconds, observed
+):
+    monkeypatch.setattr(planning, "OBSERVING_SECONDS", seconds)
+    times = {"bf16_us": 1e6, "fp8_us": 5e5}  # saves 20 s: 20 steps, two sites of FP8
+    path = support.write_table(tmp_path / "table.json", source="another", **times)
+    run = build_lib.build(_config(plan=str(path)))
+    assert run.total_steps == 20
+    assert bool(run.config.probe.every) == observed
 
 
 @pytest.mark.slow

@@ -100,6 +100,7 @@ def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
 def test_a_run_without_known_errors_is_observed_and_enters_fp8(tmp_path, monkeypatch):
     for module in (planning, session):
         monkeypatch.setattr(module, "OBSERVE_EVERY", 1)
+    monkeypatch.setattr(planning, "OBSERVING_SECONDS", 0.0)
     monkeypatch.setattr(session, "build", support.build)
     table = support.write_table(tmp_path / "table.json", source="another")
     workdir, probe = tmp_path / "run", dataclasses.replace(PROBE, every=None)
