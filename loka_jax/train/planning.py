@@ -116,22 +116,24 @@ def _observed_if_worth(
         make_plan: makes a plan by what is known of times.
         say: takes lines on the progress of checking.
     """
-    performance, seconds = chosen.performance, config.dispatch.check_seconds
-    assert performance is not None
-    unknown = without_errors(sites, performance, config.name)
+    before, seconds = chosen.performance, config.dispatch.check_seconds
+    assert before is not None
+    unknown = without_errors(sites, before, config.name)
     hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
 
-    def gain(plan: DispatchPlan, faster: DispatchPlan) -> float | None:
+    def gain(
+        plan: DispatchPlan, faster: DispatchPlan, by: PerformanceModel
+    ) -> float | None:
         """Returns how many times faster a plan is; None if not by enough."""
-        before, after = (sites_us(x, sites, performance) for x in (plan, faster))
-        saves = (before - after) * steps / 1e6 >= OBSERVING_SECONDS
-        is_faster = before >= config.dispatch.limits.speedup * after
-        return before / after if after and saves and is_faster else None
+        now, then = (sites_us(x, sites, by) for x in (plan, faster))
+        saves = (now - then) * steps / 1e6 >= OBSERVING_SECONDS
+        is_faster = now >= config.dispatch.limits.speedup * then
+        return now / then if then and saves and is_faster else None
 
-    if gain(chosen.plan, hopeful(performance)) is None:
+    if gain(chosen.plan, hopeful(before), before) is None:
         return chosen
-    fast, performance, _ = check_plan(hopeful, sites, performance, seconds, say)
-    faster = gain(make_plan(performance), fast)
+    fast, performance, _ = check_plan(hopeful, sites, before, seconds, say)
+    faster = gain(make_plan(performance), fast, performance)
     if faster is None:
         return chosen
     note = (
