@@ -19,9 +19,8 @@ class OptimConfig:
             updated every step, at a cost that grows with the tables.
         rows_c: c of `rowwise_adagrad`, which divides its sums of squares by c in each
             step: for groups that update their rows alone, `--mesh.sync weights`.
-        rows_lagged: `rowwise_adagrad` divides by the sums of squares before the step.
-            These can be next to 0 in a row's first steps, which then have no bound:
-            runs may need a lower `rows_lr`.
+        rows_lagged: `rowwise_adagrad` divides by the sums of squares before the step,
+            or by the square of a gradient that is larger.
         eps: added to denominators by `rowwise_adagrad` and the Adams.
         warmup_steps: steps over which both rates grow linearly from 0.
         decay: both rates after the warm-up: constant, or falling to 0 at the last step.

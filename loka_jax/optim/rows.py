@@ -110,10 +110,11 @@ class RowwiseAdagrad:
 class LaggedRowwiseAdagrad:
     """Row-wise AdaGrad whose step is divided by the accumulator before that step.
 
-    `row -= lr g / (sqrt(acc / c) + eps);  acc += mean_D(g^2)`, but a row's first step,
-    with an accumulator of 0, is that of `RowwiseAdagrad`. Groups that update alone then
-    divide by the average that all of them have, so that the mean of their steps is that
-    of the mean of their gradients.
+    `row -= lr g / (sqrt(max(acc, mean_D(g^2)) / c) + eps);  acc += mean_D(g^2)`. Groups
+    that update alone then divide by the average that all of them have, so that the mean
+    of their steps is that of the mean of their gradients, but for a gradient that is
+    larger than all before it together, as a row's first one is. Divided by what came
+    before, such steps have no bound: a first gradient can be next to 0.
 
     Attributes:
         eps, c: as of `RowwiseAdagrad`.
@@ -139,11 +140,10 @@ class LaggedRowwiseAdagrad:
         lr: Float[Array, ""] | float,
     ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
         """Returns the updated rows and their new state."""
-        before = row_state.sum_of_squares
-        acc = before + jnp.mean(jnp.square(grads), axis=-1)
-        seen = jnp.where(before > 0, before, acc)
-        step = lr * grads / (jnp.sqrt(seen / self.c) + self.eps)[:, None]
-        return rows - step, RowwiseAdagradState(acc)
+        before, squares = row_state.sum_of_squares, jnp.mean(jnp.square(grads), axis=-1)
+        largest = jnp.maximum(before, squares)
+        step = lr * grads / (jnp.sqrt(largest / self.c) + self.eps)[:, None]
+        return rows - step, RowwiseAdagradState(before + squares)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,10 +79,9 @@ def test_rowwise_adagrad_divides_by_its_scaled_sums(kind):
     acc = np.zeros(ROWS)
     for ids, grads in batches():
         total = summed(ids, grads)
-        after = acc + (total**2).mean(axis=1)
-        used = after
-        if kind is LaggedRowwiseAdagrad:  # by the sums before, unless there are none
-            used = np.where(acc > 0, acc, after)
+        squares = (total**2).mean(axis=1)
+        after = acc + squares
+        used = np.maximum(acc, squares) if kind is LaggedRowwiseAdagrad else after
         table -= lr * total / (np.sqrt(used / c) + eps)[:, None]
         acc = after
     np.testing.assert_allclose(state.sum_of_squares, acc, rtol=1e-5)
@@ -100,6 +99,16 @@ def test_a_first_rowwise_adagrad_step_has_the_size_of_the_learning_rate():
         enabled=TRUE,
     )
     np.testing.assert_allclose(table[1], [-0.1, 0.1], rtol=1e-3)
+
+
+def test_no_lagged_step_is_longer_than_the_first():
+    optimizer, lr, c = LaggedRowwiseAdagrad(c=4.0), 0.1, 4.0
+    table = jnp.zeros((1, 2))
+    state = optimizer.init(table)
+    for size in (1e-6, 1.0, 1e-3, 10.0, 0.5):
+        new, state = optimizer.update(table, state, jnp.asarray([[size, -size]]), lr)
+        assert np.max(np.abs(new - table)) <= 1.001 * lr * np.sqrt(c)
+        table = new
 
 
 def test_sgd_follows_its_formula():

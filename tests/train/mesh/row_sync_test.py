@@ -106,11 +106,11 @@ def reference(groups, shards, optimizer, every):
             g = np.zeros((ROWS, DIM))
             np.add.at(g, rows[step][at][is_row], grads[step][at][is_row])
             g *= groups
-            seen = v[at] + np.mean(g**2, axis=-1)
-            used = seen
+            squares = np.mean(g**2, axis=-1)
+            used = v[at] + squares
             if isinstance(optimizer, LaggedRowwiseAdagrad):
-                used = np.where(v[at] > 0, v[at], seen)
-            v[at] = seen
+                used = np.maximum(v[at], squares)
+            v[at] += squares
             if isinstance(optimizer, Sgd):
                 w[at] -= LR * g
             else:
