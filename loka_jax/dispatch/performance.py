@@ -161,13 +161,13 @@ class PerformanceModel:
         choices = [
             choice
             for choice in candidates(spec, self._device)
-            if choice.name not in measured.failures
+            if self._predicts and choice.name not in measured.failures
         ]
         for pass_name in _PASSES:
             alone = measured.times.get(pass_name, {})
             missing = [choice for choice in choices if choice.name not in alone]
             predicted = self.predictions(spec, missing, pass_name)
-            for choice in choices if self._predicts else ():
+            for choice in choices:
                 own = predicted.get(choice.name)
                 for name, time in self._predicted(spec, choice, pass_name, times, own):
                     off = self._doubt * (1 if choice == BF16 else -1)
