@@ -128,17 +128,12 @@ def sites_us(
         sites: of the model; those without a time are left out.
         performance: the times.
     """
-    by_xla = {
-        site.path: us
-        for site in sites
-        if (times := performance.estimates(site.spec).entry.times.get("training"))
-        and (us := times.get(BF16.name)) is not None
-    }
-    return sum(
-        by_xla[path] / (decision.speedup or 1.0)
-        for path, decision in plan.decisions
-        if path in by_xla
-    )
+    us, decisions = 0.0, dict(plan.decisions)
+    for site in sites:
+        times = performance.estimates(site.spec).entry.times.get("training", {})
+        if site.path in decisions and BF16.name in times:
+            us += times[BF16.name] / (decisions[site.path].speedup or 1.0)
+    return us
 
 
 def unchecked(
