@@ -161,17 +161,20 @@ def _require_equal_groups(replicas: int, devices: int) -> None:
     """Raises ValueError if some of all devices would belong to no group."""
     if replicas > devices or devices % replicas == 0:
         return
-    counts = [n for n in range(1, devices + 1) if _is_mesh(n, devices)]
+    counts = " or ".join(map(str, group_counts(devices)))
     raise ValueError(
-        f"--mesh.replicas {replicas} does not divide {devices} devices: use "
-        f"{' or '.join(map(str, counts))}, or give --mesh.shards, too, to train on "
-        "fewer devices."
+        f"--mesh.replicas {replicas} does not divide {devices} devices: use {counts}, "
+        "or give --mesh.shards, too, to train on fewer devices."
     )
 
 
-def _is_mesh(replicas: int, devices: int) -> bool:
-    """Returns whether all devices in so many groups are a mesh."""
-    return devices % replicas == 0 and VIRTUAL_SHARDS % (devices // replicas) == 0
+def group_counts(devices: int) -> list[int]:
+    """Returns in how many groups all of some devices can be, the fewest first."""
+    return [
+        n
+        for n in range(1, devices + 1)
+        if devices % n == 0 and VIRTUAL_SHARDS % (devices // n) == 0
+    ]
 
 
 def used_devices(mesh: Mesh) -> str:

@@ -15,11 +15,12 @@ from loka_jax import nn
 from loka_jax.data import Schema
 from loka_jax.data.distinct import expected_distinct
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer
 from loka_jax.train.config import Config
 from loka_jax.train.network import network
-from loka_jax.train.planner.step_sizes import VIRTUAL_SHARDS, Stack, Workload
+from loka_jax.train.planner.step_sizes import Stack, Workload
 from loka_jax.train.state import init_state
 
 _FLOPS_US = 400e6  # of a site's three products

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 
+from loka_jax.train.mesh.devices import group_counts
+
 WIRE_BYTES = 2  # of a value: bfloat16
 ID_BYTES = 4
 SPARE = 1.05  # capacity over distinct ids
-VIRTUAL_SHARDS = 256  # a mesh's shards divide them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,5 @@ class Workload:
 
 def meshes(gpus: int) -> Iterator[Mesh]:
     """Yields all meshes of that many GPUs, those with the most shards first."""
-    for shards in range(min(gpus, VIRTUAL_SHARDS), 0, -1):
-        if gpus % shards == 0 and VIRTUAL_SHARDS % shards == 0:
-            yield Mesh(gpus // shards, shards)
+    for replicas in group_counts(gpus):
+        yield Mesh(replicas, gpus // replicas)
