@@ -1,4 +1,4 @@
-"""Test settings: eight CPU devices, no silent promotion, what runs where.
+"""Test settings: eight CPU devices, no silent promotion, what runs where, CPU time.
 
 Most of the time goes into compiling small programs, so XLA does without LLVM's
 optimizations here, and programs are kept for other workers and later runs. `.ci/run`
@@ -7,6 +7,7 @@ sets XLA_FLAGS itself, and tests numbers as users' programs compute them.
 
 import os
 import pathlib
+import resource
 import signal
 from importlib.util import find_spec
 
@@ -39,8 +40,35 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# What plain `pytest` may take in `.ci/run`, so that it stays small.
+MOST_CPU_SECONDS, MOST_CPU_SECONDS_OF_A_TEST = 7 * 60, 30
+LONG_SECONDS = 600  # of a run or an interpreted kernel, on a busy machine too
+REST = """\
+Runs, processes, meshes, interpreted kernels: pytest tests/whole. Thousands of damaged
+files: pytest -m drill. On a GPU: pytest -m gpu."""
+CPU_SECONDS = pytest.StashKey[dict[str, float]]()  # of each test
+BY_DEFAULT = pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_addoption(parser):
+    help = "fail where the tests take more CPU time than plain `pytest` may"
+    parser.addoption("--cpu-budget", action="store_true", help=help)
+
+
+def pytest_configure(config):
+    """Runs no drill unasked; looks for tests of a mark in all folders."""
+    config.stash[CPU_SECONDS] = {}
+    if not config.option.markexpr:
+        config.option.markexpr = "not drill"
+    elif config.args_source is BY_DEFAULT:
+        config.args = ["tests"]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "unit" not in item.path.parts:
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     if jax.default_backend() == "gpu":
         return
     folder = str(config.cache.mkdir("xla"))
@@ -61,6 +89,56 @@ def _few_programs():
         jax.clear_caches()
 
 
+def _cpu_seconds():
+    """Returns the CPU time of this process and of those that it started and ended."""
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    usages = [resource.getrusage(x) for x in whose]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    before = _cpu_seconds()
+    result = yield
+    item.config.stash[CPU_SECONDS][item.nodeid] = _cpu_seconds() - before
+    return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Hands on CPU times, or judges their sum where there are no workers above."""
+    tests = session.config.stash[CPU_SECONDS]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu_seconds"] = tests
+    elif session.config.option.cpu_budget and _over_budget(tests):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Keeps the CPU times of the tests of one worker."""
+    seconds = getattr(node, "workeroutput", {}).get("cpu_seconds", {})
+    node.config.stash[CPU_SECONDS].update(seconds)
+
+
+def _over_budget(tests):
+    """Returns a line for each of the two limits that the tests were above."""
+    lines = []
+    if (total := _cpu_seconds()) > MOST_CPU_SECONDS:
+        lines.append(f"ABOVE THE LIMIT: {total:.0f} s; at most {MOST_CPU_SECONDS} s")
+    for name, seconds in tests.items():
+        if seconds > MOST_CPU_SECONDS_OF_A_TEST:
+            limit = MOST_CPU_SECONDS_OF_A_TEST
+            lines.append(f"ABOVE THE LIMIT: {seconds:.0f} s; at most {limit} s: {name}")
+    return lines
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    if config.option.markexpr == "not slow and not drill":
-        terminalreporter.write_line("Slow tests and drills were left out: pytest -m ''")
+    tests = config.stash[CPU_SECONDS]
+    if not tests:
+        return
+    most, total = max(tests, key=tests.__getitem__), _cpu_seconds() / 60
+    lines = [f"CPU time: {total:.1f} minutes; most: {tests[most]:.1f} s by {most}"]
+    lines += _over_budget(tests) if config.option.cpu_budget else []
+    lines += [REST] if config.args_source is BY_DEFAULT else []
+    terminalreporter.write_line("\n".join(lines))

@@ -31,7 +31,7 @@ from experiments.configs import get_config
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
-from tests.train import support
+from tests.support import train as support
 
 MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

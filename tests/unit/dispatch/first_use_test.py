@@ -1,0 +1,181 @@
+"""What a plan chose by prediction is checked before it runs, or does not run."""
+
+import dataclasses
+
+import pytest
+
+from loka_jax import nn
+from loka_jax.dispatch import at_start, local
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.first_use import as_if_accurate, check_plan
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import DispatchPlan, make_plan
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, decide
+from loka_jax.dispatch.table import Entry, Table
+from loka_jax.measure.checking import NO_MEMORY
+from loka_jax.ops.plan import resolve_served
+from loka_jax.recipe import get_recipe
+from loka_jax.site import BF16, Choice, SiteSpec
+from tests.support import stand_ins
+
+SPEC = SiteSpec(65_536, 512, 512, "layer", "swish")
+FIRST, SECOND = Choice.parse("pallas fp8_rowwise"), Choice.parse("pallas bf16")
+
+
+def _site(path, follows=False):
+    plan = resolve_served(SPEC, get_recipe("fp8_rowwise"), stand_ins.CPU)
+    return dataclasses.replace(nn.Site(path=path, plan=plan), follows=follows)
+
+
+SITES = [_site("a"), _site("b")]
+
+
+@pytest.fixture(scope="module")
+def performance():
+    fitted = local.fitted_table("NVIDIA H200")
+    return PerformanceModel(Table(header_here()), fitted=fitted)
+
+
+def plan_of(performance):
+    """Returns the first choice, or the second, or XLA's bfloat16: what did not fail."""
+    estimates = performance.estimates(SPEC)
+    failures = estimates.entry.failures
+    choice = next(c for c in (FIRST, SECOND, BF16) if c.name not in failures)
+    decision = Decision(choice, "", spread=estimates.spread("training", choice))
+    return DispatchPlan(tuple((site.path, decision) for site in SITES))
+
+
+@pytest.fixture
+def workers(monkeypatch, tmp_path):
+    """Stands in for worker processes, in which some candidates are wrong."""
+    path, asked, wrong = tmp_path / "cache.json", [], {}
+    monkeypatch.setattr(at_start, "cache_path", lambda: path)
+
+    def measure_all(jobs, count, say, *, seconds):
+        for job in jobs:
+            (choice,) = job.choices
+            asked.append((choice, job.in_chain))
+            why = wrong.get(choice)
+            failures = {} if why is None else {choice.name: why}
+            times = {"training": {choice.name: 5.0}} if why is None else {}
+            yield job, Entry(times, failures=failures)
+
+    monkeypatch.setattr(at_start, "measure_all", measure_all)
+    return path, asked, wrong
+
+
+def _choice(checked):
+    (choice,) = {decision.choice for _, decision in checked.plan.decisions}
+    return choice
+
+
+def test_a_predicted_choice_is_checked_once_and_kept(workers, performance):
+    path, asked, _ = workers
+    said = []
+    checked = check_plan(plan_of, SITES, performance, 30.0, said.append)
+    assert _choice(checked) == FIRST and not checked.notes
+    assert asked == [(FIRST, False), (BF16, False)]
+    assert len(said) == 1 and "2 kernels" in said[0] and "30 seconds" in said[0]
+    times = tables.read(path).sites[SPEC].times["training"]
+    assert times == {FIRST.name: 5.0, BF16.name: 5.0}
+    again = check_plan(plan_of, SITES, checked.performance, 30.0, said.append)
+    assert _choice(again) == FIRST and len(asked) == 2 and len(said) == 1
+
+
+def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
+    _, asked, wrong = workers
+    wrong[FIRST] = "y is off"
+    checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
+    assert _choice(checked) == SECOND and not checked.notes
+    assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
+
+
+def test_a_choice_that_no_memory_is_left_for_is_said_and_checked_again(
+    workers, performance
+):
+    path, asked, wrong = workers
+    wrong[FIRST] = NO_MEMORY
+    checked = check_plan(plan_of, SITES, performance, 30.0, lambda line: None)
+    assert _choice(checked) == SECOND
+    (note,) = checked.notes
+    assert "2 sites" in note and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in note
+    assert not tables.read(path).sites[SPEC].failures
+    wrong.clear()
+    asked.clear()
+    known = performance.with_table(tables.read(path))
+    again = check_plan(plan_of, SITES, known, 30.0, lambda line: None)
+    assert _choice(again) == FIRST and asked == [(FIRST, False)] and not again.notes
+
+
+def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, performance):
+    _, asked, _ = workers
+
+    def ratio(model):
+        times = model.estimates(SPEC).entry.times["training"]
+        return times[SECOND.name] / times[BF16.name]
+
+    predicted = ratio(performance)
+
+    def leaves_xla_for_less(model):
+        choice = SECOND if ratio(model) < 0.99 * predicted else BF16
+        return DispatchPlan(tuple((site.path, Decision(choice, "")) for site in SITES))
+
+    checked = check_plan(
+        leaves_xla_for_less, SITES, performance, 30.0, lambda line: None
+    )
+    # Measured, both take 5 us: more than the ratio for which it leaves XLA.
+    assert asked == [(SECOND, False), (BF16, False)]
+    assert _choice(checked) == BF16 and not checked.notes
+
+
+def test_an_inference_plan_is_checked_by_times_of_inference(performance):
+    training = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
+    known = performance.with_table(Table(header_here(), {SPEC: training}))
+    asked = []
+
+    def measure(jobs, seconds):
+        for job in jobs:
+            times = {name: {job.choices[0].name: 5.0} for name in job.passes}
+            asked.append((*job.choices, job.passes))
+            yield job, Table(header_here(), {SPEC: Entry(times)})
+
+    def check(pass_name):
+        options = {"pass_name": pass_name, "measure": measure}
+        check_plan(plan_of, SITES, known, 30.0, lambda line: None, **options)
+
+    check("training")
+    assert asked == []
+    check("inference")
+    assert asked == [(FIRST, ("inference",)), (BF16, ("inference",))]
+
+
+def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
+    monkeypatch.setattr(at_start, "measure_all", lambda *args, **kwargs: [])
+    checked = check_plan(plan_of, SITES, performance, 1e-9, lambda line: None)
+    assert _choice(checked) == BF16
+    assert "Kernels of 1 sites were not checked" in checked.notes[0]
+
+
+def test_kernels_of_a_chain_are_checked_as_parts_of_it(workers, performance):
+    _, asked, _ = workers
+    sites = [SITES[0], _site("b", follows=True)]
+    check_plan(plan_of, sites, performance, 30.0, lambda line: None)
+    assert asked[0] == (FIRST, True)
+
+
+def test_the_fp8_that_a_review_may_promote_to_is_checked(workers, performance):
+    _, asked, _ = workers
+
+    def hopeful(performance):
+        return make_plan(SITES, performance, errors=as_if_accurate(SITES))
+
+    check_plan(hopeful, SITES, performance, 30.0, lambda line: None)
+    assert any(choice.is_fp8 for choice, _ in asked)
+
+
+def test_only_measured_candidates_are_left_without_predictions(performance):
+    measured = Table(header_here(), {SPEC: Entry({"training": {BF16.name: 5.0}})})
+    known = performance.with_table(measured).measured()
+    assert known.estimates(SPEC).entry.times == {"training": {BF16.name: 5.0}}
+    assert decide(known.estimates(SPEC).entry, DEFAULT_LIMITS).choice == BF16

@@ -1,0 +1,227 @@
+"""README and docs: figures are those of their JSON, links and scripts exist, code runs.
+
+A comment below a paragraph or table says where its figures come from:
+
+    <!-- figures: dispatch_h200.json models.{0}.times.{1} $.median_us
+    columns: xla bf16 | xla bf16 / dispatch
+    rows: tower, training; fp8_dlrm, training
+    -->
+
+The first line names a file of `experiments/results/` and a JSON path. `columns` holds a
+formula for each column of the table after its first, and `rows` the words that replace
+{0}, {1} in each row; without `rows` they are the numbers of the row's first cell. Two
+figures of one cell have their formulas separated by `;`. In place of `columns`, lines
+such as `1.86x = xla bf16 / dispatch` explain single figures. Indented lines continue
+the one above.
+
+A formula is a sum of terms, or the quotient of two sums: `1 - a / 1 - b` is (1 - a) /
+(1 - b). A term is a number, or a word that replaces `$` in the path. Keys of the path
+may hold `*` (the smallest match counts); `k=256,n=128` selects an element of a list.
+A figure is its value rounded to the printed digits; `%` and `M` scale it.
+"""
+
+import fnmatch
+import functools
+import json
+import pathlib
+import re
+from typing import NamedTuple
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMENT = "<!-- figures: "
+_NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+FIGURE = re.compile(rf"(?<![\w.,/=-])({_NUMBER})( ?%|x\b| M\b| us\b)?")
+
+
+class Block(NamedTuple):
+    """A paragraph or table, and the comments on its figures."""
+
+    text: str
+    comments: list[str]
+
+    @property
+    def is_table(self) -> bool:
+        return self.text.startswith("|")
+
+    def rows(self) -> list[list[str]]:
+        """Returns the cells of the rows below a table's head."""
+        return [line.strip("|").split("|") for line in self.text.splitlines()[2:]]
+
+
+def blocks(page):
+    """Returns the blocks of a page, without its code."""
+    result = []
+    for text in re.split(r"\n\s*\n", CODE.sub("", page.read_text()).strip()):
+        if text.startswith(COMMENT):
+            result[-1].comments.append(text)
+        else:
+            result.append(Block(re.sub(r"`[^`]*`", "", text), []))
+    return result
+
+
+def figures(text):
+    """Returns the figures of a text with their units."""
+    return [number + unit for number, unit in FIGURE.findall(text)]
+
+
+def figures_to_explain(block):
+    """Returns every number of a table, but only those with digits or unit of a text."""
+    if block.is_table:
+        return [f for cells in block.rows() for c in cells[1:] for f in figures(c)]
+    return [f for f in figures(block.text) if re.search(r"[.%xMu]", f)]
+
+
+def explained(block, comment):
+    """Yields the figures that a comment explains, each with its value."""
+    body = comment.removeprefix(COMMENT).removesuffix("-->").replace("\n  ", " ")
+    head, *lines = body.strip().splitlines()
+    file, _, path = head.partition(" ")
+    path = path or "$"
+    if not lines[0].startswith("columns: "):
+        for figure, formula in (line.split(" = ") for line in lines):
+            assert figure in figures(block.text), f"{figure} is not in the text"
+            yield figure, evaluate(formula, file, path)
+        return
+    settings = dict(line.split(": ", maxsplit=1) for line in lines)
+    words = [re.findall(r"\d+", row[0].replace(",", "")) for row in block.rows()]
+    if "rows" in settings:
+        words = [re.split(r",\s*", row.strip()) for row in settings["rows"].split(";")]
+    columns = settings["columns"].split("|")
+    for cells, keys in zip(block.rows(), words, strict=True):
+        for cell, formulas in zip(cells[1:], columns, strict=True):
+            if not figures(cell):
+                continue
+            for pair in zip(figures(cell), formulas.split(";"), strict=True):
+                figure, formula = pair
+                filled = (text.format(*keys) for text in (formula, file, path))
+                yield figure, evaluate(*filled)
+
+
+@functools.cache
+def load(file):
+    """Returns a file of the results, or one named from the root."""
+    path = RESULTS / file if (RESULTS / file).exists() else ROOT / file
+    return json.loads(path.read_text())
+
+
+def evaluate(formula, file, path):
+    """Returns the value of a formula over a JSON file."""
+    data = load(file)
+
+    def term(text):
+        if re.fullmatch(r"[\d.]+", text):
+            return float(text)
+        return min(values_at(data, path.replace("$", text).split(".")))
+
+    def total(text):
+        first, *rest = re.split(r" ([+-]) ", text)
+        signed = zip(rest[::2], rest[1::2], strict=True)
+        return term(first) + sum(term(t) * float(f"{sign}1") for sign, t in signed)
+
+    above, *below = map(total, formula.strip().split(" / "))
+    return above / below[0] if below else above
+
+
+def values_at(data, path):
+    """Returns the numbers at a path: one, or several if a key holds `*`."""
+    if not path:
+        return [float(data)]
+    key, *rest = path
+    if isinstance(data, dict):
+        keys = [key] if key in data else fnmatch.filter(data, key)
+        items = [data[k] for k in keys]
+    elif "=" in key:
+        wanted = dict(pair.split("=") for pair in key.split(","))
+        items = [x for x in data if all(str(x[k]) == v for k, v in wanted.items())]
+    else:
+        items = [data[int(key)]]
+    assert items, f"there is no {key!r}"
+    return [value for item in items for value in values_at(item, rest)]
+
+
+def is_rounded(figure, value):
+    """Returns True if a figure is a value rounded to the digits that are printed."""
+    number, unit = FIGURE.fullmatch(figure).groups()
+    scale = {"%": 100, "M": 1e-6}.get((unit or "").strip(), 1)
+    digits = len(number.partition(".")[2])
+    printed = float(number.replace(",", ""))
+    return abs(printed - value * scale) <= 0.5 * 10**-digits * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_json(page):
+    wrong = [
+        f"{figure} is {value:.7g} by {comment.splitlines()[0]}"
+        for block in blocks(page)
+        for comment in block.comments
+        for figure, value in explained(block, comment)
+        if not is_rounded(figure, value)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_figures_of_the_benchmarks_are_explained():
+    first_table = next(b for b in blocks(ROOT / "README.md") if b.is_table)
+    missing = []
+    for block in (first_table, *blocks(ROOT / "docs" / "benchmarks.md")):
+        pairs = (pair for c in block.comments for pair in explained(block, c))
+        with_source = {figure for figure, _ in pairs}
+        missing += [f for f in figures_to_explain(block) if f not in with_source]
+    assert not missing, missing
+
+
+def test_a_figure_is_rounded_to_its_printed_digits():
+    assert is_rounded("1,410 us", 1410.29) and not is_rounded("1,411", 1410.29)
+    assert is_rounded("-0.05 %", -0.00048) and not is_rounded("0.6 %", 0.0066)
+    assert is_rounded("1.86x", 1.8559) and not is_rounded("1.85x", 1.8559)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_scripts_exist(page):
+    text = page.read_text()
+    matches = re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text)
+    links = [(page.parent / path if path else page, anchor) for path, anchor in matches]
+    paths = [path for path, _ in links]
+    named = re.findall(
+        r"\b(?:examples|experiments|loka_jax|tests|docs)/[\w./-]*\w", text
+    )
+    paths += [ROOT / path for path in named]
+    missing = [str(path) for path in paths if not path.exists()]
+    assert not missing, missing
+    for path, anchor in links:
+        assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
+
+
+def anchors(page):
+    """Returns the names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def _pages_with_code():
+    for page in PAGES:
+        if "```python" in page.read_text():
+            marks = () if page.name == "README.md" else pytest.mark.slow
+            yield pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", [*_pages_with_code()])
+def test_python_code_runs(page):
+    namespace, blocks = {}, 0
+    # As in a user's process: the tests are stricter.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for language, code in CODE.findall(page.read_text()):
+            if language == "python":
+                exec(compile(code, page.name, "exec"), namespace)
+                blocks += 1
+    assert blocks

@@ -1,0 +1,92 @@
+"""Runs that diverge: they fail, and keep their healthy checkpoints."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.loop import Loop
+from loka_jax.train.watch.guard import TrainingFailed
+from tests.support import train as support
+from tests.support.train import config, lines, summary, train
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    support.share_steps(monkeypatch)
+
+
+def explode(monkeypatch, *steps):
+    """Makes the parameters huge, once before each of the steps."""
+    left, plain = list(steps), Loop.step
+
+    def spy(self, taken):
+        if left and self.progress.step == left[0]:
+            left.pop(0)
+            params = jax.tree.map(lambda x: 1e4 * x, self.state.params)
+            self.state = dataclasses.replace(self.state, params=params)
+        plain(self, taken)
+
+    monkeypatch.setattr(Loop, "step", spy)
+
+
+def kept_steps(workdir):
+    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_learning_rate_that_is_far_too_high_fails(tmp_path):
+    options = config(tmp_path, log_every=2, eval_every=2)
+    optim = dataclasses.replace(options.optim, lr=1000.0)
+    with pytest.raises(TrainingFailed, match="diverged at step .*learning rate"):
+        train(dataclasses.replace(options, optim=optim))
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_healthy_checkpoints_stay(tmp_path, monkeypatch):
+    explode(monkeypatch, 9)
+    options = {"log_every": 2, "eval_every": 4, "save_every": 1, "keep_checkpoints": 2}
+    with pytest.raises(TrainingFailed, match="step 9 is saved"):
+        train(config(tmp_path, **options))
+    assert kept_steps(tmp_path) == [8, 9]
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        saved = checkpoints.newest()
+    assert saved.meta["progress"]["guard"]["bad_windows"] == 0
+    with pytest.raises(TrainingFailed):  # as the same steps would do
+        explode(monkeypatch, 9)
+        train(config(tmp_path, resume=True, **options))
+
+
+def test_a_run_goes_back_where_that_is_asked_for(tmp_path, monkeypatch):
+    explode(monkeypatch, 9)
+    options = {"log_every": 2, "eval_every": 4, "on_divergence": "go_back"}
+    code, said = train(config(tmp_path, **options))
+    assert code == 0 and "Went back to step 8, learning rates halved" in said
+    found = summary(tmp_path)
+    assert found["steps"] == 20 and len(found["returns"]) == 1
+    assert np.isfinite(found["final_eval"]["logloss"])
+    logged = lines(tmp_path)
+    steps = [line["step"] for line in logged if line["kind"] == "train"]
+    assert steps == list(range(2, 21, 2))  # each once
+    lr = {line["step"]: line["lr"] for line in logged if line["kind"] == "train"}
+    assert lr[10] == pytest.approx(lr[8] / 2)
+
+
+def test_a_run_that_diverges_again_and_again_fails(tmp_path, monkeypatch):
+    explode(monkeypatch, 9, 9, 9, 9)
+    options = {"log_every": 1, "eval_every": 4, "on_divergence": "go_back"}
+    with pytest.raises(TrainingFailed, match="diverged"):
+        train(config(tmp_path, **options))
+
+
+def test_a_run_that_takes_no_step_fails(tmp_path, monkeypatch):
+    plain = Loop.step
+
+    def spy(self, taken):
+        ((position, batch),) = taken
+        plain(self, [(position, batch._replace(dense=batch.dense * np.nan))])
+
+    monkeypatch.setattr(Loop, "step", spy)
+    with pytest.raises(TrainingFailed, match="the last 6 steps .* were skipped"):
+        train(config(tmp_path, max_steps=6))

@@ -1,0 +1,127 @@
+"""Trains a small run as the command line of a test asks, in one or several processes.
+
+    python tests/train/processes/trainee.py WORKDIR [max_steps=8] [save_every=3] ...
+
+With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
+`stall=STEP` the second process waits for ever before that step, so that it can be
+killed or stopped within one, and with `stall_save=STEP` while that step is saved. With
+`int8=1` gradients travel in int8.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+from loka_jax.data import generated
+from loka_jax.train.checkpoints import shared_save
+from loka_jax.train.config import RunOptions
+from loka_jax.train.loop import Loop
+from loka_jax.train.mesh.devices import MeshConfig
+from loka_jax.train.mesh.gradient_sum import CollectivesConfig
+from loka_jax.train.processes.group import leave
+from loka_jax.train.processes.signals import AgreedStop
+from loka_jax.train.session import train
+from tests.support import train as support
+
+WATCHDOG = 60.0
+SMALL = dict(batch_size=128, epochs=4, max_steps=8, save_every=3, eval_every=4)
+
+
+def main() -> int:
+    workdir = Path(sys.argv[1])
+    options = dict(argument.split("=") for argument in sys.argv[2:])
+    jax.config.update("jax_compilation_cache_dir", os.environ["XLA_CACHE"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    numbers = {name: int(value) for name, value in options.items()}
+    sum_in_order()
+    generated.best_possible_ne = lambda *_: (0.5, 0.0)  # of a million examples
+    stall, stall_save = numbers.pop("stall", None), numbers.pop("stall_save", None)
+    watchdog = numbers.pop("watchdog", WATCHDOG)
+    if (slow := numbers.pop("slow", 0)) > 0:
+        slow_down(slow)
+    shards, replicas = numbers.pop("shards", 8), numbers.pop("replicas", 1)
+    if int(os.environ.get("RANK", 0)) == 1:
+        stall_at(stall)
+        stall_saving(stall_save)
+    resume = bool(numbers.pop("resume", 0))
+    gradients = "int8" if numbers.pop("int8", 0) else "auto"
+    config = dataclasses.replace(
+        support.config(workdir, **SMALL | numbers),
+        mesh=MeshConfig(shards=shards, replicas=replicas),
+        collectives=CollectivesConfig(gradients=gradients),
+        run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
+    )
+    return train(config, sys.argv).exit_code
+
+
+def sum_in_order() -> None:
+    """Lets `psum` add in the order of the devices.
+
+    In one process XLA adds in another order than gloo does between two, so that the
+    last bits differ; all else is to be equal.
+    """
+
+    def psum(x, axis_name):
+        def add(leaf):
+            first, *others = jax.lax.all_gather(leaf, axis_name)
+            return functools.reduce(jax.numpy.add, others, first)
+
+        return jax.tree.map(add, x)
+
+    jax.lax.psum = psum
+
+
+def hang(where: str) -> None:
+    print(f"waiting in {where}", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def slow_down(seconds: int) -> None:
+    """Lets steps after the first wait for a signal to this process, and take longer."""
+    got, handle, plain = threading.Event(), AgreedStop.__call__, Loop.step
+
+    def __call__(self, number, frame):
+        got.set()
+        handle(self, number, frame)
+
+    def step(self, taken):
+        print(f"taking step {self.progress.step}", flush=True)
+        while self.progress.step and not got.is_set():
+            time.sleep(0.05)
+        time.sleep(seconds)
+        plain(self, taken)
+
+    AgreedStop.__call__, Loop.step = __call__, step
+
+
+def stall_at(stall: int | None) -> None:
+    plain = Loop.step
+
+    def step(self, taken):
+        if self.progress.step == stall:
+            hang(f"step {stall}")
+        plain(self, taken)
+
+    Loop.step = step
+
+
+def stall_saving(stall: int | None) -> None:
+    plain = shared_save.begin
+
+    def begin(path, arrays, processes):
+        if path.name == str(stall):
+            hang(f"save {stall}")
+        return plain(path, arrays, processes)
+
+    shared_save.begin = begin
+
+
+if __name__ == "__main__":
+    leave(main)
