@@ -1,8 +1,4 @@
-"""A run small enough to train many times, and what tells two runs apart.
-
-Compiled steps and opened data are pure functions of the configuration, so runs of one
-test session share them: only the first of a kind waits for XLA.
-"""
+"""A run small enough to train many times, and what tells two runs apart."""
 
 import dataclasses
 import functools
@@ -96,10 +92,7 @@ def build(config, saved=None, say=print, base=None):
 
 
 def write_table(path, header=None, *, source="small", bf16_us=2.0, fp8_us=1.0):
-    """Writes a table in which FP8 by rows is twice as fast everywhere.
-
-    Its errors are those of the configuration `source`.
-    """
+    """Writes a table where FP8 by rows is twice as fast, its errors of `source`."""
     measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
     errors = {role: {"fp8_rowwise": measures} for role in ROLES}
     sites = build_lib.build(config()).sites
@@ -113,10 +106,7 @@ def write_table(path, header=None, *, source="small", bf16_us=2.0, fp8_us=1.0):
 
 
 def plant_drift(monkeypatch, path, since, until=10**9):
-    """Lets lhs of a site look 512 times as large before some steps.
-
-    The site is the last by name if `path` is None.
-    """
+    """Lets lhs of a site, by default the last, look 512 times as large."""
     plain = drift_looks.look_step
 
     def planted(run, recipes):
@@ -135,9 +125,8 @@ def plant_drift(monkeypatch, path, since, until=10**9):
 
 def share_data(monkeypatch):
     """Opens each data set once in a test session."""
-    monkeypatch.setattr(
-        build_lib, "open_data", lambda data, *, seed, base: _open_data(data, seed)
-    )
+    opened = lambda data, *, seed, base: _open_data(data, seed)  # noqa: E731
+    monkeypatch.setattr(build_lib, "open_data", opened)
 
 
 def share_programs(monkeypatch):

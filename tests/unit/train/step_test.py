@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import jax
@@ -9,335 +10,326 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
-from loka_jax.data import Batch
-from loka_jax.models import Dlrm
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Planned
+from loka_jax import nn
 from loka_jax.ops import embedding
-from loka_jax.optim import Sgd
+from loka_jax.optim import Adam, OptimConfig, Sgd, make_dense_optimizer
+from loka_jax.scaling import DelayedScaling
 from loka_jax.train import metrics
-from loka_jax.train.state import init_state
+from loka_jax.train.gradients import Gradients, accumulated
 from loka_jax.train.step import (
     RowUpdate,
     make_eval_step,
     make_train_step,
     named_sites,
+    one_after_another,
     scales_initialized,
+    update_table,
 )
+from tests.support import linear
+from tests.support.linear import FIRST_ROWS, SIZE, TABLES, Linear, expected, make_batch
 from tests.support.train import digest
 
-TABLES = embedding.TableSpec(rows=(20, 10, 5), dim=16)
-FP8 = Dlrm(bottom_mlp=(16,), top_mlp=(16,), recipe="fp8_tensorwise_delayed")
-F32 = FP8.clone(recipe="f32")
-INITIALIZED = FP8.clone(recipe="fp8_tensorwise_delayed:initialized")
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
+CLIPPED = make_dense_optimizer(OptimConfig(dense="sgd", lr=0.1, clip_norm=0.5), 9)
 
 
-def make_batch(seed=0, size=64) -> Batch:
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, TABLES.rows, (size, len(TABLES.rows)))
-    return Batch(
-        dense=rng.normal(size=(size, 13)).astype(np.float32),
-        ids=ids.astype(np.int32),
-        labels=rng.integers(0, 2, size).astype(np.float32),
-        weights=np.ones(size, np.float32),
-    )
+def counted(state):
+    return [int(getattr(state, name)) for name in COUNTERS]
 
 
-def make_state(model=F32, optimizer=None, num_dense=13):
-    return init_state(
-        jax.random.key(0),
-        model=model,
-        tables=TABLES,
-        num_dense=num_dense,
-        optimizer=optimizer or optax.sgd(0.1),
-        row_optimizer=Sgd(),
-        init_stddev=0.5,
-    )
+def weighted(batch, seed=3):
+    """Returns the batch with unequal weights, of which the last eight are 0."""
+    weights = np.random.default_rng(seed).uniform(0.5, 3, SIZE).astype(np.float32)
+    weights[-8:] = 0
+    return batch._replace(weights=weights)
 
 
 @functools.cache
-def make_step(model=F32, *, l2=0.0, microbatches=1, rows_lr=0.1, dropout_seed=0):
-    rows = RowUpdate(Sgd(), optax.constant_schedule(rows_lr), l2)
-    step = make_train_step(
-        model,
-        TABLES,
-        optax.sgd(0.1),
-        rows,
-        microbatches=microbatches,
-        dropout_seed=dropout_seed,
-    )
-    return jax.jit(step)
+def make_step(**options):
+    """Returns the step of the linear model; rates of rows grow with steps taken."""
+    rows = RowUpdate(Adam(), lambda step: 0.1 * (1 + step.astype(jnp.float32)), 0.0)
+    return jax.jit(make_train_step(Linear(), TABLES, CLIPPED, rows, **options))
 
 
 @pytest.fixture(scope="module")
-def warm():
-    """An FP8 state after two steps."""
-    state = make_step(FP8)(make_state(FP8), make_batch())
-    return make_step(FP8)(state, make_batch(1))
+def start():
+    return linear.make_state(Linear(), CLIPPED, Adam(), weighted=True)
 
 
-def without(state, *names):
-    return {k: v for k, v in vars(state).items() if k not in names}
+@pytest.fixture(scope="module")
+def trained(start):
+    """A state after two steps, whose rows have moments."""
+    state = make_step()(start, weighted(make_batch(1)))
+    return make_step()(state, weighted(make_batch(2)))
 
 
-def test_optax_sees_parameters_only():
-    seen = []
-
-    def update(grads, opt_state, params=None):
-        seen.extend((grads, params))
-        return grads, opt_state
-
-    spy = optax.GradientTransformation(lambda params: (), update)
-    rows = RowUpdate(Sgd(), optax.constant_schedule(0.1), 0.0)
-    step = make_train_step(FP8, TABLES, spy, rows)
-    state = make_state(FP8, spy)
-    jax.jit(step).trace(state, make_batch())
-    structure = jax.tree.structure(state.params)
-    assert [jax.tree.structure(tree) for tree in seen] == [structure, structure]
-    assert OVERWRITE_WITH_GRADIENT not in state.params
+def assert_only_counters_differ(after, before):
+    kept = [
+        {k: v for k, v in vars(x).items() if k not in COUNTERS} for x in (after, before)
+    ]
+    assert digest(kept[0]) == digest(kept[1])
 
 
 @pytest.mark.parametrize(
-    "model, dtype", [(FP8, jnp.bfloat16), (F32, jnp.float32)], ids=["fp8", "f32"]
+    "size, is_clipped, weight, microbatches",
+    [(0.3, False, 1.0, 1), (10.0, True, 1.0, 4), (0.3, False, 2e-6, 4)],
 )
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_gradients_of_rows_have_the_models_dtype(
-    monkeypatch, model, dtype, microbatches
-):
-    seen = []
-
-    def update(table, row_state, ids, grads, *args, **options):
-        seen.append((grads.dtype, options["implementation"]))
-        return table, row_state
-
-    monkeypatch.setattr(embedding, "update_rows", update)
-    rows = RowUpdate(Sgd(), optax.constant_schedule(0.1), 0.0, implementation="xla")
-    planned = Planned(model)
-    step = make_train_step(
-        planned, TABLES, optax.sgd(0.1), rows, microbatches=microbatches
+def test_a_step_follows_its_equations(start, size, is_clipped, weight, microbatches):
+    """Gradients are shrunk to the clip norm of 0.5, and only those above it."""
+    batch = weighted(make_batch())
+    batch = batch._replace(
+        dense=batch.dense * np.float32(size), weights=batch.weights * np.float32(weight)
     )
-    jax.jit(step).trace(make_state(model), make_batch())
-    assert seen == [(dtype, "xla")]
+    after = make_step(microbatches=microbatches)(start, batch)
+    logits, gradients, of_rows = expected(start, batch)
+    norm = float(optax.tree.norm(gradients))
+    assert (norm > 0.5) == is_clipped and norm > 0.05
+    rate = 0.1 * min(1, 0.5 / norm)
+    want = jax.tree.map(lambda p, g: p - rate * g, start.params, gradients)
+    # Some 30 terms below 10, each right to 1e-7 of itself.
+    close = dict(rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(after.params, want, **close)
+    np.testing.assert_allclose(after.grad_norm, norm, rtol=1e-5)
+    # Adam's first step is one rate against the gradient's sign.
+    step = 0.1 * of_rows / (np.abs(of_rows) + 1e-8)
+    touched = np.abs(of_rows) > 1e-6
+    np.testing.assert_allclose(after.row_state.m, 0.1 * of_rows, rtol=1e-4, atol=1e-7)
+    moved = np.asarray(after.table - start.table)
+    np.testing.assert_allclose(moved[touched], -step[touched], rtol=1e-3)
+    loss = np.logaddexp(0, np.where(batch.labels == 1, -1, 1) * logits[:, 0])
+    seen, want = metrics.compute(after.metrics), np.average(loss, weights=batch.weights)
+    assert (seen["logloss"], seen["count"]) == (pytest.approx(want, rel=1e-5), SIZE - 8)
+    assert (counted(after), int(after.bad_ids)) == ([1, 0, 0], 0)
 
 
-def test_every_scale_and_history_moves_in_every_step(warm):
-    first = make_step(FP8)(make_state(FP8), make_batch())
-    assert set(named_sites(warm)) == {"bottom_mlp/dense_1", "top_mlp/dense_0"}
-    for path, site in named_sites(warm).items():
-        assert np.all(np.asarray(site.scale_inv) > 0), path
-        assert np.all(np.asarray(site.amax_history[:, :2]) > 0), path
-        before = named_sites(first)[path].amax_history[:, 0]
-        assert np.array_equal(site.amax_history[:, 1], before), path
-        assert np.all(np.asarray(site.amax_history[:, 0] != before)), path
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_gradient_norm_is_that_of_the_dense_gradients(microbatches):
-    state = make_state()
-    after = make_step(microbatches=microbatches)(state, make_batch())
-    moved = jax.tree.map(lambda a, b: a - b, state.params, after.params)
-    np.testing.assert_allclose(after.grad_norm, optax.tree.norm(moved) / 0.1, rtol=1e-4)
-
-
-def test_a_model_scales_initialized_once_every_operand_was_seen(warm):
-    assert not scales_initialized(make_state(FP8))
-    assert scales_initialized(warm)
-
-
-def test_a_model_without_delayed_scales_is_always_initialized():
-    assert scales_initialized(make_state(F32))
-
-
-@pytest.mark.parametrize("model", [FP8, INITIALIZED], ids=["first", "initialized"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_feature_changes_nothing_but_counters(warm, model, value):
-    batch = make_batch(2)
-    batch.dense[3, 5] = value
-    after = make_step(model)(warm, batch)
-    assert digest(without(after, *COUNTERS)) == digest(without(warm, *COUNTERS))
-    assert [int(getattr(after, name)) for name in COUNTERS] == [3, 1, 1]
-
-
-@pytest.mark.slow
-def test_an_infinite_feature_is_seen_by_a_first_layer_all_in_fp8():
-    # 16 columns: no role of the first layer runs in bfloat16, and the cast saturates.
-    batch = make_batch()
-    batch = batch._replace(dense=np.resize(batch.dense, (64, 16)))
-    state = make_step(FP8)(make_state(FP8, num_dense=16), batch)
-    # A copy: the first step may still read the array it was given.
-    poisoned = batch._replace(dense=batch.dense.copy())
-    poisoned.dense[3, 5] = np.inf
-    after = make_step(INITIALIZED)(state, poisoned)
-    assert digest(without(after, *COUNTERS)) == digest(without(state, *COUNTERS))
-    assert [int(x.skipped) for x in (state, after)] == [0, 1]
-
-
-@pytest.mark.parametrize("what", ["params", "table"])
-def test_a_poisoned_value_changes_nothing_but_counters(warm, what):
-    value = jax.tree.map(lambda x: x.at[0].set(jnp.nan), getattr(warm, what))
-    poisoned = dataclasses.replace(warm, **{what: value})
-    batch = make_batch(2)
-    batch.ids[0, 0] = 0
-    after = make_step(FP8)(poisoned, batch)
-    assert digest(without(after, *COUNTERS)) == digest(without(poisoned, *COUNTERS))
-    assert int(after.skipped) == 1
-
-
-def test_a_good_step_ends_the_row_of_skipped_ones(warm):
-    bad = make_batch()
-    bad.dense[0, 0] = np.nan
-    state = make_step(FP8)(make_step(FP8)(warm, bad), bad)
-    assert int(state.skipped_in_a_row) == 2
-    state = make_step(FP8)(state, make_batch())
-    assert (int(state.skipped), int(state.skipped_in_a_row)) == (2, 0)
-
-
-@pytest.mark.slow
-def test_a_skipped_step_does_not_advance_the_rows_schedule():
-    rows = RowUpdate(Sgd(), lambda step: 0.1 * step.astype(jnp.float32), 0.0)
-    step = jax.jit(make_train_step(F32, TABLES, optax.sgd(0.1), rows))
-    state = dataclasses.replace(
-        make_state(), step=jnp.asarray(5, jnp.int32), skipped=jnp.asarray(4, jnp.int32)
-    )
-    after, want = step(state, make_batch()), make_step()(state, make_batch())
-    chex.assert_trees_all_close(after.table, want.table, rtol=1e-6, atol=1e-7)
-
-
-def test_microbatches_give_the_update_of_the_whole_batch():
-    state, batch = make_state(), make_batch()
-    batch.weights[50:] = 0  # so that the parts weigh differently
-    whole, parts = (make_step(microbatches=n)(state, batch) for n in (1, 4))
-    moved = ("params", "table")
-    assert digest(whole.params) != digest(state.params)
-    chex.assert_trees_all_close(
-        {name: getattr(parts, name) for name in moved},
-        {name: getattr(whole, name) for name in moved},
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-def test_microbatches_count_every_example_once():
-    state, batch = make_state(), make_batch()
-    whole, parts = (make_step(microbatches=n)(state, batch) for n in (1, 4))
-    a, b = metrics.compute(whole.metrics), metrics.compute(parts.metrics)
-    assert a["count"] == b["count"] == 64
-    assert b["logloss"] == pytest.approx(a["logloss"], rel=1e-5)
-
-
-def test_microbatches_merge_fp8_state_by_the_maximum():
-    state, batch = make_state(FP8), make_batch()
-    whole, parts = (make_step(FP8, microbatches=n)(state, batch) for n in (1, 4))
-    for path, site in named_sites(parts).items():
-        want = np.asarray(named_sites(whole)[path].table)
-        got = np.asarray(site.table)
-        assert got[1, 1] == want[1, 1], path  # the weight is that of every part
-        # A sum over the parts would be 4 times as large, a mean far smaller.
-        np.testing.assert_allclose(got[:, 1], want[:, 1], rtol=0.2, err_msg=path)
-
-
-def test_padding_rows_do_not_matter():
-    batch, other = make_batch(), make_batch()
-    other.dense[48:], other.labels[48:] = 7.0, 1.0
-    other.ids[48:] = 0
+def test_padding_rows_do_not_matter_and_move_no_row(trained):
+    batch, other = weighted(make_batch()), weighted(make_batch())
+    other.dense[-8:], other.labels[-8:] = 7.0, 1 - other.labels[-8:]
+    batch.ids[-8:], other.ids[-8:] = 0, 1
     for x in (batch, other):
-        x.weights[48:] = 0
-    step = make_step()
-    a, b = step(make_state(), batch), step(make_state(), other)
-    chex.assert_trees_all_close(a.params, b.params, rtol=1e-6, atol=1e-7)
-    assert digest(without(a, "params")) == digest(without(b, "params"))
+        x.ids[:-8] = np.maximum(x.ids[:-8], 2)  # rows 0 and 1 are of padding alone
+    a, b = make_step()(trained, batch), make_step()(trained, other)
+    assert digest(a) == digest(b)
+    rows = np.concatenate([FIRST_ROWS, FIRST_ROWS + 1])
+    assert np.any(np.asarray(trained.row_state.m)[rows])  # lazy Adam would move them
+    assert digest(a.table) != digest(trained.table)
+    kept = [
+        [np.asarray(x)[rows] for x in jax.tree.leaves((state.table, state.row_state))]
+        for state in (a, trained)
+    ]
+    chex.assert_trees_all_equal(*kept)
 
 
-def test_weights_count_like_repeated_examples():
-    batch, repeated = make_batch(), make_batch()
-    batch.weights[:] = np.where(np.arange(64) < 16, 0.75, 0)
-    for column in repeated[:3]:
-        column[16:] = np.tile(column[:16], (3, *[1] * (column.ndim - 1)))
-    weighted = dataclasses.replace(make_state(), metrics=metrics.init(weighted=True))
-    a, b = make_step()(weighted, batch), make_step()(make_state(), repeated)
-    chex.assert_trees_all_close(a.params, b.params, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(a.table, b.table, rtol=1e-5, atol=1e-6)
-    mine, theirs = metrics.compute(a.metrics), metrics.compute(b.metrics)
-    assert mine["ne"] == pytest.approx(theirs["ne"], rel=1e-6)
-    assert digest(a.table) != digest(make_state().table)
+@pytest.mark.parametrize(
+    "what, value",
+    [("dense", np.nan), ("dense", -np.inf), ("params", np.nan), ("table", -np.inf)],
+)
+def test_a_step_that_is_not_finite_changes_nothing_but_counters(trained, what, value):
+    batch, poisoned = weighted(make_batch(5)), trained
+    batch.ids[0, 0] = 0
+    if what == "dense":
+        batch.dense[3, 2] = value
+    else:
+        leaves, tree = jax.tree.flatten(getattr(trained, what))
+        leaves[0] = leaves[0].at[0].set(value)
+        harmed = {what: jax.tree.unflatten(tree, leaves)}
+        poisoned = dataclasses.replace(trained, **harmed)
+    after = make_step()(poisoned, batch)
+    assert_only_counters_differ(after, poisoned)
+    assert counted(after) == [3, 1, 1]
+    assert counted(make_step()(after, batch)) == [4, 2, 2]
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_the_scale_of_all_weights_does_not_matter(microbatches):
-    state = dataclasses.replace(make_state(), metrics=metrics.init(weighted=True))
+def test_a_good_step_ends_the_row_of_skipped_ones(start):
+    counts = (jnp.int32(7), jnp.int32(4), jnp.int32(3))
+    state = dataclasses.replace(start, **dict(zip(COUNTERS, counts, strict=True)))
+    after = make_step()(state, weighted(make_batch()))
+    assert counted(after) == [8, 4, 0]
+    # The rows' rate is that of the third step that was taken, 0.4, not of the eighth.
+    once = make_step()(start, weighted(make_batch()))
+    moved = [np.asarray(x.table - start.table) for x in (after, once)]
+    np.testing.assert_allclose(moved[0], 4 * moved[1], rtol=1e-4, atol=2.0**-21)
+
+
+def test_ids_out_of_range_are_counted_and_touch_no_row(start):
     batch = make_batch()
-    batch.weights[:] = np.arange(64)
-    tiny = batch._replace(weights=batch.weights * np.float32(2.0**-20))
-    step = make_step(microbatches=microbatches)
-    a, b = step(state, batch), step(state, tiny)
-    chex.assert_trees_all_close(a.params, b.params, rtol=1e-6, atol=1e-7)
-    assert digest(a.params) != digest(state.params)
-
-
-def test_ids_out_of_range_are_counted_and_touch_no_row():
-    state, batch = make_state(), make_batch()
     batch.ids[:, :] = 1
     batch.ids[0] = (-1, 10, 2**31 - 1)
-    after = make_step()(state, batch)
-    named = [1, 21, 31]  # row 1 of each table
-    changed = np.any(np.asarray(after.table != state.table), axis=1)
-    assert np.flatnonzero(changed).tolist() == named
-    assert (int(after.bad_ids), int(after.skipped)) == (3, 0)
+    after = make_step()(dataclasses.replace(start, bad_ids=jnp.int32(4)), batch)
+    changed = np.any(np.asarray(after.table != start.table), axis=1)
+    assert np.flatnonzero(changed).tolist() == (FIRST_ROWS + 1).tolist()
+    assert (int(after.bad_ids), int(after.skipped)) == (4 + 3, 0)
 
 
-def test_l2_pulls_rows_that_no_id_names():
-    state, batch = make_state(), make_batch()
-    batch.ids[:, :] = 1
-    after = make_step(l2=0.5)(state, batch)
-    want = np.asarray(state.table[2]) * (1 - 0.1 * 0.5)
-    np.testing.assert_allclose(after.table[2], want, rtol=1e-6)
-
-
-def test_a_skipped_step_applies_no_l2():
-    state, batch = make_state(), make_batch()
-    batch.dense[0, 0] = np.nan
-    after = make_step(l2=0.5)(state, batch)
-    assert digest(without(after, *COUNTERS)) == digest(without(state, *COUNTERS))
-
-
-def test_lr_scale_scales_both_updates():
-    state = make_state()
-    full = make_step()(state, make_batch())
-    half = dataclasses.replace(state, lr_scale=jnp.asarray(0.5))
-    half = make_step()(half, make_batch())
-
-    def steps(after):
-        pairs = ((after.params, state.params), (after.table, state.table))
-        return [jax.tree.map(jnp.subtract, *pair) for pair in pairs]
-
-    want = jax.tree.map(lambda x: 0.5 * x, steps(full))
+def test_lr_scale_scales_both_updates(start):
+    half = dataclasses.replace(start, lr_scale=jnp.asarray(0.5))
+    after = [make_step()(x, weighted(make_batch())) for x in (start, half)]
+    full, moved = (
+        jax.tree.map(jnp.subtract, (x.params, x.table), (start.params, start.table))
+        for x in after
+    )
+    want = jax.tree.map(lambda x: 0.5 * x, full)
     # What was updated is below 4 and was rounded to a multiple of 2^-22.
-    chex.assert_trees_all_close(steps(half), want, rtol=1e-3, atol=2.0**-22)
+    chex.assert_trees_all_close(moved, want, rtol=1e-3, atol=2.0**-22)
 
 
-@pytest.mark.slow
-def test_dropout_depends_on_seed_and_step_and_nothing_else():
-    model = F32.clone(dropout_rate=0.5)
-    state, batch = make_state(model), make_batch()
-    step = make_step(model)
-    later = dataclasses.replace(state, step=jnp.asarray(1, jnp.int32))
-    found = [
-        step(state, batch),
-        step(state, batch),
-        step(later, batch),
-        make_step(model, dropout_seed=1)(state, batch),
-    ]
-    digests = [digest(x.params) for x in found]
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
+def test_l2_pulls_all_rows_unless_the_step_is_skipped():
+    table = np.arange(1, 13, dtype=np.float32).reshape(6, 2)
+    touched = jnp.int32([[4], [1]]), jnp.ones((2, 1, 2))
+    how = RowUpdate(Sgd(), lambda step: 0.1, 0.5)
+
+    @jax.jit
+    def update(enabled):
+        return update_table(jnp.asarray(table), (), touched, how, 0.1, enabled)[0]
+
+    named = np.isin(np.arange(6), (1, 4))[:, None]
+    want = table - 0.1 * (0.5 * table + named)
+    np.testing.assert_allclose(update(jnp.array(True)), want, rtol=1e-6)
+    chex.assert_trees_all_equal(update(jnp.array(False)), table)
 
 
-def test_evaluation_uses_no_dropout_and_changes_no_state():
-    model = F32.clone(dropout_rate=0.5)
-    state, batch = make_state(model), make_batch()
-    before = digest(state)
-    dropped, _ = jax.jit(make_eval_step(model, TABLES))(state, metrics.init(), batch)
-    plain, _ = jax.jit(make_eval_step(F32, TABLES))(state, metrics.init(), batch)
-    assert digest(dropped) == digest(plain)
-    assert digest(state) == before
+def test_microbatches_are_accumulated_in_order():
+    """Gradients are summed, FP8 states merged by maxima, rows and logits joined."""
+
+    def gradients(state, batch, rows, key, total_weight):
+        part = jnp.sum(batch.weights)
+        grads = Gradients(
+            params={"w": part * jnp.ones(2)},
+            rows=rows * 2,
+            fp8={"site": DelayedScaling(jnp.stack([part, -part, 1 / part])[:, None])},
+            probe={},
+        )
+        stats = {"mean": state.batch_stats["mean"] * 10 + part}
+        logits = batch.dense[:, 0] + 100 * jax.random.uniform(key)
+        return part / total_weight, logits, stats, grads
+
+    state = dataclasses.replace(
+        linear.make_state(Linear(), linear.sgd(), Sgd()),
+        params={"w": jnp.ones(2)},
+        fp8={"site": DelayedScaling(jnp.zeros((3, 1)))},
+        batch_stats={"mean": jnp.float32(1)},
+    )
+    batch = make_batch()
+    batch.weights[:] = np.repeat([1.0, 0.25, 0.5, 0.125], SIZE // 4)
+    rows = jnp.arange(SIZE * 6.0).reshape(SIZE, 3, 2)
+    run = jax.jit(functools.partial(accumulated, gradients, 4, False))
+    loss, logits, stats, grads = run(state, batch, rows, jax.random.key(0))
+    sums = np.float32([8, 2, 4, 1])
+    np.testing.assert_allclose(loss, 1, rtol=1e-6)  # each part over the weight of all
+    of_key = np.round(np.reshape(logits - batch.dense[:, 0], (4, -1)), 3)
+    assert len(np.unique(of_key)) == len(np.unique(of_key[:, 0])) == 4  # a key a part
+    np.testing.assert_array_equal(grads.rows, rows * 2)
+    np.testing.assert_array_equal(grads.params["w"], [15, 15])
+    assert float(stats["mean"]) == 10_000 + 8000 + 200 + 40 + 1
+    table = grads.fp8["site"].table[:, 0]
+    # Zeros, with which the maximum begins, are neutral: amaxes are none below.
+    np.testing.assert_array_equal(table, [max(sums), 0, max(1 / sums)])
+
+
+def test_several_steps_by_one_call_follow_one_another():
+    steps = one_after_another(lambda state, batch: {"x": state["x"] * 10 + batch})
+    start = {"x": jnp.float32(1)}
+    assert float(steps(start, 2.0, 3.0, 4.0)["x"]) == 1234
+    text = str(jax.make_jaxpr(steps)(start, 2.0, 3.0, 4.0))
+    assert text.count("optimization_barrier") == 2  # between steps, and not before
+
+
+class Stateful(linen.Module):
+    """A dense layer with delayed scales, dropout, and a running mean of the inputs."""
+
+    recipe: str = "fp8_tensorwise_delayed"
+    compute_dtype = jnp.bfloat16
+
+    @linen.compact
+    def __call__(self, dense, embeddings, *, train=False):
+        inputs = embeddings.reshape(len(dense), -1)
+        inputs = jnp.concatenate([inputs, dense[:, :4].astype(inputs.dtype)], axis=1)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, ())
+        if train and not self.is_initializing():
+            mean.value = 0.5 * mean.value + 0.5 * jnp.mean(dense)
+        hidden = nn.Dense(16, recipe=self.recipe, name="layer")(inputs)
+        hidden = linen.Dropout(0.5, deterministic=not train)(hidden)
+        return jnp.sum(hidden.astype(jnp.float32), axis=1) + 100 * mean.value
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    """The step of that model, its start, and two states after it."""
+    rows = RowUpdate(Sgd(), optax.constant_schedule(0.1), 0.0)
+    momentum = optax.sgd(0.1, momentum=0.9)
+    step = jax.jit(make_train_step(Stateful(), TABLES, momentum, rows))
+    start = linear.make_state(Stateful(), momentum, Sgd())
+    first = step(start, make_batch())
+    return step, start, first, step(first, make_batch(1))
+
+
+def test_scales_histories_and_statistics_move_in_every_step(stateful):
+    _, start, first, warm = stateful
+    assert not scales_initialized(start) and scales_initialized(warm)
+    before, after = (named_sites(state)["layer"] for state in (first, warm))
+    assert np.all(np.asarray(after.scale_inv) > 0)
+    assert np.all(np.asarray(after.amax_history[:, :2]) > 0)
+    assert np.array_equal(after.amax_history[:, 1], before.amax_history[:, 0])
+    assert np.all(np.asarray(after.amax_history[:, 0] != before.amax_history[:, 0]))
+    assert scales_initialized(dataclasses.replace(start, fp8={}))
+    first, second = (make_batch(seed).dense.mean() for seed in (0, 1))
+    want = 0.25 * first + 0.5 * second
+    np.testing.assert_allclose(warm.batch_stats["mean"], want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_skipped_step_leaves_scales_statistics_and_moments(stateful):
+    step, *_, warm = stateful
+    batch = make_batch(2)
+    batch.dense[3, 1] = np.inf  # saturates in a cast
+    after = step(warm, batch)
+    assert_only_counters_differ(after, warm)
+    assert counted(after) == [3, 1, 1]
+
+
+OF_ROWS = RowUpdate(Sgd(), optax.constant_schedule(0.1), 0.0)
+
+
+def traced(rows, **options):
+    """Returns the trace of a step of that model."""
+    step = make_train_step(Stateful(), TABLES, linear.sgd(), rows, **options)
+    state = linear.make_state(Stateful(), linear.sgd(), Sgd())
+    return jax.jit(step).trace(state, make_batch())
+
+
+def test_dropout_depends_on_the_step_and_its_seed(stateful):
+    step, *_, warm = stateful
+    later = dataclasses.replace(warm, step=warm.step + 1)
+    digests = [digest(step(x, make_batch()).params) for x in (warm, warm, later)]
+    assert digests[0] == digests[1] != digests[2]
+
+    def program(seed):
+        return str(traced(OF_ROWS, dropout_seed=seed).jaxpr)
+
+    assert program(0) == program(0) != program(1)
+
+
+def test_evaluation_uses_statistics_and_no_dropout(stateful):
+    *_, warm = stateful
+    batch, step = make_batch(4), jax.jit(make_eval_step(Stateful(), TABLES))
+    seen, logits = step(warm, metrics.init(), batch)
+    rows = np.asarray(warm.table)[batch.ids + FIRST_ROWS].reshape(SIZE, -1)
+    kernel, bias = (np.asarray(warm.params["layer"][x]) for x in ("kernel", "bias"))
+    inputs = np.concatenate([rows, batch.dense[:, :4]], axis=1)
+    mean = float(warm.batch_stats["mean"])
+    want = np.sum(inputs @ kernel + bias, axis=1) + 100 * mean
+    # 16 sums of 16 products in FP8, each off by 2^-4 of it at most.
+    bound = 2**-3 * np.sum(np.abs(inputs) @ np.abs(kernel), axis=1)
+    assert np.all(np.abs(logits - want) < bound + 0.05) and np.all(bound < 5)
+    assert metrics.compute(seen)["count"] == SIZE and abs(100 * mean) > 0.5
+
+
+def test_gradients_of_rows_have_the_models_dtype(monkeypatch):
+    update = mock.Mock(
+        side_effect=lambda table, row_state, *_, **__: (table, row_state)
+    )
+    monkeypatch.setattr(embedding, "update_rows", update)
+    traced(OF_ROWS._replace(implementation="xla"))
+    assert update.call_args.args[3].dtype == jnp.bfloat16
+    assert update.call_args.kwargs["implementation"] == "xla"

@@ -1,38 +1,51 @@
+"""The sample of a final evaluation: batches at equal distances, with their ids."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
-from loka_jax.data import Position
-from loka_jax.train.evaluation import evaluate
+from loka_jax.data import Position, open_data
+from loka_jax.train.evaluation import Evaluated
 from loka_jax.train.logs import final_evaluation
 from loka_jax.train.logs.final_evaluation import evaluate_finally
+from loka_jax.train.logs.log_lines import chosen
 from tests.support import train as support
 
+ROWS, SIZE = 60, 16  # three batches, and one with four rows of padding
+VALUES = dict.fromkeys(("auc", "logloss", "ne", "calibration", "count"), 0.5)
 
-@pytest.fixture(scope="module")
-def run():
-    return support.build(support.config(batch_size=16))  # four batches
+
+@pytest.fixture
+def finally_of(monkeypatch):
+    """Evaluates rows whose logits are their numbers."""
+    data = dataclasses.replace(support.DATA, eval_examples=ROWS)
+    valid = open_data(data, seed=0).valid
+    run: Any = types.SimpleNamespace(config=support.config(batch_size=SIZE))
+
+    def evaluated(**values):
+        weights = (np.arange(4 * SIZE) < ROWS).astype(np.float32)
+        rows = np.arange(4 * SIZE, dtype=np.float32)
+        found = Evaluated(VALUES | values, rows, rows % 2, weights)
+        monkeypatch.setattr(final_evaluation, "evaluate", lambda *_: found)
+        return evaluate_finally(run, None, valid), valid
+
+    return evaluated
 
 
 @pytest.mark.parametrize("most, batches", [(64, [0, 1, 2, 3]), (32, [0, 2]), (1, [0])])
-def test_a_sample_is_of_batches_at_equal_distances(run, monkeypatch, most, batches):
-    state, valid = run.init(), run.splits.valid
+def test_a_sample_is_of_batches_at_equal_distances(
+    finally_of, monkeypatch, most, batches
+):
     monkeypatch.setattr(final_evaluation, "SAMPLE", most)
-    values, samples = evaluate_finally(run, state, valid)
+    (values, samples), valid = finally_of(non_finite=0)
     (sample,) = samples.values()
-    whole = evaluate(run, state, valid)
-    rows = np.concatenate([np.arange(16 * i, 16 * i + 16) for i in batches])
-    assert np.array_equal(sample.logits, whole.logits[rows])
-    assert np.array_equal(sample.labels, whole.labels[rows])
-    batch = valid.batch(Position(0, 0, 0), 64, shuffle=False)
-    assert np.array_equal(sample.ids, np.asarray(batch.ids)[rows])
-    assert values["auc"] == whole.values["auc"]
-
-
-def test_without_finite_logits_there_is_no_sample(run, monkeypatch):
-    valid = run.splits.valid
-    broken = evaluate(run, run.init(), valid)
-    values = broken.values | {"non_finite": 1}
-    monkeypatch.setattr(
-        final_evaluation, "evaluate", lambda *_: broken._replace(values=values)
-    )
-    assert evaluate_finally(run, run.init(), valid).samples == {}
+    rows = np.concatenate([np.arange(SIZE * i, SIZE * i + SIZE) for i in batches])
+    rows = rows[rows < ROWS]
+    batch = valid.batch(Position(0, 0, 0), 4 * SIZE, shuffle=False)
+    want = (rows, rows % 2, np.ones(len(rows)), np.asarray(batch.ids)[rows])
+    jax.tree.map(np.testing.assert_array_equal, tuple(sample), want)
+    assert values == chosen(VALUES)

@@ -6,44 +6,30 @@ import pytest
 
 from loka_jax.train.logs.profiler import Profiler
 
+START, STOP = "start_trace", "stop_trace"
 
-@pytest.fixture
-def events(monkeypatch):
-    found = []
-    for name in ("start_trace", "stop_trace"):
-        note = lambda *args, name=name: found.append((name, *args))  # noqa: E731
+
+@pytest.mark.parametrize(
+    "traced, taken, expected",
+    [
+        (range(2, 4), range(6), [0, 1, START, 2, 3, STOP, 4, 5]),
+        (range(2, 5), range(4, 6), [START, 4, STOP, 5]),  # a resumed run
+        (range(0, 9), range(2), [START, 0, 1, STOP]),  # a run that ends before it
+    ],
+)
+def test_a_trace_holds_the_steps_of_its_range(
+    monkeypatch, tmp_path, traced, taken, expected
+):
+    events = []
+    for name in (START, STOP):
+        note = lambda *folder, name=name: events.append((name, *folder))  # noqa: E731
         monkeypatch.setattr(jax.profiler, name, note)
-    return found
-
-
-def take(profiler, steps, events):
-    for step in steps:
+    profiler = Profiler(traced, tmp_path)
+    for step in taken:
         profiler.before(step)
-        events.append(step)
+        events.append((step,))
         profiler.after(step, jnp.zeros(()))
-
-
-def test_the_trace_holds_the_steps_of_the_range(events, tmp_path):
-    take(Profiler(range(2, 4), tmp_path), range(6), events)
-    start = ("start_trace", str(tmp_path))
-    assert events == [0, 1, start, 2, 3, ("stop_trace",), 4, 5]
-
-
-def test_a_resumed_run_traces_what_is_left_of_the_range(events, tmp_path):
-    take(Profiler(range(2, 5), tmp_path), range(4, 6), events)
-    assert events == [("start_trace", str(tmp_path)), 4, ("stop_trace",), 5]
-
-
-def test_close_ends_a_trace_that_the_run_did_not_reach_the_end_of(events, tmp_path):
-    profiler = Profiler(range(0, 9), tmp_path)
-    take(profiler, range(2), events)
     profiler.close()
     profiler.close()
-    assert events.count(("stop_trace",)) == 1
-
-
-def test_no_range_traces_nothing(events, tmp_path):
-    profiler = Profiler(range(0), tmp_path)
-    take(profiler, range(3), events)
-    profiler.close()
-    assert events == [0, 1, 2]
+    assert [event[0] for event in events] == expected
+    assert all(e[1:] == ((str(tmp_path),) if e[0] == START else ()) for e in events)

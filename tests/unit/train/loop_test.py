@@ -1,0 +1,460 @@
+"""The training loop: what it does after which step, in which order, with what."""
+
+import contextlib
+import dataclasses
+import types
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from loka_jax.data import Position
+from loka_jax.dispatch.plan import DispatchPlan, as_json
+from loka_jax.dispatch.policy import Decision
+from loka_jax.site import BF16
+from loka_jax.train import loop as loop_lib
+from loka_jax.train.config import ProbeOptions
+from loka_jax.train.logs import clock
+from loka_jax.train.watch import guard, replan, restore
+from loka_jax.train.watch.guard import Diverged, TrainingFailed
+from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.restore import Moment
+from tests.support import loop as support
+from tests.support import train as runs
+from tests.support.loop import LAST_SIZE, SIZE, SYNCED, Stop, loss_of, make_loop
+
+PLAN = DispatchPlan((("site", Decision(BF16, "it is new")),))
+
+
+@pytest.fixture(autouse=True)
+def evaluations(monkeypatch):
+    """Lists step, batch and rows of evaluated states; `nes` replace their NEs."""
+    found = types.SimpleNamespace(of=[], nes=None)
+
+    def quality(run, state, dataset):
+        assert dataset == run.splits.valid
+        step, rows = int(state.step), float(state.table[0, 0])
+        run.events.append(f"evaluate {step}")
+        found.of.append((step, float(state.params["newest"]), rows))
+        ne = found.nes.pop(0) if found.nes else 1 / step
+        return {"auc": 0.7, "logloss": ne / 2, "ne": ne, "calibration": 1.0}
+
+    monkeypatch.setattr(loop_lib, "quality", quality)
+    return found
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Lets looks and reviews of the plan record what they are asked."""
+    events = []
+
+    def looks(kind):
+        def after(run, state, progress, batch):
+            rows = "synced" if state.table[0, 0] == SYNCED else "apart"
+            run.events.append(f"look at {kind} of {int(batch.ids[0, 0])}, rows {rows}")
+            return progress
+
+        def read(*args):
+            events.append(f"read {kind}")
+            return args[-1]
+
+        drop = lambda: events.append(f"drop {kind}")  # noqa: E731
+        return lambda *_: types.SimpleNamespace(after=after, read=read, drop=drop)
+
+    monkeypatch.setattr(loop_lib, "Looks", looks("scales"))
+    monkeypatch.setattr(loop_lib, "DriftLooks", looks("drift"))
+    for name in ("after_drift", "after_review"):
+        note = lambda run, *_, name=name: run.events.append(name)  # noqa: E731
+        monkeypatch.setattr(replan, name, note)
+    return events
+
+
+def of_training(made):
+    return [line for line in made.record.lines if line["kind"] == "train"]
+
+
+def test_a_step_is_logged_then_evaluated_then_saved():
+    made = make_loop(steps=8, eval_every=4, max_steps=8).train()
+    fourth, end = (made.events.index(f"train on {n}") for n in (3, 4))
+    done = ["log train 4", "sync", "evaluate 4", "log eval 4", "sync"]
+    done += ["wait for best", "save newest 4"]
+    assert made.events[fourth + 1 : end] == done
+    assert made.events[-3:] == ["wait for best", "save newest 8", "wait for newest"]
+    assert made.display.numbers.call_args_list[0].args == (2, made.record.lines[0])
+    assert [call.args[0] for call in made.display.step.call_args_list] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "options, logs, evals, saves",
+    [
+        ({}, [2, 4, 6, 8, 10, 12], [5, 10, 12], [5, 10, 12]),  # after each epoch
+        (dict(log_every=3, eval_every=4), [3, 6, 9, 12], [4, 8, 12], [4, 8, 12]),
+        (dict(eval_every=8, save_every=5), [2, 4, 6, 8, 10, 12], [8, 12], [5, 10, 12]),
+        (dict(log_every=50, eval_every=50, save_every=50), [], [12], [12]),
+    ],
+)
+def test_what_is_due_is_done(options, logs, evals, saves):
+    made = make_loop(steps=12, **options).train()
+    done = [made.steps(what) for what in ("log train", "evaluate", "save newest")]
+    assert done == [logs, evals, saves]
+
+
+def test_rows_are_made_equal_before_each_evaluation_and_each_checkpoint(evaluations):
+    made = make_loop(steps=7, eval_every=3, save_every=2).train()
+    assert evaluations.of == [(3, 2, SYNCED), (6, 10, SYNCED)] + [(7, 11, SYNCED)]
+    assert list(made.newest.saved) == [2, 4, 6, 7]
+    for state, _ in made.newest.saved.values():
+        assert float(state.table[0, 0]) == SYNCED
+
+
+def test_a_log_line_is_of_the_steps_since_the_line_before():
+    made = make_loop(steps=7, log_every=3).train()
+    trained = of_training(made)
+    windows = [(0, 1, 2), (3, 4, 10)]  # the second epoch begins with batch 10
+    for line, numbers in zip(trained, windows, strict=True):
+        want = np.mean([loss_of(number) for number in numbers])
+        assert line["loss"] == pytest.approx(want, rel=1e-6)
+    assert int(made.loop.state.metrics.count) == SIZE  # of step 7
+    assert trained[1]["lr"] == pytest.approx(0.06)
+    made = make_loop(steps=6, log_every=3)
+    made.run.skipped |= {1, 4}  # steps that are skipped advance no schedule
+    made.train()
+    line = made.record.lines[2]
+    assert (line["lr"], line["skipped_steps"]) == (pytest.approx(0.04), 2)
+    assert line["loss"] == pytest.approx((loss_of(3) + loss_of(10)) / 2, rel=1e-6)
+
+
+def test_batches_follow_one_another_and_every_example_counts_once():
+    made = make_loop(steps=7).train()
+    trained = made.trained_on()
+    assert trained == ["0", "1", "2", "3", "4", "10", "11"]
+    assert made.run.read_from == [(Position(0, 0, 0), 7)]
+    progress = made.loop.progress
+    assert (progress.step, progress.position) == (7, Position(1, 2, 0))
+    assert progress.examples == 6 * SIZE + LAST_SIZE
+    before, after = made.profiler.before, made.profiler.after
+    assert [call.args for call in before.call_args_list] == [(i,) for i in range(7)]
+    assert [call.args[0] for call in after.call_args_list] == [*range(7)]
+
+
+def test_calls_of_several_steps_end_where_something_is_due():
+    made = make_loop(steps=11, log_every=6, eval_every=12, steps_per_call=3).train()
+    # Scales are looked at after step 8, so that there is no call from 6 to 9.
+    assert made.trained_on() == ["0, 1, 2", "3, 4, 10", "11", "12", "13, 14, 20"]
+    progress = made.loop.progress
+    assert progress.examples == 9 * SIZE + 2 * LAST_SIZE
+    assert (progress.step, progress.position) == (11, Position(2, 1, 0))
+
+
+def test_a_stop_ends_the_run_after_a_step_that_is_saved_once():
+    made = make_loop(steps=9, eval_every=4)
+    made.train(Stop(after=4))
+    assert (made.loop.progress.step, made.steps("save newest")) == (4, [4])
+    made.run.skipped |= {10, 11, 12}  # a run that is stopped is not judged
+    made.train(Stop(after=3))
+    assert made.steps("save newest") == [4, 7]
+    assert made.events[-1] == "wait for newest"
+
+
+def test_a_checkpoint_says_what_the_run_was():
+    made = make_loop(steps=4, eval_every=4).train()
+    state, meta = made.newest.saved[4]
+    assert meta.pop("progress") == made.loop.progress.to_json()
+    assert meta == {
+        "config": made.run.config.identity(),
+        "plan": as_json(made.run.plan),
+        "data": made.run.splits.identity,
+        "encoding": "a digest",
+        "virtual_shards": 256,
+    }
+    assert (int(state.step), made.loop.saved_step()) == (4, 4)
+
+
+def test_the_best_state_is_that_of_the_best_evaluation(evaluations):
+    evaluations.nes = [0.9, 0.7, 0.8, 0.6, 0.65]
+    made = make_loop(steps=10, eval_every=2, patience=9).train()
+    assert made.steps("save best") == [2, 4, 8]
+    best = made.loop.progress.best
+    assert best is not None and (best["step"], best["ne"]) == (8, 0.6)
+    for step, (state, meta) in made.best.saved.items():
+        assert int(state.step) == step == meta["progress"]["best"]["step"]
+        assert meta["progress"]["step"] == step
+    # The checkpoint of a step waits for the best state of that step.
+    at = made.events.index("save best 8")
+    assert made.events[at + 1 :][:3] == ["sync", "wait for best", "save newest 8"]
+
+
+def test_without_patience_the_best_evaluation_is_told_and_not_saved(evaluations):
+    evaluations.nes = [0.9, 0.7, 0.8]
+    made = make_loop(steps=6, eval_every=2).train()
+    assert not made.best.saved and made.loop.progress.best["step"] == 4
+    at_end = Moment(made.run, made.loop.state, made.loop.progress)
+    assert made.loop.best_state() == at_end
+
+
+def test_a_stall_lowers_the_rate_and_patience_ends_the_run(evaluations):
+    evaluations.nes = [0.8, 0.9, 0.7, 0.75, 0.72]
+    made = make_loop(steps=20, eval_every=2, patience=2).train()
+    assert made.loop.progress.step == 10
+    assert made.steps("save newest") == [2, 4, 6, 8, 10]
+    scales = [float(state.lr_scale) for state, _ in made.newest.saved.values()]
+    assert scales == pytest.approx([1, 0.1, 0.1, 0.01, 0.001])
+    rates = [line["lr"] for line in of_training(made)]
+    assert rates == pytest.approx([0.02, 0.04, 0.006, 0.008, 0.001])
+    made.train()  # as a run that is resumed: no step is left
+    assert made.run.read_from[1] == (Position(2, 0, 0), 0)
+    assert made.loop.progress.step == 10
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """Makes a loop that diverges at steps 5 and 6, after a checkpoint of step 4."""
+
+    def likely_cause(model, eval_step_of, state, batch, columns):
+        what = (int(batch.ids[0, 0]), float(state.table[0, 0]), columns)
+        assert what == (10, SYNCED, ("x",))
+        return "the weather is the likely cause"
+
+    def restored(checkpoints, saved, run):
+        state, meta = checkpoints.saved[saved.step]
+        return Moment(run, state, Progress.from_json(meta["progress"]))
+
+    planned = types.SimpleNamespace(is_delayed=False)
+    monkeypatch.setattr(guard, "likely_cause", likely_cause)
+    monkeypatch.setattr(restore, "restored", restored)
+    monkeypatch.setattr(support.StandInRun, "planned", planned)
+
+    def make(**options):
+        made = make_loop(steps=8, log_every=1, eval_every=4, **options)
+        made.run.losses.update({4: 50.0, 10: 50.0})
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "options, saved, newest",
+    [
+        ({}, [4], "step 4 is saved"),
+        (dict(on_divergence="go_back", save_every=9), [], "there is no checkpoint"),
+    ],
+)
+def test_a_run_that_diverges_ends_with_its_healthy_checkpoints(
+    diverging, options, saved, newest
+):
+    made = diverging(**options)
+    with pytest.raises(Diverged, match=f"at step 6: the NE .* weather.*{newest}"):
+        made.train()
+    assert list(made.newest.saved) == saved
+    assert made.events[-2:] == ["wait for newest", "sync"]
+
+
+def test_a_run_that_goes_back_does_not_train_on_the_same_batches(
+    diverging, watched, monkeypatch
+):
+    made = diverging(on_divergence="go_back", patience=9)
+    made.best.saved[6] = (None, {})  # of an evaluation that is undone
+    # Once scales are initialized, nobody asks, but after a return.
+    monkeypatch.setattr(loop_lib, "scales_initialized", lambda x: int(x.step) != 4)
+    made.train()
+    # Without batches 4 and 10, with which it diverged.
+    trained = ["0", "1", "2", "3", "4", "10", "11", "12", "13", "14"]
+    assert made.trained_on() == trained
+    assert made.run.read_from == [(Position(0, 0, 0), 8), (Position(1, 1, 0), 4)]
+    assert made.loop.progress.step == int(made.loop.state.step) == 8
+    assert float(made.loop.state.lr_scale) == 0.5
+    assert [*made.loop.progress.returns] == made.said()
+    at = made.events.index("drop best after 4")
+    assert made.events[at + 1] == "drop lines after 4"
+    assert [x for x in watched if "drop" in x] == ["drop scales", "drop drift"]
+    assert sorted(made.best.saved) == [4, 8]
+    assert made.guarded() == [False] * 6 + [True] + [False] * 3
+    # A new window of metrics and of the rate begins.
+    sixth, fifth = of_training(made)[5:7]
+    assert (sixth["step"], fifth["step"]) == (6, 5)
+    assert fifth["loss"] == pytest.approx(loss_of(11), rel=1e-6)
+    assert fifth["examples_per_second"] is not None
+
+
+def test_an_unhealthy_state_is_not_saved():
+    made = make_loop(steps=9, log_every=3, eval_every=4, save_every=2)
+    made.run.losses.update({3: 50.0})  # of step 4
+    made.train()
+    assert made.steps("save newest") == [2, 8, 9]
+    sentence = "step {}: not saved, as the loss is out of bounds."
+    assert made.said() == [sentence.format(step) for step in (4, 6)]
+
+
+@pytest.mark.parametrize(
+    "every, skipped, step",
+    [
+        (dict(log_every=2, eval_every=50), {0, 1, 2, 3, 4, 10}, 4),
+        (dict(log_every=50, eval_every=4), {0, 1, 2, 3, 4, 10}, 4),
+        (dict(log_every=2, eval_every=50), {11, 12, 13}, 9),  # the run's last ones
+    ],
+)
+def test_too_many_skipped_steps_end_the_run(every, skipped, step):
+    made = make_loop(steps=9, max_skipped_steps=4, **every)
+    made.run.skipped |= skipped
+    with pytest.raises(TrainingFailed, match=f"steps up to step {step} were skipped"):
+        made.train()
+    assert made.loop.progress.step == step
+    if step == 4:
+        assert not made.newest.saved and "evaluate 4" not in made.events
+
+
+def test_a_step_that_does_not_compile_is_taken_again_under_another_plan(monkeypatch):
+    made = make_loop(steps=6, log_every=6, eval_every=6, steps_per_call=3)
+    made.run.errors[0] = RuntimeError("no kernel")
+    change = replan.Change(PLAN, ("site: its step did not compile",))
+    failed = lambda _, now, __: (change, dataclasses.replace(now, broken=("site",)))  # noqa: E731
+    monkeypatch.setattr(replan, "after_failure", failed)
+    follow = lambda run, state, plan: (run.replanned(plan), state)  # noqa: E731
+    monkeypatch.setattr(replan, "replanned", follow)
+    made.train()
+    trained = made.trained_on()
+    assert trained == ["0", "1", "2", "3, 4, 10"]  # each once
+    progress = made.loop.progress
+    assert (progress.step, progress.examples) == (6, 5 * SIZE + LAST_SIZE)
+    assert progress.broken == ("site",)
+    made.record.write_plan.assert_called_once_with(PLAN)
+
+
+@pytest.mark.parametrize("batch, has_plan", [(0, False), (3, True)])
+def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
+    monkeypatch, batch, has_plan
+):
+    change = replan.Change(PLAN, ())
+    followed = lambda _, now, __: (change, now) if has_plan else None  # noqa: E731
+    monkeypatch.setattr(replan, "after_failure", followed)
+    made = make_loop(steps=6)
+    made.run.errors[batch] = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.train()
+    made.record.write_plan.assert_not_called()
+
+
+def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched):
+    made = make_loop(steps=18, log_every=6, eval_every=18, steps_per_call=2).train()
+    looks = [event for event in made.events if "scales of" in event]
+    assert looks == [f"look at scales of {n}, rows apart" for n in (12, 30, 32)]
+    # Read before each log line ends, and before each checkpoint.
+    assert watched == ["read scales"] * 3 + ["read drift", "read scales", "read drift"]
+
+
+def test_operands_are_looked_at_before_a_step_with_equal_rows(watched):
+    rare = dict(log_every=50, eval_every=50, steps_per_call=2)
+    made = make_loop(steps=9, look_every=3, **rare).train()
+    looks = [event for event in made.events if "drift of" in event]
+    assert looks == [f"look at drift of {n}, rows synced" for n in (3, 11)]
+    at = made.events.index(looks[0])
+    assert made.events[at - 1 : at + 2] == ["sync", looks[0], "train on 3, 4"]
+
+
+def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
+    config = runs.config(log_every=50, eval_every=6)
+    config = dataclasses.replace(config, probe=ProbeOptions(every=2))
+    made = make_loop(config, steps=14).train()
+    reviews = [i for i, event in enumerate(made.events) if event == "after_drift"]
+    assert [made.events[i + 1] for i in reviews] == ["after_review"] * 3
+    before = [made.events[i - 1] for i in reviews]
+    assert before[:2] == ["log eval 6", "train on 20"]  # step 11: the first review
+    assert [call["probe"] is not None for call in made.run.calls] == [True, False] * 7
+
+
+def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
+    earlier = Progress(position=Position(0, 0, 0), changes=("earlier",))
+    made = make_loop(steps=9, eval_every=4, progress=earlier)
+    change = replan.Change(PLAN, ("site: left FP8",))
+    asked = []
+
+    def after_drift(run, probe, progress):
+        asked.append(progress.step)
+        is_first = len(progress.changes) == 1
+        return (change, dataclasses.replace(progress, unsafe=("site",))) * is_first
+
+    def replanned(run, state, plan):
+        return run.replanned(plan), dataclasses.replace(state, fp8={"new": state.step})
+
+    monkeypatch.setattr(replan, "after_drift", after_drift)
+    monkeypatch.setattr(replan, "replanned", replanned)
+    monkeypatch.setattr(loop_lib, "scales_initialized", lambda state: not state.fp8)
+    made.train()
+    progress = made.loop.progress
+    assert (asked, progress.replanned, progress.unsafe) == ([4, 8], 4, ("site",))
+    assert progress.changes == ("earlier", "site: left FP8")
+    assert "site: left FP8" in made.said()
+    made.record.write_plan.assert_called_once_with(PLAN)
+    assert made.loop.run.plan == PLAN
+    saved = [made.newest.saved[step][1]["plan"] for step in (4, 8)]
+    assert saved == [as_json(PLAN)] * 2
+    # New scales are not initialized.
+    assert made.guarded() == [False] * 4 + [True] * 5
+
+
+@pytest.mark.parametrize(
+    "initialized, begun, replanned, guarded",
+    [(3, 0, 0, 3), (99, 0, 0, 16), (99, 20, 18, 14)],
+)
+def test_steps_are_guarded_until_scales_are_initialized_or_sixteen_steps(
+    monkeypatch, initialized, begun, replanned, guarded
+):
+    is_initialized = lambda state: int(state.step) >= initialized  # noqa: E731
+    monkeypatch.setattr(loop_lib, "scales_initialized", is_initialized)
+    at = Progress(step=begun, position=Position(0, 0, 0), replanned=replanned)
+    options = dict(eval_every=18, steps_per_call=2, log_every=18)
+    made = make_loop(steps=begun + 18, progress=at, **options).train()
+    first = [call for call in made.run.calls if not call["scales_initialized"]]
+    assert [call["steps"] for call in first] == [1] * guarded
+    assert made.run.calls[-1]["scales_initialized"]
+
+
+def test_rates_are_of_training_alone(monkeypatch):
+    now, plain = [0.0], support.Steps.__call__
+    watch = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(clock, "time", watch)
+
+    def step(self, state, *batches):
+        state = plain(self, state, *batches)
+        if int(state.step) == 1:
+            jax.jit(lambda x: x - now[0] - 3.25)(1.0)  # like no other program
+            now[0] += 1
+        now[0] += 0.5
+        return state
+
+    def takes(seconds, result):
+        return lambda *_: now.__setitem__(0, now[0] + seconds) or result
+
+    values = {"auc": 0.7, "logloss": 0.5, "ne": 0.5, "calibration": 1.0}
+    monkeypatch.setattr(support.Steps, "__call__", step)
+    monkeypatch.setattr(loop_lib, "quality", takes(10, values))
+    monkeypatch.setattr(support.StandInCheckpoints, "save", takes(100, True))
+    made = make_loop(steps=8, log_every=4, eval_every=3, save_every=5)
+    now[0] += 50  # before it begins
+    made.train()
+    lines = of_training(made)
+    assert [line["seconds"] for line in lines] == pytest.approx([3, 5])
+    for line in lines:
+        examples = support.SIZE - 3 * (line["step"] == 8)  # one batch is not full
+        rate = line["examples_per_second"]
+        assert rate == pytest.approx(examples / 0.5, rel=0.01)
+    assert made.loop.examples_per_second() == pytest.approx(212 / 3.5)
+
+
+def test_scales_and_amaxes_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
+    made, watchdog = make_loop(steps=4), mock.Mock()
+    watchdog.resting.side_effect = lambda compiles: contextlib.nullcontext()
+    monkeypatch.setattr(loop_lib, "watchdog", watchdog)
+    for name, factor in (("scales", 1), ("amaxes", 2)):
+        read = lambda state, factor=factor: {"a": factor * int(state.step)}  # noqa: E731
+        monkeypatch.setattr(loop_lib.operands, name, read)
+        setattr(made.record, f"log_{name}", mock.Mock())
+    made.train()
+    calls = [made.record.log_scales.mock_calls, made.record.log_amaxes.mock_calls]
+    assert calls[0] == [mock.call(2, {"a": 2}), mock.call(4, {"a": 4})]
+    assert calls[1] == [mock.call(2, {"a": 4}), mock.call(4, {"a": 8})]
+    assert watchdog.alive.call_count == 4
+    compiles = [call.args for call in watchdog.resting.call_args_list]
+    assert compiles == [(True,), (False,), (False,), (False,)]
+    assert made.events.count("ahead") == 1
