@@ -29,37 +29,26 @@ _KILLED = 9
 
 
 def state(step: int) -> dict[str, np.ndarray]:
-    """Returns the state of a step."""
-    draw = np.random.default_rng(step)
-    return {
-        "params": draw.standard_normal((64, 16)).astype(np.float32),
-        "step": np.asarray(step, np.int32),
-    }
+    params = np.random.default_rng(step).standard_normal((64, 16))
+    return {"params": params.astype(np.float32), "step": np.asarray(step, np.int32)}
 
 
-def in_child(action: Callable[[], None]) -> int:
-    """Returns the exit code of a forked process that runs `action`."""
+def in_child(action: Callable, *arguments, **options) -> int:
+    """Returns the exit code of a forked process that acts."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
-        action()
+        action(*arguments, **options)
     except BaseException as error:  # a forked child must not run its parent's code
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
 
-def save(directory: Path, *steps: int) -> None:
-    """Saves the states of steps."""
-    with Checkpoints(directory, keep=2) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, state(step), {})
-
-
-def end_at(point: int, directory: Path) -> None:
-    """Ends this process before its `point`-th file event in a directory."""
-    left = [point]
+def save(directory: Path, *steps: int, end_at: int = 0) -> None:
+    """Saves states, and ends this process before a file event in the directory."""
+    left = [end_at]
 
     def hook(event: str, arguments: tuple) -> None:
         is_open = event == "open" and isinstance(arguments[0], str)
@@ -73,6 +62,9 @@ def end_at(point: int, directory: Path) -> None:
             os._exit(_KILLED)
 
     sys.addaudithook(hook)
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), {})
 
 
 def check(directory: Path) -> None:
@@ -89,39 +81,27 @@ def check(directory: Path) -> None:
     assert names == {str(step), "4"}, f"left behind: {names}"
 
 
-def drill(every: int) -> int:
-    """Returns the number of points that were tried.
-
-    Raises:
-        AssertionError: at the first point after which something was lost.
-    """
-    points = 0
-    with tempfile.TemporaryDirectory() as folder:
-        before = Path(folder).resolve() / "before"
-        assert in_child(lambda: save(before, 1, 2)) == 0
-        for point in range(1, 10_000, every):
-            directory = Path(shutil.copytree(before, before.with_name(f"{point}")))
-
-            def crash(point=point, directory=directory):
-                end_at(point, directory)
-                save(directory, 3)
-
-            code = in_child(crash)
-            if code == 0:  # the save has fewer events
-                return points
-            assert code == _KILLED, f"point {point}: the save failed"
-            assert in_child(lambda d=directory: check(d)) == 0, f"point {point}"
-            shutil.rmtree(directory)
-            points += 1
-    return points
+def drill(every: int, folder: Path) -> int:
+    """Returns the number of points; raises AssertionError at the first that fails."""
+    before = folder.resolve() / "before"
+    assert in_child(save, before, 1, 2) == 0
+    for point in range(1, 10_000, every):
+        directory = Path(shutil.copytree(before, before.with_name(f"{point}")))
+        code = in_child(save, directory, 3, end_at=point)
+        if code == 0:  # the save has fewer events
+            return (point - 1) // every
+        assert code == _KILLED, f"point {point}: the save failed"
+        assert in_child(check, directory) == 0, f"point {point}"
+        shutil.rmtree(directory)
+    raise AssertionError("the save does not end")
 
 
 def main() -> int:
-    """Runs the drill and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="try every N-th point")
     try:
-        points = drill(parser.parse_args().every)
+        with tempfile.TemporaryDirectory() as folder:
+            points = drill(parser.parse_args().every, Path(folder))
     except AssertionError as error:
         print(f"failed: {error}")
         return 1

@@ -10,6 +10,7 @@ each run those so far. The exit code is 1 if any site did, or if a run had no lo
 
 import argparse
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -27,33 +28,24 @@ from loka_jax.train.config import Config, RunOptions
 from loka_jax.train.folder.record import versions
 from loka_jax.train.session import train
 
-_COMMAND = ("python", "-m", "tests.drills.drifts")
 RECIPES = ("fp8_tensorwise_delayed_bf16_drhs", "fp8_tensorwise", "fp8_rowwise")
 
 
 def config(name: str, recipe: str, workdir: Path, options) -> Config:
-    """Returns a configuration, on a file if it has one, for a number of steps."""
     name, _, path = name.partition("=")
-    base = get_config(name)
+    base, steps = get_config(name), options.steps
     data, size = base.data, options.batch_size or base.loop.batch_size
     if path:
         data = dataclasses.replace(data, path=path)
     if data.kind == "generated":
-        data = dataclasses.replace(data, examples=size * options.steps)
-    loop = dataclasses.replace(
-        base.loop,
-        batch_size=size,
-        epochs=options.steps,
-        max_steps=options.steps,
-        look_every=options.look_every,
-        eval_every=max(options.steps // 10, 1),
-        log_every=max(options.steps // 100, 1),
-    )
+        data = dataclasses.replace(data, examples=size * steps)
+    loop = {"batch_size": size, "epochs": steps, "max_steps": steps}
+    loop |= {"eval_every": max(steps // 10, 1), "log_every": max(steps // 100, 1)}
     return dataclasses.replace(
         base,
         model=base.model.clone(recipe=recipe),
         data=data,
-        loop=loop,
+        loop=dataclasses.replace(base.loop, look_every=options.look_every, **loop),
         optim=dataclasses.replace(base.optim, plateau_patience=None),
         plan="off",  # the recipe at every site, however slow
         run=RunOptions(workdir=workdir),
@@ -63,20 +55,16 @@ def config(name: str, recipe: str, workdir: Path, options) -> Config:
 def trained(name: str, recipe: str, options: argparse.Namespace) -> dict[str, Any]:
     """Trains a run and returns what its looks have shown."""
     with tempfile.TemporaryDirectory() as folder:
-        return _trained(config(name, recipe, Path(folder), options))
-
-
-def _trained(config: Config) -> dict[str, Any]:
-    workdir = train(config, [], Console(stderr=True, quiet=True)).workdir
-    assert workdir is not None
-    summary = json.loads((workdir / "summary.json").read_text())
-    with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        saved = checkpoints.newest()
+        run = config(name, recipe, Path(folder), options)
+        train(run, [], Console(stderr=True, quiet=True))
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+        with Checkpoints(Path(folder) / "checkpoints", keep=1) as checkpoints:
+            saved = checkpoints.newest()
     assert saved is not None
     sites = saved.meta["progress"]["drift"]["sites"]
     return {
-        "config": config.name,
-        "recipe": config.model.recipe,
+        "config": run.name,
+        "recipe": run.model.recipe,
         "steps": summary["steps"],
         "ne": summary["final_eval"]["ne"],
         "looks": {path: site["looks"] for path, site in sites.items()},
@@ -86,7 +74,6 @@ def _trained(config: Config) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the drill and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configs", nargs="+", metavar="NAME[=FILE]")
     parser.add_argument("--steps", type=int, default=20_000)
@@ -96,16 +83,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, help="of the JSON; printed only without")
     options = parser.parse_args()
-    calls = [
-        (name, recipe, options)
-        for name in options.configs
-        for recipe in options.recipes
-    ]
+    pairs = itertools.product(options.configs, options.recipes)
+    calls = [(name, recipe, options) for name, recipe in pairs]
+    command = shlex.join(["python", "-m", "tests.drills.drifts", *sys.argv[1:]])
     runs = []
     for _, run in apart.measured(trained, calls, options.jobs):
         runs.append(run)
         print(json.dumps(run), flush=True)
-        command = shlex.join([*_COMMAND, *sys.argv[1:]])
         result = {"command": command, "versions": versions(), "runs": runs}
         results.write(options.out, result)
     return int(any(run["changes"] or not run["looks"] for run in runs))

@@ -37,24 +37,14 @@ MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # By a signal before the run handles it, or by the run after saving.
 _STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
-_ROOT = Path(__file__).parents[2]
-_DRIFTS_AT, _BACK_AT = 20, 50
 # What depends on when a run was killed.
 _TIMES = (*support.MEASURED, "command", "config")
 
 
 def config(model: str, seed: int, workdir: Path) -> Config:
-    """Returns the configuration of a run."""
     base = get_config(model)
-    loop = dataclasses.replace(
-        base.loop,
-        microbatches=2,
-        epochs=6,
-        eval_every=12,
-        save_every=6,
-        log_every=3,
-        look_every=2,
-    )
+    every = {"eval_every": 12, "save_every": 6, "log_every": 3, "look_every": 2}
+    loop = dataclasses.replace(base.loop, microbatches=2, epochs=6, **every)
     return dataclasses.replace(
         base,
         seed=seed,
@@ -68,112 +58,79 @@ def config(model: str, seed: int, workdir: Path) -> Config:
 
 def run(model: str, seed: int, workdir: Path) -> int:
     """Trains in this process, with a drift at one site, and returns the exit code."""
-    support.plant_drift(pytest.MonkeyPatch(), None, _DRIFTS_AT, _BACK_AT)
-    cache = workdir.parent / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    support.plant_drift(pytest.MonkeyPatch(), None, since=20, until=50)
+    jax.config.update("jax_compilation_cache_dir", str(workdir.parent / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return train(config(model, seed, workdir), []).exit_code
 
 
-def start(model: str, seed: int, workdir: Path) -> subprocess.Popen:
-    """Starts a process that trains."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.drills.kills",
-            "--run",
-            model,
-            str(seed),
-            workdir,
-        ],
-        cwd=_ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
 def outcome(workdir: Path) -> dict[str, str]:
     """Returns what a finished run leaves behind, by name, without times."""
-    found = {
-        name: json.dumps(support.lines(workdir, name))
-        for name in ("metrics.jsonl", "scales.jsonl", "amaxes.jsonl")
-    }
+    logs = ("metrics.jsonl", "scales.jsonl", "amaxes.jsonl")
+    found = {name: json.dumps(support.lines(workdir, name)) for name in logs}
     summary = support.without(_TIMES, support.summary(workdir))
     found["summary.json"] = json.dumps(summary, sort_keys=True)
     found["plan.json"] = (workdir / "plan.json").read_text()
     for name in ("checkpoints", "best"):
-        found[name] = _digest(workdir / name)
+        with Checkpoints(workdir / name) as checkpoints:
+            saved = checkpoints.newest()
+            leaves = saved.leaves.items()
+            template = {k: np.zeros(leaf["shape"], leaf["dtype"]) for k, leaf in leaves}
+            digest = support.digest(checkpoints.read(saved, template))
+        found[name] = f"{saved.step} {digest}"
     return found
 
 
-def _digest(directory: Path) -> str:
-    """Returns the step of the newest checkpoint, and a digest of its leaves."""
-    with Checkpoints(directory) as checkpoints:
-        saved = checkpoints.newest()
-        assert saved is not None
-        template = {
-            name: np.zeros(leaf["shape"], leaf["dtype"])
-            for name, leaf in saved.leaves.items()
-        }
-        state = checkpoints.read(saved, template)
-    return f"{saved.step} {support.digest(state)}"
+def finish(model: str, seed: int, workdir: Path, longest=None, draw=None):
+    """Trains to the end, killed after random times if `longest` seconds are given.
 
-
-def kill_until_done(
-    model: str, seed: int, workdir: Path, longest: float, draw: random.Random
-) -> int:
-    """Trains with kills; returns their number."""
+    Returns the outcome, the seconds of the last process and the number of kills.
+    """
     kills = 0
     while True:
-        process = start(model, seed, workdir)
+        began = time.monotonic()
+        module = [sys.executable, "-m", "tests.drills.kills"]
+        process = subprocess.Popen(
+            [*module, "--run", model, str(seed), workdir],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         try:
-            process.wait(draw.uniform(0.2, 1.0) * longest)
+            timeout = 600 if longest is None else draw.uniform(0.2, 1.0) * longest
+            _, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            assert draw is not None, "a run without a kill does not end"
             process.send_signal(draw.choice(_SIGNALS))
             kills += 1
-        _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
         if process.returncode not in _STOPPED:
             raise AssertionError(f"exit code {process.returncode}: {errors.decode()}")
         if process.returncode == 0:
-            return kills
-
-
-def train_whole(model: str, seed: int, workdir: Path) -> tuple[dict[str, str], float]:
-    """Returns the outcome of a run without a kill, and its seconds."""
-    began = time.monotonic()
-    process = start(model, seed, workdir)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors.decode()
-    return outcome(workdir), time.monotonic() - began
+            return outcome(workdir), time.monotonic() - began, kills
 
 
 def drill(model: str, seed: int, folder: Path, deadline: float) -> tuple[int, int]:
-    """Returns the numbers of runs and of kills, all ended as a run never killed.
-
-    Raises:
-        AssertionError: if anything differs.
-    """
-    expected, longest = train_whole(model, seed, folder / f"{model}-{seed}-first")
+    """Returns the numbers of runs and kills; raises AssertionError on a difference."""
+    expected, _, _ = finish(model, seed, folder / f"{model}-{seed}-first")
     changes = json.loads(expected["summary.json"])["changes"]
     assert len(changes) == 2, f"a site was to leave FP8 and to return: {changes}"
     # Again, as programs are compiled now: kills are to fall into training.
-    again, longest = train_whole(model, seed, folder / f"{model}-{seed}-second")
+    again, longest, _ = finish(model, seed, folder / f"{model}-{seed}-second")
     assert again == expected, "two runs without a kill differ"
-    kills, draw = 0, random.Random(seed)
-    for attempt in itertools.count():
+    total, draw = 0, random.Random(seed)
+    for attempt in itertools.count(1):
         workdir = folder / f"{model}-{seed}-{attempt}"
-        kills += kill_until_done(model, seed, workdir, longest, draw)
-        found = outcome(workdir)
+        found, _, kills = finish(model, seed, workdir, longest, draw)
+        total += kills
         different = [name for name in expected if found[name] != expected[name]]
         assert not different, f"{workdir} differs in {', '.join(different)}"
         shutil.rmtree(workdir)
         if time.monotonic() > deadline:
-            return attempt + 1, kills
+            return attempt, total
 
 
 def main() -> int:
-    """Runs the drill and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seeds", type=int, default=3)
@@ -195,7 +152,6 @@ def main() -> int:
             print(f"{model}, seed {seed}: {error}")
             return 1
         print(f"{model}, seed {seed}: {runs} runs, {kills} kills, nothing lost")
-        sys.stdout.flush()
     return 0
 
 

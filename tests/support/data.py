@@ -1,19 +1,13 @@
-"""Small files that tests make themselves, and where the real samples lie."""
+"""Small files that tests make themselves, and how they are opened."""
 
+import functools
 import pathlib
 
-import pytest
-
 from loka_jax.data import DataConfig, Position, open_data
+from loka_jax.data.parquet import read_parquet
+from loka_jax.data.text import read_text
 
-REAL_DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
-
-
-def real(name: str) -> pathlib.Path:
-    """Returns a folder of real data, or skips the test."""
-    if not (REAL_DATA / name).is_dir():
-        pytest.skip(f"needs the data set {name} in shared/data beside this checkout")
-    return REAL_DATA / name
+HEADER = "click,price,age,user,item\n"
 
 
 def criteo_line(label="1", dense=None, categories=None) -> str:
@@ -39,9 +33,6 @@ def table_config(path, **options) -> DataConfig:
     )
 
 
-HEADER = "click,price,age,user,item\n"
-
-
 def rows_text(count: int) -> str:
     """Rows whose price is their number, so that a test can tell them apart."""
     lines = (f"{i % 2},{i},{i % 50},u{i % 7},i{i % 11}\n" for i in range(1, count + 1))
@@ -56,3 +47,12 @@ def rows_of(splits, split="train"):
     """Returns a split as one batch, in the order of the files."""
     data = getattr(splits, split)
     return data.batch(Position(0, 0, 0), data.num_examples, shuffle=False)
+
+
+def read_in_small_parts(monkeypatch, block_bytes=500) -> None:
+    """Makes blocks and shards so small that the files of tests have several."""
+    for reader in (read_text, read_parquet):
+        small = functools.partial(reader, block_bytes=block_bytes)
+        monkeypatch.setattr(f"loka_jax.data.table.{reader.__name__}", small)
+    monkeypatch.setattr("loka_jax.data.convert.PENDING_BYTES", 1200)
+    monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 50)

@@ -22,41 +22,20 @@ from tests.support.data import table_config
 SCHEMA = Schema(label="click", dense=("age",), categorical=(), vocab_sizes=())
 
 
-def write_shards(path, version):
-    """Writes an encoding that names this version, without the field `owners`."""
-    path.mkdir()
-    writer = ShardWriter(path)
-    writer.finish(SCHEMA, sources=[], settings={}, report={})
-    value = json.loads((path / MANIFEST).read_text())
-    del value["schema"]["owners"]
-    value |= {"version": version}
-    if version is None:
-        del value["version"]
-    (path / MANIFEST).write_text(json.dumps(value))
-    return path
-
-
-def write_checkpoint(path, version):
-    """Writes a checkpoint of this version, with a digest that fits."""
-    path.mkdir(parents=True)
-    manifest.write(path, {"step": 3, "leaves": {}, "meta": {}})
-    inner = jsonfile.as_dict(jsonfile.read(path / MANIFEST))["manifest"]
-    if version is None:
-        del inner["format"]
-    else:
-        inner["format"] = version
-    outer = {"manifest": inner, "sha256": manifest._digest(inner)}
-    jsonfile.write(path / MANIFEST, outer)
-
-
-def write_config(workdir, version):
-    """Writes the config of a run of this version, with a field that is gone since."""
-    values = support.config().identity() | {"old_field": 1}
-    number = {} if version is None else {"format": version}
-    jsonfile.write(workdir / "config.json", number | values)
-
-
 EARLIER = "an earlier version of loka_jax wrote it"
+AGAIN = rf"cannot be read \({EARLIER}\): train the run again"
+
+
+def numbered(name, version):
+    """Returns the number of a format, or nothing for early versions."""
+    return {} if version is None else {name: version}
+
+
+def new_shards(path):
+    """Writes an encoding, and returns the values of its manifest."""
+    path.mkdir()
+    ShardWriter(path).finish(SCHEMA, sources=[], settings={}, report={})
+    return json.loads((path / MANIFEST).read_text())
 
 
 @pytest.mark.parametrize(
@@ -66,48 +45,45 @@ EARLIER = "an earlier version of loka_jax wrote it"
         (2, EARLIER),
         (99, "a later version of loka_jax wrote it"),
         ("3\x1b", r"its format is '3\x1b', not 3"),
+        (3, None),
     ],
 )
 def test_the_reason_says_which_version(found, reason):
     assert saved_format.why_not(found, 3) == reason
-    assert saved_format.why_not(3, 3) is None
 
 
 @pytest.mark.parametrize("version", [None, 2])
-def test_shards_of_an_earlier_version_are_refused(tmp_path, version):
-    folder = write_shards(tmp_path / "shards", version)
+def test_shards_and_encodings_of_an_earlier_version_are_refused(tmp_path, version):
+    folder = tmp_path / "shards"
+    value = new_shards(folder)
+    del value["schema"]["owners"], value["version"]  # as it was
+    (folder / MANIFEST).write_text(json.dumps(value | numbered("version", version)))
     sentence = rf"cannot be used \({EARLIER}\): convert the data again\.$"
     with pytest.raises(ValueError, match=sentence):
         open_data(table_config(folder), seed=0)
-
-
-def test_an_encoding_of_an_earlier_version_is_refused(tmp_path):
-    folder = write_shards(tmp_path / "encoding", 2)
     with pytest.raises(ValueError, match=rf"encoding of the run.* \({EARLIER}\): .*"):
         open_encoding(folder, "")
 
 
 @pytest.mark.parametrize("version", [None, 2])
-def test_the_config_of_an_earlier_run_is_refused(tmp_path, version):
-    write_config(tmp_path, version)
-    sentence = rf"{tmp_path} cannot be read \({EARLIER}\): train the run again"
-    for read in (
-        lambda: open_run(tmp_path, best=True),
-        lambda: default_config(tmp_path),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            read()
-
-
-@pytest.mark.parametrize("version", [None, 2])
-def test_a_checkpoint_of_an_earlier_run_is_refused_and_stays(tmp_path, version):
+def test_a_run_or_checkpoint_of_an_earlier_version_is_refused(tmp_path, version):
+    identity = support.config().identity() | {"old_field": 1}  # that is gone since
+    jsonfile.write(tmp_path / "config.json", numbered("format", version) | identity)
+    for read in (lambda path: open_run(path, best=True), default_config):
+        with pytest.raises(ValueError, match=f"{tmp_path} {AGAIN}"):
+            read(tmp_path)
     config = {"format": saved_format.RUN, **support.config().identity()}
     jsonfile.write(tmp_path / "config.json", config)
-    write_checkpoint(tmp_path / "checkpoints" / "3", version)
-    sentence = rf"checkpoints/3 cannot be read \({EARLIER}\): train the run again"
-    with pytest.raises(ValueError, match=sentence):
+    step = tmp_path / "checkpoints" / "3"
+    step.mkdir(parents=True)
+    manifest.write(step, {"step": 3, "leaves": {}, "meta": {}})
+    inner = jsonfile.as_dict(jsonfile.read(step / MANIFEST))["manifest"]
+    inner = saved_format.without_key(inner) | numbered("format", version)
+    outer = {"manifest": inner, "sha256": manifest._digest(inner)}
+    jsonfile.write(step / MANIFEST, outer)
+    with pytest.raises(ValueError, match=f"checkpoints/3 {AGAIN}"):
         open_run(tmp_path, best=True)
-    assert (tmp_path / "checkpoints" / "3").is_dir()
+    assert step.is_dir()
 
 
 # The numbers are raised when these change. A number that stays lets what an earlier
@@ -115,11 +91,9 @@ def test_a_checkpoint_of_an_earlier_run_is_refused_and_stays(tmp_path, version):
 
 
 def test_the_form_of_shards_has_this_number(tmp_path):
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    ShardWriter(folder).finish(SCHEMA, sources=[], settings={}, report={})
-    assert open_shards(folder).schema == SCHEMA and digest_of(open_shards(folder))
-    found = json.loads((folder / MANIFEST).read_text())
+    found = new_shards(tmp_path / "shards")
+    folder = open_shards(tmp_path / "shards")
+    assert folder.schema == SCHEMA and digest_of(folder)
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
         3,

@@ -1,56 +1,113 @@
-"""Options out of range are refused, by name."""
+"""Options and schemas that cannot be are refused; positions and parts follow."""
 
 import math
 
 import pytest
 
 from loka_jax.data import DataConfig
+from loka_jax.data.batch import Part, Position, Schema, next_position, num_batches
+
+
+def schema(**options):
+    parts = {"label": "y", "dense": ("x",), "categorical": ("c",), "vocab_sizes": (5,)}
+    return Schema(**(parts | options))
+
+
+LIST = {"multi": ("m",), "vocab_sizes": (5, 7)}
+TWO = {"categorical": ("c", "d"), "vocab_sizes": (5, 6)}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("options", "why"),
     [
-        ("min_count", 0),
-        ("hash_buckets", 1),
-        ("huge_limit", 0.0),
-        ("huge_limit", math.inf),
-        ("huge_limit", math.nan),
-        ("valid_fraction", -0.1),
-        ("valid_fraction", 1.0),
-        ("valid_fraction", math.nan),
-        ("max_bad_rows", -1),
-        ("examples", 0),
-        ("examples", 2**31),
-        ("eval_examples", 0),
-        ("zipf", math.nan),
-        ("latent_dim", 0),
-        ("signal", -1.0),
-        ("click_rate", 0.0),
-        ("world", -1),
+        ({"dense": (), "categorical": (), "vocab_sizes": ()}, "no features.*--data.de"),
+        ({"dense": ("c",)}, "'c' is named more than once"),
+        ({"vocab_sizes": (5, 5)}, "2 table sizes for 1 categorical"),
+        ({"vocab_sizes": (0,)}, "'c' has 0 rows"),
+        ({"vocab_sizes": (2**31,)}, "'c' has 2147483648 rows"),
+        (LIST | {"slots": (0,)}, "slots"),
+        (LIST | {"slots": (1025,)}, "slots"),
+        (LIST | {"slots": (3,), "weighted_multi": ("c",)}, "weighted_multi"),
+        (TWO | {"owners": ("c", "c")}, "with as many rows"),
     ],
 )
-def test_value_out_of_range_is_named(name, value):
+def test_what_contradicts_itself_is_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        schema(**options)
+
+
+def test_fields_follow_each_other_and_may_share_tables():
+    largest = schema(multi=("m",), vocab_sizes=(1, 2**31 - 1), slots=(1024,))
+    assert largest.fields == ("c", "m") and largest.tables == (0, 1)
+    parts = {"categorical": ("c", "d"), "multi": ("m",), "vocab_sizes": (5, 9, 9)}
+    assert schema(**parts, owners=("c", "m", "m"), slots=(2,)).tables == (0, 2, 2)
+    assert schema(further_labels=("z",)).labels == ("y", "z")
+
+
+def test_batches_and_their_parts_follow_each_other():
+    assert next_position(Position(2, 3, 7), 5) == Position(2, 4, 7)
+    assert next_position(Position(2, 4, 7), 5) == Position(3, 0, 7)
+    assert [num_batches(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match="at least 1"):
+        num_batches(9, 0)
+    assert [Part(i, 3).rows(12) for i in (0, 2)] == [range(4), range(8, 12)]
+    with pytest.raises(ValueError, match="batch-size 32 .* of the 3 processes"):
+        Part(2, 3).rows(32)
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("reserve_rows", 0, LARGEST),
+        ("huge_limit", 1.0, 1e30),
+        ("max_values", 1, 1024),
+        ("keep_negatives", 1e-6, 1.0),
+        ("valid_fraction", 0.0, 0.9),
+        ("max_bad_rows", 0, 2**62),
+        ("click_rate", 0.001, 0.999),
+        ("world", 0, LARGEST),
+    ],
+)
+def test_value_out_of_range_is_named(name, low, high):
+    for value in (low, high):
+        DataConfig(kind="table", **{name: value})
     option = "--data." + name.replace("_", "-")
-    with pytest.raises(ValueError, match=f"{option} .* must lie between"):
-        DataConfig(**{name: value})
+    step = 1 if isinstance(low, int) else 1e-9 * high
+    for value in (low - step, high + step, math.nan):
+        with pytest.raises(ValueError, match=f"{option} .* must lie between"):
+            DataConfig(kind="table", **{name: value})
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (2**31,)])
-def test_table_sizes_out_of_range_are_refused(rows):
-    with pytest.raises(ValueError, match="--data.rows"):
-        DataConfig(rows=rows)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kind": "generated", "rows": (1,)}, "--data.rows"),
+        ({"kind": "generated", "path": "clicks.csv"}, "--data.kind table"),
+        ({"kind": "generated", "labels": ("a", "b")}, "labels names a column of a tab"),
+        ({"kind": "criteo", "path": "x.tsv", "dense": ("I1",)}, "fixed columns"),
+        ({"kind": "criteo", "weight": "I1"}, "--data.weight names a column of a table"),
+        ({"valid": "valid.csv"}, "--data.valid needs --data.path"),
+        ({"labels": ("a", "b"), "weight": "b"}, "both label and weight"),
+        ({"multi": ("t",), "multi_weights": ("c=w",)}, "=VALUE; the columns are t"),
+        ({"hash_sizes": ("c=1",)}, "must give the column 2 to"),
+        ({"hashed": ("x",)}, "--data.hashed 'x' is not among"),
+        ({"share": ("c=x",)}, "--data.share c=x must name a column"),
+        ({"share": ("c=d", "d=c")}, "with a table of its own"),
+        ({"share": ("c=d",), "hashed": ("c",)}, "'c' uses the table of 'd'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, why):
+    columns = {"categorical": ("c", "d")} if "kind" not in options else {}
+    with pytest.raises(ValueError, match=why):
+        DataConfig(**({"kind": "table"} | columns | options))
 
 
-def test_path_with_generated_data_names_the_remedy():
-    with pytest.raises(ValueError, match="--data.kind table"):
-        DataConfig(path="clicks.csv")
-
-
-def test_criteo_columns_cannot_be_chosen():
-    with pytest.raises(ValueError, match="fixed columns"):
-        DataConfig(kind="criteo", path="x.tsv", dense=("I1",))
-
-
-def test_validation_file_without_training_file_is_refused():
-    with pytest.raises(ValueError, match="--data.valid needs --data.path"):
-        DataConfig(kind="table", valid="valid.csv")
+def test_a_size_of_its_own_comes_before_that_of_all_hashes():
+    columns = {"kind": "table", "categorical": ("c", "d", "e")}
+    options = {"hash_sizes": ("c=5",), "hashed": ("c", "d"), "hash_buckets": 7}
+    for encoding, last in (("vocabulary", None), ("hash", 7)):
+        config = DataConfig(**columns, **options, encoding=encoding)
+        assert [config.hash_rows(name) for name in "cde"] == [5, 7, last]

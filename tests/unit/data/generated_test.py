@@ -7,227 +7,201 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from loka_jax.data import DataConfig, Position, generated, open_data, planted
+from loka_jax.data import DataConfig, Part, Position, generated, open_data, planted
+from loka_jax.data.distinct import expected_distinct
 
-TINY = DataConfig(rows=(50, 40, 30, 20), examples=1000, eval_examples=500)
+TINY = DataConfig(
+    rows=(50, 40, 30, 20), examples=1000, eval_examples=500, signal=1.1, click_rate=0.3
+)
+BLOCK = 1 << 14  # rows of the batches by which the report is made
+START = Position(0, 0, 0)
+zipf_ids = jax.jit(planted.zipf_ids, static_argnums=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def world():
-    return planted.make_world(TINY)
+def splits():
+    return open_data(TINY, seed=3)
 
 
-def dataset(world, split="train", num_examples=1000, seed=0):
-    return generated.GeneratedDataset(
-        TINY, world, split, num_examples=num_examples, seed=seed
-    )
+@pytest.fixture(scope="module")
+def world(splits):
+    return splits.train._world
 
 
-def all_rows(data, batch_size):
-    steps = range(data.num_batches(batch_size))
-    batches = [data.batch(Position(0, s, 7), batch_size, shuffle=True) for s in steps]
+def rows_of(data, batch_size=BLOCK, epoch=0, seed=7):
+    """Returns the rows of an epoch."""
+    places = [Position(epoch, s, seed) for s in range(data.num_batches(batch_size))]
+    batches = [data.batch(place, batch_size, shuffle=True) for place in places]
     return jax.tree.map(lambda *x: np.concatenate(x)[: data.num_examples], *batches)
 
 
-def test_batch_is_a_pure_function_of_its_position(world):
-    first = dataset(world).batch(Position(2, 3, 5), 64, shuffle=True)
-    again = dataset(world).batch(Position(2, 3, 5), 64, shuffle=True)
-    chex.assert_trees_all_equal(first, again)
+def dataset(world, split="train", num_examples=1000, seed=0):
+    options = {"num_examples": num_examples, "seed": seed}
+    return generated.GeneratedDataset(TINY, world, split, **options)
 
 
-@pytest.mark.parametrize("other", [Position(1, 0, 0), Position(0, 1, 0), (0, 0, 1)])
-def test_epoch_step_and_seed_all_change_the_batch(world, other):
-    data = dataset(world)
-    a = data.batch(Position(0, 0, 0), 64, shuffle=True)
-    b = data.batch(Position(*other), 64, shuffle=True)
-    assert not np.array_equal(a.dense, b.dense)
-    assert not np.array_equal(a.ids, b.ids)
-
-
-def test_examples_do_not_depend_on_the_batch_size(world):
-    data = dataset(world)
-    whole, pieces = all_rows(data, 1000), all_rows(data, 96)
-    chex.assert_trees_all_equal(whole[1:], pieces[1:])
+def assert_equal_rows(one, other):
+    chex.assert_trees_all_equal(one[1:], other[1:])
     # Standardizing subtracts: what is rounding of the logarithm is absolute here.
-    chex.assert_trees_all_close(whole.dense, pieces.dense, rtol=1e-6, atol=2e-6)
+    chex.assert_trees_all_close(one.dense, other.dense, rtol=1e-6, atol=2e-6)
 
 
-def test_splits_share_no_example(world):
-    rows = [all_rows(dataset(world, s), 1000).dense for s in ("train", "valid", "test")]
-    unique = np.unique(np.concatenate(rows), axis=0)
-    assert len(unique) == 3000
+def entropy(p):
+    return -p * np.log(p) - (1 - p) * np.log1p(-p)
 
 
-def test_held_out_split_ignores_epoch_and_seed_of_the_position(world):
-    valid = dataset(world, "valid")
-    a = valid.batch(Position(0, 0, 0), 64, shuffle=False)
-    b = valid.batch(Position(4, 0, 9), 64, shuffle=False)
-    chex.assert_trees_all_equal(a, b)
+def probabilities(data):
+    """Returns the true probability and the label of every example, in float64."""
+    batch, logit = data.batch_and_logit(START, BLOCK)
+    logit = np.asarray(logit, np.float64)[: data.num_examples]
+    labels = np.asarray(batch.labels, np.float64)[: data.num_examples]
+    return 1 / (1 + np.exp(-logit)), labels
 
 
-def test_held_out_split_depends_on_its_seed(world):
-    a = dataset(world, "valid", seed=0).batch(Position(0, 0, 0), 64, shuffle=False)
-    b = dataset(world, "valid", seed=1).batch(Position(0, 0, 0), 64, shuffle=False)
-    assert not np.array_equal(a.dense, b.dense)
+def test_rows_depend_on_split_seed_epoch_and_place_alone(world):
+    train = rows_of(dataset(world))
+    assert_equal_rows(train, rows_of(dataset(world, seed=1), batch_size=64))
+    assert np.all(train.weights == 1) and train.ids.dtype == np.int32
+    valid = rows_of(dataset(world, "valid"))
+    chex.assert_trees_all_equal(valid, rows_of(dataset(world, "valid"), BLOCK, 4, 9))
+    others = [dataset(world, name) for name in ("test", "measure")]
+    others.append(dataset(world, "valid", seed=1))
+    rows = [train, valid, *map(rows_of, others)]
+    rows += [rows_of(dataset(world), BLOCK, *place) for place in ((1, 7), (0, 8))]
+    dense = np.concatenate([x.dense for x in rows])
+    assert len(np.unique(dense, axis=0)) == len(dense) == 7000
 
 
-def test_padding_rows_of_the_last_batch_weigh_nothing(world):
-    batch = dataset(world, num_examples=70).batch(Position(0, 1, 0), 64, shuffle=True)
-    assert np.asarray(batch.weights).tolist() == [1.0] * 6 + [0.0] * 58
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_parts_are_together_the_whole_batch(splits, split):
+    data = getattr(splits, split)
+    last = data.num_batches(128) - 1
+    place = Position(1, last, 7)
+    whole = jax.device_get(data.batch(place, 128, shuffle=True))
+    parts = [data.batch(place, 128, shuffle=True, part=Part(i, 2)) for i in (0, 1)]
+    assert_equal_rows(jax.tree.map(lambda *x: np.concatenate(x), *parts), whole)
+    rest = data.num_examples - 128 * last
+    assert whole.weights.tolist() == [1.0] * rest + [0.0] * (128 - rest)
+    with pytest.raises(ValueError, match=r"must lie in \[0, "):
+        data.batch(Position(0, last + 1, 0), 128, shuffle=True)
 
 
-def test_position_past_the_end_is_refused(world):
-    with pytest.raises(ValueError, match=r"must lie in \[0, 16\)"):
-        dataset(world).batch(Position(0, 16, 0), 64, shuffle=True)
+def test_dense_columns_are_standardized_logarithms_of_counts():
+    z = np.random.default_rng(0).standard_normal((9, 13))
+    column = np.arange(13) / 12
+    center, spread = 0.5 + 4 * column, 0.8 + 0.6 * column
+    count = np.exp(center + spread * z)
+    found = jax.jit(generated._dense)(jnp.asarray(z, jnp.float32))
+    want = (np.log1p(count) - center) / spread
+    # The logarithm is 12 at most, and its rounding is divided by 0.8 or more.
+    np.testing.assert_allclose(found, want, atol=12 / 0.8 * 2**-21)
 
 
-def test_dtypes_are_those_of_the_contract(world):
-    batch = dataset(world).batch(Position(0, 0, 0), 8, shuffle=True)
-    assert [x.dtype.name for x in batch[:4]] == [
-        "float32",
-        "int32",
-        "float32",
-        "float32",
-    ]
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.1, 2.0])
-def test_ids_follow_the_power_law(exponent):
-    rows = (40,)
-    uniform = (np.arange(200_000, dtype=np.float32)[:, None] + 0.5) / 200_000
-    ids = np.asarray(planted.zipf_ids(jnp.asarray(uniform), rows, exponent))[:, 0]
-    edges = np.arange(1, 41, dtype=np.float64)
-    q = 1 - exponent
-    cdf = np.log(edges) if q == 0 else (edges**q - 1) / q
-    want = np.diff(cdf / cdf[-1])
-    got = np.bincount(ids, minlength=40) / len(ids)
-    assert got[0] == 0.0
-    np.testing.assert_allclose(got[1:], want, atol=2e-5)
-
-
-def test_ids_stay_inside_their_tables_at_the_ends_of_the_range():
-    ends = jnp.array([[2.0**-24], [1 - 2.0**-24]], jnp.float32)
-    for rows in (2, 1000, 100_000_000):
-        ids = np.asarray(planted.zipf_ids(ends, (rows,), 1.1))
-        assert ids.min() >= 1 and ids.max() < rows
-
-
-def test_tables_beyond_int32_in_all_have_ids_of_their_own_and_repeated_effects(
-    monkeypatch,
-):
-    monkeypatch.setattr(planted, "_MOST_PLANTED", 2**10)
-    monkeypatch.setattr(planted, "_REPEATED", 2**8)
-    largest = 2**31 - 1
-    rows = (largest, 1_100_000_000, 1000, largest)
-    config = dataclasses.replace(TINY, rows=rows, zipf=0.0)
-    world = planted.make_world(config)
-    assert len(world.effects) == 3 * 2**8 + 1000
-    data = generated.GeneratedDataset(config, world, "train", num_examples=500, seed=0)
-    batch = data.batch(Position(0, 0, 7), 500, shuffle=True)
-    ids = np.asarray(batch.ids, np.int64)
-    # Uniform: 500 draws come as far as the last hundredth, but for 0.7 % of all cases.
-    assert np.all(ids > 0) and np.all(ids < np.array(rows)[None, :])
-    assert np.all(ids.max(axis=0) > 0.99 * np.array(rows))
-    counts = planted._planted(rows)
-    firsts = np.cumsum((0, *counts[:-1]))
-    places = planted._effect_rows(jnp.asarray(batch.ids), rows, counts)
-    np.testing.assert_array_equal(places, ids % np.array(counts) + firsts)
-
-
-def test_ids_of_the_largest_table_stay_in_int32():
-    uniform = jnp.asarray([[0.0], [0.5], [1.0]])
-    found = np.asarray(planted.zipf_ids(uniform, (2**31 - 1,), 1.0))[:, 0]
-    assert found[0] == 1 and 0.9 * 2**15.5 < found[1] < 1.1 * 2**15.5
-    assert found[2] >= 0.9999 * 2**31
-
-
-def test_labels_follow_the_true_logits(world):
-    data = dataset(world, num_examples=200_000)
-    batch, logit = data.batch_and_logit(Position(0, 0, 0), 200_000)
-    p = 1 / (1 + np.exp(-np.asarray(logit, np.float64)))
-    labels = np.asarray(batch.labels)
-    for low in np.arange(0, 1, 0.2):
-        bin_ = (p >= low) & (p < low + 0.2)
-        error = np.sqrt(p[bin_].mean() * (1 - p[bin_].mean()) / bin_.sum())
-        assert abs(labels[bin_].mean() - p[bin_].mean()) < 4 * error
-
-
-def test_click_rate_is_what_was_asked_for():
-    config = dataclasses.replace(TINY, click_rate=0.1)
-    data = generated.GeneratedDataset(
-        config, planted.make_world(config), "train", num_examples=100_000, seed=0
+def test_the_logit_has_waves_effects_of_ids_and_pairs_of_fields(monkeypatch):
+    monkeypatch.setattr(planted, "_MOST_PLANTED", 12)
+    monkeypatch.setattr(planted, "_REPEATED", 5)
+    rows, planted_rows = tuple(range(3, 15)), [*range(3, 13), 5, 5]
+    config = dataclasses.replace(TINY, rows=rows, latent_dim=3)
+    draw = np.random.default_rng(0)
+    waves, z = draw.normal(size=(4, 13)), draw.normal(size=(7, 13))
+    effects = [draw.normal(size=count) for count in planted_rows]
+    latents = [draw.normal(size=(count, 3)) for count in planted_rows[5:]]
+    ids = np.stack([draw.integers(1, count, 7) for count in rows], axis=1)
+    weights, bias = np.array([1.0, 2.0, -3.0]), 0.5
+    world = planted.World(
+        *map(np.float32, (waves, np.concatenate(effects), np.concatenate(latents))),
+        *map(np.float32, (weights, bias)),
     )
-    labels = data.batch(Position(0, 0, 0), 100_000, shuffle=True).labels
-    assert abs(float(labels.mean()) - 0.1) < 0.005
+    logit = jax.jit(planted.true_logit, static_argnums=0)
+    found = logit(config, world, np.float32(z), np.int32(ids))
+
+    amplitude, frequency, phase, slope = waves
+    dense = (amplitude * np.sin(frequency * z + phase) + slope * z).sum(1)
+    dense += np.tanh(z[:, 0]) * np.tanh(z[:, 1])
+    own = [ids[:, f] % count for f, count in enumerate(planted_rows)]
+    effect = sum(values[at] for values, at in zip(effects, own, strict=True))
+    vectors = [values[at] for values, at in zip(latents, own[5:], strict=True)]
+    ring = zip(vectors, [*vectors[1:], vectors[0]], strict=True)
+    pairs = sum((one * other).sum(1) for one, other in ring)
+    want = np.stack([dense, effect, pairs], axis=1) @ weights + bias
+    # Some 80 terms of at most 10 are summed.
+    np.testing.assert_allclose(found, want, atol=80 * 10 * 2**-23)
 
 
-def test_best_possible_ne_is_what_the_true_model_scores(world):
-    best, error = generated.best_possible_ne(TINY, world, 100_000)
-    scored = generated.true_model_ne(dataset(world, "valid", num_examples=300_000))
-    # Label noise of the split: about 0.47 / 0.56 nats / sqrt(300,000) = 0.0015.
-    assert abs(best - scored) < 4 * (error + 0.0015)
+def test_signal_click_rate_and_shares_are_those_of_the_options(world):
+    key = jax.random.key(1)
+    parts = jax.jit(
+        lambda world, index: planted._parts(
+            TINY, world, *planted.draw(TINY, key, index)[:2]
+        )
+    )(world, jnp.arange(BLOCK, dtype=jnp.uint32))
+    weighted = np.asarray(parts, np.float64) * np.asarray(world.weights)
+    logit = weighted.sum(1) + float(world.bias)
+    # The parts were scaled by other examples: 4 deviations of a deviation, 3 %.
+    np.testing.assert_allclose(logit.std(), TINY.signal, rtol=0.04)
+    shares = weighted.var(axis=0) / weighted.var(axis=0).sum()
+    np.testing.assert_allclose(shares, (0.4, 0.4, 0.2), rtol=0.08)
+    p = 1 / (1 + np.exp(-logit))
+    assert abs(p.mean() - TINY.click_rate) < 5 * p.std() / np.sqrt(BLOCK)
 
 
-@pytest.mark.slow
-def test_best_possible_ne_agrees_with_its_standard_error(world):
-    small, error = generated.best_possible_ne(TINY, world, 20_000)
-    large, _ = generated.best_possible_ne(TINY, world, 1_000_000)
-    assert 0 < abs(small - large) < 4 * error
-    assert 0.0003 < error < 0.01
-
-
-def test_no_signal_leaves_nothing_to_learn():
-    config = dataclasses.replace(TINY, signal=0.0)
-    best, _ = generated.best_possible_ne(config, planted.make_world(config), 10_000)
+def test_the_best_possible_ne_is_the_mean_entropy_over_that_of_the_mean(world):
+    found, error = generated.best_possible_ne(TINY, world, BLOCK)
+    p, _ = probabilities(dataset(world, "measure", BLOCK, seed=TINY.world))
+    np.testing.assert_allclose(found, entropy(p).mean() / entropy(p.mean()), rtol=1e-9)
+    # The jackknife of 256 blocks knows the standard error to 4 %.
+    left_out = [np.delete(p.reshape(256, -1), i, axis=0) for i in range(256)]
+    values = [entropy(x).mean() / entropy(x.mean()) for x in left_out]
+    np.testing.assert_allclose(error, np.std(values) * np.sqrt(255), rtol=0.2)
+    no_signal = world._replace(weights=jnp.zeros(3))
+    best, _ = generated.best_possible_ne(TINY, no_signal, BLOCK)
     assert best == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_default_looks_like_a_click_log():
-    splits = open_data(DataConfig(eval_examples=65_536), seed=0)
-    assert 0.75 < splits.report["best_possible_ne"] < 0.80
-    assert splits.report["best_possible_ne_stderr"] < 0.001
-    labels = splits.valid.batch(Position(0, 0, 0), 65_536, shuffle=False).labels
-    assert 0.2 < float(labels.mean()) < 0.3
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.1, 2.0])
+def test_ids_follow_the_power_law(exponent):
+    uniform = (np.arange(200_000, dtype=np.float32)[:, None] + 0.5) / 200_000
+    ids = np.asarray(zipf_ids(uniform, (40,), exponent))[:, 0]
+    edges = np.arange(1, 41, dtype=np.float64)
+    q = 1 - exponent
+    cdf = np.log(edges) if q == 0 else (edges**q - 1) / q
+    got = np.bincount(ids, minlength=40) / len(ids)
+    np.testing.assert_allclose(got, [0, *np.diff(cdf / cdf[-1])], atol=2e-5)
 
 
-def test_tables_of_one_id_leave_the_dense_columns():
-    config = dataclasses.replace(TINY, rows=(2,) * 9)
-    splits = open_data(config, seed=0)
-    labels = all_rows(splits.train, 100).labels
-    assert 0.15 < labels.mean() < 0.35  # the rate that was asked for is 0.25
+def test_ids_of_large_tables_stay_inside_them_and_reach_their_ends():
+    uniform = np.float32([[2.0**-24] * 3, [0.5] * 3, [1 - 2.0**-24] * 3])
+    rows = np.array((2, 100_000_000, 2**31 - 1))
+    ids = np.int64(zipf_ids(uniform, tuple(rows.tolist()), 1.0))
+    assert ids[0].tolist() == [1, 1, 1]
+    assert (ids < rows).all() and (ids[2] >= 0.9999 * (rows - 1)).all()
+    assert 0.9 * 2**15.5 < ids[1, 2] < 1.1 * 2**15.5
+
+
+def test_the_report_tells_what_the_true_model_scores_on_the_labels(splits):
+    sizes = [split.num_examples for split in (splits.train, splits.valid, splits.test)]
+    assert sizes == [1000, 500, 500]
+    for name in ("valid", "test"):
+        # Held-out examples are those of the seed.
+        again = dataset(splits.train._world, name, 500, seed=3)
+        p, labels = probabilities(again)
+        assert np.array_equal(labels, rows_of(getattr(splits, name)).labels)
+        for weight in (1.0, p - p.mean()):
+            error = np.sqrt((weight**2 * p * (1 - p)).sum())
+            assert abs((weight * (labels - p)).sum()) < 4 * error
+        loss = -np.log(np.where(labels == 1, p, 1 - p)).mean()
+        scored = loss / entropy(labels.mean())
+        assert splits.report["true_model_ne"][name] == pytest.approx(scored, rel=1e-9)
     assert 0.5 < splits.report["best_possible_ne"] < 0.95
+    assert np.isnan(generated.true_model_ne(dataset(splits.train._world, "test", 1)))
 
 
-@pytest.mark.slow
-def test_one_field_alone_has_no_pairs_and_still_works():
-    config = dataclasses.replace(TINY, rows=(10,))
-    batch = open_data(config, seed=0).train.batch(Position(0, 0, 0), 8, shuffle=True)
-    assert batch.ids.shape == (8, 1)
-    chex.assert_tree_all_finite(batch)
-
-
-@pytest.mark.slow
-def test_devices_make_their_own_examples():
-    if jax.device_count() < 8:
-        pytest.skip("needs eight devices: XLA_FLAGS of .ci/run")
-    auto = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("replica", "shard"), axis_types=auto)
-    sharding = NamedSharding(mesh, PartitionSpec(("replica", "shard")))
-    splits = open_data(TINY, seed=0)
-    spread = splits.over(sharding)
-    for name in ("train", "valid", "test"):
-        place = Position(0, 0, 0)
-        whole = getattr(splits, name).batch(place, 64, shuffle=True)
-        parts = getattr(spread, name).batch(place, 64, shuffle=True)
-        for part in jax.tree.leaves(parts):
-            assert part.sharding.is_equivalent_to(sharding, part.ndim)
-        chex.assert_trees_all_equal(whole.ids, parts.ids)
-        chex.assert_trees_all_equal(whole.labels, parts.labels)
-        chex.assert_trees_all_close(whole.dense, parts.dense, rtol=1e-6, atol=2e-6)
-    place = np.zeros(5, np.uint32)
-    program = generated._make.lower(TINY, spread.train._world, 64, place, sharding)
-    text = program.compile().as_text()
-    assert "all-" not in text and "collective" not in text  # each makes its own
+@pytest.mark.parametrize("rows, zipf", [(3, 1.1), (20_000, 1.05)])
+def test_distinct_ids_are_a_sum_over_ids(rows, zipf):
+    draws, q = 4096, 1 - zipf
+    cdf = (np.arange(1.0, rows + 1) ** q - 1) / (rows**q - 1)
+    exact = np.sum(1 - (1 - np.diff(cdf)) ** draws)
+    # Ranges of ids beyond 4,096 take the mean of odds that differ by a thousandth.
+    assert expected_distinct(rows, draws, zipf) == pytest.approx(exact, rel=1e-5)
+    assert expected_distinct(10, 100, None) == expected_distinct(100, 10, None) == 10

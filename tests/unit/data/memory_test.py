@@ -1,8 +1,7 @@
-"""Memory is bounded by bytes: a small file may hold far more than fits it."""
+"""Memory is bounded by bytes: a small file may hold far more than fits it.
 
-import gzip
-import subprocess
-import sys
+Peaks of whole conversions: tests/whole/data/conversion_test.py.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -13,102 +12,6 @@ from loka_jax.data.blocks import BadRows
 from loka_jax.data.parquet import read_parquet
 from tests.support.data import HEADER, open_table, write
 
-LIMIT = 2 << 30
-
-CONVERT = """
-import pathlib, sys
-from loka_jax.data import DataConfig, open_data
-path, cache, dense, categorical = sys.argv[1:]
-columns = {"dense": dense.split(), "categorical": categorical.split()}
-columns = {kind: tuple(names) for kind, names in columns.items()}
-config = DataConfig(kind="table", path=path, cache=cache, **columns)
-open_data(config, seed=0)
-status = pathlib.Path("/proc/self/status").read_text()
-print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
-"""
-
-
-def peak_memory(path, *, dense="", categorical=""):
-    """Returns the peak of a process that converts the file, in bytes."""
-    command = [sys.executable, "-c", CONVERT, path, path.parent / "cache"]
-    result = subprocess.run(
-        [*map(str, command), dense, categorical],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return int(result.stdout)
-
-
-def labels(count):
-    return np.arange(count) % 2
-
-
-def repeated(value, count):
-    indices = pa.array(np.zeros(count, np.int32))
-    return pa.DictionaryArray.from_arrays(indices, pa.array([value]))
-
-
-def long_cells(path, *, size, count, **options):
-    table = {"label": labels(count), "c": repeated("x" * size, count)}
-    parquet.write_table(pa.table(table), path, **options)
-
-
-def plain_cells(path):
-    """Writes equal cells one by one, which only compression makes small."""
-    cells = repeated("x" * 20_000, 10_000).dictionary_decode()
-    table = pa.table({"label": labels(10_000), "c": cells})
-    options = {"use_dictionary": False, "compression": "zstd"}
-    with parquet.ParquetWriter(path, table.schema, **options) as file:
-        for _ in range(15):
-            file.write_table(table)
-
-
-def many_columns(path):
-    columns = {f"c{i}": np.zeros(150_000, np.int8) for i in range(1000)}
-    parquet.write_table(pa.table({"label": labels(150_000)} | columns), path)
-
-
-def long_text(path):
-    with gzip.open(path, "wt", compresslevel=1) as file:
-        file.write("label,c\n")
-        for i in range(60_000):
-            file.write(f"{i % 2},{'x' * 20_000}\n")
-
-
-def short_rows(path):
-    path.write_text("label,c\n" + "0,\n1,\n" * 6_000_000)
-
-
-CASES = {
-    "equal long cells": (
-        "a.parquet",
-        lambda p: long_cells(p, size=20_000, count=200_000),
-    ),
-    "equal huge cells": (
-        "a.parquet",
-        lambda p: long_cells(p, size=4_000_000, count=1000),
-    ),
-    "plain long cells": ("a.parquet", plain_cells),
-    "long text": ("a.csv.gz", long_text),
-    "short rows": ("a.csv", short_rows),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_conversion_stays_below_two_gigabytes(tmp_path, case):
-    name, make = CASES[case]
-    make(tmp_path / name)
-    assert peak_memory(tmp_path / name, categorical="c") < LIMIT
-
-
-@pytest.mark.slow
-def test_many_columns_stay_below_two_gigabytes(tmp_path):
-    many_columns(tmp_path / "a.parquet")
-    dense = " ".join(f"c{i}" for i in range(1000))
-    assert peak_memory(tmp_path / "a.parquet", dense=dense) < LIMIT
-
 
 def blocks(path, *columns, block_bytes):
     return list(read_parquet(str(path), columns, BadRows(0), block_bytes=block_bytes))
@@ -117,36 +20,25 @@ def blocks(path, *columns, block_bytes):
 @pytest.mark.parametrize("use_dictionary", [True, False])
 def test_blocks_of_parquet_are_bounded_by_the_text_they_hold(tmp_path, use_dictionary):
     path = tmp_path / "a.parquet"
+    table = pa.table({"label": np.arange(2000) % 2, "c": ["x" * 20_000] * 2000})
     options = {"use_dictionary": use_dictionary, "compression": "zstd"}
-    long_cells(path, size=20_000, count=2000, **options)
+    parquet.write_table(table, path, **options)
     got = blocks(path, "label", "c", block_bytes=100_000)
     assert max(block.nbytes for block in got) < 110_000
     assert np.array_equal(np.concatenate([b.rows for b in got]), np.arange(2000) + 1)
     assert sum(b.table["label"].to_numpy().sum() for b in got) == 1000
 
 
-def test_a_row_larger_than_a_block_is_one(tmp_path):
-    long_cells(tmp_path / "a.parquet", size=1000, count=9)
-    got = blocks(tmp_path / "a.parquet", "c", block_bytes=10)
-    assert [block.table.num_rows for block in got] == [1] * 9
-    assert got[4].table["c"].to_pylist() == ["x" * 1000]
-
-
-def test_missing_and_short_cells_among_long_ones_stay_in_order(tmp_path):
+@pytest.mark.parametrize(("block_bytes", "most_rows"), [(12_000, 9), (10, 1)])
+def test_missing_and_short_cells_among_long_ones_stay_in_order(
+    tmp_path, block_bytes, most_rows
+):
     cells = [None, "", "a" * 5000, None, "b", "a" * 5000, "c" * 900] * 40
-    parquet.write_table(
-        pa.table({"c": cells, "d": [None] * 280}), tmp_path / "a.parquet"
-    )
-    got = blocks(tmp_path / "a.parquet", "c", "d", block_bytes=12_000)
-    assert len(got) > 30
+    table = pa.table({"c": cells, "d": [None] * 280})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    got = blocks(tmp_path / "a.parquet", "c", "d", block_bytes=block_bytes)
+    assert max(block.table.num_rows for block in got) <= most_rows
     assert [cell for block in got for cell in block.table["c"].to_pylist()] == cells
-
-
-def test_columns_without_bytes_count_as_numbers(tmp_path):
-    columns = {f"c{i}": pa.nulls(5000) for i in range(10)}
-    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    got = blocks(tmp_path / "a.parquet", *columns, block_bytes=80_000)
-    assert max(block.table.num_rows for block in got) <= 1000
 
 
 def test_vocabularies_larger_than_half_the_memory_are_told(tmp_path, monkeypatch):

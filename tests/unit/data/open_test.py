@@ -1,33 +1,23 @@
-"""Opening data: the split rule, the cache, shards, and options that contradict them."""
+"""Which file is which split; opening them: rules, the cache, and contradictions."""
 
-import dataclasses
-import functools
 import json
 
 import chex
 import numpy as np
 import pytest
 
-from loka_jax.cache_folder import cache_folder
-from loka_jax.data import DataConfig, Position, open_data
+from loka_jax.data import DataConfig, Position, cache, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.split import hashed
-from loka_jax.data.text import read_text
-from tests.support.data import (
-    HEADER,
-    open_table,
-    rows_of,
-    rows_text,
-    table_config,
-    write,
-)
+from tests.support.data import HEADER, open_table, rows_of, rows_text, table_config
+from tests.support.data import write as write_text
 
 
 @pytest.fixture
 def source(tmp_path):
-    return write(tmp_path / "clicks.csv", HEADER + rows_text(400))
+    return write_text(tmp_path / "clicks.csv", HEADER + rows_text(400))
 
 
 @pytest.fixture
@@ -37,8 +27,13 @@ def shards(source, tmp_path):
     return tmp_path / "shards"
 
 
+def write(folder, name, count):
+    folder.mkdir(exist_ok=True)
+    return write_text(folder / name, HEADER + rows_text(count))
+
+
 def cached(tmp_path):
-    return sorted(path.name for path in (tmp_path / "cache").iterdir())
+    return sorted((tmp_path / "cache").iterdir())
 
 
 def test_split_off_rows_are_those_of_the_stated_rule(source):
@@ -48,165 +43,165 @@ def test_split_off_rows_are_those_of_the_stated_rule(source):
     chosen = np.flatnonzero(hashed(np.arange(400), 0) < 0.1) + 1
     assert np.array_equal(rows_of(splits, "valid").dense[:, 0], chosen)
     assert splits.train.num_examples == 400 - len(chosen)
+    # The same forever.
+    found = [hashed(np.arange(2), stream).round(6).tolist() for stream in (0, 1)]
+    assert found == [[0.38389, 0.706601], [0.560023, 0.724253]]
 
 
-def test_the_split_rule_takes_about_its_fraction_and_grows_with_it():
-    row = np.arange(100_000)
-    tenth, fifth = hashed(row, 0) < 0.1, hashed(row, 0) < 0.2
-    assert abs(tenth.mean() - 0.1) < 0.004 and abs(fifth.mean() - 0.2) < 0.005
-    assert not (tenth & ~fifth).any()
-
-
-def test_given_validation_file_is_used_whole(source, tmp_path):
-    valid = write(tmp_path / "held.csv", HEADER + rows_text(30))
-    splits = open_table(source, valid=valid)
-    assert (splits.train.num_examples, splits.valid.num_examples) == (400, 30)
-    assert splits.test is None
-    assert "held.csv" in splits.report["split_rule"]
-
-
-def test_folder_gives_all_three_splits(tmp_path):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    for name, count in (("train", 40), ("valid", 20), ("test", 10)):
-        write(folder / f"{name}.csv", HEADER + rows_text(count))
-    splits = open_table(folder)
-    assert splits.test is not None
-    assert splits.report["examples"] == {"train": 40, "valid": 20, "test": 10}
-
-
-def test_several_training_files_are_read_as_one(tmp_path):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    write(folder / "train-0.csv", HEADER + rows_text(200))
-    write(folder / "train-1.csv", HEADER + rows_text(200))
-    two = open_table(folder)
-    one = open_table(
-        write(tmp_path / "one.csv", HEADER + rows_text(200) + rows_text(200))
-    )
-    chex.assert_trees_all_equal(rows_of(two), rows_of(one))
-
-
-def test_report_is_json(source):
-    report = open_table(source).report
+def test_files_of_splits_are_used_whole_and_several_are_read_as_one(tmp_path):
+    for name, count in (("train-0", 200), ("train-1", 90), ("valid", 20), ("test", 10)):
+        write(tmp_path / "logs", f"{name}.csv", count)
+    splits = open_table(tmp_path / "logs")
+    report = splits.report
+    assert report["examples"] == {"train": 290, "valid": 20, "test": 10}
     assert json.loads(json.dumps(report, allow_nan=False)) == report
+    parts = [(x["files"], x["positives"]) for x in report["splits"].values()]
+    train = ["train-0.csv", "train-1.csv"]
+    assert parts == [(train, 145), (["valid.csv"], 10), (["test.csv"], 5)]
+    text = HEADER + rows_text(200) + rows_text(90)
+    path = write_text(tmp_path / "one.csv", text)
+    one_class = write_text(tmp_path / "ones.csv", HEADER + "1,2,3,a,b\n" * 5)
+    one = open_table(path, valid=one_class)
+    assert "ones.csv" in one.report["split_rule"] and one.test is None
+    chex.assert_trees_all_equal(rows_of(splits), rows_of(one))
+    assert rows_of(one, "valid").labels.tolist() == [1.0] * 5
 
 
-def test_validation_rows_with_one_class_only_are_allowed(source, tmp_path):
-    valid = write(tmp_path / "valid.csv", HEADER + "1,2,3,a,b\n" * 5)
-    splits = open_table(source, valid=valid)
-    assert rows_of(splits, "valid").labels.tolist() == [1.0] * 5
+@pytest.mark.parametrize(
+    ("rows", "options", "why"),
+    [
+        (9, {"valid_fraction": 0.0}, "no validation rows.*--data.valid"),
+        (1, {}, "No row of clicks.csv fell into the validation split"),
+        (99, {"reserve_rows": 2**31 - 2}, "more than an int32 id can tell apart"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused(tmp_path, rows, options, why):
+    with pytest.raises(ValueError, match=why):
+        open_table(write(tmp_path, "clicks.csv", rows), **options)
 
 
-def test_no_features_are_refused_before_anything_is_read(source):
-    with pytest.raises(ValueError, match="no features.*--data.dense"):
-        open_table(source, dense=(), categorical=())
+def test_a_file_may_serve_any_split_unless_its_rows_are_all_bad(source, tmp_path):
+    other = write(tmp_path, "other.csv", 30)
+    bad = write_text(tmp_path / "bad.csv", HEADER + "1,2\n" * 3)
+    for split in ("valid", "test"):
+        splits = open_table(source, **{split: other})
+        assert getattr(splits, split).num_examples == 30
+        assert (splits.test is None) == (split == "valid")
+        with pytest.raises(ValueError, match=f"bad.csv has no rows for the {split}"):
+            open_table(source, max_bad_rows=3, **{split: bad})
 
 
-def test_label_among_the_features_is_refused(source):
-    with pytest.raises(ValueError, match="'click' is named more than once"):
-        open_table(source, dense=("click",))
+def test_second_opening_uses_the_cache_and_a_damaged_one_is_made_again(
+    source, tmp_path
+):
+    first = rows_of(open_table(source))
+    (folder,) = cached(tmp_path)
+    made = (folder / MANIFEST).stat().st_mtime_ns
+    chex.assert_trees_all_equal(rows_of(open_table(source)), first)
+    assert cached(tmp_path) == [folder]
+    assert (folder / MANIFEST).stat().st_mtime_ns == made
+    (folder / "train-00000.npy").write_bytes(b"junk")
+    chex.assert_trees_all_equal(rows_of(open_table(source)), first)
 
 
-def test_no_validation_rows_at_all_are_refused(source):
-    with pytest.raises(ValueError, match="no validation rows.*--data.valid"):
-        open_table(source, valid_fraction=0.0)
+def test_another_run_may_finish_the_same_conversion_first(source, monkeypatch):
+    convert_once = cache.convert.convert
+
+    def convert_late(*arguments, **options):
+        for _ in range(2):  # the second one finds the folder of the first
+            convert_once(*arguments, **options)
+
+    monkeypatch.setattr(cache.convert, "convert", convert_late)
+    assert sum(open_table(source).report["examples"].values()) == 400
 
 
-def test_too_few_rows_to_split_are_told(tmp_path):
-    path = write(tmp_path / "a.csv", HEADER + "1,1,1,a,b\n")
-    with pytest.raises(ValueError, match="fell into the validation split"):
-        open_table(path)
-
-
-def test_second_opening_uses_the_cache(source, tmp_path):
-    first = open_table(source)
-    times = (tmp_path / "cache" / cached(tmp_path)[0] / MANIFEST).stat().st_mtime_ns
-    again = open_table(source)
-    (name,) = cached(tmp_path)
-    manifest = tmp_path / "cache" / name / MANIFEST
-    assert manifest.stat().st_mtime_ns == times
-    chex.assert_trees_all_equal(rows_of(first), rows_of(again))
-
-
-def test_changed_file_is_converted_again(source, tmp_path):
+def test_changed_file_or_option_is_converted_again(source, tmp_path):
     open_table(source)
-    write(tmp_path / "clicks.csv", HEADER + rows_text(401))
+    open_table(source, transform="none")
+    assert len(cached(tmp_path)) == 2
+    write(tmp_path, "clicks.csv", 401)
     assert sum(open_table(source).report["examples"].values()) == 401
 
 
-@pytest.mark.parametrize(
-    "option", [{"transform": "none"}, {"encoding": "hash"}, {"dense": ("price",)}]
-)
-def test_changed_option_is_converted_again(source, tmp_path, option):
-    open_table(source)
-    open_table(source, **option)
-    assert len(cached(tmp_path)) == 2
-
-
-def test_damaged_cache_is_made_again(source, tmp_path):
-    want = rows_of(open_table(source))
-    (name,) = cached(tmp_path)
-    (tmp_path / "cache" / name / "train-00000.npy").write_bytes(b"junk")
-    chex.assert_trees_all_equal(rows_of(open_table(source)), want)
-
-
-def test_default_cache_is_private_and_under_the_users(source, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    open_table(source, cache=None)
-    root = tmp_path / "home" / "loka_jax" / "data"
-    assert root.stat().st_mode & 0o777 == 0o700
-    assert len(list(root.iterdir())) == 1
-
-
-def test_unusable_home_falls_back_to_a_temporary_folder(source, tmp_path, monkeypatch):
-    write(tmp_path / "file", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
-    splits = open_table(source, cache=None)
-    assert sum(splits.report["examples"].values()) == 400
-    assert cache_folder("data") == cache_folder("data") != cache_folder("dispatch")
-    assert len(list(cache_folder("data").iterdir())) == 1
-
-
 def test_shards_open_directly_and_equal_the_cache(source, shards):
-    config = DataConfig(kind="table", path=str(shards))
-    chex.assert_trees_all_equal(
-        rows_of(open_data(config, seed=0)), rows_of(open_table(source))
-    )
+    one = open_data(DataConfig(kind="table", path=str(shards)), seed=0)
+    same = open_data(table_config(shards), seed=0)  # options that equal the shards'
+    for splits in (one, same):
+        assert splits.train.schema.dense == ("price", "age")
+        chex.assert_trees_all_equal(rows_of(splits), rows_of(open_table(source)))
 
 
-def test_many_shards_equal_one(source, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 50)
-    small_blocks = functools.partial(read_text, block_bytes=500)
-    monkeypatch.setattr("loka_jax.data.table.read_text", small_blocks)
-    config = table_config(source)
-    convert(config, find_sources(config), tmp_path / "many")
-    assert len(list((tmp_path / "many").glob("train-*.npy"))) > 4
-    many, one = (
-        open_data(DataConfig(kind="table", path=str(path)), seed=0).train.batch(
-            Position(1, 2, 3), 64, shuffle=True
-        )
-        for path in (tmp_path / "many", shards)
-    )
-    chex.assert_trees_all_equal(many, one)
-
-
-def test_options_that_equal_the_shards_are_fine(shards):
-    config = table_config(shards)
-    assert open_data(config, seed=0).train.schema.dense == ("price", "age")
+def test_blocks_and_shards_of_any_size_hold_the_same(source, tmp_path, monkeypatch):
+    few = open_table(source).train
+    monkeypatch.undo()  # blocks and shards are not small any more
+    one = open_table(source, cache=str(tmp_path / "whole")).train
+    assert len(few._words) > 5 and len(one._words) == 1
+    batches = [data.batch(Position(1, 2, 3), 64, shuffle=True) for data in (few, one)]
+    chex.assert_trees_all_equal(*batches)
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("encoding", "hash"), ("dense", ("age",)), ("label", "buy"), ("min_count", 5)],
+    ("option", "why"),
+    [
+        ({"dense": ("age",)}, "was converted with dense .* convert the"),
+        ({"min_count": 5}, "was converted with min_count 1, not 5: .*--data.min-count"),
+        ({"test": "clicks.csv"}, "leave out --data.test"),
+    ],
 )
-def test_options_that_contradict_the_shards_are_refused(shards, option, value):
-    config = dataclasses.replace(table_config(shards), **{option: value})
-    with pytest.raises(ValueError, match=f"was converted with {option} .* convert the"):
-        open_data(config, seed=0)
+def test_options_that_contradict_the_shards_are_refused(shards, option, why):
+    with pytest.raises(ValueError, match=why):
+        open_table(shards, **option)
 
 
-def test_validation_file_beside_shards_is_refused(shards, source):
-    config = table_config(shards, valid=source)
-    with pytest.raises(ValueError, match="leave out --data.valid"):
-        open_data(config, seed=0)
+def sources(path, **options):
+    path = None if path is None else str(path)
+    return find_sources(DataConfig(kind="table", path=path, **options))
+
+
+def names(found):
+    return [[path.name for path in paths] for paths in found]
+
+
+def touch(folder, *files):
+    for name in files:
+        (folder / name).write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("clicks_2042.csv", {}, "clicks_2042.csv does not exist: did you mean clicks_"),
+        ("no/a.csv", {}, "there is no folder"),
+        ("clicks.csv", {"valid": "valdi.csv"}, "valdi.csv .* did you mean valid.csv"),
+        ("clicks.csv", {"valid": ""}, "is a folder: name one file"),
+        ("", {}, "no data file .* only clicks.csv, clicks_2024.csv, valid"),
+    ],
+)
+def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, name, options, why):
+    touch(tmp_path, "clicks_2024.csv", "clicks.csv", "valid.csv")
+    options = {option: str(tmp_path / name) for option, name in options.items()}
+    with pytest.raises(ValueError, match=why):
+        sources(tmp_path / name, **options)
+
+
+def test_folder_is_sorted_out_by_words(tmp_path):
+    touch(tmp_path, "x_train_1.csv.gz", "x_train_0.csv.gz", "x_val.csv", "training.txt")
+    touch(tmp_path, "README.md", "raw_logs.tsv", "latest.csv", "values.csv")
+    touch(tmp_path, "trainer.csv", "x-test.parquet", "Testing.TSV", "VALID.csv")
+    (tmp_path / "train.csv").mkdir()
+    assert names(sources(tmp_path)) == [
+        ["training.txt", "x_train_0.csv.gz", "x_train_1.csv.gz"],
+        ["VALID.csv", "x_val.csv"],
+        ["Testing.TSV", "x-test.parquet"],
+    ]
+
+
+def test_named_files_win_over_the_folders(tmp_path):
+    touch(tmp_path, "train.csv", "valid.csv", "test.csv", "other.csv")
+    other = str(tmp_path / "other.csv")
+    for option, found in (("valid", ["other", "test"]), ("test", ["valid", "other"])):
+        want = [[f"{name}.csv"] for name in ("train", *found)]
+        assert names(sources(tmp_path, **{option: other})) == want
+    touch(tmp_path, "train_and_test.csv")
+    with pytest.raises(ValueError, match="could be train or test"):
+        sources(tmp_path)

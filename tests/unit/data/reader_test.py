@@ -1,160 +1,151 @@
-"""Batches from shards: pure in their position, fixed in shape, complete."""
+"""Batches from shards: pure in their position, complete, in a computed shuffle."""
 
 import chex
+import jax
 import numpy as np
 import pytest
 
-from loka_jax.data import Position, Schema
+from loka_jax.data import Part, Position, Schema
+from loka_jax.data.permutation import key_of, permute
 from loka_jax.data.reader import ShardDataset
-from loka_jax.data.shards import record_dtype
+from loka_jax.data.shards import record_dtype_of
+
+START = Position(0, 0, 0)
 
 
-def dataset(
-    sizes=(70, 1, 29), num_dense=2, num_fields=3, rows=1000, row_5=None, label_5=None
-):
-    """Shards whose row i (over all) has dense i + 0.5, ids i and label i % 2.
+LISTS = {"multi": ("m",), "slots": (4,), "vocab_sizes": (1000, 1001, 1002, 7)}
+LISTS |= {"weighted_multi": ("m",), "weighted": True, "further_labels": ("buy",)}
 
-    `row_5` replaces an id of row 5, `label_5` its label.
+
+def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, *, row_5=None, **options):
+    """Shards whose row i (over all) has label i % 2, dense i + 0.5 + 1000 j, ids i + j.
+
+    `row_5` says what row 5 holds: a name of the record, a place, a value.
     """
     schema = Schema(
         label="click",
         dense=tuple(f"x{j}" for j in range(num_dense)),
         categorical=tuple(f"c{f}" for f in range(num_fields)),
-        vocab_sizes=(rows,) * num_fields,
+        **({"vocab_sizes": (1000, 1001, 1002)[:num_fields]} | options),
     )
-    shards, first = [], 0
-    for size in sizes:
-        index = np.arange(first, first + size)
-        records = np.zeros(size, record_dtype(num_dense, num_fields))
-        records["label"] = index % 2
-        records["dense"] = index[:, None] + 0.5
-        records["ids"] = index[:, None]
-        shards.append(records)
-        first += size
+    index = np.arange(sum(sizes))
+    records = np.zeros(len(index), record_dtype_of(schema))
+    records["label"] = (index % 2).reshape(-1, *[1] * (records["label"].ndim - 1))
+    records["dense"] = index[:, None] + 0.5 + 1000 * np.arange(num_dense)
+    records["ids"] = index[:, None] + np.arange(num_fields)
     if row_5 is not None:
-        shards[0]["ids"][5, 1] = row_5
-    if label_5 is not None:
-        shards[0]["label"][5] = label_5
-    return ShardDataset(schema, shards, "logs")
+        name, place, value = row_5
+        records[name][5, *place] = value
+    ends = np.cumsum(sizes).astype(int)
+    return ShardDataset(schema, np.split(records, ends)[:-1], "logs")
 
 
-def epoch(data, batch_size, *, epoch=0, seed=0, shuffle=True):
+def epoch(data, batch_size, shuffle=True):
     batches = [
-        data.batch(Position(epoch, step, seed), batch_size, shuffle=shuffle)
+        data.batch(Position(0, step, 0), batch_size, shuffle=shuffle)
         for step in range(data.num_batches(batch_size))
     ]
     columns = zip(*(batch[:4] for batch in batches), strict=True)
     return [np.concatenate(parts) for parts in columns]
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 10, 100, 128])
+@pytest.mark.parametrize("batch_size", [1, 7, 100, 128])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_an_epoch_holds_every_row_once(batch_size, shuffle):
-    _, ids, _, weights = epoch(dataset(), batch_size, shuffle=shuffle)
-    assert sorted(ids[weights == 1][:, 0]) == list(range(100))
-
-
-def test_columns_of_a_row_stay_together():
-    dense, ids, labels, weights = epoch(dataset(), 16)
-    real = weights == 1
-    assert np.array_equal(dense[real][:, 1], ids[real][:, 2] + 0.5)
-    assert np.array_equal(labels[real], ids[real][:, 0] % 2)
-
-
-def test_without_shuffle_rows_come_in_the_order_of_the_files():
-    _, ids, _, weights = epoch(dataset(), 16, shuffle=False)
-    assert ids[weights == 1][:, 0].tolist() == list(range(100))
-
-
-def test_how_rows_are_cut_into_shards_does_not_matter():
-    whole = dataset(sizes=(100,)).batch(Position(1, 2, 3), 16, shuffle=True)
-    parts = dataset(sizes=(33, 33, 34)).batch(Position(1, 2, 3), 16, shuffle=True)
-    chex.assert_trees_all_equal(whole, parts)
-
-
-def test_the_batch_size_does_not_change_the_order():
-    _, small, _, _ = epoch(dataset(), 10)
-    _, large, _, _ = epoch(dataset(), 50)
-    assert np.array_equal(small, large)
+def test_an_epoch_holds_every_row_once_with_all_its_columns(batch_size, shuffle):
+    dense, ids, labels, weights = epoch(dataset(), batch_size, shuffle)
+    row = ids[:, 0]
+    assert np.array_equal(dense, row[:, None] + [0.5, 1000.5])
+    assert np.array_equal(ids, row[:, None] + [0, 1, 2])
+    assert np.array_equal(labels, row % 2)
+    assert weights.tolist() == [1] * 100 + [0] * (len(row) - 100)
+    real = row[:100].tolist()
+    assert sorted(real) == list(range(100)) and (shuffle or real == sorted(real))
+    assert np.array_equal(row[100:], row[: len(row) - 100])  # padding
 
 
 def test_batch_is_a_pure_function_of_its_position():
-    data = dataset()
-    first = data.batch(Position(4, 1, 9), 32, shuffle=True)
-    data.batch(Position(0, 0, 0), 32, shuffle=True)
-    again = dataset().batch(Position(4, 1, 9), 32, shuffle=True)
-    chex.assert_trees_all_equal(first, again)
+    data, place = dataset(sizes=(100,)), Position(4, 1, 9)
+    first = data.batch(place, 32, shuffle=True)
+    chex.assert_trees_all_equal(first, dataset().batch(place, 32, shuffle=True))
+    for other in (Position(5, 1, 9), Position(4, 1, 8), Position(4, 2, 9)):
+        ids = data.batch(other, 32, shuffle=True).ids
+        assert not np.array_equal(ids, first.ids)
+    assert np.array_equal(epoch(dataset(), 10)[1], epoch(data, 50)[1])
 
 
-@pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 1}])
-def test_epoch_and_seed_change_the_order(other):
-    _, ids, _, _ = epoch(dataset(), 100)
-    _, other_ids, _, _ = epoch(dataset(), 100, **other)
-    assert not np.array_equal(ids, other_ids)
-
-
-def test_last_batch_is_filled_with_the_first_rows_at_zero_weight():
-    first = dataset().batch(Position(0, 0, 0), 32, shuffle=True)
-    batch = dataset().batch(Position(0, 3, 0), 32, shuffle=True)
-    assert batch.weights.tolist() == [1.0] * 4 + [0.0] * 28
-    chex.assert_trees_all_equal(batch.dense[4:], first.dense[:28])
-    chex.assert_trees_all_equal(batch.ids[4:], first.ids[:28])
-
-
-def test_batch_larger_than_the_data_works():
-    batch = dataset(sizes=(3,)).batch(Position(0, 0, 0), 8, shuffle=True)
-    assert batch.dense.shape == (8, 2)
-    assert batch.weights.sum() == 3
-
-
-def test_no_dense_columns_give_an_empty_array():
-    batch = dataset(num_dense=0).batch(Position(0, 0, 0), 8, shuffle=True)
-    assert batch.dense.shape == (8, 0)
-    assert batch.dense.dtype == np.float32
-
-
-def test_no_categorical_columns_give_an_empty_array():
-    batch = dataset(num_fields=0).batch(Position(0, 0, 0), 8, shuffle=True)
-    assert batch.ids.shape == (8, 0)
-    assert batch.ids.dtype == np.int32
-
-
-def test_dtypes_are_those_of_the_contract():
-    batch = dataset().batch(Position(0, 0, 0), 8, shuffle=True)
-    assert [x.dtype.name for x in batch[:4]] == [
-        "float32",
-        "int32",
-        "float32",
-        "float32",
+# The last batch of 100 rows is padded: its rows lie in the first of two parts.
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize(("count", "shuffle"), [(8, True), (2, False)])
+def test_parts_are_together_the_whole_batch(step, count, shuffle):
+    data, place = dataset(), Position(1, step, 7)
+    parts = [
+        data.batch(place, 32, shuffle=shuffle, part=Part(i, count))
+        for i in range(count)
     ]
+    together = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    chex.assert_trees_all_equal(together, data.batch(place, 32, shuffle=shuffle))
 
 
-@pytest.mark.parametrize("step", [-1, 10])
-def test_position_past_the_end_is_refused(step):
-    with pytest.raises(ValueError, match=r"must lie in \[0, 10\)"):
-        dataset().batch(Position(0, step, 0), 10, shuffle=True)
+def test_batches_have_the_dtypes_of_the_contract_without_columns_too():
+    for counts in ((0, 3), (2, 0)):
+        data = dataset((3,), *counts)
+        batch = data.batch(START, 8, shuffle=True)
+        assert (*batch.dense.shape, *batch.ids.shape) == (8, counts[0], 8, counts[1])
+        dtypes = [x.dtype.name for x in batch[:4]]
+        assert dtypes == ["float32", "int32", "float32", "float32"]
+        for step in (-1, 1):
+            with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
+                data.batch(Position(0, step, 0), 8, shuffle=True)
 
 
-@pytest.mark.parametrize("batch_size", [0, -4])
-def test_batch_size_below_one_is_refused(batch_size):
-    with pytest.raises(ValueError, match="at least 1"):
-        dataset().num_batches(batch_size)
+@pytest.mark.parametrize(
+    ("row_5", "options", "why"),
+    [
+        (("ids", (1,), -1), {}, "'c1' holds id -1, outside its table of 1001 rows"),
+        (("ids", (1,), 1001), {}, "'c1' holds id 1001, outside its table"),
+        (("bag_0", (2,), -2), LISTS, "column 'm' holds id -2, outside"),
+        (("bag_0", (2,), 7), LISTS, "column 'm' holds id 7, outside"),
+        (("bag_weights_0", (2,), -1), LISTS, "holds the weight -1"),
+        (("weight", (), -1), LISTS, "holds the weight -1, .* convert the data again"),
+        (("weight", (), np.inf), LISTS, "holds the weight inf"),
+        (("label", (1,), 3), LISTS, "holds the label 3"),
+        (("label", (), np.nan), {}, "logs holds the label nan, where only 0"),
+    ],
+)
+def test_what_shards_may_not_hold_is_refused_before_a_device_sees_it(
+    row_5, options, why
+):
+    with pytest.raises(ValueError, match=why):
+        dataset(row_5=row_5, **options).batch(START, 100, shuffle=False)
 
 
-@pytest.mark.parametrize("bad", [-1, 1000, -(2**31), 2**31 - 1])
-def test_id_outside_its_table_is_refused_before_the_device_sees_it(bad):
-    data = dataset(row_5=bad)
-    with pytest.raises(ValueError, match=f"'c1' holds id {bad}, outside its table"):
-        data.batch(Position(0, 0, 0), 100, shuffle=False)
+@pytest.mark.parametrize(
+    "row_5",
+    [("ids", (1,), 1000), ("bag_0", (2,), 6), ("bag_0", (2,), -1)]
+    + [("label", (1,), np.nan), ("weight", (), 3), ("bag_weights_0", (2,), 3)],
+)
+def test_what_shards_may_hold_comes_back(row_5):
+    batch = dataset(row_5=row_5, **LISTS).batch(START, 100, shuffle=False)
+    name, place, value = row_5
+    bag = batch.bags[0]
+    arrays = {"ids": batch.ids, "bag_0": bag.ids, "label": batch.labels}
+    arrays |= {"weight": batch.weights, "bag_weights_0": bag.weights}
+    assert np.array_equal(arrays[name][5, *place], value, equal_nan=True)
 
 
-@pytest.mark.parametrize("bad", [-1.0, 0.5, 1e30, np.nan, np.inf])
-def test_label_other_than_zero_and_one_is_refused(bad):
-    data = dataset(label_5=bad)
-    with pytest.raises(ValueError, match="logs holds the label .*, where only 0"):
-        data.batch(Position(0, 0, 0), 100, shuffle=False)
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 1023, 65_537, 3_000_000_000])
+def test_every_index_comes_exactly_once(size):
+    # All of them, or the last ones of billions, which need no table.
+    index = np.arange(max(0, size - 100_000), size)
+    out = permute(index, size, key_of(1, 2))
+    assert len(np.unique(out)) == len(out) and out.min() >= 0
+    assert size // 2 <= out.max() < size
+    assert np.array_equal(permute(index[-9:], size, key_of(1, 2)), out[-9:])
 
 
-def test_no_rows_are_refused():
-    with pytest.raises(ValueError, match="logs has no rows"):
-        dataset(sizes=())
+def test_order_is_the_same_forever():
+    # A change here reorders every run that resumes.
+    out = permute(np.arange(8), 8, key_of(0, 0))
+    assert out.tolist() == [4, 1, 6, 3, 0, 2, 5, 7]
+    out = permute(np.arange(5), 100_003, key_of(3, 1))
+    assert out.tolist() == [6489, 13066, 80247, 83839, 25074]

@@ -2,10 +2,9 @@
 
 A file is read as a command reads it. That must succeed or raise an error that the
 reader declares, of one sentence; in less than a minute, with less than 2 GB of memory.
-A seed says what is damaged: `pytest -m '' tests/drills -k "plan-17"` repeats one case.
+A seed says what is damaged.
 """
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -14,9 +13,9 @@ import json
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,47 +38,19 @@ from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.record import RunRecord, read_run
 from loka_jax.train.logs.progress import print_plan
 from loka_jax.train.planning import choose_plan
+from tests.drills.damage import changed_json, mutated
+from tests.support import drills
 from tests.support import train as support
 from tests.unit.report.run_page_test import RUN, SITES, SUMMARY
 
 MAX_BYTES, MAX_SECONDS = 2 << 30, 60
 ROW = "xla fp8_rowwise"
 
-# Texts that stand for what json.dumps does not write: not JSON at all, or too much.
-_WRITTEN = {
-    "@digits@": "9" * 5000,
-    "@deep@": "[" * 200 + "]" * 200,
-    "@very deep@": "[" * 100_000 + "]" * 100_000,
-    "@huge@": "1e400",
-}
-STRANGE = [
-    *(None, True, False, 0, -1, 0.5, 10**400, 2**63, 1e308, 5e-324),
-    *(float("nan"), float("-inf"), "", "text", "[/b] \x1b[2J", "\ud800", "x" * 20_000),
-    *([], [[]], [None], {}, {"": None}, {"a": {"b": []}}, *_WRITTEN),
-]
-
-
-class Kind(NamedTuple):
-    """A kind of file.
-
-    Attributes:
-        make: writes a valid file into an empty folder, and returns its path.
-        read: reads it as a command does, and returns what it found.
-        found: what it finds in the file as `make` wrote it.
-        declared: the errors that it may raise.
-    """
-
-    make: Callable[[Path], Path]
-    read: Callable[[Path], Any]
-    found: Any
-    declared: tuple[type[Exception], ...] = (ValueError,)
-
 
 @functools.cache
 def sites() -> tuple[nn.Site, ...]:
-    model = get_config("fp8_dlrm").model
-    shapes = ((256, 13), (256, 26, 16))
-    return nn.list_sites(model, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    inputs = (jax.ShapeDtypeStruct((256, *s), jnp.float32) for s in ((13,), (26, 16)))
+    return nn.list_sites(get_config("fp8_dlrm").model, *inputs)
 
 
 def make_table(folder: Path) -> Path:
@@ -99,8 +70,7 @@ def make_table(folder: Path) -> Path:
 
 
 def make_plan(folder: Path) -> Path:
-    table = tables.read(make_table(folder))
-    performance = PerformanceModel(table)
+    performance = PerformanceModel(tables.read(make_table(folder)))
     plan = plans.make_plan(sites(), performance, config="fp8_dlrm")
     plans.save(folder / "plan.json", plan)
     return folder / "plan.json"
@@ -137,16 +107,13 @@ def read_forged(path: Path) -> Any:
 
 
 def make_run(folder: Path, name: str) -> Path:
-    jsonfile.write(folder / "summary.json", SUMMARY)
-    jsonfile.write(folder / "config.json", SAVED_CONFIG)
-    jsonfile.write(folder / "sites.json", SITES)
-    jsonfile.write(folder / "evaluation.json", RUN.evaluation)
-    for file, lines in (
-        ("metrics.jsonl", [*RUN.train, *RUN.evals]),
-        ("scales.jsonl", RUN.scales),
-    ):
+    files = {"summary": SUMMARY, "config": SAVED_CONFIG, "sites": SITES}
+    for file, content in (files | {"evaluation": RUN.evaluation}).items():
+        jsonfile.write(folder / f"{file}.json", content)
+    logs = {"metrics": [*RUN.train, *RUN.evals], "scales": RUN.scales}
+    for log, lines in logs.items():
         text = "".join(jsonfile.dumps(line) + "\n" for line in lines)
-        (folder / file).write_text(text)
+        (folder / f"{log}.jsonl").write_text(text)
     return folder / name
 
 
@@ -157,45 +124,32 @@ def report(path: Path) -> RunFiles:
     return run
 
 
-def resume(path: Path) -> Any:
-    """Returns the config of a run that may be resumed."""
-    RunRecord(path.parent, config=support.config().identity(), resume=True).close()
-    return jsonfile.read(path)
-
-
-def truncate(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run that is resumed at step 10."""
+def resume(path: Path, step: int | None = None) -> Any:
+    """Returns the config, or the lines, of a run that is resumed at a step."""
     identity = support.config().identity()
     with RunRecord(path.parent, config=identity, resume=True) as record:
-        record.truncate(10)
+        if step is None:
+            return jsonfile.read(path)
+        record.truncate(step)
     return jsonfile.read_lines(path)
 
 
-def _run_file(name: str, read: Callable[[Path], Any], found: Any) -> Kind:
-    return Kind(functools.partial(make_run, name=name), read, found)
+def of_a_run(name: str, read: Callable, found: Any) -> tuple:
+    return functools.partial(make_run, name=name), read, found
 
 
+CHOSEN = [BF16.name, ROW, ROW, ROW]
+UNTIL_10 = [line for line in (*RUN.train, *RUN.evals) if line["step"] <= 10]
+REPORTED = "summary.json", "sites.json", "evaluation.json", "metrics.jsonl"
+# How a kind is made in an empty folder, read as by a command, and what is found then.
 KINDS = {
-    "table": Kind(make_table, follow, [BF16.name, ROW, ROW, ROW]),
-    "plan": Kind(make_plan, follow, [BF16.name, ROW, ROW, ROW]),
-    "manifest": Kind(
-        make_manifest,
-        lambda path: manifest.verify(path.parent),
-        CONTENT,
-        (manifest.Damaged, ValueError),
-    ),
-    "forged": Kind(make_manifest, read_forged, CONTENT, (manifest.Damaged, ValueError)),
-    "config": _run_file("config.json", resume, SAVED_CONFIG),
-    "summary": _run_file("summary.json", report, RUN),
-    "sites": _run_file("sites.json", report, RUN),
-    "evaluation": _run_file("evaluation.json", report, RUN),
-    "metrics": _run_file("metrics.jsonl", report, RUN),
-    "scales": _run_file("scales.jsonl", report, RUN),
-    "resumed lines": _run_file(
-        "metrics.jsonl",
-        truncate,
-        [line for line in (*RUN.train, *RUN.evals) if line["step"] <= 10],
-    ),
+    "table": (make_table, follow, CHOSEN),
+    "plan": (make_plan, follow, CHOSEN),
+    "manifest": (make_manifest, lambda path: manifest.verify(path.parent), CONTENT),
+    "forged": (make_manifest, read_forged, CONTENT),
+    "config": of_a_run("config.json", resume, SAVED_CONFIG),
+    "resumed lines": of_a_run("metrics.jsonl", lambda path: resume(path, 10), UNTIL_10),
+    **{name: of_a_run(name, report, RUN) for name in (*REPORTED, "scales.jsonl")},
 }
 
 
@@ -203,83 +157,29 @@ def damaged(path: Path, draw: random.Random) -> bytes:
     """Returns the content of a file with a few random changes."""
     content = path.read_bytes()
     if draw.random() < 0.3:
-        return draw.choice([_flipped, _cut, _overwritten])(content, draw)
-    if path.suffix == ".jsonl":
-        lines = content.splitlines(keepends=True)
-        at = draw.randrange(len(lines))
-        lines[at] = _changed(lines[at], draw) + b"\n"
-        return b"".join(lines)
-    return _changed(content, draw)
+        return mutated(content, draw)
+    if path.suffix != ".jsonl":
+        return changed_json(content, draw)
+    lines = content.splitlines(keepends=True)
+    at = draw.randrange(len(lines))
+    lines[at] = changed_json(lines[at], draw) + b"\n"
+    return b"".join(lines)
 
 
-def _flipped(content: bytes, draw: random.Random) -> bytes:
-    flipped = bytearray(content)
-    for _ in range(draw.choice([1, 1, 8, 64])):
-        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
-    return bytes(flipped)
-
-
-def _cut(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.randrange(len(content))]
-
-
-def _overwritten(content: bytes, draw: random.Random) -> bytes:
-    """Returns the content with zeros, noise, or a part of itself at a random place."""
-    at, size = draw.randrange(len(content)), draw.randrange(1, 200)
-    part = draw.choice([bytes(size), draw.randbytes(size), content[:size]])
-    return content[:at] + part + content[at + draw.choice([0, size]) :]
-
-
-def _changed(content: bytes, draw: random.Random) -> bytes:
-    """Returns JSON in which up to three fields are others, lost, or there twice."""
-    value = {"": json.loads(content)}
-    for _ in range(draw.choice([1, 1, 2, 3])):
-        at, name = draw.choice(list(_places(value)))
-        way = draw.choice(["other", "other", "lost", "twice", "moved"])
-        if way == "other":
-            at[name] = copy.deepcopy(draw.choice(STRANGE))
-        elif way == "moved":
-            other, there = draw.choice(list(_places(value)))
-            at[name] = copy.deepcopy(other[there])
-        elif way == "twice" and isinstance(at, dict):
-            at[f"@twice@{name}"] = copy.deepcopy(draw.choice(STRANGE))
-        elif len(value) > 1 or at is not value:
-            del at[name]
-    text = json.dumps(value.get("")).replace("@twice@", "")
-    for name, written in _WRITTEN.items():
-        text = text.replace(json.dumps(name), written)
-    return text.encode()
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields every container in a value with each of its names or indices."""
-    if not isinstance(value, dict | list):
-        return
-    for name in value if isinstance(value, dict) else range(len(value)):
-        yield value, name
-        yield from _places(value[name])
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def assert_ends_well(kind: Kind, path: Path) -> None:
+def assert_ends_well(read: Callable, path: Path) -> None:
     """Asserts that a file is read, or refused as declared, in time and memory."""
-    began, peak = time.process_time(), max(_peak_bytes(), _resident_bytes() + MAX_BYTES)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = max(usage.ru_maxrss << 10, pages * resource.getpagesize() + MAX_BYTES)
+    began = time.process_time()  # of the CPU, which may be shared
     try:
-        kind.read(path)
-    except kind.declared as error:
+        read(path)
+    except (manifest.Damaged, ValueError) as error:
         text = str(error)
         assert str(path.parent) in text and len(text) < 3000, text
         assert type(error) is not ValueError or text.endswith((".", "?")), text
-    assert time.process_time() - began < MAX_SECONDS  # of the CPU, which may be shared
-    assert _peak_bytes() <= peak
+    assert time.process_time() - began < MAX_SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 <= peak
 
 
 @pytest.fixture(autouse=True)
@@ -288,30 +188,25 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(charts, "can_draw", lambda: False)
 
 
-def drills(*values):
-    """Returns parameters that only the long drill runs."""
-    return [pytest.param(value, marks=pytest.mark.drill) for value in values]
+@pytest.mark.parametrize(("make", "read", "found"), KINDS.values(), ids=KINDS)
+def test_an_intact_file_is_read(make, read, found, tmp_path):
+    assert read(make(tmp_path)) == found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_intact_file_is_read(kind, tmp_path):
-    path = KINDS[kind].make(tmp_path)
-    assert KINDS[kind].read(path) == KINDS[kind].found
-
-
-@pytest.mark.parametrize("seed", [*range(16), *drills(*range(16, 80))])
+@pytest.mark.parametrize("seed", [*range(16), *drills(range(16, 80))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_is_read_or_refused_in_a_sentence(kind, seed, tmp_path):
-    path = KINDS[kind].make(tmp_path)
+    make, read, _ = KINDS[kind]
+    path = make(tmp_path)
     path.write_bytes(damaged(path, random.Random(f"{kind} {seed}")))
-    assert_ends_well(KINDS[kind], path)
+    assert_ends_well(read, path)
 
 
 # Above the limit, below it, and far above it.
-@pytest.mark.parametrize("mebibytes", [20, *drills(10, 200)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_brackets_takes_little_memory(kind, mebibytes, tmp_path):
-    path = KINDS[kind].make(tmp_path)
+@pytest.mark.parametrize("mebibytes", [20, *drills([10, 200])])
+@pytest.mark.parametrize(("make", "read", "_"), KINDS.values(), ids=KINDS)
+def test_a_file_of_brackets_takes_little_memory(make, read, _, mebibytes, tmp_path):
+    path = make(tmp_path)
     lists = b"[" + b"[]," * ((mebibytes << 20) // 3) + b"[]]"
     path.write_bytes(b'{"manifest": ' + lists + b"}\n")
-    assert_ends_well(KINDS[kind], path)
+    assert_ends_well(read, path)
