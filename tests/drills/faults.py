@@ -1,9 +1,4 @@
-"""Faults to plant in the kernels of a site, and how they are planted.
-
-A fault changes what a kernel reads or writes, or replaces a function that kernels or
-products call. The same ones are planted around XLA's references, which stand in for the
-kernels on a CPU, and around the kernels on a GPU.
-"""
+"""Faults to plant around the kernels of a site, or XLA's references on a CPU."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,18 +17,11 @@ TILE = 64
 FUSED, BACKWARD = "dense_norm", "norm_backward"
 BF16, ROWWISE = "pallas bf16", "pallas fp8_rowwise"
 DELAYED = "pallas fp8_tensorwise_delayed"
+IN_FP8 = (), ROWWISE, {"out": "fp8"}
 
 
 class Fault(NamedTuple):
-    """A fault to plant.
-
-    Attributes:
-        kind, what: in a few words.
-        kernels: changes of the functions that launch kernels, by the kernel's name.
-        patches: (object, name, change of that attribute).
-        choice: name of the candidate.
-        spec: changes of the site's spec.
-    """
+    """A fault to plant."""
 
     kind: str
     what: str
@@ -54,50 +42,54 @@ def plant(fault: Fault, monkeypatch, device: Device) -> Device:
     return dataclasses.replace(device, kernels=SiteKernels(*kernels))
 
 
+def wrapping(change):
+    """Returns a change of a function, which is the first argument of `change`."""
+    return lambda run: lambda *args, **kwargs: change(run, *args, **kwargs)
+
+
 # What a kernel reads and writes.
 
 
 def writes(change, *names):
     """Returns a change of a kernel: of these of its outputs."""
 
-    def wrap(run):
-        def changed(*args, **kwargs):
-            out = run(*args, **kwargs)
-            values = {name: getattr(out, name) for name in names}
-            values = {n: change(x) for n, x in values.items() if x is not None}
-            return out._replace(**values)
+    @wrapping
+    def changed(run, *args, **kwargs):
+        out = run(*args, **kwargs)
+        values = {name: getattr(out, name) for name in names}
+        values = {n: change(x) for n, x in values.items() if x is not None}
+        return out._replace(**values)
 
-        return changed
-
-    return wrap
+    return changed
 
 
 def reads(place, change):
     """Returns a change of a kernel: of an argument, by place or name."""
 
-    def wrap(run):
-        def changed(*args, **kwargs):
-            args = list(args)
-            target = args if isinstance(place, int) else kwargs
-            target[place] = change(target[place])
-            return run(*args, **kwargs)
+    @wrapping
+    def changed(run, *args, **kwargs):
+        args = list(args)
+        target = args if isinstance(place, int) else kwargs
+        target[place] = change(target[place])
+        return run(*args, **kwargs)
 
-        return changed
-
-    return wrap
+    return changed
 
 
 def y(change):
     return {FUSED: writes(change, "y")}
 
 
+def y_fp8(change):
+    return {FUSED: writes(change, "y_fp8")}
+
+
 def vectors(kernel, **changes):
     """Returns a change of a kernel's bias, gamma or beta."""
 
     def change(old):
-        return old._replace(
-            **{name: f(getattr(old, name)) for name, f in changes.items()}
-        )
+        new = {name: change(getattr(old, name)) for name, change in changes.items()}
+        return old._replace(**new)
 
     return {kernel: reads(2, change)}
 
@@ -114,10 +106,7 @@ def lhs_scale(change):
 
 
 def tile_from(x, other, first=TILE):
-    """Returns x with the rows of `other` in one tile.
-
-    By a select: XLA does not compile an update in place of a kernel's result.
-    """
+    # By a select: XLA does not compile an update in place of a kernel's result.
     row = jnp.arange(len(x))[:, None]
     return jnp.where((first <= row) & (row < first + TILE), other, x)
 
@@ -126,25 +115,13 @@ def tile_of_zeros(x):
     return tile_from(x, jnp.zeros_like(x))
 
 
-def last_tile_of_zeros(x):
-    return tile_from(x, jnp.zeros_like(x), first=len(x) - TILE)
-
-
 def tile_repeated(x):
     return tile_from(x, jnp.roll(x, TILE, axis=0))
 
 
-def tile_added(x):
-    return tile_from(x, x + jnp.roll(x, TILE, axis=0))
-
-
 def block_transposed(x):
-    block = x[TILE : 2 * TILE, :TILE]
-    return x.at[TILE : 2 * TILE, :TILE].set(block.T)
-
-
-def tile_too_large(x):
-    return tile_from(x, times(1.006)(x))
+    block = slice(TILE, 2 * TILE), slice(TILE)
+    return x.at[block].set(x[block].T)
 
 
 def stale_rows(x):
@@ -179,105 +156,85 @@ def scale_inv(change):
 # Changes of kernels that need more.
 
 
-def bias_after_norm(run):
-    def changed(x, w, vectors, **kwargs):
-        beta = vectors.beta + vectors.bias
-        return run(x, w, vectors._replace(bias=None, beta=beta), **kwargs)
-
-    return changed
+@wrapping
+def bias_after_norm(run, x, w, vectors, **kwargs):
+    beta = vectors.beta + vectors.bias
+    return run(x, w, vectors._replace(bias=None, beta=beta), **kwargs)
 
 
-def mean_kept(run):
-    def changed(*args, epilogue, **kwargs):
-        right = run(*args, epilogue=epilogue, **kwargs)
-        rms = dataclasses.replace(epilogue, norm="rms")
-        wrong = run(*args, epilogue=rms, **kwargs)
-        return right._replace(y=tile_from(right.y, wrong.y))
-
-    return changed
+@wrapping
+def mean_kept(run, *args, epilogue, **kwargs):
+    right = run(*args, epilogue=epilogue, **kwargs)
+    rms = dataclasses.replace(epilogue, norm="rms")
+    wrong = run(*args, epilogue=rms, **kwargs)
+    return right._replace(y=tile_from(right.y, wrong.y))
 
 
-def padded_width(run):
-    def changed(x, w, vectors, *, epilogue, **kwargs):
-        factor = (1 + 16 / w.shape[0]) ** 0.5
-        vectors = vectors._replace(gamma=vectors.gamma * factor)
-        out = run(x, w, vectors, epilogue=epilogue, **kwargs)
-        rstd = None if out.rstd is None else out.rstd * factor
-        return out._replace(rstd=rstd)
-
-    return changed
+@wrapping
+def padded_width(run, x, w, vectors, *, epilogue, **kwargs):
+    factor = (1 + 16 / w.shape[0]) ** 0.5
+    vectors = vectors._replace(gamma=vectors.gamma * factor)
+    out = run(x, w, vectors, epilogue=epilogue, **kwargs)
+    rstd = None if out.rstd is None else out.rstd * factor
+    return out._replace(rstd=rstd)
 
 
-def short_k(run):
-    def changed(x, *args, **kwargs):
-        return run(x.at[:, -16:].set(jnp.zeros_like(x[:, -16:])), *args, **kwargs)
-
-    return changed
+@wrapping
+def short_k(run, x, *args, **kwargs):
+    return run(x.at[:, -16:].set(jnp.zeros_like(x[:, -16:])), *args, **kwargs)
 
 
-def swapped_scales(run):
-    def changed(x, w, *args, **kwargs):
-        of_x, of_w = jnp.max(x.scale_inv), jnp.max(w.scale_inv)
-        x = Fp8Array(x.data, jnp.full_like(x.scale_inv, of_w))
-        w = Fp8Array(w.data, jnp.full_like(w.scale_inv, of_x))
-        return run(x, w, *args, **kwargs)
-
-    return changed
+@wrapping
+def swapped_scales(run, x, w, *args, **kwargs):
+    of_x, of_w = jnp.max(x.scale_inv), jnp.max(w.scale_inv)
+    x = Fp8Array(x.data, jnp.full_like(x.scale_inv, of_w))
+    w = Fp8Array(w.data, jnp.full_like(w.scale_inv, of_x))
+    return run(x, w, *args, **kwargs)
 
 
-def padded_rows_summed(run):
-    def changed(dy, *args, **kwargs):
-        out = run(dy, *args, **kwargs)
-        last = dy.at[: -2 * TILE].set(jnp.zeros_like(dy[: -2 * TILE]))
-        again = run(last, *args, **kwargs)
-        return out._replace(dgamma=out.dgamma + again.dgamma)
-
-    return changed
+@wrapping
+def padded_rows_summed(run, dy, *args, **kwargs):
+    out = run(dy, *args, **kwargs)
+    last = dy.at[: -2 * TILE].set(jnp.zeros_like(dy[: -2 * TILE]))
+    again = run(last, *args, **kwargs)
+    return out._replace(dgamma=out.dgamma + again.dgamma)
 
 
-def unclipped(saturate):
-    return lambda x, dtype: x.astype(jnp.float32).astype(dtype)
+@wrapping
+def unclipped(saturate, x, dtype):
+    return x.astype(jnp.float32).astype(dtype)
 
 
-def toward_zero(saturate):
-    def changed(x, dtype):
-        rounded = saturate(x, dtype)
-        bits = jax.lax.bitcast_convert_type(rounded, jnp.uint8)
-        lower = jax.lax.bitcast_convert_type(bits - jnp.uint8(1), rounded.dtype)
-        is_beyond = jnp.abs(rounded.astype(jnp.float32)) > jnp.abs(x)
-        return jnp.where(is_beyond, lower, rounded)
-
-    return changed
+@wrapping
+def toward_zero(saturate, x, dtype):
+    rounded = saturate(x, dtype)
+    bits = jax.lax.bitcast_convert_type(rounded, jnp.uint8)
+    lower = jax.lax.bitcast_convert_type(bits - jnp.uint8(1), rounded.dtype)
+    is_beyond = jnp.abs(rounded.astype(jnp.float32)) > jnp.abs(x)
+    return jnp.where(is_beyond, lower, rounded)
 
 
-def by_e5m2(saturate):
-    def changed(x, dtype):
-        # XLA would drop a cast whose result is cast again.
-        in_e5m2 = jax.lax.optimization_barrier(saturate(x, E5M2))
-        return saturate(in_e5m2.astype(jnp.float32), dtype)
-
-    return changed
+@wrapping
+def by_e5m2(saturate, x, dtype):
+    # XLA would drop a cast whose result is cast again.
+    in_e5m2 = jax.lax.optimization_barrier(saturate(x, E5M2))
+    return saturate(in_e5m2.astype(jnp.float32), dtype)
 
 
-def without_last_terms(multiply):
+@wrapping
+def without_last_terms(multiply, lhs, rhs, **kwargs):
     """Leaves out the last 16 rows of a product over the rows."""
-
-    def changed(lhs, rhs, **kwargs):
-        if lhs.shape[0] < lhs.shape[1] and rhs.shape[0] < rhs.shape[1]:
-            lhs = lhs.at[:, -16:].set(jnp.zeros_like(lhs[:, -16:]))
-        return multiply(lhs, rhs, **kwargs)
-
-    return changed
+    if lhs.shape[0] < lhs.shape[1] and rhs.shape[0] < rhs.shape[1]:
+        lhs = lhs.at[:, -16:].set(jnp.zeros_like(lhs[:, -16:]))
+    return multiply(lhs, rhs, **kwargs)
 
 
-def unquantized_weight(multiply):
-    def changed(site, role, first, second, out_dtype):
-        if role != "dlhs":
-            return multiply(site, role, first, second, out_dtype)
-        g = site.view(role, "g", first)
-        return jnp.matmul(g.dequantize(), second.value.T).astype(out_dtype)
-
-    return changed
+@wrapping
+def unquantized_weight(multiply, site, role, first, second, out_dtype):
+    if role != "dlhs":
+        return multiply(site, role, first, second, out_dtype)
+    g = site.view(role, "g", first)
+    return jnp.matmul(g.dequantize(), second.value.T).astype(out_dtype)
 
 
 def _faults(kind: str, *faults) -> list[Fault]:
@@ -295,8 +252,11 @@ FAULTS = [
         "rows and tiles",
         ("a tile of zeros", y(tile_of_zeros)),
         ("a tile repeated", y(tile_repeated)),
-        ("the last partial tile skipped", y(last_tile_of_zeros)),
-        ("the tile before added", y(tile_added)),
+        (
+            "the last partial tile skipped",
+            y(lambda x: tile_from(x, 0 * x, first=len(x) - TILE)),
+        ),
+        ("the tile before added", y(lambda x: tile_from(x, x + jnp.roll(x, TILE, 0)))),
         ("a block transposed", y(block_transposed)),
         ("rows off by one", y(off_by_one)),
         ("single rows stale", y(stale_rows)),
@@ -306,7 +266,7 @@ FAULTS = [
         "gain and offset",
         ("1 % too large", y(times(1.01))),
         ("3 % too large in FP8", y(times(1.03)), (), ROWWISE),
-        ("one tile 0.6 % too large", y(tile_too_large)),
+        ("one tile 0.6 % too large", y(lambda x: tile_from(x, times(1.006)(x)))),
         ("shifted by 0.02", y(plus(0.02))),
     ),
     *_faults(
@@ -354,19 +314,7 @@ FAULTS = [
     ),
     *_faults(
         "activations in FP8",
-        (
-            "their scales 3 % too large",
-            {FUSED: writes(scale_inv(times(1.03)), "y_fp8")},
-            (),
-            ROWWISE,
-            {"out": "fp8"},
-        ),
-        (
-            "their tile of zeros",
-            {FUSED: writes(data(tile_of_zeros), "y_fp8")},
-            (),
-            ROWWISE,
-            {"out": "fp8"},
-        ),
+        ("their scales 3 % too large", y_fp8(scale_inv(times(1.03))), *IN_FP8),
+        ("their tile of zeros", y_fp8(data(tile_of_zeros)), *IN_FP8),
     ),
 ]

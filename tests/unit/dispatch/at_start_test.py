@@ -1,176 +1,200 @@
-"""Tuning at the start: what is worth measuring, within a budget."""
+"""Which candidates are worth measuring, at the start and by tuning."""
 
 import dataclasses
 import functools
+import math
 
 import pytest
 
-from loka_jax import nn
-from loka_jax.dispatch import at_start, local
+from loka_jax.dispatch import at_start, local, tuning
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.at_start import (
-    Agenda,
-    jobs_worth_measuring,
-    worth_measuring,
-)
-from loka_jax.dispatch.header import Header
+from loka_jax.dispatch.at_start import Agenda, jobs_worth_measuring, worth_measuring
+from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.local import Local
+from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.ops.plan import resolve_served
-from loka_jax.recipe import get_recipe
-from loka_jax.site import BF16, SiteSpec
-from tests.support import stand_ins
+from loka_jax.dispatch.tuning import TuneConfig, jobs_of, tune
+from loka_jax.measure.checking import NO_MEMORY
+from loka_jax.measure.intervals import Interval
+from loka_jax.site import BF16, Choice
+from tests.support.dispatch import HEADER, KERNEL, ROW, fitted, site
 
-ROW, KERNEL = "xla fp8_rowwise", "pallas bf16"
-
-
-@functools.cache
-def _fitted():
-    """Returns every third site that predictions are fitted to."""
-    fitted = local.fitted_table("NVIDIA H200")
-    return dataclasses.replace(fitted, sites=dict(list(fitted.sites.items())[::3]))
+TENSOR, FP8_KERNEL = "xla fp8_tensorwise", "pallas fp8_rowwise"
 
 
-def _site(path, m=5000, n=256):
-    spec = SiteSpec(m, 448, n, "layer", "swish")
-    plan = resolve_served(spec, get_recipe("fp8_rowwise"), stand_ins.CPU)
-    return nn.Site(path=path, plan=plan)
+def _site(path, m=5000, n=256, recipe="fp8_rowwise"):
+    return site(path, m, 448, n, recipe, norm="layer", activation="swish")
 
 
-def _estimates(times, spreads):
-    return Estimates(Entry({"training": times}), {"training": spreads})
-
-
-def _names(estimates):
+def _names(times, spreads):
+    estimates = Estimates(Entry({"training": times}), {"training": spreads})
     return [choice.name for choice in worth_measuring(estimates)]
 
 
 def test_candidates_that_may_be_the_fastest_are_worth_measuring():
-    times = {BF16.name: 10.0, KERNEL: 9.0, ROW: 12.0}
+    times = {BF16.name: 10.0, KERNEL: 9.0, ROW: 9.0 * math.exp(0.2)}
     doubt = dict.fromkeys(times, 0.1)
-    # Rows in FP8 would have to be 30 % faster than predicted.
-    assert _names(_estimates(times, doubt)) == [BF16.name, KERNEL]
-    assert ROW in _names(_estimates(times, doubt | {ROW: 0.4}))
+    # One spread below its prediction it would have to be as fast as the fastest.
+    assert _names(times, doubt | {ROW: 0.199}) == [BF16.name, KERNEL]
+    assert _names(times, doubt | {ROW: 0.201}) == [BF16.name, KERNEL, ROW]
+    # Three at most, those that may be the fastest, and all in bfloat16.
+    times = {KERNEL: 9.9, ROW: 9.5, TENSOR: 9.4, FP8_KERNEL: 9.3, BF16.name: 9.6}
+    wide = dict.fromkeys(times, 0.3)
+    wide[BF16.name] = 0.2
+    assert _names(times, wide) == [BF16.name, FP8_KERNEL, TENSOR, ROW, KERNEL]
 
 
-def test_measured_sites_are_not_measured_again():
-    times = {BF16.name: 10.0, KERNEL: 9.0}
-    assert _names(_estimates(times, {})) == []
-    # A candidate that was left out, and may be the fastest after all, is.
-    assert _names(_estimates(times | {ROW: 8.0}, {ROW: 0.2})) == [BF16.name, ROW]
+def _model():
+    return PerformanceModel(Table(HEADER), fitted=fitted())
 
 
 def test_sites_at_stake_come_first_and_each_spec_once():
-    model = PerformanceModel(Table(Header("", "", "", "", "")), fitted=_fitted())
-    sites = [_site("a", m=1000), _site("b", m=60_000), _site("c", m=60_000)]
-    jobs = jobs_worth_measuring(sites, model)
-    assert [job.spec.m for job in jobs] == [60_000, 1000]
+    sites = [_site("a", m=1000), _site("b", m=60_000), _site("c", m=2000)]
+    sites += [_site("d", m=2000), _site("e", m=90_000, recipe="f32")]
+    jobs = jobs_worth_measuring(sites, _model())
+    assert [job.spec.m for job in jobs] == [60_000, 2000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
-    assert all(job.passes == ("training",) and not job.in_chain for job in jobs)
-
-
-def _agenda(*sites):
-    model = PerformanceModel(Table(Header("", "", "", "", "")), fitted=_fitted())
-    return Agenda(sites, model)
+    kept = [(job.passes, job.in_chain, job.digests, job.pairs) for job in jobs]
+    assert kept == [(("training",), False, False, 0)] * 3
+    # What several sites may gain adds up.
+    many = [_site(f"{i}", m=2000) for i in range(20)]
+    jobs = jobs_worth_measuring([*sites, *many], _model())
+    assert [job.spec.m for job in jobs] == [2000, 60_000, 1000]
 
 
 def _found(job, us):
     (choice,) = job.choices
-    entry = Entry({"training": {choice.name: us}})
-    return Table(Header("", "", "", "", ""), {job.spec: entry})
+    return Table(HEADER, {job.spec: Entry({"training": {choice.name: us}})})
 
 
 def test_idle_processes_are_spread_over_sites_and_xla_comes_first():
-    agenda = _agenda(_site("a", m=1000), _site("b", m=60_000))
+    agenda = Agenda([_site("a", m=1000), _site("b", m=60_000)], _model())
     jobs = [agenda.next_job() for _ in range(4)]
-    assert [job.spec.m for job in jobs[:2]] == [60_000, 1000]
-    assert [job.choices for job in jobs[:2]] == [(BF16,)] * 2
-    assert {job.spec.m for job in jobs[2:]} == {60_000, 1000}
-    assert all(job.choices != (BF16,) for job in jobs[2:])
+    assert [job.spec.m for job in jobs] == [60_000, 1000] * 2
+    assert [job.choices == (BF16,) for job in jobs] == [True, True, False, False]
     # Those of XLA are not compared with the reference.
     assert [job.is_judged for job in jobs] == [False, False, True, True]
-
-
-def test_an_agenda_ends_and_asks_for_each_candidate_once():
-    agenda = _agenda(_site("a"), _site("b", n=512))
-    asked = []
-    while (job := agenda.next_job()) is not None:
-        asked.append((job.spec, *job.choices))
-        assert agenda.left()
-        agenda.learn(job, _found(job, 50.0))
-    assert len(asked) == len(set(asked)) and not agenda.left()
-    by_site = [{c for s, c in asked if s == spec} for spec in {s for s, _ in asked}]
-    assert all(sum(c.is_fp8 for c in own) <= 3 for own in by_site)
+    # A site of which one is done has the fewest under way.
+    agenda.learn(jobs[1], _found(jobs[1], 5.0))
+    assert agenda.next_job().spec.m == 1000
 
 
 def test_a_measurement_makes_others_superfluous():
     # A kernel of a tenth of what was predicted leaves nothing that may be faster.
-    agenda = _agenda(_site("a"))
+    agenda = Agenda([_site("a")], _model())
     while (job := agenda.next_job()) is not None and job.choices == (BF16,):
         agenda.learn(job, _found(job, 100.0))
-    agenda.learn(job, _found(job, 1.0))
-    rest = []
+    agenda.learn(job, _found(job, 0.1))
     while (job := agenda.next_job()) is not None:
-        rest += job.choices
+        assert not job.choices[0].is_fp8
         agenda.learn(job, _found(job, 100.0))
-    assert not any(choice.is_fp8 for choice in rest)
-
-
-def test_what_is_under_way_is_left():
-    agenda = _agenda(_site("a"))
-    jobs = []
-    while (job := agenda.next_job()) is not None:
-        jobs.append(job)
-    assert agenda.left() == {jobs[0].spec}
-    for job in jobs:
-        agenda.learn(job, _found(job, 50.0))
-    assert all(agenda.next_job() is not None for _ in agenda.left())
 
 
 @pytest.fixture
-def tuned(monkeypatch, tmp_path):
-    """Runs `tune_at_start` with a stand-in for the worker processes."""
-    fitted = _fitted()
-    header = local.header_here()
+def cache(monkeypatch, tmp_path):
+    """Returns the file of the cache, in which nothing is."""
     monkeypatch.setattr(at_start, "cache_path", lambda: tmp_path / "cache.json")
+    return tmp_path / "cache.json"
 
+
+def test_what_was_not_checked_for_want_of_memory_is_not_kept(cache, monkeypatch):
+    job = Job(_site("a").spec, (Choice.parse(ROW),))
+    failures = {ROW: NO_MEMORY, KERNEL: "y is off"}
+    entry = Entry({"training": {BF16.name: 3.0}}, failures=failures)
+
+    def measure_all(jobs, workers, say, *, seconds):
+        assert (jobs, seconds) == ([job], 7.0)
+        yield job, entry
+
+    monkeypatch.setattr(at_start, "measure_all", measure_all)
+    ((measured, table),) = at_start.measure_into_cache([job], 7.0)
+    assert measured == job and table.sites == {job.spec: entry}
+    kept = dataclasses.replace(entry, failures={KERNEL: "y is off"})
+    assert tables.read(cache).sites == {job.spec: kept}
+
+
+def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, cache):
     def known():
-        path = tmp_path / "cache.json"
-        table = tables.read(path) if path.exists() else Table(header)
-        return Local(PerformanceModel(table, fitted=fitted))
+        table = tables.read(cache) if cache.exists() else Table(local.header_here())
+        return Local(PerformanceModel(table, fitted=fitted()))
 
     monkeypatch.setattr(at_start, "local_performance", known)
-    lines, calls = [], []
+    lines, calls, own = [], [], _site("a")
 
     def measure_on_demand(next_job, workers, say, *, seconds):
         calls.append(seconds)
-        i = 0
-        while (job := next_job()) is not None:
-            (choice,) = job.choices
-            yield job, Entry({"training": {choice.name: 5.0 + i}})
-            i += 1
+        for i, job in enumerate(iter(next_job, None)):
+            yield job, Entry({"training": {job.choices[0].name: 5.0 + i}})
 
     monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
 
     def run(sites):
         return at_start.tune_at_start(sites, 30.0, name="m", say=lines.append)
 
-    return run, lines, calls
-
-
-def test_measurements_are_kept_and_read_by_the_next_start(tuned):
-    run, lines, calls = tuned
-    site = _site("a")
-    local_after = run([site, dataclasses.replace(site, path="b")])
-    estimates = local_after.performance.estimates(site.spec)
+    performance = run([own, dataclasses.replace(own, path="b")]).performance
+    estimates = performance.estimates(own.spec)
     assert estimates.entry.times["training"][BF16.name] == 5.0
     assert estimates.spread("training", BF16) is None
+    assert lines[0] == "m: tuning 1 sites, for 30 seconds at most."
+    run([own])
+    assert lines[2:] == ["m: all 1 sites are known, nothing is tuned."]
     assert calls == [30.0]
-    assert "30 seconds at most" in lines[0] and "1 of 1 sites tuned" in lines[1]
 
 
-def test_without_a_gpu_nothing_is_tuned(monkeypatch):
-    lines = []
-    assert at_start.tune_at_start([_site("a")], 30.0, say=lines.append) == (None, ())
-    assert "no GPU" in lines[0]
+SITES = [
+    site("a", m=4096, k=384, n=640, norm="layer", activation="swish"),
+    site("b", m=4096, k=384, n=640, norm="layer", activation="swish"),
+    site("c", m=4096, k=64, n=128),
+    site("d", m=4096, k=64, n=256, recipe="f32"),
+]
+
+
+def _jobs(sites, timed=(), **options):
+    performance = PerformanceModel(Table(HEADER), fitted=fitted())
+    config = TuneConfig(pairs=3, rows=17, seed=5, **options)
+    return list(jobs_of("model", sites, {"a": "stats"}, config, timed, performance))
+
+
+def test_each_shape_is_timed_once_and_errors_are_of_every_site():
+    a, b, c = _jobs(SITES)
+    assert a.choices == tuple(candidates(a.spec)) and a.spec == table_key(SITES[0].spec)
+    assert b.choices == () and c.choices
+    assert [job.stats for job in (a, b, c)] == ["stats", None, None]
+    assert [job.source for job in (a, b)] == ["model a", "N(0, 1) for model b"]
+    assert all((job.pairs, job.rows, job.seed) == (3, 17, 5) for job in (a, b, c))
+    # Two batch sizes, one of which was timed.
+    jobs = _jobs(SITES[2:3], timed=[c.spec], batch_sizes=(4096, 128))
+    times_of = [(job.spec.m, bool(job.choices)) for job in jobs]
+    assert times_of == [(4096, False), (128, True)]
+
+
+def test_only_the_most_promising_candidates_are_measured_if_asked():
+    (every,), (few,) = _jobs(SITES[:1]), _jobs(SITES[:1], most=1)
+    in_bf16 = {choice for choice in every.choices if not choice.is_fp8}
+    # The kernel in FP8 takes the least time.
+    assert set(few.choices) == in_bf16 | {Choice.parse("pallas fp8_rowwise")}
+
+
+def test_a_table_has_the_times_and_the_effect_of_its_operands(monkeypatch):
+    asked = []
+
+    def measure_all(jobs, workers, say):
+        asked.append((jobs, workers))
+        for job in jobs:
+            yield job, Entry({"training": {x.name: 1.0 for x in job.choices}})
+
+    monkeypatch.setattr(tuning, "measure_all", measure_all)
+    effect = Interval(1e-4, -1e-5, 2e-4)
+    config = TuneConfig(workers=3)
+    effects = {"a": effect, "c": effect}
+    found = list(tune("model", SITES, {"a": None}, config, effects=effects))
+    ((jobs, workers),) = asked
+    # Two parts of a job for each of three processes, of three jobs; one has no times.
+    assert workers == 3 and len(found) == len(jobs) == 5
+    assert sum(job.pairs > 0 for job in jobs) == 3
+    merged = functools.reduce(Table.merged, found)
+    first = merged.sites[table_key(SITES[0].spec)]
+    assert first.effects == {"model a": effect} and BF16.name in first.times["training"]
+    third = merged.sites[table_key(SITES[2].spec)]
+    assert third.effects == {"N(0, 1) for model c": effect}

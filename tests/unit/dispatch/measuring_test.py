@@ -1,158 +1,226 @@
-"""What is measured of candidates at a site, on a CPU."""
+"""What is measured of candidates at a site, in which order, and in which turn."""
 
 import contextlib
+import types
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from loka_jax.dispatch.measuring import GpuUse, Job, measure_errors, measure_site
-from loka_jax.measure import checking, passes
-from loka_jax.ops.run_site import run_site
-from loka_jax.probe.site import ProbeConfig, empty_stats, observe
+from loka_jax.dispatch import measuring
+from loka_jax.dispatch.measuring import GpuUse, Job, measure_site
+from loka_jax.dispatch.table import MEASURES, Entry
+from loka_jax.measure import programs
+from loka_jax.measure.checking import Check
+from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered
+from loka_jax.measure.intervals import Interval
+from loka_jax.measure.passes import Inputs
+from loka_jax.measure.timing import KernelTime
+from loka_jax.normed import NO_VECTORS
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice, SiteSpec
-from tests import support
+from tests.support import stand_ins
 
-SITE = SiteSpec(64, 32, 16, "layer", "swish")
-NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise_delayed/bf16/bf16")
-
-
-def _job(*names, stats=None):
-    choices = tuple(map(Choice.parse, names or NAMES))
-    return Job(SITE, choices, stats, "model dense", pairs=2, rows=32, seed=0)
+SPEC = SiteSpec(4096, 256, 512, "layer", "swish")
+XLA, ROW = "xla bf16", "xla fp8_rowwise"
+KERNEL, FP8 = "pallas bf16", "pallas fp8_rowwise"
+NO_ERRORS = {role: {} for role in ROLES}
 
 
-class _Finds(checking.Check):
-    """The programs of a candidate, with a finding that no comparison made."""
+class _Compiled(NamedTuple):
+    name: str
+
+    def __call__(self, *arguments):
+        return [np.zeros(1)]
+
+
+class _Check(Check):
+    """The programs of a candidate, and what is wrong with it, if anything."""
 
     reason: str | None = None
+    log: list = []
 
     def why_wrong(self, compiled):
+        names = {program.name.partition(" ")[0] for program in compiled.values()}
+        self.log.append(f"check {sorted(names)}")
         return self.reason
 
+    def draw(self, compiled, count):
+        return [types.SimpleNamespace(g=np.ones(2))] * count
 
-def _found(spec, choice, reason):
-    numerics, programs, refusal = checking.lower_check(spec, choice)
-    passes = {name: x for name, x in programs.items() if name != "judge"}
-    check = _Finds(numerics, passes, refusal)
-    check.reason = reason
-    return check
+    def inputs(self, compiled, trials):
+        return [Inputs(np.ones(3), None, np.ones(4), NO_VECTORS, None)] * len(trials)
 
 
-def _right(spec, choice):
-    """A check that finds nothing; that which is used is tested by itself."""
-    return _found(spec, choice, None)
+@pytest.fixture
+def bench(monkeypatch):
+    """Measures jobs on a stand-in for a Hopper GPU, and notes in which order."""
+    for module in (measuring, programs):
+        monkeypatch.setattr(module, "local_device", lambda: stand_ins.HOPPER)
+    bench = Bench()
+
+    def compile_lowered(lowered):
+        if not lowered:
+            return {}
+        tuned = "tuned" if next(iter(lowered.values())).is_tuned else "untuned"
+        names = {name.partition(":")[2] for name in lowered}
+        bench.log.append(
+            f"compile {tuned} {len(lowered)} of {', '.join(sorted(names))}"
+        )
+        error = dict.fromkeys(bench.broken, ValueError("too\nlarge"))
+        return {name: error.get(name, _Compiled(name)) for name in lowered}
+
+    def time_kernels(cases):
+        bench.log.append(f"time {len(cases)}")
+        times = {}
+        for program in cases:
+            form, _, name = program.name.partition(":")
+            us = 10 * len(name) + len(form.split()) + 0.004
+            times[program] = KernelTime(us, 0.0, 1e9, None)
+        return times
+
+    monkeypatch.setattr(measuring, "compile_lowered", compile_lowered)
+    monkeypatch.setattr(measuring, "time_kernels", time_kernels)
+    monkeypatch.setattr(measuring, "site_programs", lambda spec, passes: passes)
+    return bench
 
 
-@pytest.fixture(scope="module")
-def entry():
-    return measure_site(_job(), lambda name: None, check=_right)
+class Bench:
+    """What was done while jobs were measured, and what is wrong with candidates."""
 
+    def __init__(self):
+        self.log, self.wrong, self.broken, self.refused = [], {}, (), {}
 
-def test_all_candidates_have_times_of_both_passes(entry):
-    for what in ("training", "inference"):
-        assert set(entry.times[what]) == set(NAMES)
-        assert all(time > 0 for time in entry.times[what].values())
-    assert entry.failures == {}
-
-
-def test_only_the_passes_of_a_job_are_timed():
-    job = _job("xla bf16")._replace(passes=("training",), in_chain=False)
-    assert set(measured(job).times) == {"training"}
-
-
-def test_products_have_errors_with_intervals(entry):
-    errors = entry.errors["model dense"]
-    assert set(errors) == set(ROLES)
-    found = errors["fwd"]["fp8_rowwise"]["relative_l2"]
-    assert found.low <= found.mean <= found.high and 0.01 < found.mean < 0.06
-
-
-@pytest.mark.slow
-def test_errors_are_those_of_what_probe_learned():
-    # Operands near one, which FP8 holds nearly exactly: N(0, 1) would say otherwise.
-    lhs, rhs, g = (
-        1 + 1e-3 * support.normal(*size) for size in ((64, 32), (32, 16), (64, 16))
-    )
-    stats = empty_stats(32, 16, ProbeConfig())
-    seen = observe(stats, lhs, rhs, g, (None,) * 3, ProbeConfig())
-    errors = measure_errors(_job("xla bf16", stats=seen))
-    assert errors["fwd"]["fp8_rowwise"]["relative_l2"].mean < 0.01
-
-
-def measured(job, begin=lambda name: None, check=_right):
-    """Returns the entry without errors, whose compilation takes most of the time."""
-    no_errors = {role: {} for role in ROLES}
-    return measure_site(job, begin, errors_of=lambda job: no_errors, check=check)
-
-
-def test_who_is_wrong_has_no_time():
-    def check(spec, choice):
-        is_wrong = choice.recipe.name == "fp8_rowwise"
-        return _found(spec, choice, "y is wrong" if is_wrong else None)
-
-    found = measured(_job("xla bf16", "xla fp8_rowwise"), check=check)
-    assert set(found.times["training"]) == {"xla bf16"}
-    assert found.failures == {"xla fp8_rowwise": "y is wrong"}
-
-
-@pytest.mark.slow
-def test_the_check_runs_the_candidates(monkeypatch):
-    def doubled(plan, *args, **kwargs):
-        out = run_site(plan, *args, **kwargs)
-        return out * 2 if plan.choice.recipe.name == "fp8_rowwise" else out
-
-    monkeypatch.setattr(passes, "run_site", doubled)
-    names = ("xla bf16", "xla fp8_rowwise")
-    found = measured(_job(*names), check=checking.lower_check)
-    assert set(found.times["training"]) == {"xla bf16"}
-    assert "too large" in found.failures["xla fp8_rowwise"]
-
-
-def test_kernels_that_do_not_run_here_fail_with_a_reason():
-    spec = SiteSpec(64, 64, 64, "layer", "swish")
-    job = _job("xla bf16", "pallas bf16")._replace(spec=spec)
-    found = measured(job)
-    assert "no Hopper GPU" in found.failures["pallas bf16"]
-    assert set(found.times["training"]) == {"xla bf16"}
-
-
-def test_times_that_are_known_are_not_taken_again():
-    found = measured(_job()._replace(choices=()))
-    assert found.times == {} and set(found.errors["model dense"]) == set(ROLES)
-
-
-def test_the_gpu_is_used_in_turn():
-    using, log = [], []
+    def check(self, spec, choice):
+        """Returns the check of a candidate."""
+        form = (" in" if spec.fp8_in else "") + (" out" if spec.out == "fp8" else "")
+        self.log.append(f"lower {choice.name}{form}")
+        names = ("draw", "begin", "training", "prepare", "inference", "judge")
+        timed = ("training", "prepare", "inference")
+        check = _Check(
+            None,
+            {x: Lowered(x, NO_CAPTURE if x in timed else UNTUNED) for x in names},
+            self.refused.get(choice.name),
+        )
+        check.reason = self.wrong.get(choice.name + form)
+        check.log = self.log
+        return check
 
     @contextlib.contextmanager
-    def turn(kind):
-        assert not using, using
-        using.append(kind)
-        log.append(kind)
+    def turn(self, kind):
+        self.log.append(f"<{kind}>")
         yield
-        using.clear()
+        self.log.append(f"</{kind}>")
 
-    def check(spec, choice):
-        assert not using  # lowering needs no turn
-        return _right(spec, choice)
-
-    gpu = GpuUse(lambda: turn("together"), lambda: turn("alone"))
-    job = _job("xla bf16")._replace(pairs=0, digests=False)
-    entry = measure_site(job, lambda name: None, gpu, check=check)
-    assert log[:3] == ["together", "together", "alone"] and entry.programs == {}
-
-
-def test_the_parts_of_a_job_measure_the_same():
-    job = _job()
-    first, second = job.split(2)
-    assert {*first.choices, *second.choices} == set(job.choices)
-    assert (first.pairs, second.pairs) == (job.pairs, 0)
-    assert job._replace(choices=()).split(4) == [job._replace(choices=())]
+    def measure(self, *names, begin=lambda name: None, errors=NO_ERRORS, **options):
+        """Returns the measurements of candidates by name."""
+        options = {"in_chain": False, "digests": False} | options
+        job = Job(SPEC, tuple(map(Choice.parse, names)), source="s", **options)
+        gpu = GpuUse(lambda: self.turn("together"), lambda: self.turn("alone"))
+        return measure_site(
+            job, begin, gpu, errors_of=lambda job: errors, check=self.check
+        )
 
 
-def test_it_is_told_who_is_next():
+def test_the_gpu_is_used_in_turn(bench):
+    entry = bench.measure(XLA, ROW, pairs=2)
+    own = f"{XLA}, {ROW}"
+    checked = "check ['begin', 'draw', 'inference', 'judge', 'prepare', 'training']"
+    assert bench.log == [
+        *("<together>", "</together>"),  # errors
+        *(f"lower {XLA}", f"lower {ROW}"),
+        f"compile untuned 8 of {own}",  # prepare is not timed
+        "<together>",
+        f"compile tuned 4 of {own}",
+        *(checked, checked),
+        "</together>",
+        *("<alone>", "time 4", "</alone>"),
+    ]
+    # Rounded, so that a table can be read.
+    times = dict.fromkeys(("training", "inference"), {XLA: 81.0, ROW: 151.0})
+    assert entry == Entry(times, {"s": NO_ERRORS})
+
+
+def test_what_is_not_asked_for_is_not_measured(bench):
+    bench.wrong[XLA] = "y is off"
+    entry = bench.measure(XLA, passes=("training",), is_judged=False, digests=True)
+    assert entry.times == {"training": {XLA: 81.0}} and entry.errors == {}
+    assert bench.log[3] == "compile untuned 4 of xla bf16"
+    assert not any(line.startswith("check") for line in bench.log)
+    assert entry.programs == {XLA: ["training"]}
+    bench.log.clear()
+    entry = bench.measure(pairs=1)
+    assert entry.errors == {"s": NO_ERRORS} and entry.times == {}
+    assert bench.log == ["<together>", "</together>"]
+
+
+def test_who_is_wrong_has_no_time(bench):
+    bench.wrong[ROW] = "y is off"
+    bench.refused[FP8] = "does not compile: why"
+    bench.broken = (f"inference :{KERNEL}",)
+    entry = bench.measure(XLA, ROW, FP8, KERNEL, "pallas fp8_blockwise")
+    failures = entry.failures
+    assert failures.pop("pallas fp8_blockwise").startswith("does not run: ")
+    assert failures == {
+        ROW: "y is off",
+        FP8: "does not compile: why",
+        KERNEL: "does not compile: ValueError: too large",
+    }
+    assert entry.times["training"].keys() == {XLA}
+    # Without a right one nothing is timed.
+    bench.wrong[XLA] = "y is off"
+    bench.log.clear()
+    assert bench.measure(XLA).times == {} and "<alone>" not in bench.log
+
+
+def test_in_a_serial_job_each_is_named_before_it_is_compiled(bench):
     said = []
-    measured(_job("xla bf16", "xla fp8_rowwise")._replace(is_serial=True), said.append)
-    assert said[0] == "" and said[-1] == ""
-    assert set(said) == {"", "xla bf16", "xla fp8_rowwise"}
-    assert said.index("xla bf16") < said.index("xla fp8_rowwise")
+    bench.measure(XLA, ROW, begin=said.append, is_serial=True)
+    assert said == ["", *[XLA, ROW] * 4, ""]  # lowered, compiled twice, checked
+
+
+def test_kernels_are_timed_in_chains_too(bench):
+    entry = bench.measure(XLA, KERNEL, FP8, in_chain=True)
+    # The kernel in bfloat16 reads no FP8; the last form is checked.
+    forms = {KERNEL: [" out"], FP8: [" out", " in", " in out"]}
+    lowered = [line for line in bench.log if line.startswith("lower")][3:]
+    assert lowered == [f"lower {x}{form}" for x, own in forms.items() for form in own]
+    assert entry.times["training out"] == {KERNEL: 112.0, FP8: 182.0}
+    assert entry.times["training in"] == {FP8: 182.0}
+    assert entry.times["inference in out"] == {FP8: 183.0}
+    assert sum(line.startswith("check") for line in bench.log) == 5
+
+
+def test_who_is_wrong_in_a_chain_has_no_time_at_all(bench):
+    bench.wrong[f"{FP8} in out"] = "y is off"
+    entry = bench.measure(XLA, FP8, in_chain=True)
+    assert entry.failures == {FP8: "y is off, in chains"}
+    assert entry.times["training"].keys() == {XLA}
+    assert not any(FP8 in times for times in entry.times.values())
+    # That of a form that is not the last one does not count.
+    bench.wrong = {f"{FP8} out": "y is off"}
+    assert not bench.measure(XLA, FP8, in_chain=True).failures
+
+
+def test_errors_that_a_table_keeps_are_finite_and_of_xla(monkeypatch):
+    seen = []
+
+    def site_errors(spec, sources, recipes):
+        ((draw, keys),) = sources.values()
+        seen.append((spec, draw, len(keys), recipes))
+        good = dict.fromkeys(MEASURES, Interval(0.0123456, 0.01, 0.0201234))
+        bad = good | {"mere": Interval(0.1, 0.0, float("inf"))}
+        unused = {"median": Interval(1.0, 1.0, 1.0)}
+        by_name = {XLA: good, ROW: good | unused, FP8: good, "xla fp8_tensorwise": bad}
+        return {role: {x: {"drawn": y} for x, y in by_name.items()} for role in ROLES}
+
+    monkeypatch.setattr(measuring, "site_errors", site_errors)
+    job = Job(SPEC, (), pairs=3, rows=99)
+    found = measuring.measure_errors(job)
+    kept = dict.fromkeys(MEASURES, Interval(0.01235, 0.01, 0.02012))
+    assert found == {role: {"bf16": kept, "fp8_rowwise": kept} for role in ROLES}
+    measuring.measure_errors(job._replace(stats="stats", rows=9999))
+    (spec, normal, count, recipes), (_, learned, _, _) = seen
+    assert spec == SPEC and count == 3 and "bf16" not in recipes
+    assert normal.keywords == {"sizes": (99, 256, 512)}
+    assert learned.keywords == {"stats": "stats", "rows": 4096}

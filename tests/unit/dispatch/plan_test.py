@@ -1,374 +1,292 @@
-"""Plans: from tables and rules, to files and back."""
+"""Plans: from tables, chains and rules, to files and back."""
 
 import dataclasses
+import itertools
 import json
+import math
 
+import numpy as np
 import pytest
 
-from loka_jax import nn
-from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import candidates, table_key, why_not
-from loka_jax.dispatch.header import Header, header_here
+from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import load, save
+from loka_jax.dispatch.plan import chains_of, load, plan_rows, save
 from loka_jax.dispatch.plan import make_plan as make_plan_of
 from loka_jax.dispatch.policy import Decision, Limits
-from loka_jax.dispatch.table import MEASURES, Entry, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
-from loka_jax.ops.plan import resolve_served
-from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
-from tests.support import stand_ins
+from tests.support.dispatch import HEADER, LIMIT, ROW, errors, site
 
-HEADER = Header("cpu", "1", "1", "", "x")
-ROW = "xla fp8_rowwise"
-
-
-def _site(
-    path="top/dense_0", m=128, k=64, n=64, recipe="fp8_rowwise", *, batch=None, **spec
-) -> nn.Site:
-    follows = spec.pop("follows", False)
-    site = SiteSpec(m, k, n, **spec)
-    plan = resolve_served(site, get_recipe(recipe), stand_ins.CPU)
-    return nn.Site(path=path, plan=plan, batch=batch, follows=follows)
+KERNEL = "pallas fp8_rowwise"
+FASTER = {BF16.name: 2.0, ROW: 1.0}
 
 
-def _errors(value=0.03):
-    measures = {name: Interval(value, value, value) for name in MEASURES}
-    return {role: {"fp8_rowwise": measures} for role in ROLES}
+def _of_model(sites):
+    """Returns errors by source, of a configuration named "model"."""
+    return {f"model {x.path}": errors(rowwise=LIMIT) for x in sites}
 
 
-def _of_model(sites, errors=None):
-    return {f"model {site.path}": errors or _errors() for site in sites}
-
-
-def _table(site, times, errors=None) -> Table:
-    entry = Entry({"training": times}, _of_model([site], errors))
-    return Table(HEADER, {table_key(site.spec): entry})
+def _table(*sites) -> Table:
+    """Returns a table in which FP8 is faster, and errors of the sites' operands."""
+    entries = [Entry({"training": dict(FASTER)}, _of_model([x])) for x in sites]
+    keys = [table_key(x.spec) for x in sites]
+    return Table(HEADER, dict(zip(keys, entries, strict=True)))
 
 
 def make_plan(sites, table, **options):
     performance = None if table is None else PerformanceModel(table)
-    return make_plan_of(sites, performance, **options)
+    return make_plan_of(sites, performance, **{"config": "model"} | options)
 
 
-def test_exact_rows_decide_what_can_run():
-    # 100 is far below a multiple of 16: a product that contracts the batch has no FP8.
-    reason = why_not(Choice.parse(ROW), SiteSpec(100, 256, 256))
-    assert reason is not None and "100" in reason
-    assert why_not(Choice.parse(ROW), SiteSpec(5000, 256, 256)) is None
-    names = {choice.name for choice in candidates(SiteSpec(100, 256, 256))}
-    # Kernels pad the rows.
-    assert "pallas fp8_rowwise" in names
-    assert not any(name.startswith("xla fp8") for name in names)
-
-
-def test_the_fallback_can_run_anywhere_and_is_first():
-    for key in (SiteSpec(64, 13, 7), SiteSpec(4096, 256, 256, "layer", "swish")):
-        assert next(candidates(key)) == BF16
-
-
-def test_kernels_are_candidates_where_they_serve():
-    served, other = SiteSpec(4096, 256, 256, "layer", "swish"), SiteSpec(4096, 256, 16)
-    choice = Choice.parse("pallas fp8_rowwise")
-    assert why_not(choice, served) is None
-    reason = why_not(choice, other)
-    assert reason is not None and "n=16" in reason
-
-
-def test_fp8_is_no_candidate_where_sizes_forbid_it():
-    reason = why_not(Choice.parse(ROW), SiteSpec(4096, 13, 64))
-    assert reason is not None and "k=13" in reason
-
-
-def test_a_plan_takes_what_the_table_says():
-    site = _site()
-    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}), config="model")
-    assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
-
-
-def _with_effects(*effects: tuple[float, float]):
-    """Returns sites and a table in which FP8 is twice as fast at each of them.
-
-    Args:
-        effects: mean and half width of the relative rise of the loss at each site.
-    """
-    sites = [_site(f"top/dense_{i}", n=64 * (i + 1)) for i in range(len(effects))]
-    table = Table(HEADER)
-    for site, (mean, half) in zip(sites, effects, strict=True):
-        found = _table(site, {"xla bf16": 2.0, ROW: 1.0})
-        (entry,) = found.sites.values()
-        effect = Interval(mean, mean - half, mean + half)
-        entry.effects[f"model {site.path}"] = effect
-        table = table.merged(found)
-    return sites, table
+def _names(plan) -> list[str]:
+    return [choice.name for _, choice in plan.choices]
 
 
 def _in_fp8(plan) -> list[bool]:
     return [choice.is_fp8 for _, choice in plan.choices]
 
 
-def test_fp8_that_raises_the_loss_is_not_taken():
-    sites, table = _with_effects((0.003, 1e-5), (-0.001, 1e-5))
-    plan = make_plan(sites, table, config="model")
-    first, _ = dict(plan.decisions).values()
-    assert _in_fp8(plan) == [False, True]
-    assert first.runner_up is not None and "loss by 0.200%" in first.runner_up
-    free = make_plan(sites, table, config="model", limits=Limits(loss=0.01))
-    assert _in_fp8(free) == [True, True]
-
-
-def test_effects_on_the_loss_add_up():
-    effects = (0.00012, 1e-6), (0.00015, 1e-6), (0.00001, 1e-6)
-    assert _in_fp8(make_plan(*_with_effects(*effects), config="model")) == [
-        True,
-        False,
-        True,
-    ]
-
-
-def test_where_data_cannot_tell_it_is_said_how_many_examples_would():
-    # The interval must shrink from 0.0003 to 0.0002: 2.25 times as many examples.
-    plan = make_plan(*_with_effects((0.0, 0.0003)), config="model")
+def _decision(plan) -> Decision:
     ((_, decision),) = plan.decisions
-    assert decision.choice == BF16 and decision.runner_up is not None
-    assert "cannot tell, 2.2 times as many" in decision.runner_up
-    assert _in_fp8(make_plan(*_with_effects((0.0, 0.0002)), config="model")) == [True]
-    # Intervals of independent effects add up in squares: 0.00014 twice is 0.000198.
-    two = _with_effects((0.0, 0.00014), (0.0, 0.00014))
-    assert _in_fp8(make_plan(*two, config="model")) == [True, True]
+    return decision
+
+
+def test_exact_rows_and_sizes_decide_what_can_run():
+    # 100 is far below a multiple of 16: a product that contracts the batch has no FP8.
+    sizes = ((100, 256, 256), (5000, 256, 256), (4096, 13, 64))
+    reasons = [why_not(Choice.parse(ROW), SiteSpec(*x)) for x in sizes]
+    assert [x is None for x in reasons] == [False, True, False]
+    names = [choice.name for choice in candidates(SiteSpec(100, 256, 256))]
+    # Kernels pad the rows.
+    assert KERNEL in names and names[0] == BF16.name
+    assert not any(name.startswith("xla fp8") for name in names)
+
+
+def test_a_plan_takes_what_the_table_says():
+    one, other = site(), site("head", n=128)
+    table = _table(one, other)
+    table.sites[table_key(other.spec)].times["training"] = {BF16.name: 1.0, ROW: 2.0}
+    plan = make_plan([one, other], table)
+    assert _names(plan) == [ROW, BF16.name]
+    changed = plan.changed({"head": Decision(Choice.parse(ROW), "so")})
+    assert _names(changed) == [ROW, ROW]
+    row = plan_rows(plan)[0]
+    assert (row["path"], row["choice"], row["speedup"]) == ("top/dense_0", ROW, 2.0)
+
+
+@pytest.mark.parametrize(
+    "effects, is_fp8",
+    [
+        # At its upper end the rise is at most 0.0002.
+        ([(0.0, -0.0009, 0.0002)], [True]),
+        ([(0.0, -0.0001, 0.00021)], [False]),
+        ([(0.003, 0.0029, 0.0031), (-0.001, -0.0011, -0.0009)], [False, True]),
+        # Means add up; the one with the highest upper end leaves.
+        (
+            [(1.2e-4, 0, 1.25e-4), (1.1e-4, 0, 1.3e-4), (1e-5, 0, 2e-5)],
+            [True, False, True],
+        ),
+        # Half widths add up in squares: 0.00014 twice is 0.000198.
+        ([(0.0, -0.00014, 0.00014)] * 2, [True, True]),
+    ],
+)
+def test_the_effects_on_the_loss_together_are_within_the_limit(effects, is_fp8):
+    sites = [site(f"top/dense_{i}", n=64 * (i + 1)) for i in range(len(effects))]
+    table = _table(*sites)
+    for x, effect in zip(sites, effects, strict=True):
+        entry = table.sites[table_key(x.spec)]
+        entry.effects[f"model {x.path}"] = Interval(*effect)
+    assert _in_fp8(make_plan(sites, table)) == is_fp8
+    free = make_plan(sites, table, limits=Limits(loss=0.01))
+    assert _in_fp8(free) == [True] * len(effects)
+    # The loss knows nothing of gradients.
+    if not all(is_fp8):
+        backward = {BF16.name: 2.0, "xla bf16/fp8_rowwise/fp8_rowwise": 1.0}
+        for entry in table.sites.values():
+            entry.times["training"] = backward
+        assert _in_fp8(make_plan(sites, table)) == [True] * len(effects)
 
 
 def test_borrowed_errors_make_fp8_safe_for_inference_only():
-    site = _site()
-    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+    own = site()
+    table = _table(own)
     (entry,) = table.sites.values()
-    entry.times["inference"] = {"xla bf16": 2.0, ROW: 1.0}
-    ((_, decision),) = make_plan([site], table, config="other").decisions
-    assert decision.choice == BF16 and decision.runner_up is not None
-    assert "borrowed from model top/dense_0" in decision.runner_up
-    assert "--probe.every" in decision.runner_up
-    inference = make_plan([site], table, config="other", roles=("fwd",))
+    entry.times["inference"] = FASTER
+    found = _decision(make_plan([own], table, config="other"))
+    assert found.choice == BF16
+    assert "borrowed from model top/dense_0" in found.runner_up
+    inference = make_plan([own], table, config="other", roles=("fwd",))
     assert _in_fp8(inference) == [True]
-    # Live errors of the site itself are its own.
-    live = {site.path: _errors()}
-    own = make_plan([site], table, config="other", errors=live)
-    assert _in_fp8(own) == [True]
-    live = {site.path: _errors(0.2)}
-    assert _in_fp8(make_plan([site], table, config="model", errors=live)) == [False]
+    # Live errors of the site itself are its own, and go before those of the table.
+    for high, is_fp8 in ((LIMIT, True), (1.01 * LIMIT, False)):
+        live = {own.path: errors(rowwise=high)}
+        for config in ("other", "model"):
+            plan = make_plan([own], table, config=config, errors=live)
+            assert _in_fp8(plan) == [is_fp8]
 
 
 def test_a_site_that_was_refused_stays_in_bfloat16():
-    site = _site()
-    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
+    own = site()
+    table = _table(own)
     (entry,) = table.sites.values()
-    entry.refused[f"model {site.path}"] = "too harmful"
-    ((_, decision),) = make_plan([site], table, config="model").decisions
-    assert decision.choice == BF16 and decision.runner_up == f"{ROW}: too harmful"
+    entry.refused[f"model {own.path}"] = "too harmful"
+    found = _decision(make_plan([own], table))
+    assert found.choice == BF16 and found.runner_up == f"{ROW}: too harmful"
+    assert _in_fp8(make_plan([site("another")], table, config="")) == [False]
     # Until its effect is measured again.
-    again = Entry(effects={f"model {site.path}": Interval(0.0, 0.0, 0.0)})
-    table = table.merged(Table(HEADER, {table_key(site.spec): again}))
-    assert _in_fp8(make_plan([site], table, config="model")) == [True]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"m": 1000}, {"k": 128}, {"norm": "layer"}, {"use_bias": True}],
-    ids=["rows", "width", "norm", "bias"],
-)
-def test_a_shape_that_was_not_measured_runs_in_bfloat16(change):
-    site = _site()
-    table = _table(site, {"xla bf16": 2.0, ROW: 1.0})
-    plan = make_plan([_site(**change)], table)
-    (decision,) = dict(plan.decisions).values()
-    assert decision.choice == BF16 and "times are unknown" in decision.reason
-
-
-def test_sites_without_a_choice_are_left_to_their_modules():
-    sites = [_site("head", recipe="f32"), _site("pairs", batch=4)]
-    assert make_plan(sites, Table(HEADER)).choices == ()
-    assert make_plan([_site()], None).choices == ()
+    again = Entry(effects={f"model {own.path}": Interval(0.0, 0.0, 0.0)})
+    table = table.merged(Table(HEADER, {table_key(own.spec): again}))
+    assert _in_fp8(make_plan([own], table)) == [True]
 
 
 def test_rules_have_the_last_word():
-    sites = [_site("top/dense_0"), _site("top/dense_1"), _site("head")]
-    times = {"xla bf16": 2.0, ROW: 1.0}
-    table = Table(
-        HEADER, {table_key(sites[0].spec): Entry({"training": times}, _of_model(sites))}
+    sites = [site("top/dense_0"), site("top/dense_1"), site("head"), site("a", batch=4)]
+    table = _table(sites[0])
+    (entry,) = table.sites.values()
+    entry.errors |= _of_model(sites)
+    rules = {"t*": "fp8_tensorwise", "top/dense_1": "xla bf16"}
+    assert _names(make_plan(sites, table, rules=rules)) == [
+        "xla fp8_tensorwise",
+        BF16.name,
+        ROW,
+    ]
+    decision = dict(make_plan(sites, None, rules=rules).decisions)["top/dense_0"]
+    assert decision.reason == "rule 't*'"
+    # XLA falls back where sizes rule FP8 out.
+    assert _names(make_plan([site(k=13)], None, rules={"*": ROW})) == [ROW]
+
+
+def test_sites_that_follow_each_other_are_a_chain():
+    sites = [
+        site("a"),
+        site("b", follows=True),
+        site("c", recipe="f32", follows=True),
+        site("d", follows=True),  # what it follows is not decided
+        site("e"),
+    ]
+    paths = [[x.path for x in chain] for chain in chains_of(sites)]
+    assert paths == [["a", "b"], ["d"], ["e"]]
+
+
+def _chain(first, second):
+    """Returns two sites in a row and the table of their times in training."""
+    sites = [
+        site("mlp/dense_0", k=256, n=256, norm="layer"),
+        site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
+    ]
+    entries = {}
+    for x, times in zip(sites, (first, second), strict=True):
+        by_pass = {"training" + form: by_name for form, by_name in times.items()}
+        entries[table_key(x.spec)] = Entry(by_pass, _of_model(sites))
+    return sites, Table(HEADER, entries)
+
+
+def test_a_chain_is_decided_together():
+    sites, table = _chain(
+        {"": {BF16.name: 10.0, KERNEL: 11.0}, " out": {KERNEL: 9.0}},
+        {"": {BF16.name: 10.0, KERNEL: 11.0}, " in": {KERNEL: 4.0}},
     )
-    rules = {"top/*": "fp8_tensorwise", "top/dense_1": "xla bf16"}
-    plan = dict(make_plan(sites, table, rules=rules, config="model").choices)
-    assert plan["top/dense_0"].name == "xla fp8_tensorwise"
-    assert plan["top/dense_1"] == BF16 and plan["head"].name == ROW
+    first = table.sites[table_key(sites[0].spec)]
+    first.errors["model mlp/dense_0"] = errors(rowwise=0.5 * LIMIT)
+    plan = make_plan(sites, table)
+    assert _names(plan) == [KERNEL, KERNEL]
+    one, two = (decision for _, decision in plan.decisions)
+    assert (one.speedup, two.speedup) == (10 / 9, 10 / 4)
+    assert (one.error, two.error) == (0.25 * LIMIT, 0.5 * LIMIT)
+    assert one.runner_up == "xla bf16: faster by itself, not in this chain"
+    apart = [sites[0], dataclasses.replace(sites[1], follows=False)]
+    assert _names(make_plan(apart, table)) == [BF16.name] * 2
+    # A site that is not accurate is in no chain.
+    first.errors["model mlp/dense_0"] = errors(rowwise=1.01 * LIMIT)
+    assert _names(make_plan(sites, table)) == [BF16.name] * 2
 
 
 @pytest.mark.parametrize(
-    "rules, match",
-    [
-        ({"tip/*": "bf16"}, "matches no site"),
-        ({"*": "fp9"}, "unknown recipe"),
-        ({"*": "pallas fp8_rowwise"}, "cannot run at top/dense_0"),
-    ],
+    "in_bf16, names", [(20.0, [KERNEL] * 2), (8.1, ["xla bf16", "pallas bf16"])]
 )
-def test_rules_that_cannot_be_followed_are_refused(rules, match):
-    with pytest.raises(ValueError, match=match):
-        make_plan([_site(n=16)], None, rules=rules)
-
-
-def test_a_row_is_decided_together():
-    sites = [
-        _site("mlp/dense_0", k=256, n=256, norm="layer"),
-        _site("mlp/dense_1", k=256, n=256, norm="layer", follows=True),
-    ]
-    kernel = "pallas fp8_rowwise"
-    times = {
-        "training": {"xla bf16": 10.0, kernel: 11.0},
-        "training in": {kernel: 4.0},
-        "training out": {kernel: 9.0},
-    }
-    table = Table(HEADER, {table_key(sites[0].spec): Entry(times, _of_model(sites))})
-    plan = make_plan(sites, table, config="model")
-    assert [c.name for _, c in plan.choices] == [kernel, kernel]
-    # Of its own operands, where the table has them.
-    entry = table.sites[table_key(sites[0].spec)]
-    entry.errors["model mlp/dense_0"] = _errors(0.02)
-    found = [one.error for _, one in make_plan(sites, table, config="model").decisions]
-    assert found == [0.02, 0.03]
-    apart = [sites[0], dataclasses.replace(sites[1], follows=False)]
-    assert [c for _, c in make_plan(apart, table).choices] == [BF16, BF16]
-
-
-def test_a_row_takes_the_fastest_way_if_fp8_is_worth_it_there():
-    sites = [
-        _site("mlp/dense_0", k=256, n=256, norm="layer"),
-        _site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
-    ]
-    kernel = "pallas fp8_rowwise"
-    # The second alone gains too little by FP8, and the row little by its hand-over.
-    first = {
-        "training": {"xla bf16": 10.0, kernel: 8.0},
-        "training out": {kernel: 8.0},
-    }
-    second = {
-        "training": {"xla bf16": 6.0, "pallas bf16": 5.0, kernel: 4.9},
-        "training in": {kernel: 4.6},
-    }
-    table = Table(HEADER)
-    for site, times in zip(sites, (first, second), strict=True):
-        table.sites[table_key(site.spec)] = Entry(times, _of_model(sites))
-    plan = make_plan(sites, table, config="model")
-    assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
-    # Were bfloat16 nearly as fast in all, it would stay.
-    first["training"]["pallas bf16"] = first["training out"]["pallas bf16"] = 8.1
-    plan = make_plan(sites, table, config="model")
-    assert [choice.name for _, choice in plan.choices][1] == "pallas bf16"
-
-
-def test_a_row_leaves_xla_if_that_is_worth_it_there():
-    sites = [
-        _site("mlp/dense_0", k=256, n=256, norm="layer"),
-        _site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
-    ]
-    kernel = "pallas bf16"
-    # By itself the second gains too little.
-    first = {"training": {"xla bf16": 12.0, kernel: 10.0}}
-    second = {"training": {"xla bf16": 5.3, kernel: 5.0}}
-    table = Table(HEADER)
-    for site, times in zip(sites, (first, second), strict=True):
-        table.sites[table_key(site.spec)] = Entry(times, {})
-    plan = make_plan(sites, table, config="model")
-    assert [choice.name for _, choice in plan.choices] == [kernel, kernel]
-    first["training"]["xla bf16"] = 10.5
-    plan = make_plan(sites, table, config="model")
-    assert [choice for _, choice in plan.choices] == [BF16, BF16]
-
-
-def test_a_pass_that_was_not_measured_leaves_a_row_in_bfloat16():
-    sites = [
-        _site("mlp/dense_0", k=256, n=256, norm="layer"),
-        _site("mlp/dense_1", k=256, n=256, norm="layer", follows=True),
-    ]
-    table = _table(sites[0], {"xla bf16": 2.0, ROW: 1.0})
-    plan = make_plan(sites, table, roles=("fwd",))
-    assert [choice for _, choice in plan.choices] == [BF16, BF16]
+def test_a_chain_takes_the_fastest_way_if_fp8_is_worth_it_there(in_bf16, names):
+    # The second alone gains too little by FP8, and the chain little by its hand-over.
+    in_kernels = {"pallas bf16": in_bf16, KERNEL: 8.0}
+    sites, table = _chain(
+        {"": {BF16.name: 10.0, **in_kernels}, " out": in_kernels},
+        {"": {BF16.name: 6.0, "pallas bf16": 5.0, KERNEL: 4.9}, " in": {KERNEL: 4.6}},
+    )
+    found = _names(make_plan(sites, table))
+    assert found[1] == names[1] and (found[0] == KERNEL) == (names[0] == KERNEL)
 
 
 def test_a_plan_is_a_file(tmp_path):
-    site = _site()
-    plan = make_plan([site], _table(site, {"xla bf16": 2.0, ROW: 1.0}), config="model")
+    plan = make_plan([site()], _table(site()))
     path = tmp_path / "plan.json"
+    full = Decision(Choice.parse(ROW), "why", 1.5, 0.02, "other: slower", 0.1)
+    plan = plan.changed({"top/dense_0": full})
     save(path, plan)
-    assert load(path, [site]) == plan
-    with pytest.raises(ValueError, match="not sites of this model"):
-        load(path, [_site("elsewhere")])
-
-
-_TYPES = {
-    "choice": (None, True, 3, [1], {}, "xla fp9", "os.system bf16"),
-    "reason": (None, True, 3, [1], {}),
-    "speedup": (True, "fast", [1], {}, -1, 0, 2**70),
-    "error": (True, "small", [1], {}, 2**70),
-    "runner_up": (True, 3, [1], {}),
-}
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [(field, value) for field, values in _TYPES.items() for value in values],
-)
-def test_a_plan_with_a_field_of_another_type_is_refused(field, value, tmp_path):
-    site = _site()
-    decision = {"choice": ROW, "reason": "it is fast", field: value}
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({site.path: decision}))
-    with pytest.raises(ValueError, match="plan.json is not .*\\.$"):
-        load(path, [site])
+    assert load(path, [site()]) == plan
+    with pytest.raises(ValueError, match="dense_0, which are not sites of this model"):
+        load(path, [site("elsewhere")])
+    with pytest.raises(ValueError, match="nowhere.json cannot be read: No such file"):
+        load(tmp_path / "nowhere.json", [site()])
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        3,
-        None,
-        "text",
-        [],
-        {"top/dense_0": None},
-        {"top/dense_0": [ROW, "why"]},
-        {"top/dense_0": {"choice": ROW}},
-        {"top/dense_0": {"reason": "why"}},
-        {"top/dense_0": {"choice": ROW, "reason": "why", "faster": 1}},
+        *(3, [], {"a": None}, {"a": {"choice": ROW}}),
+        *({"a": {"choice": x, "reason": "so"}} for x in (None, 3, "xla fp9")),
+        *({"a": {"choice": ROW, "reason": "so", "speedup": x}} for x in (True, 0)),
+        {"a": {"choice": ROW, "reason": "so", "faster": 1}},
     ],
 )
 def test_what_is_not_a_plan_is_refused(value, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(value))
     with pytest.raises(ValueError, match="plan.json is not a plan: .*\\.$"):
-        load(path, [_site()])
+        load(path, [site()])
 
 
-def test_a_plan_written_by_hand_needs_choices_and_reasons_only(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"top/dense_0": {"choice": ROW, "reason": "I say so"}}))
-    (decision,) = dict(load(path, [_site()]).decisions).values()
-    assert decision == Decision(Choice.parse(ROW), "I say so")
+NAMES = ("xla bf16", "pallas bf16", "pallas fp8_rowwise", "pallas fp8_tensorwise")
+CHOICES = [Choice.parse(name) for name in NAMES]
+FORMS = ("training", "training in", "training out", "training in out")
 
 
-def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.json cannot be read: No such file"):
-        load(tmp_path / "nowhere.json", [_site()])
-    with pytest.raises(ValueError, match="is not a regular file"):
-        load(tmp_path, [_site()])
+def _entry(seed: int) -> Entry:
+    """Returns times that the form of a site changes at random."""
+    rng = np.random.default_rng(seed)
+    return Entry(
+        {form: dict(zip(NAMES, rng.uniform(1, 9, 4), strict=True)) for form in FORMS}
+    )
 
 
-def test_a_path_names_a_table(tmp_path):
-    site = _site()
-    times = {"xla bf16": 2.0, ROW: 1.0}
-    here = Table(header_here(), _table(site, times).sites)
-    tables.write(tmp_path / "table.json", here)
-    plan = make_plan_of([site], str(tmp_path / "table.json"), config="model")
-    assert dict(plan.choices) == {site.path: Choice.parse(ROW)}
-    tables.write(tmp_path / "other.json", Table(HEADER, here.sites))
-    with pytest.raises(ValueError, match="other.json does not hold here, because"):
-        make_plan_of([site], tmp_path / "other.json")
-    with pytest.raises(ValueError, match="cannot be read"):
-        make_plan_of([site], tmp_path / "none.json")
+def test_the_time_of_a_site_is_that_of_its_form():
+    names = ("pallas bf16", "pallas fp8_rowwise", "pallas fp8_tensorwise", "xla bf16")
+    chain = [Choice.parse(name) for name in names]
+    entries = [_entry(i) for i in range(4)]
+    forms = ("training out", "training in out", "training in", "training")
+    expected = [
+        entry.times[form][name]
+        for entry, form, name in zip(entries, forms, names, strict=True)
+    ]
+    assert chain_times(entries, chain, "training") == expected
+
+
+@pytest.mark.parametrize("length, seed", [(1, 0), (2, 1), (3, 2), (4, 3), (4, 4)])
+def test_no_other_chain_is_faster(length, seed):
+    entries = [_entry(10 * seed + i) for i in range(length)]
+    allowed = [CHOICES[i % 2 :] for i in range(length)]
+    found = fastest(entries, allowed, "training")
+    times = {
+        chain: sum(chain_times(entries, chain, "training"))
+        for chain in itertools.product(*allowed)
+    }
+    assert tuple(found) == min(times, key=times.__getitem__)
+
+
+def test_what_was_not_measured_in_a_chain_is_in_none():
+    times = dict.fromkeys(NAMES, 5.0) | {"pallas fp8_rowwise": 1.0}
+    entry = Entry({"training": times})
+    chain = [Choice.parse("pallas fp8_rowwise")] * 2
+    assert chain_times([entry, entry], chain, "training") == [math.inf, math.inf]
+    found = fastest([entry, entry], [CHOICES] * 2, "training")
+    assert sum(chain_times([entry, entry], found, "training")) == 6.0

@@ -1,17 +1,22 @@
-"""Worker processes: those that end do not end what others measure."""
+"""Workers that end do not end what others measure: threads stand in for processes."""
 
-import functools
+import collections
+import io
 import json
-import sys
+import os
 import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 
-from loka_jax.dispatch import pool
+from loka_jax.dispatch import pool, worker
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Worker, measure_all, measure_on_demand
+from loka_jax.dispatch.pool import Worker, measure_all
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import from_line, save_stats, to_line
 from loka_jax.probe.site import ProbeConfig, empty_stats
@@ -19,225 +24,292 @@ from loka_jax.site import Choice, SiteSpec
 
 SITE = SiteSpec(64, 32, 16)
 NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
-JOB = Job(
-    SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16, seed=0
-)
-# Speaks as a worker does, without measuring: 1 us for every choice, in turn. Notes when
-# it compiles and when it times.
-_FAKE = """
-import json, os, sys, time
-log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-def note(what):
-    os.write(log, (what + "\\n").encode())
-def turn(name):
-    print(json.dumps({name: True}), flush=True)
-    assert sys.stdin.readline() == "go\\n"
-while line := sys.stdin.readline():
-    job = json.loads(line)
-    times = {}
-    turn("together")
-    note("begins to compile")
-    for name in job["choices"]:
-        if ACTS_UP: ACT
-        print(json.dumps({"begin": name}), flush=True)
-        if name == BAD: ACT
-        times[name] = 1.0
-    for _ in range(2):
-        note("ends to compile")
-        turn("apart")
-        turn("alone")
-        note("begins to time")
-        if ALONE_ACTS_UP: ACT
-        note("ends to time")
-        turn("apart")
-        turn("together")
-        note("begins to compile")
-    note("ends to compile")
-    turn("apart")
-    del job["spec"]["fp8_in"], job["spec"]["out"]
-    site = job["spec"]
-    entry = dict.fromkeys(("errors", "failures", "effects", "programs"), {})
-    entry |= {"site": site, "times": {"training": times}}
-    names = ("device_kind", "jax", "jaxlib", "triton", "kernels")
-    header = dict.fromkeys(names, "")
-    table = {"schema": 3, "header": header, "roofline": None, "sites": [entry]}
-    print(json.dumps({"result": table}), flush=True)
-"""
+JOB = Job(SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16)
 
 
-def _fake(
-    *,
-    bad="",
-    act="os._exit(11)",
-    acts_up="False",
-    alone_acts_up="False",
-    log="/dev/null",
-) -> tuple[str, ...]:
-    text = _FAKE.replace("BAD", repr(bad)).replace("ALONE_ACTS_UP", alone_acts_up)
-    text = text.replace("ACTS_UP", acts_up).replace("LOG", repr(str(log)))
-    return (sys.executable, "-c", text.replace("ACT", act))
+class _Ended(Exception): ...
 
 
-def _measure(command, timeout_s=300.0, turns=None):
-    said, turns = [], turns or Turns()
-    with Worker(said.append, turns, command=command, timeout_s=timeout_s) as worker:
-        return worker.measure(JOB), said
+class Process:
+    """A thread that speaks as a worker does, 1 us for every choice; ends if killed."""
+
+    acts = staticmethod(lambda what, job: None)
+    log: list[str] = []
+    started: list[dict] = []
+
+    def __init__(self, command, *, stdin, stdout, text, env):
+        self.started.append(env)
+        self._is_killed, pipes = threading.Event(), (os.pipe(), os.pipe())
+        self._input, self.stdin = open(pipes[0][0]), open(pipes[0][1], "w")
+        self.stdout, self._output = open(pipes[1][0]), open(pipes[1][1], "w")
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def poll(self):
+        return None if self._thread.is_alive() else 1
+
+    def kill(self):
+        self._is_killed.set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.stdin.close()
+        self._thread.join()
+        self.stdout.close()
+
+    def _run(self):
+        try:
+            while line := self._input.readline():
+                self._measure(json.loads(line))
+        except (_Ended, OSError):
+            pass
+        self._output.close()
+        self._input.close()
+
+    def _say(self, text, end="\n"):
+        self._output.write(text + end)
+        self._output.flush()
+
+    def _act(self, what, job):
+        act = self.acts(what, job)
+        if act == "hangs":
+            self._is_killed.wait()
+        if act == "says half":
+            self._say('{"result": {"sche', end="")
+        if act is not None:
+            raise _Ended
+
+    def _turn(self, kind):
+        self._say(json.dumps({kind: True}))
+        if self._input.readline() != "go\n":
+            raise _Ended
+
+    def _measure(self, job):
+        self._turn("together")
+        self._act("together", job)
+        self.log.append("+compile")
+        for name in job["choices"]:
+            self._say(json.dumps({"begin": name}))
+            self._act(name, job)
+        self.log.append("-compile")
+        self._turn("apart")
+        self._turn("alone")
+        self._act("alone", job)
+        self.log.extend(["+time", "-time"])
+        self._turn("apart")
+        times = {"training": dict.fromkeys(job["choices"], 1.0)}
+        table = Table(Header(*[""] * 5), {SITE: Entry(times)})
+        self._say(json.dumps({"result": tables.to_json(table)}))
 
 
-def test_a_worker_answers():
-    entry, said = _measure(_fake())
-    assert set(entry.times["training"]) == set(NAMES) and said == []
+@pytest.fixture
+def acts(monkeypatch):
+    """Returns a function that says how workers act."""
+    monkeypatch.setattr(pool.subprocess, "Popen", Process)
+    monkeypatch.setattr(Process, "log", [])
+    monkeypatch.setattr(Process, "started", [])
+
+    return lambda acts: monkeypatch.setattr(Process, "acts", staticmethod(acts))
+
+
+def _measure(timeout_s=300, turns=None):
+    said = []
+    with Worker(said.append, turns or Turns(), timeout_s=timeout_s) as one:
+        return one.measure(JOB), said
 
 
 @pytest.mark.parametrize(
-    "act, timeout_s",
-    [
-        ("os._exit(11)", 300.0),
-        ("os.kill(os.getpid(), 9)", 300.0),
-        ("time.sleep(3600)", 5.0),  # of which others need some for their start
-        ("""(os.write(1, b'{"result": {"sche'), os._exit(9))""", 300.0),  # half said
-    ],
+    "act, timeout_s", [("ends", 300), ("hangs", 2), ("says half", 300)]
 )
-def test_who_ends_the_process_is_left_out(act, timeout_s):
-    entry, said = _measure(_fake(bad=NAMES[1], act=act), timeout_s)
+def test_who_ends_the_process_is_left_out(acts, act, timeout_s):
+    acts(lambda what, job: act if what == NAMES[1] else None)
+    entry, said = _measure(timeout_s)
     assert set(entry.times["training"]) == {NAMES[0], NAMES[2]}
-    assert "ended the process" in entry.failures[NAMES[1]]
-    assert len(said) == 1 and NAMES[1] in said[0]
+    assert entry.failures == {NAMES[1]: "ended the process that ran it"}
+    assert said == [f"{SITE}: {NAMES[1]} ended the process that ran it"]
+    assert len(Process.started) == 2
 
 
-def test_whom_compilation_ends_is_found_one_by_one():
-    # Dies without a word unless it is asked for one after another.
-    command = _fake(acts_up="not job['is_serial']")
-    entry, _ = _measure(command)
-    assert set(entry.times["training"]) == set(NAMES)
+def test_whom_compilation_ends_is_found_one_by_one(acts):
+    acts(lambda what, job: None if job["is_serial"] else "ends")
+    entry, said = _measure()
+    assert (set(entry.times["training"]), said) == (set(NAMES), [])
 
 
-def test_a_worker_that_never_works_is_given_up():
-    entry, said = _measure(_fake(acts_up="True"))
-    assert entry.times == {} and set(entry.failures) == set(NAMES)
-    assert len(said) == 1
+def test_who_ends_alone_gives_its_turn_back(acts):
+    acts(lambda what, job: "ends" if what == "alone" else None)
+    turns = Turns()
+    assert _measure(turns=turns)[0].times == {}
+    with turns.alone():
+        pass
 
 
-def test_one_takes_times_while_nobody_compiles(tmp_path, monkeypatch):
-    log = tmp_path / "log"
-    command = _fake(log=log)
-    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
+def test_the_budget_ends_what_is_under_way(acts):
+    acts(lambda what, job: "hangs")
+    assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=0.3)) == []
+
+
+def test_one_takes_times_while_nobody_compiles(acts):
     jobs = [JOB._replace(seed=i) for i in range(6)]
     done = list(measure_all(jobs, 3, lambda line: None))
     assert sorted(job.seed for job, _ in done) == list(range(6))
-    now = {"compile": 0, "time": 0}
-    for line in log.read_text().splitlines():
-        verb, _, what = line.split()
-        now[what] += 1 if verb == "begins" else -1
-        assert now["time"] == 0 or now == {"compile": 0, "time": 1}
-    assert now == {"compile": 0, "time": 0} and line == "ends to compile"
-
-
-def test_what_is_measured_next_may_depend_on_what_was_before(monkeypatch):
-    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=_fake()))
-    first, last = [JOB._replace(seed=i) for i in range(3)], [JOB._replace(seed=3)]
-    done = []
-
-    def next_job():
-        if first:
-            return first.pop()
-        return last.pop() if last and len(done) == 3 else None
-
-    for job, entry in measure_on_demand(next_job, 2, lambda line: None):
-        assert set(entry.times["training"]) == set(NAMES)
-        done.append(job.seed)
-    assert sorted(done[:3]) == [0, 1, 2] and done[3:] == [3]
-
-
-def test_the_budget_ends_what_is_under_way(monkeypatch):
-    command = _fake(acts_up="True", act="time.sleep(3600)")
-    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
-    began = time.monotonic()
-    assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=2.0)) == []
-    assert time.monotonic() - began < 300
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("act", ["os._exit(11)", "time.sleep(3600)"])
-def test_who_ends_alone_gives_its_turn_back(act):
-    turns = Turns()
-    command = _fake(alone_acts_up="True", act=act)
-    entry, _ = _measure(command, timeout_s=1.0, turns=turns)
-    assert entry.times == {}
-    with turns.alone():
-        pass
-    with turns.together():
-        pass
+    assert len(Process.started) == 3
+    now = collections.Counter()
+    for line in Process.log:
+        now[line[1:]] += 1 if line[0] == "+" else -1
+        assert not now["time"] or now == {"compile": 0, "time": 1}
+    assert len(Process.log) == 24 and not +now
 
 
 @pytest.mark.parametrize(
-    "limit, held, expected",
-    [
-        (None, 0, 22),
-        (75, None, 3),
-        (75, 75, 3),
-        (75, 10, 13),
-        (750, 750, 22),
-        (1, 1, 1),
-    ],
+    "limit, held, fraction, expected",
+    [(None, 0, None, 22), (75, None, None, 3), (75, 10, "0.5", 20), (1, 1, None, 1)],
 )
-def test_as_many_processes_run_as_the_memory_holds(monkeypatch, limit, held, expected):
+def test_as_many_processes_run_as_the_memory_holds(
+    monkeypatch, limit, held, fraction, expected
+):
     class Gpu:
         def memory_stats(self):
             sizes = {"bytes_limit": limit, "pool_bytes": held}
             return limit and {k: x * 1e9 for k, x in sizes.items() if x is not None}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    if fraction is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
     wide = JOB._replace(spec=SiteSpec(8192, 4096, 4096))
     assert pool.fitting(22, [JOB, wide]) == expected
-
-
-def test_waiting_for_a_turn_is_no_silence():
-    turns, ended = Turns(), threading.Event()
-
-    def times():
-        with turns.alone():
-            began.set()
-            ended.wait()
-
-    began, said = threading.Event(), []
-    other = threading.Thread(target=times)
-    with Worker(said.append, turns, command=_fake(), timeout_s=300.0) as worker:
-        worker.measure(JOB)  # the process runs from here on, and answers at once
-        worker._timeout_s = 3.0
-        other.start()
-        began.wait()
-        threading.Timer(4.0, ended.set).start()
-        entry = worker.measure(JOB)
-    other.join()
-    assert set(entry.times["training"]) == set(NAMES) and said == []
-
-
-def test_an_end_from_outside_is_nobodys_fault(monkeypatch):
-    said = []
-    # The others may wait for their turn then.
-    command = _fake(acts_up="job['seed'] > 1", act="time.sleep(3600)")
-    monkeypatch.setattr(pool, "Worker", functools.partial(Worker, command=command))
-    jobs = [JOB._replace(seed=i) for i in range(6)]
-    measured = measure_all(jobs, 2, said.append)
-    assert next(measured)[0].seed < 2
-    began = time.monotonic()
-    measured.close()  # as Ctrl-C does
-    assert time.monotonic() - began < 300  # not when the workers are done
-    assert not any("process" in line for line in said)
+    assert pool.fitting(22, []) == 22
 
 
 def test_a_job_is_a_line(tmp_path):
-    empty = empty_stats(32, 16, ProbeConfig())
-    leaves, tree = jax.tree.flatten(empty)
-    stats = tree.unflatten([leaf + i for i, leaf in enumerate(leaves)])
+    shapes = jax.eval_shape(lambda: empty_stats(32, 16, ProbeConfig()))
+    leaves, tree = jax.tree.flatten(shapes)
+    values = [np.full(x.shape, i, x.dtype) for i, x in enumerate(leaves)]
+    job = JOB._replace(
+        **{"seed": 5, "is_serial": True, "passes": ("training",), "digests": False},
+        **{"in_chain": False, "is_judged": False},
+    )
     path = tmp_path / "stats.npz"
-    save_stats(path, stats)
-    line = to_line(JOB._replace(stats=stats), path)
+    save_stats(path, tree.unflatten(values))
+    line = to_line(job._replace(stats=tree.unflatten(values)), path)
     assert json.loads(line) and line.endswith("\n")
-    job = from_line(line)
-    assert job._replace(stats=None) == JOB
-    for old, new in zip(
-        jax.tree.leaves(stats), jax.tree.leaves(job.stats), strict=True
-    ):
-        assert (old == new).all()
+    found = from_line(line)
+    assert found._replace(stats=None) == job == from_line(to_line(job, None))
+    assert all(map(np.array_equal, values, jax.tree.leaves(found.stats)))
+
+
+def test_a_worker_process_asks_for_its_turns_and_answers(monkeypatch):
+    """What a process of `worker.main` says, its input being ready."""
+    answers, redirected = io.StringIO(), []
+    monkeypatch.setattr(worker.os, "dup", lambda fd: fd)
+    monkeypatch.setattr(worker.os, "fdopen", lambda fd, *args, **kwargs: answers)
+    monkeypatch.setattr(worker.os, "dup2", lambda *fds: redirected.append(fds))
+
+    def measure_site(job, begin, gpu):
+        begin("")
+        with gpu.together():
+            begin(NAMES[1])
+        with gpu.alone():
+            return Entry({"training": {NAMES[1]: 2.0}})
+
+    lines = iter([to_line(JOB, None), *["go\n"] * 4, ""])
+
+    class Input:
+        readline = staticmethod(lambda: next(lines))
+
+    monkeypatch.setattr(worker, "measure_site", measure_site)
+    monkeypatch.setattr(worker.sys, "stdin", Input)
+    worker.main()
+    *said, last = map(json.loads, answers.getvalue().splitlines())
+    turns = ({kind: True} for kind in ("together", "apart", "alone", "apart"))
+    together, apart, alone, again = turns
+    begun = [{"begin": ""}, together, {"begin": NAMES[1]}, apart, alone, again]
+    assert said == begun and redirected == [(2, 1)]
+    table = tables.from_json(last["result"])
+    assert table.sites == {SITE: Entry({"training": {NAMES[1]: 2.0}})}
+
+
+_SOON_S = 0.1  # in which a thread that need not wait would have its turn
+_LIMIT_S = 300  # for a turn that comes at once where the machine is not busy
+
+
+class _Thread(threading.Thread):
+    """Takes a turn in a thread of its own, until it is told to end it."""
+
+    def __init__(self, turn):
+        super().__init__(daemon=True)
+        self._turn, self._has, self._ends = turn, threading.Event(), threading.Event()
+        self.start()
+
+    def run(self):
+        with self._turn:
+            self._has.set()
+            self._ends.wait()
+
+    def has(self, limit_s=_LIMIT_S):
+        return self._has.wait(limit_s)
+
+    def waits(self):
+        return not self.has(_SOON_S)
+
+    def end(self):
+        self._ends.set()
+        self.join()
+
+
+def test_one_is_alone():
+    turns = Turns()
+    first = _Thread(turns.alone())
+    assert first.has()
+    others = _Thread(turns.alone()), _Thread(turns.together())
+    assert all(one.waits() for one in others)
+    first.end()
+    for one in others:
+        assert one.has()
+        one.end()
+
+
+def test_alone_waits_for_all_who_work_together():
+    turns = Turns()
+    together = [_Thread(turns.together()) for _ in range(2)]
+    assert all(one.has() for one in together)
+    alone = _Thread(turns.alone())
+    for one in together:
+        assert alone.waits()
+        one.end()
+    assert alone.has()
+    alone.end()
+
+
+def test_nobody_begins_together_before_all_were_alone():
+    turns = Turns()
+    compiles = _Thread(turns.together())
+    assert compiles.has()
+    ready = [_Thread(turns.alone()) for _ in range(3)]
+    assert all(one.waits() for one in ready)
+    more = [_Thread(turns.together()) for _ in range(2)]
+    compiles.end()
+    for _ in range(3):
+        until = time.monotonic() + _LIMIT_S
+        while not any(one.has(0) for one in ready):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert all(one.waits() for one in more)
+        (one,) = (one for one in ready if one.has(0))
+        ready.remove(one)
+        one.end()
+    for one in more:
+        assert one.has()
+        one.end()
+
+
+def test_an_exception_ends_a_turn():
+    turns = Turns()
+    for turn in (turns.alone, turns.together):
+        with pytest.raises(KeyError), turn():
+            raise KeyError
+        for other in (turns.together, turns.alone):
+            with other():
+                pass

@@ -1,26 +1,32 @@
-"""What live errors change in a plan."""
+"""What live errors are, and what they change in a plan."""
 
+import math
+
+import numpy as np
 import pytest
+from scipy.stats import t as student
 
+from loka_jax.dispatch import live
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.policy import Decision, Limits, shares_of_limits
+from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
+from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.support import stand_ins
+from tests.support.dispatch import HEADER, LIMIT, ROW, model_of, site
 
-ROW, TENSOR = "xla fp8_rowwise", "xla fp8_tensorwise"
+TENSOR = "xla fp8_tensorwise"
 TIMES = {BF16.name: 2.0, ROW: 1.0, TENSOR: 0.9}
 PATH = "top/dense_0"
-# Of N(0, 1): 0.037, of which the limit is the 1.5-fold.
-GOOD, NEAR, BAD = 0.03, 0.05, 0.2
+# Mean and upper end, over the limit. What runs leaves by its mean, another comes by its
+# upper end, and comes back by three quarters of it.
+GOOD, NEAR, DOUBTFUL, BAD = (0.5, 0.75), (0.6, 1.0), (0.99, 1.01), (1.01, 1.02)
 
 
 def _site(path=PATH, n=64) -> Site:
@@ -29,20 +35,25 @@ def _site(path=PATH, n=64) -> Site:
 
 
 def _reviewer(sites, times=TIMES, **options) -> Reviewer:
-    entry = Entry({"training": times}, {"N(0, 1)": {}})
-    table = Table(
-        Header("cpu", "1", "1", "", "x"), {table_key(x.spec): entry for x in sites}
-    )
-    return Reviewer(sites, PerformanceModel(table), config="model", **options)
+    return Reviewer(sites, model_of(sites, times), config="model", **options)
 
 
-def _errors(**values):
-    """Returns errors by the last word of a recipe's name, the same in all roles."""
-    of_recipes = {
-        f"fp8_{name}": dict.fromkeys(MEASURES, Interval(x, x, x))
-        for name, x in values.items()
+def _errors(role="dlhs", **shares):
+    """Returns errors by the last word of a recipe's name, which one role has."""
+
+    def measures(mean, high):
+        small = Interval(0.1 * LIMIT, 0.0, 0.2 * LIMIT)
+        names = ("relative_l2", "worst_row", "mere")
+        error = Interval(mean * LIMIT, 0.0, high * LIMIT)
+        return dict(zip(names, (error, small, small), strict=True))
+
+    return {
+        each: {
+            f"fp8_{name}": measures(*(share if each == role else (0.1, 0.2)))
+            for name, share in shares.items()
+        }
+        for each in ROLES
     }
-    return {role: of_recipes for role in ROLES}
 
 
 def _plan(**choices) -> DispatchPlan:
@@ -53,16 +64,18 @@ def _plan(**choices) -> DispatchPlan:
     return DispatchPlan(tuple(made.items()))
 
 
+def _names(decisions):
+    return {path: decision.choice.name for path, decision in decisions.items()}
+
+
 def test_sites_are_promoted_and_demoted_by_their_own_errors():
     sites = [_site(name, n=64 * (i + 1)) for i, name in enumerate("abc")]
     times = {BF16.name: 2.0, ROW: 1.0}
     plan = _plan(a=BF16.name, b=ROW, c=ROW)
-    errors = {"a": _errors(rowwise=GOOD), "b": _errors(rowwise=BAD)}
+    errors = {"a": _errors(rowwise=GOOD), "b": _errors(rowwise=(3.6, 4.0))}
     demoted, promoted = _reviewer(sites, times).review(plan, errors)
-    assert {path: x.choice for path, x in demoted.items()} == {"b": BF16}
-    # 0.2 / (1.5 * 0.037)
-    assert demoted["b"].reason == "the live error of its fwd is 3.60 times its limit"
-    assert {path: x.choice.name for path, x in promoted.items()} == {"a": ROW}
+    assert _names(demoted) == {"b": BF16.name} and _names(promoted) == {"a": ROW}
+    assert demoted["b"].reason == "the live error of its dlhs is 3.60 times its limit"
     assert promoted["a"].reason == "its live errors are within the limits"
     after = plan.changed({**demoted, **promoted})
     assert _reviewer(sites, times).review(after, errors) == ({}, {})
@@ -71,36 +84,29 @@ def test_sites_are_promoted_and_demoted_by_their_own_errors():
 @pytest.mark.parametrize(
     "now, errors, demoted, promoted",
     [
+        (TENSOR, {"tensorwise": DOUBTFUL, "rowwise": GOOD}, None, None),
         # Another FP8 may be accurate enough where one is not.
         (TENSOR, {"tensorwise": BAD, "rowwise": GOOD}, ROW, None),
-        (TENSOR, {"tensorwise": BAD, "rowwise": BAD}, BF16.name, None),
+        (TENSOR, {"tensorwise": BAD, "rowwise": DOUBTFUL}, BF16.name, None),
         # Nothing is known of what runs: no reason to leave it.
         (TENSOR, {"rowwise": BAD}, None, None),
-        (TENSOR, {"rowwise": GOOD}, None, None),
         (ROW, {"rowwise": GOOD, "tensorwise": GOOD}, None, TENSOR),
         (BF16.name, {"rowwise": NEAR, "tensorwise": BAD}, None, ROW),
-        (BF16.name, {"rowwise": BAD, "tensorwise": BAD}, None, None),
-        (BF16.name, {}, None, None),
+        (BF16.name, {"rowwise": DOUBTFUL, "tensorwise": BAD}, None, None),
     ],
 )
-def test_the_fastest_within_the_limits_runs(now, errors, demoted, promoted):
-    found = _reviewer([_site()]).review(
-        _plan(**{PATH: now}), {PATH: _errors(**errors)} if errors else {}
-    )
+@pytest.mark.parametrize("role", ["fwd", "drhs"])
+def test_the_fastest_within_the_limits_runs(now, errors, demoted, promoted, role):
+    live = {PATH: _errors(role, **errors)} if errors else {}
+    found = _reviewer([_site()]).review(_plan(**{PATH: now}), live)
     names = [x[PATH].choice.name if x else None for x in found]
     assert names == [demoted, promoted]
-
-
-def test_fp8_that_is_hardly_faster_than_fp8_is_not_worth_a_change():
-    reviewer = _reviewer([_site()], TIMES | {TENSOR: 0.97})
-    errors = {PATH: _errors(rowwise=GOOD, tensorwise=GOOD)}
-    assert reviewer.review(_plan(**{PATH: ROW}), errors) == ({}, {})
 
 
 @pytest.mark.parametrize(
     "now, errors, promoted",
     [
-        (BF16.name, {"rowwise": NEAR}, None),
+        (BF16.name, {"rowwise": (0.5, 0.76)}, None),
         (BF16.name, {"rowwise": GOOD}, ROW),
         (ROW, {"rowwise": NEAR, "tensorwise": NEAR}, None),
         (ROW, {"rowwise": NEAR, "tensorwise": GOOD}, TENSOR),
@@ -111,8 +117,7 @@ def test_a_site_that_was_demoted_asks_for_more(now, errors, promoted):
     plan, live = _plan(**{PATH: now}), {PATH: _errors(**errors)}
     found = _reviewer([_site()]).review(plan, live, demoted_before=[PATH])
     assert not found.demoted
-    names = [decision.choice.name for decision in found.promoted.values()]
-    assert names == ([] if promoted is None else [promoted])
+    assert _names(found.promoted) == ({} if promoted is None else {PATH: promoted})
 
 
 def test_a_rule_has_the_last_word():
@@ -121,27 +126,100 @@ def test_a_rule_has_the_last_word():
     assert reviewer.review(plan, {PATH: _errors(tensorwise=BAD)}) == ({}, {})
 
 
-def test_a_site_without_fp8_in_its_model_gets_none():
-    plan = resolve(SiteSpec(128, 64, 64), BF16, stand_ins.CPU)
-    reviewer = _reviewer([Site(path=PATH, plan=plan)])
-    errors = {PATH: _errors(rowwise=GOOD, tensorwise=GOOD)}
-    assert reviewer.review(_plan(**{PATH: BF16.name}), errors) == ({}, {})
-
-
-def test_a_share_is_that_of_the_worst_measure_at_its_upper_end():
-    fwd = dict.fromkeys(MEASURES, Interval(0.02, 0.01, 0.037))
-    drhs = fwd | {"worst_row": Interval(0.4, 0.3, 0.592)}
-    errors = {"fwd": {"fp8_rowwise": fwd}, "drhs": {"fp8_rowwise": drhs}}
-    recipe = Choice.parse(ROW).recipe
-    shares = shares_of_limits(recipe, errors, Limits())
-    assert shares == pytest.approx({"fwd": 1 / 1.5, "drhs": 0.592 / 0.037 / 8})
-    shares = shares_of_limits(recipe, errors, Limits(mere=0.01))
-    assert shares == pytest.approx({"fwd": 3.7, "drhs": 3.7})
-    assert shares_of_limits(Choice.parse(TENSOR).recipe, errors, Limits()) == {}
-
-
-@pytest.mark.parametrize("error, may", [(GOOD, True), (NEAR, False)])
-def test_a_site_returns_only_well_within_the_limits(error, may):
+@pytest.mark.parametrize("share, may", [(GOOD, True), ((0.5, 0.76), False)])
+def test_a_site_returns_only_well_within_the_limits(share, may):
     reviewer, choice = _reviewer([_site()]), Choice.parse(ROW)
-    assert reviewer.is_well_within(choice, _errors(rowwise=error)) is may
+    assert reviewer.is_well_within(choice, _errors(rowwise=share)) is may
     assert reviewer.is_well_within(choice, {})  # nothing speaks against it
+
+
+RECIPES = ("fp8_tensorwise", "fp8_rowwise")
+SIZES = np.array([[1.0, 3.0, 7.0], [2.0, 5.0, 11.0], [1.5, 4.0, 9.0]])  # role, measure
+
+
+def _steps(values, decay=1.0):
+    """Returns the errors of steps: these of the second recipe's fwd in relative L2."""
+    values, weights = np.asarray(values), decay ** np.arange(len(values))[::-1]
+    moments = np.zeros((2, 3, 3, 4))
+    if len(values):
+        mean = np.average(values, weights=weights)
+        moments[1, ..., 0], moments[1, ..., 1] = weights.sum(), (weights**2).sum()
+        moments[1, ..., 2] = mean * SIZES
+        moments[1, ..., 3] = np.sum(weights * (values - mean) ** 2) * SIZES**2
+    return LiveErrors(np.float32(len(values)), moments)
+
+
+def _errors_live(value, recipe="fp8_rowwise", low=0.9, high=1.2):
+    """Returns errors, each of another size; `low` and `high` are those of intervals."""
+    return {
+        role: {
+            recipe: {
+                measure: Interval(x * value, x * value * low, x * value * high)
+                for measure, x in zip(MEASURES, sizes, strict=True)
+            }
+        }
+        for role, sizes in zip(ROLES, SIZES, strict=True)
+    }
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.75])
+def test_the_interval_is_that_of_another_step(decay):
+    values = np.array([0.03, 0.05, 0.04, 0.06] * 10)
+    weights = decay ** np.arange(40.0)[::-1]
+    mean = np.average(values, weights=weights)
+    count = weights.sum() ** 2 / np.sum(weights**2)  # 40, or 7 effectively
+    freedom = weights.sum() - np.sum(weights**2) / weights.sum()
+    deviation = math.sqrt(np.sum(weights * (values - mean) ** 2) / freedom)
+    half = student.ppf(0.975, count - 1) * deviation * math.sqrt(1 + 1 / count)
+    found = live.live_intervals(_steps(values, decay), RECIPES)
+    for role, sizes in zip(ROLES, SIZES, strict=True):
+        assert found[role].keys() == {"fp8_rowwise"}
+        for measure, size in zip(MEASURES, sizes, strict=True):
+            expected = size * np.array([mean, mean - half, mean + half])
+            error = found[role]["fp8_rowwise"][measure]
+            np.testing.assert_allclose(error, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_too_few_steps_say_nothing(count):
+    steps = _steps([0.03] * count)
+    found = live.live_intervals(steps, RECIPES)
+    assert any(found.values()) == (count == 3)
+    seen = live.seen_errors({"a": steps, "b": _steps([])}, RECIPES)
+    assert seen == ({"a": found} if count == 3 else {})
+
+
+def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
+    factors = {"a": 2.0, "b": 2.2, "c": 1.8}
+    drawn = {path: _errors_live(0.03) for path in factors}
+    for errors in drawn.values():
+        for role in ROLES:
+            errors[role] |= _errors_live(0.04, "fp8_blockwise", high=1.1)[role]
+    seen = {path: _errors_live(0.03 * factor) for path, factor in factors.items()}
+    by_role = live.ratios(seen, drawn)
+    logs = np.log(list(factors.values()))
+    for role in ROLES:
+        for ratio in by_role[role].values():
+            expected = (logs.mean(), logs.std(ddof=1), 3)
+            np.testing.assert_allclose(ratio, expected, rtol=1e-6)
+
+    own = live.own_errors(seen["a"], drawn["a"], by_role)
+    assert own["drhs"]["fp8_rowwise"] == seen["a"]["drhs"]["fp8_rowwise"]
+    half = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+    half = math.hypot(half, math.log(1.1))  # of the ratio, and of the draws
+    expected = 0.04 * np.exp(logs.mean() + np.array([0, -half, half]))
+    found = own["drhs"]["fp8_blockwise"]["worst_row"]
+    np.testing.assert_allclose(found, 4.0 * expected, rtol=1e-6)
+
+
+def test_a_table_takes_the_errors_of_the_model():
+    sites = [site("a"), site("b"), site("c", n=128), site("d", n=256)]
+    times = {"training": {"xla bf16": 2.0, ROW: 1.0}}
+    entry = Entry(times, {"N(0, 1)": {}, "model b": _errors_live(0.5, "fp8_blockwise")})
+    table = Table(HEADER, {table_key(x.spec): entry for x in sites[:3]})
+    seen = {"a": _errors_live(0.03), "c": _errors_live(0.04), "d": _errors_live(0.05)}
+    found = live.with_live(table, sites, seen, "model")
+    assert found.sites == {
+        table_key(sites[0].spec): Entry(errors={"model a": _errors_live(0.03)}),
+        table_key(sites[2].spec): Entry(errors={"model c": _errors_live(0.04)}),
+    }

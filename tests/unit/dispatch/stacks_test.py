@@ -1,4 +1,4 @@
-"""Wide layers in a row are decided as the one operation that they run as."""
+"""Layers that run as one operation are decided as one."""
 
 import json
 import pathlib
@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax import nn, triton
-from loka_jax.dispatch import stacks
-from loka_jax.dispatch.candidates import table_key
+from loka_jax.dispatch import cross_networks, stacks
 from loka_jax.dispatch.first_use import as_if_accurate
-from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import make_plan
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.plan import chains_of, make_plan
+from loka_jax.dispatch.review import Reviewer
+from loka_jax.dispatch.table import MEASURES
+from loka_jax.measure.intervals import Interval
+from loka_jax.models import Dcnv2
 from loka_jax.normed import NormName
-from loka_jax.recipe import get_recipe
+from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import SiteSpec
-from tests.support.dispatch import H200
+from tests.support.dispatch import H200, model_of
 
 DELAYED = "xla fp8_tensorwise_delayed"
-RESULT = pathlib.Path(__file__).parents[3] / "experiments/results/wide_stack_h200.json"
+RESULTS = pathlib.Path(__file__).parents[3] / "experiments/results"
 STACKS: dict[str, tuple[int, tuple[int, ...], NormName]] = {  # of the result
     "wukong_m": (2048, (2048, 2048, 2048, 4096), "block"),
     "wukong_l": (4608, (4096, 4096, 4096, 7680), "block"),
@@ -40,10 +40,14 @@ def _sites(*, fused=True, features=(4096, 4096, 1024)):
 
 
 def _plan(sites, times, *, errors=None):
-    header = Header("cpu", "1", "1", "", "x")
-    entries = {table_key(site.spec): Entry({"training": times}) for site in sites}
-    model = PerformanceModel(Table(header, entries), roofline=H200)
-    return make_plan(sites, model, errors=as_if_accurate(sites) | (errors or {}))
+    model = model_of(sites, times, roofline=H200)
+    # By what was measured alone, as by predictions.
+    plan, measured = (
+        make_plan(sites, x, errors=as_if_accurate(sites) | (errors or {}))
+        for x in (model, model.measured())
+    )
+    assert plan.choices == measured.choices
+    return plan
 
 
 def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
@@ -55,15 +59,6 @@ def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
     assert "as one operation" in decision.reason
     apart = _plan(_sites(fused=False), alone)
     assert {choice.name for _, choice in apart.choices} == {"xla bf16"}
-
-
-def test_what_was_measured_is_enough_to_decide_a_stack():
-    sites, header = _sites(), Header("cpu", "1", "1", "", "x")
-    times = {"training": {"xla bf16": 1000.0, DELAYED: 1100.0}}
-    entries = {table_key(site.spec): Entry(times) for site in sites}
-    model = PerformanceModel(Table(header, entries), roofline=H200).measured()
-    plan = make_plan(sites, model, errors=as_if_accurate(sites))
-    assert {choice.name for _, choice in plan.choices} == {DELAYED}
 
 
 def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
@@ -81,39 +76,12 @@ def test_sites_that_are_faster_apart_stay_apart():
     assert {choice.name for _, choice in plan.choices} == {"pallas bf16"}
 
 
-def test_narrow_layers_are_decided_by_themselves():
-    plan = _plan(_sites(features=(256, 256)), {"xla bf16": 10.0, DELAYED: 11.0})
-    assert {choice.name for _, choice in plan.choices} == {"xla bf16"}
-
-
-def test_without_triton_nothing_is_one_operation(monkeypatch):
-    monkeypatch.setattr(triton, "why_not_installed", lambda: "it is not installed")
-    assert stacks.stacks(_sites()) == []
-
-
-def test_norms_of_whole_rows_join_and_count_what_they_read_twice():
-    recipe = "fp8_tensorwise_delayed"
-    model = nn.Mlp((4096, 1024), recipe=recipe, norm="layer", fused=True)
-    sites = nn.list_sites(model, jax.ShapeDtypeStruct((8192, 384), jnp.bfloat16))
-    assert stacks.stacks(sites) == [range(2)]
-
-    def bytes_of_a_value(norm, pass_name):
-        spec = SiteSpec(8192, 4096, 4096, norm)
-        us = stacks.layer_us(spec, get_recipe("bf16"), pass_name, H200)
-        return us * H200.bytes_per_us / (8192 * 4096)
-
-    for pass_name, read_twice in {"inference": 2, "training": 2 + 4}.items():
-        layer, block = (
-            bytes_of_a_value(norm, pass_name) for norm in ("layer", "block")
-        )
-        assert layer - block == pytest.approx(read_twice)
-
-
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 @pytest.mark.parametrize("pass_name", ["training", "inference"])
 @pytest.mark.parametrize("name", STACKS)
 def test_predicted_times_are_those_measured(name, pass_name, arm):
-    (run,) = (x for x in json.loads(RESULT.read_text())["runs"] if x["case"] == name)
+    runs = json.loads((RESULTS / "wide_stack_h200.json").read_text())["runs"]
+    (run,) = (x for x in runs if x["case"] == name)
     k, features, norm = STACKS[name]
     recipe = get_recipe("bf16" if arm == "bf16" else "fp8_tensorwise_delayed")
     us = 0.0
@@ -123,3 +91,84 @@ def test_predicted_times_are_those_measured(name, pass_name, arm):
         k = n
     measured = run["programs"][f"{pass_name} tails {arm}"]["median_us"]
     assert us == pytest.approx(measured, rel=0.25)
+
+
+ALONE = {"xla bf16": 10_000.0, DELAYED: 11_000.0}
+
+
+def _cross_sites(rank=None):
+    network = nn.CrossNet(3, rank, recipe="fp8_tensorwise_delayed", fused=True)
+    return nn.list_sites(network, jax.ShapeDtypeStruct((65536, 3456), jnp.bfloat16))
+
+
+def _cross_plan(sites, *, errors=None, roles=ROLES):
+    name = "training" if roles == ROLES else "inference"
+    model = model_of(sites, ALONE, name, roofline=H200)
+    errors = as_if_accurate(sites) | (errors or {})
+    plan = make_plan(sites, model, errors=errors, roles=roles)
+    return {path: decision for path, decision in plan.decisions if path != "head"}
+
+
+def _names(decisions):
+    return {path: decision.choice.name for path, decision in decisions.items()}
+
+
+@pytest.mark.parametrize("rank", [None, 512])
+@pytest.mark.parametrize("roles", [ROLES, ("fwd",)])
+def test_fp8_of_a_network_is_taken_though_its_sites_alone_are_slower(rank, roles):
+    decisions = _cross_plan(_cross_sites(rank=rank), roles=roles)
+    assert set(_names(decisions).values()) == {DELAYED}
+    assert len(decisions) == (3 if rank is None else 6)
+    for decision in decisions.values():
+        assert "whole cross network" in decision.reason
+        assert decision.spread == stacks.SPREAD
+        assert decision.speedup is not None and decision.speedup > 1.05
+
+
+def test_a_site_that_is_not_accurate_keeps_its_network_apart():
+    sites = _cross_sites()
+    nothing = {role: {} for role in ROLES}
+    decisions = _cross_plan(sites, errors={sites[1].path: nothing})
+    assert set(_names(decisions).values()) == {"xla bf16"}
+    whole = f"{DELAYED} of the whole cross network: fwd: its error was not measured"
+    assert {decision.runner_up for decision in decisions.values()} == {whole}
+
+
+def test_layers_beside_a_network_are_a_part_of_it():
+    sizes = {"deep_mlp": (256, 256), "structure": "parallel"}
+    model = Dcnv2(recipe="fp8_tensorwise_delayed", fused_wide=True, **sizes)
+    shapes = (65536, 16), (65536, 27, 128)
+    features = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    sites = nn.list_sites(model, *features)
+    (network,) = cross_networks.networks(chains_of(sites))
+    beside = [site.path for site in network.beside]
+    assert beside == ["deep_mlp/dense_0", "deep_mlp/dense_1"]
+    assert set(_names(_cross_plan(sites)).values()) == {DELAYED}
+    # One that cannot be keeps only itself and its neighbours apart.
+    nothing = {role: {} for role in ROLES}
+    names = _names(_cross_plan(sites, errors={"deep_mlp/dense_1": nothing}))
+    assert {names[f"cross/u_{i}"] for i in range(3)} == {DELAYED}
+    assert names["deep_mlp/dense_1"] == "xla bf16"
+
+
+def test_a_network_changes_as_a_whole_by_live_errors():
+    sites = _cross_sites()
+    model = model_of(sites, ALONE, roofline=H200)
+    errors = as_if_accurate(sites)
+    plan = make_plan(sites, model, errors=errors)
+    reviewer = Reviewer(sites, model)
+    assert reviewer.review(plan, errors) == ({}, {})
+    one = dict.fromkeys(MEASURES, Interval(1.0, 1.0, 1.0))
+    own = errors[sites[1].path]
+    bad = {role: dict.fromkeys(of_role, one) for role, of_role in own.items()}
+    worse = errors | {sites[1].path: bad}
+    demoted, promoted = reviewer.review(plan, worse)
+    assert {d.choice.name for d in demoted.values()} == {"xla bf16"} and not promoted
+    assert demoted.keys() == errors.keys()
+    assert "live error" in demoted[sites[1].path].reason
+    assert demoted[sites[0].path].reason == "as its cross network changes"
+    after = plan.changed(demoted)
+    assert reviewer.review(after, worse) == ({}, {})
+    # Back once all are accurate, the first as well.
+    demoted, promoted = reviewer.review(after, errors)
+    assert {d.choice.name for d in promoted.values()} == {DELAYED} and not demoted

@@ -1,122 +1,153 @@
-"""What measuring on learned operands finds, and on N(0, 1) does not."""
+"""Errors of products, the operands that they are measured on, and times."""
 
-import functools
+import math
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import fp8
-from loka_jax.measure.errors import PAIRS, errors, measure
-from loka_jax.measure.intervals import interval
-from loka_jax.probe.matrix_normal import empty_weights, update
-from loka_jax.probe.moments import moments_of
-from loka_jax.probe.sampling import sample_rows, sample_weight
+from loka_jax.measure import site_errors, timing
+from loka_jax.measure.compiling import abstract, compile_lowered, leaves, lower
+from loka_jax.measure.errors import errors
+from loka_jax.measure.intervals import Interval, interval, next_value
+from loka_jax.measure.timing import (
+    Case,
+    Event,
+    kernel_time,
+    split_at_gaps,
+    time_chains,
+    time_kernels,
+)
+from loka_jax.probe.site import ProbeConfig, empty_stats
+from loka_jax.recipe import get_recipe
 
-M, K, N = 64, 64, 64
-
-
-def _product(x, w):
-    return jnp.dot(x, w.T, precision="highest")
-
-
-def _rowwise(x, w, fault=None):
-    """Multiplies in FP8 with a scale a row of x (M, K) and of w (N, K)."""
-    axes = (0,) if fault == "direction" else (1,)
-    a, b = fp8.quantize(x, axes=(1,)), fp8.quantize(w, axes=axes)
-    b_scale = b.scale_inv.reshape(-1, 1)
-    if fault == "one block":
-        b_scale = b_scale.at[16:32].set(b_scale[:16])
-    out = _product(a.data.astype(jnp.float32), b.data.astype(jnp.float32))
-    rows, columns = a.scale_inv, b_scale.T
-    if fault == "swapped":
-        rows, columns = columns.T, rows.T
-    return out * rows * columns
-
-
-def _score(x, w, fault=None):
-    return errors(_product(x, w), _rowwise(x, w, fault))
-
-
-@pytest.fixture(scope="module")
-def learned():
-    """Draws operands as training might leave them: of very different sizes."""
-    features = jnp.exp(jax.random.normal(jax.random.key(0), (K,)))
-    rows = jax.random.normal(jax.random.key(1), (2000, K)) * features[None]
-    normal = empty_weights(N, K)
-    units = jnp.exp2(jnp.linspace(6.0, -6.0, N))[:, None]
-    for i in range(50):
-        drift = jax.random.normal(jax.random.key(10 + i), (N, K))
-        w = units * drift / features[None]
-        normal = update(normal, w, momentum=0.9)
-    moments = moments_of(rows, K)
-
-    def draw(key):
-        keys = jax.random.split(key)
-        return sample_rows(keys[0], moments, M), sample_weight(keys[1], normal)
-
-    return draw
-
-
-def _gaussian(key):
-    keys = jax.random.split(key)
-    return jax.random.normal(keys[0], (M, K)), jax.random.normal(keys[1], (N, K))
-
-
-def _mere(draw, fault=None):
-    """Returns the median over draws: their mean is at the mercy of a few elements."""
-    score = jax.jit(functools.partial(_score, fault=fault))
-    found = measure(score, jax.jit(draw), jax.random.split(jax.random.key(5), PAIRS))
-    return np.median(found.mere)
-
-
-# What sound FP8 kernels show on N(0, 1) is 0.3 to 0.7.
-_HEALTHY_MERE = 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["one block", "direction", "swapped"])
-def test_a_faulty_kernel_is_caught_on_learned_operands_only(learned, fault):
-    assert _mere(_gaussian) < _HEALTHY_MERE and _mere(learned) < _HEALTHY_MERE
-    assert _mere(_gaussian, fault) < _HEALTHY_MERE
-    assert _mere(learned, fault) > 2 * _HEALTHY_MERE
-
-
-def test_intervals_hold_the_mean_and_shrink():
-    values = np.random.default_rng(0).normal(5.0, 1.0, 4000)
-    wide, narrow = interval(values[:40]), interval(values)
-    for one in (wide, narrow):
-        assert one.low < one.mean < one.high
-    assert narrow.low < 5 < narrow.high
-    assert narrow.high - narrow.low < (wide.high - wide.low) / 5
-    assert np.isnan(interval(np.asarray([1.0, np.nan])).mean)
-    assert interval(np.asarray([2.0])) == (2.0, 2.0, 2.0)
+_errors = jax.jit(errors)
 
 
 def test_errors_are_those_of_the_definitions():
-    ref = jnp.asarray([[1.0, 2.0], [0.0, 4.0]])
-    x = jnp.asarray([[1.1, 2.0], [0.5, 4.0]])
-    found = errors(ref, x)
-    np.testing.assert_allclose(found.mere, 0.1 / 3, rtol=1e-5)
-    np.testing.assert_allclose(found.relative_l2, (0.26 / 21) ** 0.5, rtol=1e-5)
+    ref = np.float32([[1.0, 2.0, 8.0], [0.0, 4.0, 1.0], [0.0, 0.0, 0.0]])
+    x = np.float32([[1.1, 2.0, 8.0], [0.5, 3.0, 1.0], [0.0, 0.0, 0.0]])
+    found = _errors(ref, x)
+    np.testing.assert_allclose(found.mere, (0.1 + 0.25) / 5, rtol=1e-5)
+    np.testing.assert_allclose(found.relative_l2, (1.26 / 86) ** 0.5, rtol=1e-5)
     np.testing.assert_allclose(found.median, 0.0)
-    np.testing.assert_allclose(found.worst_row, 0.5 / 4, rtol=1e-5)
-    exact = errors(ref, ref)
+    np.testing.assert_allclose(found.worst_row, (1.25 / 17) ** 0.5, rtol=1e-5)
+    exact = _errors(ref, ref)
     assert exact.relative_l2 == exact.worst_row == exact.mere == 0
+    off = ref * np.float32([[1.5, 1.5, 1.25]])  # zeros do not count
+    np.testing.assert_allclose(_errors(ref, off).median, 0.5)
 
 
-@pytest.mark.parametrize("columns", [96, 128])
-def test_the_median_of_very_many_is_of_all_columns(columns):
-    ref = jnp.ones((1 << 15, columns), jnp.float32)
-    x = ref.at[:, 0].add(0.5).at[:, 1:].add(0.01)
-    np.testing.assert_allclose(errors(ref, x).median, 0.01, rtol=1e-3)
+def test_edges_of_intervals():
+    found = interval(np.array([1.0, 2.0, 6.0]))
+    half = 4.302653 * math.sqrt(7.0 / 3)  # Student's, of two degrees of freedom
+    np.testing.assert_allclose(found, (3.0, 3.0 - half, 3.0 + half), rtol=1e-6)
+    assert found.half == pytest.approx(half)
+    found = next_value(3.0, math.sqrt(7.0), 3)
+    np.testing.assert_allclose(found.half, 4.302653 * math.sqrt(7 * 4 / 3), rtol=1e-6)
+    assert interval(np.array([2.0])) == Interval(2.0, 2.0, 2.0)
+    assert math.isnan(interval(np.array([2.0, np.nan])).high)
+    assert next_value(2.0, 0.0, 1) == Interval(2.0, -math.inf, math.inf)
+    assert next_value(2.0, 0.0, 5) == Interval(2.0, 2.0, 2.0)
 
 
-def test_draws_are_reproducible_and_differ():
-    found, again = (
-        measure(_score, _gaussian, jax.random.split(jax.random.key(1), 4))
-        for _ in range(2)
+def test_delayed_scales_are_made_from_the_amaxes_of_their_operands():
+    rng, shapes = np.random.default_rng(0), ((6, 4), (4, 3), (6, 3))
+    lhs, rhs, g = (np.float32(rng.standard_normal(shape)) for shape in shapes)
+    a, b, c = (np.abs(x).max() for x in (lhs, rhs, g))
+    found = {
+        role: site_errors._role_amaxes(role, jnp.asarray(x), jnp.asarray(y))
+        for role, x, y in (("fwd", lhs, rhs), ("dlhs", g, rhs), ("drhs", lhs, g))
+    }
+    np.testing.assert_allclose(found["fwd"], [a, b, 1])
+    np.testing.assert_allclose(found["dlhs"], [1, b, c])
+    np.testing.assert_allclose(found["drhs"], [a, 1, c])
+    all_three = site_errors.operand_amaxes(tuple(map(jnp.asarray, (lhs, rhs, g))))
+    np.testing.assert_allclose(all_three, [a, b, c])
+    assert site_errors.scaling_state(get_recipe("fp8_rowwise"), found["fwd"]) is None
+
+
+def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
+    shapes = jax.eval_shape(lambda: empty_stats(4, 3, ProbeConfig()))
+    stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    for i, name in enumerate(("lhs", "g")):
+        rows = getattr(stats, name)
+        moments = rows.moments._replace(mean=rows.moments.mean + 1.001 + i)
+        norms = rows.norms._replace(counts=rows.norms.counts + i)
+        changed = rows._replace(moments=moments, norms=norms)
+        stats = stats._replace(**{name: changed})
+    seen = []
+
+    def sample_rows(key, moments, m, norms):
+        seen.append((float(moments.mean[0]), m, float(norms.counts[0])))
+        return jnp.tile(moments.mean[None], (m, 1))
+
+    monkeypatch.setattr(site_errors, "sample_rows", sample_rows)
+    monkeypatch.setattr(site_errors, "sample_weight", lambda key, x: x.mean)
+    with jax.disable_jit():
+        drawn = site_errors.draw_learned(jax.random.key(0), stats, 6)
+    assert seen == [(np.float32(1.001), 6, 0.0), (np.float32(2.001), 6, 1.0)]
+    # Of lhs and g, values that bfloat16 holds.
+    assert (drawn.lhs[0, 0], drawn.g[0, 0]) == (1.0, 2.0)
+    assert [x.shape for x in drawn] == [(6, 4), (4, 3), (6, 3)]
+
+
+def test_equal_programs_are_compiled_once_for_the_same_options():
+    x = np.ones(3, np.float32)
+    arguments = abstract(((x, x), {"b": x}))
+
+    def run(pair, by_name):
+        return pair[0] + 2 * pair[1] - by_name["b"]
+
+    lowered = {
+        "one": lower(run, arguments, {}),
+        "same": lower(lambda *args: run(*args), arguments, {}),
+        "other": lower(run, arguments, {"xla_cpu_enable_fast_math": "true"}),
+    }
+    compiled = compile_lowered(lowered)
+    assert compiled["one"] is compiled["same"] is not compiled["other"]
+    np.testing.assert_array_equal(
+        compiled["one"](*leaves(((x, 3 * x), {"b": x}))), 6 * x
     )
-    np.testing.assert_array_equal(found, again)
-    assert len(set(found.relative_l2.tolist())) == 4
+
+
+def test_events_are_cut_where_the_device_idled():
+    starts = ((0.0, 5.0), (7.0, 1.0), (100.0, 2.0), (103.0, 4.0))
+    events = [Event(*pair) for pair in starts]
+    parts = split_at_gaps(events[::-1], least_gap_ns=50.0)
+    assert parts == [events[:2], events[2:]]
+    # It is not idle while a kernel runs beside others.
+    beside = [Event(0.0, 60.0), Event(5.0, 1.0), Event(100.0, 2.0)]
+    assert split_at_gaps(beside, least_gap_ns=50.0) == [beside]
+
+
+def test_kernels_are_added_up_by_call():
+    events = [Event(float(i), 1e3 * us) for i, us in enumerate((1, 2, 3, 4, 5, 6))]
+    found = kernel_time(events, calls=3)
+    assert found == (7.0, 3.0, 11.0, 2.0)
+    # Where calls differ in their kernels only the mean is known.
+    assert kernel_time(events, calls=4) == (5.25, 5.25, 5.25, 1.5)
+
+
+def test_every_case_and_chain_is_timed_anywhere():
+    cases = {name: Case(jnp.sin, [(jnp.ones(4),), (jnp.ones(4),)]) for name in "ab"}
+    times = time_kernels(cases)
+    assert set(times) == {"a", "b"}
+    assert all(0 < t.min_us <= t.median_us <= t.max_us for t in times.values())
+    called = []
+    chains = {"chain": lambda count: called.append(count)}
+    assert time_chains(chains, calls=5, rounds=2)["chain"].median_us > 0
+    assert called == [5, 5, 5]
+
+
+def test_the_first_round_of_a_chain_warms_up(monkeypatch):
+    # Of two chains the beginnings of the first round, of which no end is asked for, and
+    # beginnings and ends of two more.
+    clock = iter([0.0, 0.0, *(0.0, 40.0), *(0.0, 10.0), *(0.0, 20.0), *(0.0, 30.0)])
+    stand_in = types.SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(timing, "time", stand_in)
+    chains = dict.fromkeys("ab", lambda count: None)
+    times = time_chains(chains, calls=10, rounds=2)
+    assert times["a"] == (3e6, 2e6, 4e6) and times["b"] == (2e6, 1e6, 3e6)

@@ -1,89 +1,97 @@
-"""Flip-flop against known covariances of rows and columns."""
+"""Flip-flop against the equations of its module in numpy."""
+
+import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from loka_jax.probe import matrix_normal
-from loka_jax.probe.matrix_normal import empty_weights, update
+from loka_jax.probe.matrix_normal import empty_weights
 
-pytestmark = pytest.mark.slow
+K, N = 3, 5
+_update = jax.jit(matrix_normal.update, static_argnames="moves_covariances")
+WHOLE, BLOCKS = 4 * N * N, 4 * N * 3  # bytes: of all columns, of blocks of two
 
 
-def _covariance(size, seed):
+def _weights(count, seed=0):
+    """Returns weights whose rows covary, of very different columns."""
     rng = np.random.default_rng(seed)
-    a = rng.standard_normal((size, 2 * size))
-    return a @ a.T / (2 * size) + 0.1 * np.eye(size)
+    mix = rng.standard_normal((K, K))
+    sizes = 2.0 ** np.arange(N)
+    return np.float32(5 + mix @ rng.standard_normal((count, K, N)) * sizes)
 
 
-def _weights(k, n, count, mean):
-    u, v = _covariance(k, 1), _covariance(n, 2)
-    z = np.random.default_rng(3).standard_normal((count, k, n))
-    w = mean + np.linalg.cholesky(u) @ z @ np.linalg.cholesky(v).T
-    return jnp.asarray(w, jnp.float32), np.kron(v, u)
+def _mask(size, block):
+    """Returns 1 where two features are of one block."""
+    of = np.arange(size) // block
+    return np.equal.outer(of, of).astype(float)
 
 
-def _learn(weights, state, **kwargs):
-    step = lambda state, w: (update(state, w, **kwargs), None)  # noqa: E731
-    return jax.lax.scan(step, state, weights)[0]
+def _factor(covariance):
+    """Returns the factor of a covariance and a millionth of its mean variance."""
+    eps = 1e-6 * np.mean(np.diagonal(covariance))
+    return np.linalg.cholesky(covariance + eps * np.eye(len(covariance)))
 
 
-def _error(state, exact):
-    covariance = np.kron(np.asarray(state.columns[0]), np.asarray(state.rows[0]))
-    return np.linalg.norm(covariance - exact) / np.linalg.norm(exact)
+def _expected(weights, row_block, column_block, m=0.9, p=0.5):
+    """Returns mean, U and V after some weights, by the equations of the module."""
+    mean, u, v, moves = np.zeros((K, N)), np.eye(K), None, 0
+    for i, w in enumerate(weights.astype(np.float64)):
+        wc = w - mean
+        mean = mean + (1 - p) / (1 - p ** (i + 1)) * wc
+        if i == 0:
+            continue
+        wc *= np.sqrt((1 + p) / 2)
+        v = np.mean(wc**2) * np.eye(N) if v is None else v
+        rate = max(1 - m, 1 / (moves + 1 + 8 * N / K))
+        white = np.linalg.solve(_factor(v), wc.T).T
+        u = (1 - rate) * u + rate * white @ white.T / N * _mask(K, row_block)
+        u *= K / np.trace(u)
+        white = np.linalg.solve(_factor(u), wc)
+        v = (1 - rate) * v + rate * white.T @ white / K * _mask(N, column_block)
+        moves += 1
+    return mean, u, v
 
 
-@pytest.mark.slow
-def test_three_thousand_weights_give_both_covariances():
-    mean = 3 * np.random.default_rng(0).standard_normal((24, 40))
-    weights, exact = _weights(24, 40, 3000, mean)
-    state = _learn(weights, empty_weights(24, 40), mean_momentum=0.99)
-    assert _error(state, exact) < 0.1
-    np.testing.assert_allclose(state.mean, mean, atol=0.6)
-    np.testing.assert_allclose(jnp.trace(state.rows[0]), 24, rtol=1e-4)
-    # That the mean follows fast is corrected for.
-    assert _error(_learn(weights, empty_weights(24, 40)), exact) < 0.1
-    # With less memory it scatters, as the default's comment says.
-    state = _learn(weights, empty_weights(24, 40), momentum=0.9)
-    assert _error(state, exact) > 0.2
+def _joined(blocks, size):
+    """Returns a covariance from its diagonal blocks."""
+    count, side, _ = blocks.shape
+    whole = np.zeros((count * side, count * side))
+    for i, block in enumerate(np.asarray(blocks)):
+        at = slice(i * side, (i + 1) * side)
+        whole[at, at] = block
+    assert not whole[size:].any() and not whole[:, size:].any()
+    return whole[:size, :size]
 
 
-def test_the_first_weight_is_the_mean():
-    w = jnp.arange(6.0).reshape(2, 3)
-    state = update(empty_weights(2, 3), w)
-    np.testing.assert_allclose(state.mean, w, rtol=1e-5)
-    chex.assert_trees_all_equal(empty_weights(2, 3).mean, jnp.zeros((2, 3)))
+def _learn(weights, max_bytes=WHOLE, **options):
+    update = functools.partial(_update, **options)
+    return functools.reduce(update, weights, empty_weights(K, N, max_bytes=max_bytes))
+
+
+@pytest.mark.parametrize("max_bytes, block", [(WHOLE, N), (BLOCKS, 2)])
+def test_mean_and_covariances_follow_the_equations(max_bytes, block):
+    # Rates of the prior at first, and then those of the momentum.
+    weights = _weights(8)
+    found = _learn(weights, max_bytes, momentum=0.93, mean_momentum=0.6)
+    mean, rows, columns = _expected(weights, K, block, m=0.93, p=0.6)
+    assert found.columns.shape[-1] == block
+    assert (found.steps, found.moves) == (8, 7)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-4)
+    for blocks, expected in ((found.rows, rows), (found.columns, columns)):
+        tolerance = 1e-3 * np.abs(expected).max()
+        joined = _joined(blocks, len(expected))
+        np.testing.assert_allclose(joined, expected, rtol=1e-3, atol=tolerance)
+    np.testing.assert_allclose(np.trace(rows), K)
 
 
 def test_the_mean_can_move_alone():
-    weights, _ = _weights(6, 8, 20, np.ones((6, 8)))
-    whole = _learn(weights, empty_weights(6, 8))
-    alone = _learn(weights, empty_weights(6, 8), moves_covariances=False)
-    chex.assert_trees_all_close(alone.mean, whole.mean, rtol=1e-5)
-    assert alone.moves == 0 and whole.moves == 19
-    chex.assert_trees_all_equal(alone.columns, empty_weights(6, 8).columns)
-
-
-@pytest.mark.parametrize("w", [jnp.zeros((2, 3)), jnp.ones((2, 3))])
-def test_a_weight_that_never_moves_does_no_harm(w):
-    state = _learn(jnp.stack([w] * 30), empty_weights(2, 3))
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
-
-
-def test_a_weight_that_is_not_finite_is_left_out():
-    state = update(empty_weights(2, 3), jnp.ones((2, 3)))
-    bad = jnp.ones((2, 3)).at[0, 1].set(jnp.nan)
-    chex.assert_trees_all_equal(update(state, bad), state)
-
-
-def test_wide_weights_keep_blocks():
-    state = empty_weights(10, 50, max_bytes=4 * 50 * 16)
-    assert state.rows.shape == (1, 10, 10) and state.columns.shape == (4, 16, 16)
-    weights = jax.random.normal(jax.random.key(0), (400, 10, 50))
-    state = _learn(weights, state)
-    variances = jnp.diagonal(state.columns, axis1=1, axis2=2).reshape(-1)
-    np.testing.assert_allclose(variances[:50], 1.0, atol=0.35)
-    assert not variances[50:].any()
-    assert matrix_normal.MOMENTUM == 0.99
+    weights = _weights(8)
+    alone = _learn(weights, moves_covariances=False)
+    mean, *_ = _expected(weights, K, N)
+    np.testing.assert_allclose(alone.mean, mean, rtol=1e-4)
+    assert (alone.steps, alone.moves) == (8, 0)
+    chex.assert_trees_all_equal(alone.rows, empty_weights(K, N).rows)
+    assert matrix_normal.MEAN_MOMENTUM == 0.5

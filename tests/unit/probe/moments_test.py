@@ -1,4 +1,4 @@
-"""Moments of rows against two passes over them in float64."""
+"""What is learned of rows, and drawn, against numpy."""
 
 import functools
 
@@ -7,101 +7,216 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
-from loka_jax.probe import blocks
-from loka_jax.probe.moments import (
-    decay,
-    empty_moments,
-    merge,
-    merge_over_devices,
-    moments_of,
-)
-from tests.support import slow_except
+from loka_jax.probe import blocks, moments, row_norms
+from loka_jax.probe.matrix_normal import MatrixNormal
+from loka_jax.probe.moments import empty_moments, moments_of
+from loka_jax.probe.row_norms import RowNorms, norms_of
+from loka_jax.probe.sampling import sample_rows, sample_weight
 
-pytestmark = pytest.mark.slow
+K = 7
+_merge = jax.jit(moments.merge)
+_decay = jax.jit(moments.decay)
+_of = jax.jit(moments_of, static_argnums=1)
 
 
-def _rows(m, k, seed=0):
+def _rows(m, seed=0):
     """Returns rows whose features covary, some of them far from zero."""
     rng = np.random.default_rng(seed)
-    rows = rng.standard_normal((m, k)) @ rng.standard_normal((k, k))
-    return jnp.asarray(rows + 100 * rng.standard_normal(k), jnp.float32)
+    rows = rng.standard_normal((m, K)) @ rng.standard_normal((K, K))
+    return np.float32(rows + 100 * rng.standard_normal(K))
 
 
-def _check(moments, rows, rtol=1e-4):
-    rows = np.asarray(rows, np.float64)
-    covariance = np.atleast_2d(np.cov(rows, rowvar=False))
-    np.testing.assert_allclose(moments.count, rows.shape[0])
-    np.testing.assert_allclose(moments.mean, rows.mean(0), rtol=1e-5)
-    size = moments.scatter.shape[-1]
-    for i, block in enumerate(np.asarray(moments.covariance)):
-        part = covariance[i * size : (i + 1) * size, i * size : (i + 1) * size]
-        used = part.shape[0]
-        np.testing.assert_allclose(
-            block[:used, :used], part, atol=rtol * np.abs(covariance).max()
-        )
-        assert not block[used:].any() and not block[:, used:].any()
+def _check(found, rows, weights=None):
+    """Asserts that moments are those of rows, repeated by their weights."""
+    weights = np.ones(len(rows)) if weights is None else weights
+    rows, total = rows.astype(np.float64), np.sum(weights)
+    mean = weights @ rows / total
+    scatter = (rows - mean).T * weights @ (rows - mean)
+    np.testing.assert_allclose(found.count, total, rtol=1e-6)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-5)
+    # Elements of all blocks, and none beside them.
+    size = found.scatter.shape[-1]
+    blocks = np.pad(scatter, (0, -K % size)).reshape(-(-K // size), size, -1, size)
+    expected = np.stack([blocks[i, :, i] for i in range(len(blocks))])
+    close = functools.partial(np.testing.assert_allclose, rtol=0)
+    close(found.scatter, expected, atol=1e-4 * np.abs(scatter).max())
+    covariance = expected / max(total - 1, 1)
+    close(found.covariance, covariance, atol=1e-4 * np.abs(covariance).max())
 
 
-def _update(moments, rows):
-    """Returns the moments with some rows more."""
-    if rows.shape[0] == 0:
-        return moments
-    return merge(moments, moments_of(rows, moments.scatter.shape[-1]))
-
-
-@pytest.mark.parametrize("seed", slow_except(range(5), 0))
-def test_any_split_gives_the_moments_of_one_pass(seed):
-    rows = _rows(500, 12)
-    cuts = np.sort(np.random.default_rng(seed).integers(0, 501, 6))
-    moments = empty_moments(12)
-    for part in np.split(np.asarray(rows), cuts):
-        moments = _update(moments, jnp.asarray(part))
-    _check(moments, rows)
-
-
-def test_merging_is_associative_and_knows_nothing():
-    a, b, c = (moments_of(_rows(m, 7, seed=m), 7) for m in (3, 50, 400))
-    left, right = merge(merge(a, b), c), merge(a, merge(b, c))
-    chex.assert_trees_all_close(left, right, rtol=1e-4, atol=1e-2)
-    chex.assert_trees_all_close(merge(empty_moments(7), b), b, rtol=1e-6)
-    chex.assert_trees_all_close(merge(b, empty_moments(7)), b, rtol=1e-6)
+@pytest.mark.parametrize("max_bytes", [4 * K * K, 4 * K * 3], ids=["whole", "blocks"])
+def test_rows_in_parts_give_the_moments_of_one_pass(max_bytes):
+    rows, empty = _rows(60), empty_moments(K, max_bytes=max_bytes)
+    size = empty.scatter.shape[-1]
+    assert size == (K if max_bytes == 4 * K * K else 2)
+    a, b, c = (_of(part, size) for part in np.split(rows, [3, 20]))
+    left = _merge(_merge(_merge(empty, a), b), c)
+    _check(left, rows)
+    chex.assert_trees_all_close(left, _merge(a, _merge(b, c)), rtol=1e-4, atol=1e-2)
+    chex.assert_trees_all_close(_merge(a, empty), a, rtol=1e-6)
 
 
 def test_devices_together_give_the_moments_of_one_pass():
-    rows = _rows(8 * 40, 10)
-    mesh = Mesh(np.asarray(jax.devices()[:8]), ("data",))
-    spec = PartitionSpec("data")
+    rows, weights = _rows(60).reshape(3, 20, K), np.float32([1.0, 0.5, 2.0])
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
-    )
-    def together(rows):
-        return merge_over_devices(moments_of(rows, 10), ("data",))
+    @functools.partial(jax.vmap, axis_name="data", out_axes=None)
+    def together(rows, weight):
+        own = moments.decay(moments_of(rows, 3), weight)
+        return moments.merge_over_devices(own, ("data",))
 
-    _check(together(rows), rows)
-
-
-def test_wide_rows_keep_blocks_within_the_memory_allowed():
-    k, max_bytes = 100, 4 * 100 * 20
-    moments = _update(empty_moments(k, max_bytes=max_bytes), _rows(300, k))
-    assert moments.scatter.shape == (7, 16, 16)
-    _check(moments, _rows(300, k))
-    assert blocks.block_size(2048) == 2048 and blocks.block_size(123_200) == 32
-    with pytest.raises(ValueError, match="variances take more"):
-        blocks.block_size(1000, 100)
+    _check(jax.jit(together)(rows, weights), rows.reshape(-1, K), weights.repeat(20))
+    alone = moments_of(rows[0], 3)
+    assert moments.merge_over_devices(alone, ()) is alone
 
 
 def test_decayed_rows_weigh_less():
-    old, new = _rows(4000, 5), _rows(4000, 5, seed=1)
-    moments = _update(decay(_update(empty_moments(5), old), 0.001), new)
-    np.testing.assert_allclose(moments.mean, new.mean(0), atol=0.5)
-    _check(_update(decay(_update(empty_moments(5), old), 0.0), new), new)
+    old, new = _rows(20), _rows(17, seed=1)
+    found = _merge(_decay(_of(old, K), 0.25), _of(new, K))
+    weights = np.repeat([0.25, 1.0], [20, 17])
+    _check(found, np.concatenate([old, new]), weights)
 
 
-@pytest.mark.parametrize("rows", [jnp.ones((1, 4)), jnp.full((50, 4), 3.0)])
-def test_rows_without_variance_have_none(rows):
-    moments = _update(empty_moments(4), rows)
-    chex.assert_trees_all_equal(moments.covariance, jnp.zeros((1, 4, 4)))
-    chex.assert_trees_all_equal(moments.mean, rows[0])
+SIZE = 3  # of blocks: two are full, and two features of the third are padding
+
+
+@jax.jit
+def _all(x, covariance):
+    """Returns the parts of rows, their join, factors, products and solutions."""
+    parts, factors = blocks.split(x, SIZE), blocks.factor(covariance)
+    after = blocks.times(parts, factors), blocks.solve(factors, parts)
+    return parts, blocks.join(parts, K), factors, *after
+
+
+def test_blocks_are_split_joined_factored_multiplied_and_solved():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, K)).astype(np.float32)
+    a = rng.standard_normal((3, SIZE, SIZE)) * np.array([1, 4, 9])[:, None, None]
+    covariance = a @ a.swapaxes(1, 2)
+    parts, joined, factors, product, solution = _all(x, np.float32(covariance))
+    padded = np.pad(x, ((0, 0), (0, 2))).reshape(5, 3, SIZE)
+    np.testing.assert_array_equal(parts, padded)
+    np.testing.assert_array_equal(joined, x)
+    eps = 1e-6 * np.mean(np.diagonal(covariance, axis1=1, axis2=2))
+    lower = np.linalg.cholesky(covariance + eps * np.eye(SIZE))
+    np.testing.assert_allclose(factors, lower, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        product, np.einsum("mbs,bts->mbt", padded, lower), rtol=1e-3, atol=1e-3
+    )
+    solved = np.einsum("mbs,bts->mbt", np.asarray(solution), lower)
+    np.testing.assert_allclose(solved, padded, atol=1e-3)
+
+
+def test_every_variance_gets_a_millionth_of_the_mean_of_all_blocks():
+    covariance = np.zeros((2, 2, 2), np.float32)
+    factor = jax.jit(blocks.factor)
+    assert np.all(np.isfinite(factor(covariance)))
+    covariance[0] = 4.0  # of rank 1
+    found = factor(covariance)
+    np.testing.assert_allclose(found[1], 2e-6**0.5 * np.eye(2), rtol=1e-3)
+    np.testing.assert_allclose(found[0, 1, 1] ** 2, 4e-6, rtol=0.2)
+
+
+def test_a_block_is_all_features_or_the_largest_power_of_two_that_fits():
+    sizes = [blocks.block_size(100, x) for x in (40_000, 39_999, 400)]
+    assert sizes == [100, 64, 1] and blocks.block_size(2049) == 1024
+    with pytest.raises(ValueError, match="100 variances take more"):
+        blocks.block_size(100, 4 * 100 - 1)
+
+
+LOWEST, BINS = -56, 160  # half octaves from 2^-56 on
+_norms_of = jax.jit(norms_of)
+_scales = jax.jit(row_norms.sample_scales, static_argnums=2)
+
+
+def test_rows_are_counted_by_their_size_about_the_centre():
+    sizes = 2.0 ** np.array([-20.2, -20.2, -3.3, 0.2, 0.7, 9.8])
+    signs = np.where(np.arange(K) % 3 > 0, 1, -1)
+    # A row about the centre is as large as each of its elements.
+    centre = np.float32(np.where(np.arange(K) == 2, 0.0, 2.0**-4))
+    rows = np.float32(centre + sizes[:, None] * signs)
+    expected = np.zeros(BINS)
+    np.add.at(expected, np.floor(2 * (np.log2(sizes) - LOWEST)).astype(int), 1)
+    counts = np.asarray(_norms_of(rows, centre).counts)
+    # Beside 2^-4, float32 holds 2^-20 to 1 %: a quarter of a bin is 9 %.
+    np.testing.assert_array_equal(counts, expected)
+
+
+@pytest.mark.parametrize("size, place", [(0.0, 0), (1e-30, 0), (1e10, -1)])
+def test_rows_beyond_the_bins_are_in_the_outer_ones(size, place):
+    norms = _norms_of(np.full((6, K), size, np.float32), np.zeros(K, np.float32))
+    assert norms.counts[place] == jnp.sum(norms.counts) == 6
+    # Drawn sizes of one bin are about equal.
+    np.testing.assert_allclose(_scales(jax.random.key(0), norms, 4000), 1.0, rtol=0.2)
+
+
+def test_parts_and_devices_add_up():
+    rows, zero = _rows(60).reshape(3, 20, K), np.zeros(K, np.float32)
+    rows *= np.float32([[[1]], [[8]], [[99]]])
+
+    @functools.partial(jax.vmap, axis_name="data", in_axes=(0, None), out_axes=None)
+    def together(rows, centre):
+        return row_norms.merge_over_devices(norms_of(rows, centre), ("data",))
+
+    parts = [np.asarray(norms_of(part, zero).counts) for part in rows]
+    np.testing.assert_array_equal(jax.jit(together)(rows, zero).counts, sum(parts))
+    both = row_norms.merge(RowNorms(parts[0]), RowNorms(parts[1]))
+    np.testing.assert_array_equal(both.counts, parts[0] + parts[1])
+
+
+def test_drawn_sizes_have_the_shares_that_were_seen():
+    counts = np.zeros(BINS, np.float32)
+    counts[[100, 105, 110]] = 1, 2, 5  # 2.5 octaves apart
+    scales = np.asarray(_scales(jax.random.key(0), RowNorms(counts), 4000))
+    np.testing.assert_allclose(np.mean(scales**2), 1.0, rtol=0.05)
+    octaves = np.log2(scales)
+    gaps = np.searchsorted([octaves.max() - 4, octaves.max() - 1.5], octaves)
+    # Three standard deviations of 4,000 draws.
+    np.testing.assert_allclose(
+        np.bincount(gaps) / 4000, [1 / 8, 2 / 8, 5 / 8], atol=0.023
+    )
+    for group, centre in enumerate([-5.0, -2.5, 0.0]):
+        inside = octaves[gaps == group] - (octaves.max() - 0.25)
+        np.testing.assert_allclose(inside.mean(), centre, atol=0.03)
+        assert np.ptp(inside) <= 0.5 + 1e-5  # within a bin
+
+
+N, BLOCK, DRAWS = 3, 2, 20_000
+_draw_rows = jax.jit(sample_rows, static_argnums=2)
+
+
+def _covariance(size, seed):
+    a = np.random.default_rng(seed).standard_normal((size, size))
+    return np.float32(a @ a.T + 0.1 * np.eye(size))
+
+
+def _assert_has(drawn, mean, covariance):
+    """Asserts that draws have a mean and covariance, within five deviations."""
+    variances, five = np.diagonal(covariance), 5 / len(drawn) ** 0.5
+    off = np.abs(drawn.mean(0) - mean)
+    assert np.all(off <= five * np.sqrt(variances) + 1e-5)
+    spread = np.sqrt(np.outer(variances, variances) + covariance**2)
+    off = np.abs(np.cov(drawn, rowvar=False) - covariance)
+    assert np.all(off <= five * spread + 1e-5)
+
+
+def test_rows_have_the_learned_moments():
+    rows = _rows(400) * np.float32(2.0 ** np.arange(K))
+    learned = moments_of(rows, BLOCK)
+    drawn = np.asarray(_draw_rows(jax.random.key(2), learned, DRAWS), np.float64)
+    covariance = np.cov(rows.astype(np.float64), rowvar=False)
+    blocks = np.arange(K) // BLOCK
+    covariance *= np.equal.outer(blocks, blocks)
+    _assert_has(drawn, rows.mean(0), covariance)
+
+
+def test_weights_have_the_learned_mean_and_covariances():
+    rows, columns = _covariance(K, 1), _covariance(N, 2)
+    mean = np.arange(K * N, dtype=np.float32).reshape(K, N)
+    zero = jnp.zeros(())
+    normal = MatrixNormal(zero, zero, mean, rows[None], columns[None])
+    keys = jax.random.split(jax.random.key(7), DRAWS)
+    drawn = jax.jit(jax.vmap(sample_weight, (0, None)))(keys, normal)
+    drawn = np.asarray(drawn, np.float64)
+    stacked = drawn.swapaxes(1, 2).reshape(DRAWS, -1)  # columns, one below another
+    _assert_has(stacked, mean.T.ravel(), np.kron(columns, rows).astype(np.float64))

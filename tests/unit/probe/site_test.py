@@ -1,45 +1,168 @@
-"""What is learned of a site from batches that say nothing."""
+"""What is learned of a site and sampled of its operands, against numpy."""
 
-import chex
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from loka_jax.probe.site import ProbeConfig, empty_stats, merge, observe
-from tests import support
+from loka_jax.fp8 import fp8_max
+from loka_jax.probe import live_errors, site
+from loka_jax.probe.capture import Sampler, at_step
+from loka_jax.probe.live_errors import empty_errors
+from loka_jax.probe.site import ProbeConfig, empty_stats, observe, some_rows
+from loka_jax.recipe import get_recipe
+from tests.support import E4M3
 
-CONFIG = ProbeConfig(decay=0.5)
-K, N = 4, 3
+M, K, N = 40, 4, 3  # rows, half of them on each of two devices
+RECIPES = ("fp8_rowwise", "fp8_tensorwise")
+CONFIG = ProbeConfig(decay=0.5, max_rows=10, recipes=RECIPES, mean_momentum=0.25)
+# Of lhs, rhs and g: without a scale, by a scale, by none yet.
+SCALES = (None, 0.25, 0.0)
+
+
+MEASURED = []  # arguments of `live_errors`, as they were traced
+
+
+@pytest.fixture(autouse=True, scope="module")
+def live_errors_stand_in():
+    """Stands in for errors, which compile for long: of step i all are (1 + i) / 100."""
+
+    def measured(operands, recipes, steps, axis_names):
+        MEASURED.append((operands, recipes, axis_names))
+        empty = empty_errors(len(recipes))
+        values = [1.0, 1.0, (1 + steps) / 100, 0.0]
+        moments = jnp.broadcast_to(jnp.stack(values), empty.moments.shape)
+        return empty._replace(steps=jnp.ones(()), moments=moments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_errors, "live_errors", measured)
+        yield
 
 
 @jax.jit
 def _learn(stats, lhs, rhs, g):
-    return merge(stats, observe(stats, lhs, rhs, g, (None,) * 3, CONFIG), CONFIG)
+    """Returns the statistics after a batch, of which two devices have halves."""
+
+    @functools.partial(jax.vmap, axis_name="data", out_axes=None)
+    def observed(lhs, g):
+        return observe(stats, lhs, rhs, g, SCALES, CONFIG, ("data",))
+
+    halves = (x.reshape(2, M // 2, -1) for x in (lhs, g))
+    return site.merge(stats, observed(*halves), CONFIG)
 
 
-def _operands(m, seed=0):
-    shapes = ((m, K), (K, N), (m, N))
-    return [support.normal(*s, seed=seed + i) for i, s in enumerate(shapes)]
+def _operands(seed=0):
+    """Returns operands of other means and sizes, each."""
+    rng = np.random.default_rng(seed)
+    lhs, rhs, g = (rng.standard_normal(s) for s in ((M, K), (K, N), (M, N)))
+    lhs = (lhs + 2) * np.logspace(0, 2, M)[:, None]
+    return [np.float32(x) for x in (lhs, 100 * rhs - 50, 1e-3 * g)]
 
 
-@pytest.mark.parametrize("operand", [0, 2], ids=["lhs", "g"])
+def _assert_rows(rows, batches, centres):
+    """Asserts that statistics are those of the rows of two batches."""
+    weights = np.repeat([0.5, 1.0], len(batches[0]))
+    x = np.concatenate(batches).astype(np.float64)
+    mean = np.average(x, axis=0, weights=weights)
+    scatter = (x - mean).T * weights @ (x - mean)
+    assert rows.moments.count == np.sum(weights)
+    np.testing.assert_allclose(rows.moments.mean, mean, rtol=1e-4)
+    atol = 1e-4 * np.abs(scatter).max()
+    np.testing.assert_allclose(rows.moments.scatter[0], scatter, atol=atol)
+    counts = np.zeros(160)
+    for batch, centre, weight in zip(batches, centres, (0.5, 1.0), strict=True):
+        size = np.sqrt(np.mean((batch - centre) ** 2, axis=1))
+        np.add.at(counts, np.floor(2 * (np.log2(size) + 56)).astype(int), weight)
+    np.testing.assert_array_equal(rows.norms.counts, counts)
+    np.testing.assert_allclose(rows.tails.mean, x.mean(), rtol=1e-4)
+    assert rows.tails.count == x.size
+    np.testing.assert_allclose(rows.tails.last_amax, np.abs(batches[-1]).max())
+
+
+def test_two_batches_are_learned_as_they_are():
+    first, second = _operands(), _operands(seed=9)
+    stats = _learn(_learn(empty_stats(K, N, CONFIG), *first), *second)
+    seen = [x[::2] for x in (first[0], second[0])]
+    _assert_rows(stats.lhs, seen, (0.0, seen[0].mean(0)))
+    seen = [x[::2] for x in (first[2], second[2])]
+    _assert_rows(stats.g, seen, (0.0, seen[0].mean(0)))
+    weight = site.weight_of(stats)
+    assert (weight.normal.steps, weight.normal.moves) == (2, 1)
+    # Shares of 1 and of (1 - p) / (1 - p^2).
+    mean = 0.2 * first[1] + 0.8 * second[1]
+    np.testing.assert_allclose(weight.normal.mean, mean, rtol=1e-5)
+    # Tails are of the last weight alone, and of all of its rows.
+    assert weight.tails.count == K * N
+    np.testing.assert_allclose(weight.tails.mean, second[1].mean(), rtol=1e-5)
+    reach = 0.25 * fp8_max(E4M3)
+    np.testing.assert_allclose(
+        weight.tails.amax_ratio, np.abs(second[1]).max() / reach, rtol=1e-6
+    )
+    clipped = np.mean(np.abs(second[1]) > reach)
+    assert clipped > 0
+    np.testing.assert_allclose(weight.tails.saturation_rate, clipped, rtol=1e-6)
+    # The scales of lhs and g are made for the amaxes of all devices.
+    for rows in (stats.lhs, stats.g):
+        assert 0.5 < rows.tails.amax_ratio <= 1 and rows.tails.saturation_rate == 0
+
+
+# Of 1e30, the fourth power is not finite, which counts in tails alone.
 @pytest.mark.parametrize(
-    "rows",
-    [
-        lambda x: x[:0],
-        lambda x: jnp.full_like(x, jnp.nan),
-        lambda x: x.at[1, 2].set(jnp.inf),
-        lambda x: x.at[1, 2].set(1e30),  # its fourth power is not finite
-    ],
-    ids=["no rows", "nan", "inf", "too large"],
+    "operand, value", [(0, np.nan), (0, 1e30), (1, np.inf), (2, np.inf)]
 )
-def test_rows_that_say_nothing_change_nothing(rows, operand):
-    stats = _learn(empty_stats(K, N, CONFIG), *_operands(20))
-    operands = _operands(20, seed=9)
-    operands[operand] = rows(operands[operand])
-    if operands[operand].shape[0] == 0:
-        operands[2 - operand] = rows(operands[2 - operand])
+def test_an_operand_that_is_not_finite_changes_nothing(operand, value):
+    stats = _learn(empty_stats(K, N, CONFIG), *_operands())
+    operands = _operands(seed=9)
+    operands[operand][[2, -2], 1] = value
     after = _learn(stats, *operands)
-    name = ("lhs", "rhs", "g")[operand]
-    chex.assert_trees_all_equal(getattr(after, name), getattr(stats, name))
-    assert after.rhs.normal.steps == 2
+    for i, name in enumerate(("lhs", "rhs", "g")):
+        before, now = getattr(stats, name), getattr(after, name)
+        is_same = all(
+            map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(now))
+        )
+        assert is_same == (i == operand), name
+
+
+def test_errors_are_those_of_all_rows_and_follow_the_steps():
+    stats, (lhs, rhs, g) = empty_stats(K, N, CONFIG), _operands()
+    for _ in range(2):
+        stats = _learn(stats, lhs, rhs, g)
+    assert stats.errors.steps == 2 and stats.errors.moments.shape == (2, 3, 3, 4)
+    # Half of 0.01, and 0.02.
+    found = np.asarray(stats.errors.moments)
+    np.testing.assert_allclose(found[..., 0], 1.5)
+    np.testing.assert_allclose(found[..., 2], (0.005 + 0.02) / 1.5, rtol=1e-6)
+    operands, recipes, axis_names = MEASURED[0]
+    assert recipes == [get_recipe(name) for name in RECIPES]
+    assert [x.shape for x in operands[:3]] == [(M // 2, K), (K, N), (M // 2, N)]
+    assert axis_names == ("data",)
+    assert operands.scales[0] is None and operands.scales[1] is not None
+
+
+@pytest.mark.parametrize(
+    "size, limit, places",
+    [(12, 13, range(12)), (12, 4, (0, 3, 6, 9)), (12, 5, (0, 2, 4, 7, 9))],
+)
+def test_rows_are_spread_evenly(size, limit, places):
+    found = some_rows(np.arange(size)[:, None], limit)
+    np.testing.assert_array_equal(found[:, 0], list(places))
+
+
+def test_a_sample_has_the_reach_and_the_errors_of_all_rows():
+    lhs, rhs, g = _operands()
+    lhs[1, 2], g[2, 1] = -500.0, 70.0  # not among the rows kept
+    recipes = (get_recipe("fp8_rowwise"),)
+    sampler = Sampler(recipes=recipes, max_rows=10)
+    begun = at_step({"a": sampler.init(M, K, N), "b": 7}, jnp.int32(64))
+    assert begun["b"] == 7
+    MEASURED.clear()
+    found = sampler.observe(begun["a"], *map(jnp.asarray, (lhs, rhs, g)), SCALES)
+    np.testing.assert_array_equal(found.operands.g, g[::4])
+    np.testing.assert_allclose(found.amaxes, [500.0, np.abs(rhs).max(), 70.0])
+    np.testing.assert_allclose(found.errors.moments[..., 2], 0.65)  # of step 64
+    ((operands, used, axis_names),) = MEASURED
+    assert (used, axis_names, operands.scales) == (recipes, (), SCALES)
+    np.testing.assert_array_equal(operands.lhs, lhs)
+    np.testing.assert_array_equal(operands.g, g)

@@ -1,0 +1,229 @@
+"""Mistakes in Dispatch, Probe, measurements and surveys."""
+
+from tests.drills.mistakes import Mistake
+
+_DISPATCH, _PROBE = "loka_jax/dispatch", "loka_jax/probe"
+_MEASURE, _SURVEY = "loka_jax/measure", "loka_jax/survey"
+
+MISTAKES = [
+    Mistake(
+        "an error counts by its lower end",
+        f"{_DISPATCH}/policy.py",
+        "high = errors[name].high",
+        "high = errors[name].low",
+        "unit/dispatch/policy_test.py",
+    ),
+    Mistake(
+        "sites are demoted by the upper end of their live errors",
+        f"{_DISPATCH}/review.py",
+        'errors, limits, end="mean")',
+        'errors, limits, end="high")',
+        "unit/dispatch/review_test.py",
+    ),
+    Mistake(
+        "inference asks for the errors of all products",
+        f"{_DISPATCH}/policy.py",
+        """    for role in terms.roles:
+        gemm = choice.recipe.gemm(role)
+        if gemm is None:
+            continue
+        errors = _errors_of""",
+        """    for role in ROLES:
+        gemm = choice.recipe.gemm(role)
+        if gemm is None:
+            continue
+        errors = _errors_of""",
+        "unit/dispatch/policy_test.py",
+    ),
+    Mistake(
+        "borrowed errors make FP8 safe for training",
+        f"{_DISPATCH}/policy.py",
+        "if has_own or terms.roles != ROLES:",
+        "if has_own or terms.roles == ROLES:",
+        "unit/dispatch/policy_test.py",
+    ),
+    Mistake(
+        "kernels need not be worth leaving XLA for",
+        f"{_DISPATCH}/policy.py",
+        'if choice.provider != "xla" and speedup < limits.leave_xla:',
+        'if choice.provider == "xla" and speedup < limits.leave_xla:',
+        "unit/dispatch/policy_test.py",
+    ),
+    Mistake(
+        "half widths of effects add up",
+        f"{_DISPATCH}/loss.py",
+        "math.hypot(*(effect.half for effect in effects))",
+        "sum(effect.half for effect in effects)",
+        "unit/dispatch/plan_test.py",
+    ),
+    Mistake(
+        "the site with the largest mean effect is given up",
+        f"{_DISPATCH}/plan.py",
+        "effects[path].high)",
+        "effects[path].mean)",
+        "unit/dispatch/plan_test.py",
+    ),
+    Mistake(
+        "measurements of an earlier tuner win",
+        f"{_DISPATCH}/table.py",
+        "name: old.times.get(name, {}) | entry.times.get(name, {})",
+        "name: entry.times.get(name, {}) | old.times.get(name, {})",
+        "unit/dispatch/table_test.py",
+    ),
+    Mistake(
+        "a tuner adds to a table without its lock",
+        f"{_DISPATCH}/table.py",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "fcntl.flock(file, fcntl.LOCK_SH)",
+        "unit/dispatch/table_test.py",
+    ),
+    Mistake(
+        "a choice of inference is checked by its training pass",
+        f"{_DISPATCH}/first_use.py",
+        "Job(spec, (choice,), passes=(pass_name,),",
+        'Job(spec, (choice,), passes=("training",),',
+        "unit/dispatch/first_use_test.py",
+    ),
+    Mistake(
+        "a hopeful model takes the slow ends of kernels",
+        f"{_DISPATCH}/performance.py",
+        "(1 if choice == BF16 else -1)",
+        "(-1 if choice == BF16 else 1)",
+        "unit/dispatch/performance_test.py",
+    ),
+    Mistake(
+        "errors of the farthest rows win",
+        f"{_DISPATCH}/performance.py",
+        "key=lambda x: -abs(math.log",
+        "key=lambda x: abs(math.log",
+        "unit/dispatch/performance_test.py",
+    ),
+    Mistake(
+        "sizes are followed by the look and not by the step",
+        f"{_DISPATCH}/drift.py",
+        "pace = steps * _PACE",
+        "pace = _PACE",
+        "unit/dispatch/drift_test.py",
+    ),
+    Mistake(
+        "a site waits as long each time that it left",
+        f"{_DISPATCH}/drift.py",
+        "HOME_LOOKS * 2**doublings",
+        "HOME_LOOKS",
+        "unit/dispatch/drift_test.py",
+    ),
+    Mistake(
+        "what failed for want of memory is kept for good",
+        f"{_DISPATCH}/at_start.py",
+        "if x != NO_MEMORY}",
+        "if x != name}",
+        "unit/dispatch/at_start_test.py",
+    ),
+    Mistake(
+        "the next step's interval is that of the mean",
+        f"{_MEASURE}/intervals.py",
+        "math.sqrt(1 + 1 / count)",
+        "math.sqrt(1 / count)",
+        "unit/measure/errors_test.py",
+    ),
+    Mistake(
+        "times are taken while others compile",
+        f"{_DISPATCH}/measuring.py",
+        """    with gpu.alone():
+        begin("")""",
+        """    with gpu.together():
+        begin("")""",
+        "unit/dispatch/measuring_test.py",
+    ),
+    Mistake(
+        "decayed moments keep their scatter",
+        f"{_PROBE}/moments.py",
+        "scatter=factor * moments.scatter",
+        "scatter=moments.scatter",
+        "unit/probe/moments_test.py",
+    ),
+    Mistake(
+        "devices' means count alike, however many their rows",
+        f"{_PROBE}/moments.py",
+        "jax.lax.psum(moments.count * moments.mean, axis_names)",
+        "jax.lax.pmean(moments.mean, axis_names) * count",
+        "unit/probe/moments_test.py",
+    ),
+    Mistake(
+        "the third moment is merged with the shares swapped",
+        f"{_PROBE}/tails.py",
+        "3 * d * (p * b2 - q * a2)",
+        "3 * d * (q * b2 - p * a2)",
+        "unit/probe/tails_test.py",
+    ),
+    Mistake(
+        "the last amax of devices is that of the last device",
+        f"{_PROBE}/tails.py",
+        'for name in ("last_amax", "amax_ratio"):',
+        'for name in ("amax_ratio",):',
+        "unit/probe/tails_test.py",
+    ),
+    Mistake(
+        "the columns of a weight are whitened by its rows before these are updated",
+        f"{_PROBE}/matrix_normal.py",
+        "_gram(_whiten(deviation.T, rows), column_size)",
+        "_gram(_whiten(deviation.T, state.rows), column_size)",
+        "unit/probe/matrix_normal_test.py",
+    ),
+    Mistake(
+        "dlhs is cast by the stored scale of lhs",
+        f"{_PROBE}/live_errors.py",
+        "operands.scales[OPERANDS.index(name)] if is_delayed",
+        "operands.scales[0] if is_delayed",
+        "unit/probe/live_errors_test.py",
+    ),
+    Mistake(
+        "the earlier steps of live errors do not decay",
+        f"{_PROBE}/live_errors.py",
+        "jnp.where(b.steps > 0, decay, 1.0)",
+        "jnp.where(b.steps > 0, 1.0, decay)",
+        "unit/probe/live_errors_test.py",
+    ),
+    Mistake(
+        "tails of a weight are those of the first one",
+        f"{_PROBE}/site.py",
+        "jnp.where(is_seen, b.tails.values, a.tails.values)",
+        "jnp.where(is_seen, a.tails.values, b.tails.values)",
+        "unit/probe/site_test.py",
+    ),
+    Mistake(
+        "events after a long kernel look like a pause",
+        f"{_MEASURE}/timing.py",
+        "end_ns = max(end_ns, event.start_ns + event.duration_ns)",
+        "end_ns = event.start_ns + event.duration_ns",
+        "unit/measure/errors_test.py",
+    ),
+    Mistake(
+        "results of the last partial tile are not compared",
+        f"{_MEASURE}/check_scores.py",
+        "x = jnp.pad(x, ((0, -m % TILE), (0, -n % TILE)))",
+        "x = jnp.pad(x[: max(m - m % TILE, 1)], ((0, -m % TILE), (0, -n % TILE)))",
+        "unit/measure/checking_test.py",
+    ),
+    Mistake(
+        "a survey compares losses without their weights",
+        f"{_SURVEY}/sensitivity.py",
+        "shares = weights / np.where(totals > 0, totals, 1.0)",
+        "shares = (weights > 0) / np.maximum(np.sum(weights > 0, axis=0), 1)",
+        "unit/survey/survey_test.py",
+    ),
+    Mistake(
+        "the site with the smallest effect is given up first",
+        f"{_SURVEY}/whole_plan.py",
+        "worst = max(left, key=",
+        "worst = min(left, key=",
+        "unit/survey/survey_test.py",
+    ),
+    Mistake(
+        "a verdict on speed takes the limit for leaving XLA",
+        f"{_SURVEY}/verdict.py",
+        "speedup >= limits.speedup",
+        "speedup >= limits.leave_xla",
+        "unit/survey/survey_test.py",
+    ),
+]

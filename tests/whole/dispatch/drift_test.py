@@ -1,0 +1,95 @@
+"""Drifts planted in operands are caught in every recipe; healthy ones raise nothing."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax import scaling
+from loka_jax.dispatch.drift import LOOKS, SiteDrift
+from loka_jax.dispatch.operand_health import health
+from loka_jax.probe.capture import Sampler
+from loka_jax.recipe import get_recipe
+
+M, K, N = 128, 32, 32
+RECIPES = ("fp8_rowwise_bf16_drhs", "fp8_tensorwise_delayed")
+# Healthy looks before the plant, and looks within which it is caught.
+BEFORE, AFTER = 50, 50
+
+# By name, the factor on the columns of lhs t steps after the plant began.
+PLANTS = {
+    "jump": lambda t: np.full(K, 1000.0),
+    "growth of 1.05": lambda t: np.full(K, 1.05**t),
+    "growth of 1.9": lambda t: np.full(K, 1.9 ** min(t, 100)),
+    "column": lambda t: np.where(np.arange(K) == 3, 1.1**t, 1.0),
+    "collapse": lambda t: np.full(K, 1e-6),
+}
+
+
+def healthy(key, step):
+    """Returns operands as healthy training has them, about 1."""
+    keys = jax.random.split(jax.random.fold_in(key, step.astype(int)), 5)
+    lhs = jax.nn.relu(jax.random.normal(keys[0], (M, K)))
+    rhs = jax.random.normal(jax.random.key(1), (K, N))
+    rhs += 0.1 * jax.random.normal(keys[1], (K, N))
+    rows = jnp.exp(1.5 * jax.random.normal(keys[2], (M, 1)))
+    g = rows * jax.random.normal(keys[3], (M, N))
+    walk = 1.5 * jnp.sin(step / 5000 + jnp.arange(3.0)) + 0.3 * jax.random.normal(
+        keys[4], (3,)
+    )
+    walk = walk.at[2].add(-jnp.minimum(step / 4000, 4.0))
+    return [x * jnp.exp2(walk[i]) for i, x in enumerate((lhs, rhs, g))]
+
+
+def sampled(recipe, state, lhs, rhs, g):
+    """Returns the sample of a step, whose scales are those of the state."""
+    scales = (None, None, None)
+    if state is not None:
+        stored = dataclasses.replace(recipe, scales_initialized=True)
+        seen = jnp.any(state.amax_history > 0, axis=1)
+        scales = tuple(
+            None if scale is None else jnp.where(seen[i], scale, 0.0)
+            for i, scale in enumerate(scaling.stored_scales(state, stored))
+        )
+    (m, k), n = lhs.shape, rhs.shape[1]
+    sampler = Sampler(recipes=(recipe,), max_rows=m)
+    empty = sampler.init(m, k, n)
+    return sampler.observe(empty, lhs, rhs, g, scales)
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def looks(key, factors, name):
+    """Returns the health of a site over steps, `[steps, 3, 4]`."""
+    recipe = get_recipe(name)
+
+    def step(state, at):
+        lhs, rhs, g = healthy(key, at[0])
+        arrays = (lhs * at[1][None], rhs, g)
+        sample = sampled(recipe, state, *arrays)
+        found = health(sample, sample.errors.relative_l2[0], recipe, state)
+        if state is not None:
+            state = scaling.update_delayed(state, sample.amaxes, recipe)
+        return state, jnp.stack(found, 1)
+
+    state = scaling.init_delayed(recipe) if recipe.is_delayed else None
+    steps = jnp.arange(len(factors), dtype=jnp.float32)
+    return jax.lax.scan(step, state, (steps, factors))[1]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_planted_drift_is_caught_and_named(name, plant):
+    factors = np.ones((BEFORE + AFTER, K), np.float32)
+    for t in range(AFTER):
+        factors[BEFORE + t] = PLANTS[plant](t)
+    sites = [SiteDrift()]
+    for found in np.asarray(looks(jax.random.key(0), factors, name)):
+        sites.append(sites[-1].after(found, 1))
+    site = next(site for site in sites if site.has_drifted)
+    assert BEFORE + LOOKS <= site.looks <= BEFORE + AFTER
+    # Delayed scales clip a jump at first, in both products of lhs.
+    assert re.search("lhs|the error of its (fwd|drhs) is ", site.why)

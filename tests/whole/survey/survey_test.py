@@ -1,0 +1,90 @@
+"""A survey and a whole plan of a small trained model."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from loka_jax.data import Position
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import Decision
+from loka_jax.recipe import ROLES
+from loka_jax.scaling import DelayedScaling
+from loka_jax.site import BF16, Choice
+from loka_jax.survey import SurveyConfig, survey
+from loka_jax.survey.sensitivity import can_be_fp8
+from loka_jax.survey.whole_plan import refusals
+from loka_jax.train.config import ProbeOptions
+from loka_jax.train.step import named_sites
+from tests.support import train as support
+
+OPTIONS = SurveyConfig(
+    pairs=6,
+    rows=32,
+    captured_batches=2,
+    held_out_batches=2,
+    recipes=("fp8_tensorwise_delayed",),
+)
+
+
+@pytest.fixture(scope="module")
+def surveyed():
+    config = dataclasses.replace(support.config(), probe=ProbeOptions(every=1))
+    run = support.build_lib.build(config)
+    state = run.init()
+    for i in range(3):
+        batch = run.splits.train.batch(Position(0, i, 0), 32, shuffle=True)
+        probe = run.config.probe.config_at(i)
+        state = run.train_step(scales_initialized=False, probe=probe)(state, batch)
+    lines = []
+    return run, state, survey(run, state, OPTIONS, lines.append), lines
+
+
+def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
+    run, _, found, lines = surveyed
+    paths = [site["path"] for site in found["sites"]]
+    others = [site["path"] for site in found["not_surveyed"]]
+    assert set(paths) | set(others) == {site.path for site in run.sites}
+    assert "head" in others and all(one["why"] for one in found["not_surveyed"])
+    assert len(lines) == len(paths) + 1
+    for site in found["sites"]:
+        assert set(site["roles"]) == set(ROLES)
+        for role, measured in site["roles"].items():
+            assert len(measured) == 2, role
+            for name, one in measured.items():
+                error = one["errors"]["learned"]["relative_l2"]
+                assert error["low"] <= error["mean"] <= error["high"]
+                assert (error["mean"] < 0.005) == (name == BF16.name)
+                assert error["mean"] < 0.15
+
+
+DELAYED = Choice.parse("xla fp8_tensorwise_delayed")
+BATCHES = 4
+DATA = dataclasses.replace(support.DATA, eval_examples=32 * BATCHES)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    run = support.build_lib.build(support.config(data=DATA))
+    state = run.init()
+    for i in range(20):
+        batch = run.splits.train.batch(Position(0, i % 10, 0), 32, shuffle=True)
+        state = run.first_step(state, batch)
+    return run, state
+
+
+def test_a_site_with_bad_scales_is_given_up_and_no_other(trained):
+    run, state = trained
+    paths = [site.path for site in run.sites if can_be_fp8(site)]
+    plan = DispatchPlan(tuple((path, Decision(DELAYED, "a test")) for path in paths))
+    last = named_sites(state)[paths[-1]]
+    flushing = DelayedScaling(last.table.at[:, 0].set(2.0**20))
+    fp8 = jax.tree.map(
+        lambda site: flushing if site is last else site,
+        state.fp8,
+        is_leaf=lambda x: isinstance(x, DelayedScaling),
+    )
+    bad = dataclasses.replace(state, fp8=fp8)
+    for each, refused in ((state, []), (bad, paths[-1:])):
+        found = refusals(run, each, plan, limit=0.1, max_batches=BATCHES)
+        assert list(found) == refused
