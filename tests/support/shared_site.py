@@ -8,9 +8,8 @@ import numpy as np
 from flax import linen
 
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Dense
-from tests import support
+from tests.support.nn import DELAYED, initialized, rounded
 
-DELAYED = "fp8_tensorwise_delayed"
 STEPS, PARTS, ROWS, K, N = 6, 4, 32, 64, 32
 LAYER: linen.Module = Dense(N, recipe=DELAYED, use_bias=False)
 
@@ -18,13 +17,9 @@ LAYER: linen.Module = Dense(N, recipe=DELAYED, use_bias=False)
 def batch(step):
     """Returns rows and factors of the loss, in parts of very different sizes."""
     rng = np.random.default_rng(step)
-    sizes = np.float32(4.0) ** rng.uniform(-2, 2, (PARTS, 1, 1)).astype(np.float32)
-    x = support.normal(PARTS, ROWS, K, seed=2 * step) * sizes
-    return x, support.normal(PARTS, ROWS, N, seed=2 * step + 1) / sizes
-
-
-def init(module, x):
-    return jax.jit(module.init)(jax.random.key(0), x)
+    sizes = np.float32(4.0) ** rng.integers(-2, 3, (PARTS, 1, 1)).astype(np.float32)
+    x = rounded(PARTS, ROWS, K, seed=2 * step) * sizes
+    return x, rounded(PARTS, ROWS, N, seed=2 * step + 1) / sizes
 
 
 def loss(variables, x, factors, layer: linen.Module = LAYER):
@@ -54,7 +49,7 @@ def tables(next_state, variables):
 @functools.cache
 def one_call():
     """Returns the variables and the tables of one call with the whole batch."""
-    variables = init(LAYER, batch(0)[0][0])
+    variables = initialized(LAYER, batch(0)[0][0])
     return variables, tables(next_state(whole), variables)
 
 
@@ -64,5 +59,28 @@ def assert_as_in_one_call(next_state):
     assert np.all(np.isfinite(expected)) and np.all(expected[:, :, 1] > 0)
 
 
+# Splits within a differentiated function.
+
+
 def calls(variables, x, factors, loss=loss):
     return sum(loss(variables, *part) for part in zip(x, factors, strict=True))
+
+
+def vmap(variables, x, factors):
+    return jnp.sum(jax.vmap(loss, (None, 0, 0))(variables, x, factors))
+
+
+def vmap_with_a_named_axis(variables, x, factors):
+    part = functools.partial(loss, variables, layer=LAYER.clone(axis_names=("parts",)))
+    return jnp.sum(jax.vmap(part, axis_name="parts")(x, factors))
+
+
+def scan(variables, x, factors, loss=loss):
+    def add(total, part):
+        return total + loss(variables, *part), None
+
+    return jax.lax.scan(add, jnp.zeros(()), (x, factors))[0]
+
+
+def checkpointed_scan(variables, x, factors):
+    return scan(variables, x, factors, jax.checkpoint(loss))

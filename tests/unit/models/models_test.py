@@ -1,271 +1,230 @@
-"""The models against their papers' equations in numpy, and what they share."""
+"""The models against their papers' equations in numpy, their sites, and dropout.
+
+All options of each model are in tests/whole; here each is on in one case.
+"""
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
+from flax import linen
 
-from experiments import configs
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, Wukong
-from loka_jax.recipe import RECIPES
-from tests import support
-from tests.support.models import (
-    DENSE,
-    B,
-    assert_follows,
-    initialized,
-    inputs,
-    padded,
-    pairs,
-)
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
+from loka_jax.ops import wide_stack
+from tests.support import stand_ins
+from tests.support.models import MODELS, assert_follows, inputs
+from tests.support.nn import initialized, listed, record_calls
 
-make_dlrm = functools.partial(Dlrm, bottom_mlp=(32,), top_mlp=(48, 32))
-make_dcnv2 = functools.partial(Dcnv2, num_cross_layers=2, deep_mlp=(48, 32))
-make_mmoe = functools.partial(
-    Mmoe, bottom_mlp=(32,), expert_mlp=(48, 32), tower_mlp=(16,), num_experts=3
-)
-
-
-# The equations.
-
-
-def dlrm(eq, params, dense, embeddings, interaction):
-    z, features = embeddings, []
-    if dense.shape[1]:
-        bottom = eq.mlp(params["bottom_mlp"], dense)
-        z = np.concatenate([bottom[:, None], embeddings], axis=1)
-        features = [bottom]
-    if interaction == "cat":
-        features = z.reshape(len(z), -1)
-    else:
-        features = np.concatenate([*features, pairs(z)], axis=1)
-    return eq.head(params["head"], eq.mlp(params["top_mlp"], padded(features)))
-
-
-def mmoe(eq, params, dense, embeddings, experts, tasks):
-    bottom = eq.mlp(params["bottom_mlp"], dense)
-    z = np.concatenate([bottom[:, None], embeddings], axis=1)
-    x = padded(np.concatenate([bottom, pairs(z)], axis=1))
-    f = [eq.mlp(params[f"expert_{i}"], x) for i in range(experts)]
-    logits = []
-    for t in range(tasks):
-        gate = np.ones((len(x), 1))
-        if experts > 1:
-            columns = slice(t * experts, (t + 1) * experts)
-            gate = np.exp(x @ params["gates"]["kernel"][:, columns])
-            gate /= gate.sum(axis=1, keepdims=True)
-        mixed = sum(gate[:, i : i + 1] * f[i] for i in range(experts))
-        logits.append(eq.head(params[f"head_{t}"], eq.mlp(params[f"tower_{t}"], mixed)))
-    return np.stack(logits, axis=1) if tasks > 1 else logits[0]
-
-
-def dcnv2(eq, params, dense, embeddings, structure):
-    if "bottom_mlp" in params:
-        dense = eq.mlp(params["bottom_mlp"], dense)
-    x0 = padded(np.concatenate([embeddings.reshape(len(dense), -1), dense], axis=1))
-    crossed = eq.cross_net(params["cross"], x0)
-    if structure == "stacked":
-        return eq.head(params["head"], eq.mlp(params["deep_mlp"], crossed))
-    deep = eq.mlp(params["deep_mlp"], x0)
-    return eq.head(params["head"], np.concatenate([crossed, deep], axis=1))
-
-
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
-@pytest.mark.parametrize("num_dense", [DENSE, 0])
-def test_dlrm_follows_its_equations(interaction, num_dense):
-    model = make_dlrm(recipe="f32", interaction=interaction)
-    assert_follows(model, dlrm, inputs(num_dense), interaction=interaction)
-
-
-@pytest.mark.parametrize("structure", ["parallel", "stacked"])
-@pytest.mark.parametrize("num_dense, rank", [(DENSE, None), (0, None), (DENSE, 16)])
-def test_dcnv2_follows_its_equations(structure, num_dense, rank):
-    model = make_dcnv2(recipe="f32", structure=structure, cross_rank=rank)
-    assert_follows(model, dcnv2, inputs(num_dense), structure=structure)
-
-
-@pytest.mark.parametrize("num_dense", [DENSE, 0])
-def test_dcnv2_with_a_bottom_mlp_follows_its_equations(num_dense):
-    model = make_dcnv2(recipe="f32", bottom_mlp=(32,), structure="stacked")
-    assert_follows(model, dcnv2, inputs(num_dense), structure="stacked")
-
-
-@pytest.mark.parametrize("experts, tasks", [(3, 2), (1, 2), (2, 1)])
-def test_mmoe_follows_its_equations(experts, tasks):
-    model = make_mmoe(recipe="f32", num_experts=experts, num_tasks=tasks)
-    assert_follows(model, mmoe, inputs(), experts=experts, tasks=tasks)
-
-
-# Recipes.
-
-tiny_dlrm = functools.partial(Dlrm, bottom_mlp=(), top_mlp=(32,), activation="swish")
-tiny_dcnv2 = functools.partial(
-    Dcnv2, num_cross_layers=1, deep_mlp=(32,), activation="swish"
-)
-tiny_mmoe = functools.partial(
-    Mmoe, bottom_mlp=(), expert_mlp=(32,), tower_mlp=(16,), activation="swish"
-)
-tiny_stack = dict(
-    bottom_mlp=(), dense_embeddings=5, num_layers=1, top_mlp=(32,), activation="swish"
-)
-tiny_wukong = functools.partial(
-    Wukong, **tiny_stack, fm_embeddings=4, lcb_embeddings=4, k=4, fmb_mlp=(32,)
-)
-tiny_dhen = functools.partial(
-    Dhen, **tiny_stack, dot=2, cross=2, linear=2, attention=2, dot_mlp=(32,)
-)
-TINY = [tiny_dlrm, tiny_dcnv2, tiny_mmoe, tiny_wukong, tiny_dhen]
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def loss_and_gradients(model, variables, *args):
-    labels = (jnp.arange(B) % 3 == 0).astype(jnp.float32)
-
-    def loss_of(variables, *args):
-        logits = model.apply(variables, *args).reshape(B, -1)  # of all tasks
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels[:, None])
-        return jnp.mean(losses)
-
-    return jax.value_and_grad(loss_of, argnums=(0, 1, 2))(variables, *args)
+MODS = {"bias": False, "norm": "block", "activation": "hard_swish"}
+BATCH = {"norm": "batch", "train": True}
+ONE = {"num_layers": 1}
+SUM = dict.fromkeys(("dot", "cross", "linear"), 3) | {"ensemble": "sum"}
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    support.slow_except(RECIPES, "fp8_tensorwise_delayed", "fp8_rowwise"),
-)
-@pytest.mark.parametrize("make", TINY)
-def test_a_loss_in_any_recipe_is_close_and_its_gradients_finite(make, recipe):
-    args = inputs()
-    model = make(recipe=recipe)
-    variables = initialized(model, *args)
-    loss, gradients = loss_and_gradients(model, variables, *args)
-    chex.assert_tree_all_finite(gradients)
-    f32 = {"params": variables["params"]}
-    exact, exact_gradients = loss_and_gradients(make(recipe="f32"), f32, *args)
-    tolerance = {"f32": 0.0, "bf16": 1e-3}.get(recipe, 1e-2)
-    assert loss == pytest.approx(float(exact), rel=tolerance)
-    # The gradients of the embeddings went through every site.
-    floor = {"f32": 200.0, "bf16": 38.0}.get(recipe, 18.0)
-    assert support.sqnr_db(exact_gradients[2], gradients[2]) > floor
-
-
-@pytest.mark.parametrize(
-    "model",
+    "name, options",
     [
-        tiny_dlrm(),
-        tiny_dlrm(interaction="cat"),
-        tiny_dcnv2(),
-        tiny_dcnv2(structure="stacked"),
-        tiny_mmoe(),
-        tiny_wukong(),
-        tiny_wukong(norm="block"),
-        tiny_wukong(attention_mlp=(16,)),
-        tiny_dhen(),
-        DhenDlrm(**tiny_stack, dot=2, cross=None, linear=2, dot_mlp=(32,)),
+        ("dlrm", BATCH),
+        ("dlrm", {"interaction": "cat", "norm": "layer", "activation": "swish"}),
+        ("dlrm", {"num_dense": 0}),
+        ("dcnv2", {"cross_rank": 16, "norm": "layer"}),
+        ("dcnv2", {"structure": "stacked", "bottom_mlp": (32,), **BATCH}),
+        ("dcnv2", {"bottom_mlp": (32,), "num_dense": 0, **MODS}),
+        ("mmoe", BATCH),
+        ("mmoe", {"num_experts": 1, "norm": "layer", "interaction": "cat"}),
+        ("wukong", {"embeddings_per_field": 2, **BATCH}),
+        # 300 columns and more, normalized as one; as many embeddings as before.
+        ("wukong", {"k": 60, "fm_embeddings": 2, **ONE, **MODS}),
+        ("wukong", {"attention_mlp": (16,), "num_dense": 0, **ONE}),
+        ("dhen", {"cross_rank": 16, "attention": 3, "num_heads": 2, **ONE, **BATCH}),
+        ("dhen", SUM | ONE),
+        ("mix", {"num_cross_layers": 1, **ONE, **BATCH}),
     ],
 )
-def test_an_empty_batch_gives_no_logits(model):
-    variables = initialized(model, *inputs())
-    logits = model.apply(variables, *inputs(batch=0))
-    assert (logits.shape[0], logits.dtype) == (0, jnp.float32)
+def test_a_model_follows_its_equations(name, options):
+    assert_follows(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "option"),
-    [
-        *((make, "dropout_rate") for make in (tiny_dlrm, tiny_dcnv2, tiny_wukong)),
-        *((make, "layer_dropout_rate") for make in (tiny_wukong, tiny_dhen)),
-    ],
-)
-def test_dropout_acts_in_training_only(make, option):
-    args = inputs()
-    model = make(recipe="f32", **{option: 0.5})
-    variables = initialized(model, *args)
-    apply = jax.jit(model.apply, static_argnames="train")
+def test_a_layer_without_a_change_of_their_number_has_no_map_of_embeddings():
+    wukong = MODELS["wukong"][0].clone(fm_embeddings=2, **ONE)
+    params = jax.eval_shape(wukong.init, jax.random.key(0), *inputs())["params"]
+    assert "residual" not in params["layer_0"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_biases_only_heads_have_one(name):
+    model = MODELS[name][0].clone(bias=False, norm="layer")
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs())["params"]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    biases = [path for path in paths if path.endswith("bias")]
+    assert biases and all(path.startswith("head") for path in biases)
+
+
+def test_heads_and_gates_are_float32():
+    for name in ("dlrm", "mmoe"):
+        model = MODELS[name][0].clone(recipe="fp8_rowwise")
+        for path, site in listed(model, *inputs(batch=64)).items():
+            is_high = path.startswith(("head", "gates"))
+            assert site.recipe == ("f32" if is_high else "fp8_rowwise")
+
+
+# By model: the rates of the MLPs that drop.
+DROPS = {
+    "dlrm": {"top_mlp": 0.25},
+    "dcnv2": {"deep_mlp": 0.25},
+    "mmoe": {"tower_0": 0.25, "tower_1": 0.25},
+    "wukong": {"top_mlp": 0.25, "layer_0/fmb": 0.125},
+    "dhen": {"top_mlp": 0.25, "layer_0/dot_mlp": 0.125, "layer_0/ffn": 0.125},
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_mlps_drop_at_their_rates_in_training_only(name):
+    of_layers = ONE | {"layer_dropout_rate": 0.125}
+    options = dict(of_layers) if name in ("wukong", "dhen") else {}
+    options |= {"attention": 1} if name == "dhen" else {}
+    model = MODELS[name][0].clone(dropout_rate=0.25, **options)
+    variables, found = initialized(model, *inputs()), {}
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, linen.Dropout):
+            found["/".join(context.module.path[:-1])] = context.module.rate
+        return call(*args, **kwargs)
+
     rngs = {"dropout": jax.random.key(1)}
-    evaluated = apply(variables, *args)
-    assert jnp.any(apply(variables, *args, train=True, rngs=rngs) != evaluated)
-    plain = jax.jit(make(recipe="f32").apply)(variables, *args)
-    chex.assert_trees_all_equal(evaluated, plain)
+    with linen.intercept_methods(record):
+        jax.eval_shape(model.apply, variables, *inputs())
+        assert not found
+        train = functools.partial(model.apply, train=True, rngs=rngs)
+        jax.eval_shape(train, variables, *inputs())
+    assert found == DROPS[name]
 
 
 # Sites.
 
 
-def listed(model, batch=64):
-    avals = jax.eval_shape(functools.partial(inputs, batch=batch))
-    return [
-        (s.path, (s.spec.m, s.spec.k, s.spec.n), s.is_fp8)
-        for s in nn.list_sites(model, *avals)
+def test_both_networks_of_a_parallel_dcnv2_have_products_of_their_own():
+    model = MODELS["dcnv2"][0]
+    for structure, barriers in (("parallel", 1), ("stacked", 0)):
+        own = model.clone(recipe="bf16", structure=structure)
+        run = functools.partial(own.apply, initialized(own, *inputs()))
+        program = str(jax.make_jaxpr(run)(*inputs()))
+        assert program.count("optimization_barrier") == barriers
+
+
+def test_sites_of_dhen():
+    model = MODELS["dhen"][0].clone(num_layers=1, attention=1, num_heads=2)
+    sites = listed(model.clone(cross_rank=16), *inputs(batch=64))
+    assert [
+        (path, (s.spec.m, s.spec.k, s.spec.n), s.batch) for path, s in sites.items()
+    ][2:-2] == [
+        ("layer_0/dot_mlp/dense_0", (64, 16, 24), None),  # 10 pairs, padded
+        ("layer_0/dot_mlp/dense_1", (64, 24, 48), None),
+        ("layer_0/cross_net/v_0", (64, 60, 16), None),
+        ("layer_0/cross_net/u_0", (64, 16, 60), None),
+        ("layer_0/cross/compress", (12, 5, 2), 64),
+        ("layer_0/linear/compress", (12, 5, 3), 64),
+        ("layer_0/self_attention/qkv", (320, 12, 36), None),
+        ("layer_0/self_attention/scores", (5, 6, 5), 128),
+        ("layer_0/self_attention/values", (5, 5, 6), 128),
+        ("layer_0/self_attention/out", (320, 12, 12), None),
+        ("layer_0/ffn/dense_0", (320, 12, 24), None),
+        ("layer_0/ffn/dense_1", (320, 24, 12), None),
+        ("layer_0/attention/compress", (12, 5, 1), 64),
+        ("layer_0/residual/compress", (12, 5, 10), 64),
     ]
 
 
-def test_sites_of_dlrm():
-    assert listed(make_dlrm()) == [
-        ("bottom_mlp/dense_0", (64, 5, 32), False),  # as many as there are dense
-        ("bottom_mlp/dense_1", (64, 32, 16), True),
-        ("top_mlp/dense_0", (64, 32, 48), True),  # 16 + 6 pairs, padded
-        ("top_mlp/dense_1", (64, 48, 32), True),
-        ("head", (64, 32, 1), False),
-    ]
+# Options that decide what runs.
+
+WIDE = {
+    "wukong": (Wukong(fmb_mlp=(1024, 32), num_layers=1), 1),
+    "dhen": (Dhen(dot_mlp=(1024,), num_layers=1), 2),  # the top MLP reads 64 x 16
+    "dcnv2": (Dcnv2(num_cross_layers=1, deep_mlp=(1024, 32)), 1),
+    "dlrm": (Dlrm(top_mlp=(1024, 32)), 1),
+}
+APART = ({"fused_wide": False}, {"implementation": "xla"})
 
 
-def test_sites_of_dcnv2():
-    assert listed(make_dcnv2(cross_rank=16)) == [
-        ("cross/v_0", (64, 64, 16), True),  # 5 + 48 features, padded
-        ("cross/u_0", (64, 16, 64), True),
-        ("cross/v_1", (64, 64, 16), True),
-        ("cross/u_1", (64, 16, 64), True),
-        ("deep_mlp/dense_0", (64, 64, 48), True),
-        ("deep_mlp/dense_1", (64, 48, 32), True),
-        ("head", (64, 96, 1), False),
-    ]
+@pytest.mark.parametrize("name", WIDE)
+def test_models_fuse_wide_layers_if_asked(name, monkeypatch):
+    calls = record_calls(monkeypatch, (wide_stack, "wide_stack"))
+    model, count = WIDE[name]
+    model = model.clone(recipe="bf16", norm="block", fused_wide=True)
+    features = jnp.zeros((32, 16)), jnp.zeros((32, 16, 16))
+    jax.eval_shape(model.init, jax.random.key(0), *features)
+    assert len(calls) == count
+    for changes in APART if name == "dlrm" else ():
+        jax.eval_shape(model.clone(**changes).init, jax.random.key(0), *features)
+        assert len(calls) == count
 
 
-def test_sites_of_dcnv2_of_mlperf():
-    model = configs.get_config("fp8_mlperf_dcnv2").model
-    avals = (
-        jax.ShapeDtypeStruct((64, 13), "f4"),
-        jax.ShapeDtypeStruct((64, 26, 128), "f4"),
-    )
-    shapes = {s.path: (s.spec.k, s.spec.n) for s in nn.list_sites(model, *avals)}
-    assert shapes == {
-        "bottom_mlp/dense_0": (13, 512),
-        "bottom_mlp/dense_1": (512, 256),
-        "bottom_mlp/dense_2": (256, 128),
-        **{f"cross/v_{i}": (3456, 512) for i in range(3)},
-        **{f"cross/u_{i}": (512, 3456) for i in range(3)},
-        "deep_mlp/dense_0": (3456, 1024),
-        "deep_mlp/dense_1": (1024, 1024),
-        "deep_mlp/dense_2": (1024, 512),
-        "deep_mlp/dense_3": (512, 256),
-        "head": (256, 1),
-    }
+@pytest.mark.parametrize(
+    "name, changes, joined",
+    [
+        ("wukong", {}, [[4, 3]]),
+        ("wukong", {"fused_wide": False}, []),
+        ("wukong", {"norm": "layer"}, []),
+        ("wukong", {"implementation": "xla"}, []),
+        ("dhen", {}, [[4, 2, 3]]),
+    ],
+)
+def test_block_norms_of_joined_embeddings_are_one_operation_if_asked(
+    name, changes, joined, monkeypatch
+):
+    calls = record_calls(monkeypatch, (nn, "joined_norm"))
+    options = dict(recipe="bf16", norm="block", fused_wide=True) | ONE | changes
+    model = MODELS[name][0].clone(**options)
+    jax.eval_shape(model.init, jax.random.key(0), *inputs())
+    widths = [[part.shape[1] for part in parts] for _, (parts, _) in calls]
+    assert widths == joined
 
 
-def test_sites_of_mmoe():
-    experts = [
-        (f"expert_{i}/dense_{j}", (64, k, n), True)
-        for i in range(3)
-        for j, (k, n) in enumerate([(32, 48), (48, 32)])
-    ]
-    gates = ("gates", (64, 32, 6), False)
-    towers = [
-        site
-        for t in range(2)
-        for site in (
-            (f"tower_{t}/dense_0", (64, 32, 16), True),
-            (f"head_{t}", (64, 16, 1), False),
-        )
-    ]
-    assert listed(make_mmoe())[2:] == [*experts, gates, *towers]
+def test_implementation_reaches_every_site():
+    model = MODELS["wukong"][0].clone(norm="layer", recipe="bf16", **ONE)
+    with nn.site_context(device=stand_ins.HOPPER):
+        for implementation in ("xla", None):
+            own = model.clone(implementation=implementation)
+            sites = listed(own, *inputs(batch=64)).values()
+            has_kernels = "pallas" in {site.plan.choice.provider for site in sites}
+            assert has_kernels == (implementation is None)
 
 
-def test_a_shared_bottom_has_no_gates():
-    paths = [path for path, *_ in listed(make_mmoe(num_experts=1))]
-    assert "expert_0/dense_0" in paths and "gates" not in paths
+# Errors that a user can mend.
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        (
+            "wukong",
+            {"embeddings_per_field": 5},
+            "--embedding.dim 12 must be a multiple of --embeddings-per-field 5",
+        ),
+        ("dhen", dict.fromkeys(("dot", "cross", "linear")), "set --dot, --cross"),
+        (
+            "dhen",
+            {"ensemble": "sum"},
+            r"--ensemble sum of modules that make \[4, 2, 3\] embeddings",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        nn.list_sites(MODELS[name][0].clone(**options), *inputs())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_float32_of_any_embeddings_and_of_no_rows(name):
+    dense, embeddings = inputs(batch=0)
+    model = MODELS[name][0].clone(recipe="bf16")
+    init = functools.partial(model.init_with_output, jax.random.key(0))
+    out, _ = jax.eval_shape(init, dense, embeddings.astype(jnp.bfloat16))
+    tasks = (2,) if name == "mmoe" else ()
+    assert (out.shape, out.dtype) == ((0, *tasks), jnp.float32)
+    assert model.compute_dtype == jnp.bfloat16

@@ -1,21 +1,21 @@
 """Flax models that nobody here wrote, run as sites by `nn.convert`."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 
 from loka_jax import nn
-from loka_jax.dispatch.plan import make_plan
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.recipe import get_recipe
+from loka_jax.nn.fused_sequence import tail_of
 from loka_jax.site import Choice
-from tests import support
+from tests.support import stand_ins
+from tests.support.nn import DELAYED, gradients, initialized, listed, rounded
 
-DELAYED = "fp8_tensorwise_delayed"
 KEY = jax.random.key(0)
 
 
@@ -26,364 +26,265 @@ def promoting():
         yield
 
 
-class Ranker(linen.Module):
-    """An MLP ranker, as in the guides: dense features to a logit."""
-
-    @linen.compact
-    def __call__(self, x):
-        for size in (64, 32):
-            x = linen.Dense(size)(x)
-            x = linen.LayerNorm()(x)
-            x = linen.relu(x)
-        return linen.Dense(1, name="head")(x)[..., 0]
-
-
 class Block(linen.Module):
-    """A transformer block as in Flax's lm1b example."""
-
     @linen.compact
     def __call__(self, x):
         h = linen.LayerNorm()(x)
         h = linen.MultiHeadDotProductAttention(num_heads=2, name="attention")(h)
         x = x + h
-        h = linen.LayerNorm()(x)
-        h = linen.Dense(64, name="up")(h)
-        h = linen.gelu(h)
-        return x + linen.Dense(32, name="down")(h)
+        h = linen.Dense(64, name="up")(linen.LayerNorm()(x))
+        return x + linen.Dense(32, name="down")(linen.gelu(h))
 
 
 class TwoTower(linen.Module):
-    """A retriever: the cosine of a user's and an item's vectors."""
-
     def setup(self):
         self.user, self.item = self._tower(), self._tower()
 
     def _tower(self):
-        return linen.Sequential(
-            [
-                linen.Dense(64, use_bias=False),
-                linen.LayerNorm(),
-                linen.relu,
-                linen.Dense(32),
-            ]
-        )
+        norm = linen.LayerNorm(epsilon=0.5)
+        layers = [linen.Dense(64, use_bias=False), norm, linen.relu, linen.Dense(32)]
+        return linen.Sequential(layers)
 
-    def __call__(self, user, item):
-        return jnp.sum(self.user(user) * self.item(item), axis=-1)
+    def __call__(self, inputs):
+        return jnp.sum(self.user(inputs[0]) * self.item(inputs[1]), axis=-1)
 
     def embed_item(self, item):
         return self.item(item)
 
 
-RANKER = Ranker(), (support.normal(64, 48),)
-BLOCK = Block(), (support.normal(4, 16, 32),)
-TOWERS = TwoTower(), (support.normal(64, 32), support.normal(64, 48, seed=1))
-MODELS = {"ranker": RANKER, "block": BLOCK, "towers": TOWERS}
-
-
-def by_path(model, *inputs):
-    return {site.path: site for site in nn.list_sites(model, *inputs)}
+X = np.ones((6, 48), np.float32)
+BLOCK, TOWERS = Block(), TwoTower()
+ATTENTION = [f"attention/{p}" for p in ("query", "key", "value", "out")]
+# Models, their inputs and the paths of their dense layers.
+MODELS = {
+    "block": (BLOCK, rounded(4, 16, 32), [*ATTENTION, "up", "down"]),
+    "towers": (
+        TOWERS,
+        (rounded(64, 32), rounded(64, 48, seed=1)),
+        [f"{t}/layers_{i}" for t in ("user", "item") for i in (0, 3)],
+    ),
+}
 
 
 def converted(name, recipe="fp8_rowwise", **options):
-    model, inputs = MODELS[name]
+    model, inputs, _ = MODELS[name]
     return nn.convert(model, recipe=recipe, **options), inputs
 
 
-@pytest.mark.parametrize(
-    "name, paths",
-    [
-        ("ranker", ["Dense_0", "Dense_1", "head"]),
-        (
-            "block",
-            [f"attention/{p}" for p in ("query", "key", "value", "out")]
-            + ["up", "down"],
-        ),
-        ("towers", [f"{t}/layers_{i}" for t in ("user", "item") for i in (0, 3)]),
-    ],
-)
-def test_dense_layers_are_sites_at_their_own_paths(name, paths):
-    model, inputs = converted(name)
-    sites = by_path(model, *inputs)
-    assert list(sites) == paths
-    assert all(s.is_fp8 for s in sites.values() if s.path != "head")
-
-
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recipe", ["fp8_rowwise", DELAYED])
-def test_parameters_are_those_of_the_model(name, recipe):
-    model, inputs = converted(name, recipe)
-    variables = jax.jit(model.init)(KEY, *inputs)
-    plain = jax.jit(MODELS[name][0].init)(KEY, *inputs)
-    chex.assert_trees_all_equal(variables["params"], plain["params"])
-    assert (OVERWRITE_WITH_GRADIENT in variables) == (recipe == DELAYED)
+def test_a_model_has_sites_at_its_paths_and_in_float32_its_results(name):
+    plain, inputs, paths = MODELS[name]
+    sites = listed(*converted(name))
+    assert list(sites) == paths and all(site.is_fp8 for site in sites.values())
+    model, _ = converted(name, "f32")
+    factors = rounded(*jax.eval_shape(plain.init_with_output, KEY, inputs)[0].shape)
 
+    @jax.jit
+    def both(variables, inputs, factors):
+        run = functools.partial(gradients, variables=variables, x=inputs)
+        return [run(m, factors=factors) for m in (plain, model)]
 
-@pytest.mark.parametrize("name", MODELS)
-def test_in_float32_it_computes_what_the_model_does(name):
-    model, inputs = converted(name, "f32")
-    plain = MODELS[name][0]
-    variables = jax.jit(plain.init)(KEY, *inputs)
-
-    def loss(model):
-        return lambda v: jnp.sum(jnp.sin(model.apply(v, *inputs)))
-
-    ours, theirs = (jax.jit(jax.grad(loss(m)))(variables) for m in (model, plain))
+    variables = initialized(plain, inputs)
+    results = both(variables, inputs, factors)
     # Sums of at most 256 float32 terms in another order.
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    y = model.apply(variables, *inputs)
-    assert y.dtype == plain.apply(variables, *inputs).dtype
-    np.testing.assert_allclose(y, plain.apply(variables, *inputs), rtol=2e-5, atol=2e-5)
+    scale = jax.tree.map(lambda x: np.abs(x).max() + 1, results[0])
+    results = [jax.tree.map(lambda x, s: x / s, x, scale) for x in results]
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
+    delayed = jax.eval_shape(converted(name, DELAYED)[0].init, KEY, inputs)
+    chex.assert_trees_all_equal_shapes(delayed["params"], variables["params"])
+    assert len(jax.tree.leaves(delayed[OVERWRITE_WITH_GRADIENT])) == len(paths)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_of_converted_and_plain_models_fall_alike(name):
-    inputs = MODELS[name][1]
-    plain = MODELS[name][0]
-    target = jnp.tanh(plain.apply(plain.init(jax.random.key(7), *inputs), *inputs))
-    losses = {}
-    for arm, model in {"plain": plain, "fp8": converted(name, DELAYED)[0]}.items():
-        tx = nn.overwriting(optax.adam(1e-2))
-
-        def loss(variables, model=model):
-            return jnp.mean((model.apply(variables, *inputs) - target) ** 2)
-
-        @jax.jit
-        def step(carry, _, tx=tx, loss=loss):
-            variables, opt_state = carry
-            value, gradients = jax.value_and_grad(loss)(variables)
-            updates, opt_state = tx.update(gradients, opt_state, variables)
-            return (optax.apply_updates(variables, updates), opt_state), value
-
-        variables = jax.jit(model.init)(KEY, *inputs)
-        start = variables, tx.init(variables)
-        losses[arm] = jax.lax.scan(step, start, length=40)[1]
-    first, last = losses["plain"][0], losses["plain"][-1]
-    assert last < 0.5 * first and losses["fp8"][-1] < 0.5 * first
-    # Products in FP8 are off by 3 to 4 %.
-    np.testing.assert_allclose(losses["fp8"][0], first, rtol=0.15)
+def test_parameters_start_as_those_of_the_model():
+    for plain in (
+        linen.Sequential([linen.Dense(8), linen.LayerNorm(), linen.relu]),
+        linen.Einsum((8, 48), "bk,nk->bn", bias_init=linen.initializers.normal()),
+    ):
+        inits = plain.init, nn.convert(plain).init
+        start = jax.jit(lambda key, inits=inits: [init(key, X) for init in inits])
+        chex.assert_trees_all_equal(*start(KEY))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", DELAYED, "fp8_rowwise"])
-def test_gradients_of_a_float16_model_stay_in_range(recipe):
-    init = linen.initializers.uniform(0.1)  # positive terms, whose sums are large
-    plain = linen.Dense(32, dtype=jnp.float16, kernel_init=init)
-    x = jnp.abs(support.normal(64, 48)).astype(jnp.float16)
-    model = nn.convert(plain, recipe=recipe)
-    variables = model.init(KEY, x)
-
-    def gradients(model):
-        def loss(params, x):
-            out = model.apply(variables | {"params": params}, x)
-            return jnp.sum(out.astype(jnp.float32))
-
-        return jax.grad(loss, argnums=(0, 1))(variables["params"], x)
-
-    ours, theirs = (jax.tree.leaves(gradients(m)) for m in (model, plain))
-    assert [g.dtype for g in ours] == [g.dtype for g in theirs]
-    assert min(map(support.sqnr_db, theirs, ours)) > 15
+EINSUMS = [
+    ((48, 16), "bk,kn->nb", (6, 48), (6, 48, 16, None)),
+    ((8, 8), "bk,nk->bn", (6, 8), (6, 8, 8, None)),
+    ((48, 4, 8), "btk,khd->bthd", (2, 3, 48), (6, 48, 32, None)),
+    # Several dims are contracted, in another order than that of the kernel.
+    ((4, 8, 16), "...hd,hdk->...k", (2, 3, 4, 8), (6, 32, 16, None)),
+    ((8, 16, 4), "bhd,dkh->bk", (6, 4, 8), (6, 32, 16, None)),
+    # A product for each group.
+    ((3, 8, 5), "bgk,gkn->bgn", (6, 3, 8), (6, 8, 5, 3)),
+]
 
 
-def test_parameters_without_their_state_are_refused():
-    model, inputs = converted("ranker", DELAYED)
-    variables = RANKER[0].init(KEY, *inputs)
-    with pytest.raises(ValueError, match="site 'Dense_0' has no delayed scales"):
-        model.apply(variables, *inputs)
+def test_an_einsum_is_a_site():
+    layers = [(linen.Einsum(*c[:2]), rounded(*c[2])) for c in EINSUMS]
+    models = [nn.convert(plain, recipe="f32") for plain, _ in layers]
+    sites = [nn.list_sites(m, x)[0] for m, (_, x) in zip(models, layers, strict=True)]
+    sizes = [(s.spec.m, s.spec.k, s.spec.n, s.batch) for s in sites]
+    assert sizes == [c[3] for c in EINSUMS]
+    variables = [initialized(plain, x) for plain, x in layers]
+
+    @jax.jit
+    def both(variables):
+        every = zip(models, layers, variables, strict=True)
+        return [(m.apply(v, x), plain.apply(v, x)) for m, (plain, x), v in every]
+
+    for y, expected in both(variables):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_methods_by_name_run_converted_too():
-    model, (_, item) = converted("towers")
-    variables = TOWERS[0].init(KEY, *TOWERS[1])
-    exact = TOWERS[0].apply(variables, item, method="embed_item")
-    ours = model.apply(variables, item, method="embed_item")
-    assert 20 < support.sqnr_db(exact, ours) < 45
-
-
-# Fused sites.
-
-
-def test_dense_norm_and_activation_of_a_sequential_are_one_site():
-    model, inputs = converted("towers")
-    site = by_path(model, *inputs)["user/layers_0"]
-    assert (site.spec.norm, site.spec.activation) == ("layer", "relu")
-    assert not site.spec.use_bias and site.apart is None
-    last = by_path(model, *inputs)["user/layers_3"]
-    assert last.spec.norm == last.spec.activation == "none" and last.spec.use_bias
-
-
-def test_elsewhere_a_site_says_why_nothing_is_fused():
-    model, inputs = converted("ranker")
-    site = by_path(model, *inputs)["Dense_0"]
-    assert site.spec.norm == "none" and "nn.Sequential" in site.why_not_fused
-
-
-@pytest.mark.parametrize(
-    "layers, fused, why",
-    [
-        ([linen.RMSNorm(), linen.silu], ("rms", "swish"), None),
-        ([nn.BlockNorm(), linen.gelu], ("block", "gelu"), None),
-        ([linen.hard_swish], ("none", "hard_swish"), None),
-        ([linen.LayerNorm(use_scale=False)], ("layer", "none"), None),
-        ([linen.LayerNorm(), jnp.tanh], ("layer", "none"), "tanh is none of relu"),
-        ([linen.LayerNorm(reduction_axes=(0, 1))], ("none", "none"), "other axes"),
-        ([linen.LayerNorm(use_fast_variance=False)], ("none", "none"), "own way"),
-        ([linen.GroupNorm(4), linen.relu], ("none", "none"), "GroupNorm is none of"),
-        ([linen.Dropout(0.5, deterministic=True)], ("none", "none"), None),
-    ],
-)
-def test_what_follows_a_dense_in_a_sequential(layers, fused, why):
-    plain = linen.Sequential([linen.Dense(32), *layers, linen.Dense(16)])
-    x = support.normal(32, 48)
-    model = nn.convert(plain, recipe="f32")
-    site = by_path(model, x)["layers_0"]
-    assert (site.spec.norm, site.spec.activation) == fused
-    assert site.apart is None if why is None else why in site.apart
-    variables = plain.init(KEY, x)
-    chex.assert_trees_all_equal(model.init(KEY, x), variables)
-    y = plain.apply(variables, x)
-    np.testing.assert_allclose(model.apply(variables, x), y, rtol=1e-4, atol=1e-5)
-
-
-def test_intermediates_are_those_of_the_model():
-    model, inputs = converted("towers", "f32")
-    variables = TOWERS[0].init(KEY, *inputs)
-    seen = [
-        m.apply(variables, *inputs, capture_intermediates=True)[1]["intermediates"]
-        for m in (model, TOWERS[0])
-    ]
-    chex.assert_trees_all_close(*seen, rtol=1e-4, atol=1e-5)
-
-
-# Einsum and what is left alone.
-
-
-@pytest.mark.parametrize(
-    "shape, equation, x_shape, mkn",
-    [
-        ((48, 4, 8), "btk,khd->bthd", (2, 16, 48), (32, 48, 32)),
-        ((4, 8, 16), "...hd,hdk->...k", (2, 16, 4, 8), (32, 32, 16)),
-        ((48, 16), "bk,kn->nb", (32, 48), (32, 48, 16)),
-    ],
-)
-def test_an_einsum_is_a_site(shape, equation, x_shape, mkn):
-    plain, x = linen.Einsum(shape, equation), support.normal(*x_shape)
-    model = nn.convert(plain, recipe="f32")
-    variables = model.init(KEY, x)
-    chex.assert_trees_all_equal(variables, plain.init(KEY, x))
-    (site,) = nn.list_sites(model, x)
-    assert (site.spec.m, site.spec.k, site.spec.n) == mkn
-    expected = plain.apply(variables, x)
-    np.testing.assert_allclose(
-        model.apply(variables, x), expected, rtol=1e-5, atol=1e-5
-    )
-
-
-def test_an_einsum_that_sums_alone_is_refused():
-    model = nn.convert(linen.Einsum((48, 16), "btk,kn->bn"))
-    with pytest.raises(ValueError, match="is more than a product: skip it"):
-        model.init(KEY, jnp.ones((4, 8, 48)))
+# Which layers.
 
 
 def test_layers_that_are_left_say_why():
     model, inputs = converted("block", only="attention/*", skip="*/out")
-    sites = by_path(model, *inputs)
-    assert [p for p, s in sites.items() if s.is_fp8] == [
-        f"attention/{p}" for p in ("query", "key", "value")
-    ]
+    sites = listed(model, inputs)
+    assert [p for p, s in sites.items() if s.is_fp8] == ATTENTION[:3]
     assert sites["attention/out"].why_not == "skip='*/out'"
-    assert sites["up"].why_not == "not in only=attention/*"
-    spec = sites["up"].spec
-    assert (spec.m, spec.k, spec.n) == (64, 32, 64)
-    assert set(sites["up"].runs.values()) == {"as written"}
+    up = sites["up"]
+    assert up.why_not == "not in only=attention/*"
+    assert (up.spec.m, up.spec.k, up.spec.n) == (64, 32, 64)
+    assert set(up.runs.values()) == {"as written"}
     own = linen.Dense(16, dot_general=jax.lax.dot_general)
-    (site,) = nn.list_sites(nn.convert(own), jnp.ones((16, 16)))
+    (site,) = nn.list_sites(nn.convert(own), X)
     assert site.why_not == "has a dot_general of its own"
 
 
-def test_a_skipped_layer_computes_what_it_did():
-    model, inputs = converted("ranker", skip="*")
-    variables = RANKER[0].init(KEY, *inputs)
-    chex.assert_trees_all_equal(
-        model.apply(variables, *inputs), RANKER[0].apply(variables, *inputs)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        linen.Dense(8),
+        linen.DenseGeneral((4, 2)),
+        linen.Einsum((8, 48), "bk,nk->bn", use_bias=False),
+    ],
+    ids=range(3),
+)
+def test_a_layer_that_is_left_has_its_sizes_and_runs_as_written(layer):
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            # By keyword, too.
+            return layer.copy(name="left")(inputs=x), linen.Dense(8, name="kept")(x)
+
+    model = nn.convert(Model(), skip="left")
+    left, kept = nn.list_sites(model, X)
+    assert (left.spec.m, left.spec.k, left.spec.n) == (6, 48, 8)
+    assert (left.recipe, left.is_fp8, kept.is_fp8) == ("bf16", False, False)
+    variables = initialized(model, X)
+    program = str(jax.make_jaxpr(model.apply)(variables, X).jaxpr.eqns[0])
+    assert "dot_general" in program and "bf16" not in program
+    # An empty batch does not hide k and n.
+    empty = nn.list_sites(model, X[:0])[0].spec
+    assert (empty.k, empty.n) == (48, 8)
+
+
+def test_methods_run_converted_and_need_not_call_what_patterns_name():
+    model, (_, item) = converted("towers", skip="user/*")
+    variables = initialized(TOWERS, MODELS["towers"][1])
+    for method in ("embed_item", TwoTower.embed_item):
+        apply = functools.partial(model.apply, method=method)
+        assert "f8_e4m3fn" in str(jax.make_jaxpr(apply)(variables, item))
+
+
+SUM = linen.Einsum((48, 16), "btk,kn->bn", use_bias=False, name="sum")
+
+
+@pytest.mark.parametrize(
+    "model, options, x, said",
+    [
+        (BLOCK, {"skip": "top"}, "block", "'top' matches no dense layer: there are"),
+        (BLOCK, {"only": ("up", "top")}, "block", "'top' matches no dense layer"),
+        (BLOCK, {"recipe": "fp9"}, "block", "unknown recipe 'fp9'"),
+        (SUM, {}, X[None], "is more than a product: skip it"),
+        (linen.Dense, {}, X, "is a class: give"),
+        (nnx.Linear, {}, X, "is a class: give"),
+        (jnp.tanh, {}, X, "is no Flax model: give"),
+        (linen.LayerNorm(), {}, X, "there is nothing to convert"),
+    ],
+    ids=range(8),
+)
+def test_what_cannot_be_converted_is_refused(model, options, x, said):
+    with pytest.raises(ValueError, match=said):
+        x = MODELS[x][1] if isinstance(x, str) else x
+        nn.list_sites(nn.convert(model, **options), x)
+
+
+# Dense, norm and activation in a Sequential.
+
+
+@pytest.mark.parametrize(
+    "layers, norm, activation, length, apart",
+    [
+        ([linen.RMSNorm(), linen.silu], "rms", "swish", 2, None),
+        ([nn.BlockNorm(), linen.gelu, linen.relu], "block", "gelu", 2, None),
+        ([linen.hard_swish, linen.LayerNorm()], "none", "hard_swish", 1, None),
+        ([linen.LayerNorm(), linen.Dense(4)], "layer", "none", 1, None),
+        ([linen.LayerNorm(), jnp.tanh], "layer", "none", 1, "tanh is none of relu"),
+        ([nn.BlockNorm(block=32)], "none", "none", 0, "BlockNorm is none of"),
+        ([linen.LayerNorm(reduction_axes=(0, 1))], "none", "none", 0, "other axes"),
+        ([linen.RMSNorm(feature_axes=(0, 1))], "none", "none", 0, "other axes"),
+        ([linen.LayerNorm(axis_name="data")], "none", "none", 0, "other axes"),
+        ([linen.LayerNorm(use_fast_variance=False)], "none", "none", 0, "own way"),
+        ([linen.GroupNorm(4), linen.relu], "none", "none", 0, "GroupNorm is none of"),
+        ([linen.Dropout(0.5, deterministic=True)], "none", "none", 0, None),
+    ],
+    ids=range(12),
+)
+def test_what_follows_a_dense_can_be_part_of_its_site(
+    layers, norm, activation, length, apart
+):
+    tail = tail_of(layers)
+    assert (tail.norm_name, tail.activation, tail.length) == (norm, activation, length)
+    assert tail.norm is (layers[0] if norm != "none" else None)
+    assert tail.apart is None if apart is None else apart in tail.apart
+
+
+def test_a_sequential_computes_what_it_did():
+    x = rounded(2, 6, 48)
+    plain = linen.Sequential(
+        [
+            # What a layer returns is what the next one takes.
+            *(lambda x: (x, 2 * x), lambda a, b: {"x": a, "y": b}, lambda x, y: x - y),
+            *(linen.Dense(32), linen.LayerNorm(epsilon=0.5), linen.silu),
+            linen.Dense(16, use_bias=False),
+            *(linen.RMSNorm(epsilon=0.5), linen.gelu),
+            *(linen.Dense(24), jnp.tanh),
+            *(linen.Dense(272, use_bias=False), nn.BlockNorm(), linen.relu),
+            *(linen.Dense(16), linen.LayerNorm(use_bias=False)),
+            linen.LayerNorm(use_scale=False),
+        ]
     )
+    model = nn.convert(plain, recipe="f32")
+    variables = initialized(plain, x)
+    chex.assert_trees_all_equal(initialized(model, x), variables)
+    run = jax.jit(lambda v, x: (model.apply(v, x), plain.apply(v, x)))
+    np.testing.assert_allclose(*run(variables, x), rtol=1e-4, atol=1e-4)
 
 
-def test_a_skipped_layer_takes_an_empty_batch():
-    layers = linen.Sequential([linen.Dense(32), linen.Dense(1)])
-    model = nn.convert(layers, skip="layers_1")
-    x = jnp.ones((32, 48))
-    assert model.apply(model.init(KEY, x), x[:0]).shape == (0, 1)
-    site = by_path(model, x[:0])["layers_1"]
-    assert (site.spec.k, site.spec.n) == (32, 1)
-
-
-@pytest.mark.parametrize("options", [{"only": ("up", "top")}, {"skip": "top"}])
-def test_a_pattern_that_matches_no_layer_is_refused(options):
-    model, inputs = converted("block", **options)
-    with pytest.raises(ValueError, match="'top' matches no dense layer: there are att"):
-        nn.list_sites(model, *inputs)
-    variables = BLOCK[0].init(KEY, *inputs)
-    with pytest.raises(ValueError, match="'top' matches no dense layer"):
-        model.apply(variables, *inputs)
-
-
-def test_a_pattern_may_name_a_layer_that_a_method_does_not_call():
-    model, (_, item) = converted("towers", skip="user/*")
-    variables = model.init(KEY, *TOWERS[1])
-    got = model.apply(variables, item, method="embed_item")
-    plain = TOWERS[0].apply(variables, item, method="embed_item")
-    assert support.sqnr_db(plain, got) > 20
-
-
-@pytest.mark.parametrize("method", ["embed_item", TwoTower.embed_item])
-def test_a_method_may_initialize_layers_that_no_pattern_names(method):
-    model, (_, item) = converted("towers", skip="user/*")
-    variables = model.init(KEY, item, method=method)
-    assert set(variables["params"]) == {"item"}
-    out = model.apply(variables, item, method=method)
-    again = model.init_with_output(KEY, item, method=method)[0]
-    np.testing.assert_array_equal(out, again)
-    with pytest.raises(ValueError, match="'user/.' matches no dense layer: there are "):
-        converted("ranker", skip="user/*")[0].init(KEY, item, method="__call__")
-
-
-@pytest.mark.parametrize("model", [linen.Dense, nnx.Linear, jnp.tanh, {"params": 1}])
-def test_what_is_no_model_is_refused(model):
-    with pytest.raises(ValueError, match="is a class: give|is no Flax model: give"):
-        nn.convert(model)
-
-
-def test_a_model_without_dense_layers_is_refused():
-    model, x = linen.LayerNorm(), jnp.ones((4, 8))
-    with pytest.raises(ValueError, match="there is nothing to convert"):
-        nn.convert(model).init(KEY, x)
-    with pytest.raises(ValueError, match="there is nothing to convert"):
-        nn.convert(model).apply(model.init(KEY, x), x)
+def test_sites_tell_what_is_fused_and_why_not():
+    model, inputs = converted("towers")
+    first, last = (listed(model, inputs)[f"user/layers_{i}"] for i in (0, 3))
+    spec = first.spec
+    assert (spec.m, spec.k, spec.n) == (64, 32, 64)
+    assert (spec.norm, spec.activation, spec.use_bias) == ("layer", "relu", False)
+    spec = last.spec
+    assert (spec.norm, spec.activation, spec.use_bias) == ("none", "none", True)
+    with nn.site_context(device=stand_ins.HOPPER):
+        sites = listed(model, inputs)
+    providers = [site.plan.choice.provider for site in sites.values()]
+    assert providers == ["pallas", "xla"] * 2
+    assert "nn.Sequential" in listed(*converted("block"))["up"].why_not_fused
 
 
 # The library's tools.
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_plans_and_probe_serve_converted_models(name):
-    model, inputs = converted(name, "bf16")
-    sites = nn.list_sites(model, *inputs)
-    path = sites[0].path
-    plan = make_plan(sites, None, rules={path: "fp8_rowwise"})
-    planned = nn.Planned(model, plan.choices)
-    assert [s.path for s in nn.list_sites(planned, *inputs) if s.is_fp8] == [path]
-    assert dict(plan.choices) == {path: Choice.parse("xla fp8_rowwise")}
+def test_plans_and_probe_serve_converted_models():
+    model, inputs = converted("block", "bf16")
+    planned = nn.Planned(model, (("up", Choice.parse("xla fp8_rowwise")),))
+    sites = nn.list_sites(planned, inputs)
+    assert [site.path for site in sites if site.is_fp8] == ["up"]
     with nn.probing(nn.ProbeConfig()):
-        variables = jax.eval_shape(planned.init, KEY, *inputs)
+        variables = jax.eval_shape(planned.init, KEY, inputs)
     assert set(nn.by_path(variables[nn.PROBE])) == {site.path for site in sites}
-
-
-@pytest.mark.parametrize("recipe", [DELAYED, f"{DELAYED}:initialized"])
-@pytest.mark.parametrize("is_object", [False, True])
-def test_a_planned_model_initializes_the_scales_of_any_recipe(recipe, is_object):
-    plain = linen.Sequential([linen.Dense(32), linen.relu, linen.Dense(16)])
-    x = support.normal(32, 48)
-    model = nn.convert(plain, recipe=get_recipe(recipe) if is_object else recipe)
-    planned = nn.Planned(model).with_initialized_scales()
-    sites = nn.list_sites(planned, x)
-    assert sites and all(site.plan.recipe.scales_initialized for site in sites)

@@ -1,21 +1,137 @@
-"""An MLP whose wide layers run as one operation."""
+"""A chain of sites: its equation, its parts of a plan, and wide layers in one."""
 
-import chex
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 from loka_jax import nn
-from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.ops import crossed_stack, wide_stack
-from loka_jax.ops.device import HOPPER
-from loka_jax.probe.site import ProbeConfig
+from loka_jax.ops import wide_stack
 from loka_jax.site import Choice
 from tests import support
+from tests.support import stand_ins
+from tests.support.nn import (
+    ACTIVATIONS,
+    DELAYED,
+    gradients,
+    initialized,
+    normalized,
+    record_calls,
+    rounded,
+    states,
+    stored_table,
+)
 
-DELAYED = "fp8_tensorwise_delayed"
+X = support.normal(32, 48)
+
+
+def equation(mlp, variables, x, train=False):
+    """Returns what the MLP computes, in float64."""
+    params, stats = variables["params"], variables.get("batch_stats", {})
+    x = normalized(x, mlp.input_norm)
+    for i in range(len(mlp.features)):
+        dense = params[f"dense_{i}"]
+        x = x @ dense["kernel"] + dense.get("bias", 0.0)
+        if mlp.ends_linear and i == len(mlp.features) - 1:
+            return x
+        of_batch = None if train else stats.get(f"norm_{i}")
+        x = normalized(x, mlp.norm, params.get(f"norm_{i}"), of_batch)
+        x = ACTIVATIONS[mlp.activation](x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "options, with_bias",
+    [
+        ({}, ["dense_0", "dense_1"]),
+        ({"use_bias": False, "ends_linear": True, "activation": "swish"}, []),
+        ({"norm": "layer", "ends_linear": True}, ["dense_1", "norm_0"]),
+        ({"norm": "layer", "use_bias": False, "input_norm": "rms"}, []),
+        ({"norm": "rms", "activation": "gelu", "ends_linear": True}, ["dense_1"]),
+        ({"norm": "block", "activation": "hard_swish", "input_norm": "rms"}, []),
+        ({"norm": "batch"}, ["norm_0", "norm_1"]),
+        ({"norm": "batch", "use_bias": False, "activation": "none"}, []),
+    ],
+    ids=range(8),
+)
+def test_in_float32_an_mlp_follows_its_equation(options, with_bias):
+    mlp = nn.Mlp((24, 16), recipe="f32", **options)
+    x = support.normal(2, 6, 272) + 0.5  # more than a block
+    variables = initialized(mlp, x)
+    params = variables["params"]
+    assert sorted(name for name in params if "bias" in params[name]) == with_bias
+
+    @jax.jit
+    def run(variables, x):
+        y, updated = mlp.apply(variables, x, train=True, mutable=["batch_stats"])
+        return y, updated, mlp.apply(variables, x)
+
+    trained, updated, y = run(variables, x)
+    for found, train in ((trained, True), (y, False)):
+        expected = equation(mlp, variables, x, train=train)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for path, new in jax.tree_util.tree_leaves_with_path(updated):
+        assert np.all(new != functools.reduce(lambda t, k: t[k.key], path, variables))
+
+
+def test_dropout_drops_after_every_layer_in_training_only():
+    mlp = nn.Mlp((64, 48), recipe="f32", norm="batch", dropout_rate=0.25)
+    variables, rates = initialized(mlp, X), []
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, linen.Dropout):
+            rates.append((context.module.rate, args[0].shape))
+            return args[0]
+        return call(*args, **kwargs)
+
+    rngs = {"dropout": jax.random.key(1)}
+    train = functools.partial(mlp.apply, train=True, mutable=["batch_stats"])
+    with linen.intercept_methods(record):
+        jax.eval_shape(functools.partial(train, rngs=rngs), variables, X)
+        jax.eval_shape(mlp.apply, variables, X)
+    assert rates == [(0.25, (32, 64)), (0.25, (32, 48))]
+    one = mlp.clone(features=(64,), norm="none")
+    variables = initialized(one, X)
+    dropped = jax.jit(functools.partial(one.apply, train=True, rngs=rngs))(variables, X)
+    plain, kept = np.float32(equation(one, variables, X)), dropped != 0
+    expected = np.where(kept, plain / 0.75, 0)
+    np.testing.assert_allclose(dropped, expected, rtol=1e-4, atol=1e-4)
+    assert 0.7 < np.mean(kept) / np.mean(plain != 0) < 0.8
+
+
+# Chains of kernels.
+
+
+def test_on_a_hopper_gpu_fp8_goes_from_layer_to_layer():
+    mlp = nn.Mlp((48, 64, 20, 16), recipe="fp8_rowwise_bf16_drhs", norm="layer")
+    with nn.site_context(device=stand_ins.HOPPER):
+        sites = nn.list_sites(mlp, jax.ShapeDtypeStruct((65, 32), "float32"))
+        dropping = nn.list_sites(mlp.clone(dropout_rate=0.5), X)
+    first, second, third, fourth = sites
+    # The first is given an array; 20 columns are not for FP8, nor what follows them.
+    assert first.runs["fwd"] == "pallas fp8 e4m3 rowwise"
+    assert second.runs["fwd"] == "pallas fp8 e4m3 tensorwise x rowwise"
+    assert third.why_not_fused.startswith("n=20")
+    assert fourth.why_not_fused.startswith("k=20")
+    assert [site.follows for site in sites] == [False, True, True, True]
+    assert not any(site.follows for site in dropping)
+
+
+def test_a_linear_end_reads_the_fp8_that_the_layer_before_hands_on():
+    mlp = nn.Mlp((48, 64), recipe="fp8_rowwise", norm="layer", ends_linear=True)
+    with nn.site_context(device=stand_ins.HOPPER):
+        first, second = nn.list_sites(mlp, X)
+        dropping = nn.list_sites(mlp.clone(dropout_rate=0.5), X, train=True)
+    assert (first.spec.out, second.spec.fp8_in) == ("fp8", "tensorwise")
+    assert [(s.spec.out, s.spec.fp8_in) for s in dropping] == [("compute", None)] * 2
+    assert second.runs["fwd"].startswith("xla fp8")
+    assert (second.spec.norm, second.spec.activation) == ("none", "none")
+
+
+# Wide layers as one operation.
+
 WIDE = nn.Mlp(
     (wide_stack.WIDE, 32, 64),
     recipe=DELAYED,
@@ -23,265 +139,125 @@ WIDE = nn.Mlp(
     activation="hard_swish",
     ends_linear=True,
 )
-
-
-def test_an_mlp_without_layers_is_refused():
-    with pytest.raises(ValueError, match="name no layer"):
-        nn.Mlp(()).init(jax.random.key(0), jnp.ones((4, 8)))
+SET = WIDE.clone(recipe=f"{DELAYED}:initialized", fused=True)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Returns a list that has the layers of each call of `wide_stack`."""
-    found, run = [], wide_stack.wide_stack
-
-    def counted(x, layers, *args, **kwargs):
-        found.append(len(layers))
-        return run(x, layers, *args, **kwargs)
-
-    monkeypatch.setattr(wide_stack, "wide_stack", counted)
-    return found
+    return record_calls(monkeypatch, (wide_stack, "wide_stack"))
 
 
-def _x(k=48):
-    return support.normal(32, k, dtype=jnp.bfloat16)
+def lengths(calls):
+    return [len(layers) for _, (_, layers, *_) in calls]
 
 
-def _trained(module, variables, x):
-    """Returns the loss of a model, and the gradients of its variables."""
-
-    def loss(variables):
-        return jnp.mean(module.apply(variables, x).astype(jnp.float32) ** 2)
-
-    return jax.value_and_grad(loss)(variables)
-
-
-def _initialized(module, x):
-    """Returns variables whose delayed scales are set, and the model that says so."""
-    variables = module.init(jax.random.key(0), x)
-    _, grads = _trained(module, variables, x)
-    states = grads[OVERWRITE_WITH_GRADIENT]
-    set_ = module.clone(recipe=f"{module.recipe}:initialized")
-    return {**variables, OVERWRITE_WITH_GRADIENT: states}, set_
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"input_norm": "rms"},
-        # Of which the last layer is no small part.
-        {
-            "features": (wide_stack.WIDE, 32, 256),
-            **{"norm": "none", "activation": "relu", "ends_linear": False},
-        },
-        {"norm": "layer", "activation": "swish"},
-    ],
-)
-def test_wide_layers_whose_scales_are_set_run_as_one_operation(changes, calls):
-    x = _x()
-    variables, by_layers = _initialized(WIDE.clone(**changes), x)
-    fused = by_layers.clone(fused=True)
-    chex.assert_trees_all_equal_shapes(fused.init(jax.random.key(0), x), variables)
+def count_calls(calls, mlp, x=X, rngs=None, **options):
+    """Returns the layers of the operations that run an MLP."""
     calls.clear()
-    theirs = _trained(by_layers, variables, x)
-    assert not calls
-    ours = _trained(fused, variables, x)
-    assert calls == [3]
-    chex.assert_trees_all_equal_structs(ours, theirs)
+    rngs = jax.random.key(0) if rngs is None else rngs
+    jax.eval_shape(functools.partial(mlp.init, rngs, **options), x)
+    return lengths(calls)
+
+
+def test_in_bfloat16_one_operation_computes_what_its_layers_do(calls):
+    mlp = WIDE.clone(recipe="bf16", norm="layer", activation="swish", input_norm="rms")
+    x, g = rounded(2, 16, 48), rounded(2, 16, 64, seed=1)
+    variables = initialized(mlp, x)
+
+    @jax.jit
+    def both(variables, x, g):
+        theirs = gradients(mlp, variables, x, g)
+        assert not calls
+        return theirs, gradients(mlp.clone(fused=True), variables, x, g)
+
+    theirs, ours = both(variables, x, g)
+    assert lengths(calls) == [3]
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        # The quantization error of E4M3, 2.6e-2, in each layer, both ways.
-        assert np.linalg.norm(a - b) <= 6 * 2.6e-2 * np.linalg.norm(b)
-    sites, others = (nn.list_sites(module, x) for module in (fused, by_layers))
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # Roundings to bfloat16 of z, y and their gradients, at each of three layers.
+        assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
+
+
+def test_delayed_layers_of_one_operation_have_states_of_their_own(calls):
+    x = rounded(32, 48)
+    mlp = SET.clone(features=(wide_stack.WIDE, 32), norm="none", activation="relu")
+    variables = initialized(mlp, x, table=stored_table())
+    calls.clear()
+    _, found, _ = gradients(mlp, variables, x, rounded(32, 32, seed=1, scale=1e-3))
+    assert lengths(calls) == [2]
+    first, second = states(found)
+    assert first[0, 1] == np.abs(x).max()
+    for table, i in ((first, 0), (second, 1)):
+        kernel = variables["params"][f"dense_{i}"]["kernel"]
+        assert table[1, 1] == pytest.approx(np.abs(kernel).max(), rel=2.0**-8)
+        np.testing.assert_array_equal(table[:, 2:5], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    assert first[2, 1] != second[2, 1] and first[0, 1] != second[0, 1]
+
+
+def test_sites_of_one_operation_are_those_of_its_layers():
+    sites, others = (nn.list_sites(m, X) for m in (SET, SET.clone(fused=False)))
     for site, other in zip(sites, others, strict=True):
-        assert (site.path, site.spec, site.follows) == (
-            *(other.path, other.spec, other.follows),
-        )
-        runs, recipe = other.runs, other.recipe
-        if site.path == "dense_2" and fused.norm == "none":
-            runs, recipe = runs | {"dlhs": "xla bf16"}, f"{DELAYED}/bf16/{DELAYED}"
-        assert site.recipe == recipe
-        assert site.runs == {k: f"{text}, tails" for k, text in runs.items()}
-        assert site.why_not_fused is None
+        for name in ("path", "spec", "follows", "recipe"):
+            assert getattr(site, name) == getattr(other, name)
+        assert site.joins and not other.joins and site.why_not_fused is None
+        assert site.runs == {k: f"{text}, tails" for k, text in other.runs.items()}
 
 
 @pytest.mark.parametrize(
-    ("widths", "changes", "last"),
+    "widths, changes, columns, last",
     [
         # The last layer has more than half of the work, or less than a sixteenth.
-        ((wide_stack.WIDE, 64), {}, f"{DELAYED}/bf16/{DELAYED}"),
-        ((wide_stack.WIDE, 64, 64), {}, "bf16"),
-        ((wide_stack.WIDE, 64, 64), {"norm": "block"}, DELAYED),
-        ((wide_stack.WIDE, 64, 64), {"fused": False}, DELAYED),
-        ((wide_stack.WIDE, 64, 64), {"recipe": "f32"}, "f32"),
+        ((1024, 64), {}, 48, f"{DELAYED}/bf16/{DELAYED}"),
+        ((1024, 64, 64), {}, 48, "bf16"),
+        ((1024, 64, 64), {"norm": "block"}, 48, DELAYED),
+        ((1024, 64, 64), {"fused": False}, 48, DELAYED),
+        ((1024, 64, 64), {"recipe": "f32"}, 48, "f32"),
+        # Exactly a sixteenth, and a little more.
+        ((192, 64, 16), {}, 16, "bf16"),
+        ((176, 64, 16), {}, 16, DELAYED),
     ],
 )
-def test_a_small_last_layer_without_a_norm_is_in_bfloat16(widths, changes, last):
-    mlp = WIDE.clone(features=widths, norm="none", ends_linear=False, fused=True)
-    mlp, x = mlp.clone(**changes), _x()
-    states = mlp.init(jax.random.key(0), x).get(OVERWRITE_WITH_GRADIENT, {})
-    assert (f"dense_{len(widths) - 1}" in states) == (DELAYED in last)
-    if mlp.recipe == DELAYED:
-        mlp = mlp.clone(recipe=f"{DELAYED}:initialized")
-    sites = nn.list_sites(mlp, x)
+def test_a_small_last_layer_without_a_norm_is_in_bfloat16(
+    widths, changes, columns, last
+):
+    mlp = SET if last not in ("f32", "bf16") and 1024 in widths else WIDE
+    mlp = mlp.clone(features=widths, norm="none", ends_linear=False, fused=True)
+    sites = nn.list_sites(mlp.clone(**changes), X[:, :columns])
     assert sites[-1].recipe == last
     assert {site.recipe for site in sites[:-1]} == {changes.get("recipe", DELAYED)}
 
 
-def test_a_choice_takes_a_small_last_layer_to_fp8():
-    mlp = WIDE.clone(features=(wide_stack.WIDE, 64, 64), norm="none", fused=True)
-    with nn.overriding({"dense_2": Choice.parse(f"xla {DELAYED}")}):
-        sites = nn.list_sites(mlp, _x())
-    assert [site.recipe for site in sites] == [DELAYED] * 3
+@pytest.mark.parametrize(
+    "changes, found",
+    [
+        ({}, [3]),
+        ({"dropout_rate": 0.5}, [3]),  # in inference nothing is dropped
+        ({"features": (512, 64)}, []),  # narrow
+        ({"norm": "batch"}, []),
+        ({"recipe": DELAYED}, []),  # its scales are not set
+        ({"recipe": "fp8_rowwise"}, []),
+        ({"implementation": "xla"}, []),
+        ({"fused": False}, []),
+        # A layer before and one after it that are not served: 13 features, and 40.
+        ({"features": (64, 1024, 40, 32), "norm": "none", "activation": "relu"}, [1]),
+    ],
+    ids=range(9),
+)
+def test_layers_that_are_served_run_as_one_operation(changes, found, calls):
+    columns = 13 if 40 in changes.get("features", ()) else 48
+    assert count_calls(calls, SET.clone(**changes), X[:, :columns]) == found
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("widths", [(wide_stack.WIDE, 64), (64, 64)])
-def test_the_norm_of_the_input_is_over_whole_rows(widths, fused):
-    mlp = WIDE.clone(features=widths, recipe="bf16", fused=fused)
-    x = 3 * _x(272)  # more than a block
-    variables = mlp.init(jax.random.key(0), x)
-    wide = x.astype(jnp.float32)
-    rms = jnp.sqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-6)
-    normed = (wide / rms).astype(x.dtype)
-    ours, theirs = (
-        _trained(module, variables, rows)
-        for module, rows in ((mlp.clone(input_norm="rms"), x), (mlp, normed))
-    )
-    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        assert np.linalg.norm(a - b) <= 2.0**-7 * np.linalg.norm(b)
-
-
-def test_in_bfloat16_the_same_passes_run(calls):
-    mlp, x = WIDE.clone(recipe="bf16"), _x()
-    variables = mlp.init(jax.random.key(0), x)
-    theirs = _trained(mlp, variables, x)
-    ours = _trained(mlp.clone(fused=True), variables, x)
-    assert calls == [3]
-    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
-
-
-def test_what_is_not_served_runs_site_by_site(calls):
-    x = _x()
-    variables, by_layers = _initialized(WIDE, x)
-    calls.clear()
-    fused = by_layers.clone(fused=True)
-    refused = {
-        "narrow": fused.clone(features=(512, 64)),
-        "batch norm": fused.clone(norm="batch"),
-        "not set": WIDE.clone(fused=True),
-        "rowwise": fused.clone(recipe="fp8_rowwise"),
-        "by xla": fused.clone(implementation="xla"),
-    }
-    for module in refused.values():
-        jax.eval_shape(module.init, jax.random.key(0), x)
-    dropout = fused.clone(dropout_rate=0.5)
-    rngs = {"dropout": jax.random.key(1)}
-    dropout.apply(variables, x, train=True, rngs=rngs)
-    with nn.probing(ProbeConfig()):
-        jax.eval_shape(fused.init, jax.random.key(0), x)
-    jax.eval_shape(fused.init, jax.random.key(0), _x()[:24])  # rows
-    assert not calls
-    chex.assert_trees_all_equal(
-        refused["by xla"].apply(variables, x), by_layers.apply(variables, x)
-    )
-    dropout.apply(variables, x)  # in inference nothing is dropped
-    assert calls == [3]
-
-
-def test_layers_beside_those_that_are_served_run_by_themselves(calls):
-    mlp = nn.Mlp(
-        (64, wide_stack.WIDE, 40, 32), recipe=f"{DELAYED}:initialized", fused=True
-    )
-    x = _x(13)
-    variables = mlp.init(jax.random.key(0), x)
-    calls.clear()
-    y = mlp.apply(variables, x)
-    assert calls == [1]  # 13 features, and 40, are no multiple of 16
-    assert y.shape == (32, 32)
+def test_neither_dropout_nor_probe_nor_few_rows_are_served(calls):
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    assert not count_calls(calls, SET.clone(dropout_rate=0.5), rngs=rngs, train=True)
+    with nn.probing(nn.ProbeConfig()):
+        assert not count_calls(calls, SET)
+    assert not count_calls(calls, SET, X[:24])
 
 
 def test_the_plan_of_a_site_decides(calls):
-    fused = WIDE.clone(recipe=f"{DELAYED}:initialized", fused=True)
-    by_rows = {"dense_1": Choice.parse("xla fp8_rowwise")}
-    with nn.overriding(by_rows):
-        jax.eval_shape(fused.init, jax.random.key(0), _x())
-    assert calls == [1]  # of dense_0; dense_2 is narrow
-    calls.clear()
+    with nn.overriding({"dense_1": Choice.parse("xla fp8_rowwise")}):
+        assert count_calls(calls, SET) == [1]  # of dense_0; dense_2 is narrow
     with nn.overriding({"dense_1": "bf16"}):
-        jax.eval_shape(fused.init, jax.random.key(0), _x())
-    assert calls == [3]
-    calls.clear()
-    by_kernels = {"dense_2": Choice.parse(f"pallas {DELAYED}:initialized")}
-    with nn.overriding(by_kernels), nn.site_context(device=HOPPER):
-        mlp = fused.clone(features=(wide_stack.WIDE, 64, 64), norm="none")
-        sites = nn.list_sites(mlp.clone(ends_linear=False), _x())
-    assert calls == [2] and sites[2].plan.choice == by_kernels["dense_2"]
-
-
-MODELS = {
-    "wukong": (Wukong(fmb_mlp=(1024, 32), num_layers=2), 2),
-    "dhen": (Dhen(dot_mlp=(1024,), num_layers=2), 3),  # the top MLP reads 64 x 16
-    "dcnv2": (Dcnv2(num_cross_layers=1, deep_mlp=(1024, 32)), 1),
-    "dlrm": (Dlrm(top_mlp=(1024, 32)), 1),
-}
-
-
-@pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_fuse_wide_layers_if_asked(name, is_fused, calls):
-    model, count = MODELS[name]
-    model = model.clone(recipe="bf16", norm="block", fused_wide=is_fused)
-    features = support.normal(32, 16), support.normal(32, 16, 16, seed=1)
-    jax.eval_shape(model.init, jax.random.key(0), *features)
-    assert len(calls) == count * is_fused
-
-
-STACKED = Dcnv2(
-    num_cross_layers=2,
-    cross_rank=32,
-    deep_mlp=(1024, 32),
-    structure="stacked",
-    recipe=f"{DELAYED}:initialized",
-    fused_wide=True,
-)
-
-
-@pytest.mark.parametrize(
-    "changes, count",
-    [
-        ({}, 1),
-        ({"recipe": "bf16"}, 0),  # XLA's cross layers
-        ({"structure": "parallel"}, 0),
-        ({"deep_mlp": (64, 32)}, 0),  # narrow
-        ({"dropout_rate": 0.5}, 0),
-        ({"norm": "batch"}, 0),
-    ],
-    ids=str,
-)
-def test_a_cross_network_and_the_wide_layers_that_read_it_are_one_operation(
-    changes, count, monkeypatch
-):
-    found, run = [], crossed_stack.crossed_stack
-
-    def counted(*args, **kwargs):
-        found.append(args)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(crossed_stack, "crossed_stack", counted)
-    model = STACKED.clone(**changes)
-    features = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-
-    def initialized(*features):
-        return model.init(keys, *features, train=True)
-
-    shapes = jax.eval_shape(initialized, *features)
-    assert len(found) == count
-    found.clear()
-    one_by_one = model.clone(fused_wide=False)
-    with_names = jax.eval_shape(one_by_one.init, keys, *features)
-    chex.assert_trees_all_equal_shapes(shapes["params"], with_names["params"])
-    sites = [[s.path for s in nn.list_sites(m, *features)] for m in (model, one_by_one)]
-    assert sites[0] == sites[1]
+        assert count_calls(calls, SET) == [3]

@@ -1,0 +1,178 @@
+"""What tests of modules and models share: variables, and sites in numpy."""
+
+import functools
+import math
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from loka_jax import nn, scaling
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, observed
+from loka_jax.recipe import get_recipe
+
+DELAYED = "fp8_tensorwise_delayed"
+BF16 = 2.0**-8  # at most the relative error of a rounding to bfloat16
+# Of lhs, rhs and g, each far from the others: above their limits of 1.75 and 3.5 normal
+# numbers are clipped, and weights below 1 lose all but two bits.
+FACTORS = np.float32([2.0**-8, 2.0**2, 2.0**-7])
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "swish": lambda x: x / (1 + np.exp(-x)),
+    "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+    # The form by tanh, as Flax's; by erf it would be off by 5e-4.
+    "gelu": lambda x: (
+        x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
+}
+
+
+def rms_by_blocks(x, block=256, epsilon=1e-6):
+    """Returns `x` with every block of the last dim at unit mean square, in float64."""
+    x = np.asarray(x, np.float64)
+    parts = [
+        x[..., i : i + block]
+        / np.sqrt(np.mean(x[..., i : i + block] ** 2, -1, keepdims=True) + epsilon)
+        for i in range(0, x.shape[-1], block)
+    ]
+    return np.concatenate(parts, -1)
+
+
+def normalized(x, norm, params=None, stats=None):
+    """Returns float64 `gamma norm(x) + beta`; a batch norm may take other moments."""
+    x, params = np.asarray(x, np.float64), params or {}
+    match norm:
+        case "layer":
+            x = x - x.mean(-1, keepdims=True)
+            x = rms_by_blocks(x, x.shape[-1])
+        case "rms":
+            x = rms_by_blocks(x, x.shape[-1])
+        case "block":
+            x = rms_by_blocks(x)
+        case "batch":
+            axes = tuple(range(x.ndim - 1))
+            stats = stats or {"mean": x.mean(axes), "var": x.var(axes)}
+            x = (x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+    return x * params.get("scale", 1.0) + params.get("bias", 0.0)
+
+
+def rounded(*shape, seed=0, scale=1.0):
+    """Returns normal values that are exact in bfloat16, as float32 of numpy."""
+    values = scale * np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def table_of(factors, history=0):
+    """Returns the table of a site with these factors and newest amaxes."""
+    table = np.zeros((3, 1 + get_recipe(DELAYED).amax_history_length), np.float32)
+    table[:, 0], table[:, 1:4] = factors, history
+    return table
+
+
+def stored_table():
+    """Returns a table whose operands have different factors and amaxes."""
+    return table_of(FACTORS, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+
+
+def table_after(table, amaxes):
+    """Returns a table after a step with these amaxes of lhs, rhs and g."""
+    update = jax.jit(scaling.update_delayed, static_argnums=2)
+    state = scaling.DelayedScaling(table)
+    return update(state, np.float32(amaxes), get_recipe(DELAYED)).table
+
+
+def e4m3(x, factor):
+    """Returns float64 values as a cast by a stored factor to E4M3 leaves them."""
+    limit = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+    scaled = np.clip(np.asarray(x, np.float64) / factor, -limit, limit)
+    cast = scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return cast.astype(np.float64) * factor
+
+
+def initialized(module, *args, table=None, **kwargs):
+    """Returns variables of random parameters and moments, without compiling.
+
+    The table of each site is as given, by default that before a first step.
+    """
+    init = functools.partial(module.init, **kwargs)
+    shapes = jax.eval_shape(init, jax.random.key(0), *args)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    if table is None:
+        table = table_of((1, 1, 1))
+    values = [
+        np.broadcast_to(table, leaf.shape).copy()
+        if path[0].key == OVERWRITE_WITH_GRADIENT
+        else _random(path[-1].key, leaf.shape, seed)
+        if path[0].key in ("params", "batch_stats")
+        else np.zeros(leaf.shape, leaf.dtype)
+        for seed, (path, leaf) in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, values)
+
+
+def _random(name, shape, seed):
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    match name:
+        case "kernel":
+            return values / np.float32(max(shape[0], 1) ** 0.5)
+        case "scale":
+            return 1 + np.float32(0.3) * values
+        case "var":
+            return np.exp(values)
+    return np.float32(0.3) * values
+
+
+def states(variables):
+    """Returns the tables of all sites, of variables or of their gradients."""
+    return [np.asarray(x) for x in jax.tree.leaves(variables[OVERWRITE_WITH_GRADIENT])]
+
+
+def gradients(module, variables, x, factors):
+    """Returns the output, and gradients of the sum of it times factors.
+
+    They are those of the variables and of x.
+    """
+
+    def loss(variables, x, factors):
+        y = module.apply(variables, x)
+        return jax.numpy.sum(y.astype(np.float32) * factors), y
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, y), found = run(variables, x, factors)
+    return y, *found
+
+
+def record_calls(monkeypatch, *functions):
+    """Returns a list of names and arguments of calls of functions of modules."""
+    found = []
+
+    def recorded(run, name, *args, **kwargs):
+        found.append((name, args))
+        return run(*args, **kwargs)
+
+    for module, name in functions:
+        run = functools.partial(recorded, getattr(module, name), name)
+        monkeypatch.setattr(module, name, run)
+    return found
+
+
+def record_taps(monkeypatch):
+    """Returns a list that gets (out, lhs, rhs, scales) of each product Probe is shown.
+
+    Nothing else is done with them, so that little is compiled.
+    """
+    found = []
+
+    def tap(observer, axis_names, out, lhs, rhs, scales, stats):
+        found.append((out, lhs, rhs, scales))
+        return out
+
+    monkeypatch.setattr(observed, "tap", tap)
+    return found
+
+
+def listed(module, *args, **kwargs):
+    """Returns the sites of a module by path."""
+    return {site.path: site for site in nn.list_sites(module, *args, **kwargs)}

@@ -1,0 +1,72 @@
+"""Chains of sites as on a Hopper GPU, and one operation over devices."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax import nn
+from loka_jax.models import Dcnv2
+from loka_jax.ops import crossed_stack
+from tests import support
+from tests.support import stand_ins
+from tests.support.nn import (
+    DELAYED,
+    gradients,
+    initialized,
+    record_calls,
+    rounded,
+    table_of,
+)
+
+
+def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatch):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    recipe = f"{DELAYED}:initialized"
+    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(32, 16), fused_wide=True)
+    # 13 + 35 features, and zeros.
+    features = support.normal(64, 13), support.normal(64, 7, 5, seed=1)
+    table = table_of([2.0**-5, 2.0**-9, 2.0**-5])  # nothing is clipped or flushed
+    variables = initialized(model, *features, table=table)
+    calls = record_calls(monkeypatch, (crossed_stack, "crossed_beside"))
+
+    def run(params, *features):
+        def loss(params, *features):
+            # Far from the logits: the gradient of the bias is no small difference.
+            logits = model.apply(variables | {"params": params}, *features)
+            return jnp.sum((logits - 9) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(params, *features)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("data")
+    specs = dict(in_specs=(jax.P(), rows, rows), out_specs=(jax.P(), rows, rows))
+    spread = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+    ours, theirs = (f(variables["params"], *features) for f in (spread, jax.jit(run)))
+    assert len(calls) == 2
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "widths, options, floor",
+    [
+        # Of four layers the errors add up.
+        ((48, 64, 20, 16), {"recipe": "fp8_rowwise_bf16_drhs"}, 5),
+        ((48, 64), {"recipe": "fp8_rowwise", "ends_linear": True}, 15),
+    ],
+    ids=range(2),
+)
+def test_an_mlp_on_a_hopper_gpu_computes_what_xla_does(widths, options, floor):
+    mlp, x = nn.Mlp(widths, norm="layer", **options), rounded(65, 32)
+    variables = initialized(mlp, x)
+    # As factors of the loss these are near zero where an activation is, so that
+    # elements which roundings take over the kink of a relu count little.
+    g = np.asarray(jax.jit(mlp.apply)(variables, x), np.float32)
+    expected, *rest = gradients(mlp, variables, x, g)
+    with nn.site_context(device=stand_ins.HOPPER):
+        y, *found = gradients(mlp, variables, x, g)
+    assert support.sqnr_db(expected, y) > 18
+    for e, f in zip(*map(jax.tree.leaves, (rest, found)), strict=True):
+        assert support.sqnr_db(e, f) > floor
