@@ -3,6 +3,7 @@
 The references are numpy and ml_dtypes in float64, independent of the library.
 """
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,15 @@ def drills(values):
 
 def _param(x, marks):
     return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
+
+
+def jitted(function, **options):
+    """Returns the compiled function, which rounds wherever the program says so.
+
+    XLA may otherwise drop a cast to bfloat16 or FP8 that is followed by one back.
+    """
+    exactly = {"xla_allow_excess_precision": False}
+    return jax.jit(function, compiler_options=exactly, **options)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

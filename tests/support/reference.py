@@ -1,18 +1,8 @@
-"""The float32 reference of a site, and the parameters that a site of each norm has."""
-
-import jax
-import jax.numpy as jnp
+"""The float32 reference of what follows a product, and the parameters of each norm."""
 
 from loka_jax.measure import reference
 from loka_jax.normed import Epilogue, NormVectors
 from tests import support
-
-
-def site(lhs, rhs, vectors, norm, activation):
-    """Returns `activation(gamma norm(lhs @ rhs + bias) + beta)` in float32."""
-    with jax.default_matmul_precision("float32"):
-        z = lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
-    return after_product(z, vectors, norm, activation)
 
 
 def after_product(z, vectors, norm, activation):

@@ -23,6 +23,7 @@ use.defvjp(
 
 
 def total(table, contributions):
+    """Returns 0 from a use of the table for each contribution."""
     shared = max_merge.merged(table)
     return sum(use(max_merge.unmerged(shared), c) for c in contributions)
 
@@ -32,31 +33,12 @@ CONTRIBUTIONS = np.float32([[1.0, -np.inf, 5.0], [3.0, -np.inf, 2.0], [2.0] * 3]
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_gradient_is_the_maximum(transform):
+def test_the_gradient_is_the_maximum_or_the_array_where_nothing_contributes(transform):
     gradient = transform(jax.grad(total))(TABLE, CONTRIBUTIONS)
     chex.assert_type(gradient, jnp.float32)
     np.testing.assert_array_equal(gradient, [3.0, 2.0, 5.0])
-
-
-def test_where_nothing_contributes_it_is_the_array_itself():
-    gradient = jax.grad(total)(TABLE, CONTRIBUTIONS[:2])
+    gradient = transform(jax.grad(total))(TABLE, CONTRIBUTIONS[:2])
     np.testing.assert_array_equal(gradient, [3.0, 8.0, 5.0])
-
-
-def test_the_conversions_are_no_operations():
-    def there_and_back(table):
-        return max_merge.unmerged(max_merge.merged(table))
-
-    compiled = jax.jit(there_and_back).lower(TABLE).as_text()
-    plain = jax.jit(lambda table: table).lower(TABLE).as_text()
-    operations = lambda text: text.count("stablehlo.")  # noqa: E731
-    assert operations(compiled) == operations(plain)
-
-
-def test_a_concrete_array_stays_as_it_is():
-    table = jnp.asarray(TABLE)
-    assert max_merge.merged(table) is table
-    assert max_merge.merged_if_differentiated(table) is table
 
 
 def test_no_arithmetic_adds_merged_arrays():

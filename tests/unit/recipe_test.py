@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 
 import jax.numpy as jnp
@@ -12,20 +11,15 @@ E4M3_CAST = Cast(dtype=E4M3)
 E5M2_CAST = Cast(dtype=E5M2)
 
 
-@pytest.mark.parametrize("name", recipe.RECIPES)
-def test_recipes_are_found_by_their_own_names(name):
-    assert get_recipe(name).name == name
-    assert not get_recipe(name).scales_initialized
+def gemm(first, second):
+    """Returns the casts of a product."""
+    return GemmRecipe(first=first, second=second)
 
 
-def test_an_unknown_recipe_suggests_the_nearest():
+def test_recipes_are_found_by_their_own_names():
+    assert [get_recipe(name).name for name in recipe.RECIPES] == [*recipe.RECIPES]
     with pytest.raises(ValueError, match="did you mean 'fp8_rowwise'"):
         get_recipe("fp8_rowise")
-
-
-def test_an_unlike_recipe_lists_what_there_is():
-    with pytest.raises(ValueError, match="There are bf16, f32, fp8_blockwise"):
-        get_recipe("qqq")
 
 
 def test_initialized_is_a_suffix_of_the_name():
@@ -34,64 +28,62 @@ def test_initialized_is_a_suffix_of_the_name():
     assert initialized == dataclasses.replace(plain, scales_initialized=True)
 
 
-def test_only_recipes_with_a_history_are_delayed():
-    delayed = {name for name in recipe.RECIPES if get_recipe(name).is_delayed}
-    assert delayed == {
-        "fp8_tensorwise_delayed",
-        "fp8_tensorwise_delayed_bf16_drhs",
-    }
-
-
-@pytest.mark.parametrize("dtype", [E5M2, "float8_e5m2", jnp.dtype(E5M2)])
-def test_e5m2_by_e5m2_is_refused(dtype):
-    with pytest.raises(ValueError, match="E5M2 x E5M2"):
-        GemmRecipe(first=E5M2_CAST, second=Cast(dtype=dtype))
-
-
-def test_other_formats_are_refused():
-    with pytest.raises(ValueError, match="E4M3 or E5M2"):
-        Cast(dtype=jnp.bfloat16)
-
-
-def test_blockwise_with_another_granularity_is_refused():
-    with pytest.raises(ValueError, match="both operands blockwise"):
-        GemmRecipe(first=Cast(granularity="blockwise"), second=E4M3_CAST)
-
-
-@pytest.mark.parametrize("granularity", ["rowwise", "blockwise"])
-def test_delayed_scaling_is_only_tensorwise(granularity):
-    with pytest.raises(ValueError, match="one scale per tensor"):
-        Cast(granularity=granularity, scaling="delayed")
-
-
-def test_two_whole_tensor_casts_of_one_operand_are_refused():
-    with pytest.raises(ValueError, match="casts rhs tensorwise in two ways"):
-        Recipe(
-            name="mixed",
-            fwd=GemmRecipe(first=E4M3_CAST, second=E4M3_CAST),
-            dlhs=GemmRecipe(
-                first=E5M2_CAST, second=Cast(dtype=E4M3, scaling="delayed")
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda: gemm(E5M2_CAST, Cast(dtype=jnp.dtype(E5M2))), "E5M2 x E5M2"),
+        (lambda: Cast(dtype=jnp.bfloat16), "E4M3 or E5M2"),
+        (lambda: gemm(Cast(granularity="blockwise"), E4M3_CAST), "operands blockwise"),
+        (lambda: Cast(granularity="rowwise", scaling="delayed"), "one scale per tens"),
+        (
+            lambda: Recipe(
+                name="mixed",
+                fwd=gemm(E4M3_CAST, E4M3_CAST),
+                dlhs=gemm(E5M2_CAST, Cast(dtype=E4M3, scaling="delayed")),
             ),
-        )
-
-
-def test_an_empty_history_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        Recipe(name="short", amax_history_length=0)
+            "casts rhs tensorwise in two ways",
+        ),
+        (lambda: Recipe(name="short", amax_history_length=0), "at least 1"),
+    ],
+)
+def test_what_no_product_serves_is_refused(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make()
 
 
 def test_casts_are_those_of_the_roles_that_read_an_operand():
-    r = Recipe(
-        name="r",
-        fwd=GemmRecipe(first=E4M3_CAST, second=E4M3_CAST),
-        dlhs=GemmRecipe(first=E5M2_CAST, second=E4M3_CAST),
-    )
-    assert r.casts("lhs") == (E4M3_CAST,)
-    assert r.casts("rhs") == (E4M3_CAST, E4M3_CAST)
-    assert r.casts("g") == (E5M2_CAST,)
+    narrow, wide = gemm(E4M3_CAST, E4M3_CAST), gemm(E5M2_CAST, E4M3_CAST)
+    r = Recipe(name="r", fwd=narrow, dlhs=wide)
+    casts = [r.casts(operand) for operand in recipe.OPERANDS]
+    assert casts == [(E4M3_CAST,), (E4M3_CAST, E4M3_CAST), (E5M2_CAST,)]
 
 
-@pytest.mark.parametrize("name", recipe.RECIPES)
-def test_recipes_are_hashable_for_jit(name):
-    equal = copy.deepcopy(get_recipe(name))
-    assert {get_recipe(name): name}[equal] == name
+def test_shipped_recipes_cast_each_operand_as_their_names_say():
+    def casts(name):
+        found = get_recipe(name)
+        gemms = [found.gemm(role) for role in recipe.ROLES]
+        pairs = [gemm and (gemm.first, gemm.second) for gemm in gemms]
+        return [p and [(c.granularity, c.scaling) for c in p] for p in pairs]
+
+    row, tile = ("rowwise", "current"), ("blockwise", "current")
+    whole, delayed = ("tensorwise", "current"), ("tensorwise", "delayed")
+    assert casts("f32") == casts("bf16") == [None] * 3
+    assert casts("fp8_tensorwise") == [[whole] * 2] * 3
+    assert casts("fp8_tensorwise_delayed") == [[delayed] * 2] * 3
+    bf16_drhs = casts("fp8_tensorwise_delayed_bf16_drhs")
+    assert bf16_drhs == [[delayed] * 2, [delayed] * 2, None]
+    assert casts("fp8_rowwise") == [[row] * 2] * 3
+    assert casts("fp8_rowwise_bf16_drhs") == [[row] * 2, [row, whole], None]
+    assert casts("fp8_blockwise") == [[tile] * 2] * 3
+
+
+def test_only_forward_products_accumulate_fast():
+    for name in recipe.RECIPES:
+        found = get_recipe(name)
+        gemms = {role: found.gemm(role) for role in recipe.ROLES}
+        fast = {role for role, gemm in gemms.items() if gemm and gemm.fast_accumulation}
+        has_fast = found.fwd is not None and name != "fp8_blockwise"
+        assert fast == ({"fwd"} if has_fast else set())
+        casts = [cast for o in recipe.OPERANDS for cast in found.casts(o)]
+        assert all(cast.dtype == E4M3 and cast.pow2_scale for cast in casts)
+        assert (found.amax_history_length, found.margin) == (16, 1)

@@ -1,18 +1,14 @@
-"""Names of choices, and recipes composed of those of products."""
+"""Sites as data, names of choices, and recipes composed of those of products."""
 
 import pytest
 
-from loka_jax.recipe import RECIPES, get_recipe
-from loka_jax.site import Choice
+from loka_jax.recipe import RECIPES, ROLES, get_recipe
+from loka_jax.site import BF16, Choice, SiteSpec
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["xla bf16", "pallas fp8_rowwise/fp8_blockwise/bf16", "xla fp8_tensorwise_delayed"],
-)
-def test_a_name_is_read_back(name):
-    assert Choice.parse(name).name == name
-    assert Choice.parse(Choice.parse(name).name) == Choice.parse(name)
+def test_a_name_is_read_back():
+    for name in ("xla bf16", "pallas fp8_rowwise/fp8_blockwise/bf16"):
+        assert Choice.parse(name).name == name
 
 
 def test_each_product_has_the_casts_of_its_recipe():
@@ -20,20 +16,18 @@ def test_each_product_has_the_casts_of_its_recipe():
     assert recipe.fwd == get_recipe("fp8_rowwise").fwd
     assert recipe.dlhs == get_recipe("fp8_tensorwise").dlhs
     assert recipe.drhs is None
+    assert get_recipe("bf16/bf16/fp8_rowwise").drhs == get_recipe("fp8_rowwise").drhs
+    assert get_recipe("fp8_rowwise/fp8_rowwise/fp8_rowwise_bf16_drhs").drhs is None
 
-
-def test_a_composed_recipe_that_has_a_name_is_known_by_it():
-    delayed = "fp8_tensorwise_delayed"
-    found = get_recipe(f"{delayed}/{delayed}/bf16")
+    # One that has a name is known by it.
+    found = get_recipe("fp8_tensorwise_delayed/fp8_tensorwise_delayed/bf16")
     assert found == RECIPES["fp8_tensorwise_delayed_bf16_drhs"]
-    assert get_recipe("bf16/bf16/bf16") == RECIPES["bf16"]
 
 
 @pytest.mark.parametrize(
     "name, match",
     [
         ("cuda bf16", "no provider"),
-        ("bf16", "no provider"),
         ("xla fp9", "unknown recipe"),
         ("xla bf16/bf16", "names 2 recipes"),
         ("xla f32/bf16/bf16", "one dtype"),
@@ -42,3 +36,25 @@ def test_a_composed_recipe_that_has_a_name_is_known_by_it():
 def test_other_names_are_refused(name, match):
     with pytest.raises(ValueError, match=match):
         Choice.parse(name)
+
+
+def test_a_choice_is_fp8_if_any_product_is():
+    names = "bf16", "bf16/bf16/fp8_rowwise", "bf16/fp8_rowwise/bf16", "fp8_rowwise"
+    found = [Choice.parse(f"xla {name}").is_fp8 for name in names]
+    assert found == [False, True, True, True] and not BF16.is_fp8
+    initialized = Choice.parse("xla fp8_tensorwise_delayed").with_initialized_scales()
+    assert initialized == Choice.parse("xla fp8_tensorwise_delayed:initialized")
+
+
+def test_roles_multiply_their_own_sizes():
+    spec = SiteSpec(2, 3, 5)
+    sizes = [spec.gemm_sizes(role) for role in ROLES]
+    assert sizes == [(2, 3, 5), (2, 5, 3), (3, 2, 5)]
+
+
+def test_a_norm_decides_on_parameters_and_on_the_scale_of_its_output():
+    specs = [SiteSpec(2, 3, 5, norm) for norm in ("none", "layer", "rms", "block")]
+    assert [spec.has_affine for spec in specs] == [False, True, True, False]
+    assert [spec.fp8_out for spec in specs] == ["rowwise", *["tensorwise"] * 3]
+    spec = SiteSpec(2, 3, 5, "layer", "gelu", use_bias=True)
+    assert str(spec) == "2 x 3 x 5, layer, gelu, bias"

@@ -5,54 +5,41 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import jax.test_util
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import interaction
-from loka_jax.ops.interaction import dot_features
+from loka_jax.ops.interaction import dot_features, join_features, padded
 from loka_jax.triton import launch
 from tests import support
 
-# (B, F, D); of one field without a bottom vector there are no pairs.
-SIZES = [(4, 1, 8), (4, 2, 8), (3, 6, 5), (5, 26, 16)]
-
-has_bottom = pytest.mark.parametrize("has_bottom", [True, False])
-
 
 def operands(batch, fields, dim, has_bottom, dtype=jnp.float32):
+    """Returns the bottom vector, if there is one, and the embeddings."""
     bottom = support.normal(batch, dim, dtype=dtype) if has_bottom else None
     return bottom, support.normal(batch, fields, dim, seed=1, dtype=dtype)
 
 
-def vectors(bottom, embeddings):
-    parts = [] if bottom is None else [bottom[:, None]]
-    return np.concatenate([*parts, embeddings], axis=1)
-
-
 def plain(bottom, embeddings, multiple):
-    """Returns the features in float64, one pair after the other."""
-    z = vectors(bottom, embeddings).astype(np.float64)
-    n = z.shape[1]
-    pairs = [np.sum(z[:, i] * z[:, j], 1) for i in range(n) for j in range(i)]
-    parts = [] if bottom is None else list(z[:, 0].T)
-    features = np.array(parts + pairs).reshape(-1, len(z)).T
-    return np.pad(features, ((0, 0), (0, -features.shape[1] % multiple)))
+    """Returns the vectors of each example, and the features, in float64."""
+    z = embeddings if bottom is None else np.hstack([bottom[:, None], embeddings])
+    z = np.asarray(z, np.float64)
+    rows, cols = np.tril_indices(z.shape[1], -1)
+    pairs = (z @ z.swapaxes(1, 2))[:, rows, cols]
+    features = pairs if bottom is None else np.hstack([z[:, 0], pairs])
+    return z, np.pad(features, ((0, 0), (0, -features.shape[1] % multiple)))
 
 
 def plain_gradients(bottom, embeddings, g):
-    """Returns the gradients in float64, one pair after the other."""
-    z, g = vectors(bottom, embeddings).astype(np.float64), np.asarray(g, np.float64)
-    dz, k = np.zeros_like(z), 0 if bottom is None else z.shape[2]
-    for i in range(z.shape[1]):
-        for j in range(i):
-            dz[:, i] += g[:, k, None] * z[:, j]
-            dz[:, j] += g[:, k, None] * z[:, i]
-            k += 1
-    if bottom is None:
-        return None, dz
-    return dz[:, 0] + g[:, : z.shape[2]], dz[:, 1:]
+    """Returns the gradients in float64."""
+    z, _ = plain(bottom, embeddings, 1)
+    rows, cols = np.tril_indices(z.shape[1], -1)
+    lead = 0 if bottom is None else z.shape[2]
+    of_pairs = np.zeros((len(z), z.shape[1], z.shape[1]))
+    g = np.asarray(g, np.float64)
+    of_pairs[:, rows, cols] = g[:, lead : lead + len(rows)]
+    dz = (of_pairs + of_pairs.swapaxes(1, 2)) @ z
+    return (None, dz) if bottom is None else (dz[:, 0] + g[:, :lead], dz[:, 1:])
 
 
 def assert_close(x, exact, magnitude, terms):
@@ -62,141 +49,67 @@ def assert_close(x, exact, magnitude, terms):
     assert np.all(np.abs(np.asarray(x, np.float64) - exact) <= bound)
 
 
-def magnitudes(*args):
-    return jax.tree.map(np.abs, args)
-
-
-@has_bottom
-@pytest.mark.parametrize("dtype, multiple", [(jnp.float32, 1), (jnp.bfloat16, 16)])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes, has_bottom, dtype, multiple",
+    [
+        ((4, 1, 8), False, jnp.float32, 1),  # no pairs
+        ((4, 1, 8), True, jnp.bfloat16, 16),
+        ((3, 6, 5), True, jnp.float32, 1),
+        ((5, 26, 16), False, jnp.bfloat16, 16),
+    ],
+)
 def test_features_and_gradients_are_those_of_the_pairs(
-    sizes, dtype, multiple, has_bottom
+    sizes, has_bottom, dtype, multiple
 ):
     args = operands(*sizes, has_bottom, dtype)
-    run = functools.partial(dot_features, multiple=multiple)
-    out, vjp = jax.jit(functools.partial(jax.vjp, run))(*args)
-    exact = plain(*args, multiple)
+    exact = plain(*args, multiple)[1]
+    g = support.normal(*exact.shape, seed=2, dtype=dtype)
+
+    @jax.jit
+    def both_ways(args, g):
+        run = functools.partial(dot_features, multiple=multiple)
+        out, vjp = jax.vjp(run, *args)
+        return out, vjp(g)
+
+    out, gradients = both_ways(args, g)
     chex.assert_shape(out, exact.shape)
-    chex.assert_type(out, dtype)
-    assert_close(out, exact, plain(*magnitudes(*args), multiple), terms=sizes[2])
-    g = support.normal(*out.shape, seed=2, dtype=dtype)
-    gradients = jax.jit(vjp)(g)
-    exact = plain_gradients(*args, g)
-    bounds = plain_gradients(*magnitudes(*args, g))
+    magnitudes = jax.tree.map(np.abs, (*args, g))
+    assert_close(out, exact, plain(*magnitudes[:2], multiple)[1], terms=sizes[2])
+    exact, bounds = plain_gradients(*args, g), plain_gradients(*magnitudes)
     for gradient, wanted, bound in zip(gradients, exact, bounds, strict=True):
         if wanted is not None:
-            chex.assert_type(gradient, dtype)
+            chex.assert_type([out, gradient], dtype)
             assert_close(gradient, wanted, bound, terms=sizes[1] + 1)
 
 
-@has_bottom
-def test_gradients_agree_with_differences(has_bottom):
-    args = operands(2, 3, 4, has_bottom)
-    run = lambda *args: dot_features(*jax.tree.map(jnp.asarray, args))  # noqa: E731
-    jax.test_util.check_grads(run, args, 1, modes=["rev"], rtol=1e-2)
-
-
-@has_bottom
-def test_bfloat16_is_rounded_as_in_operations_of_their_own(has_bottom):
-    bottom, embeddings = args = operands(32, 26, 16, has_bottom, jnp.bfloat16)
-    z = jnp.asarray(vectors(*args))
-    gram = jnp.einsum("bnd,bmd->bnm", z, z, preferred_element_type=z.dtype)
-    rows, cols = np.tril_indices(z.shape[1], -1)
-    parts = ([bottom] if has_bottom else []) + [gram[:, rows, cols]]
-    features = jnp.concatenate(parts, axis=1)
-    out, vjp = jax.vjp(functools.partial(dot_features, multiple=1), *args)
-    chex.assert_trees_all_equal(out, features)
-
-    lead = 16 if has_bottom else 0
-    g = support.normal(*out.shape, seed=2, dtype=jnp.bfloat16)
-    lower = jnp.zeros_like(gram).at[:, rows, cols].set(g[:, lead:])
-    symmetric = lower + lower.swapaxes(1, 2)
-    dz = jnp.einsum("bnm,bmd->bnd", symmetric, z, preferred_element_type=z.dtype)
-    expected = (dz[:, 0] + g[:, :lead], dz[:, 1:]) if has_bottom else (None, dz)
-    chex.assert_trees_all_equal(vjp(g), expected)
-
-
-# Features and gradients sum at most 8 products of normal values.
-SUM_ERROR = 2 * support.sum_error(8, 40)
-
-
-def features_and_gradients(bottom, embeddings, g):
-    out, vjp = jax.vjp(dot_features, bottom, embeddings)
-    return out, vjp(g)
-
-
-@has_bottom
-def test_a_batched_axis_is_one_more_of_the_batch(has_bottom):
-    args = *operands(6, 3, 8, has_bottom), support.normal(6, 16, seed=2)
-    single = features_and_gradients(*args)
-    parts = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), args)
-    batched = jax.jit(jax.vmap(features_and_gradients))(*parts)
-    joined = jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), batched)
-    chex.assert_trees_all_close(joined, single, atol=SUM_ERROR)
-
-
-@has_bottom
-def test_under_shard_map_all_devices_do_what_one_would(has_bottom):
-    if jax.device_count() < 8:
-        pytest.skip("needs eight devices")
-    args = *operands(16, 3, 8, has_bottom), support.normal(16, 16, seed=2)
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
-    rows = dict(in_specs=P("data"), out_specs=P("data"))
-    step = jax.jit(jax.shard_map(features_and_gradients, mesh=mesh, **rows))
-    single = features_and_gradients(*args)
-    chex.assert_trees_all_close(step(*args), single, atol=SUM_ERROR)
-
-
-def test_dtypes_must_agree():
-    bottom, embeddings = operands(4, 3, 8, True)
-    with pytest.raises(ValueError, match="differ"):
-        dot_features(bottom.astype(jnp.bfloat16), embeddings)
-
-
-# The choice.
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """Returns a function that returns the provider of `dot_features` by default."""
-    monkeypatch.setattr(launch, "why_not_here", lambda: None)
-
-    def chosen(*args):
-        launched = []
-
-        def by_kernel(run, bottom, embeddings):
-            launched.append(run)
-            return jnp.zeros((len(embeddings), 1))
-
-        monkeypatch.setattr(interaction, "by_kernel", by_kernel)
-        dot_features(*args)
-        return "triton" if launched else "xla"
-
-    return chosen
+def test_features_are_padded_to_64_where_at_most_an_eighth_is_zeros():
+    assert [padded(n) for n in (55, 56, 64, 65, 111, 112)] == [64, 64, 64, 80, 112, 128]
+    assert padded(65, 8) == 72
+    first, second = np.ones((1, 3), np.float32), np.full((1, 4), 2, np.float32)
+    found = join_features(first, second, 8), join_features(None, second, 3)
+    assert [x.tolist() for x in found] == [
+        [[1] * 3 + [2] * 4 + [0]],
+        [[2] * 4 + [0] * 2],
+    ]
 
 
 @pytest.mark.parametrize(
-    "sizes, dtype, expected",
+    "fields, dtype, missing, by_triton",
     [
-        ((4, 26, 16), jnp.bfloat16, "triton"),
-        ((4, 26, 16), jnp.float32, "xla"),
-        ((4, 64, 16), jnp.bfloat16, "xla"),
+        (26, jnp.bfloat16, None, True),
+        (26, jnp.float32, None, False),
+        (64, jnp.bfloat16, None, False),
+        (26, jnp.bfloat16, "no Hopper GPU", False),
     ],
 )
-def test_triton_runs_what_it_serves(chosen, sizes, dtype, expected):
-    assert chosen(*operands(*sizes, True, dtype)) == expected
+def test_triton_runs_what_it_serves(fields, dtype, missing, by_triton, monkeypatch):
+    launched = []
 
+    def by_kernel(run, bottom, embeddings):
+        launched.append(run)
+        return jnp.zeros((len(embeddings), 1))
 
-def test_xla_runs_where_triton_does_not(chosen, monkeypatch):
-    monkeypatch.setattr(launch, "why_not_here", lambda: "no Hopper GPU")
-    assert chosen(*operands(4, 26, 16, True, jnp.bfloat16)) == "xla"
-
-
-def test_triton_says_why_it_cannot_run(monkeypatch):
-    run = functools.partial(dot_features, implementation="triton")
-    with pytest.raises(ValueError, match="float32 is not bfloat16"):
-        run(*operands(4, 3, 8, True))
-    monkeypatch.setattr(launch, "why_not_installed", lambda: "it is missing")
-    with pytest.raises(ValueError, match="cannot run: it is missing"):
-        run(*operands(4, 3, 8, True, jnp.bfloat16))
+    monkeypatch.setattr(launch, "why_not_here", lambda: missing)
+    monkeypatch.setattr(interaction, "by_kernel", by_kernel)
+    jax.eval_shape(dot_features, *operands(4, fields, 16, True, dtype))
+    assert bool(launched) == by_triton

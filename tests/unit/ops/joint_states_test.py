@@ -1,5 +1,8 @@
 """States of several sites in one array: which lie together, and where scales lie."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,12 +20,6 @@ BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs:initialized"
 RECIPES = (*(DELAYED,) * 4, "bf16", BF16_DRHS, *(DELAYED,) * 3)
 
 
-def _plan(name):
-    return resolve(
-        SiteSpec(32, 64, 32), Choice("xla", get_recipe(name)), local_device()
-    )
-
-
 def _state(i, name):
     """Returns a state with scales of its own; None for bfloat16."""
     if name == "bf16":
@@ -31,7 +28,8 @@ def _state(i, name):
     return scaling.update_delayed(scaling.init_delayed(recipe), amaxes, recipe)
 
 
-PLANS = [_plan(name) for name in RECIPES]
+SPEC = SiteSpec(32, 64, 32)
+PLANS = [resolve(SPEC, Choice("xla", get_recipe(x)), local_device()) for x in RECIPES]
 STATES = [_state(i, name) for i, name in enumerate(RECIPES)]
 
 
@@ -42,25 +40,29 @@ def test_sites_of_one_recipe_lie_together_below_a_kibibyte():
 
 
 def test_scales_are_those_of_each_state():
-    found = {i: s for x in joint_states(PLANS, STATES) for i, s in x.scales()}
+    joint = joint_states(PLANS, STATES)
+    found = {i: [s.value for s in scales] for x in joint for i, scales in x.scales()}
     assert sorted(found) == [i for i, state in enumerate(STATES) if state is not None]
     for i, scales in found.items():
-        ours = [scale.value for scale in scales]
-        np.testing.assert_array_equal(ours, STATES[i].scale_inv)
+        np.testing.assert_array_equal(scales, STATES[i].scale_inv)
 
 
 def test_next_tables_are_those_of_each_site_by_itself():
     measured = [(jnp.float32([i, 50]), None, jnp.float32([3 * i])) for i in range(9)]
-    for joint in joint_states(PLANS, STATES):
-        parts = [x for i in joint.sites for x in measured[i]]
-        products = Products.of(PLANS[joint.sites[0]])
-        ours = products.tables_after(joint.tables, parts)
-        for i, table in zip(joint.sites, ours, strict=True):
-            alone = Products.of(PLANS[i])
-            expected = alone.tables_after(STATES[i].table, measured[i])
-            np.testing.assert_array_equal(table, expected)
-            amaxes = jnp.float32([max(i, 50), np.nan, 3 * i])
-            recipe = get_recipe(RECIPES[i])
-            after = scaling.update_delayed(STATES[i], amaxes, recipe).table
-            np.testing.assert_array_equal(table[::2], after[::2])
-            assert np.isneginf(table[1]).all()
+
+    @jax.jit
+    def found_and_expected():
+        pairs = []
+        for joint in joint_states(PLANS, STATES):
+            parts = [x for i in joint.sites for x in measured[i]]
+            products = Products.of(PLANS[joint.sites[0]])
+            amaxes = [jnp.float32([max(i, 50), np.nan, 3 * i]) for i in joint.sites]
+            recipe = PLANS[joint.sites[0]].choice.recipe
+            update = jax.vmap(functools.partial(scaling.update_delayed, recipe=recipe))
+            after = update(scaling.DelayedScaling(joint.tables), jnp.stack(amaxes))
+            pairs.append((products.tables_after(joint.tables, parts), after.table))
+        return pairs
+
+    for ours, expected in found_and_expected():
+        np.testing.assert_array_equal(ours[:, ::2], expected[:, ::2])
+        assert np.isneginf(ours[:, 1]).all()

@@ -27,8 +27,7 @@ def test_kernels_run_on_a_hopper_gpu_only():
     plan = resolve_served(SPEC, recipe, stand_ins.CPU)
     assert kernels(plan) == (None, None) and plan.why_not is None
     assert plan.fwd.why_not_kernel == plan.dlhs.why_not_kernel == "no Hopper GPU"
-    plan = resolve_served(SPEC, recipe, stand_ins.HOPPER)
-    assert kernels(plan) == ("dense_norm", "norm_backward") and plan.is_fused
+    assert pallas("bf16").is_fused
     by_xla = resolve(SPEC, Choice("xla", recipe), stand_ins.HOPPER)
     assert kernels(by_xla) == (None, None) and by_xla.refusal is None
     assert pallas("bf16", device=stand_ins.CPU).why_not == "no Hopper GPU"
@@ -83,107 +82,72 @@ def test_sizes_keep_a_role_out_of_fp8():
 
 
 @pytest.mark.parametrize(
-    "m, n, is_fused, padding, why_not_kernel",
+    "m, n, is_fused, padding, reason",
     [
-        (5000, 256, True, 0, None),
         (49_999, 256, False, 0, "m=49999 is not a multiple of 8"),
         # Only the fused kernel serves 64 columns.
         (49_999, 64, True, 49, None),
         (63, 256, True, 1, None),
     ],
 )
-def test_rows_are_padded_where_no_kernel_takes_them(
-    m, n, is_fused, padding, why_not_kernel
-):
+def test_rows_are_padded_where_no_kernel_takes_them(m, n, is_fused, padding, reason):
     plan = pallas("bf16", SiteSpec(m, 256, n, "layer"), device.HOPPER)
-    assert (plan.is_fused, plan.padding) == (is_fused, padding)
-    assert plan.fwd.why_not_kernel == why_not_kernel
+    found = plan.is_fused, plan.padding, plan.fwd.why_not_kernel
+    assert found == (is_fused, padding, reason)
 
 
-@pytest.mark.parametrize("m", [5000, 49_999])
-def test_fp8_products_of_any_rows_are_served_beside_kernels(m):
-    plan = pallas("fp8_rowwise", SiteSpec(m, 2048, 2048, "layer"), device.HOPPER)
-    assert plan.refusal is None and plan.padding == 0
-    assert None not in (plan.fwd.gemm, plan.dlhs.gemm, plan.drhs.gemm)
+@pytest.mark.skipif(triton.why_not_installed() is not None, reason="needs triton")
+def test_triton_multiplies_in_fp8_on_a_gpu():
+    def refusal(name, k=32):
+        choice, spec = Choice.parse(f"triton {name}"), SiteSpec(64, k, 48)
+        assert resolve(spec, choice, stand_ins.CPU).why_not == "no GPU"
+        return resolve(spec, choice, stand_ins.HOPPER).refusal
+
+    assert refusal("fp8_rowwise") is None
+    assert "it multiplies in FP8 only" in refusal("bf16")
+    assert "k=40 is too far below a multiple of 16" in refusal("fp8_rowwise", k=40)
 
 
-@pytest.mark.parametrize(
-    "name, sizes, reason",
-    [
-        ("bf16", (64, 32, 48), "it multiplies in FP8 only"),
-        ("fp8_rowwise", (64, 40, 48), "k=40 is too far below a multiple of 16"),
-        ("fp8_rowwise", (64, 32, 48), None),
-    ],
-)
-def test_triton_multiplies_in_fp8_on_a_gpu(name, sizes, reason):
-    if triton.why_not_installed() is not None:
-        pytest.skip("needs the extra triton")
-    choice, spec = Choice.parse(f"triton {name}"), SiteSpec(*sizes)
-    refusal = resolve(spec, choice, stand_ins.HOPPER).refusal
-    assert reason in refusal if reason else refusal is None
-    assert resolve(spec, choice, stand_ins.CPU).why_not == "no GPU"
-
-
-def test_a_plan_is_resolved_once():
-    assert pallas("bf16") is pallas("bf16")
+XLA, NORM = "xla bf16", ", pallas norm"
 
 
 @pytest.mark.parametrize(
-    "name, fp8_in, texts",
+    "name, fp8_in, sizes, texts",
     [
-        ("bf16", None, ("pallas bf16", "xla bf16, pallas norm", "xla bf16")),
+        ("bf16", None, (1, 32, 48), ("pallas bf16", XLA + NORM, XLA)),
         (
             "fp8_tensorwise",
             "rowwise",
+            (1, 32, 48),
             (
                 "pallas fp8 e4m3 rowwise x tensorwise",
-                "xla bf16, pallas norm",
+                XLA + NORM,
+                "xla fp8 e4m3 tensorwise",
+            ),
+        ),
+        # Over many features dlhs is in FP8.
+        (
+            "fp8_tensorwise_delayed",
+            None,
+            (64, 32, 2048),
+            (
+                "pallas fp8 e4m3 tensorwise",
+                "xla fp8 e4m3 rowwise x tensorwise" + NORM,
                 "xla fp8 e4m3 tensorwise",
             ),
         ),
         (
             "fp8_tensorwise_delayed:initialized",
             "tensorwise",
+            (64, 32, 2048),
             (
                 "pallas fp8 e4m3 tensorwise",
-                "xla bf16, pallas norm",
+                "xla fp8 e4m3 tensorwise" + NORM,
                 "xla fp8 e4m3 tensorwise",
             ),
         ),
-        (
-            "fp8_rowwise_bf16_drhs",
-            None,
-            ("pallas fp8 e4m3 rowwise", "xla bf16, pallas norm", "xla bf16"),
-        ),
     ],
 )
-def test_a_plan_is_described_in_words(name, fp8_in, texts):
-    spec = SiteSpec(1, 32, 48, norm="layer", fp8_in=fp8_in)
+def test_a_plan_is_described_in_words(name, fp8_in, sizes, texts):
+    spec = SiteSpec(*sizes, norm="layer", fp8_in=fp8_in)
     assert tuple(describe(pallas(name, spec)).values()) == texts
-
-
-@pytest.mark.parametrize(
-    "name, dlhs",
-    [
-        ("fp8_rowwise", "xla fp8 e4m3 rowwise, pallas norm"),
-        ("fp8_tensorwise_delayed", "xla fp8 e4m3 rowwise x tensorwise, pallas norm"),
-        (
-            "fp8_tensorwise_delayed:initialized",
-            "xla fp8 e4m3 tensorwise, pallas norm",
-        ),
-    ],
-)
-def test_dlhs_over_many_features_is_in_fp8(name, dlhs):
-    assert describe(pallas(name, SiteSpec(64, 32, 2048, norm="layer")))["dlhs"] == dlhs
-
-
-def test_a_norm_after_xlas_product_is_described():
-    device = stand_ins.hopper(**TOO_WIDE, norm_backward="too wide")
-    texts = describe(pallas("bf16", device=device))
-    assert texts["fwd"] == "xla bf16, pallas norm" and texts["dlhs"] == "xla bf16"
-
-
-def test_triton_multiplies_blockwise_operands_in_fp8():
-    spec, choice = SiteSpec(128, 128, 128), Choice.parse("triton fp8_blockwise")
-    text = describe(resolve(spec, choice, stand_ins.HOPPER))["fwd"]
-    assert text == "triton fp8 e4m3 blockwise"

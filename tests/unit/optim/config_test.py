@@ -4,50 +4,45 @@ import pytest
 
 from loka_jax.optim import OptimConfig
 
-
-@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lr",
-        "rows_lr",
-        "rows_l2",
-        "rows_c",
-        "eps",
-        "clip_norm",
-        "weight_decay",
-        "plateau_factor",
-    ],
-)
-def test_a_number_out_of_range_is_refused_by_its_option(name, value):
-    with pytest.raises(ValueError, match=f"--optim.{name.replace('_', '-')} "):
-        OptimConfig(**{"dense": "adamw", name: value})
+# Values that each option refuses, beside NaN.
+OUT_OF_RANGE = {
+    "lr": (0.0, -1.0, math.inf),
+    "rows_lr": (0.0, -1.0, math.inf),
+    "rows_l2": (-1.0, math.inf),
+    "rows_c": (-1.0, math.inf),
+    "eps": (0.0, -1.0, math.inf),
+    "clip_norm": (0.0, -1.0, math.inf),
+    "weight_decay": (-1.0, math.inf),
+    "plateau_factor": (-1.0, math.inf),
+}
 
 
-@pytest.mark.parametrize("name", ["lr", "rows_lr", "eps", "clip_norm"])
-def test_zero_is_refused_where_it_would_stop_training(name):
-    with pytest.raises(ValueError, match=f"--optim.{name.replace('_', '-')} 0.0"):
-        OptimConfig(**{name: 0.0})
-
-
-@pytest.mark.parametrize("name, value", [("warmup_steps", -1), ("plateau_patience", 0)])
-def test_a_count_out_of_range_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{value} must lie between"):
-        OptimConfig(**{name: value})
-
-
-def test_weight_decay_is_refused_where_it_would_be_ignored():
-    with pytest.raises(ValueError, match="needs --optim.dense adamw"):
-        OptimConfig(dense="adam", weight_decay=0.1)
+@pytest.mark.parametrize("name, values", OUT_OF_RANGE.items(), ids=str)
+def test_a_number_out_of_range_is_refused_by_its_option(name, values):
+    for value in (*values, math.nan):
+        with pytest.raises(ValueError, match=f"--optim.{name.replace('_', '-')} "):
+            OptimConfig(**{"dense": "adamw", name: value})
 
 
 @pytest.mark.parametrize(
-    "options, option",
+    "options, reason",
     [
-        (dict(rows_c=2.0), "--optim.rows-c"),
-        (dict(rows_lagged=True), "--optim.rows-lagged"),
+        (dict(warmup_steps=-1), "-1 must lie between"),
+        (dict(plateau_patience=0), "0 must lie between"),
+        (dict(task_weights=(1.0, 0.0)), "--optim.task-weights"),
+        (dict(task_weights=(1.0, math.nan)), "--optim.task-weights"),
+        (dict(task_weights=(1.0, 2e6)), "--optim.task-weights"),
+        # What would be ignored.
+        (dict(dense="adam", weight_decay=0.1), "needs --optim.dense adamw"),
+        (dict(rows="sgd", rows_c=2.0), "--optim.rows-c needs --optim.rows rowwise_ad"),
+        (dict(rows="sgd", rows_lagged=True), "--optim.rows-lagged needs --optim.rows"),
     ],
 )
-def test_settings_of_adagrad_are_refused_where_they_would_be_ignored(options, option):
-    with pytest.raises(ValueError, match=f"{option} needs --optim.rows rowwise_ad"):
-        OptimConfig(rows="sgd", **options)
+def test_other_settings_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        OptimConfig(**options)
+
+
+def test_limits_themselves_are_served():
+    OptimConfig(dense="adamw", weight_decay=10.0, eps=1.0, plateau_factor=1.0)
+    OptimConfig(plateau_patience=1, lr=1e3, clip_norm=1e-12, task_weights=(1e6,))

@@ -1,0 +1,69 @@
+"""The norm of joined embeddings by Triton, and in models."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.models import Dhen, Wukong
+from loka_jax.ops import joined_norm as operation
+from tests import support
+from tests.support import joined
+from tests.support.triton import interpreted, on_gpu
+
+__all__ = ["interpreted", "on_gpu"]
+
+# Embeddings of the parts, and d: of one tile of columns, and of part of one.
+cases = pytest.mark.parametrize(
+    "counts, d, in_parts",
+    [((3, 5), 16, False), ((7,), 40, True), ((2, 3, 4), 160, True)],
+    ids=str,
+)
+
+
+def assert_is_a_block_norm(counts, d, in_parts, wrap):
+    """Asserts that Triton's results are a block norm, rounded to bfloat16."""
+    run = functools.partial(joined.results, in_parts=in_parts, provider="triton")
+    options = dict(dtype=jnp.bfloat16, limit=2.0**-8, run=wrap(run))
+    joined.assert_is_a_block_norm(counts, d, **options)
+
+
+@cases
+@pytest.mark.usefixtures("interpreted")
+def test_triton_gives_the_block_norm(counts, d, in_parts, monkeypatch):
+    # The interpreter takes no tracers.
+    monkeypatch.setattr(operation, "by_kernel", lambda run, *args: run(*args))
+    assert_is_a_block_norm(counts, d, in_parts, lambda run: run)
+
+
+@cases
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
+def test_triton_gives_the_block_norm_on_a_gpu(counts, d, in_parts):
+    assert_is_a_block_norm(counts, d, in_parts, jax.jit)
+
+
+MODELS = [
+    Wukong(num_layers=2, fmb_mlp=(32,)),
+    Dhen(num_layers=1, dot_mlp=(32,), dot=16, cross=16, linear=16, ensemble="sum"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: type(m).__name__)
+def test_models_give_the_same_by_it(model):
+    model = model.clone(recipe="f32", norm="block")
+    features = support.normal(16, 13), support.normal(16, 11, 16, seed=1)
+    variables = jax.jit(model.init)(jax.random.key(0), *features)
+
+    def run(model):
+        def loss(variables):
+            return jnp.mean(model.apply(variables, *features) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(variables)
+
+    both = run(model.clone(fused_wide=True)), run(model)
+    for ours, theirs in zip(*map(jax.tree.leaves, both), strict=True):
+        error = np.linalg.norm(np.asarray(ours - theirs, np.float64))
+        assert error <= 1e-4 * np.linalg.norm(theirs)
