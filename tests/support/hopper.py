@@ -1,7 +1,6 @@
 """Compiles programs for an H200 without a GPU, and reads the optimized HLO.
 
-Needs the packages `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and
-`nvidia-nvvm`, but no GPU, driver or cuBLAS. Without them tests skip.
+Needs `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`.
 """
 
 import functools
@@ -21,14 +20,7 @@ _TARGET = pathlib.Path(__file__).with_name("h200_target.txtpb")
 _FP8_GEMM = 'custom_call_target="__cublas$lt$matmul$f8"'
 _OTHER_GEMM = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)"| dot\(')
 # Instructions of the entry computation that launch nothing.
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-}
+_FREE = "parameter constant tuple get-tuple-element bitcast after-all".split()
 # `%name = type opcode(`, the type one array or a tuple of them, layouts removed.
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (?:\([^)]*\)|\S+) ([\w\-]+)\(")
 
@@ -72,13 +64,8 @@ def kernels(hlo: str) -> list[Kernel]:
 @functools.cache
 def _device():
     target = _TARGET.read_text()
-    make = functools.partial(
-        topologies.get_topology_desc,
-        platform="cuda",
-        topology_name="1x1x1",
-        topology="1x1x1",
-        target_config=target,
-    )
+    how = dict(platform="cuda", topology_name="1x1x1", topology="1x1x1")
+    make = functools.partial(topologies.get_topology_desc, target_config=target, **how)
     try:
         return make().devices[0]
     except NotImplementedError:

@@ -1,11 +1,8 @@
 """Launches, references and checks of the Pallas kernels' tests.
 
-The only module of the tests that imports `jax._src`: the interpreter's race detector
-has no public name. References are numpy in float64. Each element must be one rounding
-away from the exact value, besides an error that the caller names.
+The interpreter's race detector has no public name. References are numpy in float64:
+each element must be one rounding away from them, besides an error the caller names.
 """
-
-import functools
 
 import chex
 import jax
@@ -15,12 +12,14 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from loka_jax.normed import NO_VECTORS, NormVectors
+from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.normed import NO_VECTORS, NormVectors, xhat_scale_inv
 from loka_jax.pallas import tiles
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 GELU_SCALE = np.sqrt(2 / np.pi)
 NORMS = ("none", "layer", "rms", "block")
+# n, d, k, m of Wukong S, M and L.
+WUKONG = {"S": (40, 64, 24, 40), "M": (64, 128, 32, 64), "L": (96, 160, 48, 96)}
 
 
 @pytest.fixture
@@ -63,6 +62,37 @@ def launcher(kernel):
     return run
 
 
+def shapes_of(fields):
+    """Returns the shapes of arrays, (barriers, arrivals) of barriers, by name."""
+    fields = fields if isinstance(fields, dict) else fields._asdict()
+
+    def shape(item):
+        if isinstance(item, plgpu.Barrier):
+            return int(np.prod(item.num_barriers)), item.num_arrivals
+        return item.shape
+
+    return {name: shape(item) for name, item in fields.items() if item is not None}
+
+
+def quantized(x, tile=None, dtype=E4M3):
+    """Returns a matrix in FP8 by numpy, and the float64 values that it stands for.
+
+    By default one power-of-two scale serves all; rows of (1, columns) have one each.
+    """
+    x = np.asarray(x, np.float64)
+    (m, k), (rows, columns) = x.shape, tile or x.shape
+    amax = np.maximum.reduceat(np.abs(x), range(0, m, rows), axis=0)
+    amax = np.maximum.reduceat(amax, range(0, k, columns), axis=1)
+    limit = float(jnp.finfo(dtype).max)
+    factors = 2.0 ** np.ceil(np.log2(amax / limit))
+    scale_inv = np.repeat(np.repeat(factors, rows, axis=0), columns, axis=1)[:m, :k]
+    data = (x / scale_inv).astype(np.float32).astype(dtype)
+    factors = factors.astype(np.float32)[() if factors.size > 1 else (0, 0)]
+    tile = None if columns == k else tile
+    x8 = Fp8Array(jnp.asarray(data), jnp.asarray(factors), tile)
+    return x8, data.astype(np.float64) * scale_inv
+
+
 def affine(n, norm, seed=0):
     """Returns the vectors gamma and beta of a norm."""
     if norm not in ("layer", "rms"):
@@ -73,18 +103,18 @@ def affine(n, norm, seed=0):
 
 
 def activate(name, u):
-    """Returns the activations of float64 values."""
-    match name:
-        case "none":
-            return u
-        case "relu":
-            return np.maximum(u, 0)
-        case "swish":
-            return u * (0.5 + 0.5 * np.tanh(u / 2))
-        case "hard_swish":
-            return u * np.clip(u / 6 + 0.5, 0, 1)
-        case "gelu":
-            return u * (0.5 + 0.5 * np.tanh(GELU_SCALE * (u + 0.044715 * u**3)))
+    """Returns the activations of float64 values, and their slopes."""
+    t, cubic = np.tanh(u / 2), GELU_SCALE * (u + 0.044715 * u**3)
+    inner, slope = np.tanh(cubic), GELU_SCALE * (1 + 3 * 0.044715 * u**2)
+    hard_slope = np.select([u > 3, u < -3], [1.0, 0.0], u / 3 + 0.5)
+    gelu_slope = (1 + inner) / 2 + u * (1 - inner**2) * slope / 2
+    return {
+        "none": (u, np.ones_like(u)),
+        "relu": (np.maximum(u, 0), np.where(u > 0, 1.0, 0.0)),
+        "swish": (u * (0.5 + 0.5 * t), (1 + t) / 2 + u * (1 - t**2) / 4),
+        "hard_swish": (u * np.clip(u / 6 + 0.5, 0, 1), hard_slope),
+        "gelu": (u * (0.5 + 0.5 * inner), gelu_slope),
+    }[name]
 
 
 def forward(z, vectors, epilogue):
@@ -94,7 +124,7 @@ def forward(z, vectors, epilogue):
         for x, default in zip((z, *vectors), (None, 0.0, 1.0, 0.0), strict=True)
     )
     xhat, rstd = normalize(z + bias, epilogue.norm, epilogue.epsilon)
-    return activate(epilogue.activation, gamma * xhat + beta), xhat, rstd
+    return activate(epilogue.activation, gamma * xhat + beta)[0], xhat, rstd
 
 
 def normalize(z, norm, epsilon):
@@ -108,6 +138,31 @@ def normalize(z, norm, epsilon):
     rstd = 1 / np.sqrt((blocks**2).mean(2, keepdims=True) + epsilon)
     xhat = (blocks * rstd).reshape(m, n)
     return xhat, rstd[:, 0, 0] if rstd.shape[1] == 1 else rstd[:, :, 0].T
+
+
+def backward(dy, residuals, vectors, epilogue):
+    """Returns dz, dgamma and dbeta in float64, and the sums of their magnitudes."""
+    (xhat, rstd), norm = residuals, epilogue.norm
+    scale = xhat_scale_inv(norm, xhat.shape[1]) if xhat.dtype == E4M3 else 1.0
+    gamma = 1.0 if vectors.gamma is None else vectors.gamma
+    beta = 0.0 if vectors.beta is None else vectors.beta
+    dy, x, gamma, beta = (
+        np.asarray(v).astype(np.float64) for v in (dy, xhat, gamma, beta)
+    )
+    x = scale * x
+    m, n = dy.shape
+    du = dy * activate(epilogue.activation, gamma * x + beta)[1]
+    dz = du * gamma
+    if norm != "none":
+        columns = 256 if norm == "block" else n
+        g, blocks = (v.reshape(m, -1, columns) for v in (dz, x))
+        r = np.asarray(rstd, np.float64).reshape(-1, m).T[:, :, None]
+        dz = g - blocks * (g * blocks).mean(2, keepdims=True)
+        if norm == "layer":
+            dz = dz - g.mean(2, keepdims=True)
+        dz = (r * dz).reshape(m, n)
+    terms = du * x, du
+    return dz, *(v.sum(0) for v in terms), *(np.abs(v).sum(0) for v in terms)
 
 
 def assert_bfloat16(x, exact, *, error):
@@ -151,12 +206,6 @@ def assert_faults_stay_in_their_rows(x, *, zeros, faulty):
     assert np.all(np.asarray(x.scale_inv)[~is_faulty] > 0)
     np.testing.assert_array_equal(values[zeros], 0)
     np.testing.assert_array_equal(np.isfinite(values).all(1), ~is_faulty)
-
-
-def lowers(f, *args) -> bool:
-    """Lowers f for CUDA without a GPU; returns whether it contains a kernel."""
-    traced = jax.jit(f).trace(*args)
-    return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def assert_launches_repeat(f, *args):

@@ -1,16 +1,19 @@
-"""Support for the tests of the Triton kernels: lowering, an interpreter on the CPU.
+"""For tests of the Triton kernels: lowering, an interpreter, a recorder of launches.
 
-jax-triton has no interpreter. Triton's own runs kernels on PyTorch tensors, but uses so
-few of their methods that numpy arrays can stand in for them.
+The recorder needs no Triton. The interpreter is Triton's, with numpy for PyTorch.
 """
 
+import ast
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
 import re
 import subprocess
-from typing import NamedTuple
+import sys
+import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +22,24 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.triton import (
-    dot_features,
-    joined_norm,
-    matmul,
-    merge,
-    packed,
-    route,
-    row_update,
-    row_wire,
-    tail,
-)
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
-# numpy's name of a type -> Triton's.
-_NAMES = {
-    "uint8": "u8",
-    "int32": "i32",
-    "uint32": "u32",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
+# The modules that launch kernels, and those that hold them.
+_NAMES_OF_LAUNCHING = "dot_features joined_norm matmul merge packed route row_update"
+_LAUNCHING = [
+    importlib.import_module(f"{triton.__name__}.{name}")
+    for name in f"{_NAMES_OF_LAUNCHING} row_wire tail".split()
+]
+_KERNEL_FILES = sorted(pathlib.Path(triton.__file__).parent.glob("*_kernel.py"))
+# Triton's name of a type -> numpy's.
+_TYPES = dict(u8=np.uint8, i32=np.int32, u32=np.uint32, fp16=np.float16)
+_TYPES |= dict(fp32=np.float32, bf16=ml_dtypes.bfloat16)
+_TYPES |= dict(fp8e4nv=ml_dtypes.float8_e4m3fn, fp8e5=ml_dtypes.float8_e5m2)
+_NAMES = {np.dtype(x): name for name, x in _TYPES.items()}
 
 
 class Program(NamedTuple):
-    """A kernel compiled for Hopper.
-
-    Attributes:
-        ptx: the program.
-        shared_bytes: shared memory of one of its programs.
-    """
+    """A kernel compiled for Hopper, and the shared memory of one of its programs."""
 
     ptx: str
     shared_bytes: int
@@ -59,10 +48,8 @@ class Program(NamedTuple):
         """Returns the report of ptxas on the program's registers, with its warnings."""
         ptxas = triton_module("knobs").nvidia.ptxas.path
         command = [ptxas, "--verbose", "--gpu-name=sm_90a", "-", "-o", os.devnull]
-        done = subprocess.run(
-            command, input=self.ptx, capture_output=True, text=True, check=True
-        )
-        return done.stderr
+        how = dict(input=self.ptx, capture_output=True, text=True, check=True)
+        return subprocess.run(command, **how).stderr
 
 
 def spilled_bytes(report):
@@ -85,7 +72,6 @@ def compiled(f, *args) -> Program:
 
 def compiled_programs(f, *args) -> list[Program]:
     """Lowers f for CUDA and returns its distinct kernels."""
-    # Also raises ImportError if JAX has no CUDA plugin.
     pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
     from jax_triton import triton_lib
 
@@ -104,23 +90,69 @@ def compiled_programs(f, *args) -> list[Program]:
     return [Program(x.binary, x.shared_mem_bytes) for x in programs]
 
 
-def num_kernels(f, *args) -> int:
-    """Returns how many of Triton's kernels f calls, lowered for CUDA."""
-    pytest.importorskip("jax_triton", reason=_NEEDS_EXTRA, exc_type=ImportError)
-    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("triton_kernel_call")
+def skip_without_triton():
+    """Skips the module that is being collected in an installation without Triton."""
+    pytest.importorskip("triton", reason=_NEEDS_EXTRA)
 
 
-def launcher(function):
-    """Returns a fixture that runs `function`, interpreted and on a GPU."""
-    params = ["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)]
+class Launch(NamedTuple):
+    """A launch that was recorded, given what the names of its parameters say."""
 
-    @pytest.fixture(params=params)
-    def run(request):
-        request.getfixturevalue(request.param)
-        return function
+    kernel: str
+    given: dict[str, Any]
+    grid: int
+    num_warps: int
+    aliases: dict[str, str]
 
-    return run
+    def assert_given(self, **expected):
+        """Asserts what was given: arrays themselves, shapes of outputs, constants."""
+        for name, x in expected.items():
+            found = self.given[name]
+            if isinstance(found, jax.ShapeDtypeStruct):
+                assert found.shape == x, name
+            else:
+                assert found is x or not isinstance(x, jax.Array) and found == x, name
+
+
+@functools.cache
+def _kernels_of_files():
+    """Returns the kernels of each file, and the names of their parameters."""
+    return {
+        path.stem: {
+            function.name: [x.arg for x in function.args.args]
+            for function in ast.parse(path.read_text()).body
+            if isinstance(function, ast.FunctionDef)
+        }
+        for path in _KERNEL_FILES
+    }
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Records launches, whose results are zeros: neither Triton nor a GPU is needed."""
+    parameters, recorded = _kernels_of_files(), []
+    for stem, names in parameters.items():
+        stand_in = types.SimpleNamespace(**{name: name for name in names})
+        monkeypatch.setitem(sys.modules, f"{triton.__name__}.{stem}", stand_in)
+        monkeypatch.setattr(triton, stem, stand_in, raising=False)
+    parameters = {k: v for names in parameters.values() for k, v in names.items()}
+
+    def record(kernel, *arrays, outputs, grid, num_warps, num_stages, constants, **how):
+        del num_stages
+        names, count = parameters[kernel], len(arrays) + len(outputs)
+        given = dict(zip(names[:count], (*arrays, *outputs), strict=True))
+        assert sorted(names[count:]) == sorted(constants)
+        aliases = {
+            names[source]: names[len(arrays) + target]
+            for source, target in (how.get("aliases") or {}).items()
+        }
+        recorded.append(Launch(kernel, given | constants, grid, num_warps, aliases))
+        return tuple(jnp.asarray(np.zeros(x.shape, x.dtype)) for x in outputs)
+
+    for module in _LAUNCHING:
+        monkeypatch.setattr(module, "launch", record)
+        monkeypatch.setattr(module, "require_triton", lambda: None)
+    return recorded
 
 
 @pytest.fixture
@@ -128,6 +160,12 @@ def on_gpu():
     """Skips a test where the provider does not run."""
     if reason := triton.why_not_here():
         pytest.skip(reason)
+
+
+@pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
+def anywhere(request):
+    """Runs a test interpreted and on a GPU."""
+    request.getfixturevalue(request.param)
 
 
 @dataclasses.dataclass
@@ -154,9 +192,7 @@ def interpreted(monkeypatch):
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
     # Imported before interpretation is enabled, which applies at import.
-    modules = dot_features, joined_norm, matmul, merge, packed, route
-    modules += (row_update, row_wire, tail)
-    for path in pathlib.Path(triton.__file__).parent.glob("*_kernel.py"):
+    for path in _KERNEL_FILES:
         importlib.import_module(f"{triton.__name__}.{path.stem}")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -179,7 +215,7 @@ def interpreted(monkeypatch):
             for module in (standard, tl):
                 monkeypatch.setattr(module, name, function, raising=False)
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan)
-    for module in modules:
+    for module in _LAUNCHING:
         monkeypatch.setattr(module, "launch", _interpret)
         monkeypatch.setattr(module, "require_triton", lambda: None)
 
@@ -230,7 +266,7 @@ def _interpret(
     for source, target in (aliases or {}).items():
         results[target][...] = arrays[source]
     tensors = [
-        x if isinstance(x, int) else _Tensor(x, _NAMES[x.dtype.name])
+        x if isinstance(x, int) else _Tensor(x, _NAMES[x.dtype])
         for x in (*arrays, *results)
     ]
     kernel = getattr(_interpreted_copy(kernel.fn), kernel.__name__)
@@ -240,10 +276,7 @@ def _interpret(
 
 
 def _interpreted_copy(function):
-    """Returns the module of a kernel, imported anew so that it is not compiled.
-
-    So are the modules of the functions that it imports.
-    """
+    """Returns the module of a kernel, and those it needs, imported anew uncompiled."""
     path = pathlib.Path(function.__code__.co_filename)
     spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -257,20 +290,8 @@ def _interpreted_copy(function):
     return module
 
 
-_TYPES = {
-    "fp16": np.float16,
-    "fp32": np.float32,
-    "bf16": ml_dtypes.bfloat16,
-    "fp8e4nv": ml_dtypes.float8_e4m3fn,
-    "fp8e5": ml_dtypes.float8_e5m2,
-}
-
-
 def _convert(x, from_type, to_type, rounding_mode):
-    """Casts by IEEE rounding, unlike the interpreter's own casts; nothing saturates.
-
-    The interpreter holds types that numpy lacks as integers.
-    """
+    """Casts by IEEE rounding, unlike the interpreter, which holds types as integers."""
     del rounding_mode
     x = np.ascontiguousarray(x).view(_TYPES[from_type.name]).astype(np.float32)
     y = x.astype(_TYPES[to_type.name])

@@ -1,4 +1,7 @@
-"""What XLA sees of a call of a Triton kernel: it records typed ones in CUDA graphs."""
+"""Calls of Triton kernels as XLA sees them: it records typed ones in CUDA graphs."""
+
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -6,45 +9,29 @@ import pytest
 
 from loka_jax.triton.launch import launch
 
-ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
-IDS = jax.ShapeDtypeStruct((1, 64), jnp.int32)
-SIZES = {"num_rows": 64, "capacity": 64, "dim": 16, "width": 1024, "tile": 64}
-CONSTANTS = SIZES | {"tile_dim": 16, "codec": "bf16"}
-WARPS = {"num_warps": 4, "num_stages": 1}
 
-
-@pytest.fixture
-def kernel():
+def test_kernels_are_typed_calls_that_write_in_place():
     pytest.importorskip("jax_triton", exc_type=ImportError)
     from loka_jax.triton import row_wire_kernel
 
-    return row_wire_kernel.encode_kernel
+    rows = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    constants = dict(num_rows=64, capacity=64, dim=16, width=1024, tile=64)
+    constants |= dict(tile_dim=16, codec="bf16")
+    how = dict(grid=1, num_warps=4, num_stages=1, constants=constants, aliases={0: 0})
 
+    def call(*operands):
+        return launch(row_wire_kernel.encode_kernel, *operands, outputs=[rows], **how)
 
-def lowered(function):
-    traced = jax.jit(function).trace(ROWS, IDS)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_kernels_are_typed_calls_that_write_in_place(kernel):
-    def call(rows, ids):
-        how = WARPS | {"grid": 1, "constants": CONSTANTS, "aliases": {0: 0}}
-        return launch(kernel, rows, ids, outputs=[ROWS], **how)
-
-    text = lowered(call)
+    traced = jax.jit(call).trace(rows, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "@triton_kernel_call_ffi" in text and "api_version = 4" in text
-    assert "backend_config = {opaque = " in text
-    assert "output_operand_alias" in text
+    assert "backend_config = {opaque = " in text and "output_operand_alias" in text
 
 
-def test_calls_of_others_are_lowered_as_ever(kernel):
-    import jax_triton
-
-    import loka_jax.triton.typed_call  # noqa: F401  # registers how ours are lowered
-
-    def call(rows, ids):
-        how = WARPS | CONSTANTS | {"grid": (1,), "compute_capability": 90}
-        return jax_triton.triton_call(rows, ids, kernel=kernel, out_shape=ROWS, **how)
-
-    text = lowered(call)
-    assert "@triton_kernel_call(" in text and "api_version = 2" in text
+def test_importing_the_provider_does_not_import_triton():
+    modules = "loka_jax.nn, loka_jax.triton.matmul, loka_jax.triton.row_update"
+    found = "{'triton', 'jax_triton'} & {*sys.modules}"
+    command = [sys.executable, "-c", f"import sys, {modules}; print({found})"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

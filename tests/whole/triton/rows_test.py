@@ -1,0 +1,268 @@
+"""Rows, lists and vectors by Triton against XLA's, interpreted and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax import xla
+from loka_jax.ops import exchange, interaction, row_codec
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.packed import Packing
+from loka_jax.triton import dot_features, merge, packed, route, row_wire
+from tests import support
+from tests.support.triton import anywhere, interpreted, on_gpu, skip_without_triton
+
+__all__ = ["anywhere", "interpreted", "on_gpu"]
+
+skip_without_triton()
+
+anywhere_ = pytest.mark.usefixtures("anywhere")
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+# Pairs of vectors.
+
+
+def width_of(fields, dim, has_bottom, multiple=None):
+    """Returns the columns of the result."""
+    n = fields + has_bottom
+    return interaction.padded(dim * has_bottom + n * (n - 1) // 2, multiple)
+
+
+def check_dot_features(batch, fields, dim, has_bottom, multiple=None):
+    """Checks features and gradients against those of XLA."""
+    z = support.normal(batch, fields, dim, seed=1, dtype=BF16)
+    args = support.normal(batch, dim, dtype=BF16) if has_bottom else None, z
+    width = width_of(fields, dim, has_bottom, multiple)
+    options = dict(multiple=multiple, implementation="xla")
+    by_xla = functools.partial(interaction.dot_features, **options)
+    out, vjp = jax.vjp(by_xla, *args)
+    g = support.normal(batch, width, seed=2, dtype=BF16)
+    ours = dot_features.dot_features(*args, width=width)
+    ours = ours, *dot_features.dot_features_backward(*args, g)
+    for x, y in zip(ours, (out, *vjp(g)), strict=True):
+        assert (x is None) == (y is None)
+        if x is None:
+            continue
+        assert x.shape == y.shape and x.dtype == y.dtype == BF16
+        x, y = (np.asarray(v, np.float32) for v in (x, y))
+        error, size = np.abs(x - y), np.abs(y).max()
+        # A step of bfloat16; where values cancel, of the largest sum in float32.
+        assert np.all(error <= 2**-7 * np.abs(y) + 1e-5 * size)
+        assert np.mean(error == 0) > 0.97
+
+
+@anywhere_
+@pytest.mark.parametrize(
+    "sizes, has_bottom, multiple",
+    [
+        ((9, 2, 16), False, None),
+        ((17, 26, 16), True, None),
+        ((3, 7, 5), True, 1),
+        ((2, 40, 24), False, 128),
+        ((2, 3, 128), True, 128),
+    ],
+)
+def test_features_and_gradients_are_those_of_xla(sizes, has_bottom, multiple):
+    check_dot_features(*sizes, has_bottom, multiple)
+
+
+# Rows cast for the wire.
+
+
+def table(dim, num_rows=50, dtype=F32):
+    """Returns rows that differ by orders of magnitude; zeros, NaN and infinity."""
+    rows = np.array(support.uneven_rows(num_rows, dim, decades=6))
+    rows[3] = 0
+    rows[4] = rows[5] = 1
+    rows[4, -1], rows[5, 0] = np.nan, -np.inf
+    return jnp.asarray(rows, dtype)
+
+
+def numbers(shape, below):
+    """Returns numbers below a limit, some of them `BAD_ID`, negative or too large."""
+    draw = np.random.default_rng(0)
+    found = draw.integers(0, below, shape)
+    bad = draw.choice([BAD_ID, -1, below], shape)
+    return jnp.asarray(np.where(draw.random(shape) < 0.2, bad, found), jnp.int32)
+
+
+# Lists and their capacity, D: full tiles and others, dims that are no power of 2.
+@anywhere_
+@pytest.mark.parametrize(
+    "lists, capacity, dim, codec, dtype",
+    [
+        (1, 8, 1, "bf16", F32),
+        (1, 8, 1, "int8", BF16),
+        (2, 200, 16, "bf16", BF16),
+        (3, 24, 12, "int8", F32),
+        (3, 24, 12, "e4m3", BF16),
+        (2, 40, 128, "e4m3", F32),
+    ],
+)
+def test_rows_are_packed_and_spread_as_by_xla(lists, capacity, dim, codec, dtype):
+    rows, ids = table(dim, dtype=dtype), numbers((lists, capacity), 50)
+    ours = row_wire.encode(rows, ids, codec)
+    theirs = row_codec.gathered(rows, ids, codec, implementation="xla")
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    unpack = functools.partial(row_codec.decode, codec=codec, dim=dim)
+    found, want = (np.asarray(unpack(x), np.float32) for x in (ours, theirs))
+    is_fine = np.isfinite(want).all(-1)
+    assert not np.isfinite(found[~is_fine]).all(-1).any()
+    np.testing.assert_array_equal(found[is_fine], want[is_fine])
+    slots = numbers((1000,), lists * capacity)
+    ours = row_wire.decode(theirs, slots, codec, dim)
+    theirs = row_codec.spread(theirs, slots, codec, dim, implementation="xla")
+    assert ours.dtype == theirs.dtype == BF16
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (ours, theirs)))
+
+
+# Lists.
+
+PART = 300  # rows of an owner
+
+
+def places_of(case, owners, n):
+    """Returns sorted places, and the former positions of the ids."""
+    draw = np.random.default_rng(0)
+    places = draw.integers(0, owners * PART, n)
+    match case:
+        case "one row":
+            places[:] = owners * PART // 2
+        case "one owner":
+            places = places % PART + (owners - 1) * PART
+        case "ignored":
+            places[:] = owners * PART
+        case "some ignored":
+            places[::3] = owners * PART
+        case "all distinct":
+            places = draw.permutation(owners * PART)[:n]
+    order = np.argsort(places, kind="stable")
+    return jnp.asarray(places[order], jnp.uint32), jnp.asarray(order, jnp.int32)
+
+
+@anywhere_
+@pytest.mark.parametrize(
+    "case, owners, capacity",
+    [
+        ("any", 8, 24),
+        ("one row", 3, 500),
+        ("one owner", 3, 24),
+        ("ignored", 3, 24),
+        ("some ignored", 8, 500),
+        ("all distinct", 1, 24),
+    ],
+)
+def test_lists_of_distinct_places_are_those_of_xla(case, owners, capacity):
+    places, positions = places_of(case, owners, min(500, owners * PART))
+    how = dict(owners=owners, part=PART, capacity=capacity)
+    # Several tiles a program, several programs, the last of either not full.
+    config = route.TuningConfig(tile=32, blocks=4)
+    ours = route.lists(places, positions, **how, config=config)
+    theirs = exchange._lists(places, positions, **how)
+    for name, found, want in zip(ours._fields, ours, theirs, strict=True):
+        np.testing.assert_array_equal(found, want, err_msg=name)
+    distinct = np.unique(np.asarray(places)) // PART
+    assert int(ours.need) == max(np.sum(distinct == owner) for owner in range(owners))
+
+
+# Of these entries in a list those at the end may be unused.
+@anywhere_
+@pytest.mark.parametrize(
+    "case, count, capacity",
+    [
+        ("any", 1, 40),
+        ("any", 3, 50),
+        ("one number", 2, 64),
+        ("unused", 3, 50),
+        ("one after the other", 2, 1),
+        ("partly used", 8, 7),
+    ],
+)
+def test_merged_entries_are_those_of_a_stable_sort(case, count, capacity):
+    draw = np.random.default_rng(0)
+    lists = draw.integers(0, 3 * capacity, (count, capacity))
+    match case:
+        case "one number":
+            lists[:] = 7
+        case "unused":
+            lists[:] = BAD_ID
+        case "one after the other":
+            lists += 3 * capacity * np.arange(count)[::-1, None]
+        case "partly used":
+            used = draw.integers(0, capacity + 1, count)
+            lists[np.arange(capacity) >= used[:, None]] = BAD_ID
+    lists = np.sort(lists, axis=1).astype(np.int32)
+    config = merge.TuningConfig(tile=32)
+    entries, order = merge.merged(jnp.asarray(lists), config=config)
+    want = np.argsort(lists.ravel(), kind="stable")
+    np.testing.assert_array_equal(order, want)
+    np.testing.assert_array_equal(entries, lists.ravel()[want])
+
+
+# Vectors in 8 bits.
+
+
+def values(packing, dtype=F32, seed=0):
+    """Returns values whose blocks differ by orders of magnitude, some of them zero."""
+    x = np.array(support.normal(packing.size, seed=seed))
+    block = np.arange(packing.size) // packing.block
+    return jnp.asarray(x * 10.0 ** (-(block % 30)) * (block % 7 != 6), dtype)
+
+
+def assert_same_bytes(ours, theirs, packing):
+    """Asserts equal bytes, but for codes that float32 rounds the other way."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == jnp.uint8
+    parts = (np.split(np.asarray(x), [packing.part], axis=1) for x in (ours, theirs))
+    codes, scales = zip(*parts, strict=True)
+    scales = [np.ascontiguousarray(x).view(np.float32) for x in scales]
+    np.testing.assert_allclose(*scales, rtol=2**-22)
+    steps = np.abs(np.subtract(*(x.astype(np.int8).astype(int) for x in codes)))
+    assert np.mean(steps > 0) < 1e-3 and np.all(steps <= 1)
+
+
+# Tiles that are full and not, of one program and of several; parts that are padding.
+@anywhere_
+@pytest.mark.parametrize(
+    "packing, dtype",
+    [
+        (Packing(1, 2, 32), F32),
+        (Packing(2 * 8192, 2, 128, "e4m3"), F32),
+        (Packing(5000, 3, 64), BF16),
+        (Packing(9001, 4, 256, "e4m3"), BF16),
+        (Packing(5000, 10, 32), F32),
+    ],
+)
+def test_vectors_are_packed_added_up_and_unpacked_as_by_xla(packing, dtype):
+    x, other = values(packing, dtype), values(packing, dtype, seed=1)
+    parts, others = xla.pack(x, packing), xla.pack(other, packing)
+    assert_same_bytes(packed.pack(x, packing), parts, packing)
+    ours, theirs = packed.sum_packed(parts, packing), xla.sum_packed(parts, packing)
+    assert_same_bytes(ours, theirs, packing)
+    ours = packed.unpack(parts, packing, dtype)
+    assert ours.dtype == dtype and ours.shape == (packing.size,)
+    np.testing.assert_array_equal(ours, xla.unpack(parts, packing, dtype))
+    # Several vectors are added up.
+    rows = jnp.concatenate([parts, others])
+    ours = np.asarray(packed.unpack(rows, packing, dtype), np.float64)
+    theirs = np.asarray(xla.unpack(rows, packing, dtype), np.float64)
+    # A compiler may leave out the rounding of a product before it is added.
+    magnitude = sum(np.abs(xla.unpack(x, packing)) for x in (parts, others))
+    rounding = 2.0**-8 if dtype == BF16 else 0.0
+    bound = 2.0**-23 * np.asarray(magnitude, np.float64) + rounding * np.abs(theirs)
+    assert np.all(np.abs(ours - theirs) <= bound)
+
+
+@anywhere_
+@pytest.mark.parametrize("fault, format", [(np.nan, "int8"), (-np.inf, "e4m3")])
+def test_a_fault_is_seen_in_its_block_alone(fault, format):
+    packing = Packing(1000, 2, 64, format)
+    parts = packed.pack(values(packing).at[200].set(fault), packing)
+    total = packed.sum_packed(parts, packing)
+    one = Packing(packing.part, 1, 64, format)
+    for packed_x, p in ((parts, packing), (total, one)):
+        faulty = np.isnan(np.asarray(packed.unpack(packed_x, p)))
+        np.testing.assert_array_equal(faulty, np.arange(p.size) // 64 == 200 // 64)

@@ -1,0 +1,82 @@
+"""XLA's compiled programs for Hopper: their FP8 GEMMs and kernels, in the HLO."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from loka_jax import fp8, nn, xla
+from tests.support import hopper
+
+# Recipe -> FP8 GEMMs and other products of a Dense, forward and backward.
+PRODUCTS = {
+    "fp8_tensorwise": (3, 0),
+    "fp8_tensorwise_delayed": (3, 0),
+    "fp8_tensorwise_delayed:initialized": (3, 0),
+    "fp8_tensorwise_delayed_bf16_drhs": (2, 1),
+    "fp8_rowwise": (3, 0),
+    "fp8_rowwise_bf16_drhs": (2, 1),
+    "bf16": (0, 3),
+}
+X = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+
+
+def gradients_of(layer):
+    """Returns the gradients of a layer, which need all its products, and arguments."""
+
+    def gradients(variables, x, g):
+        out, vjp = jax.vjp(layer.apply, variables, x)
+        return out, vjp(g)
+
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    g = jax.ShapeDtypeStruct((X.shape[0], layer.features), jnp.bfloat16)
+    return gradients, (variables, X, g)
+
+
+def counts(hlo):
+    return hopper.fp8_gemms(hlo), hopper.other_gemms(hlo)
+
+
+def compiled_here(step, *args):
+    return jax.jit(step).lower(*args).compile().as_text()
+
+
+on_this_gpu = pytest.param(compiled_here, marks=pytest.mark.gpu, id="on_gpu")
+
+
+@pytest.mark.parametrize("compiled", [hopper.compiled, on_this_gpu])
+@pytest.mark.parametrize("recipe", PRODUCTS)
+def test_fp8_operands_reach_the_gemms_of_a_dense(recipe, compiled):
+    step, args = gradients_of(nn.Dense(256, recipe=recipe, use_bias=False))
+    assert counts(compiled(step, *args)) == PRODUCTS[recipe]
+
+
+def test_blockwise_products_keep_their_rounding():
+    step, args = gradients_of(nn.Dense(256, recipe="fp8_blockwise", use_bias=False))
+    hlo = hopper.compiled(step, *args)
+    assert counts(hlo) == (0, 3)
+    # lhs and rhs of fwd, g and rhs of dlhs, lhs and g of drhs: all contract their last
+    # dim, and XLA may store them by tiles.
+    casts = set(re.findall(r" = f8e4m3fn\[([\d,]+)\]\S* convert\(", hlo))
+    sizes = [math.prod(map(int, shape.split(","))) for shape in casts]
+    assert {4096 * 512, 256 * 512, 4096 * 256} <= set(sizes), casts
+
+
+@pytest.mark.parametrize(
+    "first, has_bias", [(fp8.E4M3, True), (fp8.E4M3, False), (fp8.E5M2, True)]
+)
+def test_a_product_writes_its_result_in_fp8_itself(first, has_bias):
+    def run(lhs, rhs, factor, bias):
+        options = dict(out_dtype=first, has_relu=has_bias, fast_accumulation=True)
+        bias = bias if has_bias else None
+        return xla.fp8_product_to_fp8(lhs, rhs, factor, bias, **options)
+
+    lhs = jax.ShapeDtypeStruct((4096, 512), first)
+    rhs = jax.ShapeDtypeStruct((1024, 512), fp8.E4M3)
+    factor = jax.ShapeDtypeStruct((), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    hlo = hopper.compiled(run, lhs, rhs, factor, bias)
+    assert counts(hlo) == (1, 0)
+    assert len(hopper.kernels(hlo)) == 1 + has_bias  # the bias is cast to bfloat16
