@@ -1,4 +1,4 @@
-"""A run trained on a small CSV file that is gone when it ends."""
+"""Encodings by hand; a run trained on a small CSV file that is gone when it ends."""
 
 import dataclasses
 import pathlib
@@ -6,11 +6,18 @@ import shutil
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from loka_jax.data import DataConfig
+from loka_jax.data.encoding import VocabularyEncoder, hash_encoder
+from loka_jax.data.records import Encoding
+from loka_jax.data.values import Standardizer
+from loka_jax.predict import Predictor, trained
 from loka_jax.train import build as build_lib
 from loka_jax.train import session
+from loka_jax.train.config import EmbeddingConfig
 from tests.support import train as support
 
 HEADER = "label,price,user,item\n"
@@ -18,15 +25,29 @@ HEADER = "label,price,user,item\n"
 RECIPE = "fp8_tensorwise"
 
 
-class Trained(NamedTuple):
-    """A run, and what its final evaluation saw.
+VALUES = {"user": ["u1", "é", "NA"], "item": ["7", "3", "1099511627776"]}
 
-    Attributes:
-        workdir: the folder of the run.
-        test: the file of its final evaluation.
-        logits: of that evaluation's rows.
-        summary: the run's summary.json.
-    """
+
+def encoding_of(config, **options) -> Encoding:
+    """Returns an encoding with small vocabularies, no two of which have one size."""
+
+    def encoder(column):
+        words = pa.array(VALUES.get(column, ["a", "x"]), pa.large_string())
+        vocabulary = VocabularyEncoder(words, reserved=3 + len(column))
+        return hash_encoder(config, column) or vocabulary
+
+    mean, std = np.array([0.25, -3.0]), np.array([1.7, 0.3])
+    fields = (*config.categorical, *config.multi)
+    return Encoding(
+        config=config,
+        encoders=tuple(encoder(config.owners.get(f, f)) for f in fields),
+        standardizer=Standardizer(mean, std),
+        **options,
+    )
+
+
+class Trained(NamedTuple):
+    """The folder of a run, its summary, and file and logits of its final evaluation."""
 
     workdir: pathlib.Path
     test: pathlib.Path
@@ -63,6 +84,33 @@ def config(folder, *, path="train.csv", workdir="run", **data):
     return dataclasses.replace(small, model=small.model.clone(recipe=RECIPE))
 
 
+def predictor_of(folder, **data):
+    """Returns a predictor whose logits are prices, and the batches that it ran.
+
+    Of two labels, those of the second are prices with the other sign, less 1.
+    """
+    run = config(folder, transform="none", **data)
+    run = dataclasses.replace(run, loop=dataclasses.replace(run.loop, batch_size=4))
+    batches, tasks = [], data.get("labels", ("label",))
+    parts = dict(params={}, fp8={}, batch_stats={}, table=())
+    state = trained._as_state(parts)
+
+    def step(given, seen, batch):
+        assert given is state
+        batches.append(batch)
+        logits = batch.dense[:, 0]
+        both = np.stack([logits, -logits - 1], axis=1)
+        return seen, logits if len(tasks) == 1 else both
+
+    encoding = encoding_of(run.data)
+    return Predictor(run, encoding, 3, state, step), batches
+
+
+def sigmoid(x):
+    """Returns float32 probabilities, computed in float64."""
+    return (1 / (1 + np.exp(-np.asarray(x, np.float64)))).astype(np.float32)
+
+
 def train(folder, config) -> Trained:
     """Trains, with the logits of the last evaluation recorded."""
     seen = []
@@ -83,7 +131,48 @@ def train_and_lose_the_data(folder) -> Trained:
     source = write(folder / "train.csv", rows(200))
     # Not a multiple of the batch size; some users are new.
     test = write(folder / "test.csv", rows(75, seed=1, users=14))
-    trained = train(folder, config(folder, test=str(test)))
+    run = train(folder, config(folder, test=str(test)))
     source.unlink()
     shutil.rmtree(folder / "cache")
-    return trained
+    return run
+
+
+LISTS = {
+    "multi": ("tags", "genres"),
+    "multi_weights": ("tags=strengths",),
+    "weight": "importance",
+}
+
+
+def lists(count, *, seed=0, values=9):
+    """Returns rows with lists of 0 to 4 values, some of them missing, and weights."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(0, 5, count)
+    tags = [[f"t{t}" for t in draw.integers(0, values, n)] for n in lengths]
+    genres = [None if len(t) == 1 else [x[1:] for x in t[::-1]] for t in tags]
+    user = draw.integers(0, 12, count)
+    clicked = draw.random(count) < 1 / (1 + np.exp(1 + user / 6 - lengths))
+    return pa.table(
+        {
+            "label": clicked.astype(int),
+            "importance": draw.uniform(0.5, 4, count),
+            "price": draw.lognormal(size=count),
+            "user": [f"u{i}" for i in user],
+            "item": draw.integers(0, 9, count),
+            "tags": tags,
+            "genres": genres,
+            "strengths": [list(draw.random(len(t))) for t in tags],
+        }
+    )
+
+
+def train_on_lists(folder) -> Trained:
+    """Trains on lists with weights; its final evaluation saw `test.parquet`."""
+    parquet.write_table(lists(200), folder / "train.parquet")
+    # Not a multiple of the batch size; some tags are new.
+    test = folder / "test.parquet"
+    parquet.write_table(lists(75, seed=1, values=12), test)
+    run = config(folder, path="train.parquet", test=str(test), **LISTS)
+    pooling = EmbeddingConfig(dim=16, pooling=("genres=sum",))
+    run = dataclasses.replace(run, embedding=pooling)
+    return train(folder, run)._replace(test=test)

@@ -9,15 +9,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first.
 LAYERS = (
     ("terminal",),
-    (
-        "fp8",
-        "quality",
-        "jsonfile",
-        "options",
-        "cache_folder",
-        "max_merge",
-        "saved_format",
-    ),
+    "fp8 quality jsonfile options cache_folder max_merge saved_format".split(),
     ("commands",),
     ("recipe", "normed", "packed", "launch", "server"),
     ("scaling", "site", "tails", "report"),

@@ -28,11 +28,10 @@ def path(tmp_path, monkeypatch):
 
 
 def _programs_of(each, workers):
-    assert workers >= 1
     return [
         {
-            site: restamp.site_programs(site, entry.passes())
-            for site, entry in table.sites.items()
+            site: restamp.site_programs(site, x.passes())
+            for site, x in table.sites.items()
         }
         for table in each
     ]
@@ -43,10 +42,6 @@ def _change(path, programs=None, **header):
     table.sites[SITE].programs.update(programs or {})
     header = dataclasses.replace(table.header, **header)
     tables.write(path, Table(header, table.sites))
-
-
-def test_digests_of_all_candidates_are_recorded(path):
-    assert set(tables.read(path).sites[SITE].programs) == set(TIMES["training"])
 
 
 def test_equal_programs_renew_the_stamp(path):
@@ -66,19 +61,7 @@ def test_other_programs_are_listed_and_the_table_is_left(path, capsys):
     assert f"{SITE}: xla fp8_rowwise" in out and "xla bf16" not in out
 
 
-def test_programs_of_other_sources_are_not_recorded(path, capsys):
+def test_programs_of_other_sources_are_refused(path, capsys):
     _change(path, kernels=STALE)
     assert restamp.main([str(path), "--record"]) == 2
     assert "check out the commit" in capsys.readouterr().err
-
-
-def test_programs_of_other_versions_are_not_compared(path, capsys):
-    _change(path, jax="0.0.1")
-    assert restamp.main([str(path)]) == 2
-    assert "measured with jax 0.0.1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_processes_agree_with_this_one():
-    table = Table(header_here(), {SITE: Entry(TIMES)})
-    assert restamp.programs_of([table, table], 1) == _programs_of([table, table], 1)

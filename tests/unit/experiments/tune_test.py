@@ -1,122 +1,98 @@
-"""The tuning command, from training to a table that a run follows."""
+"""What the tuning command measures, with what, and what it adds to its table."""
 
 import dataclasses
-import json
+import functools
 from types import SimpleNamespace
 
-import jax
 import pytest
 
-from experiments import train as train_script
 from experiments import tune as script
-from experiments.bench import dispatch as bench
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch import tuning
-from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
-from loka_jax.dispatch.table import MEASURES, Entry, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
-from loka_jax.site import BF16, Choice
-from tests.support import train as support
+from loka_jax.site import SiteSpec
+from tests.support.commands import assert_refused
 
-ROW = "xla fp8_rowwise"
+SITE = SiteSpec(64, 32, 16)
+ERRORS = dict.fromkeys(ROLES, {})
 TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
 TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 
-@pytest.mark.slow
-def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "candidates", lambda spec: [BF16, Choice.parse(ROW)])
-    support.share_data(monkeypatch)
-    path = tmp_path / "table.json"
-    options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
-    options += ["--tune.held-out-batches", "1"]
-    workdir = ["--workdir", str(tmp_path / "probed")]
-    assert script.main([*TINY, *workdir, *options, "--table", str(path)]) == 0
-    table = tables.read(path)
-    assert len(table.sites) == 3
-    for entry in table.sites.values():
-        assert BF16.name in entry.times["training"]
-        assert all(source.startswith("fp8_dlrm_tiny ") for source in entry.errors)
-    effects = [source for entry in table.sites.values() for source in entry.effects]
-    assert effects == ["fp8_dlrm_tiny top_mlp/dense_0"]
-    assert ("There is no GPU with FP8" in capsys.readouterr().out) == (
-        jax.default_backend() == "cpu"
-    )
-    workdir = ["--workdir", str(tmp_path / "planned")]
-    loose = ["--dispatch.limits.speedup", "0.01", "--dispatch.limits.healthy", "9"]
-    assert train_script.main([*TINY, *workdir, *loose, "--plan", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "Dispatch" in said and "top_mlp/dense_0" in said
-    plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
-    assert {one["choice"] for one in plan.values()} <= {BF16.name, ROW}
-    assert all(one["speedup"] for one in plan.values())
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [("{", "not a dispatch table"), (None, "is not valid here")],
-    ids=["broken", "foreign"],
-)
-def test_a_table_that_cannot_be_added_to_is_refused(tmp_path, capsys, text, why):
-    path = tmp_path / "table.json"
-    if text is None:
-        header = dataclasses.replace(header_here(), device_kind="NVIDIA B200")
-        tables.write(path, Table(header))
-    else:
-        path.write_text(text)
-    before = path.read_text()
-    assert script.main([*TINY, "--table", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert why in said and said.count("\n") == 1
-    assert path.read_text() == before
-
-
-def test_a_table_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
-    path = tmp_path / "nowhere" / "table.json"
+def test_a_table_that_cannot_be_added_to_is_refused_before_training(tmp_path, capsys):
+    header = dataclasses.replace(header_here(), device_kind="NVIDIA B200")
+    tables.write(tmp_path / "foreign.json", Table(header))
     workdir = tmp_path / "run"
-    assert script.main([*TINY, "--workdir", str(workdir), "--table", str(path)]) == 2
-    assert "table.json cannot be written" in capsys.readouterr().err
-    assert not workdir.exists()
+    for name, why in (
+        ("foreign.json", "is not valid here"),
+        ("nowhere/table.json", "table.json cannot be written"),
+    ):
+        line = [*TINY, "--workdir", str(workdir), "--table", str(tmp_path / name)]
+        assert_refused((script.main(line), *capsys.readouterr()), why)
+        assert not workdir.exists()
 
 
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
     """Returns a function that tunes with given parts, without training anything."""
     config = SimpleNamespace(name="model")
-    run = SimpleNamespace(config=config, sites=())
-    done = SimpleNamespace(exit_code=0, run=run, state=SimpleNamespace(probe={}))
-    monkeypatch.setattr(script, "train", lambda *_, **__: done)
-    for after in ("_add_own_errors", "_add_refusals"):
-        monkeypatch.setattr(script, after, lambda *_: None)
+    run = SimpleNamespace(config=config, sites=("a site",))
+    state = SimpleNamespace(probe={"a": {"stats": 3}})
+    done = SimpleNamespace(exit_code=0, run=run, state=state)
+    seen = SimpleNamespace(trained=[], after=[], path=tmp_path / "[b]" / "table.json")
+    seen.path.parent.mkdir()
 
-    def tuned(effects, measure):
-        monkeypatch.setattr(script, "sensitivity", lambda *_, **__: effects)
+    def train(config, arguments, console, *, script):
+        seen.trained.append((config, script))
+        return done
+
+    def sensitivity(run, state, **options):
+        seen.sensitivity = options
+        return seen.effects
+
+    monkeypatch.setattr(script, "train", train)
+    monkeypatch.setattr(script, "sensitivity", sensitivity)
+    for after in ("_add_own_errors", "_add_refusals"):
+        call = functools.partial(lambda *of: seen.after.append(of), after)
+        monkeypatch.setattr(script, after, call)
+
+    def tuned(effects, measure, *options):
+        seen.effects = effects
         monkeypatch.setattr(script, "measure", measure)
         workdir = ["--workdir", str(tmp_path / "run")]
-        table = ["--table", str(tmp_path / "[bold]" / "table.json")]
-        (tmp_path / "[bold]").mkdir()
-        return script.main([*TINY, *workdir, *table])
+        line = [*TINY, *workdir, "--table", str(seen.path), *options]
+        return script.main(line), seen
 
     return tuned
 
 
-def test_messages_of_a_compiler_are_printed_as_they_are(tuned, tmp_path, capsys):
-    def measure(*_, say, **__):
-        say("does not compile: unexpected [/b] \x1b[2J")
-        yield Table(header_here())
+def test_what_is_timed_already_is_not_timed_again(tuned):
+    given = []
 
-    assert tuned({}, measure) == 0
-    table = tmp_path / "[bold]" / "table.json"
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        r"does not compile: unexpected [/b] \x1b[2J",
-        f"Table: {table}",
-    ]
-    assert tables.read(table) == Table(header_here())
+    def measure(name, sites, stats, options, **more):
+        given.append((name, sites, stats, options.pairs, more["timed"]))
+        yield Table(header_here(), {SITE: Entry(errors={"model a": ERRORS})})
+
+    times = {"training": {"xla bf16": 1.0}}
+    other = dataclasses.replace(SITE, m=128)
+    _, seen = tuned({}, lambda *_, **__: (), "--tune.pairs", "9")
+    table = Table(header_here(), {SITE: Entry(times), other: Entry()})
+    tables.write(seen.path, table)
+    options = ["--tune.pairs", "7", "--tune.held-out-batches", "5"]
+    assert tuned({}, measure, *options)[0] == 0
+    assert given == [("model", ("a site",), {"a": 3}, 7, [SITE])]
+    assert tables.read(seen.path).sites[SITE].times == times  # and is kept
+    assert seen.sensitivity == {"recipe": "fp8_tensorwise", "max_batches": 5}
+    names, paths = zip(*[of[:2] for of in seen.after[-2:]], strict=True)
+    assert names == ("_add_own_errors", "_add_refusals")  # what was seen replaces draws
+    assert set(paths) == {seen.path} and seen.after[-1][4] == 5
+    assert [name for _, name in seen.trained] == ["tune.py"] * 2
+    assert seen.trained[0][0].probe.every == 10
 
 
-def test_effects_that_are_not_finite_are_left_out_of_the_table(tuned, capsys):
+def test_effects_are_relative_and_left_out_if_not_finite(tuned, capsys):
     effect = {"change": 1e-3, "low": 5e-4, "high": 2e-3, "loss": 0.5}
     found = []
 
@@ -125,56 +101,29 @@ def test_effects_that_are_not_finite_are_left_out_of_the_table(tuned, capsys):
         return ()
 
     lost = effect | {"high": float("nan")}
-    assert tuned({"a": effect, "b": lost, script.ALL: effect}, measure) == 0
+    assert tuned({"a": effect, "b": lost, script.ALL: effect}, measure)[0] == 0
     assert found == [{"a": Interval(2e-3, 1e-3, 4e-3)}]
     assert "b: its effect on the loss is not finite" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_plan_that_is_not_a_file_is_refused(tmp_path, capsys):
-    workdir = ["--workdir", str(tmp_path / "run")]
-    assert train_script.main([*TINY, *workdir, "--plan", "nowhere.json"]) == 2
-    assert "is not a file" in capsys.readouterr().err
+def test_what_the_plan_gives_up_is_noted_at_sites_with_own_errors(
+    tmp_path, monkeypatch
+):
+    path, other = tmp_path / "table.json", dataclasses.replace(SITE, m=128)
+    errors = {"model a": ERRORS, "model b": ERRORS}
+    table = Table(header_here(), {SITE: Entry(errors=errors), other: Entry()})
+    tables.write(path, table)
+    options = SimpleNamespace(limits=SimpleNamespace(loss=0.25), by_pattern="rules")
+    config = SimpleNamespace(dispatch=options, name="model")
+    run = SimpleNamespace(config=config, sites=("sites",))
 
+    def refusals(run, state, plan, *, limit, max_batches, **_):
+        assert (plan, limit, max_batches) == ("plan", 0.25, 5)
+        return {"a": "it raises the loss", "c": "not here"}
 
-@pytest.mark.parametrize(
-    "recipe, k, n, passes",
-    [
-        ("fp8_rowwise", 256, 768, False),
-        ("fp8_tensorwise", 256, 768, False),
-        ("fp8_rowwise", 123_200, 1024, False),
-        ("fp8_tensorwise", 123_200, 1024, True),
-        ("fp8_rowwise", 4096, 4096, True),
-        ("fp8_rowwise", 2048, 4096, False),
-        ("fp8_tensorwise", 4096, 2048, True),
-        ("fp8_tensorwise", 8200, 8200, False),
-    ],
-)
-def test_torchaos_filter(recipe, k, n, passes):
-    assert bench.passes_torchao(recipe, k, n) is passes
-
-
-@pytest.mark.slow
-def test_whole_models_are_compared(tmp_path, capsys):
-    path = tmp_path / "table.json"
-    measures = {name: Interval(0.03, 0.03, 0.03) for name in MEASURES}
-    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
-    times = {BF16.name: 2.0, ROW: 1.0}
-    model, shapes = bench.MODELS["fp8_dcnv2"]
-    sites = bench.nn.list_sites(
-        model.clone(recipe="fp8_rowwise"), *bench.make_inputs(shapes(64), 0)
-    )
-    own = {f"fp8_dcnv2 {site.path}": errors for site in sites}
-    entry = Entry({"training": times, "inference": times}, own)
-    known = {table_key(site.spec): entry for site in sites if site.spec.n > 1}
-    tables.write(path, Table(header_here(), known))
-    found = bench.main(
-        bench.Arguments(
-            table=path, models=("fp8_dcnv2",), batch_size=64, recipes=("fp8_rowwise",)
-        )
-    )["models"]["fp8_dcnv2"]
-    assert not found["failed"]
-    assert {"training dispatch", "training xla fp8_rowwise"} <= set(found["times"])
-    assert {"inference dispatch inference", "inference xla bf16"} <= set(found["times"])
-    assert set(found["plans"]["dispatch"].values()) == {ROW}
-    assert "XLA bf16" in capsys.readouterr().out
+    monkeypatch.setattr(script, "make_plan", lambda *_, **__: "plan")
+    monkeypatch.setattr(script, "refusals", refusals)
+    script._add_refusals(path, run, "state", 5, print)
+    found = tables.read(path).sites
+    assert found[SITE].refused == {"model a": "it raises the loss"}
+    assert found[SITE].errors == errors and not found[other].refused

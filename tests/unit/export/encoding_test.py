@@ -8,11 +8,10 @@ import pytest
 
 from loka_jax.data import DataConfig
 from loka_jax.data.blocks import Block
-from loka_jax.data.encoding import VocabularyEncoder, hash_encoder
-from loka_jax.data.records import Encoding
-from loka_jax.data.values import Counts, Standardizer
+from loka_jax.data.values import Counts
 from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_of
+from tests.support.predict import encoding_of
 
 CONFIG = DataConfig(
     kind="table", path="x.csv", dense=("price", "age"), categorical=("user", "item")
@@ -28,23 +27,6 @@ LISTS = {
     "genres": ["x|y|z", "", None, "y", "||x", "z|q", "x|x|x|x"],
     "shares": ["1|2|3", "", None, "0.5", "9|9|1e3", "0|1", "1|2|3|4"],
 }
-
-
-def encoder(config, column):
-    values = {"user": ["u1", "é", "NA"], "item": ["7", "3", "1099511627776"]}
-    words = pa.array(values.get(column, ["a", "x", "y"]), pa.large_string())
-    return hash_encoder(config, column) or VocabularyEncoder(words, reserved=4)
-
-
-def encoding(config, **options):
-    mean, std = np.array([0.25, -3.0]), np.array([1.7, 0.3])
-    fields = (*config.categorical, *config.multi)
-    return Encoding(
-        config=config,
-        encoders=tuple(encoder(config, config.owners.get(f, f)) for f in fields),
-        standardizer=Standardizer(mean, std),
-        **options,
-    )
 
 
 def records(encoding, rows):
@@ -65,15 +47,12 @@ def records(encoding, rows):
     ids=lambda changes: " ".join(changes) or "vocabulary",
 )
 def test_one_value_a_field(changes):
-    plain = encoding(dataclasses.replace(CONFIG, **changes))
-    rows = dict(ROWS)
+    plain, rows = encoding_of(dataclasses.replace(CONFIG, **changes)), dict(ROWS)
     if changes.get("hashed"):
         rows["item"] = ["3", "-9223372036854775808", None, "0x1F", "0XFFFFFFFFFFFFFFFF"]
         rows["item"] += ["18446744073709551615", "-1"]
-    expected, found = (
-        records(plain, rows),
-        loader.Encoding(*inputs_of(plain)).inputs(rows),
-    )
+    expected = records(plain, rows)
+    found = loader.Encoding(*inputs_of(plain)).inputs(rows)
     assert np.array_equal(found.dense, expected["dense"])
     assert np.array_equal(found.ids, expected["ids"])
     assert len(np.unique(found.ids)) > 3
@@ -84,7 +63,7 @@ def test_lists(weights):
     config = dataclasses.replace(
         CONFIG, multi=("tags", "genres"), multi_weights=weights, separator="|"
     )
-    plain = encoding(config, slots=(3, 2))
+    plain = encoding_of(config, slots=(3, 2))
     expected, rows = records(plain, ROWS | LISTS), ROWS | LISTS
     found = loader.Encoding(*inputs_of(plain)).inputs(rows)
     for bag, (ids, own) in enumerate(found.bags):
@@ -100,41 +79,30 @@ def test_lists(weights):
     "column, value, changes, said",
     [
         ("price", "\u0661", {}, "row 2 column 'price' .* which is no number"),
-        ("price", "x", {}, "row 2 column 'price' holds 'x', which is no number"),
-        ("price", 10**400, {}, "row 2 column 'price' .* too large"),
-        ("price", [1], {}, "which is no number"),
-        ("price", None, {"missing": "error"}, "which is missing and refused"),
         ("price", -1, {"negative": "error"}, "which is negative and refused"),
-        ("price", 1e300, {"huge": "error"}, "which is huge and refused"),
-        ("user", 0.5, {}, "neither text nor an integer"),
-        ("user", {"a": 1}, {}, "neither text nor an integer"),
         ("user", "u9", {"unknown": "error"}, "'u9', which is not in the vocabulary"),
-        ("item", "x", {"hashed": ("item",)}, "no integer in -9223372036854775808.."),
         ("item", 2**64, {"hashed": ("item",)}, "no integer in -9223372036854775808.."),
     ],
 )
 def test_a_bad_value_is_named(column, value, changes, said):
-    spec = inputs_of(encoding(dataclasses.replace(CONFIG, **changes)))
+    spec = inputs_of(encoding_of(dataclasses.replace(CONFIG, **changes)))
     rows = {"price": [1, 2], "age": [1, 2], "user": ["u1", "u1"], "item": [3, 3]}
     rows[column] = [rows[column][0], value]
     with pytest.raises(ValueError, match=said):
         loader.Encoding(*spec).inputs(rows)
 
 
-def test_a_list_needs_a_weight_for_each_value():
-    config = dataclasses.replace(CONFIG, multi=("t",), multi_weights=("t=w",))
-    spec = inputs_of(encoding(config, slots=(3,)))
-    rows = {name: values[:1] for name, values in ROWS.items()} | {"t": [["a", "b"]]}
-    with pytest.raises(ValueError, match="not a weight for each of 2 values"):
-        loader.Encoding(*spec).inputs(rows | {"w": [[1.0]]})
-    with pytest.raises(ValueError, match=r"row 1 column 'w' .* no weight in 0 to"):
-        loader.Encoding(*spec).inputs(rows | {"w": [[1.0, -1.0]]})
+def test_columns_and_weights_must_be_there_and_equally_long():
+    def refused(config, rows, said, **options):
+        with pytest.raises(ValueError, match=said):
+            loader.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
 
-
-def test_columns_must_be_there_and_equally_long():
-    spec = inputs_of(encoding(CONFIG))
-    with pytest.raises(ValueError, match="there is no column 'user'"):
-        loader.Encoding(*spec).inputs({"price": [1], "age": [1], "item": [3]})
-    rows = {"price": [1], "age": [1], "user": ["u"], "item": [3, 4]}
-    with pytest.raises(ValueError, match=r"hold \[1, 2\] values"):
-        loader.Encoding(*spec).inputs(rows)
+    rows = {name: values[:1] for name, values in ROWS.items()}
+    refused(CONFIG, {"price": [1], "age": [1], "item": [3]}, "is no column 'user'")
+    refused(CONFIG, rows | {"item": [3, 4]}, r"hold \[1, 2\] values")
+    lists = dataclasses.replace(CONFIG, multi=("t",), multi_weights=("t=w",))
+    for weights, said in (
+        ([1.0], "not a weight for each of 2 values"),
+        ([1.0, -1.0], r"row 1 column 'w' .* no weight in 0 to"),
+    ):
+        refused(lists, rows | {"t": [["a", "b"]], "w": [weights]}, said, slots=(3,))

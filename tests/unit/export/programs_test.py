@@ -1,90 +1,45 @@
-"""The loader gives every program weights of the shapes that it was made for."""
+"""Weights are kept once; a program names the only GPU that it runs on."""
 
-import dataclasses
-import json
+from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.configs import find_config
-from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.policy import Decision
-from loka_jax.export import folder, forms, loader
+from loka_jax.export import forms, loader, programs
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.programs import Weights, make_program
 from loka_jax.ops.device import HOPPER
-from loka_jax.predict.trained import untrained
-from loka_jax.site import Choice
+from tests.support.export import blank_dlrm
 
 
-def untrained_dlrm(**options):
-    """Returns a small DLRM with two layers that Mosaic's kernels serve."""
-    config = find_config("fp8_dlrm")
-    data = dataclasses.replace(config.data, rows=(5, 4, 3))
-    model = config.model.clone(**options)
-    config = dataclasses.replace(config, data=data, model=model)
-    return untrained(config, schema_of(data))
-
-
-def kernels_of(trained, rows):
-    """Returns a plan with Mosaic's kernels at every site."""
-    decision = Decision(Choice.parse(f"pallas {trained.config.model.recipe}"), "asked")
-    sites = trained.network.sites_at(DispatchPlan(), rows)
-    return DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))
-
-
-def traced(out, monkeypatch):
-    """Returns the logits' shapes by batch size, of programs for any platform.
-
-    Tracing compares the shape and dtype of each argument with the program's.
-    """
-    monkeypatch.setattr(loader, "COMPILER_OPTIONS", None)  # refused where one traces
-    description = json.loads((out / loader.MODEL).read_text())
-    model = loader.Model(out, description, description["programs"])
-    return {
-        size: jax.eval_shape(model.program(size), model.encoding.blank(size)).shape
-        for size in model.batch_sizes
-    }
-
-
-@pytest.mark.parametrize(
-    "norm, recipe, fused_wide",
-    [
-        ("none", "fp8_tensorwise", False),
-        ("rms", "fp8_tensorwise_delayed", False),
-        ("layer", "fp8_rowwise", False),
-        ("block", "fp8_tensorwise_delayed_bf16_drhs", True),
-        ("layer", "fp8_blockwise", True),
-    ],
-)
-def test_programs_for_a_hopper_gpu_are_given_what_they_were_made_for(
-    norm, recipe, fused_wide, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
-    monkeypatch.setattr(folder, "runs_here", lambda platform: False)
-    trained = untrained_dlrm(norm=norm, recipe=recipe, fused_wide=fused_wide)
-    plans = {1: kernels_of(trained, 1), 128: kernels_of(trained, 128)}
-    plans[16] = DispatchPlan()  # each layer as it is where nothing is chosen
-    made = (forms.make_form(trained, "cuda", *item) for item in plans.items())
-    out = tmp_path / "model"
-    found = folder.write_model(trained, inputs_as_given(trained.schema), made, out)
-    by_mosaic = {p.compute_capability == "9.0" for p in found.programs}
-    assert by_mosaic == {recipe != "fp8_blockwise"}
-    assert traced(out, monkeypatch) == {rows: (rows,) for rows in plans}
-
-
-def test_without_its_kernels_a_program_runs_on_every_gpu(monkeypatch):
-    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
-    trained, weights = untrained_dlrm(), Weights()
+@pytest.mark.parametrize("kernels, capability", [("mosaic_gpu_v2", "9.0"), ("", None)])
+def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability):
+    ready = [jnp.ones(2), jnp.zeros(3)]
+    exported = SimpleNamespace(
+        mlir_module=lambda: f"call @{kernels}", serialize=lambda: bytearray(b"program")
+    )
+    monkeypatch.setattr(programs, "exported_with", lambda *_: (exported, ready))
+    trained, weights = blank_dlrm(), Weights()
+    runs = {"site": "pallas"}
+    form = forms.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
     encoding = loader.Encoding(*inputs_as_given(trained.schema))
-    asked = trained, "cuda", 128, DispatchPlan()
-    made = [forms.make_form(*asked, by_xla=by_xla) for by_xla in (False, True)]
-    programs = [make_program(trained, form, encoding, weights) for form in made]
-    assert [p.compute_capability for p in programs] == ["9.0", None]
-    assert all(runs.startswith("xla ") for runs in made[1].runs.values())
+    program = make_program(trained, form, encoding, weights)
+    assert program.content == b"program" and len(weights.arrays) == 2
+    expected = {"platform": "cuda", "batch_size": 16, "compute_capability": capability}
+    expected |= {"weights": [*weights.arrays], "sites": runs, "twins": {"a": "b"}}
+    assert program.as_json() == expected
+
+
+def test_without_its_kernels_a_form_is_for_every_gpu(monkeypatch):
+    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    asked = blank_dlrm(), "cuda", 128, DispatchPlan()
+    with_kernels, form = [forms.make_form(*asked, by_xla=x) for x in (False, True)]
+    assert with_kernels.device == HOPPER
+    assert any("pallas" in runs for runs in with_kernels.runs.values())
+    assert form.device.compute_capability is None
+    assert all(runs.startswith("xla ") for runs in form.runs.values())
 
 
 def test_only_weights_of_one_shape_and_dtype_are_kept_once():

@@ -1,128 +1,134 @@
-"""A run scores rows from its own folder as its evaluation did."""
+"""Rows become batches and scores in their order, whatever the model computes."""
 
-import dataclasses
-import json
-import shutil
+from types import SimpleNamespace
 
-import chex
-import jax
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import csv
 
-import loka_jax
+from loka_jax.data.blocks import Block
 from loka_jax.data.values import Counts
-from tests.support import predict as support
-from tests.support.predict import RECIPE
+from loka_jax.predict import predictor
+from tests.support.predict import predictor_of, sigmoid
+
+ROWS = {
+    "price": np.arange(11.0) - 4,
+    "user": ["u1", "new", None, "é"] + 7 * ["NA"],
+    "item": [7, 3] + 9 * [99],
+}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return support.train_and_lose_the_data(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(scope="module")
-def model(trained):
-    return loka_jax.load(trained.workdir)
-
-
-def probabilities(logits):
-    return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
-
-
-def test_scores_are_the_evaluations_without_the_files_it_was_trained_on(trained, model):
-    table = csv.read_csv(trained.test)
-    scores = model.scores(table.drop_columns(["label"]))
-    assert (model.config.model.recipe, scores.dtype) == (RECIPE, np.float32)
-    assert np.array_equal(scores, probabilities(trained.logits))
-    label = np.asarray(table["label"])
-    loss = -np.mean(np.where(label, np.log(scores), np.log1p(-scores)))
-    chex.assert_trees_all_close(
-        float(loss), trained.summary["final_eval"]["logloss"], rtol=1e-6
-    )
-
-
-def test_rows_may_come_in_a_dict_of_any_types(trained, model):
-    table = csv.read_csv(trained.test)
-    columns = {name: table[name].to_numpy() for name in ("price", "user")}
-    columns["item"] = pa.array(table["item"]).cast(pa.string()).dictionary_encode()
-    assert np.array_equal(model.scores(columns), probabilities(trained.logits))
-
-
-def test_unknown_and_missing_values_are_counted(model):
+def test_scores_are_probabilities_in_the_order_of_the_rows(tmp_path):
+    model, batches = predictor_of(tmp_path)
     counts = Counts()
-    rows = {"price": [1.0, None], "user": ["u99", None], "item": [3, 3]}
-    assert model.scores(rows, counts).shape == (2,)
+    scores = model.scores(ROWS | {"other": [0] * 11}, counts)
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, sigmoid(ROWS["price"]))
+    # The last batch is padded with the first rows, as an evaluation pads it.
+    prices = [batch.dense[:, 0].tolist() for batch in batches]
+    assert prices == [[-4, -3, -2, -1], [0, 1, 2, 3], [4, 5, 6, -4]]
+    assert batches[0].ids.tolist() == [[1, 1], [0, 2], [0, 0], [2, 0]]
     assert counts.report()["columns"] == {
-        "price": {"missing": 1},
+        "price": {"negative": 4},
         "user": {"missing": 1, "oov": 1},
+        "item": {"oov": 9},
     }
+    assert (model.tasks, model.columns) == (("label",), ("price", "user", "item"))
 
 
-def test_scores_that_are_no_numbers_are_refused(trained):
-    model = loka_jax.load(trained.workdir)
-    params = jax.tree.map(lambda x: x * np.nan, model._state.params)
-    model._state = dataclasses.replace(model._state, params=params)
-    rows = {"price": [1.0, 2.0], "user": ["u1", "u2"], "item": [3, 3]}
-    with pytest.raises(ValueError, match="2 of 2 scores are no numbers"):
-        model.scores(rows)
+def test_blocks_keep_their_rows_and_few_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictor, "_GROUP_BYTES", 60)
+    model, batches = predictor_of(tmp_path)
+    sizes, table = (1, 2, 0, 5, 3), pa.table(ROWS)
+    given = []
+
+    def blocks():
+        for start, size in zip(np.cumsum(sizes) - sizes, sizes, strict=True):
+            numbers = np.arange(start + 1, start + size + 1)
+            given.append(size)
+            yield Block(table.slice(start, size), numbers, "parts")
+
+    found = []
+    for part in model.scored(blocks(), Counts()):
+        prices = part.rows["price"].to_numpy()
+        np.testing.assert_array_equal(part.scores, sigmoid(prices))
+        found.append(prices)
+        # Of each row that was read, scores come at most a batch and a group later.
+        assert sum(given) - sum(map(len, found)) < 4 + 4 + max(sizes)
+    assert len(found) > 2
+    np.testing.assert_array_equal(np.concatenate(found), ROWS["price"])
+    assert len(batches) == 3
 
 
-def test_no_rows_have_no_scores(model):
-    rows = {"price": pa.array([], "f4"), "user": pa.array([], "str"), "item": []}
-    assert model.scores(pa.table(rows)).shape == (0,)
+def test_large_logits_have_the_probabilities_0_and_1():
+    logits = np.array([-800, -20, 0, 800], np.float32)
+    expected = np.array([0, 1 / (1 + np.exp(20.0)), 0.5, 1], np.float32)
+    np.testing.assert_array_equal(predictor._probabilities(logits), expected)
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"user": np.array(["u1", None, 3], object)}, "column 'user' is no list"),
-        ({"price": 1.5}, "column 'price' is no list of values of one type"),
-        ({"item": [1]}, "differ in length .*item 1.*: align them"),
-    ],
-)
-def test_rows_that_are_no_table_are_refused(model, change, said):
+def test_what_has_no_scores_is_refused(tmp_path):
+    model, _ = predictor_of(tmp_path)
     rows = {"price": [1.0, 2.0, 3.0], "user": ["u1", "u2", "u3"], "item": [1, 2, 3]}
-    with pytest.raises(ValueError, match=said):
-        model.scores(rows | change)
-    with pytest.raises(ValueError, match="the rows are no table .*: give a data frame"):
-        model.scores([1, 2])
+    mixed = np.array(["u1", None, 3], object)
+    strict, _ = predictor_of(tmp_path, unknown="error")
+    lost, _ = predictor_of(tmp_path)
+    none = np.array([np.nan, 1, np.nan, 0])
+    lost._run_step = lambda state, seen, batch: (seen, none)
+    for by, given, said in (
+        (model, rows | {"user": mixed}, "column 'user' is no list"),
+        (model, rows | {"price": 1.5}, "'price' is no list of values of one type"),
+        (model, rows | {"item": [1]}, "differ in length .*item 1.*: align them"),
+        (model, [1, 2], "the rows are no table .*: give a data frame"),
+        (model, {"price": [1.0], "user": ["u1"]}, "no column 'item', only price, user"),
+        (strict, ROWS, "row 2 .*not in the run's vocabulary"),
+        (lost, rows, "2 of 3 scores are no numbers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            by.scores(given)
 
 
-def test_a_missing_column_is_named(model):
-    with pytest.raises(ValueError, match="no column 'item', only price, user"):
-        model.scores({"price": [1.0], "user": ["u1"]})
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    """Returns a function from options of `load` to what it did with them."""
+    seen = SimpleNamespace()
+    clone = lambda **options: f"model {options}"  # noqa: E731
+    config = SimpleNamespace(model=SimpleNamespace(clone=clone))
+    saved = SimpleNamespace(meta={"plan": "the saved plan"}, step=17)
+    source = SimpleNamespace(config=config, saved=saved, encoding=lambda: "folder")
+    network = SimpleNamespace(tables="tables", list_sites=lambda plan: "sites")
+    run = SimpleNamespace(network=network, state="state", spread="spread")
+
+    def open_run(path, best):
+        seen.opened = path, best
+        return source
+
+    def read_trained(source, schema, shards):
+        seen.read = schema, shards
+        return run
+
+    planned = SimpleNamespace(Planned=lambda *of: of)
+    stand_ins = {
+        "open_run": open_run,
+        "read_trained": read_trained,
+        "load_encoding": lambda folder: SimpleNamespace(schema="schema"),
+        "saved_plan": lambda plan, sites: SimpleNamespace(choices=[plan, sites]),
+        "past_first_steps": lambda model, state: ("past", *model),
+        "eval_step": lambda *of: ("step", *of),
+        "nn": planned,
+        "Predictor": lambda *parts: parts,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(predictor, name, stand_in)
+    return lambda **options: (predictor.load(tmp_path, **options), seen, config.model)
 
 
-def copied(trained, tmp_path):
-    return shutil.copytree(trained.workdir, tmp_path / "run")
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no run .* name the --workdir of one"):
-        loka_jax.load(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_without_a_checkpoint_is_refused(trained, tmp_path):
-    workdir = copied(trained, tmp_path)
-    shutil.rmtree(workdir / "checkpoints")
-    with pytest.raises(ValueError, match="no checkpoint yet"):
-        loka_jax.load(workdir)
-
-
-@pytest.mark.parametrize("change", ["missing", "another", "damaged"])
-def test_a_lost_encoding_is_refused(trained, tmp_path, change):
-    workdir = copied(trained, tmp_path)
-    manifest = workdir / "encoding" / "manifest.json"
-    if change == "missing":
-        shutil.rmtree(manifest.parent)
-    elif change == "another":
-        value = json.loads(manifest.read_text())
-        value["settings"]["transform"] = "none"
-        manifest.write_text(json.dumps(value))
-    else:
-        (manifest.parent / "vocabulary-00.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match="encoding of the run, cannot be used .*again"):
-        loka_jax.load(workdir)
+def test_the_saved_plan_runs_unless_it_is_off(loaded, tmp_path):
+    (_, encoding, step, state, run), seen, model = loaded(shards=4)
+    assert (encoding.schema, step, state) == ("schema", 17, "state")
+    assert seen.opened == (tmp_path, True)  # the best state, as evaluations judged it
+    assert seen.read == ("schema", 4)
+    choices = ["the saved plan", "sites"]
+    assert run == ("step", ("past", model, choices), "tables", "spread")
+    (*_, run), seen, _ = loaded(plan="off")
+    assert run[1] == ("past", "model {'implementation': 'xla'}", ())
+    assert seen.read[1] == 1

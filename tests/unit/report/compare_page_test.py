@@ -3,75 +3,97 @@ import copy
 import pytest
 
 from loka_jax.report import ComparedRun, write_compare_page
+from loka_jax.report.comparison import by_examples
 from tests.support.report import (
-    HOSTILE,
+    RUN,
     Page,
-    assert_escaped,
     assert_self_contained,
-    hostile,
+    record_charts,
+    scored,
 )
-from tests.unit.report.comparison_test import scored
-from tests.unit.report.run_page_test import RUN
 
 
-def compared(
-    name, *, seed=3, recipe="fp8", ne=0.85, rate=1000.0, scores=None, tasks=()
-):
-    """Returns `RUN` with another name and other numbers.
-
-    Its scores are those of a single label, or of each of `tasks`.
-    """
+def compared(name, *, seed=3, recipe="fp8", ne=0.85, rate=1000.0, scores=()):
+    """Returns `RUN` with another name and other numbers, each off by its own."""
     summary, config = copy.deepcopy(RUN.summary), copy.deepcopy(RUN.config)
-    summary["final_eval"]["ne"] = ne
-    summary["examples_per_second"] = rate
+    off = ne - 0.85
+    other = {"ne": off, "logloss": 2 * off, "auc": -3 * off, "calibration": 4 * off}
+    final = summary["final_eval"]
+    summary["final_eval"] = {k: final[k] + x for k, x in other.items()}
+    summary |= {"examples_per_second": rate, "device": f"gpu of {name}"}
+    evals = [
+        line | {k: line[k] + step * other[k] for k in other}
+        for step, line in enumerate(RUN.evals, 1)
+    ]
     config |= {"seed": seed, "recipe": recipe}
-    evals = [line | {"ne": line["ne"] + ne - 0.85} for line in RUN.evals]
     files = RUN._replace(summary=summary, config=config, evals=evals)
-    by_label = dict.fromkeys(tasks or ("",), scores) if scores is not None else {}
-    return ComparedRun(name, files, by_label)
+    return ComparedRun(name, files, dict(scores))
 
 
 RUNS = [
-    compared("base", recipe="bf16", scores=scored(1)),
-    compared("other", ne=0.86, rate=1250.0, scores=scored(2)),
-    compared("base-4", recipe="bf16", seed=4),
+    compared("base", recipe="bf16", scores={"": scored(1)}),
+    compared("other", ne=0.86, rate=1250.0, scores={"": scored(2)}),
+    compared("base-4", recipe="bf16", seed=4, rate=800.0),
     compared("other-4", seed=4, ne=0.865),
 ]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
+    """The page of `RUNS`, with its drawings."""
     path = tmp_path_factory.mktemp("compare") / "compare.html"
     return Page(write_compare_page(path, RUNS, "python experiments/compare.py a b"))
 
 
+@pytest.fixture
+def page_of(tmp_path, monkeypatch):
+    """Returns a function from runs to their page, without drawings."""
+    record_charts(monkeypatch)
+    return lambda runs, command="": Page(
+        write_compare_page(tmp_path / "x.html", runs, command)
+    )
+
+
 def test_the_page_tells_metrics_and_speed_of_each_run(page):
     rows = page.rows("Final metrics and speed")
-    numbers = ["test", "0.75123", "0.45000", "0.86000", "1.0100", "1,250", "20"]
-    assert rows[2][:8] == ["other", *numbers] and len(rows) == 5
-    assert page.tiles["Lowest NE, test"] == ("0.85000", "base")
-    assert page.tiles["Most examples/s"] == ("1,250", "other")
+    numbers = ["test", "0.72123", "0.47000", "0.86000", "1.0500", "1,250", "20"]
+    about = ["125.0", "gpu of other", "step 10, the best by NE"]
+    assert rows[2] == ["other", *numbers, *about] and len(rows) == 5
+    assert page.tiles == {
+        "Lowest NE, test": ("0.85000", "base"),
+        "Highest AUC, test": ("0.75123", "base"),
+        "Most examples/s": ("1,250", "other"),
+    }
 
 
 def test_the_page_tells_paired_differences(page):
-    rows = page.rows("Paired differences")
+    rows, classes = (of("Paired differences") for of in (page.rows, page.classes))
     by_example = rows[1:4]
-    assert by_example[0][0] == "other" and "±" in by_example[0][1]
-    assert by_example[0][-2:] == ["3,000", "1.250"]
+    found = by_examples(scored(1), scored(2))
+    digits = {"logloss": 5, "ne_delta_pct": 3, "auc": 5}
+    shown = [f"{found[k][0]:+.{n}f} ± {found[k][1]:.{n}f}" for k, n in digits.items()]
+    assert by_example[0] == ["other", *shown, "3,000", "1.250"]
     missing = "not the same examples, or no scores were kept"
-    assert by_example[1] == ["base-4", missing, "1.000"]
-    by_step = ["other", "+0.00000 ± 0.00000", "+0.01000 ± 0.00000"]
-    assert rows[5][:3] == by_step and rows[5][-1] == "2"
-    assert rows[-1][2] == "+0.01250 ± 0.03177"  # 12.7062 * 0.0025, seeds 3 and 4
+    assert by_example[1] == ["base-4", missing, "0.800"]
+    assert rows[4] == ["run", "log loss", "NE", "AUC", "calibration", "steps"]
+    # Of three steps one is of another split: 4.303 is t of two degrees of freedom.
+    other = "+0.04000 ± 0.04968", "+0.02000 ± 0.02484", "-0.06000 ± 0.07452"
+    assert rows[5] == ["other", *other, "+0.08000 ± 0.09937", "3"]
+    assert {x.removeprefix("num") for x in classes[5][1:]} == {""}  # too narrow
+    # 12.7062 * 0.0025, seeds 3 and 4
+    other = "+0.02500 ± 0.06353", "+0.01250 ± 0.03177", "-0.03750 ± 0.09530"
+    assert rows[-1] == ["other", *other, "+0.05000 ± 0.12706", "2"]
     assert "other, other-4; seeds 3, 4" in page.text
+    assert "paired with those of base, base-4" in page.text
 
 
-def test_runs_with_several_labels_are_paired_by_each(tmp_path):
-    tasks = ("click", "buy")
-    runs = [compared(f"{i}", scores=scored(i), tasks=tasks) for i in (1, 2)]
-    page = Page(write_compare_page(tmp_path / "x.html", runs, ""))
-    names = [row[0] for row in page.rows("Paired differences")]
-    assert names[1:3] == ["2, click", "2, buy"]
+def test_clear_differences_are_colored_by_what_is_better(page_of):
+    runs = [compared("a", recipe="bf16", seed=i) for i in (3, 4)]
+    runs += [compared("b", ne=x, seed=i) for i, x in ((3, 0.86), (4, 0.8601))]
+    worse = page_of(runs).classes("Paired differences")[-1][1:]
+    assert worse == ["num is-bad", "num is-bad", "num is-bad", "num", "num"]
+    better = page_of([*runs[2:], *runs[:2]]).classes("Paired differences")[-1][1:]
+    assert better == ["num is-good", "num is-good", "num is-good", "num", "num"]
 
 
 def test_the_page_tells_what_differs_and_draws_every_run(page):
@@ -80,42 +102,36 @@ def test_the_page_tells_what_differs_and_draws_every_run(page):
         ["seed", "3", "3", "4", "4"],
         ["recipe", "bf16", "fp8", "bf16", "fp8"],
     ]
-    legends = [" ".join(x.itertext()).split() for x in page.root.iter("figcaption")]
-    assert ["NE,", "valid", "base", "other", "base-4", "other-4"] in legends
     assert {f"var(--run{i})" in page.html for i in range(4)} == {True}
     assert "python experiments/compare.py a b" in page.text
     assert_self_contained(page)
 
 
-def test_names_of_runs_are_no_html(tmp_path):
-    files = [run.files for run in RUNS[:2]]
-    runs = [
-        ComparedRun(f"{HOSTILE}{i}", each._replace(config=hostile(each.config)), {})
-        for i, each in enumerate(files)
-    ]
-    runs[0].files.config["x"] = HOSTILE
-    assert_escaped(Page(write_compare_page(tmp_path / "x.html", runs, HOSTILE)))
+def test_each_curve_has_its_own_values(tmp_path, monkeypatch):
+    drawn, _ = record_charts(monkeypatch)
+    write_compare_page(tmp_path / "x.html", RUNS[:2], "")
+    assert drawn["NE minus the first run's, valid"] == {
+        "other": [(1000, pytest.approx(0.01)), (1500, pytest.approx(0.02))]
+        + [(2000, pytest.approx(0.03))]
+    }
+    valid = [RUNS[1].files.evals[i] for i in (0, 2)]
+    for title, name, lines in (
+        ("NE, valid", "ne", valid),
+        ("AUC, valid", "auc", valid),
+        ("Log loss, valid", "logloss", valid),
+        ("Log loss, train", "loss", RUN.train),
+        ("Learning rate", "lr", RUN.train),
+    ):
+        expected = [(line["examples"], line[name]) for line in lines]
+        assert drawn[title]["other"] == expected
 
 
-def test_a_run_on_other_data_is_named_and_not_paired(tmp_path):
-    other = compared("x")
+def test_a_run_on_other_data_is_named_and_not_paired(page_of):
+    other = compared("x", ne=0.1)
     other.files.config["data"] = {"label": "buy"}
-    page = Page(write_compare_page(tmp_path / "x.html", [*RUNS[:2], other], ""))
+    page = page_of([*RUNS[:2], other])
     assert "x is not compared with base: data.label is None and buy." in page.text
-    assert [row[0] for row in page.rows("Paired differences")[1:2]] == ["other"]
+    assert [row[0] for row in page.rows("Paired differences")[1:3]] == ["other", "run"]
+    assert page.tiles["Lowest NE, test"] == ("0.85000", "base")
     with pytest.raises(ValueError, match="x has nothing in common with base"):
-        write_compare_page(tmp_path / "x.html", [RUNS[0], other], "")
-
-
-def test_empty_runs_have_a_page(tmp_path):
-    empty = [
-        ComparedRun(name, RUN._replace(summary={}, train=[], evals=[]), {})
-        for name in "ab"
-    ]
-    page = Page(write_compare_page(tmp_path / "x.html", empty, ""))
-    assert "configurations and versions are the same" in page.text
-
-
-def test_a_seventeenth_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="number of runs is 17: name 2 to 16"):
-        write_compare_page(tmp_path / "x.html", [compared("x")] * 17, "")
+        page_of([RUNS[0], other])

@@ -12,6 +12,7 @@ from loka_jax.report.comparison import (
     seed_groups,
     why_not_comparable,
 )
+from tests.support.report import scored
 
 
 def files(evals=(), final=None, seed=0, split="test", **config):
@@ -27,20 +28,6 @@ def files(evals=(), final=None, seed=0, split="test", **config):
     )
 
 
-def run(name="a", **options):
-    return ComparedRun(name, files(**options), {})
-
-
-def scored(seed, num=3000, weights=None):
-    """Returns scores of the same examples for every seed, with noise of the seed."""
-    rng, noise = np.random.default_rng(0), np.random.default_rng(100 + seed)
-    true = rng.normal(-1, 1, num)
-    labels = rng.random(num) < 1 / (1 + np.exp(-true))
-    logits = (true + noise.normal(0, 0.5, num)).round(1)
-    weights = np.ones(num) if weights is None else weights
-    return Scored(*(x.astype(np.float32) for x in (logits, labels, weights)))
-
-
 def losses(scored):
     p = 1 / (1 + np.exp(-scored.logits.astype(np.float64)))
     return -np.log(np.where(scored.labels == 1, p, 1 - p))
@@ -49,10 +36,9 @@ def losses(scored):
 def test_differences_over_examples_are_those_of_a_paired_t_test():
     one, two = scored(1), scored(2)
     found = by_examples(one, two)
-    assert found is not None
     expected = scipy.stats.ttest_rel(losses(two), losses(one)).confidence_interval()
     logloss = found["logloss"]
-    assert logloss.half is not None and logloss.count == 3000
+    assert logloss.count == 3000
     interval = logloss.mean - logloss.half, logloss.mean + logloss.half
     assert interval == pytest.approx(tuple(expected), rel=1e-3)
     percent = 100 * (losses(two).mean() / losses(one).mean() - 1)
@@ -61,36 +47,39 @@ def test_differences_over_examples_are_those_of_a_paired_t_test():
     assert found["auc"].mean == pytest.approx(aucs[1] - aucs[0], abs=1e-9)
 
 
-def test_the_interval_of_the_auc_is_that_of_resampled_examples():
-    one, two = scored(1, 1000), scored(2, 1000)
-    found = by_examples(one, two)
-    rng, minus = np.random.default_rng(5), []
-    for _ in range(400):
-        rows = rng.integers(0, 1000, 1000)
-        aucs = [
-            oracle.roc_auc_score(x.labels[rows], x.logits[rows]) for x in (one, two)
-        ]
-        minus.append(aucs[1] - aucs[0])
-    assert found is not None
-    assert found["auc"].half == pytest.approx(1.96 * np.std(minus), rel=0.15)
+def test_the_interval_of_the_auc_is_that_of_delong():
+    one, two = scored(1, 300), scored(2, 300)
+    clicked, wins = one.labels == 1, []
+    for x in (one, two):  # of each click over each other
+        over = x.logits[clicked][:, None] - x.logits[~clicked]
+        wins.append((np.sign(over) + 1) / 2)
+    won = wins[1] - wins[0]
+    parts = [won.mean(axis=axis) for axis in (1, 0)]
+    variance = sum(part.var(ddof=1) / len(part) for part in parts)
+    found = by_examples(one, two)["auc"]
+    assert found.mean == pytest.approx(won.mean())
+    assert found.half == pytest.approx(1.959964 * variance**0.5)
 
 
 def test_a_weight_counts_like_as_many_examples():
     twice = np.where(np.arange(3000) % 3, 1.0, 2.0)
     rows = np.repeat(np.arange(3000), twice.astype(int))
-    weighted = [scored(seed, weights=twice) for seed in (1, 2)]
+    weighted = by_examples(*[scored(seed, weights=twice) for seed in (1, 2)])
     repeated = [Scored(*(x[rows] for x in scored(seed))) for seed in (1, 2)]
-    one, two = (by_examples(*pair) for pair in (weighted, repeated))
-    assert one is not None and two is not None and "auc" not in one
-    assert one["logloss"].mean == pytest.approx(two["logloss"].mean)
+    expected = by_examples(*repeated)["logloss"].mean
+    assert "auc" not in weighted
+    assert weighted["logloss"].mean == pytest.approx(expected)
 
 
 def test_scores_of_other_examples_are_not_paired():
     one, two = scored(1), scored(2)
-    other = two._replace(labels=1 - two.labels)
-    assert by_examples(one, other) is None
-    shorter = Scored(*(x[:-1] for x in two))
-    assert by_examples(one, shorter) is None
+    for other in (
+        two._replace(labels=1 - two.labels),
+        two._replace(weights=2 * two.weights),
+        Scored(*(x[:-1] for x in two)),
+    ):
+        assert by_examples(one, other) is None
+    assert by_examples(*[Scored(*(x[:0] for x in one))] * 2) is None
 
 
 def line(step, ne, split="valid"):
@@ -108,40 +97,38 @@ def test_evaluations_are_paired_by_step_and_split():
 
 
 def test_runs_are_paired_by_seed_within_groups():
+    nes = {
+        "bf16": {0: 0.80, 1: 0.82, 2: 0.84},
+        "fp8": {2: 0.85, 1: 0.82, 0: 0.83, 7: 9},
+    }
     runs = [
-        run(f"{recipe}{seed}", seed=seed, recipe=recipe, final={"ne": ne})
-        for recipe, seed, ne in [
-            *[("bf16", 0, 0.80), ("bf16", 1, 0.82), ("bf16", 2, 0.84)],
-            *[("fp8", 2, 0.85), ("fp8", 1, 0.82), ("fp8", 0, 0.83), ("fp8", 7, 9.0)],
-        ]
+        ComparedRun("", files(seed=seed, recipe=recipe, final={"ne": ne}), {})
+        for recipe, of in nes.items()
+        for seed, ne in of.items()
     ]
     base, other = seed_groups(runs)
-    assert [x.name for x in base] == ["bf160", "bf161", "bf162"] and len(other) == 4
+    assert (base, other) == (runs[:3], runs[3:])
     mean, half, count = by_seeds(base, other)["ne"]
     minus = [0.03, 0.0, 0.01]
     assert (mean, count) == (pytest.approx(np.mean(minus)), 3)
     assert half == pytest.approx(4.3027 * np.std(minus, ddof=1) / 3**0.5, rel=1e-4)
 
 
-def test_a_single_pair_has_no_interval():
-    found = by_steps(files([line(1, 0.5)]), files([line(1, 0.7)]))
-    assert found["ne"].half is None
+def test_runs_on_other_data_are_not_comparable():
+    def ended(split="test", count=50, **data):
+        found = files(data={"kind": "table"} | data, final={"ne": 0.9}, split=split)
+        found.summary["data"] = {"examples": {"test": count, "valid": 40}}
+        return found
 
-
-@pytest.mark.parametrize(
-    "other, why",
-    [
-        (files(data={"kind": "table", "label": "buy"}), "data.label is click and buy"),
-        (files(data={"kind": "criteo"}), "data.kind is table and criteo"),
+    base = ended(label="click")
+    for other, why in (
+        (ended(label="click"), None),
+        (ended(label="click", count=40), "they were evaluated on 50 and 40 examples"),
+        (ended(label="buy"), "data.label is click and buy"),
+        (ended(label="click", kind="criteo"), "data.kind is table and criteo"),
         (
-            files(data={"kind": "table", "label": "click"}, split="valid")._replace(
-                summary={"final_eval": {"ne": 1}, "final_split": "valid"}
-            ),
+            ended("valid", label="click"),
             "one was evaluated on test, the other on valid",
         ),
-    ],
-)
-def test_runs_on_other_data_are_not_comparable(other, why):
-    base = files(data={"kind": "table", "label": "click"}, final={"ne": 0.9})
-    assert why_not_comparable(base, base) is None
-    assert why_not_comparable(base, other) == why
+    ):
+        assert why_not_comparable(base, other) == why

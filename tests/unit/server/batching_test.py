@@ -7,6 +7,8 @@ import pytest
 
 from loka_jax.server import Batcher, Busy
 
+LONG = 3600.0  # more than a test may take
+
 
 def run(values, *, max_rows=4, wait_s=0.05, max_waiting=100, function=None):
     """Returns the results of requests that come at once, and the batches."""
@@ -28,42 +30,43 @@ def run(values, *, max_rows=4, wait_s=0.05, max_waiting=100, function=None):
     return asyncio.run(main()), batches
 
 
-def test_a_batch_holds_as_many_rows_as_fit():
-    results, batches = run([(1, 2), (2, 1), (3, 2), (4, 2), (5, 9), (6, 1)])
+def test_a_batch_holds_as_many_rows_as_fit_and_waits_no_longer():
+    results, batches = run([(1, 2), (2, 2), (3, 2), (4, 1), (5, 9), (6, 1)])
     assert results == [10, 20, 30, 40, 50, 60]
     assert batches == [[1, 2], [3, 4], [5], [6]]
+    # A batch that is full does not wait, nor does one that the next does not fit.
+    results, batches = run([(1, 3), (2, 4), (3, 4)], wait_s=LONG)
+    assert (results, batches) == ([10, 20, 30], [[1], [2], [3]])
 
 
-def test_a_request_waits_for_others():
+def test_a_request_waits_for_others_and_no_longer_than_it_is_to():
     async def main():
-        batches = []
-        batcher = Batcher(
-            lambda batch: batches.append(batch) or batch,
-            max_rows=2,
-            wait_s=3600.0,
-            max_waiting=100,
-        )
+        batcher = Batcher(list, max_rows=2, wait_s=LONG, max_waiting=100)
         work = asyncio.create_task(batcher.work())
         first = asyncio.create_task(batcher.result("a", 1))
         await asyncio.sleep(0.05)
         assert not first.done()
-        await batcher.result("b", 1)
-        await first
+        found = await batcher.result("b", 1), await first
         work.cancel()
-        return batches
+        return found
 
-    assert asyncio.run(main()) == [["a", "b"]]
-
-
-def test_a_request_waits_no_longer_than_it_is_to():
-    results, _ = run([("a", 1)], max_rows=100, wait_s=0.02, function=list)
-    assert results == ["a"]
+    assert asyncio.run(main()) == ("b", "a")
+    assert run([("a", 1)], max_rows=100, wait_s=0.02, function=list)[0] == ["a"]
 
 
-def test_more_rows_than_may_wait_are_refused_at_once():
+def test_more_rows_than_may_wait_are_refused_until_others_are_answered():
     results, _ = run([(1, 3), (2, 2), (3, 1)], max_waiting=4)
-    assert results[0] == 10 and results[2] == 30
+    assert results[0] == 10 and results[2] == 30  # exactly as many as may wait
     assert isinstance(results[1], Busy)
+
+    async def main():
+        batcher = Batcher(list, max_rows=3, wait_s=LONG, max_waiting=3)
+        work = asyncio.create_task(batcher.work())
+        answers = [await batcher.result(x, 3) for x in "abc"]
+        work.cancel()
+        return answers
+
+    assert asyncio.run(main()) == ["a", "b", "c"]
 
 
 def test_an_error_is_that_of_its_batch_alone():
@@ -80,15 +83,11 @@ def test_an_error_is_that_of_its_batch_alone():
 def test_who_is_gone_does_not_stop_the_others():
     release = threading.Event()
 
-    def held(batch):
-        assert release.wait(60)
-        return batch
-
     async def main():
-        batcher = Batcher(held, max_rows=2, wait_s=0.02, max_waiting=9)
+        run = lambda batch: batch if release.wait(60) else None  # noqa: E731
+        batcher = Batcher(run, max_rows=2, wait_s=0.02, max_waiting=9)
         work = asyncio.create_task(batcher.work())
-        gone = asyncio.create_task(batcher.result("a", 1))
-        stays = asyncio.create_task(batcher.result("b", 1))
+        gone, stays = (asyncio.create_task(batcher.result(x, 1)) for x in "ab")
         await asyncio.sleep(0.001)
         gone.cancel()
         release.set()

@@ -1,0 +1,182 @@
+"""Each option of a command reaches what it is for: none is read and then forgotten."""
+
+import dataclasses
+import pathlib
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import loka_jax
+from experiments import (
+    configs,
+    export,
+    predict,
+    probe,
+    train,
+)
+from loka_jax import export as exports
+from loka_jax import jsonfile
+from loka_jax import predict as predictions
+from loka_jax.train import session
+
+PATH = pathlib.Path
+
+
+@pytest.fixture
+def run(capsys):
+    """Returns a function from a command to its exit code and both outputs."""
+
+    def run(command, *arguments):
+        code = command.main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def passed_on(monkeypatch, run):
+    """Returns a function from a command line to what is called with it, and its end."""
+
+    def passed_on(command, *line):
+        seen = {}
+
+        def keep(*of, **given):
+            seen.update(dict(zip(("workdir", "out"), of, strict=False)), **given)
+            different = {1: 0.0, 1024: 0.0125}
+            sizes = {"weight_bytes": {"float32": 4000}, "num_bytes": 123456}
+            return SimpleNamespace(step=1234, differences=different, **sizes)
+
+        def score_file(predictor, path, out, *, progress, **given):
+            assert predictor.step == 1234 and progress is predict._show
+            seen.update(path=path, out=out, **given)
+            columns = {"user": {"oov": 3, "missing": 1}}
+            return predictions.Scored(3000, 2, 1.5, {"columns": columns})
+
+        monkeypatch.setattr(predictions, "load", keep)
+        monkeypatch.setattr(predictions, "score_file", score_file)
+        monkeypatch.setattr(exports, "export_run", keep)
+        unwound = []
+        monkeypatch.setattr(command, "unwind_on_sigterm", lambda: unwound.append(1))
+        code, out, err = run(command, *line)
+        assert (code, err, unwound) == (0, "", [1])
+        return seen, out.splitlines()
+
+    return passed_on
+
+
+@pytest.mark.parametrize(
+    "given, effect",
+    [
+        ([], {}),
+        (["--plan", "off"], {"plan": "off"}),
+        (["--mesh.shards", "4"], {"shards": 4}),
+        (["--data.keys", "item", "user"], {"keys": ("item", "user")}),
+    ],
+)
+def test_predict(passed_on, given, effect):
+    line = ["--workdir", "run", "--out", "s.csv", "--data.path", "new.csv", *given]
+    seen, said = passed_on(predict, *line)
+    expected = {"workdir": PATH("run"), "plan": "saved", "shards": 1, "keys": ()}
+    assert seen == expected | {"path": "new.csv", "out": PATH("s.csv")} | effect
+    assert said == [
+        "Reading run ...",
+        "Scoring with the weights of step 1,234.",
+        "2 rows with a wrong number of columns left out.",
+        "user: 3 not in the vocabulary, 1 missing",
+        "3,000 rows scored in 1.5 s (2,000 rows a second, compiling included): s.csv",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, effect",
+    [
+        ([], {}),
+        (["--batch-sizes", "8", "2"], {"batch_sizes": (8, 2)}),
+        (["--platforms", "cuda"], {"platforms": ("cuda",)}),
+        (["--plan", "off"], {"plan": "off"}),
+    ],
+)
+def test_export(passed_on, given, effect):
+    seen, said = passed_on(export, "--workdir", "run", "--out", "m", *given)
+    expected = {"workdir": PATH("run"), "out": PATH("m"), "plan": "auto"}
+    expected |= {"batch_sizes": (), "platforms": ("cpu", "cuda")}
+    assert seen == expected | effect
+    assert said[1:] == [
+        "1 row: equal bit for bit to the run's evaluation step here.",
+        "1,024 rows: NOT equal to the run's evaluation step here (by at most 0.013).",
+        "m: 123,456 bytes; of weights: 4,000 float32.",
+    ]
+
+
+TINY = ["--config", "fp8_dlrm_tiny"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_train(monkeypatch, run, code):
+    seen = []
+    done = SimpleNamespace(exit_code=code)
+    monkeypatch.setattr(session, "train", lambda *of: seen.append(of) or done)
+    arguments = [*TINY, "--seed", "3", "--plan", "off", "--loop.epochs", "7"]
+    assert run(train, *arguments)[0] == code
+    ((config, given),) = seen
+    assert given == arguments
+    expected = configs.get_config("fp8_dlrm_tiny")
+    loop = dataclasses.replace(expected.loop, epochs=7)
+    assert config == dataclasses.replace(expected, seed=3, plan="off", loop=loop)
+
+
+def test_every_option_of_a_run_is_read_beside_the_class_that_has_it():
+    read = set()
+    for path in PATH(loka_jax.__path__[0]).rglob("*.py"):
+        read |= set(re.findall(r"(?<!self)\.(\w+)\b", path.read_text()))
+
+    def fields(config):
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            yield field.name
+            if dataclasses.is_dataclass(value) and field.name != "model":
+                yield from fields(value)
+
+    names = {*fields(configs.get_config("fp8_dlrm"))}
+    own = {"hash_sizes", "hash_buckets", "multi_weights", "rounding"}
+    assert len(names) > 100 and names - read == own | {"covariances_every"}
+
+
+def observed_run(monkeypatch, script, **ended):
+    """Lets a script train nothing; returns what it would train, and with what."""
+    seen = []
+    done = SimpleNamespace(run="run", state="state", **ended)
+
+    def train(config, arguments, console, *, script):
+        seen.append((config, arguments, script))
+        return done
+
+    monkeypatch.setattr(script, "train", train)
+    return seen
+
+
+def test_probe(monkeypatch, run, tmp_path):
+    observed_run(monkeypatch, probe, exit_code=143, workdir=tmp_path)
+    assert run(probe, *TINY, "--workdir", tmp_path / "new")[0] == 143
+    seen = observed_run(monkeypatch, probe, exit_code=0, workdir=tmp_path)
+    surveyed, pages = [], []
+    result = {"warnings": ["a: few rows"]}
+    monkeypatch.setattr(probe, "survey", lambda *of: surveyed.append(of) or result)
+    page = lambda *of: pages.append(of) or of[0]  # noqa: E731
+    monkeypatch.setattr(probe, "write_survey_page", page)
+    (tmp_path / "amaxes.jsonl").write_text('{"step": 1, "a/lhs": 2.0}\n')
+    options = ["--survey.pairs", "5", "--seed", "4", "--mesh.replicas", "2"]
+    arguments = [*TINY, "--workdir", str(tmp_path / "new"), *options]
+    code, out, _ = run(probe, *arguments)
+    ((config, given, script),) = seen
+    assert (code, given, script) == (0, arguments, "probe.py")
+    assert (config.seed, config.probe.every, config.run.resume) == (4, 10, False)
+    assert (config.mesh.replicas, config.mesh.shards) == (1, 1)
+    assert "Probe runs on one device" in out and "Too few statistics: a: few" in out
+    ((_, state, survey, _),) = surveyed
+    saved = jsonfile.read(tmp_path / "probe.json")
+    assert saved["command"].startswith("python experiments/probe.py --config fp8_dlrm")
+    amaxes = [{"step": 1, "a/lhs": 2.0}]
+    assert (state, survey.pairs) == ("state", 5)
+    assert pages == [(tmp_path / "probe.html", saved, amaxes)]

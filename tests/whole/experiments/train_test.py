@@ -1,0 +1,98 @@
+"""`python experiments/train.py` as a user runs it, in processes of its own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.permissions import modes
+
+ROOT = pathlib.Path(__file__).parents[3]
+TRAIN = [sys.executable, "-u", "experiments/train.py"]
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        umask=0o027,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run: Parquet, spaces in paths, an output that knows ASCII only."""
+    folder = tmp_path_factory.mktemp("a run")
+    rng = np.random.default_rng(0)
+    user = rng.integers(0, 8, 1200)
+    table = {
+        "click": (rng.random(1200) < 0.1 + 0.1 * user).astype(np.int64),
+        "user": [f"u{i}" for i in user],
+        "age": np.where(np.arange(1200) % 100, rng.random(1200), np.nan),
+    }
+    pq.write_table(pa.table(table), folder / "my clicks.parquet")
+    options = ["--data.label", "click", "--data.categorical", "user", "--data.dense"]
+    options += ["age", "--data.path", folder / "my clicks.parquet", "--seed", "3"]
+    options += ["--workdir", folder / "work dir", "--data.cache", folder / "cache"]
+    options += ["--profile", "2:3", "--tensorboard", "--optim.rows-lr", "0.03"]
+    done = run(
+        *(*TRAIN, "--config", "csv_dlrm_tiny", *options),
+        LC_ALL="C",
+        PYTHONIOENCODING="ascii",
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "work dir", done
+
+
+def test_a_run_prints_and_leaves_what_it_promises(finished):
+    workdir, done = finished
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert done.stderr == ""  # it warns of nothing
+    for said in ("No GPU found: running on the CPU", "Examples: ", "of 5 sites in FP8"):
+        assert done.stdout.count(said) == 1
+    assert summary["data"]["split_rule"] in done.stdout and "12 nan" in done.stdout
+    *_, valid, report = done.stdout.splitlines()
+    assert "valid: AUC 0." in valid and report == f"Report: {workdir / 'report.html'}"
+    assert modes(workdir) == {0o640, 0o750}  # by the umask
+    for name in ("config.json", "sites.json", "metrics.jsonl", "scales.jsonl"):
+        assert (workdir / name).stat().st_size, name
+    assert (workdir / "report.html").read_text().startswith("<!doctype html>")
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["8"]
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert list((workdir / "tensorboard").glob("events*"))
+    assert summary["final_eval"].keys() == {"auc", "logloss", "ne", "calibration"}
+    assert (summary["seed"], summary["steps"], summary["finished"]) == (3, 8, True)
+    assert (summary["best_possible_ne"], summary["sites"]["total"]) == (None, 5)
+    assert summary["command"].startswith("python experiments/train.py --config csv_dl")
+
+
+LIGHT = """
+import sys
+from experiments.first_help import first_help
+try:
+    first_help(["--help"], "train.py")
+finally:
+    print(*sorted({"jax", "flax", "numpy", "tyro", "pyarrow"} & sys.modules.keys()))
+"""
+IMPORTS = """
+import sys, loka_jax, loka_jax.nn
+import loka_jax.report
+heavy = {"triton", "matplotlib", "sklearn", "orbax", "jax_triton", "pyarrow"}
+print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_the_help_and_the_library_import_nothing_heavy():
+    done = run(sys.executable, "-c", LIGHT)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "")
+    done = run(sys.executable, "-W", "error", "-c", IMPORTS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

@@ -1,0 +1,78 @@
+"""Exported models score as their evaluation steps do."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.configs import find_config
+from loka_jax import nn
+from loka_jax.data.generated import schema_of
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import Decision
+from loka_jax.export import folder, forms, loader
+from loka_jax.export.encoding import inputs_as_given
+from loka_jax.export.programs import evaluated
+from loka_jax.ops.device import HOPPER
+from loka_jax.predict.trained import untrained
+from loka_jax.site import Choice
+from tests.support.export import blank_dlrm
+
+
+def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
+    config = find_config("fp8_dcnv2_tiny")
+    model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
+    schema = schema_of(config.data)
+    start = untrained(dataclasses.replace(config, model=model), schema)
+    scales = jax.tree.map(jnp.ones_like, start.state.fp8)
+    trained = start._replace(state=dataclasses.replace(start.state, fp8=scales))
+    form = forms.make_form(trained, "cpu", 32, DispatchPlan())
+    spec = inputs_as_given(schema)
+    found = folder.write_model(trained, spec, iter([form]), tmp_path / "model")
+    assert form.model.scales_initialized
+    assert found.differences == {32: 0.0}
+    apart = form._replace(model=nn.Planned(model))
+    rows = loader.load(tmp_path / "model").encoding.blank(32)
+    inputs = rows._replace(dense=np.ones_like(rows.dense))
+    logits = evaluated(trained, form, inputs)
+    assert not np.array_equal(logits, evaluated(trained, apart, inputs))
+
+
+def kernels_of(trained, rows):
+    """Returns a plan with Mosaic's kernels at every site."""
+    decision = Decision(Choice.parse(f"pallas {trained.config.model.recipe}"), "asked")
+    sites = trained.network.sites_at(DispatchPlan(), rows)
+    return DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))
+
+
+@pytest.mark.parametrize(
+    "norm, recipe, fused_wide",
+    [
+        ("rms", "fp8_tensorwise_delayed", False),
+        ("block", "fp8_tensorwise_delayed_bf16_drhs", True),
+        ("layer", "fp8_blockwise", True),
+    ],
+)
+def test_programs_for_a_hopper_gpu_are_given_what_they_were_made_for(
+    norm, recipe, fused_wide, tmp_path, monkeypatch
+):
+    """Tracing compares the shape and dtype of each argument with the program's."""
+    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    monkeypatch.setattr(folder, "runs_here", lambda platform: False)
+    trained = blank_dlrm(norm=norm, recipe=recipe, fused_wide=fused_wide)
+    plans = {1: kernels_of(trained, 1), 128: kernels_of(trained, 128)}
+    plans[16] = DispatchPlan()  # each layer as it is where nothing is chosen
+    made = (forms.make_form(trained, "cuda", *item) for item in plans.items())
+    out = tmp_path / "model"
+    found = folder.write_model(trained, inputs_as_given(trained.schema), made, out)
+    by_mosaic = {p.compute_capability == "9.0" for p in found.programs}
+    assert by_mosaic == {recipe != "fp8_blockwise"}
+    monkeypatch.setattr(loader, "COMPILER_OPTIONS", None)  # refused where one traces
+    description = json.loads((out / loader.MODEL).read_text())
+    model = loader.Model(out, description, description["programs"])
+    for rows in plans:
+        logits = jax.eval_shape(model.program(rows), model.encoding.blank(rows))
+        assert logits.shape == (rows,)
