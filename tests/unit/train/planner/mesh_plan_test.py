@@ -1,9 +1,10 @@
-"""What a mesh takes, against numbers by hand."""
+"""What a mesh takes, against numbers by hand, and what is said of a slow host."""
 
 import dataclasses
 
 import pytest
 
+from loka_jax.train.planner.host_note import host_note
 from loka_jax.train.planner.mesh_plan import Rates, estimate, fastest, require_fit
 from loka_jax.train.planner.step_sizes import Mesh, Stack, Workload, meshes
 
@@ -60,12 +61,11 @@ def test_one_gpu_looks_up_sorts_and_updates():
 
 def test_several_gpus_wait_for_the_host():
     slow = dataclasses.replace(RATES, launch_us=1e4, call_us=4e3)
-    for steps, us in ((1, 1.4e4), (4, 1.1e4)):
-        step = dataclasses.replace(STEP, steps_per_call=steps)
-        assert estimate(step, Mesh(1, 4), slow).step_us == pytest.approx(us)
+    four_a_call = dataclasses.replace(STEP, steps_per_call=4)
+    found = [estimate(step, Mesh(1, 4), slow).step_us for step in (STEP, four_a_call)]
+    assert found == pytest.approx([1.4e4, 1.1e4])
     assert estimate(STEP, Mesh(1, 1), slow).us["host"] == 0
-    fast = estimate(STEP, Mesh(1, 4), RATES)
-    assert fast.us["host"] == 0 and fast.step_us > RATES.launch_us + RATES.call_us
+    assert estimate(STEP, Mesh(1, 4), RATES).us["host"] == 0
 
 
 def test_shards_of_one_host():
@@ -94,14 +94,9 @@ def test_shards_of_one_host():
     }
 
 
-def test_replicas_of_one_shard_hold_the_lists_of_an_exchange():
-    two = estimate(STEP, Mesh(2, 1), RATES)
-    assert two.memory["exchange"] == 1_050 * (8 + 80)
-    assert two.wire["ids"] == two.wire["rows"] == two.wire["row gradients"] == 0
-
-
 def test_shards_over_two_hosts():
     eight = estimate(STEP, Mesh(1, 8), RATES)
+    assert eight.wire["dense gradients"] == 14_000  # seven eighths, there and back
     # Half of the ids cross at half the speed: 2,100 / 500 us, more than those within.
     latency = 2 + 3 + 4 * 0.25
     assert eight.us["route"] == pytest.approx(40 + latency + 4.2)
@@ -114,6 +109,10 @@ def test_replicas_exchange_touched_rows():
     assert two.wire["replicas"] == 1_050 * 24
     # Latency, transfer, and one more list to sort and to apply.
     assert two.us["replicas"] == pytest.approx(2 + 25.2 + 10.5 + 28.35)
+    # Over two hosts the slow link bears it, from all but one of eight groups.
+    eight = estimate(STEP, Mesh(8, 1), RATES)
+    more = 7 * (10.5 + 28.35)
+    assert eight.us["replicas"] == pytest.approx(2 + 3 + 7 * 25.2 / 0.5 + more)
     # However few rows a shard has: each device's list is sent as it is.
     few = dataclasses.replace(STEP, stacks=(dataclasses.replace(STACK, rows=200),))
     assert estimate(few, Mesh(2, 2), RATES).wire["replicas"] == 1_050 * 24
@@ -134,16 +133,6 @@ def test_replicas_hold_lists_of_all_of_them():
     assert four.memory_bytes == tables + dense + before and before > lists
 
 
-def test_groups_that_average_rows_hold_changes_sums_and_means():
-    alone = dataclasses.replace(STEP, average_every=1)
-    eight = estimate(alone, Mesh(8, 1), RATES)
-    assert rounded(eight.memory)["replicas"] == 8 * 1_050 * (8 + 3 * 44)
-    # Lists are no longer than a shard.
-    few = dataclasses.replace(alone, stacks=(dataclasses.replace(STACK, rows=800),))
-    many = estimate(few, Mesh(64, 2), RATES)
-    assert rounded(many.memory)["replicas"] == 64 * 400 * (8 + 3 * 44)
-
-
 def test_groups_keep_the_rows_of_all_steps_until_they_average():
     stack = dataclasses.replace(STACK, averaged=(1_800.0, 1_200.0, 900.0, 800.0))
     step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
@@ -161,22 +150,9 @@ def test_groups_keep_the_rows_of_all_steps_until_they_average():
     assert one.memory["log"] == one.memory["replicas"] == 0
 
 
-def test_groups_that_average_rows_send_those_of_several_steps_at_once():
-    stack = dataclasses.replace(STACK, averaged=(1_800.0, 1_200.0, 900.0, 800.0))
-    step = dataclasses.replace(STEP, stacks=(stack,), average_every=2)
-    two = estimate(step, Mesh(2, 2), RATES)
-    # Half of 1,260 rows: 630 of 28 bytes, with the 4 that the optimizer keeps.
-    assert two.wire["replicas"] == pytest.approx(630 * 28)
-    assert two.us["replicas"] == pytest.approx(2 / 2 + 17.64 + 6.3 + 630 * 0.027)
-    assert estimate(step, Mesh(2, 1), RATES).wire["replicas"] == pytest.approx(945 * 28)
-    assert two.wire["rows"] == estimate(STEP, Mesh(2, 2), RATES).wire["rows"]
-
-
 def test_meshes_have_shards_that_divide_the_virtual_ones():
-    assert [str(mesh) for mesh in meshes(8)] == ["1 x 8", "2 x 4", "4 x 2", "8 x 1"]
     assert [str(mesh) for mesh in meshes(6)] == ["3 x 2", "6 x 1"]
     assert next(meshes(1024)) == Mesh(4, 256)
-    assert all(mesh.gpus == 1024 for mesh in meshes(1024))
 
 
 def test_what_does_not_fit_is_refused_with_numbers():
@@ -193,13 +169,28 @@ def test_what_does_not_fit_is_refused_with_numbers():
         require_fit(large, 4, RATES)
 
 
-def test_more_gpus_are_never_faster_than_linear():
-    alone = estimate(STEP, Mesh(1, 1), RATES).step_us
-    for gpus in (2, 8, 64, 512):
-        assert fastest(STEP, gpus, RATES).step_us > 0.5 * alone
-    assert fastest(STEP, 512, RATES).step_us > fastest(STEP, 64, RATES).step_us
+def test_the_fastest_mesh_that_fits_is_taken_or_the_smallest_of_all():
+    far = dataclasses.replace(RATES, peer_us=1e3)  # the fewest shards are faster
+    smallest, *others = (estimate(STEP, mesh, far) for mesh in meshes(8))
+    quickest = min(others, key=lambda one: one.step_us)
+    assert smallest.step_us > quickest.step_us
+    # Just what the fastest takes is enough; for a byte less another is taken.
+    need = quickest.memory_bytes / (1e9 * RATES.memory_share)
+    for memory_gb, is_enough in ((need, True), (need * (1 - 1e-9), False)):
+        found = fastest(STEP, 8, dataclasses.replace(far, memory_gb=memory_gb))
+        assert (found == quickest) == is_enough
+        assert found.memory_bytes <= quickest.memory_bytes
+    assert fastest(STEP, 8, dataclasses.replace(far, memory_gb=1e-6)) == smallest
 
 
-def test_rates_are_positive():
-    with pytest.raises(ValueError, match="--rates.link-gb-s 0.0 must be positive"):
-        Rates(link_gb_s=0.0)
+SLOW = dataclasses.replace(RATES, launch_us=100.0, call_us=8_000.0)
+
+
+def test_a_slow_host_is_named_with_what_it_costs():
+    note = host_note(STEP, Mesh(1, 4), 100_000, SLOW)
+    # 8,100 and 1,100 us a step.
+    assert note is not None and "--loop.steps-per-call 8 may save 700 of 810 s" in note
+    assert "than 4 GPUs to run it" in note
+    # 7 ms are saved in a step, and a minute is worth it.
+    assert host_note(STEP, Mesh(1, 4), 8_572, SLOW) is not None
+    assert host_note(STEP, Mesh(1, 4), 8_571, SLOW) is None

@@ -2,94 +2,90 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from experiments.configs import get_config
 from loka_jax.data import generated
-from loka_jax.train.config import EmbeddingConfig
+from loka_jax.data.distinct import expected_distinct
+from loka_jax.models import Dlrm
+from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
+from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.planner.mesh_plan import Rates, estimate
 from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
+from tests.support.train import DATA
+
+BATCH, ZIPF = 48, DATA.zipf
+BASE = DlrmConfig(
+    name="small",
+    model=Dlrm(bottom_mlp=(64,), top_mlp=(32,), recipe="bf16", norm="layer"),
+    data=DATA,
+    loop=LoopConfig(batch_size=64, microbatches=2, steps_per_call=3),
+)
+# [13, 64], [64, 16], [26 and padding, 32], [32, 1]
+LAYERS = ((13, 64), (64, 16), (32, 32), (32, 1))
 
 
-def workload(config, batch=64, **options):
+def workload(config, batch=BATCH, **options):
     return workload_of(config, generated.schema_of(config.data), batch, **options)
 
 
 def test_it_has_the_sizes_of_the_state():
-    config = get_config("fp8_dlrm_tiny")
-    step = workload(config, dense_us=5.0)
+    step = workload(BASE)
+    assert (step.name, step.batch, step.steps_per_call) == ("small", BATCH, 3)
     (stack,) = step.stacks
-    rows = sum(config.data.rows)
+    rows = sum(DATA.rows)
     assert (stack.rows, stack.dim, stack.row_bytes) == (rows, 16, 4 * 16 + 4)
-    assert stack.lookups == 64 * len(config.data.rows)
-    assert 0 < stack.distinct < rows
+    assert stack.value_bytes == stack.state_bytes == 4
+    assert stack.lookups == BATCH * len(DATA.rows) and stack.averaged == ()
+    distinct = sum(expected_distinct(rows, BATCH, ZIPF) for rows in DATA.rows)
+    assert stack.distinct == pytest.approx(distinct)
+    # Weights, scales and biases of norms, and of the head one bias.
+    count = sum(k * n for k, n in LAYERS) + 2 * (64 + 16 + 32) + 1
+    assert step.gradient_bytes == 4 * count
     # Adam: parameters, gradients and two moments, and a few counters.
     assert 4 * step.gradient_bytes <= step.state_bytes <= 4 * step.gradient_bytes + 64
-    assert step.dense_us == 5.0
-
-
-def test_tables_in_bfloat16_take_half_the_memory():
-    config = get_config("fp8_dlrm_tiny")
-    tables = dataclasses.replace(config.embedding, dtype="bf16")
-    (wide,) = workload(config).stacks
-    (stack,) = workload(dataclasses.replace(config, embedding=tables)).stacks
-    assert (stack.row_bytes, stack.value_bytes) == (2 * 16 + 4, 2)
-    assert (wide.row_bytes, wide.value_bytes) == (4 * 16 + 4, 4)
-
-
-def test_optimizers_of_rows_and_several_dims_count():
-    config = get_config("fp8_dlrm_tiny")
-    config = dataclasses.replace(
-        config,
-        embedding=EmbeddingConfig(dim=16, dims=("C1=8", "C2=8")),
-        optim=dataclasses.replace(config.optim, rows="adam"),
-    )
-    eight, sixteen = workload(config).stacks
-    assert (eight.dim, sixteen.dim) == (8, 16)
-    assert (eight.row_bytes, sixteen.row_bytes) == (3 * 32 + 4, 3 * 64 + 4)
-    assert eight.rows == sum(config.data.rows[:2])
-    assert eight.lookups == 64 * 2
-
-
-def test_groups_that_average_rows_touch_more_of_them_in_more_steps():
-    config = get_config("fp8_dlrm_tiny")
-    exact = workload(config)
-    alone = dataclasses.replace(config.mesh, sync="weights", sync_every=4)
-    step = workload(dataclasses.replace(config, mesh=alone))
-    assert (exact.average_every, step.average_every) == (0, 4)
-    (stack,) = step.stacks
-    assert stack.distinct < stack.averaged[0] < 4 * stack.distinct
-    assert stack.state_bytes == 4
-
-
-def test_groups_of_several_gpus_touch_a_row_once():
-    config = get_config("fp8_dlrm_tiny")
-    mesh = dataclasses.replace(config.mesh, sync="weights", sync_every=4)
-    config = dataclasses.replace(config, mesh=mesh)
-    (one,), (four,) = (workload(config, batch).stacks for batch in (64, 256))
-    # Four GPUs have the ids of one with their batches, a quarter of the rows each.
-    assert one.averaged[2] == pytest.approx(four.averaged[0] / 4)
-    assert one.averaged[2] < 0.9 * one.averaged[0]
-    assert len(one.averaged) == 9  # 256 shards are the most
 
 
 def test_estimates_follow_the_batch():
-    config = get_config("fp8_dlrm_tiny")
-    small, large = (workload(config, batch) for batch in (64, 6400))
-    assert large.activation_bytes == 100 * small.activation_bytes
-    assert large.dense_us > small.dense_us > 0
+    values = sum(k + n for k, n in LAYERS)
+    small, large = (workload(BASE, batch) for batch in (BATCH, 10**7))
+    assert small.activation_bytes == 2 * BATCH * values
+    assert large.activation_bytes == 2 * 10**7 * values
+    # Traffic takes longer than products do: three times all values, of two bytes.
+    assert large.dense_us == pytest.approx(4 * 50 + 3 * 2 * 10**7 * values / 3e6)
 
 
-@pytest.mark.slow
-def test_huge_tables_take_no_memory_here():
-    config = get_config("fp8_dlrm_tiny")
-    data = dataclasses.replace(config.data, rows=(10**9, *config.data.rows[1:]))
-    before = len(jax.live_arrays())
-    step = workload(dataclasses.replace(config, data=data))
-    assert step.stacks[0].rows > 10**9
-    assert len(jax.live_arrays()) <= before + 2  # keys
+def test_stacks_count_their_optimizers_dtypes_and_groups():
+    mesh = MeshConfig(sync="weights", sync_every=4)
+    mixed = dataclasses.replace(
+        BASE,
+        embedding=EmbeddingConfig(dim=16, dims=("C1=8", "C2=8"), dtype="f32"),
+        mesh=mesh,
+        loop=LoopConfig(batch_size=64, microbatches=2),
+    )
+    step = workload(mixed, dense_us=5.0)
+    assert (step.dense_us, step.average_every) == (5.0, 4)
+    eight, sixteen = step.stacks
+    assert (eight.dim, sixteen.dim) == (8, 16)
+    assert (eight.rows, sixteen.rows) == (sum(DATA.rows[:2]), sum(DATA.rows[2:]))
+    assert eight.lookups == 2 * BATCH
+    assert len(eight.averaged) == 9  # 256 shards are the most
+    for exponent, averaged in enumerate(eight.averaged):
+        # A group has the ids of its GPUs in four steps, each a part of the rows.
+        draws = 4 * BATCH * 2**exponent
+        rows = sum(expected_distinct(rows, draws, ZIPF) for rows in DATA.rows[:2])
+        assert averaged == pytest.approx(rows / 2**exponent)
+    narrow = dataclasses.replace(
+        BASE,
+        embedding=EmbeddingConfig(dim=16, dtype="bf16"),
+        optim=dataclasses.replace(BASE.optim, rows="adam"),
+        # Groups that get all gradients average nothing.
+        mesh=MeshConfig(sync="gradients"),
+    )
+    (stack,) = workload(narrow, dense_us=5.0).stacks
+    assert (stack.value_bytes, stack.row_bytes) == (2, 2 * 16 + 2 * 64 + 4)
+    assert stack.averaged == ()
 
 
 def test_one_gpu_takes_the_time_that_was_measured():

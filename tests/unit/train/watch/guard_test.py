@@ -1,136 +1,186 @@
-"""When a run counts as diverged, and what is named as the cause."""
+"""When a run counts as diverged or failed, and what is named as the cause."""
 
-import dataclasses
+from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
 from loka_jax import nn
 from loka_jax.data import Batch, Position
-from loka_jax.train import build as build_lib
+from loka_jax.models import Dlrm
+from loka_jax.train import metrics
 from loka_jax.train.metrics import CappedNe
-from loka_jax.train.step import logits_of
-from loka_jax.train.watch import guard
-from loka_jax.train.watch.guard import ABSURD, ENOUGH, LIMIT, Guard
-from tests.support import train as support
+from loka_jax.train.watch import guard, verdict
+from loka_jax.train.watch.guard import (
+    ABSURD,
+    ENOUGH,
+    LIMIT,
+    Diverged,
+    Guard,
+    TrainingFailed,
+)
+from loka_jax.train.watch.host_state import Progress
+
+RARE = dict(of_half=88.0)  # at 0.1 % of clicks predicting one half has an NE of 88
+COLD, FEW = dict(is_warm=False), dict(rarer=ENOUGH - 1)
+BAD, INF, NAN = 1.01 * LIMIT, np.inf, np.nan
 
 
-def after(*windows, is_warm=True, of_half=1.0, rarer=ENOUGH):
-    seen = Guard()
+@pytest.mark.parametrize(
+    "windows, options, bad",
+    [
+        ((1.02, 0.99, 1.01), {}, 0),  # data without signal
+        ((0.8, 2.0, 0.8, 3.0, 0.8), {}, 0),  # single batches of outliers
+        ((0.9, LIMIT, LIMIT), {}, 0),  # at most that times one half's
+        ((1.4, 1.4 * LIMIT, 1.4 * LIMIT), {}, 0),  # at most that times the lowest
+        ((0.7, 0.8, BAD), {}, 1),
+        ((2.9, 2.5, 2.0), {}, 0),  # a bad start that gets better
+        ((0.9, None, None), {}, 0),  # windows without examples
+        ((0.9, BAD, BAD), {}, 2),
+        ((1.4, 1.4 * BAD, 1.4 * BAD), {}, 2),
+        ((0.9, INF, INF), {}, 2),
+        ((NAN, NAN), {}, 2),
+        ((0.9, 5.0, None, 5.0), {}, 2),
+        ((88.0, 31.0, 22.0, 5.0, 1.2, 0.95), RARE, 0),
+        ((22.0, 22 * BAD, 22 * BAD), RARE, 2),
+        ((22.0, 22 * BAD, 22 * BAD), RARE | COLD, 0),
+        ((89 * ABSURD, 89 * ABSURD), RARE | COLD, 2),
+        ((0.9, ABSURD, ABSURD), COLD, 0),
+        ((0.9, ABSURD + 1, ABSURD + 1), COLD, 2),
+        ((0.9, 2.0, 2.5), FEW, 0),  # an NE by chance
+        ((NAN, ABSURD + 1), FEW, 2),
+    ],
+)
+def test_two_bad_windows_in_a_row_are_divergence(windows, options, bad):
+    seen, given = Guard(), {"is_warm": True, "of_half": 1.0, "rarer": ENOUGH} | options
+    is_warm = given.pop("is_warm")
     for ne in windows:
-        seen = seen.after(CappedNe(ne, of_half, rarer), is_warm=is_warm)
-    return seen
+        seen = seen.after(CappedNe(ne, **given), is_warm=is_warm)
+    found = seen.bad_windows, seen.is_healthy, seen.has_diverged
+    assert found == (bad, bad == 0, bad == 2)
+    known = [ne for ne in windows if ne is not None and np.isfinite(ne)]
+    lowest = min(known, default=None)
+    assert seen.lowest == (lowest if given["rarer"] >= ENOUGH else None)
+
+
+COLUMNS = ("price", "age", "height")
+FP8 = nn.Planned(Dlrm(recipe="fp8_tensorwise"))
+
+
+def batch_of(dense=((1.0, -2.0, 3.0), (np.nan, 1e4, 0.5))):
+    dense = np.float32(dense)
+    ones = np.ones(len(dense), np.float32)
+    return Batch(dense, np.zeros((len(dense), 1), np.int32), ones, ones)
+
+
+def cause(*, by_fp8=0.7, by_bf16=0.7, batch=None):
+    """Returns the cause that is named where models have these losses, of two tasks."""
+    batch = batch or batch_of()
+
+    def eval_step_of(planned):
+        loss = by_bf16 if planned.model.recipe == "bf16" else by_fp8
+
+        def step(state, seen, given):
+            assert given is batch and not np.any(seen.count)
+            tasks = np.float32([[0.1, 0.0], [loss, 0.0]])
+            ones = np.ones(2, np.int32)
+            return seen._replace(count=ones, clicks=ones, loss=tasks), None
+
+        return step
+
+    state = SimpleNamespace(metrics=metrics.init(tasks=2))
+    return guard.likely_cause(FP8, eval_step_of, state, batch, COLUMNS)
 
 
 @pytest.mark.parametrize(
-    "windows",
+    "options, text",
     [
-        (1.02, 0.99, 1.01),  # data without signal
-        (0.8, 2.0, 0.8, 3.0, 0.8),  # single batches of outliers
-        (0.2, 0.9, 1.1),  # other data than the model had memorized
-        (2.9, 2.5, 2.0),  # a bad start that gets better
-        (0.9, None, None, None),  # windows without examples
+        ({"batch": batch_of([[9.0, -999_999.0, 3.0]])}, "column 'age' holds 1e+06"),
+        ({"batch": batch_of([[np.inf, 2.0, 1.0]])}, "column 'price' holds inf"),
+        ({"by_fp8": 2.01, "by_bf16": 1.0}, "FP8 is the likely cause"),
+        ({"by_fp8": NAN}, "FP8 is the likely cause"),
+        ({"by_fp8": 2.0, "by_bf16": 1.0}, "learning rate is the likely cause"),
+        ({"by_fp8": INF, "by_bf16": INF}, "learning rate is the likely cause"),
     ],
 )
-def test_healthy_runs_are_let_alone(windows):
-    assert not after(*windows).has_diverged
+def test_the_likely_cause_is_named(options, text):
+    assert text in cause(**options)
+
+
+FINE, DOUBTFUL = CappedNe(0.8, 1.0, 99), CappedNe(2.0, 1.0, 99)  # bad once warm
+
+
+def state_of(window=FINE, skipped_in_a_row=0, **parts):
+    """Returns a state with a window of training examples, else finite."""
+    ones = {"w": np.ones((3, 2), np.float32), "n": np.int32(3)}
+    names = ("params", "opt_state", "table", "row_state")
+    return SimpleNamespace(
+        **dict.fromkeys(names, ones) | parts,
+        metrics=window,
+        skipped_in_a_row=skipped_in_a_row,
+    )
 
 
 @pytest.mark.parametrize(
-    "windows",
-    [
-        (0.9, 1.01 * LIMIT, 1.01 * LIMIT),
-        (0.9, np.inf, np.inf),
-        (np.nan, np.nan),
-        (2 * ABSURD, ABSURD + 1),
-        (0.9, 5.0, None, 5.0),
-    ],
+    "name, value",
+    [("params", NAN), ("opt_state", -INF), ("table", -INF), ("row_state", NAN)],
 )
-def test_two_bad_windows_in_a_row_are_divergence(windows):
-    assert after(*windows).has_diverged
-    assert not after(*windows[:-1]).has_diverged
-    assert not after(*windows[:-1]).is_healthy
+def test_a_state_that_is_not_finite_is_poisoned(name, value):
+    assert not guard.poisoned(state_of())
+    bad = np.ones((3, 2), np.float32)
+    bad[2, 1] = value
+    assert guard.poisoned(state_of(**{name: {"w": bad, "n": np.int32(3)}}))
 
 
-@pytest.mark.parametrize("is_warm", [True, False])
-def test_an_untrained_model_of_rare_clicks_is_let_alone(is_warm):
-    """At 0.1 % of clicks predicting one half has an NE of 88."""
-    rare = dict(of_half=88.0, is_warm=is_warm)
-    assert after(88.0, 31.0, 22.0, 5.0, 1.2, 0.95, **rare).is_healthy
-    assert after(88.0, **rare).is_healthy
-    assert after(0.95, *2 * [1.1 * LIMIT], **rare).has_diverged == is_warm
-    assert after(*2 * [89 * ABSURD], **rare).has_diverged
-    assert after(22.0, *2 * [22.1 * LIMIT], **rare).has_diverged == is_warm
+WARMUP, LOG_EVERY = 5, 3
+RUN = SimpleNamespace(
+    config=SimpleNamespace(
+        optim=SimpleNamespace(warmup_steps=WARMUP),
+        loop=SimpleNamespace(log_every=LOG_EVERY),
+    )
+)
 
 
-def test_few_examples_of_a_label_are_no_divergence():
-    few = dict(rarer=ENOUGH - 1)
-    assert after(0.9, 2.0, 2.5, **few).is_healthy
-    assert after(0.9, ABSURD + 1, ABSURD + 1, **few).has_diverged
-    assert after(np.nan, np.nan, **few).has_diverged
+@pytest.fixture
+def windows(monkeypatch):
+    """Takes the metrics of a state for its window."""
+    monkeypatch.setattr(metrics, "capped_ne", lambda window: window)
 
 
-def test_the_warm_up_forgives_what_is_not_absurd():
-    assert after(0.9, 2.5, 2.5, is_warm=False).is_healthy
-    assert after(0.9, ABSURD + 1, ABSURD + 1, is_warm=False).has_diverged
+def progress_at(step, bad_windows=0):
+    seen = Guard(lowest=0.8, bad_windows=bad_windows)
+    return Progress(step=step, position=Position(0, step, 0), guard=seen)
 
 
-@pytest.fixture(scope="module")
-def run():
-    config = support.config()
-    return build_lib.build(dataclasses.replace(config, plan="off"))
+@pytest.mark.usefixtures("windows")
+def test_a_window_is_judged_once_the_warm_up_is_over():
+    state = state_of(DOUBTFUL)
+    at_its_end = verdict.judged(RUN, state, progress_at(WARMUP, 1))
+    assert at_its_end.guard == Guard(lowest=0.8, bad_windows=0)
+    assert at_its_end.step == WARMUP
+    first = verdict.judged(RUN, state, progress_at(WARMUP + 1))
+    assert first.guard.bad_windows == 1
+    with pytest.raises(Diverged, match="the NE of the training examples is 2, and"):
+        verdict.judged(RUN, state, first)
 
 
-@pytest.fixture(scope="module")
-def batch(run):
-    return run.splits.train.batch(Position(0, 0, 0), 32, shuffle=False)
+@pytest.mark.usefixtures("windows")
+def test_a_bad_window_or_a_poisoned_state_becomes_no_checkpoint():
+    poison = state_of(table=np.full((2, 2), np.inf, np.float32))
+    at = progress_at(WARMUP + 1)
+    assert verdict.is_healthy(RUN, state_of(), at)
+    assert not verdict.is_healthy(RUN, state_of(DOUBTFUL), at)
+    assert not verdict.is_healthy(RUN, poison, at)
+    assert verdict.is_healthy(RUN, state_of(DOUBTFUL), progress_at(WARMUP))
 
 
-def cause(run, state, batch: Batch):
-    columns = run.splits.train.schema.dense
-    return guard.likely_cause(run.planned, run.eval_step, state, batch, columns)
-
-
-def test_a_huge_feature_is_named_with_its_column(run, batch):
-    dense = np.array(batch.dense)
-    dense[3, 2] = -999999.0
-    column = run.splits.train.schema.dense[2]
-    found = cause(run, run.init(), batch._replace(dense=dense))
-    assert f"column {column!r} holds 1e+06" in found and "--data.transform" in found
-
-
-def test_scales_that_do_not_fit_are_named(run, batch):
-    state = run.init()
-    sure = jax.tree.map(lambda x: 20 * x, state.params)  # logits far from 0
-    state = dataclasses.replace(state, params=sure)
-    by_bf16 = nn.Planned(run.model.clone(recipe="bf16"))
-    logits = logits_of(by_bf16, run.tables, state, batch)
-    labelled = batch._replace(labels=np.asarray(logits > 0, np.float32))
-    assert "learning rate" in cause(run, state, labelled)
-    flushing = jax.tree.map(lambda x: x * 0 + 1e30, state.fp8)
-    found = cause(run, dataclasses.replace(state, fp8=flushing), labelled)
-    assert "FP8 is the likely cause" in found and "in bfloat16; use --recipe" in found
-
-
-def test_else_it_is_the_learning_rate(run, batch):
-    state = run.init()
-    huge = jax.tree.map(lambda x: 1e4 * x, state.params)
-    state = dataclasses.replace(state, params=huge)
-    found = cause(run, state, batch)
-    assert "learning rate is the likely cause" in found and "--optim.lr" in found
-    assert "if --recipe bf16 trains well" in found
-    in_bf16 = dataclasses.replace(run, model=run.model.clone(recipe="bf16"))
-    found = cause(in_bf16, state, batch)
-    assert "learning rate is the likely cause" in found and "--recipe" not in found
-
-
-def test_a_state_that_is_not_finite_is_poisoned(run):
-    state = run.init()
-    assert not guard.poisoned(state)
-    for name in ("params", "table", "opt_state"):
-        bad = jax.tree.map(
-            lambda x: x * np.inf if np.issubdtype(x.dtype, np.floating) else x,
-            getattr(state, name),
-        )
-        assert guard.poisoned(dataclasses.replace(state, **{name: bad})), name
+@pytest.mark.usefixtures("windows")
+def test_a_finished_run_is_refused_if_its_end_is_no_good():
+    verdict.refuse_ruin(RUN, state_of(), progress_at(0))  # there was nothing to do
+    verdict.refuse_ruin(RUN, state_of(skipped_in_a_row=2), progress_at(20))
+    for skipped, step in ((LOG_EVERY, 20), (2, 2)):
+        with pytest.raises(TrainingFailed, match=f"the last {skipped} steps"):
+            state = state_of(skipped_in_a_row=skipped)
+            verdict.refuse_ruin(RUN, state, progress_at(step))
+    with pytest.raises(Diverged, match="the last steps is no good"):
+        verdict.refuse_ruin(RUN, state_of(DOUBTFUL), progress_at(20))

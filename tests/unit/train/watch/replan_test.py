@@ -1,65 +1,222 @@
-"""What drift changes in a plan: a cross network that is one operation as a whole."""
+"""What drift, live errors and kernels that do not compile change in a plan."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.configs import get_config
 from loka_jax import triton
 from loka_jax.data import Position
 from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift, Watch
-from loka_jax.site import BF16
-from loka_jax.train import build
+from loka_jax.dispatch.plan import as_json
+from loka_jax.dispatch.policy import Decision, Limits
+from loka_jax.probe import live_errors
+from loka_jax.probe.site import SiteStats
+from loka_jax.site import BF16, Choice
+from loka_jax.train import build as build_lib
+from loka_jax.train.config import DispatchOptions, ProbeOptions
 from loka_jax.train.watch import replan
 from loka_jax.train.watch.host_state import Progress
+from tests.support import train as support
+from tests.support import without_data
 
-PROGRESS = Progress(step=80, position=Position(0, 80, 0))
 CROSS = ["cross/u_0", "cross/u_1"]
+DELAYED = "xla fp8_tensorwise_delayed"
+ROW = Choice.parse(support.ROW)
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """A run of a cross network, which may be one operation, and of layers beside it."""
-    monkeypatch.setattr(triton, "why_not_installed", lambda: None)
-    config = get_config("fp8_dcnv2_tiny")
-    options = dict(num_cross_layers=2, recipe="fp8_tensorwise_delayed")
-    model = config.model.clone(**options, fused_wide=True)
-    return build.build(dataclasses.replace(config, model=model, plan="off"))
+def progress_of(**options):
+    return Progress(step=80, position=Position(0, 80, 0), **options)
 
 
-def after(run, progress, **sites):
+@pytest.fixture(scope="module")
+def crossed():
+    """A run of a cross network, which is one operation, and of layers beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "why_not_installed", lambda: None)
+        without_data.patch_build(patch)
+        config = get_config("fp8_dcnv2_tiny")
+        options = dict(num_cross_layers=2, recipe="fp8_tensorwise_delayed")
+        model = config.model.clone(**options, fused_wide=True)
+        run = build_lib.build(dataclasses.replace(config, model=model, plan="off"))
+        yield run
+
+
+def after_drift(run, progress, **sites):
     """Returns what follows looks at sites of the cross network, by their names."""
     looks = {path: SiteDrift(looks=9) for path in (*CROSS, "deep_mlp/dense_0")}
     looks |= progress.drift.sites
     for name, changes in sites.items():
         looks[f"cross/{name}"] = dataclasses.replace(looks[f"cross/{name}"], **changes)
-    return replan.after_drift(
-        run, {}, dataclasses.replace(progress, drift=Watch(sites=looks))
-    )
+    progress = dataclasses.replace(progress, drift=Watch(sites=looks))
+    return replan.after_drift(run, {}, progress)
 
 
-def test_a_cross_network_leaves_fp8_and_returns_as_a_whole(run):
-    change, progress = after(run, PROGRESS, u_1=dict(off=LOOKS, why="it grew"))
+def test_a_cross_network_leaves_fp8_and_returns_as_a_whole(crossed):
+    assert after_drift(crossed, progress_of(), u_1=dict(off=LOOKS - 1)) is None
+    grown = dict(off=LOOKS, why="it grew")
+    change, progress = after_drift(crossed, progress_of(), u_1=grown)
     choices = dict(change.plan.choices)
-    assert {path: choices[path] for path in CROSS} == dict.fromkeys(CROSS, BF16)
-    assert set(choices) == set(CROSS)
-    assert change.said == (
-        "step 80: cross/u_1 runs in bfloat16 now: it grew.",
-        "step 80: cross/u_0 runs in bfloat16 now: cross/u_1 has drifted, and its cross "
-        "network is one operation.",
-    )
-    demoted = run.replanned(change.plan)
+    assert choices == dict.fromkeys(CROSS, BF16)
+    first, second = change.said
+    assert first == "step 80: cross/u_1 runs in bfloat16 now: it grew."
+    assert "cross/u_0 runs in bfloat16 now: cross/u_1 has drifted, and" in second
+    assert {x["choice"] for x in progress.planned.values()} == {DELAYED}
+    assert set(progress.planned) == set(progress.drift.away) == set(CROSS)
+    demoted = crossed.replanned(change.plan)
+    # What is in bfloat16 already has nothing to leave.
+    away = dict(off=LOOKS, away=False)
+    assert after_drift(demoted, progress, u_0=away, u_1=away) is None
     # The one that had to follow is home first, and waits for the other.
-    assert after(demoted, progress, u_0=dict(home=HOME_LOOKS)) is None
     home = dict(home=HOME_LOOKS)
-    change, progress = after(demoted, progress, u_0=home, u_1=home)
+    assert after_drift(demoted, progress, u_0=home) is None
+    change, progress = after_drift(demoted, progress, u_0=home, u_1=home)
     choices = dict(change.plan.choices)
-    assert all(choices[path].name == "xla fp8_tensorwise_delayed" for path in CROSS)
+    assert all(choices[path].name == DELAYED for path in CROSS)
     assert not progress.drift.away
+    assert f"step 80: {CROSS[0]} runs by {DELAYED} again: its" in change.said[0]
 
 
-def test_sites_that_run_apart_leave_fp8_alone(run):
-    model = run.config.model.clone(fused_wide=False)
-    apart = build.build(dataclasses.replace(run.config, model=model))
-    change, _ = after(apart, PROGRESS, u_1=dict(off=LOOKS, why="it grew"))
-    assert [path for path, _ in change.plan.choices] == ["cross/u_1"]
+def test_a_new_plan_keeps_the_scales_that_there_are_and_begins_others():
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        fp8: dict
+        table: str = "rows"
+
+    plans, ones = [], jnp.ones(3)
+
+    def of_plan(plan):
+        plans.append(plan)
+        return SimpleNamespace(
+            init=lambda: State({"a": {"x": 0 * ones}, "b": {"x": 2 * ones}})
+        )
+
+    state = State({"a": {"x": ones}, "gone": {"x": ones}})
+    run, found = replan.replanned(SimpleNamespace(replanned=of_plan), state, "plan")
+    assert plans == ["plan"] and found.table == "rows" and hasattr(run, "init")
+    assert found.fp8.keys() == {"a", "b"}
+    np.testing.assert_array_equal(found.fp8["a"]["x"], np.ones(3))
+    np.testing.assert_array_equal(found.fp8["b"]["x"], 2 * np.ones(3))
+
+
+def test_kernels_that_do_not_compile_are_left_to_xla(crossed):
+    assert replan.after_failure(crossed, progress_of(), ValueError()) is None
+    kernel = Choice.parse("pallas bf16")
+    changed = {CROSS[0]: Decision(kernel, "fast"), CROSS[1]: Decision(ROW, "fast")}
+    run = crossed.replanned(crossed.plan.changed(changed))
+    full = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert replan.after_failure(run, progress_of(), full) is None
+    error = RuntimeError("no\nregisters")
+    change, progress = replan.after_failure(run, progress_of(broken=("x",)), error)
+    choices = dict(change.plan.choices)
+    assert (choices[CROSS[0]], choices[CROSS[1]]) == (BF16, ROW)
+    assert progress.broken == ("x", CROSS[0])
+    assert "its step did not compile (RuntimeError: no reg" in change.said[0]
+
+
+SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")
+PROBE = ProbeOptions(every=1, covariances_every=1, recipes=("fp8_rowwise",))
+LIMITS = Limits(healthy=3.0, worst_row=30.0)  # errors of 3 x 0.037 = 0.111
+
+
+def reviewed_config(plan, probe=PROBE):
+    dispatch = DispatchOptions(limits=LIMITS)
+    return dataclasses.replace(
+        support.config(), plan=str(plan), probe=probe, dispatch=dispatch
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose sites begin in bfloat16."""
+    path = tmp_path_factory.mktemp("run") / "table.json"
+    with pytest.MonkeyPatch.context() as patch:
+        without_data.patch_build(patch)
+        table = support.write_table(path, source="another")
+        yield build_lib.build(reviewed_config(table))
+
+
+def seen(deviation=0.0, **errors):
+    """Returns statistics of Probe with these mean errors of all products, by path.
+
+    Of nine steps: that of another one lies within 2.4 to 3.5 deviations of the mean.
+    """
+    probe = {}
+    for path, value in errors.items():
+        empty = live_errors.empty_errors(1)
+        moments = [9.0, 9.0, value, 8 * deviation**2]
+        moments = np.broadcast_to(moments, empty.moments.shape)
+        stats = SiteStats(None, None, None, live_errors.LiveErrors(9.0, moments))
+        group, name = path.split("/")
+        probe.setdefault(group, {})[name] = {"stats": stats}
+    return probe
+
+
+GOOD = {path: 0.03 for path in SITES}
+
+
+def promoted(run, progress=None):
+    """Returns the run after a review of good errors, and its progress."""
+    change, progress = replan.after_review(run, seen(**GOOD), progress or progress_of())
+    return run.replanned(change.plan), progress
+
+
+def test_a_site_enters_fp8_by_the_upper_end_and_leaves_it_by_the_mean(run):
+    change, _ = replan.after_review(
+        run, seen(0.03, **{TOP: 0.08, BOTTOM: 0.005}), progress_of()
+    )
+    # An error of 0.08 +- 0.07 at least may be above 0.111 in another step.
+    assert dict(change.plan.choices)[TOP] == BF16
+    assert dict(change.plan.choices)[BOTTOM] == ROW
+    now, progress = promoted(run)
+    assert [dict(now.plan.choices)[path] for path in SITES] == [ROW] * 2
+    assert replan.after_review(now, seen(**GOOD), progress) is None
+    assert replan.after_review(now, seen(0.05, **{TOP: 0.1}), progress_of()) is None
+    change, _ = replan.after_review(now, seen(0.05, **{TOP: 0.12}), progress_of())
+    assert dict(change.plan.choices) == {**dict(now.plan.choices), TOP: BF16}
+    (said,) = change.said
+    assert f"step 80: {TOP} runs in bfloat16 now: the live error of its" in said
+
+
+def test_a_demoted_site_is_remembered_and_looked_at_anew(run):
+    now, _ = promoted(run)
+    watch = Watch(sites={path: SiteDrift(looks=9) for path in SITES})
+    before = progress_of(drift=watch, unsafe=("x",))
+    change, progress = replan.after_review(now, seen(**{TOP: 0.5}), before)
+    assert dict(change.plan.choices)[TOP] == BF16
+    assert progress.unsafe == ("x", TOP) and list(progress.drift.sites) == [BOTTOM]
+    # 0.1 is within 0.111, but not within three quarters of it.
+    again, now = seen(**{TOP: 0.1}), now.replanned(change.plan)
+    assert replan.after_review(now, again, progress) is None
+    assert replan.after_review(now, again, progress_of()) is not None
+    assert replan.after_review(now, seen(**GOOD), progress) is not None
+
+
+def test_a_site_that_left_fp8_for_another_reason_is_not_promoted(run):
+    drift = Watch(sites={TOP: SiteDrift(away=True, demotions=1)})
+    for reason in ({"drift": drift}, {"broken": (TOP,)}):
+        now, _ = promoted(run, progress_of(**reason))
+        choices = dict(now.plan.choices)
+        assert choices[BOTTOM] == ROW and choices[TOP] == BF16
+
+
+@pytest.mark.parametrize(
+    "error, deviation, returns",
+    [(0.03, 0.0, True), (0.1, 0.0, False), (0.07, 0.03, False), (None, 0.0, True)],
+)
+def test_a_site_returns_from_drift_once_its_live_errors_are_low(
+    run, error, deviation, returns
+):
+    now, _ = promoted(run)
+    planned = {TOP: as_json(now.plan)[TOP]}
+    back = SiteDrift(away=True, demotions=1, home=9)
+    progress = progress_of(drift=Watch(sites={TOP: back}), planned=planned)
+    probe = {} if error is None else seen(deviation, **{TOP: error})
+    found = replan.after_drift(run, probe, progress)
+    assert (found is not None) is returns
+    if returns:
+        assert dict(found[0].plan.choices)[TOP] == ROW
+        assert dict(found[0].plan.choices)[BOTTOM] == BF16

@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import scaling
-from loka_jax.data import Batch, DataConfig, Position, Schema
+from loka_jax.data import Batch, Position, Schema
 from loka_jax.recipe import get_recipe
-from loka_jax.train.loop import Loop
-from loka_jax.train.watch.scale_watch import LOOK_STEPS, ScaleWatch, take_look
-from tests.support import train as support
-from tests.support.train import config, lines, summary, train
+from loka_jax.scaling import DelayedScaling, smallest_ratio
+from loka_jax.train.watch.scale_watch import (
+    LOOK_STEPS,
+    Finding,
+    ScaleWatch,
+    find,
+    largest_value,
+    take_look,
+)
 
 RECIPE = get_recipe("fp8_tensorwise_delayed")
 BATCHES, SIZE = 5, 4  # in an epoch; rows
@@ -45,10 +49,10 @@ class Data:
 
 def look(amaxes, *, g=None, skipped=0, dense=None):
     """Returns a look after steps with these amaxes of lhs and rhs."""
-    state = scaling.init_delayed(RECIPE)
-    for amax, of_g in zip(amaxes, g or amaxes, strict=True):
-        new = jnp.float32([amax, 1.0, of_g])
-        state = scaling.update_delayed(state, new, RECIPE)
+    of_steps = np.stack([amaxes, np.ones(len(amaxes)), g or amaxes], axis=1)
+    newest_first = np.float32(of_steps[::-1][: RECIPE.amax_history_length].T)
+    # A look does not read the first column, of scales.
+    state = DelayedScaling(jnp.asarray(np.pad(newest_first, ((0, 0), (1, 0)))))
     step = len(amaxes) + skipped
     return take_look(
         {"mlp/dense_0": state},
@@ -81,16 +85,11 @@ def test_an_outlier_is_named_with_its_column():
     )
 
 
-@pytest.mark.parametrize("age", range(LOOK_STEPS))
-def test_no_step_between_looks_is_missed(age):
-    (text,) = warned(look(with_outlier(16 - age)))
-    assert text.startswith(f"step {16 - age}: ")
-
-
-def test_operands_of_one_step_share_a_sentence():
-    (text,) = warned(look(with_outlier(12), g=with_outlier(12, value=1e9)))
-    assert "mlp/dense_0/g was clipped" in text
-    assert "(likewise mlp/dense_0/lhs)" in text
+def test_each_step_is_seen_by_one_look():
+    for age in (0, LOOK_STEPS - 1):
+        (text,) = warned(look(with_outlier(16 - age)))
+        assert text.startswith(f"step {16 - age}: ")
+    assert warned(look(with_outlier(16 - LOOK_STEPS))) == ()
 
 
 def test_an_operand_and_column_are_named_once():
@@ -105,13 +104,12 @@ def test_an_operand_and_column_are_named_once():
 @pytest.mark.parametrize(
     "amaxes",
     [
-        [1.0] * 16,
         list(0.1 * 2.0 ** np.arange(16)),
         list(1.5 ** -np.arange(16)),
         [0.0] * 12 + [1.0] * 4,
         list(np.exp(np.random.default_rng(0).normal(size=16))),
     ],
-    ids=["constant", "growing", "falling", "zeros first", "scattered"],
+    ids=["growing", "falling", "zeros first", "scattered"],
 )
 def test_nothing_is_said_of_healthy_amaxes(amaxes):
     assert warned(look(amaxes)) == ()
@@ -133,14 +131,18 @@ def test_no_column_is_named_if_a_step_was_skipped():
 
 
 def test_outliers_in_every_batch_are_seen_in_the_features():
-    dense = np.full((SIZE, 2), 0.5)
-    dense[2, 0] = 999_999
-    data = Data({(3, 0): (0, 999_999)})
-    (text,) = warned(look([1e6] * 16, dense=dense), data=data)
-    assert "step 16: 88% of the dense values are too small" in text
+    def features(large):
+        dense = np.full((SIZE, 2), 0.5)
+        dense.ravel()[:large] = 999_999
+        return dense
+
+    data, amaxes = Data({(3, 0): (0, 999_999)}), [1e6] * 16
+    (text,) = warned(look(amaxes, dense=features(3)), data=data)
+    assert "step 16: 62% of the dense values are too small" in text
     assert "999999 in column 'price'" in text
-    # A scale that has clipped the outlier serves the others.
-    (text,) = warned(look(with_outlier(16), dense=dense), data=data)
+    # Half of the values may be, and a scale that has clipped one serves the others.
+    assert warned(look(amaxes, dense=features(4)), data=data) == ()
+    (text,) = warned(look(with_outlier(16), dense=features(3)), data=data)
     assert "clipped" in text
 
 
@@ -152,63 +154,41 @@ def test_a_watch_goes_on_from_json():
     assert restored.after(second, Data({}), SIZE).warnings == whole.warnings
 
 
-def on_table(folder, *, workdir, outlier=None, **loop):
-    """Returns a run of 20 steps on a table, of which a row may hold an outlier."""
-    draw = np.random.default_rng(0)
-    x, c = draw.normal(size=320), draw.integers(0, 9, 320)
-    label = x + c / 3 > 1.3
-    if outlier is not None:
-        x[200] = outlier
-    path = folder / f"{outlier}.csv"
-    rows = [f"{y:d},{a:.4f},{b}" for y, a, b in zip(label, x, c, strict=True)]
-    path.write_text("label,price,c\n" + "\n".join(rows) + "\n")
-    data = DataConfig(
-        kind="table",
-        path=str(path),
-        dense=("price",),
-        categorical=("c",),
-        transform="none",
-        cache=str(folder / "cache"),
-    )
-    return config(workdir, data=data, **loop)
+BOTH = {"a": RECIPE, "b": get_recipe("fp8_tensorwise_delayed_bf16_drhs")}
 
 
-@pytest.mark.slow
-def test_a_run_says_which_column_has_outliers(tmp_path):
-    options = on_table(tmp_path, workdir=tmp_path / "run", outlier=1e5, log_every=50)
-    code, said = train(options)
-    found = summary(tmp_path / "run")
-    assert code == 0 and found["warnings"]
-    assert found["warnings"][0] in said
-    assert "bottom_mlp/dense_1/lhs was clipped" in found["warnings"][0]
-    assert "100000 in column 'price'" in found["warnings"][0]
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "bottom_mlp/dense_1/lhs was clipped" in report
+def ratios_of(**sites):
+    """Returns ratios of one of two sites, [operand, age], others 1."""
+    ratios = np.ones((2, 3, LOOK_STEPS), np.float32)
+    for name, values in sites.items():
+        for (operand, age), value in values.items():
+            ratios[list(BOTH).index(name), operand, age] = value
+    return ratios
 
 
-def test_a_run_without_outliers_says_nothing(tmp_path, monkeypatch):
-    support.share_steps(monkeypatch)
-    train(config(tmp_path, log_every=3))
-    assert summary(tmp_path)["warnings"] == []
+def test_ratios_at_the_bounds_are_fine():
+    flushed = 16 * smallest_ratio("lhs", RECIPE)
+    fine = ratios_of(a={(0, 1): 16.0, (0, 2): flushed, (0, 3): 0.0})
+    assert find(BOTH, fine) == []
+    off = ratios_of(a={(0, 1): 16.1, (0, 2): flushed / 1.01})
+    faults = [(x.fault, x.age) for x in find(BOTH, off)]
+    assert faults == [("clipped", 1), ("flushed", 2)]
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_warns_as_the_whole_one(tmp_path, monkeypatch):
-    support.share_steps(monkeypatch)
-    options = dict(outlier=1e5, log_every=7, save_every=3)
-    train(on_table(tmp_path, workdir=tmp_path / "whole", **options))
-    plain = Loop.step
+def test_the_worst_step_is_found_with_all_its_operands():
+    off = {(0, 5): 20.0, (1, 5): 40.0, (2, 6): 90.0}
+    (found,) = find(BOTH, ratios_of(a=off, b={(0, 5): 100.0, (1, 6): 30.0}))
+    ratios = {"b/lhs": 100.0, "a/rhs": 40.0, "a/lhs": 20.0}
+    assert found == Finding("clipped", 5, ratios)
+    assert list(found.ratios) == list(ratios)
 
-    def stop(self, taken):
-        if self.progress.step == 14:
-            raise KeyboardInterrupt
-        plain(self, taken)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            train(on_table(tmp_path, workdir=tmp_path / "cut", **options))
-    train(on_table(tmp_path, workdir=tmp_path / "cut", resume=True, **options))
-    whole, cut = summary(tmp_path / "whole"), summary(tmp_path / "cut")
-    assert whole["warnings"] and cut["warnings"] == whole["warnings"]
-    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+def test_the_largest_value_is_that_of_the_batch_before():
+    data = Data({(0, 4): (1, -5.0), (1, 0): (0, 7.0)})
+    after_epoch = Position(1, 1, 0)
+    assert largest_value(data, after_epoch, SIZE, 0) == ("price", 7.0)
+    assert largest_value(data, after_epoch, SIZE, 1) == ("age", -5.0)
+    assert largest_value(data, after_epoch, SIZE, 6) is None  # before the first
+    assert largest_value(data, Position(0, 1, 0), SIZE, 0) == ("price", 1.0)
+    data.schema = dataclasses.replace(Data.schema, dense=())
+    assert largest_value(data, after_epoch, SIZE, 0) is None

@@ -4,8 +4,7 @@
 
 With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
 `stall=STEP` the second process waits for ever before that step, so that it can be
-killed or stopped within one, and with `stall_save=STEP` while that step is saved. With
-`int8=1` gradients travel in int8.
+killed or stopped within one, and with `stall_save=STEP` while that step is saved.
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ from loka_jax.train.checkpoints import shared_save
 from loka_jax.train.config import RunOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import MeshConfig
-from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.processes.group import leave
 from loka_jax.train.processes.signals import AgreedStop
 from loka_jax.train.session import train
@@ -45,16 +43,13 @@ def main() -> int:
     watchdog = numbers.pop("watchdog", WATCHDOG)
     if (slow := numbers.pop("slow", 0)) > 0:
         slow_down(slow)
-    shards, replicas = numbers.pop("shards", 8), numbers.pop("replicas", 1)
     if int(os.environ.get("RANK", 0)) == 1:
         stall_at(stall)
         stall_saving(stall_save)
     resume = bool(numbers.pop("resume", 0))
-    gradients = "int8" if numbers.pop("int8", 0) else "auto"
     config = dataclasses.replace(
         support.config(workdir, **SMALL | numbers),
-        mesh=MeshConfig(shards=shards, replicas=replicas),
-        collectives=CollectivesConfig(gradients=gradients),
+        mesh=MeshConfig(shards=8, replicas=1),
         run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
     )
     return train(config, sys.argv).exit_code

@@ -71,22 +71,3 @@ def test_a_run_goes_back_where_that_is_asked_for(tmp_path, monkeypatch):
     assert steps == list(range(2, 21, 2))  # each once
     lr = {line["step"]: line["lr"] for line in logged if line["kind"] == "train"}
     assert lr[10] == pytest.approx(lr[8] / 2)
-
-
-def test_a_run_that_diverges_again_and_again_fails(tmp_path, monkeypatch):
-    explode(monkeypatch, 9, 9, 9, 9)
-    options = {"log_every": 1, "eval_every": 4, "on_divergence": "go_back"}
-    with pytest.raises(TrainingFailed, match="diverged"):
-        train(config(tmp_path, **options))
-
-
-def test_a_run_that_takes_no_step_fails(tmp_path, monkeypatch):
-    plain = Loop.step
-
-    def spy(self, taken):
-        ((position, batch),) = taken
-        plain(self, [(position, batch._replace(dense=batch.dense * np.nan))])
-
-    monkeypatch.setattr(Loop, "step", spy)
-    with pytest.raises(TrainingFailed, match="the last 6 steps .* were skipped"):
-        train(config(tmp_path, max_steps=6))

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 
 import pytest
 
@@ -15,14 +12,10 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_the_process_with_its_code(number):
+def test_a_signal_ends_the_process_with_its_code_unless_deferred(number):
     with pytest.raises(SystemExit) as ended, stop_on_signals():
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_deferred_signal_is_only_remembered(number):
     with stop_on_signals() as stop, stop.deferred():
         assert (stop.is_set, stop.exit_code) == (False, 0)
         os.kill(os.getpid(), number)
@@ -45,22 +38,17 @@ def test_a_postponed_signal_ends_the_process_after_the_block(processes):
     assert went_on and ended.value.code == 130
 
 
-SECOND = """
-import os, signal
-from loka_jax.train.processes.signals import stop_on_signals
-with stop_on_signals() as stop, stop.deferred():
-    os.kill(os.getpid(), signal.SIGINT)
-    print("deferred", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("went on", flush=True)
-"""
-
-
-def test_a_second_signal_ends_the_process_at_once():
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (143, "deferred\n"), done.stderr
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_ends_the_process_at_once(monkeypatch, processes):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # as AgreedStop hands it to JAX
+    with stop_on_signals(processes) as stop, stop.deferred():
+        stop(signal.SIGINT, None)
+        assert codes == []
+        monkeypatch.setattr(stop, "_is_agreed", True, raising=False)
+        stop(signal.SIGTERM, None)
+    assert codes[0] == 143
 
 
 def test_handlers_are_put_back():
@@ -68,19 +56,6 @@ def test_handlers_are_put_back():
     with stop_on_signals():
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_another_thread_may_train_without_handlers():
-    found = []
-
-    def work():
-        with stop_on_signals() as stop, stop.deferred():
-            found.append(stop.is_set)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [False]
 
 
 def test_of_several_processes_ctrl_c_is_handed_to_jax_while_training():
@@ -104,9 +79,3 @@ def test_several_processes_stop_when_all_have_agreed(monkeypatch):
         assert not stop.reached() and not stop.is_set
         assert stop.reached() and stop.is_set and stop.exit_code == 143
         assert stop.reached()
-
-
-def test_of_several_processes_ctrl_c_ends_each_outside_training():
-    with pytest.raises(SystemExit) as ended, stop_on_signals(processes=2):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert ended.value.code == 130

@@ -1,0 +1,143 @@
+"""What devices have together: a few numbers, sums, statistics and averages of groups.
+
+The devices are virtual (`tests.support.mesh`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from loka_jax.data import Batch
+from loka_jax.ops import row_average
+from loka_jax.ops.embedding import BAD_ID
+from loka_jax.optim import LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
+from loka_jax.train import metrics
+from loka_jax.train.gradients import Gradients
+from loka_jax.train.mesh import mesh_step
+from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD, MeshConfig
+from loka_jax.train.mesh.row_sync import update_alone
+from loka_jax.train.step import RowUpdate
+from tests.support.mesh import on_virtual_devices
+
+GROUPS, SHARDS = 3, 2
+DEVICES = GROUPS * SHARDS
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
+def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all(wire):
+    params = {"a": np.ones((DEVICES, 3), np.float32), "b": np.ones((DEVICES, 5), "f4")}
+    params["a"][5, 1] = np.inf
+    rows = np.ones((DEVICES, 2), np.float32)
+    rows[4, 1] = np.nan
+    scales = np.arange(DEVICES, dtype=np.float32)[:, None]
+
+    def merged(params, rows, scales):
+        params = jax.tree.map(lambda x: x[0], params)
+        grads = Gradients(params, rows, {"x": scales[0]}, {})
+        ones = jnp.ones((2, 1))
+        batch = Batch(ones, None, None, None)
+        parts = jnp.ones(()), {"moment": scales[0]}, metrics.init(), scales[0]
+        out = mesh_step._merge(parts, grads, batch, wire)
+        return out._asdict()
+
+    run = on_virtual_devices(merged, GROUPS, SHARDS, (BATCH,) * 3, P())
+    found = run(params, rows, scales)
+    assert np.isinf(found["params"]["a"][1]) and not found["parts_are_finite"]
+    np.testing.assert_array_equal(found["params"]["b"], np.full(5, DEVICES))
+    np.testing.assert_array_equal(found["few"], scales)
+    assert found["loss"] == DEVICES
+    assert found["fp8"]["x"] == DEVICES - 1  # the maximum
+    assert found["batch_stats"]["moment"] == np.mean(scales)
+    assert run(params, np.ones_like(rows), scales)["parts_are_finite"]
+
+
+ROWS, DIM, LENGTH, LR, STEPS = 20, 4, 24, 0.1, 3  # rows of a shard; updates of a device
+
+
+def updates():
+    """Rows and gradients of each device, [M L, steps, updates]."""
+    rng = np.random.default_rng(1)
+    # No group has rows 16 and above; rows are there twice, too.
+    rows = rng.integers(0, 16, (DEVICES, STEPS, LENGTH)).astype(np.int32)
+    rows[..., ::5] = BAD_ID
+    return rows, rng.normal(size=(*rows.shape, DIM)).astype(np.float32)
+
+
+TABLE = np.random.default_rng(0).normal(size=(SHARDS * ROWS, DIM)).astype(np.float32)
+
+
+def trained(optimizer, every, taken, codec="f32"):
+    """Returns tables and states of shards after the steps; the same in all groups."""
+    config = MeshConfig(wire_gradients="f32", sync="weights", sync_every=every)
+    row_update = RowUpdate(optimizer, optax.constant_schedule(LR), 0.0)
+
+    def part(table, rows, grads, taken):
+        def one(state, step):
+            rows, grads, is_taken = step
+            how = row_update, config, is_taken
+            table, row_state, before = update_alone(*state, (rows, grads), how, LR)
+            return (table, row_state), before
+
+        steps = rows[0], grads[0], taken
+        state, log = jax.lax.scan(one, (table, optimizer.init(table)), steps)
+        if every > 1:
+            log = [jax.tree.map(lambda x, k=k: x[k], log) for k in range(STEPS)]
+            before, _ = row_average.distinct(log, len(table))
+            state = row_average.average(*state, before, codec, REPLICA)
+        return state
+
+    specs = P(SHARD), BATCH, BATCH, P()
+    run = on_virtual_devices(part, GROUPS, SHARDS, specs, P(SHARD))
+    return run(TABLE, *updates(), np.array(taken))
+
+
+def reference(optimizer, every, taken):
+    """The same by the equations, in float64."""
+    rows, grads = (x.reshape(GROUPS, SHARDS, *x.shape[1:]) for x in updates())
+    w = np.tile(TABLE.reshape(SHARDS, ROWS, DIM).astype(np.float64), (GROUPS, 1, 1, 1))
+    v = np.zeros(w.shape[:-1])
+    for step in range(STEPS):
+        for at in np.ndindex(GROUPS, SHARDS) if taken[step] else ():
+            is_row = rows[at][step] != BAD_ID
+            g = np.zeros((ROWS, DIM))
+            np.add.at(g, rows[at][step][is_row], grads[at][step][is_row])
+            g *= GROUPS
+            squares = np.mean(g**2, axis=-1)
+            used = v[at] + squares
+            if isinstance(optimizer, LaggedRowwiseAdagrad):
+                used = np.maximum(v[at], squares)
+            v[at] += squares
+            if isinstance(optimizer, Sgd):
+                w[at] -= LR * g
+            else:
+                w[at] -= LR * g / (np.sqrt(used / optimizer.c) + 1e-3)[:, None]
+        if (step + 1) % every == 0:
+            w[:], v[:] = w.mean(axis=0), v.mean(axis=0)
+    return w[0].reshape(-1, DIM), v[0].ravel()
+
+
+@pytest.mark.parametrize(
+    "optimizer, every, taken",
+    [
+        (RowwiseAdagrad(eps=1e-3, c=2.0), 3, (True, True, True)),
+        (LaggedRowwiseAdagrad(eps=1e-3, c=4.0), 1, (True, False, True)),
+    ],
+)
+def test_rows_of_groups_follow_the_equations(optimizer, every, taken):
+    table, state = trained(optimizer, every, taken)
+    w, v = reference(optimizer, every, taken)
+    # Three steps, each of sums of at most 6 x 24 products of numbers below 40.
+    np.testing.assert_allclose(table, w, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.sum_of_squares, v, rtol=1e-5)
+    untouched = np.tile(np.arange(ROWS) >= 16, SHARDS)
+    np.testing.assert_array_equal(table[untouched], TABLE[untouched])
+
+
+def test_changes_of_8_bits_leave_groups_equal():
+    how = RowwiseAdagrad(eps=1e-3), STEPS, (True,) * STEPS
+    # `on_virtual_devices` refuses bits that differ.
+    found, exact = trained(*how, codec="int8"), reference(*how)
+    assert 1e-4 < np.abs(found[0] - exact[0]).max() < 0.1

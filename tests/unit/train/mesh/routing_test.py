@@ -1,0 +1,201 @@
+"""How long lists of ids are, which batches are routed when, and when rows are averaged.
+
+Programs are replaced: what a batch needs is the largest of its ids.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from loka_jax.data import Batch
+from loka_jax.ops.exchange import Routed
+from loka_jax.ops.row_average import Remembered
+from loka_jax.ops.tables import TableSpec
+from loka_jax.train.mesh.devices import AXES, MeshConfig
+from loka_jax.train.mesh.programs import TrainStep
+from loka_jax.train.mesh.routing import (
+    RoutedBatch,
+    Router,
+    capacity_for,
+    with_needs,
+)
+from loka_jax.train.mesh.row_sync import RowSync
+
+TABLES = TableSpec(rows=(40_000, 50), dim=4)
+ONE = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
+
+
+def test_capacities_leave_room_and_come_from_a_ladder():
+    for need in (0, 1, 15, 100, 20_000, 10**6):
+        capacity = capacity_for(float(need), 2**31)
+        assert need + 4 * np.sqrt(need) <= capacity <= 1.06 * need + 5 * need**0.5 + 32
+        assert capacity % 16 == 0
+    assert len({capacity_for(float(n), 2**31) for n in range(20_000, 21_000)}) <= 3
+    assert capacity_for(1000.0, 900) == 900
+
+
+def batch_of(need):
+    ones = np.ones(2, np.float32)
+    return Batch(ones[:, None], np.full((2, 2), need, np.int32), ones, ones)
+
+
+def routed_of(capacity, batch):
+    """Returns what routing a batch gives, with lists of that capacity."""
+    lists = Routed(np.zeros((1, capacity)), None, None, None, None)
+    return RoutedBatch(lists, np.max(batch.ids), 0, 2.0)
+
+
+def run_alone(capacity, batch):
+    return with_needs([routed_of(capacity, batch)])
+
+
+def router_of(steps_per_call=1):
+    """Returns a router, and the capacity of each batch that it has routed alone."""
+    router, alone = Router(ONE, TABLES, steps_per_call=steps_per_call), []
+
+    def run(capacity, batch):
+        alone.append(capacity)
+        return run_alone(capacity, batch)
+
+    router._run = run
+    return router, alone
+
+
+def test_lists_that_do_not_fit_are_routed_again():
+    router, alone = router_of()
+    router(batch_of(4))
+    assert (router.capacity, router.climbs, alone) == (16, 0, [16])
+    router(batch_of(16))
+    assert (router.capacity, router.climbs) == (16, 0)  # they may be full
+    _, many = router(batch_of(17))
+    # A climb is by half at least.
+    assert router.climbs == 1 and router.capacity == capacity_for(24.0, 2**31)
+    assert many.capacity == router.capacity and many.missing[0] <= 0
+    router(batch_of(4))
+    assert router.climbs == 1
+    # The first batch climbs by its need alone, and is no climb.
+    router, _ = router_of()
+    router(batch_of(17))
+    assert (router.capacity, router.climbs) == (capacity_for(17.0, 2**31), 0)
+
+
+@pytest.mark.parametrize("per_call", [1, 2])
+def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call):
+    router, alone = router_of(per_call)
+    ahead = {1: 3, 2: 4}[per_call]
+    batches, made = [batch_of(4 + i) for i in range(10)], []
+    steps = router.ahead(
+        made.append(i) or (i, batch) for i, batch in enumerate(batches)
+    )
+    for first in range(0, 10, per_call):
+        taken = [batch for _, batch in itertools.islice(steps, per_call)]
+        assert all(a is b for a, b in zip(taken, batches[first:], strict=False))
+        assert made[-1] == min(first + per_call - 1 + ahead, 9)
+        alone.clear()
+        placed, routed = router.together(taken)
+        assert bool(alone) == (first < ahead)  # later ones were routed by a step
+        assert [one.need for one in routed] == [np.max(x.ids) for x in taken]
+        coming = router.next_to_route(taken, placed)
+        later = batches[first + ahead : first + ahead + per_call] or taken
+        for one, batch in zip(coming, later, strict=True):
+            np.testing.assert_array_equal(one.ids, batch.ids)
+        made_by_step = [routed_of(router.capacity, one) for one in coming]
+        router.keep(taken, routed, with_needs(made_by_step))
+
+
+def test_what_was_routed_before_lists_grew_is_routed_again():
+    router, _ = router_of(2)
+    steps = router.ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
+    _, batch = next(steps)
+    placed, routed = router.together([batch])
+    (coming,) = router.next_to_route([batch], placed)
+    router.keep([batch], routed, run_alone(16, coming))
+    taken = [batch for _, batch in itertools.islice(steps, 2)]
+    _, routed = router.together(taken)
+    assert [one.capacity for one in routed] == [16, 16]
+    taken = [batch for _, batch in itertools.islice(steps, 2)]
+    _, routed = router.together(taken)
+    # The first did not fit, and both have lists of the same length.
+    assert [one.capacity for one in routed] == [router.capacity] * 2
+    assert router.climbs == 1 and router.capacity > 256
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Stands for the device's state."""
+
+    table: object
+    row_state: object = None
+    probe: object = "statistics"
+
+
+class Table:
+    """A table that may be referred to weakly."""
+
+
+@pytest.fixture
+def averages():
+    """What is averaged: groups that do so every three steps, and their averages."""
+    wire = MeshConfig(sync="weights", sync_every=3)
+    sync, made = RowSync(ONE, wire, TABLES, None), []
+
+    def distinct(log):
+        return Remembered(np.zeros(64), None, None), np.int32(sum(log))
+
+    def average(capacity, table, row_state, before):
+        made.append(capacity)
+        return Table(), "averaged"
+
+    sync._distinct, sync._average = distinct, average
+    return sync, made
+
+
+def test_groups_average_every_three_steps_and_when_they_are_asked(averages):
+    sync, made = averages
+    state = State(Table())
+    for number in range(1, 4):
+        new = State(Table())
+        after = sync.after(state, new, number)
+        assert (after is new) == (number < 3)
+        state = after
+    assert state.row_state == "averaged" and made == [capacity_for(6.0, 64)]
+    assert sync(state) is state  # nothing was touched since
+    asked = sync.after(state, State(Table()), 40)
+    early = sync(asked)
+    assert early is not asked and made[1:] == [capacity_for(40.0, 64)] == [64]
+    # Lists never become shorter.
+    sync(sync.after(early, State(Table()), 1))
+    assert made[2:] == [64]
+
+
+def test_what_was_touched_in_another_state_is_forgotten(averages):
+    sync, made = averages
+    sync.after(State(Table()), (State(Table())), 30)
+    other, state = State(Table()), State(Table())
+    assert sync(other) is other and not made
+    state = sync.after(state, State(Table()), 5)  # of a state of its own
+    sync(state)
+    assert made == [capacity_for(5.0, 64)]
+    averaged = State(Table())
+    assert sync.after(state, averaged, ()) is averaged  # the step itself did it
+
+
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_only_observed_steps_take_statistics(is_observed):
+    seen = []
+
+    def step(state, *batches):
+        seen.append((state.probe, batches))
+        return dataclasses.replace(state, table="new", probe="newer")
+
+    run = TrainStep(step, is_observed=is_observed)
+    assert not run.has_run
+    after = run(State("old"), "one", "two")
+    assert run.has_run and after.table == "new"
+    expected = ("statistics", "newer") if is_observed else ({}, "statistics")
+    assert (*[probe for probe, _ in seen], after.probe) == expected
+    assert seen[0][1] == ("one", "two")

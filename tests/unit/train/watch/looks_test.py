@@ -1,0 +1,185 @@
+"""When looks are taken, read and forgotten, and what a look at a step sees."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.data import Batch, Position
+from loka_jax.dispatch.drift import SiteDrift, Watch
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.nn import Site
+from loka_jax.ops.plan import resolve
+from loka_jax.recipe import get_recipe
+from loka_jax.site import Choice, SiteSpec
+from loka_jax.train.watch import drift_looks, looks
+from loka_jax.train.watch.drift_looks import Watched, watched
+from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.looks import Looks
+from tests.support import stand_ins
+
+DELAYED = "fp8_tensorwise_delayed_bf16_drhs"
+PROGRESS = Progress(step=8, position=Position(0, 8, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A watch that remembers the looks that it was given, and warns of odd ones."""
+
+    looks: tuple = ()
+    warnings: tuple[str, ...] = ()
+
+    def after(self, look, *rest):
+        warnings = (f"look {look}",) * (look % 2)
+        return Seen((*self.looks, (look, *rest)), (*self.warnings, *warnings))
+
+
+def test_looks_at_scales_are_read_nine_steps_later_or_when_asked(monkeypatch):
+    taken = []
+
+    def take_look(*args, **options):
+        taken.append((args, options))
+        return len(taken)
+
+    monkeypatch.setattr(looks, "take_look", take_look)
+    monkeypatch.setattr(looks, "named_sites", lambda state: state.sites)
+    plan = SimpleNamespace(choice=SimpleNamespace(recipe="recipe"))
+    run = SimpleNamespace(
+        sites=[SimpleNamespace(path="a", plan=plan)],
+        config=SimpleNamespace(loop=SimpleNamespace(batch_size=32)),
+        splits=SimpleNamespace(train="data"),
+    )
+    batch, said = SimpleNamespace(dense=np.ones((2, 3), np.float32)), []
+    state = SimpleNamespace(sites={"a": "scales"}, skipped=4)
+    progress = dataclasses.replace(PROGRESS, scale_watch=Seen())
+    own = Looks(said.append)
+    for _ in range(8):
+        progress = own.after(run, state, progress, batch)
+    assert progress.scale_watch == Seen() and said == []
+    progress = own.after(run, state, progress, batch)
+    assert progress.scale_watch.looks == ((1, "data", 32),) and said == ["look 1"]
+    (args, options) = taken[0]
+    assert args[:2] == ({"a": "scales"}, {"a": "recipe"})
+    np.testing.assert_array_equal(args[2], batch.dense)
+    assert options == {"step": 8, "position": PROGRESS.position, "skipped": 4}
+    progress = own.read(run, progress)
+    assert [look for look, *_ in progress.scale_watch.looks] == list(range(1, 10))
+    assert said == [f"look {i}" for i in (1, 3, 5, 7, 9)]
+
+    own.after(run, state, progress, batch)
+    own.drop()
+    assert own.read(run, progress) == progress
+    # A model without delayed scales has none to look at.
+    own.after(run, SimpleNamespace(sites={}), progress, batch)
+    assert len(taken) == 10
+
+
+def site_of(path, provider="xla", name=DELAYED, **options):
+    spec = SiteSpec(64, 32, 48, "layer" if provider == "pallas" else "none")
+    choice = Choice(provider, get_recipe(name))
+    return Site(path=path, plan=resolve(spec, choice, stand_ins.HOPPER), **options)
+
+
+def test_sites_in_fp8_are_looked_at_and_those_that_left_it_as_they_were():
+    sites = {
+        "kernel": site_of("kernel", "pallas"),
+        "plain": site_of("plain", fp8_results=("dlhs",)),
+        "bf16": site_of("bf16", name="bf16"),
+    }
+    asked = []
+
+    def list_sites(plan, *, scales_initialized):
+        asked.append((dict(plan.choices), scales_initialized))
+        return tuple(sites.values())
+
+    run = SimpleNamespace(plan=DispatchPlan(), list_sites=list_sites)
+    drift = Watch(sites={"away": SiteDrift(away=True), "here": SiteDrift()})
+    planned = {"away": {"choice": "xla fp8_rowwise"}}
+    found = watched(run, dataclasses.replace(PROGRESS, drift=drift, planned=planned))
+    assert asked == [({"away": Choice.parse("xla fp8_rowwise")}, True)]
+    assert found.keys() == {"kernel", "plain"}
+    recipe = get_recipe(DELAYED)
+    assert found["plain"] == Watched(recipe, ("dlhs",)) and recipe.dlhs is not None
+    # The kernel leaves out a cast; scales may be uninitialized in a look.
+    assert found["kernel"].recipe == dataclasses.replace(recipe, dlhs=None)
+    assert not found["kernel"].recipe.scales_initialized
+
+
+ROWWISE, RECIPE = get_recipe("fp8_rowwise"), get_recipe(DELAYED)
+SITES = {
+    "a": Watched(ROWWISE, ()),
+    "b": Watched(RECIPE, ("fwd", "dlhs")),
+    "c": Watched(RECIPE, ()),
+}
+
+
+@pytest.fixture
+def observing(monkeypatch):
+    """What the observing steps of looks are made of; they see errors 1.0 and 2.0."""
+    made = []
+
+    def make_observe_step(*given):
+        made.append(given)
+
+        def observe(state, part, total_weight):
+            errors = SimpleNamespace(relative_l2=(1.0, 2.0))
+            seen = SimpleNamespace(errors=errors, rows=len(part.dense), of=total_weight)
+            return dict.fromkeys(SITES, seen)
+
+        return observe
+
+    def health(sample, error, recipe, scales, *, fp8_results, limits):
+        assert limits == "limits"
+        has_cast = float(recipe == RECIPE)
+        numbers = error, sample.rows, sample.of, getattr(scales, "seen", 0.0), has_cast
+        numbers = *numbers, len(fp8_results)
+        return [jnp.broadcast_to(jnp.float32(x), 3) for x in numbers]
+
+    monkeypatch.setattr(drift_looks, "make_observe_step", make_observe_step)
+    monkeypatch.setattr(drift_looks, "health", health)
+    monkeypatch.setattr(drift_looks, "by_path", lambda seen: seen)
+    monkeypatch.setattr(
+        drift_looks,
+        "named_sites",
+        lambda state: {path: SimpleNamespace(seen=x) for path, x in state.items()},
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    "microbatches, devices, most, rows",
+    [(1, None, 2048, 24), (3, 2, 2048, 4), (1, 2, 8, 8)],
+    ids=["whole", "microbatches of devices", "some rows"],
+)
+def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
+    observing, monkeypatch, microbatches, devices, most, rows
+):
+    monkeypatch.setattr(drift_looks, "MAX_ROWS", most)
+    spread = devices and SimpleNamespace(
+        mesh=SimpleNamespace(size=devices), everywhere=lambda step: step
+    )
+    run = SimpleNamespace(
+        config=SimpleNamespace(
+            loop=SimpleNamespace(microbatches=microbatches),
+            dispatch=SimpleNamespace(limits="limits"),
+            optim=SimpleNamespace(task_weights="weights"),
+        ),
+        planned="model",
+        tables="tables",
+        spread=spread,
+    )
+    look = drift_looks.look_step(run, SITES)
+    ones = np.ones(24, np.float32)
+    batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
+    # Sites without scales, as they run in bfloat16, have those of a first step.
+    found = drift_looks.measured(look({"b": np.float32(3.0)}, batch))
+    of_sites = {"a": (1, 0, 0, 0), "b": (2, 3, 1, 2), "c": (2, 0, 1, 0)}
+    for path, (error, *scales_and_casts) in of_sites.items():
+        want = [error, rows, 12.0, *scales_and_casts]
+        np.testing.assert_allclose(found[path], [want] * 3)
+    ((model, tables, observer, weights, *look_up),) = observing
+    assert (model, tables, weights) == ("model", "tables", "weights")
+    assert (observer.recipes, observer.max_rows) == ((ROWWISE, RECIPE), most)
+    assert look_up == ([drift_looks.look_up_everywhere] if devices else [])
