@@ -22,12 +22,6 @@ FLOOR_DB = {
 }
 
 
-def slow_except(values, *quick):
-    """Returns parameters of a test: all but the quick ones are slow."""
-    slow = pytest.mark.slow
-    return [x if x in quick else _param(x, slow) for x in values]
-
-
 def drills(values):
     """Returns parameters of a test that are cases of a drill."""
     return [_param(x, pytest.mark.drill) for x in values]
