@@ -246,6 +246,7 @@ def test_what_is_not_served_is_refused(launches, m, n, dtype, count, reason):
     assert not launches
 
 
+@pytest.mark.usefixtures("launches")
 def test_a_block_norm_takes_whole_blocks_and_no_vectors():
     z, vectors = product((16, 16)), NormVectors(gamma=vector(16))
     with pytest.raises(ValueError, match="'block' takes neither gamma nor beta"):
