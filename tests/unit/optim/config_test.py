@@ -44,5 +44,7 @@ def test_other_settings_are_refused(options, reason):
 
 
 def test_limits_themselves_are_served():
-    OptimConfig(dense="adamw", weight_decay=10.0, eps=1.0, plateau_factor=1.0)
-    OptimConfig(plateau_patience=1, lr=1e3, clip_norm=1e-12, task_weights=(1e6,))
+    limits = dict(dense="adamw", weight_decay=10.0, eps=1.0, plateau_factor=1.0)
+    limits |= dict(plateau_patience=1, lr=1e3, clip_norm=1e-12, task_weights=(1e6,))
+    config = OptimConfig(**limits)
+    assert {name: getattr(config, name) for name in limits} == limits
