@@ -62,5 +62,6 @@ def blank_dlrm(**options) -> trained.Trained:
     schema = schema_of(data)
     net = network(config, schema)
     shapes = jax.eval_shape(lambda: trained._initial(config, net, len(schema.dense)))
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    # Put on the device, not made there: nothing is compiled.
+    zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     return trained.Trained(config, schema, net, trained._as_state(zeros), 0)

@@ -30,7 +30,7 @@ from loka_jax.train import step as step_lib
 from loka_jax.train.gradients import Gradients, accumulated, gradients_of
 from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD
 from loka_jax.train.mesh.mesh_step import StepOptions
-from loka_jax.train.state import init_state
+from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import RowUpdate, make_train_step
 
 SIZE, DELAYED = 64, "fp8_tensorwise_delayed"
@@ -98,21 +98,19 @@ def start():
         scales = scaling.update_delayed(scales, amaxes, get_recipe(DELAYED))
         return dataclasses.replace(state, fp8={"site": {"fp8_scaling": scales}})
 
-    state = jax.device_get(jax.jit(init)(jax.random.key(0)))
-    table = state.table.copy()
+    parts = jax.device_get(vars(jax.jit(init)(jax.random.key(0))))
+    table = parts["table"].copy()
     table[[*PADDING_ROWS]] = 0.0  # a mesh, which fetches none for padding, reads zeros
-    return dataclasses.replace(
-        state,
+    parts |= dict(
         table=table,
         step=np.int32(3),
         skipped=np.int32(1),
         skipped_in_a_row=np.int32(1),
         bad_ids=np.int32(5),
         lr_scale=np.float32(0.5),
-        metrics=jax.device_get(
-            jax.tree.map(jnp.ones_like, metrics.init(weighted=True, tasks=2))
-        ),
+        metrics=jax.tree.map(jnp.ones_like, metrics.init(weighted=True, tasks=2)),
     )
+    return TrainState(**jax.device_put(parts))
 
 
 def step_by_parts(devices, microbatches=1):
