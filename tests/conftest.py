@@ -89,6 +89,13 @@ def _few_programs():
         jax.clear_caches()
 
 
+@pytest.fixture
+def as_users_do():
+    """Promotes dtypes and ranks, as Flax's and optax's own code asks for in places."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def _cpu_seconds():
     """Returns the CPU time of this process and of those that it started and ended."""
     whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
@@ -140,5 +147,5 @@ def pytest_terminal_summary(terminalreporter, config):
     most, total = max(tests, key=tests.__getitem__), _cpu_seconds() / 60
     lines = [f"CPU time: {total:.1f} minutes; most: {tests[most]:.1f} s by {most}"]
     lines += _over_budget(tests) if config.option.cpu_budget else []
-    lines += [REST] if config.args_source is BY_DEFAULT else []
+    lines += [REST] if config.args == config.getini("testpaths") else []
     terminalreporter.write_line("\n".join(lines))

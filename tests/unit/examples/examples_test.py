@@ -21,11 +21,7 @@ from tests.support.nn import rounded
 FOLDER = pathlib.Path(__file__).parents[3] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def promoting():
-    # As in a user's process: the tests are stricter.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_do")
 
 
 def load(name):

@@ -19,11 +19,7 @@ from tests.support.nn import DELAYED, gradients, initialized, listed, rounded
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(autouse=True)
-def promoting():
-    # As in a user's process: Flax's norms and attention need it.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_do")
 
 
 class Block(linen.Module):

@@ -23,10 +23,7 @@ from tests.support.nn import (
 X = rounded(32, 48)
 
 
-@pytest.fixture(autouse=True)
-def promoting():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_do")
 
 
 class Net(nnx.Module):

@@ -15,11 +15,7 @@ from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.scaling import DelayedScaling
 from tests.support.nn import initialized, rounded, states
 
-
-@pytest.fixture(autouse=True)
-def promoting():
-    with jax.numpy_dtype_promotion("standard"):  # optax's optimizers need it
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_do")
 
 
 def variables_of(seed, scale=1.0):
