@@ -9,6 +9,7 @@ twenty is missed, or plain `pytest` notices less than four fifths.
 """
 
 import argparse
+import functools
 import importlib
 import os
 import pkgutil
@@ -62,13 +63,13 @@ def notice(clone: Path, mistake: Mistake) -> tuple[str, str]:
             f"{mistake.path} has {text.count(mistake.before)} places that read "
             f"{mistake.before!r}; a mistake is planted in one"
         )
-    file.write_text(text.replace(mistake.before, mistake.after))
-    try:
-        for where in places(mistake):
-            if (clone / where).exists() and fails(clone, where):
-                return (PLAIN if where.startswith("tests/unit") else WHOLE), where
-    finally:
+    for where in filter(lambda where: (clone / where).exists(), places(mistake)):
+        require_passing(clone, where)
+        file.write_text(text.replace(mistake.before, mistake.after))
+        is_noticed = fails(clone, where)
         file.write_text(text)
+        if is_noticed:
+            return (PLAIN if where.startswith("tests/unit") else WHOLE), where
     return MISSED, "no test of these"
 
 
@@ -78,6 +79,13 @@ def places(mistake: Mistake) -> list[str]:
     room = "/".join(folders) or f"{Path(mistake.path).stem}_test.py"
     named = [f"tests/{name}" for name in mistake.tests.split()]
     return [*named, f"tests/unit/{room}", "tests/unit", f"tests/whole/{room}"]
+
+
+@functools.cache
+def require_passing(clone: Path, where: str):
+    """Raises an error if tests fail where nothing is planted: they notice nothing."""
+    if fails(clone, where):
+        raise RuntimeError(f"{where} fails without any mistake")
 
 
 def fails(clone: Path, where: str) -> bool:
