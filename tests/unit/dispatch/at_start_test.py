@@ -4,18 +4,14 @@ import dataclasses
 import functools
 import math
 
-import pytest
-
 from loka_jax.dispatch import at_start, local, tuning
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import Agenda, jobs_worth_measuring, worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.local import Local
-from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig, jobs_of, tune
-from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice
 from tests.support.dispatch import HEADER, KERNEL, ROW, fitted, site
@@ -50,8 +46,9 @@ def _model():
 
 
 def test_sites_at_stake_come_first_and_each_spec_once():
-    sites = [_site("a", m=1000), _site("b", m=60_000), _site("c", m=2000)]
-    sites += [_site("d", m=2000), _site("e", m=90_000, recipe="f32")]
+    sizes = {"a": 1000, "b": 60_000, "c": 2000, "d": 2000}
+    sites = [_site(path, m=m) for path, m in sizes.items()]
+    sites.append(_site("e", m=90_000, recipe="f32"))
     jobs = jobs_worth_measuring(sites, _model())
     assert [job.spec.m for job in jobs] == [60_000, 2000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
@@ -91,60 +88,33 @@ def test_a_measurement_makes_others_superfluous():
         agenda.learn(job, _found(job, 100.0))
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """Returns the file of the cache, in which nothing is."""
-    monkeypatch.setattr(at_start, "cache_path", lambda: tmp_path / "cache.json")
-    return tmp_path / "cache.json"
+def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path):
+    cache, lines, calls, own = tmp_path / "cache.json", [], [], _site("a")
+    monkeypatch.setattr(at_start, "cache_path", lambda: cache)
 
-
-def test_what_was_not_checked_for_want_of_memory_is_not_kept(cache, monkeypatch):
-    job = Job(_site("a").spec, (Choice.parse(ROW),))
-    failures = {ROW: NO_MEMORY, KERNEL: "y is off"}
-    entry = Entry({"training": {BF16.name: 3.0}}, failures=failures)
-
-    def measure_all(jobs, workers, say, *, seconds):
-        assert (jobs, seconds) == ([job], 7.0)
-        yield job, entry
-
-    monkeypatch.setattr(at_start, "measure_all", measure_all)
-    ((measured, table),) = at_start.measure_into_cache([job], 7.0)
-    assert measured == job and table.sites == {job.spec: entry}
-    kept = dataclasses.replace(entry, failures={KERNEL: "y is off"})
-    assert tables.read(cache).sites == {job.spec: kept}
-
-
-def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, cache):
     def known():
         table = tables.read(cache) if cache.exists() else Table(local.header_here())
         return Local(PerformanceModel(table, fitted=fitted()))
-
-    monkeypatch.setattr(at_start, "local_performance", known)
-    lines, calls, own = [], [], _site("a")
 
     def measure_on_demand(next_job, workers, say, *, seconds):
         calls.append(seconds)
         for i, job in enumerate(iter(next_job, None)):
             yield job, Entry({"training": {job.choices[0].name: 5.0 + i}})
 
+    monkeypatch.setattr(at_start, "local_performance", known)
     monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
-
-    def run(sites):
-        return at_start.tune_at_start(sites, 30.0, name="m", say=lines.append)
-
-    performance = run([own, dataclasses.replace(own, path="b")]).performance
-    estimates = performance.estimates(own.spec)
-    assert estimates.entry.times["training"][BF16.name] == 5.0
-    assert estimates.spread("training", BF16) is None
+    for sites in ([own, dataclasses.replace(own, path="b")], [own]):
+        found = at_start.tune_at_start(sites, 30.0, name="m", say=lines.append)
+        estimates = found.performance.estimates(own.spec)
+        assert estimates.entry.times["training"][BF16.name] == 5.0
+        assert estimates.spread("training", BF16) is None
     assert lines[0] == "m: tuning 1 sites, for 30 seconds at most."
-    run([own])
     assert lines[2:] == ["m: all 1 sites are known, nothing is tuned."]
     assert calls == [30.0]
 
 
 SITES = [
-    site("a", m=4096, k=384, n=640, norm="layer", activation="swish"),
-    site("b", m=4096, k=384, n=640, norm="layer", activation="swish"),
+    *(_site(path, m=4096) for path in "ab"),
     site("c", m=4096, k=64, n=128),
     site("d", m=4096, k=64, n=256, recipe="f32"),
 ]
@@ -167,13 +137,10 @@ def test_each_shape_is_timed_once_and_errors_are_of_every_site():
     jobs = _jobs(SITES[2:3], timed=[c.spec], batch_sizes=(4096, 128))
     times_of = [(job.spec.m, bool(job.choices)) for job in jobs]
     assert times_of == [(4096, False), (128, True)]
-
-
-def test_only_the_most_promising_candidates_are_measured_if_asked():
-    (every,), (few,) = _jobs(SITES[:1]), _jobs(SITES[:1], most=1)
-    in_bf16 = {choice for choice in every.choices if not choice.is_fp8}
-    # The kernel in FP8 takes the least time.
-    assert set(few.choices) == in_bf16 | {Choice.parse("pallas fp8_rowwise")}
+    # The most promising, if asked: the kernel in FP8 takes the least time.
+    (few,) = _jobs(SITES[:1], most=1)
+    in_bf16 = {choice for choice in a.choices if not choice.is_fp8}
+    assert set(few.choices) == in_bf16 | {Choice.parse(FP8_KERNEL)}
 
 
 def test_a_table_has_the_times_and_the_effect_of_its_operands(monkeypatch):

@@ -40,8 +40,8 @@ def plan_of(performance):
     return DispatchPlan(tuple((x.path, decision) for x in SITES))
 
 
-def check(performance, plan=plan_of, sites=SITES, seconds=30.0, say=lambda line: None):
-    return check_plan(plan, sites, performance, seconds, say)
+def check(performance, plan=plan_of, seconds=30.0, say=lambda line: None, **options):
+    return check_plan(plan, SITES, performance, seconds, say, **options)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def workers(monkeypatch, tmp_path):
         assert 0 < seconds <= 30
         for job in jobs:
             (choice,) = job.choices
-            asked.append((choice, job.in_chain))
+            asked.append(choice)
             why = wrong.get(choice)
             failures = {} if why is None else {choice.name: why}
             times = {"training": {choice.name: 5.0}} if why is None else {}
@@ -74,7 +74,7 @@ def test_a_predicted_choice_is_checked_once_and_kept(workers, performance):
     said = []
     checked = check(performance, say=said.append)
     assert _choice(checked) == FIRST and not checked.notes
-    assert asked == [(FIRST, False), (BF16, False)]
+    assert asked == [FIRST, BF16]
     assert len(said) == 1 and "2 kernels" in said[0]
     times = tables.read(path).sites[SPEC].times["training"]
     assert times == {FIRST.name: 5.0, BF16.name: 5.0}
@@ -82,27 +82,23 @@ def test_a_predicted_choice_is_checked_once_and_kept(workers, performance):
     assert _choice(again) == FIRST and len(asked) == 2 and len(said) == 1
 
 
-def test_a_choice_that_is_wrong_makes_way_for_the_next(workers, performance):
-    _, asked, wrong = workers
-    wrong[FIRST] = "y is off"
-    checked = check(performance)
-    assert _choice(checked) == SECOND and not checked.notes
-    assert [choice for choice, _ in asked] == [FIRST, BF16, SECOND]
-
-
-def test_a_choice_that_no_memory_is_left_for_is_said_and_checked_again(
+def test_what_is_wrong_makes_way_for_the_next_and_without_memory_is_checked_again(
     workers, performance
 ):
     path, asked, wrong = workers
+    wrong[FIRST] = "y is off"
+    checked = check(performance)
+    assert _choice(checked) == SECOND and not checked.notes
+    assert asked == [FIRST, BF16, SECOND]
+    path.unlink()
     wrong[FIRST] = NO_MEMORY
     checked = check(performance)
-    assert _choice(checked) == SECOND
-    assert "2 sites" in checked.notes[0]
+    assert _choice(checked) == SECOND and "2 sites" in checked.notes[0]
     assert not tables.read(path).sites[SPEC].failures
     wrong.clear()
     asked.clear()
     again = check(performance.with_table(tables.read(path)))
-    assert _choice(again) == FIRST and asked == [(FIRST, False)] and not again.notes
+    assert _choice(again) == FIRST and asked == [FIRST] and not again.notes
 
 
 def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, performance):
@@ -120,16 +116,16 @@ def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, perform
 
     checked = check(performance, leaves_xla_for_less)
     # Measured, both take 5 us: more than the ratio for which it leaves XLA.
-    assert asked == [(SECOND, False), (BF16, False)]
+    assert asked == [SECOND, BF16]
     assert _choice(checked) == BF16 and not checked.notes
 
 
 def test_an_inference_plan_is_checked_by_times_of_inference(performance):
-    training = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
     fit = fitted()
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
-    known = PerformanceModel(Table(header_here(), {SPEC: training}), fitted=fit)
+    known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
+    known = PerformanceModel(Table(header_here(), {SPEC: known}), fitted=fit)
     asked = []
 
     def measure(jobs, seconds):
@@ -139,8 +135,7 @@ def test_an_inference_plan_is_checked_by_times_of_inference(performance):
             yield job, Table(header_here(), {SPEC: Entry(times)})
 
     for name in ("training", "inference"):
-        options = {"pass_name": name, "measure": measure}
-        check_plan(plan_of, SITES, known, 30.0, lambda line: None, **options)
+        check(known, pass_name=name, measure=measure)
         assert name == "inference" or asked == []
     assert asked == [(FIRST, ("inference",)), (BF16, ("inference",))]
 
@@ -153,11 +148,7 @@ def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
 
 
 def test_kernels_of_a_chain_are_checked_as_parts_of_it(performance):
-    plan = plan_of(performance)
     chain = [SITES[0], _site("b", follows=True)]
-    jobs = unchecked([plan], chain, performance, "training")
-    assert [(*job.choices, job.in_chain) for job in jobs] == [
-        (FIRST, True),
-        (BF16, False),
-    ]
-    assert all(not job.digests and job.pairs == 0 for job in jobs)
+    jobs = unchecked([plan_of(performance)], chain, performance, "training")
+    found = [(*job.choices, job.in_chain, job.digests, job.pairs) for job in jobs]
+    assert found == [(FIRST, True, False, 0), (BF16, False, False, 0)]

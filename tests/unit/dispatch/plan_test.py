@@ -109,33 +109,23 @@ def test_the_effects_on_the_loss_together_are_within_the_limit(effects, is_fp8):
         assert _in_fp8(make_plan(sites, table)) == [True] * len(effects)
 
 
-def test_borrowed_errors_make_fp8_safe_for_inference_only():
+def test_what_is_known_of_the_site_itself_goes_before_the_table_and_others():
     own = site()
     table = _table(own)
-    (entry,) = table.sites.values()
-    entry.times["inference"] = FASTER
+    # Errors of another model's operands are borrowed.
     found = _decision(make_plan([own], table, config="other"))
     assert found.choice == BF16
     assert "borrowed from model top/dense_0" in found.runner_up
-    inference = make_plan([own], table, config="other", roles=("fwd",))
-    assert _in_fp8(inference) == [True]
-    # Live errors of the site itself are its own, and go before those of the table.
     for high, is_fp8 in ((LIMIT, True), (1.01 * LIMIT, False)):
         live = {own.path: errors(rowwise=high)}
         for config in ("other", "model"):
             plan = make_plan([own], table, config=config, errors=live)
             assert _in_fp8(plan) == [is_fp8]
-
-
-def test_a_site_that_was_refused_stays_in_bfloat16():
-    own = site()
-    table = _table(own)
+    # What was refused stays in bfloat16 until its effect is measured again.
     (entry,) = table.sites.values()
     entry.refused[f"model {own.path}"] = "too harmful"
     found = _decision(make_plan([own], table))
     assert found.choice == BF16 and found.runner_up == f"{ROW}: too harmful"
-    assert _in_fp8(make_plan([site("another")], table, config="")) == [False]
-    # Until its effect is measured again.
     again = Entry(effects={f"model {own.path}": Interval(0.0, 0.0, 0.0)})
     table = table.merged(Table(HEADER, {table_key(own.spec): again}))
     assert _in_fp8(make_plan([own], table)) == [True]
@@ -218,10 +208,9 @@ def test_a_chain_takes_the_fastest_way_if_fp8_is_worth_it_there(in_bf16, names):
 
 
 def test_a_plan_is_a_file(tmp_path):
-    plan = make_plan([site()], _table(site()))
-    path = tmp_path / "plan.json"
-    full = Decision(Choice.parse(ROW), "why", 1.5, 0.02, "other: slower", 0.1)
-    plan = plan.changed({"top/dense_0": full})
+    path, full = tmp_path / "plan.json", Choice.parse(ROW)
+    full = Decision(full, "why", 1.5, 0.02, "other: slower", 0.1)
+    plan = make_plan([site()], _table(site())).changed({"top/dense_0": full})
     save(path, plan)
     assert load(path, [site()]) == plan
     with pytest.raises(ValueError, match="dense_0, which are not sites of this model"):
@@ -260,13 +249,12 @@ def _entry(seed: int) -> Entry:
 
 
 def test_the_time_of_a_site_is_that_of_its_form():
-    names = ("pallas bf16", "pallas fp8_rowwise", "pallas fp8_tensorwise", "xla bf16")
-    chain = [Choice.parse(name) for name in names]
+    chain = [Choice.parse(name) for name in (*NAMES[1:], NAMES[0])]
     entries = [_entry(i) for i in range(4)]
     forms = ("training out", "training in out", "training in", "training")
     expected = [
-        entry.times[form][name]
-        for entry, form, name in zip(entries, forms, names, strict=True)
+        entry.times[form][choice.name]
+        for entry, form, choice in zip(entries, forms, chain, strict=True)
     ]
     assert chain_times(entries, chain, "training") == expected
 

@@ -32,19 +32,14 @@ def _chosen(entry, limits=policy.DEFAULT_LIMITS, **terms) -> str:
 
 def test_the_fastest_that_is_accurate_enough_runs():
     times = {BF16.name: 10.0, ROW: 8.0, TENSOR: 5.0}
-    found = decide(
-        _entry(times, rowwise=BELOW, tensorwise_delayed=0.5 * BELOW), Limits()
-    )
-    assert found == Decision(
-        Choice.parse(TENSOR),
-        "the fastest that is accurate enough",
-        speedup=2.0,
-        error=0.25 * BELOW,
-        runner_up=f"{ROW}: slower",
-    )
-    found = decide(_entry(times, rowwise=BELOW, tensorwise_delayed=ABOVE), Limits())
-    assert found.choice.name == ROW and found.speedup == 1.25
-    assert found.runner_up == f"{TENSOR}: fwd: relative l2 0.0556 is above 0.0555"
+    entry = _entry(times, rowwise=BELOW, tensorwise_delayed=0.5 * BELOW)
+    reason, error = "the fastest that is accurate enough", 0.25 * BELOW
+    expected = Decision(Choice.parse(TENSOR), reason, 2.0, error, f"{ROW}: slower")
+    assert decide(entry, Limits()) == expected
+    entry = _entry(times, rowwise=BELOW, tensorwise_delayed=ABOVE)
+    why = f"{TENSOR}: fwd: relative l2 0.0556 is above 0.0555"
+    expected = Decision(Choice.parse(ROW), reason, 1.25, 0.5 * BELOW, why)
+    assert decide(entry, Limits()) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,14 +62,16 @@ def test_a_share_is_that_of_the_worst_measure_at_its_upper_end():
     fwd = dict.fromkeys(MEASURES, Interval(0.02, 0.01, 0.037))
     drhs = fwd | {"worst_row": Interval(0.4, 0.3, 0.592)}
     found = {"fwd": {"fp8_rowwise": fwd}, "drhs": {"fp8_rowwise": drhs}}
-    recipe = Choice.parse(ROW).recipe
-    shares = shares_of_limits(recipe, found, Limits())
-    assert shares == pytest.approx({"fwd": 1 / 1.5, "drhs": 0.592 / 0.037 / 8})
-    means = shares_of_limits(recipe, found, Limits(), end="mean")
-    assert means == pytest.approx({"fwd": 0.02 / LIMIT, "drhs": 0.4 / 0.037 / 8})
-    assert shares_of_limits(Choice.parse(TENSOR).recipe, found, Limits()) == {}
-    forward = Choice.parse("xla fp8_rowwise/bf16/bf16").recipe
-    assert shares_of_limits(forward, found, Limits()).keys() == {"fwd"}
+
+    def shares(name, **end):
+        return shares_of_limits(Choice.parse(name).recipe, found, Limits(), **end)
+
+    highs = {"fwd": 1 / 1.5, "drhs": 0.592 / 0.037 / 8}
+    assert shares(ROW) == pytest.approx(highs)
+    means = {"fwd": 0.02 / LIMIT, "drhs": 0.4 / 0.037 / 8}
+    assert shares(ROW, end="mean") == pytest.approx(means)
+    assert shares(TENSOR) == {}
+    assert shares("xla fp8_rowwise/bf16/bf16").keys() == {"fwd"}
 
 
 @pytest.mark.parametrize("role", ["fwd", "dlhs", "drhs"])
@@ -114,12 +111,10 @@ def test_errors_are_those_of_the_source_or_the_worst_of_all():
     assert _chosen(entry, source="there") == ROW
     assert _chosen(entry, source="here") == _chosen(entry) == BF16.name
     entry.errors["here"] = errors(rowwise=BELOW)
-    found = decide(entry, Limits())
-    assert found.choice.name == ROW and found.error == 0.5 * BELOW  # the larger one
+    assert decide(entry, Limits()).error == 0.5 * BELOW  # the larger one
     # Errors of others are borrowed: they make no FP8 safe, however small.
-    found = decide(entry, Limits(), Terms(source="nowhere"))
-    assert found.choice == BF16
-    assert "borrowed from here and 1 more: observe this model" in found.runner_up
+    why = decide(entry, Limits(), Terms(source="nowhere")).runner_up
+    assert "borrowed from here and 1 more: observe this model" in why
     assert _chosen(entry, source="nowhere", errors=errors(rowwise=BELOW)) == ROW
     assert _chosen(entry, source="there", errors=errors(rowwise=ABOVE)) == BF16.name
 
@@ -128,23 +123,18 @@ def test_inference_looks_at_the_forward_product_and_its_times_alone():
     entry = _entry({BF16.name: 3.0, ROW: 1.0}, rowwise=BELOW)
     entry.times["inference"] = {BF16.name: 3.0, ROW: 2.0}
     entry.errors["here"]["drhs"] = errors(rowwise=ABOVE)["drhs"]
-    found = decide(entry, Limits(), Terms(roles=("fwd",)))
-    assert found.choice.name == ROW and found.speedup == 1.5
-    assert found.error == 0.5 * BELOW
     assert _chosen(entry) == BF16.name
-    # Borrowed errors are enough there.
-    assert _chosen(entry, roles=("fwd",), source="nowhere") == ROW
+    for source in ("here", "nowhere"):  # borrowed errors are enough there
+        found = decide(entry, Limits(), Terms(roles=("fwd",), source=source))
+        assert (found.choice.name, found.speedup) == (ROW, 1.5)
+        assert found.error == 0.5 * BELOW
 
 
 def test_what_may_not_run_is_passed_over():
     entry = _entry({BF16.name: 10.0, KERNEL: 5.0, ROW: 1.0}, rowwise=BELOW)
     found = decide(entry, Limits(), Terms(why_not_fp8="no"))
     assert found.choice.name == KERNEL and found.runner_up == f"{ROW}: no"
-
-    def why_not(choice):
-        return "too large" if choice.name in (ROW, KERNEL) else None
-
-    found = decide(entry, Limits(), Terms(why_not=why_not))
+    terms = Terms(why_not=lambda x: None if x == BF16 else "too large")
+    found = decide(entry, Limits(), terms)
     assert found.choice == BF16 and found.runner_up == f"{ROW}: too large"
-    names = [x.name for x in accurate(entry, Limits(), Terms(why_not=why_not))]
-    assert names == [BF16.name]
+    assert accurate(entry, Limits(), terms) == [BF16]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -68,21 +69,20 @@ class Process:
         self._output.close()
         self._input.close()
 
-    def _say(self, text, end="\n"):
-        self._output.write(text + end)
-        self._output.flush()
+    def _say(self, **answer):
+        print(json.dumps(answer), file=self._output, flush=True)
 
     def _act(self, what, job):
         act = self.acts(what, job)
         if act == "hangs":
             self._is_killed.wait()
         if act == "says half":
-            self._say('{"result": {"sche', end="")
+            self._output.write('{"result": {"sche')
         if act is not None:
             raise _Ended
 
     def _turn(self, kind):
-        self._say(json.dumps({kind: True}))
+        self._say(**{kind: True})
         if self._input.readline() != "go\n":
             raise _Ended
 
@@ -91,7 +91,7 @@ class Process:
         self._act("together", job)
         self.log.append("+compile")
         for name in job["choices"]:
-            self._say(json.dumps({"begin": name}))
+            self._say(begin=name)
             self._act(name, job)
         self.log.append("-compile")
         self._turn("apart")
@@ -101,7 +101,7 @@ class Process:
         self._turn("apart")
         times = {"training": dict.fromkeys(job["choices"], 1.0)}
         table = Table(Header(*[""] * 5), {SITE: Entry(times)})
-        self._say(json.dumps({"result": tables.to_json(table)}))
+        self._say(result=tables.to_json(table))
 
 
 @pytest.fixture
@@ -185,19 +185,16 @@ def test_as_many_processes_run_as_the_memory_holds(
 
 def test_a_job_is_a_line(tmp_path):
     shapes = jax.eval_shape(lambda: empty_stats(32, 16, ProbeConfig()))
-    leaves, tree = jax.tree.flatten(shapes)
-    values = [np.full(x.shape, i, x.dtype) for i, x in enumerate(leaves)]
-    job = JOB._replace(
-        **{"seed": 5, "is_serial": True, "passes": ("training",), "digests": False},
-        **{"in_chain": False, "is_judged": False},
-    )
+    values = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+    options = {"seed": 5, "is_serial": True, "passes": ("training",), "digests": False}
+    job = JOB._replace(**options, in_chain=False, is_judged=False)
     path = tmp_path / "stats.npz"
-    save_stats(path, tree.unflatten(values))
-    line = to_line(job._replace(stats=tree.unflatten(values)), path)
+    save_stats(path, values)
+    line = to_line(job._replace(stats=values), path)
     assert json.loads(line) and line.endswith("\n")
     found = from_line(line)
     assert found._replace(stats=None) == job == from_line(to_line(job, None))
-    assert all(map(np.array_equal, values, jax.tree.leaves(found.stats)))
+    chex.assert_trees_all_equal(found.stats, values)
 
 
 def test_a_worker_process_asks_for_its_turns_and_answers(monkeypatch):
@@ -208,25 +205,20 @@ def test_a_worker_process_asks_for_its_turns_and_answers(monkeypatch):
     monkeypatch.setattr(worker.os, "dup2", lambda *fds: redirected.append(fds))
 
     def measure_site(job, begin, gpu):
-        begin("")
         with gpu.together():
             begin(NAMES[1])
         with gpu.alone():
             return Entry({"training": {NAMES[1]: 2.0}})
 
-    lines = iter([to_line(JOB, None), *["go\n"] * 4, ""])
-
-    class Input:
-        readline = staticmethod(lambda: next(lines))
-
+    lines = io.StringIO(to_line(JOB, None) + "go\n" * 4)
     monkeypatch.setattr(worker, "measure_site", measure_site)
-    monkeypatch.setattr(worker.sys, "stdin", Input)
+    monkeypatch.setattr(worker.sys, "stdin", lines)
     worker.main()
     *said, last = map(json.loads, answers.getvalue().splitlines())
-    turns = ({kind: True} for kind in ("together", "apart", "alone", "apart"))
-    together, apart, alone, again = turns
-    begun = [{"begin": ""}, together, {"begin": NAMES[1]}, apart, alone, again]
-    assert said == begun and redirected == [(2, 1)]
+    assert [*map(list, said)] == [
+        [x] for x in "together begin apart alone apart".split()
+    ]
+    assert said[1] == {"begin": NAMES[1]} and redirected == [(2, 1)]
     table = tables.from_json(last["result"])
     assert table.sites == {SITE: Entry({"training": {NAMES[1]: 2.0}})}
 
@@ -239,12 +231,12 @@ class _Thread(threading.Thread):
     """Takes a turn in a thread of its own, until it is told to end it."""
 
     def __init__(self, turn):
-        super().__init__(daemon=True)
-        self._turn, self._has, self._ends = turn, threading.Event(), threading.Event()
+        super().__init__(target=self._take, args=(turn,), daemon=True)
+        self._has, self._ends = threading.Event(), threading.Event()
         self.start()
 
-    def run(self):
-        with self._turn:
+    def _take(self, turn):
+        with turn:
             self._has.set()
             self._ends.wait()
 
@@ -259,50 +251,27 @@ class _Thread(threading.Thread):
         self.join()
 
 
-def test_one_is_alone():
+def test_who_waits_to_be_alone_goes_before_who_begins_together():
     turns = Turns()
-    first = _Thread(turns.alone())
-    assert first.has()
-    others = _Thread(turns.alone()), _Thread(turns.together())
-    assert all(one.waits() for one in others)
-    first.end()
-    for one in others:
-        assert one.has()
-        one.end()
-
-
-def test_alone_waits_for_all_who_work_together():
-    turns = Turns()
-    together = [_Thread(turns.together()) for _ in range(2)]
-    assert all(one.has() for one in together)
-    alone = _Thread(turns.alone())
-    for one in together:
-        assert alone.waits()
-        one.end()
-    assert alone.has()
-    alone.end()
-
-
-def test_nobody_begins_together_before_all_were_alone():
-    turns = Turns()
-    compiles = _Thread(turns.together())
-    assert compiles.has()
-    ready = [_Thread(turns.alone()) for _ in range(3)]
+    first, second = (_Thread(turns.together()) for _ in range(2))
+    assert first.has() and second.has()
+    ready = [_Thread(turns.alone()) for _ in range(2)]
     assert all(one.waits() for one in ready)
-    more = [_Thread(turns.together()) for _ in range(2)]
-    compiles.end()
-    for _ in range(3):
+    late = _Thread(turns.together())
+    first.end()
+    assert all(one.waits() for one in (*ready, late))
+    second.end()
+    for _ in range(2):
         until = time.monotonic() + _LIMIT_S
         while not any(one.has(0) for one in ready):
             assert time.monotonic() < until
             time.sleep(0.001)
-        assert all(one.waits() for one in more)
         (one,) = (one for one in ready if one.has(0))
         ready.remove(one)
+        assert all(other.waits() for other in (*ready, late))
         one.end()
-    for one in more:
-        assert one.has()
-        one.end()
+    assert late.has()
+    late.end()
 
 
 def test_an_exception_ends_a_turn():

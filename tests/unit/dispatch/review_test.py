@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import numpy as np
 import pytest
 from scipy.stats import t as student
@@ -40,20 +41,12 @@ def _reviewer(sites, times=TIMES, **options) -> Reviewer:
 
 def _errors(role="dlhs", **shares):
     """Returns errors by the last word of a recipe's name, which one role has."""
-
-    def measures(mean, high):
-        small = Interval(0.1 * LIMIT, 0.0, 0.2 * LIMIT)
-        names = ("relative_l2", "worst_row", "mere")
+    small = dict.fromkeys(MEASURES, Interval(0.1 * LIMIT, 0.0, 0.2 * LIMIT))
+    found = {each: {f"fp8_{name}": small for name in shares} for each in ROLES}
+    for name, (mean, high) in shares.items():
         error = Interval(mean * LIMIT, 0.0, high * LIMIT)
-        return dict(zip(names, (error, small, small), strict=True))
-
-    return {
-        each: {
-            f"fp8_{name}": measures(*(share if each == role else (0.1, 0.2)))
-            for name, share in shares.items()
-        }
-        for each in ROLES
-    }
+        found[role][f"fp8_{name}"] = small | {"relative_l2": error}
+    return found
 
 
 def _plan(**choices) -> DispatchPlan:
@@ -81,56 +74,43 @@ def test_sites_are_promoted_and_demoted_by_their_own_errors():
     assert _reviewer(sites, times).review(after, errors) == ({}, {})
 
 
+@pytest.mark.parametrize("role", ["fwd", "drhs"])
 @pytest.mark.parametrize(
-    "now, errors, demoted, promoted",
+    "now, was_demoted, errors, demoted, promoted",
     [
-        (TENSOR, {"tensorwise": DOUBTFUL, "rowwise": GOOD}, None, None),
+        (TENSOR, False, {"tensorwise": DOUBTFUL, "rowwise": GOOD}, None, None),
         # Another FP8 may be accurate enough where one is not.
-        (TENSOR, {"tensorwise": BAD, "rowwise": GOOD}, ROW, None),
-        (TENSOR, {"tensorwise": BAD, "rowwise": DOUBTFUL}, BF16.name, None),
+        (TENSOR, False, {"tensorwise": BAD, "rowwise": GOOD}, ROW, None),
+        (TENSOR, False, {"tensorwise": BAD, "rowwise": DOUBTFUL}, BF16.name, None),
         # Nothing is known of what runs: no reason to leave it.
-        (TENSOR, {"rowwise": BAD}, None, None),
-        (ROW, {"rowwise": GOOD, "tensorwise": GOOD}, None, TENSOR),
-        (BF16.name, {"rowwise": NEAR, "tensorwise": BAD}, None, ROW),
-        (BF16.name, {"rowwise": DOUBTFUL, "tensorwise": BAD}, None, None),
+        (TENSOR, False, {"rowwise": BAD}, None, None),
+        (ROW, False, {"rowwise": GOOD, "tensorwise": GOOD}, None, TENSOR),
+        (BF16.name, False, {"rowwise": NEAR, "tensorwise": BAD}, None, ROW),
+        (BF16.name, False, {"rowwise": DOUBTFUL, "tensorwise": BAD}, None, None),
+        # One that was demoted asks for more.
+        (BF16.name, True, {"rowwise": (0.5, 0.76)}, None, None),
+        (BF16.name, True, {"rowwise": GOOD}, None, ROW),
+        (ROW, True, {"rowwise": NEAR, "tensorwise": NEAR}, None, None),
+        (ROW, True, {"rowwise": NEAR, "tensorwise": GOOD}, None, TENSOR),
+        (TENSOR, True, {"rowwise": GOOD, "tensorwise": NEAR}, None, None),
     ],
 )
-@pytest.mark.parametrize("role", ["fwd", "drhs"])
-def test_the_fastest_within_the_limits_runs(now, errors, demoted, promoted, role):
-    live = {PATH: _errors(role, **errors)} if errors else {}
-    found = _reviewer([_site()]).review(_plan(**{PATH: now}), live)
+def test_the_fastest_within_the_limits_runs(
+    now, was_demoted, errors, demoted, promoted, role
+):
+    live, before = {PATH: _errors(role, **errors)}, [PATH] * was_demoted
+    found = _reviewer([_site()]).review(_plan(**{PATH: now}), live, before)
     names = [x[PATH].choice.name if x else None for x in found]
     assert names == [demoted, promoted]
 
 
-@pytest.mark.parametrize(
-    "now, errors, promoted",
-    [
-        (BF16.name, {"rowwise": (0.5, 0.76)}, None),
-        (BF16.name, {"rowwise": GOOD}, ROW),
-        (ROW, {"rowwise": NEAR, "tensorwise": NEAR}, None),
-        (ROW, {"rowwise": NEAR, "tensorwise": GOOD}, TENSOR),
-        (TENSOR, {"rowwise": GOOD, "tensorwise": NEAR}, None),  # nor what is slower
-    ],
-)
-def test_a_site_that_was_demoted_asks_for_more(now, errors, promoted):
-    plan, live = _plan(**{PATH: now}), {PATH: _errors(**errors)}
-    found = _reviewer([_site()]).review(plan, live, demoted_before=[PATH])
-    assert not found.demoted
-    assert _names(found.promoted) == ({} if promoted is None else {PATH: promoted})
-
-
-def test_a_rule_has_the_last_word():
+def test_a_rule_has_the_last_word_and_a_site_returns_only_well_within_the_limits():
     reviewer = _reviewer([_site()], rules={PATH: "fp8_tensorwise"})
     plan = DispatchPlan(((PATH, Decision(Choice.parse(TENSOR), "rule")),))
     assert reviewer.review(plan, {PATH: _errors(tensorwise=BAD)}) == ({}, {})
-
-
-@pytest.mark.parametrize("share, may", [(GOOD, True), ((0.5, 0.76), False)])
-def test_a_site_returns_only_well_within_the_limits(share, may):
-    reviewer, choice = _reviewer([_site()]), Choice.parse(ROW)
-    assert reviewer.is_well_within(choice, _errors(rowwise=share)) is may
-    assert reviewer.is_well_within(choice, {})  # nothing speaks against it
+    errors = _errors(rowwise=GOOD), _errors(rowwise=(0.5, 0.76)), {}
+    found = [reviewer.is_well_within(Choice.parse(ROW), own) for own in errors]
+    assert found == [True, False, True]  # nothing speaks against the last
 
 
 RECIPES = ("fp8_tensorwise", "fp8_rowwise")
@@ -151,11 +131,12 @@ def _steps(values, decay=1.0):
 
 def _errors_live(value, recipe="fp8_rowwise", low=0.9, high=1.2):
     """Returns errors, each of another size; `low` and `high` are those of intervals."""
+    ends = np.array([1.0, low, high])
     return {
         role: {
             recipe: {
-                measure: Interval(x * value, x * value * low, x * value * high)
-                for measure, x in zip(MEASURES, sizes, strict=True)
+                m: Interval(*(x * value * ends))
+                for m, x in zip(MEASURES, sizes, strict=True)
             }
         }
         for role, sizes in zip(ROLES, SIZES, strict=True)
@@ -172,12 +153,8 @@ def test_the_interval_is_that_of_another_step(decay):
     deviation = math.sqrt(np.sum(weights * (values - mean) ** 2) / freedom)
     half = student.ppf(0.975, count - 1) * deviation * math.sqrt(1 + 1 / count)
     found = live.live_intervals(_steps(values, decay), RECIPES)
-    for role, sizes in zip(ROLES, SIZES, strict=True):
-        assert found[role].keys() == {"fp8_rowwise"}
-        for measure, size in zip(MEASURES, sizes, strict=True):
-            expected = size * np.array([mean, mean - half, mean + half])
-            error = found[role]["fp8_rowwise"][measure]
-            np.testing.assert_allclose(error, expected, rtol=1e-6)
+    expected = _errors_live(mean, low=1 - half / mean, high=1 + half / mean)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", range(4))

@@ -1,5 +1,6 @@
 """Layers that run as one operation are decided as one."""
 
+import itertools
 import json
 import pathlib
 
@@ -76,21 +77,19 @@ def test_sites_that_are_faster_apart_stay_apart():
     assert {choice.name for _, choice in plan.choices} == {"pallas bf16"}
 
 
-@pytest.mark.parametrize("arm", ["bf16", "fp8"])
-@pytest.mark.parametrize("pass_name", ["training", "inference"])
 @pytest.mark.parametrize("name", STACKS)
-def test_predicted_times_are_those_measured(name, pass_name, arm):
+def test_predicted_times_are_those_measured(name):
     runs = json.loads((RESULTS / "wide_stack_h200.json").read_text())["runs"]
     (run,) = (x for x in runs if x["case"] == name)
     k, features, norm = STACKS[name]
-    recipe = get_recipe("bf16" if arm == "bf16" else "fp8_tensorwise_delayed")
-    us = 0.0
-    for n in features:
-        spec = SiteSpec(run["batch"], k, n, norm)
-        us += stacks.layer_us(spec, recipe, pass_name, H200)
-        k = n
-    measured = run["programs"][f"{pass_name} tails {arm}"]["median_us"]
-    assert us == pytest.approx(measured, rel=0.25)
+    sizes = itertools.pairwise((k, *features))
+    specs = [SiteSpec(run["batch"], k, n, norm) for k, n in sizes]
+    recipes = {"bf16": "bf16", "fp8": "fp8_tensorwise_delayed"}
+    for pass_name, arm in itertools.product(("training", "inference"), recipes):
+        recipe = get_recipe(recipes[arm])
+        us = sum(stacks.layer_us(spec, recipe, pass_name, H200) for spec in specs)
+        measured = run["programs"][f"{pass_name} tails {arm}"]["median_us"]
+        assert us == pytest.approx(measured, rel=0.25)
 
 
 ALONE = {"xla bf16": 10_000.0, DELAYED: 11_000.0}
@@ -153,22 +152,19 @@ def test_layers_beside_a_network_are_a_part_of_it():
 
 def test_a_network_changes_as_a_whole_by_live_errors():
     sites = _cross_sites()
-    model = model_of(sites, ALONE, roofline=H200)
-    errors = as_if_accurate(sites)
+    model, errors = model_of(sites, ALONE, roofline=H200), as_if_accurate(sites)
     plan = make_plan(sites, model, errors=errors)
-    reviewer = Reviewer(sites, model)
+    reviewer, (first, second) = Reviewer(sites, model), [x.path for x in sites[:2]]
     assert reviewer.review(plan, errors) == ({}, {})
     one = dict.fromkeys(MEASURES, Interval(1.0, 1.0, 1.0))
-    own = errors[sites[1].path]
-    bad = {role: dict.fromkeys(of_role, one) for role, of_role in own.items()}
-    worse = errors | {sites[1].path: bad}
+    bad = {role: dict.fromkeys(x, one) for role, x in errors[second].items()}
+    worse = errors | {second: bad}
     demoted, promoted = reviewer.review(plan, worse)
-    assert {d.choice.name for d in demoted.values()} == {"xla bf16"} and not promoted
-    assert demoted.keys() == errors.keys()
-    assert "live error" in demoted[sites[1].path].reason
-    assert demoted[sites[0].path].reason == "as its cross network changes"
+    assert _names(demoted) == dict.fromkeys(errors, "xla bf16") and not promoted
+    assert "live error" in demoted[second].reason
+    assert demoted[first].reason == "as its cross network changes"
     after = plan.changed(demoted)
     assert reviewer.review(after, worse) == ({}, {})
     # Back once all are accurate, the first as well.
     demoted, promoted = reviewer.review(after, errors)
-    assert {d.choice.name for d in promoted.values()} == {DELAYED} and not demoted
+    assert set(_names(promoted).values()) == {DELAYED} and not demoted

@@ -101,14 +101,12 @@ def test_small_products_are_measured_whole(scales):
 
 def test_a_delayed_scale_leaves_headroom_before_it_is_stored():
     amaxes = np.float32([448.0, 896.0, 1792.0])
-    arrays = amaxes[:, None, None] * np.ones((2, 2), np.float32)
-    operands = Operands(*arrays, (None,) * 3)
+    arrays = Operands(*amaxes[:, None, None], (None,) * 3)
     for name, factor in (("fp8_tensorwise", 1), (DELAYED, 2)):
         recipe = get_recipe(name)
         for operand, amax in zip(OPERANDS, (1, 2, 4), strict=True):
-            cast = recipe.casts(operand)[0]
-            found = live_errors._scale_inv(operands, operand, cast, recipe, ())
-            assert found == factor * amax
+            args = arrays, operand, recipe.casts(operand)[0], recipe, ()
+            assert live_errors._scale_inv(*args) == factor * amax
 
 
 def test_a_product_that_is_not_finite_is_left_out():
@@ -121,19 +119,16 @@ def test_a_product_that_is_not_finite_is_left_out():
 
 def test_parts_of_large_products_represent_them():
     """Columns that cancel over the batch have large errors, wherever they lie."""
-    m, n, rng = 320, 96, np.random.default_rng(0)
+    m, n, rng, name = 320, 96, np.random.default_rng(0), NAMES[1]
     lhs = 1.0 + 0.01 * rng.standard_normal((m, K))
     loud = 0.99 + 0.02 * rng.standard_normal((m, 32))
     loud[::2] *= -1
     g = np.concatenate([1e-3 * rng.standard_normal((m, 64)), loud], axis=1)
     operands = _bf16(lhs), _operands(n=n)[1], _bf16(g)
-    steps = [
-        _measured(operands, steps=float(i), names=NAMES[1:2])[NAMES[1]]
-        for i in range(24)
-    ]
-    means = np.stack(steps)[:, :, :, MEAN]
+    steps = [_measured(operands, steps=float(i), names=(name,)) for i in range(24)]
+    means = np.stack([step[name] for step in steps])[:, :, :, MEAN]
     for j, role in enumerate(ROLES):
-        expected, worst, _ = _expected(operands, role, NAMES[1])
+        expected, worst, _ = _expected(operands, role, name)
         # 256 of 320 rows, 64 of 96 columns, others at each step.
         np.testing.assert_allclose(means[:, j, 0].mean(), expected, rtol=0.03)
         assert len(set(means[:, j, 0].tolist())) >= 3
@@ -159,29 +154,26 @@ def test_the_worst_row_is_that_of_all_as_far_as_the_tail_tells():
 def test_devices_together_measure_the_whole_product():
     """Each of two devices has half of the rows, of very different sizes."""
     lhs, rhs, g = _operands()
-    recipe = get_recipe("fp8_tensorwise")
+    recipes = [get_recipe("fp8_tensorwise")]
 
     @functools.partial(jax.vmap, axis_name="data", in_axes=(0, 0, None))
     def apart(lhs, g, rhs):
-        operands, shift = Operands(lhs, rhs, g, (None,) * 3), jnp.zeros(())
-        return live_errors._role_errors(operands, [recipe], "drhs", shift, ("data",))[0]
+        operands = Operands(lhs, rhs, g, (None,) * 3)
+        args = operands, recipes, "drhs", jnp.zeros(()), ("data",)
+        return live_errors._role_errors(*args)[0]
 
-    halves = (x.reshape(2, M // 2, -1) for x in (lhs, g))
-    found = np.asarray(jax.jit(apart)(*halves, rhs))
+    found = jax.jit(apart)(*(x.reshape(2, M // 2, -1) for x in (lhs, g)), rhs)
     expected = _expected((lhs, rhs, g), "drhs", "fp8_tensorwise")
     np.testing.assert_allclose(found, [expected] * 2, rtol=5e-3)
 
 
 def _steps(rng, count):
     """Returns the errors of steps, some of which lack the second recipe."""
-    steps = []
-    for i in range(count):
-        moments = np.zeros((2, 3, 3, 4), np.float32)
-        moments[..., MEAN] = rng.uniform(0.01, 0.1, (2, 3, 3))
-        moments[..., :MEAN] = 1.0
-        moments[1, :, :, :] *= i % 2
-        steps.append(LiveErrors(jnp.ones(()), moments))
-    return steps
+    moments = np.zeros((count, 2, 3, 3, 4), np.float32)
+    moments[..., MEAN] = rng.uniform(0.01, 0.1, moments.shape[:-1])
+    moments[..., :MEAN] = 1.0
+    moments[::2, 1] = 0.0
+    return [LiveErrors(jnp.ones(()), x) for x in moments]
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
@@ -190,19 +182,13 @@ def test_merged_moments_are_those_of_the_steps(decay):
     pairs = [_merge(a, b) for a, b in zip(steps[::2], steps[1::2], strict=True)]
     merged = functools.reduce(functools.partial(_merge, decay=decay), pairs)
     assert merged.steps == 6
+    moments = np.stack([step.moments for step in steps])
     weights = np.repeat(decay ** np.arange(2.0, -1, -1), 2)[:, None, None, None]
-    weights = weights * np.stack([step.moments[..., WEIGHT] for step in steps])
-    values = np.stack([step.moments[..., MEAN] for step in steps])
-    mean = np.sum(weights * values, 0) / np.sum(weights, 0)
-    expected = (
-        np.sum(weights, 0),
-        np.sum(weights**2, 0),
-        mean,
-        np.sum(weights * (values - mean) ** 2, 0),
-    )
-    np.testing.assert_allclose(
-        merged.moments, np.stack(expected, -1), rtol=1e-4, atol=1e-9
-    )
+    weights, values = weights * moments[..., WEIGHT], moments[..., MEAN]
+    total, mean = np.sum(weights, 0), np.average(values, 0, weights)
+    m2 = np.sum(weights * (values - mean) ** 2, 0)
+    expected = np.stack([total, np.sum(weights**2, 0), mean, m2], -1)
+    np.testing.assert_allclose(merged.moments, expected, rtol=1e-4, atol=1e-9)
     # What was not seen ages nothing.
     kept = _merge(merged, live_errors.empty_errors(2), decay=decay)
     np.testing.assert_allclose(kept.moments, merged.moments, rtol=1e-6)

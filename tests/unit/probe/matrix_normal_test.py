@@ -6,6 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from scipy.linalg import block_diag
 
 from loka_jax.probe import matrix_normal
 from loka_jax.probe.matrix_normal import empty_weights
@@ -57,11 +58,7 @@ def _expected(weights, row_block, column_block, m=0.9, p=0.5):
 
 def _joined(blocks, size):
     """Returns a covariance from its diagonal blocks."""
-    count, side, _ = blocks.shape
-    whole = np.zeros((count * side, count * side))
-    for i, block in enumerate(np.asarray(blocks)):
-        at = slice(i * side, (i + 1) * side)
-        whole[at, at] = block
+    whole = block_diag(*np.asarray(blocks))
     assert not whole[size:].any() and not whole[:, size:].any()
     return whole[:size, :size]
 

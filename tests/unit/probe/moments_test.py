@@ -16,7 +16,6 @@ from loka_jax.probe.sampling import sample_rows, sample_weight
 
 K = 7
 _merge = jax.jit(moments.merge)
-_decay = jax.jit(moments.decay)
 _of = jax.jit(moments_of, static_argnums=1)
 
 
@@ -70,13 +69,6 @@ def test_devices_together_give_the_moments_of_one_pass():
     assert moments.merge_over_devices(alone, ()) is alone
 
 
-def test_decayed_rows_weigh_less():
-    old, new = _rows(20), _rows(17, seed=1)
-    found = _merge(_decay(_of(old, K), 0.25), _of(new, K))
-    weights = np.repeat([0.25, 1.0], [20, 17])
-    _check(found, np.concatenate([old, new]), weights)
-
-
 SIZE = 3  # of blocks: two are full, and two features of the third are padding
 
 
@@ -99,12 +91,10 @@ def test_blocks_are_split_joined_factored_multiplied_and_solved():
     np.testing.assert_array_equal(joined, x)
     eps = 1e-6 * np.mean(np.diagonal(covariance, axis1=1, axis2=2))
     lower = np.linalg.cholesky(covariance + eps * np.eye(SIZE))
-    np.testing.assert_allclose(factors, lower, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(
-        product, np.einsum("mbs,bts->mbt", padded, lower), rtol=1e-3, atol=1e-3
-    )
-    solved = np.einsum("mbs,bts->mbt", np.asarray(solution), lower)
-    np.testing.assert_allclose(solved, padded, atol=1e-3)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-3)
+    close(factors, lower, rtol=1e-3, atol=1e-4)
+    close(product, np.einsum("mbs,bts->mbt", padded, lower), rtol=1e-3)
+    close(np.einsum("mbs,bts->mbt", np.asarray(solution), lower), padded)
 
 
 def test_every_variance_gets_a_millionth_of_the_mean_of_all_blocks():
@@ -131,15 +121,14 @@ _scales = jax.jit(row_norms.sample_scales, static_argnums=2)
 
 def test_rows_are_counted_by_their_size_about_the_centre():
     sizes = 2.0 ** np.array([-20.2, -20.2, -3.3, 0.2, 0.7, 9.8])
-    signs = np.where(np.arange(K) % 3 > 0, 1, -1)
     # A row about the centre is as large as each of its elements.
     centre = np.float32(np.where(np.arange(K) == 2, 0.0, 2.0**-4))
+    signs = np.where(np.arange(K) % 3 > 0, 1, -1)
     rows = np.float32(centre + sizes[:, None] * signs)
-    expected = np.zeros(BINS)
-    np.add.at(expected, np.floor(2 * (np.log2(sizes) - LOWEST)).astype(int), 1)
-    counts = np.asarray(_norms_of(rows, centre).counts)
+    places = np.floor(2 * (np.log2(sizes) - LOWEST)).astype(int)
     # Beside 2^-4, float32 holds 2^-20 to 1 %: a quarter of a bin is 9 %.
-    np.testing.assert_array_equal(counts, expected)
+    expected = np.bincount(places, minlength=BINS)
+    np.testing.assert_array_equal(_norms_of(rows, centre).counts, expected)
 
 
 @pytest.mark.parametrize("size, place", [(0.0, 0), (1e-30, 0), (1e10, -1)])
@@ -150,34 +139,17 @@ def test_rows_beyond_the_bins_are_in_the_outer_ones(size, place):
     np.testing.assert_allclose(_scales(jax.random.key(0), norms, 4000), 1.0, rtol=0.2)
 
 
-def test_parts_and_devices_add_up():
-    rows, zero = _rows(60).reshape(3, 20, K), np.zeros(K, np.float32)
-    rows *= np.float32([[[1]], [[8]], [[99]]])
-
-    @functools.partial(jax.vmap, axis_name="data", in_axes=(0, None), out_axes=None)
-    def together(rows, centre):
-        return row_norms.merge_over_devices(norms_of(rows, centre), ("data",))
-
-    parts = [np.asarray(norms_of(part, zero).counts) for part in rows]
-    np.testing.assert_array_equal(jax.jit(together)(rows, zero).counts, sum(parts))
-    both = row_norms.merge(RowNorms(parts[0]), RowNorms(parts[1]))
-    np.testing.assert_array_equal(both.counts, parts[0] + parts[1])
-
-
 def test_drawn_sizes_have_the_shares_that_were_seen():
     counts = np.zeros(BINS, np.float32)
     counts[[100, 105, 110]] = 1, 2, 5  # 2.5 octaves apart
     scales = np.asarray(_scales(jax.random.key(0), RowNorms(counts), 4000))
     np.testing.assert_allclose(np.mean(scales**2), 1.0, rtol=0.05)
-    octaves = np.log2(scales)
-    gaps = np.searchsorted([octaves.max() - 4, octaves.max() - 1.5], octaves)
-    # Three standard deviations of 4,000 draws.
-    np.testing.assert_allclose(
-        np.bincount(gaps) / 4000, [1 / 8, 2 / 8, 5 / 8], atol=0.023
-    )
-    for group, centre in enumerate([-5.0, -2.5, 0.0]):
-        inside = octaves[gaps == group] - (octaves.max() - 0.25)
-        np.testing.assert_allclose(inside.mean(), centre, atol=0.03)
+    octaves = np.log2(scales / scales.max())
+    for centre, share in ((-5.0, 1 / 8), (-2.5, 2 / 8), (0.0, 5 / 8)):
+        inside = octaves[np.abs(octaves + 0.25 - centre) < 1.25]
+        # Three standard deviations of 4,000 draws.
+        np.testing.assert_allclose(len(inside) / 4000, share, atol=0.023)
+        np.testing.assert_allclose(inside.mean() + 0.25, centre, atol=0.03)
         assert np.ptp(inside) <= 0.5 + 1e-5  # within a bin
 
 
@@ -202,12 +174,10 @@ def _assert_has(drawn, mean, covariance):
 
 def test_rows_have_the_learned_moments():
     rows = _rows(400) * np.float32(2.0 ** np.arange(K))
-    learned = moments_of(rows, BLOCK)
+    learned, blocks = moments_of(rows, BLOCK), np.arange(K) // BLOCK
     drawn = np.asarray(_draw_rows(jax.random.key(2), learned, DRAWS), np.float64)
     covariance = np.cov(rows.astype(np.float64), rowvar=False)
-    blocks = np.arange(K) // BLOCK
-    covariance *= np.equal.outer(blocks, blocks)
-    _assert_has(drawn, rows.mean(0), covariance)
+    _assert_has(drawn, rows.mean(0), covariance * np.equal.outer(blocks, blocks))
 
 
 def test_weights_have_the_learned_mean_and_covariances():

@@ -84,28 +84,25 @@ def _assert_rows(rows, batches, centres):
 def test_two_batches_are_learned_as_they_are():
     first, second = _operands(), _operands(seed=9)
     stats = _learn(_learn(empty_stats(K, N, CONFIG), *first), *second)
-    seen = [x[::2] for x in (first[0], second[0])]
-    _assert_rows(stats.lhs, seen, (0.0, seen[0].mean(0)))
-    seen = [x[::2] for x in (first[2], second[2])]
-    _assert_rows(stats.g, seen, (0.0, seen[0].mean(0)))
-    weight = site.weight_of(stats)
+    for name, place in (("lhs", 0), ("g", 2)):
+        seen = [x[place][::2] for x in (first, second)]
+        rows = getattr(stats, name)
+        _assert_rows(rows, seen, (0.0, seen[0].mean(0)))
+        # The scales of lhs and g are made for the amaxes of all devices.
+        assert 0.5 < rows.tails.amax_ratio <= 1 and rows.tails.saturation_rate == 0
+    weight, last = site.weight_of(stats), second[1]
     assert (weight.normal.steps, weight.normal.moves) == (2, 1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
     # Shares of 1 and of (1 - p) / (1 - p^2).
-    mean = 0.2 * first[1] + 0.8 * second[1]
-    np.testing.assert_allclose(weight.normal.mean, mean, rtol=1e-5)
+    close(weight.normal.mean, 0.2 * first[1] + 0.8 * last)
     # Tails are of the last weight alone, and of all of its rows.
     assert weight.tails.count == K * N
-    np.testing.assert_allclose(weight.tails.mean, second[1].mean(), rtol=1e-5)
+    close(weight.tails.mean, last.mean())
     reach = 0.25 * fp8_max(E4M3)
-    np.testing.assert_allclose(
-        weight.tails.amax_ratio, np.abs(second[1]).max() / reach, rtol=1e-6
-    )
-    clipped = np.mean(np.abs(second[1]) > reach)
+    close(weight.tails.amax_ratio, np.abs(last).max() / reach)
+    clipped = np.mean(np.abs(last) > reach)
     assert clipped > 0
-    np.testing.assert_allclose(weight.tails.saturation_rate, clipped, rtol=1e-6)
-    # The scales of lhs and g are made for the amaxes of all devices.
-    for rows in (stats.lhs, stats.g):
-        assert 0.5 < rows.tails.amax_ratio <= 1 and rows.tails.saturation_rate == 0
+    close(weight.tails.saturation_rate, clipped)
 
 
 # Of 1e30, the fourth power is not finite, which counts in tails alone.
@@ -118,10 +115,8 @@ def test_an_operand_that_is_not_finite_changes_nothing(operand, value):
     operands[operand][[2, -2], 1] = value
     after = _learn(stats, *operands)
     for i, name in enumerate(("lhs", "rhs", "g")):
-        before, now = getattr(stats, name), getattr(after, name)
-        is_same = all(
-            map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(now))
-        )
+        parts = (jax.tree.leaves(getattr(x, name)) for x in (stats, after))
+        is_same = all(map(np.array_equal, *parts))
         assert is_same == (i == operand), name
 
 
