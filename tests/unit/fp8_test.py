@@ -144,8 +144,5 @@ def test_tiles_are_each_cast_by_their_own_scale(dtype, shape, tile):
 def test_matrices_are_padded_with_zeros_to_multiples_of_16():
     assert [fp8.padded_size(n) for n in (0, 1, 16, 17, 48)] == [0, 16, 16, 32, 48]
     x = np.arange(1.0, 103, dtype=np.float32).reshape(17, 6)
-    padded = np.asarray(fp8.pad(x))
-    assert padded.shape == (32, 16)
-    np.testing.assert_array_equal(padded[:17, :6], x)
-    assert padded.sum() == x.sum()
+    np.testing.assert_array_equal(fp8.pad(x), np.pad(x, ((0, 15), (0, 10))))
     assert fp8.pad_to(x, (17, 6)) is x

@@ -18,14 +18,11 @@ def gemm(first, second):
 
 def test_recipes_are_found_by_their_own_names():
     assert [get_recipe(name).name for name in recipe.RECIPES] == [*recipe.RECIPES]
+    plain = get_recipe("fp8_tensorwise_delayed")
+    initialized = dataclasses.replace(plain, scales_initialized=True)
+    assert get_recipe("fp8_tensorwise_delayed:initialized") == initialized
     with pytest.raises(ValueError, match="did you mean 'fp8_rowwise'"):
         get_recipe("fp8_rowise")
-
-
-def test_initialized_is_a_suffix_of_the_name():
-    initialized = get_recipe("fp8_tensorwise_delayed:initialized")
-    plain = get_recipe("fp8_tensorwise_delayed")
-    assert initialized == dataclasses.replace(plain, scales_initialized=True)
 
 
 @pytest.mark.parametrize(
@@ -60,21 +57,22 @@ def test_casts_are_those_of_the_roles_that_read_an_operand():
 
 def test_shipped_recipes_cast_each_operand_as_their_names_say():
     def casts(name):
-        found = get_recipe(name)
-        gemms = [found.gemm(role) for role in recipe.ROLES]
+        gemms = [get_recipe(name).gemm(role) for role in recipe.ROLES]
         pairs = [gemm and (gemm.first, gemm.second) for gemm in gemms]
         return [p and [(c.granularity, c.scaling) for c in p] for p in pairs]
 
-    row, tile = ("rowwise", "current"), ("blockwise", "current")
-    whole, delayed = ("tensorwise", "current"), ("tensorwise", "delayed")
-    assert casts("f32") == casts("bf16") == [None] * 3
-    assert casts("fp8_tensorwise") == [[whole] * 2] * 3
-    assert casts("fp8_tensorwise_delayed") == [[delayed] * 2] * 3
-    bf16_drhs = casts("fp8_tensorwise_delayed_bf16_drhs")
-    assert bf16_drhs == [[delayed] * 2, [delayed] * 2, None]
-    assert casts("fp8_rowwise") == [[row] * 2] * 3
-    assert casts("fp8_rowwise_bf16_drhs") == [[row] * 2, [row, whole], None]
-    assert casts("fp8_blockwise") == [[tile] * 2] * 3
+    row, whole = ("rowwise", "current"), ("tensorwise", "current")
+    delayed = ("tensorwise", "delayed")
+    assert {name: casts(name) for name in recipe.RECIPES} == {
+        "f32": [None] * 3,
+        "bf16": [None] * 3,
+        "fp8_tensorwise": [[whole] * 2] * 3,
+        "fp8_tensorwise_delayed": [[delayed] * 2] * 3,
+        "fp8_tensorwise_delayed_bf16_drhs": [[delayed] * 2, [delayed] * 2, None],
+        "fp8_rowwise": [[row] * 2] * 3,
+        "fp8_rowwise_bf16_drhs": [[row] * 2, [row, whole], None],
+        "fp8_blockwise": [[("blockwise", "current")] * 2] * 3,
+    }
 
 
 def test_only_forward_products_accumulate_fast():

@@ -46,24 +46,23 @@ def after(*steps, recipe=RECIPE):
 
 
 def test_history_and_scales_of_five_steps_by_hand():
-    lhs = [448.0, 100.0, 896.0, 50.0, 60.0]
-    rhs = [1.0, 0.0, 0.0, 0.0, 0.5]
-    g = [448.0, 449.0, 7.0, 7.0, 7.0]
-    # 448 / 448 = 1, 448 / 896 = 1/2; the 896 stays in a window of 3.
-    lhs_scale_inv = [1.0, 1.0, 2.0, 2.0, 2.0]
-    # 448 / 1 -> 256; forgotten after three steps of zeros; 448 / 0.5 -> 512.
-    rhs_scale_inv = [1 / 256, 1 / 256, 1 / 256, LEAST, 1 / 512]
-    # 448 / 7 = 64, exactly.
-    g_scale_inv = [1.0, 2.0, 2.0, 2.0, 1 / 64]
+    amaxes = np.array(
+        [[448.0, 100.0, 896.0, 50.0, 60.0], [1, 0, 0, 0, 0.5], [448, 449, 7, 7, 7]]
+    )
+    scale_inv = [
+        [1.0, 1.0, 2.0, 2.0, 2.0],  # the 896 stays in a window of 3
+        # 448 / 1 -> 256; forgotten after three steps of zeros; 448 / 0.5 -> 512.
+        [1 / 256, 1 / 256, 1 / 256, LEAST, 1 / 512],
+        [1.0, 2.0, 2.0, 2.0, 1 / 64],  # 448 / 7 = 64, exactly
+    ]
     state = scaling.init_delayed(RECIPE)
-    chex.assert_trees_all_equal(state.scale_inv, jnp.full(3, LEAST))
-    chex.assert_trees_all_equal(state.amax_history, jnp.zeros((3, H)))
+    np.testing.assert_array_equal(state.table, [[LEAST] + [0] * H] * 3)
+    newest_first = np.pad(amaxes[:, ::-1], ((0, 0), (0, H)))
     for step in range(5):
-        state = update(state, [lhs[step], rhs[step], g[step]])
-        expected = [lhs_scale_inv[step], rhs_scale_inv[step], g_scale_inv[step]]
-        chex.assert_trees_all_equal(state.scale_inv, jnp.float32(expected))
-        window = [(x[: step + 1][::-1] + [0.0] * H)[:H] for x in (lhs, rhs, g)]
-        chex.assert_trees_all_equal(state.amax_history, jnp.float32(window))
+        state = update(state, amaxes[:, step])
+        assert state.scale_inv.tolist() == [own[step] for own in scale_inv]
+        window = newest_first[:, 4 - step : 4 - step + H]
+        np.testing.assert_array_equal(state.amax_history, window)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -72,11 +71,6 @@ def test_a_non_finite_amax_leaves_its_row_as_it_was(bad):
     state = update(before, [4, bad, 6])
     chex.assert_trees_all_equal(state.table[1], before.table[1])
     chex.assert_trees_all_equal(state.amax_history[::2, 0], jnp.float32([4, 6]))
-
-
-def test_an_operand_of_zeros_stays_uninitialized():
-    assert not scaling.scales_initialized(after([1, 0, 1]))
-    assert scaling.scales_initialized(after([1, 0, 1], [1, 1, 1]))
 
 
 def test_stored_scales_are_used_whatever_this_step_brings_except_in_first_steps():
@@ -88,13 +82,8 @@ def test_stored_scales_are_used_whatever_this_step_brings_except_in_first_steps(
     assert scale_inv("rhs", 896) == 2
     # Zeros once more: they say nothing of the next.
     assert scale_inv("rhs", 896, make_recipe(scales_initialized=True)) == LEAST
-
-
-@pytest.mark.parametrize("other", [0.0, jnp.nan])
-def test_a_microbatch_that_saw_nothing_does_not_touch_a_tiny_scale(other):
-    # Gradients are tiny: a scale of 1 from the other microbatch would flush them all.
-    a, b = after([1, 1, 1e-9]), after([1, 1, other])
-    chex.assert_trees_all_equal(scaling.merge_delayed(a, b), a)
+    assert not scaling.scales_initialized(after([1, 0, 1]))
+    assert scaling.scales_initialized(after([1, 0, 1], [1, 1, 1]))
 
 
 # As the shipped delayed recipes: a history of 16 steps, a margin of one bit.
@@ -119,28 +108,23 @@ def largest(state):
     return np.asarray(state.scale_inv) * 448
 
 
-def smallest(state):
-    """Returns the smallest magnitudes that keep all mantissa bits."""
-    return np.asarray(state.scale_inv) * 2.0**-6
-
-
 @pytest.mark.parametrize(
     "are_outliers",
     [
-        pytest.param(lambda step: step in (0, 10), id="two"),
-        pytest.param(lambda step: step % 15 == 10, id="one in 15 steps"),
-        pytest.param(lambda step: step % 4 == 2, id="one in 4 steps"),
-        pytest.param(lambda step: step % 6 > 3, id="two in a row"),
-        pytest.param(lambda step: 10 <= step < 14, id="four in a row"),
+        lambda step: step in (0, 10),
+        lambda step: step % 15 == 10,
+        lambda step: step % 4 == 2,
+        lambda step: step % 6 > 3,  # two in a row
+        lambda step: 10 <= step < 14,
     ],
 )
 def test_values_keep_their_precision_next_to_outliers(are_outliers):
     amaxes = [OUTLIER if are_outliers(step) else 1.0 for step in range(48)]
     states = list(states_of(amaxes))
-    for state in states[10:]:
-        assert np.all(largest(state) >= 2)
-    for state in states[5:]:  # one in the first step is forgotten
-        assert np.all(smallest(state) <= LEAST_BITS)
+    assert all(np.all(largest(state) >= 2) for state in states[10:])
+    # One in the first step is forgotten. The smallest that keeps all mantissa bits:
+    smallest = [np.asarray(state.scale_inv) * 2.0**-6 for state in states[5:]]
+    assert np.all(smallest <= LEAST_BITS)
 
 
 def test_scales_follow_the_largest_amax_where_amaxes_are_alike():
@@ -169,12 +153,16 @@ def test_gradients_of_rare_clicks_are_no_outliers_and_others_are_not_flushed():
     assert np.all(np.abs(error) <= np.abs(x) / 4)
 
 
-def test_merging_microbatches_of_which_one_has_an_outlier_equals_one_step():
+@pytest.mark.parametrize("other", [0.0, jnp.nan])
+def test_merging_microbatches_equals_one_step(other):
     *_, before = states_of([1, 2, 1, 3, 1, 2])
     parts = [(OUTLIER, 1, 2), (2, 8, OUTLIER)]
     a, b = (update(before, part, LONG) for part in parts)
     whole = update(before, [OUTLIER, 8, OUTLIER], LONG)
     chex.assert_trees_all_equal(scaling.merge_delayed(a, b), whole)
+    # Gradients are tiny: a scale of 1 from one that saw none would flush them all.
+    a, b = after([1, 1, 1e-9]), after([1, 1, other])
+    chex.assert_trees_all_equal(scaling.merge_delayed(a, b), a)
 
 
 def test_amax_ratios_say_how_far_amaxes_reached_into_what_scales_covered():

@@ -34,9 +34,8 @@ def test_a_layer_does_what_it_did(served):
     expected = apply(VARIABLES, X)
     chex.assert_trees_all_equal(got, expected)
     # A rounding to bfloat16 left out can flip a code of FP8, 1/8 of a product.
-    flipped = (
-        float(np.max(np.abs(X)) * np.max(np.abs(VARIABLES["params"]["kernel"]))) / 8
-    )
+    kernel = VARIABLES["params"]["kernel"]
+    flipped = float(np.max(np.abs(X)) * np.max(np.abs(kernel))) / 8
     for rows in (32, 16):
         out = served(X[:rows])
         np.testing.assert_allclose(out, expected[:rows], rtol=2**-7, atol=flipped)

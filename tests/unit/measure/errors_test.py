@@ -22,6 +22,7 @@ from loka_jax.measure.timing import (
 )
 from loka_jax.probe.site import ProbeConfig, empty_stats
 from loka_jax.recipe import get_recipe
+from tests import support
 
 _errors = jax.jit(errors)
 
@@ -54,41 +55,32 @@ def test_edges_of_intervals():
 
 
 def test_delayed_scales_are_made_from_the_amaxes_of_their_operands():
-    rng, shapes = np.random.default_rng(0), ((6, 4), (4, 3), (6, 3))
-    lhs, rhs, g = (np.float32(rng.standard_normal(shape)) for shape in shapes)
-    a, b, c = (np.abs(x).max() for x in (lhs, rhs, g))
-    found = {
-        role: site_errors._role_amaxes(role, jnp.asarray(x), jnp.asarray(y))
-        for role, x, y in (("fwd", lhs, rhs), ("dlhs", g, rhs), ("drhs", lhs, g))
-    }
-    np.testing.assert_allclose(found["fwd"], [a, b, 1])
-    np.testing.assert_allclose(found["dlhs"], [1, b, c])
-    np.testing.assert_allclose(found["drhs"], [a, 1, c])
-    all_three = site_errors.operand_amaxes(tuple(map(jnp.asarray, (lhs, rhs, g))))
-    np.testing.assert_allclose(all_three, [a, b, c])
-    assert site_errors.scaling_state(get_recipe("fp8_rowwise"), found["fwd"]) is None
+    arrays = [support.normal(*s, seed=sum(s)) for s in ((6, 4), (4, 3), (6, 3))]
+    amaxes = np.array([np.abs(x).max() for x in arrays])
+    for role, own in (("fwd", (0, 1)), ("dlhs", (2, 1)), ("drhs", (0, 2))):
+        found = site_errors._role_amaxes(role, *(arrays[i] for i in own))
+        expected = np.where(np.isin(range(3), own), amaxes, 1)
+        np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(site_errors.operand_amaxes(tuple(arrays)), amaxes)
+    assert site_errors.scaling_state(get_recipe("fp8_rowwise"), found) is None
 
 
 def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
     shapes = jax.eval_shape(lambda: empty_stats(4, 3, ProbeConfig()))
     stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    for i, name in enumerate(("lhs", "g")):
+    for name, value in (("lhs", 1.001), ("g", 2.001)):
         rows = getattr(stats, name)
-        moments = rows.moments._replace(mean=rows.moments.mean + 1.001 + i)
-        norms = rows.norms._replace(counts=rows.norms.counts + i)
-        changed = rows._replace(moments=moments, norms=norms)
-        stats = stats._replace(**{name: changed})
-    seen = []
+        rows = jax.tree.map(lambda x, value=value: x + np.float32(value), rows)
+        stats = stats._replace(**{name: rows})
 
     def sample_rows(key, moments, m, norms):
-        seen.append((float(moments.mean[0]), m, float(norms.counts[0])))
+        np.testing.assert_array_equal(norms.counts, moments.mean[0])
         return jnp.tile(moments.mean[None], (m, 1))
 
     monkeypatch.setattr(site_errors, "sample_rows", sample_rows)
     monkeypatch.setattr(site_errors, "sample_weight", lambda key, x: x.mean)
     with jax.disable_jit():
         drawn = site_errors.draw_learned(jax.random.key(0), stats, 6)
-    assert seen == [(np.float32(1.001), 6, 0.0), (np.float32(2.001), 6, 1.0)]
     # Of lhs and g, values that bfloat16 holds.
     assert (drawn.lhs[0, 0], drawn.g[0, 0]) == (1.0, 2.0)
     assert [x.shape for x in drawn] == [(6, 4), (4, 3), (6, 3)]
@@ -113,7 +105,7 @@ def test_equal_programs_are_compiled_once_for_the_same_options():
     )
 
 
-def test_events_are_cut_where_the_device_idled():
+def test_events_are_cut_where_the_device_idled_and_added_up_by_call():
     starts = ((0.0, 5.0), (7.0, 1.0), (100.0, 2.0), (103.0, 4.0))
     events = [Event(*pair) for pair in starts]
     parts = split_at_gaps(events[::-1], least_gap_ns=50.0)
@@ -121,33 +113,27 @@ def test_events_are_cut_where_the_device_idled():
     # It is not idle while a kernel runs beside others.
     beside = [Event(0.0, 60.0), Event(5.0, 1.0), Event(100.0, 2.0)]
     assert split_at_gaps(beside, least_gap_ns=50.0) == [beside]
-
-
-def test_kernels_are_added_up_by_call():
-    events = [Event(float(i), 1e3 * us) for i, us in enumerate((1, 2, 3, 4, 5, 6))]
-    found = kernel_time(events, calls=3)
-    assert found == (7.0, 3.0, 11.0, 2.0)
+    events = [Event(float(i), 1e3 * (i + 1)) for i in range(6)]
+    assert kernel_time(events, calls=3) == (7.0, 3.0, 11.0, 2.0)
     # Where calls differ in their kernels only the mean is known.
     assert kernel_time(events, calls=4) == (5.25, 5.25, 5.25, 1.5)
 
 
 def test_every_case_and_chain_is_timed_anywhere():
-    cases = {name: Case(jnp.sin, [(jnp.ones(4),), (jnp.ones(4),)]) for name in "ab"}
+    cases = {name: Case(jnp.sin, [(jnp.ones(4),)] * 2) for name in "ab"}
     times = time_kernels(cases)
-    assert set(times) == {"a", "b"}
+    assert times.keys() == cases.keys()
     assert all(0 < t.min_us <= t.median_us <= t.max_us for t in times.values())
     called = []
-    chains = {"chain": lambda count: called.append(count)}
-    assert time_chains(chains, calls=5, rounds=2)["chain"].median_us > 0
-    assert called == [5, 5, 5]
+    chains = time_chains({"chain": called.append}, calls=5, rounds=2)
+    assert chains["chain"].median_us > 0 and called == [5, 5, 5]
 
 
 def test_the_first_round_of_a_chain_warms_up(monkeypatch):
     # Of two chains the beginnings of the first round, of which no end is asked for, and
     # beginnings and ends of two more.
     clock = iter([0.0, 0.0, *(0.0, 40.0), *(0.0, 10.0), *(0.0, 20.0), *(0.0, 30.0)])
-    stand_in = types.SimpleNamespace(perf_counter=lambda: next(clock))
+    stand_in = types.SimpleNamespace(perf_counter=clock.__next__)
     monkeypatch.setattr(timing, "time", stand_in)
-    chains = dict.fromkeys("ab", lambda count: None)
-    times = time_chains(chains, calls=10, rounds=2)
-    assert times["a"] == (3e6, 2e6, 4e6) and times["b"] == (2e6, 1e6, 3e6)
+    times = time_chains(dict.fromkeys("ab", lambda count: None), calls=10, rounds=2)
+    assert times == {"a": (3e6, 2e6, 4e6), "b": (2e6, 1e6, 3e6)}

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen
+from flax import linen, traverse_util
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
@@ -54,23 +54,15 @@ def test_a_layer_without_a_change_of_their_number_has_no_map_of_embeddings():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_biases_only_heads_have_one(name):
-    model = MODELS[name][0].clone(bias=False, norm="layer")
+def test_without_biases_only_heads_have_one_and_heads_and_gates_are_float32(name):
+    model = MODELS[name][0].clone(bias=False, norm="layer", recipe="fp8_rowwise")
     params = jax.eval_shape(model.init, jax.random.key(0), *inputs())["params"]
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    paths = traverse_util.flatten_dict(params, sep="/")
     biases = [path for path in paths if path.endswith("bias")]
     assert biases and all(path.startswith("head") for path in biases)
-
-
-def test_heads_and_gates_are_float32():
-    for name in ("dlrm", "mmoe"):
-        model = MODELS[name][0].clone(recipe="fp8_rowwise")
-        for path, site in listed(model, *inputs(batch=64)).items():
-            is_high = path.startswith(("head", "gates"))
-            assert site.recipe == ("f32" if is_high else "fp8_rowwise")
+    for path, site in listed(model, *inputs(batch=64)).items():
+        is_high = path.startswith(("head", "gates"))
+        assert is_high == (site.recipe == "f32")
 
 
 # By model: the rates of the MLPs that drop.
@@ -85,8 +77,7 @@ DROPS = {
 
 @pytest.mark.parametrize("name", DROPS)
 def test_mlps_drop_at_their_rates_in_training_only(name):
-    of_layers = ONE | {"layer_dropout_rate": 0.125}
-    options = dict(of_layers) if name in ("wukong", "dhen") else {}
+    options = ONE | {"layer_dropout_rate": 0.125} if name in ("wukong", "dhen") else {}
     options |= {"attention": 1} if name == "dhen" else {}
     model = MODELS[name][0].clone(dropout_rate=0.25, **options)
     variables, found = initialized(model, *inputs()), {}
@@ -119,25 +110,26 @@ def test_both_networks_of_a_parallel_dcnv2_have_products_of_their_own():
 
 def test_sites_of_dhen():
     model = MODELS["dhen"][0].clone(num_layers=1, attention=1, num_heads=2)
-    sites = listed(model.clone(cross_rank=16), *inputs(batch=64))
-    assert [
-        (path, (s.spec.m, s.spec.k, s.spec.n), s.batch) for path, s in sites.items()
-    ][2:-2] == [
-        ("layer_0/dot_mlp/dense_0", (64, 16, 24), None),  # 10 pairs, padded
-        ("layer_0/dot_mlp/dense_1", (64, 24, 48), None),
-        ("layer_0/cross_net/v_0", (64, 60, 16), None),
-        ("layer_0/cross_net/u_0", (64, 16, 60), None),
-        ("layer_0/cross/compress", (12, 5, 2), 64),
-        ("layer_0/linear/compress", (12, 5, 3), 64),
-        ("layer_0/self_attention/qkv", (320, 12, 36), None),
-        ("layer_0/self_attention/scores", (5, 6, 5), 128),
-        ("layer_0/self_attention/values", (5, 5, 6), 128),
-        ("layer_0/self_attention/out", (320, 12, 12), None),
-        ("layer_0/ffn/dense_0", (320, 12, 24), None),
-        ("layer_0/ffn/dense_1", (320, 24, 12), None),
-        ("layer_0/attention/compress", (12, 5, 1), 64),
-        ("layer_0/residual/compress", (12, 5, 10), 64),
-    ]
+    model = model.clone(cross_rank=16, recipe="fp8_rowwise")
+    sites = listed(model, *inputs(batch=64))
+    found = {path: (s.spec.m, s.spec.k, s.spec.n, s.batch) for path, s in sites.items()}
+    in_layer = {
+        "dot_mlp/dense_0": (64, 16, 24, None),  # 10 pairs, padded
+        "dot_mlp/dense_1": (64, 24, 48, None),
+        "cross_net/v_0": (64, 60, 16, None),
+        "cross_net/u_0": (64, 16, 60, None),
+        "cross/compress": (12, 5, 2, 64),
+        "linear/compress": (12, 5, 3, 64),
+        "self_attention/qkv": (320, 12, 36, None),
+        "self_attention/scores": (5, 6, 5, 128),
+        "self_attention/values": (5, 5, 6, 128),
+        "self_attention/out": (320, 12, 12, None),
+        "ffn/dense_0": (320, 12, 24, None),
+        "ffn/dense_1": (320, 24, 12, None),
+        "attention/compress": (12, 5, 1, 64),
+        "residual/compress": (12, 5, 10, 64),
+    }
+    assert [*found.items()][2:-2] == [(f"layer_0/{k}", v) for k, v in in_layer.items()]
 
 
 # Options that decide what runs.
@@ -198,20 +190,16 @@ def test_implementation_reaches_every_site():
 # Errors that a user can mend.
 
 
+EMBEDDINGS = "--embedding.dim 12 must be a multiple of --embeddings-per-field 5"
+DIFFER = r"--ensemble sum of modules that make \[4, 2, 3\] embeddings"
+
+
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        (
-            "wukong",
-            {"embeddings_per_field": 5},
-            "--embedding.dim 12 must be a multiple of --embeddings-per-field 5",
-        ),
+        ("wukong", {"embeddings_per_field": 5}, EMBEDDINGS),
         ("dhen", dict.fromkeys(("dot", "cross", "linear")), "set --dot, --cross"),
-        (
-            "dhen",
-            {"ensemble": "sum"},
-            r"--ensemble sum of modules that make \[4, 2, 3\] embeddings",
-        ),
+        ("dhen", {"ensemble": "sum"}, DIFFER),
     ],
 )
 def test_options_that_cannot_be_are_refused(name, options, message):

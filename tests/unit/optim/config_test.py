@@ -6,13 +6,8 @@ from loka_jax.optim import OptimConfig
 
 # Values that each option refuses, beside NaN.
 OUT_OF_RANGE = {
-    "lr": (0.0, -1.0, math.inf),
-    "rows_lr": (0.0, -1.0, math.inf),
-    "rows_l2": (-1.0, math.inf),
-    "rows_c": (-1.0, math.inf),
-    "eps": (0.0, -1.0, math.inf),
-    "clip_norm": (0.0, -1.0, math.inf),
-    "weight_decay": (-1.0, math.inf),
+    **dict.fromkeys(("lr", "rows_lr", "eps", "clip_norm"), (0.0, -1.0, math.inf)),
+    **dict.fromkeys(("rows_l2", "rows_c", "weight_decay"), (-1.0, math.inf)),
     "plateau_factor": (-1.0, math.inf),
 }
 

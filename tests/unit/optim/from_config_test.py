@@ -15,66 +15,52 @@ from loka_jax.optim import (
 )
 
 
-def rates(config, total_steps=10):
-    schedule = make_schedule(0.5, config, total_steps)
-    return np.asarray([float(schedule(step)) for step in range(total_steps + 1)])
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, np.full(11, 0.5)),
+        (
+            dict(warmup_steps=4, decay="linear"),
+            np.interp(range(11), [0, 3, 4, 10], [0.125, 0.5, 0.5, 0]),
+        ),
+        (dict(decay="cosine"), 0.25 * (1 + np.cos(np.pi * np.arange(11) / 10))),
+        # A run shorter than its warmup only rises.
+        (dict(warmup_steps=20), 0.5 * np.arange(1, 12) / 20),
+    ],
+)
+def test_schedules_warm_up_and_fall_as_asked(options, expected):
+    schedule = make_schedule(0.5, OptimConfig(**options), 10)
+    rates = [float(schedule(step)) for step in range(11)]
+    np.testing.assert_allclose(rates, expected, atol=1e-7)
 
 
-def first_step(config, grads):
-    """Returns the change of parameters of 2 in the first step."""
-    params = jnp.full(grads.shape, 2.0)
-    optimizer = make_dense_optimizer(config, 100)
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(dense="sgd"), [-0.3, 0.4]),
+        # An epsilon of 1, beside the root: 3 / (3 + 1), 4 / (4 + 1).
+        (dict(dense="adam", eps=1.0), [-0.075, 0.08]),
+        (dict(dense="adamw", eps=1.0), [-0.075, 0.08]),
+        # In the root: 3 / sqrt(9 + 1), 4 / sqrt(16 + 1).
+        (dict(dense="adagrad", eps=1.0), [-0.3 / 10**0.5, 0.4 / 17**0.5]),
+        # Decoupled: lr * 0.5 * 2 more, whatever the gradient is.
+        (dict(dense="adamw", weight_decay=0.5), [-0.2, 0.0]),
+        # (3, -4) has norm 5.
+        (dict(dense="sgd", clip_norm=1.0), [-0.06, 0.08]),
+        (dict(dense="sgd", clip_norm=5.5), [-0.3, 0.4]),
+        (dict(dense="sgd", warmup_steps=4), [-0.075, 0.1]),
+    ],
+)
+def test_the_first_step_is_the_optimizers(options, expected):
+    params, grads = jnp.full(2, 2.0), jnp.float32([3.0, -4.0])
+    optimizer = make_dense_optimizer(OptimConfig(lr=0.1, **options), 100)
 
     @jax.jit
     def update(grads):
         return optimizer.update(grads, optimizer.init(params), params)[0]
 
     with jax.numpy_dtype_promotion("standard"):  # optax's adam: float ** int32
-        return np.asarray(update(grads))
-
-
-@pytest.mark.parametrize(
-    "config, expected",
-    [
-        (OptimConfig(), [0.5] * 11),
-        (
-            OptimConfig(warmup_steps=4, decay="linear"),
-            [0.125, 0.25, 0.375, 0.5] + [0.5 * (1 - i / 6) for i in range(7)],
-        ),
-        (
-            OptimConfig(decay="cosine"),
-            0.25 * (1 + np.cos(np.pi * np.arange(11) / 10)),
-        ),
-        # A run shorter than its warmup only rises.
-        (OptimConfig(warmup_steps=20), 0.5 * np.arange(1, 12) / 20),
-    ],
-)
-def test_schedules_warm_up_and_fall_as_asked(config, expected):
-    np.testing.assert_allclose(rates(config), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "config, expected",
-    [
-        (OptimConfig(dense="sgd", lr=0.1), [-0.3, 0.4]),
-        # An epsilon of 1, beside the root: 3 / (3 + 1), 4 / (4 + 1).
-        (OptimConfig(dense="adam", lr=0.1, eps=1.0), [-0.075, 0.08]),
-        (OptimConfig(dense="adamw", lr=0.1, eps=1.0), [-0.075, 0.08]),
-        # In the root: 3 / sqrt(9 + 1), 4 / sqrt(16 + 1).
-        (
-            OptimConfig(dense="adagrad", lr=0.1, eps=1.0),
-            [-0.3 / 10**0.5, 0.4 / 17**0.5],
-        ),
-        # Decoupled: lr * 0.5 * 2 more, whatever the gradient is.
-        (OptimConfig(dense="adamw", lr=0.1, weight_decay=0.5), [-0.2, 0.0]),
-        # (3, -4) has norm 5.
-        (OptimConfig(dense="sgd", lr=0.1, clip_norm=1.0), [-0.06, 0.08]),
-        (OptimConfig(dense="sgd", lr=0.1, clip_norm=5.5), [-0.3, 0.4]),
-        (OptimConfig(dense="sgd", lr=0.1, warmup_steps=4), [-0.075, 0.1]),
-    ],
-)
-def test_the_first_step_is_the_optimizers(config, expected):
-    step = first_step(config, jnp.asarray([3.0, -4.0]))
+        step = update(grads)
     np.testing.assert_allclose(step, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import jax
@@ -141,13 +142,7 @@ def test_l2_shrinks_bfloat16_rows_in_the_mean():
 
 @pytest.mark.parametrize("optimizer", [RowwiseAdagrad(eps=0.5, c=4.0), Sgd()], ids=str)
 def test_triton_gets_the_rate_the_epsilon_and_the_rounding(optimizer, monkeypatch):
-    # In place c is a factor of its root on the rate and on epsilon.
-    calls = []
-
-    def kernel(table, *operands, **options):
-        calls.append(options)
-        return (table, operands[0]) if len(operands) == 4 else table
-
+    kernel = mock.Mock(side_effect=lambda table, *operands, **options: (table,) * 2)
     for name in ("rowwise_adagrad", "sgd"):
         monkeypatch.setattr(f"loka_jax.optim.rows.row_update.{name}", kernel)
     rounding = row_rounding.Rounding(jnp.zeros(3, jnp.uint32), 7, 1)
@@ -155,9 +150,10 @@ def test_triton_gets_the_rate_the_epsilon_and_the_rounding(optimizer, monkeypatc
     operands = table, optimizer.init(table), jnp.arange(1), jnp.arange(1), table[:1]
     for how in ((), (rounding,)):
         optimizer.update_in_place(*operands, LR, *how)
+    plain, rounded = (call.kwargs for call in kernel.call_args_list)
+    # In place c is a factor of its root on the rate and on epsilon.
     is_sgd = isinstance(optimizer, Sgd)
     expected = {"lr": LR} if is_sgd else {"lr": 2 * LR, "eps": 2 * 0.5}
-    plain, rounded = calls
     assert plain == expected | {"noise": None}
     assert (rounded["noise"].depth, rounded["noise"].shards) == (7, 1)
 
