@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.regression import Points, Regression
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.dispatch.work import is_fused, place, roles_of, work
+from loka_jax.dispatch.work import is_fused, roles_of, work
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.support.dispatch import COPIER, HEADER, copies, copy_sites, copy_us
@@ -175,16 +175,6 @@ def test_kernels_take_partial_rows_and_tiles():
     own, other = (work(x, KERNEL, "inference", ROOFLINE)[-10:] for x in (full, wide))
     assert (own != 0).tolist() == [True] * 6 + [False] * 4
     assert (other != 0).tolist() == [False] * 6 + [True] * 4
-
-
-def test_a_place_tells_sizes_norms_and_activations_apart():
-    spec = SiteSpec(4096, 128, 512, "layer", "swish", True)
-    places = place(spec, BF16), place(SiteSpec(4096, 96, 512, "block", "relu"), BF16)
-    kinds = [1, 0.5, 0, 1, 0.5, 0.5, 0]
-    np.testing.assert_allclose(places[0], [6, 3.5, 4.5, *kinds, *[1 / 1.5] * 3])
-    kinds = [1, 0, 0.5, 1, 0, 0, 0]
-    np.testing.assert_allclose(places[1][3:], [*kinds, 1 / 1.5, 0, 1 / 1.5])
-    assert place(spec, KERNEL)[9] == 1
 
 
 ALIKE = np.array([[1.0, 0.3], [0.3, 1.0]])

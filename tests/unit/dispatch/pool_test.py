@@ -1,9 +1,11 @@
-"""Workers that end do not end what others measure: threads stand in for processes."""
+"""Workers that end do not end what others measure, and take their turns."""
 
 import collections
+import functools
 import io
 import json
-import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -17,7 +19,7 @@ from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.pool import Worker, measure_all
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.table import Entry, Table, to_json
 from loka_jax.dispatch.turns import Turns
 from loka_jax.dispatch.worker import from_line, save_stats, to_line
 from loka_jax.probe.site import ProbeConfig, empty_stats
@@ -28,90 +30,68 @@ NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
 JOB = Job(SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16)
 
 
-class _Ended(Exception): ...
+RESULT = to_json(Table(Header(*[""] * 5), {SITE: Entry({"training": {}})}))
+# Speaks as a worker does, 1 us for every choice, and writes what it does into a file.
+PROCESS = """
+import json, sys, time
 
+def note(*lines):
+    with open({log!r}, "a") as file:
+        file.writelines(line + "\\n" for line in lines)
 
-class Process:
-    """A thread that speaks as a worker does, 1 us for every choice; ends if killed."""
+def say(text, end="\\n"):
+    print(text, end=end, flush=True)
 
-    acts = staticmethod(lambda what, job: None)
-    log: list[str] = []
-    started: list[dict] = []
+def act(what, job):
+    act = {act}
+    if act == "hangs":
+        time.sleep(1e6)
+    if act == "says half":
+        say('{{"result": {{"sche', end="")
+    if act:
+        sys.exit()
 
-    def __init__(self, command, *, stdin, stdout, text, env):
-        self.started.append(env)
-        self._is_killed, pipes = threading.Event(), (os.pipe(), os.pipe())
-        self._input, self.stdin = open(pipes[0][0]), open(pipes[0][1], "w")
-        self.stdout, self._output = open(pipes[1][0]), open(pipes[1][1], "w")
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+def turn(kind):
+    say(json.dumps({{kind: True}}))
+    if sys.stdin.readline() != "go\\n":
+        sys.exit()
 
-    def poll(self):
-        return None if self._thread.is_alive() else 1
-
-    def kill(self):
-        self._is_killed.set()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.stdin.close()
-        self._thread.join()
-        self.stdout.close()
-
-    def _run(self):
-        try:
-            while line := self._input.readline():
-                self._measure(json.loads(line))
-        except (_Ended, OSError):
-            pass
-        self._output.close()
-        self._input.close()
-
-    def _say(self, **answer):
-        print(json.dumps(answer), file=self._output, flush=True)
-
-    def _act(self, what, job):
-        act = self.acts(what, job)
-        if act == "hangs":
-            self._is_killed.wait()
-        if act == "says half":
-            self._output.write('{"result": {"sche')
-        if act is not None:
-            raise _Ended
-
-    def _turn(self, kind):
-        self._say(**{kind: True})
-        if self._input.readline() != "go\n":
-            raise _Ended
-
-    def _measure(self, job):
-        self._turn("together")
-        self._act("together", job)
-        self.log.append("+compile")
-        for name in job["choices"]:
-            self._say(begin=name)
-            self._act(name, job)
-        self.log.append("-compile")
-        self._turn("apart")
-        self._turn("alone")
-        self._act("alone", job)
-        self.log.extend(["+time", "-time"])
-        self._turn("apart")
-        times = {"training": dict.fromkeys(job["choices"], 1.0)}
-        table = Table(Header(*[""] * 5), {SITE: Entry(times)})
-        self._say(result=tables.to_json(table))
+note("started")
+while line := sys.stdin.readline():
+    job = json.loads(line)
+    turn("together")
+    act("together", job)
+    note("+compile")
+    for name in job["choices"]:
+        say(json.dumps({{"begin": name}}))
+        act(name, job)
+    note("-compile")
+    turn("apart")
+    turn("alone")
+    act("alone", job)
+    note("+time", "-time")
+    turn("apart")
+    result = {result}
+    result["sites"][0]["times"]["training"] = dict.fromkeys(job["choices"], 1.0)
+    say(json.dumps({{"result": result}}))
+"""
 
 
 @pytest.fixture
-def acts(monkeypatch):
-    """Returns a function that says how workers act."""
-    monkeypatch.setattr(pool.subprocess, "Popen", Process)
-    monkeypatch.setattr(Process, "log", [])
-    monkeypatch.setattr(Process, "started", [])
+def process(monkeypatch, tmp_path):
+    """Makes workers act as an expression says; returns how to read what they wrote."""
+    log, popen = tmp_path / "log", subprocess.Popen
 
-    return lambda acts: monkeypatch.setattr(Process, "acts", staticmethod(acts))
+    def process(act):
+        script = PROCESS.format(act=act, log=str(log), result=RESULT)
+        command = [sys.executable, "-ISc", script]
+        start = functools.partial(popen, command)
+        monkeypatch.setattr(
+            pool.subprocess, "Popen", lambda _, **options: start(**options)
+        )
+        return lambda: log.read_text().splitlines()
+
+    return process
 
 
 def _measure(timeout_s=300, turns=None):
@@ -121,46 +101,46 @@ def _measure(timeout_s=300, turns=None):
 
 
 @pytest.mark.parametrize(
-    "act, timeout_s", [("ends", 300), ("hangs", 2), ("says half", 300)]
+    "act, timeout_s", [("ends", 300), ("hangs", 3), ("says half", 300)]
 )
-def test_who_ends_the_process_is_left_out(acts, act, timeout_s):
-    acts(lambda what, job: act if what == NAMES[1] else None)
+def test_who_ends_the_process_is_left_out(process, act, timeout_s):
+    log = process(f"{act!r} if what == {NAMES[1]!r} else None")
     entry, said = _measure(timeout_s)
     assert set(entry.times["training"]) == {NAMES[0], NAMES[2]}
     assert entry.failures == {NAMES[1]: "ended the process that ran it"}
     assert said == [f"{SITE}: {NAMES[1]} ended the process that ran it"]
-    assert len(Process.started) == 2
+    assert log().count("started") == 2
 
 
-def test_whom_compilation_ends_is_found_one_by_one(acts):
-    acts(lambda what, job: None if job["is_serial"] else "ends")
+def test_whom_compilation_ends_is_found_one_by_one(process):
+    process("None if job['is_serial'] else 'ends'")
     entry, said = _measure()
     assert (set(entry.times["training"]), said) == (set(NAMES), [])
 
 
-def test_who_ends_alone_gives_its_turn_back(acts):
-    acts(lambda what, job: "ends" if what == "alone" else None)
+def test_who_ends_alone_gives_its_turn_back(process):
+    process("'ends' if what == 'alone' else None")
     turns = Turns()
     assert _measure(turns=turns)[0].times == {}
     with turns.alone():
         pass
 
 
-def test_the_budget_ends_what_is_under_way(acts):
-    acts(lambda what, job: "hangs")
+def test_the_budget_ends_what_is_under_way(process):
+    process("'hangs'")
     assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=0.3)) == []
 
 
-def test_one_takes_times_while_nobody_compiles(acts):
-    jobs = [JOB._replace(seed=i) for i in range(6)]
+def test_one_takes_times_while_nobody_compiles(process):
+    log, jobs = process("None"), [JOB._replace(seed=i) for i in range(6)]
     done = list(measure_all(jobs, 3, lambda line: None))
     assert sorted(job.seed for job, _ in done) == list(range(6))
-    assert len(Process.started) == 3
     now = collections.Counter()
-    for line in Process.log:
-        now[line[1:]] += 1 if line[0] == "+" else -1
-        assert not now["time"] or now == {"compile": 0, "time": 1}
-    assert len(Process.log) == 24 and not +now
+    for line in log():
+        now[line[1:]] += {"+": 1, "-": -1}.get(line[0], 0)
+        assert not now["time"] or not now["compile"]
+        assert now["time"] <= 1
+    assert log().count("started") == 3 and log().count("+time") == 6 and not +now
 
 
 @pytest.mark.parametrize(
