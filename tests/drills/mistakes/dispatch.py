@@ -82,7 +82,7 @@ MISTAKES = [
         f"{_DISPATCH}/first_use.py",
         "Job(spec, (choice,), passes=(pass_name,),",
         'Job(spec, (choice,), passes=("training",),',
-        "unit/dispatch/first_use_test.py",
+        "unit/dispatch/at_start_test.py",
     ),
     Mistake(
         "a hopeful model takes the slow ends of kernels",

@@ -51,14 +51,14 @@ MISTAKES = [
         "loka_jax/optim/from_config.py",
         "lr, eps=config.eps, weight_decay=config.weight_decay",
         "lr, eps=config.eps, weight_decay=0.0",
-        "unit/optim/from_config_test.py",
+        "unit/optim/config_test.py",
     ),
     Mistake(
         "the patience ends a stall too late",
         "loka_jax/optim/plateau.py",
         "stop=stalls >= config.plateau_patience",
         "stop=stalls > config.plateau_patience",
-        "unit/optim/plateau_test.py",
+        "unit/optim/config_test.py",
     ),
     Mistake(
         "scales are rounded to the nearest power of two",

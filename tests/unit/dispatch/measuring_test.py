@@ -3,6 +3,7 @@
 import contextlib
 import types
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.support import stand_ins
 
 SPEC = SiteSpec(4096, 256, 512, "layer", "swish")
 XLA, ROW = "xla bf16", "xla fp8_rowwise"
-KERNEL, FP8 = "pallas bf16", "pallas fp8_rowwise"
+KERNEL, FP8, TENSOR = "pallas bf16", "pallas fp8_rowwise", "xla fp8_tensorwise"
 NO_ERRORS = {role: {} for role in ROLES}
 
 
@@ -142,15 +143,13 @@ def test_the_gpu_is_used_in_turn(bench):
 
 
 def test_what_is_not_asked_for_is_not_measured(bench):
-    bench.wrong[XLA] = "y is off"
-    entry = bench.measure(XLA, passes=("training",), is_judged=False, digests=True)
-    assert entry.times == {"training": {XLA: 81.0}} and entry.errors == {}
+    options = {"passes": ("training",), "is_judged": False, "digests": True}
+    entry = bench.measure(XLA, **options)
+    assert entry == Entry({"training": {XLA: 81.0}}, programs={XLA: ["training"]})
     assert bench.log[3] == "compile untuned 4 of xla bf16"
     assert not any(line.startswith("check") for line in bench.log)
-    assert entry.programs == {XLA: ["training"]}
     bench.log.clear()
-    entry = bench.measure(pairs=1)
-    assert entry.errors == {"s": NO_ERRORS} and entry.times == {}
+    assert bench.measure(pairs=1) == Entry(errors={"s": NO_ERRORS})
     assert bench.log == ["<together>", "</together>"]
 
 
@@ -179,7 +178,7 @@ def test_in_a_serial_job_each_is_named_before_it_is_compiled(bench):
     assert said == ["", *[XLA, ROW] * 4, ""]  # lowered, compiled twice, checked
 
 
-def test_kernels_are_timed_in_chains_too(bench):
+def test_kernels_are_timed_in_chains_too_if_right_in_each(bench):
     entry = bench.measure(XLA, KERNEL, FP8, in_chain=True)
     # The kernel in bfloat16 reads no FP8; the last form is checked.
     forms = {KERNEL: [" out"], FP8: [" out", " in", " in out"]}
@@ -189,38 +188,29 @@ def test_kernels_are_timed_in_chains_too(bench):
     assert entry.times["training in"] == {FP8: 182.0}
     assert entry.times["inference in out"] == {FP8: 183.0}
     assert sum(line.startswith("check") for line in bench.log) == 5
-
-
-def test_who_is_wrong_in_a_chain_has_no_time_at_all(bench):
+    bench.wrong[f"{FP8} out"] = "y is off"  # not the last form: not checked
+    assert not bench.measure(XLA, FP8, in_chain=True).failures
     bench.wrong[f"{FP8} in out"] = "y is off"
     entry = bench.measure(XLA, FP8, in_chain=True)
     assert entry.failures == {FP8: "y is off, in chains"}
-    assert entry.times["training"].keys() == {XLA}
     assert not any(FP8 in times for times in entry.times.values())
-    # That of a form that is not the last one does not count.
-    bench.wrong = {f"{FP8} out": "y is off"}
-    assert not bench.measure(XLA, FP8, in_chain=True).failures
 
 
 def test_errors_that_a_table_keeps_are_finite_and_of_xla(monkeypatch):
-    seen = []
-
-    def site_errors(spec, sources, recipes):
-        ((draw, keys),) = sources.values()
-        seen.append((spec, draw, len(keys), recipes))
-        good = dict.fromkeys(MEASURES, Interval(0.0123456, 0.01, 0.0201234))
-        bad = good | {"mere": Interval(0.1, 0.0, float("inf"))}
-        unused = {"median": Interval(1.0, 1.0, 1.0)}
-        by_name = {XLA: good, ROW: good | unused, FP8: good, "xla fp8_tensorwise": bad}
-        return {role: {x: {"drawn": y} for x, y in by_name.items()} for role in ROLES}
-
+    good = dict.fromkeys(MEASURES, Interval(0.0123456, 0.01, 0.0201234))
+    bad = good | {"mere": Interval(0.1, 0.0, float("inf"))}
+    found = {XLA: good, ROW: good | {"median": good["mere"]}, FP8: good, TENSOR: bad}
+    by_role = {role: {x: {"drawn": y} for x, y in found.items()} for role in ROLES}
+    site_errors = mock.Mock(return_value=by_role)
     monkeypatch.setattr(measuring, "site_errors", site_errors)
     job = Job(SPEC, (), pairs=3, rows=99)
-    found = measuring.measure_errors(job)
     kept = dict.fromkeys(MEASURES, Interval(0.01235, 0.01, 0.02012))
-    assert found == {role: {"bf16": kept, "fp8_rowwise": kept} for role in ROLES}
+    expected = {role: {"bf16": kept, "fp8_rowwise": kept} for role in ROLES}
+    assert measuring.measure_errors(job) == expected
     measuring.measure_errors(job._replace(stats="stats", rows=9999))
-    (spec, normal, count, recipes), (_, learned, _, _) = seen
-    assert spec == SPEC and count == 3 and "bf16" not in recipes
-    assert normal.keywords == {"sizes": (99, 256, 512)}
-    assert learned.keywords == {"stats": "stats", "rows": 4096}
+    options = {"sizes": (99, 256, 512)}, {"stats": "stats", "rows": 4096}
+    for call, keywords in zip(site_errors.call_args_list, options, strict=True):
+        spec, sources, recipes = call.args
+        ((draw, keys),) = sources.values()
+        assert (spec, draw.keywords, len(keys)) == (SPEC, keywords, 3)
+        assert "bf16" not in recipes
