@@ -62,13 +62,16 @@ def test_scales_are_the_largest_that_keep_amax_in_range(dtype):
     assert np.all(faults[2:] >= np.finfo(np.float32).tiny)  # normal, so not flushed
 
 
-def test_amaxes_are_those_of_all_elements_or_of_slices():
+def test_amaxes_are_those_of_all_elements_of_slices_or_of_devices():
     x = np.asarray(support.normal(4096, 3))
     found = jax.jit(lambda x: (fp8.amax(x), jnp.max(fp8.amax_of_parts(x))))(x)
     np.testing.assert_array_equal(found, [np.abs(x).max()] * 2)
-    of_rows = np.abs(x).max(1, keepdims=True)
-    np.testing.assert_array_equal(fp8.amax(x, (1,)), of_rows)
+    np.testing.assert_array_equal(fp8.amax(x, (1,)), np.abs(x).max(1, keepdims=True))
     assert fp8.amax(x[:0]) == 0
+    over = jax.vmap(lambda x: fp8.amax_over_devices(x, ("d",)), axis_name="d")
+    x = jnp.float32([[1, jnp.nan, 5], [4, 2, 3]])
+    np.testing.assert_array_equal(over(x), [[4, jnp.nan, 5]] * 2)
+    np.testing.assert_array_equal(fp8.amax_over_devices(x, ()), x)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -83,13 +86,6 @@ def test_an_amax_never_loses_a_non_finite_element(bad):
         lambda xs: [(fp8.amax(x), fp8.amax(fp8.amax_of_parts(x))) for x in xs]
     )(xs)
     chex.assert_trees_all_equal(amaxes, [(abs(jnp.float32(bad)),) * 2] * len(xs))
-
-
-def test_the_amax_over_devices_is_the_largest_and_keeps_a_nan():
-    over = jax.vmap(lambda x: fp8.amax_over_devices(x, ("d",)), axis_name="d")
-    x = jnp.float32([[1, jnp.nan, 5], [4, 2, 3]])
-    np.testing.assert_array_equal(over(x), [[4, jnp.nan, 5]] * 2)
-    np.testing.assert_array_equal(fp8.amax_over_devices(x, ()), x)
 
 
 @both_formats

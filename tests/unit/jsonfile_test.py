@@ -19,18 +19,11 @@ def test_numbers_of_every_kind_become_strict_json():
 
 
 @pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        (np.zeros(3), "a ndarray has no form in JSON"),
-        (2**64, "64 bits"),
-        (-(2**63) - 1, "64 bits"),
-        ([float("nan")], "no form in JSON"),
-        ({"y": jnp.float32(-jnp.inf)}, "no form in JSON"),
-    ],
+    "value", [np.zeros(3), 2**64, -(2**63) - 1, float("nan"), jnp.float32(-jnp.inf)]
 )
-def test_what_json_cannot_say_is_refused(value, why):
-    with pytest.raises(ValueError, match=why):
-        jsonfile.jsonable({"x": value}, nan_as_null=False)
+def test_what_json_cannot_say_is_refused(value):
+    with pytest.raises(ValueError, match="no form in JSON|64 bits"):
+        jsonfile.jsonable({"x": [value]}, nan_as_null=False)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -147,6 +140,9 @@ def test_a_damaged_line_costs_no_other_and_is_counted(damaged, torn, tmp_path, c
     assert _lines(path, damaged, ONE, damaged, TWO, torn) == ([1, 2], [two])
     jsonfile.read_lines(path)
     assert two in caplog.text
+    limit = [f"{path}: lines after 27 bytes left out."]
+    assert _lines(path, ONE, TWO, ONE, max_bytes=27) == ([1, 2], limit)
+    assert _lines(path, ONE, TWO, max_bytes=24) == ([1, 2], [])
 
 
 def test_a_line_of_100_megabytes_is_a_damaged_line(tmp_path):
@@ -161,13 +157,6 @@ def test_a_line_of_100_megabytes_is_a_damaged_line(tmp_path):
     tracemalloc.stop()
     assert [line["step"] for line in lines] == [1, 2]
     assert "1 damaged line is left out" in said[0] and most < 20 << 20
-
-
-def test_lines_beyond_a_limit_are_left_out_and_that_is_said(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert _lines(path, ONE, TWO, max_bytes=24) == ([1, 2], [])
-    said = [f"{path}: lines after 27 bytes left out."]
-    assert _lines(path, ONE, TWO, ONE, max_bytes=27) == ([1, 2], said)
 
 
 def test_a_mismatch_is_explained_field_by_field():

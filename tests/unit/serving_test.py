@@ -52,9 +52,9 @@ def test_weights_are_shared_by_value_shape_and_dtype():
     def function(weights, x):
         return [w * x.astype(w.dtype) for w in weights]
 
-    ones = (jnp.ones(3), jnp.ones((1, 3)), jnp.ones(3, jnp.int32), jnp.ones(3))
-    x = jnp.ones((), jnp.float32)
-    served = Served([fold(function, ones, x), fold(function, (2 * ones[0],), x)])
+    x, ones = jnp.ones(()), jnp.ones(3)
+    weights = ones, ones[None], ones.astype(int), ones
+    served = Served([fold(function, weights, x), fold(function, (2 * ones,), x)])
     assert len(served.ready) == 4  # the last of these equals the first
     assert [w.dtype for w in served.ready].count(jnp.int32) == 1
     assert served.num_bytes == 4 * 4 * 3

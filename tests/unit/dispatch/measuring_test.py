@@ -38,13 +38,13 @@ class _Compiled(NamedTuple):
 class _Check(Check):
     """The programs of a candidate, and what is wrong with it, if anything."""
 
-    reason: str | None = None
+    wrong: str | None = None
     log: list = []
 
     def why_wrong(self, compiled):
         names = {program.name.partition(" ")[0] for program in compiled.values()}
         self.log.append(f"check {sorted(names)}")
-        return self.reason
+        return self.wrong
 
     def draw(self, compiled, count):
         return [types.SimpleNamespace(g=np.ones(2))] * count
@@ -56,32 +56,11 @@ class _Check(Check):
 @pytest.fixture
 def bench(monkeypatch):
     """Measures jobs on a stand-in for a Hopper GPU, and notes in which order."""
+    bench = Bench()
     for module in (measuring, programs):
         monkeypatch.setattr(module, "local_device", lambda: stand_ins.HOPPER)
-    bench = Bench()
-
-    def compile_lowered(lowered):
-        if not lowered:
-            return {}
-        tuned = "tuned" if next(iter(lowered.values())).is_tuned else "untuned"
-        names = {name.partition(":")[2] for name in lowered}
-        bench.log.append(
-            f"compile {tuned} {len(lowered)} of {', '.join(sorted(names))}"
-        )
-        error = dict.fromkeys(bench.broken, ValueError("too\nlarge"))
-        return {name: error.get(name, _Compiled(name)) for name in lowered}
-
-    def time_kernels(cases):
-        bench.log.append(f"time {len(cases)}")
-        times = {}
-        for program in cases:
-            form, _, name = program.name.partition(":")
-            us = 10 * len(name) + len(form.split()) + 0.004
-            times[program] = KernelTime(us, 0.0, 1e9, None)
-        return times
-
-    monkeypatch.setattr(measuring, "compile_lowered", compile_lowered)
-    monkeypatch.setattr(measuring, "time_kernels", time_kernels)
+    monkeypatch.setattr(measuring, "compile_lowered", bench.compile_lowered)
+    monkeypatch.setattr(measuring, "time_kernels", bench.time_kernels)
     monkeypatch.setattr(measuring, "site_programs", lambda spec, passes: passes)
     return bench
 
@@ -92,19 +71,33 @@ class Bench:
     def __init__(self):
         self.log, self.wrong, self.broken, self.refused = [], {}, (), {}
 
+    def compile_lowered(self, lowered):
+        if not lowered:
+            return {}
+        tuned = "tuned" if next(iter(lowered.values())).is_tuned else "untuned"
+        names = ", ".join(sorted({name.partition(":")[2] for name in lowered}))
+        self.log.append(f"compile {tuned} {len(lowered)} of {names}")
+        error = dict.fromkeys(self.broken, ValueError("too\nlarge"))
+        return {name: error.get(name, _Compiled(name)) for name in lowered}
+
+    def time_kernels(self, cases):
+        self.log.append(f"time {len(cases)}")
+        names = {program: program.name.partition(":") for program in cases}
+        us = {
+            x: 10 * len(name) + len(form.split())
+            for x, (form, _, name) in names.items()
+        }
+        return {x: KernelTime(time + 0.004, 0.0, 1e9, None) for x, time in us.items()}
+
     def check(self, spec, choice):
         """Returns the check of a candidate."""
         form = (" in" if spec.fp8_in else "") + (" out" if spec.out == "fp8" else "")
         self.log.append(f"lower {choice.name}{form}")
-        names = ("draw", "begin", "training", "prepare", "inference", "judge")
         timed = ("training", "prepare", "inference")
-        check = _Check(
-            None,
-            {x: Lowered(x, NO_CAPTURE if x in timed else UNTUNED) for x in names},
-            self.refused.get(choice.name),
-        )
-        check.reason = self.wrong.get(choice.name + form)
-        check.log = self.log
+        lowered = {x: Lowered(x, UNTUNED) for x in ("draw", "begin", "judge")}
+        lowered |= {x: Lowered(x, NO_CAPTURE) for x in timed}
+        check = _Check(None, lowered, self.refused.get(choice.name))
+        check.wrong, check.log = self.wrong.get(choice.name + form), self.log
         return check
 
     @contextlib.contextmanager
@@ -113,14 +106,13 @@ class Bench:
         yield
         self.log.append(f"</{kind}>")
 
-    def measure(self, *names, begin=lambda name: None, errors=NO_ERRORS, **options):
+    def measure(self, *names, begin=lambda name: None, **options):
         """Returns the measurements of candidates by name."""
         options = {"in_chain": False, "digests": False} | options
         job = Job(SPEC, tuple(map(Choice.parse, names)), source="s", **options)
         gpu = GpuUse(lambda: self.turn("together"), lambda: self.turn("alone"))
-        return measure_site(
-            job, begin, gpu, errors_of=lambda job: errors, check=self.check
-        )
+        of_job = {"errors_of": lambda job: NO_ERRORS, "check": self.check}
+        return measure_site(job, begin, gpu, **of_job)
 
 
 def test_the_gpu_is_used_in_turn(bench):

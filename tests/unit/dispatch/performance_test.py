@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.regression import Points, Regression
 from loka_jax.dispatch.table import Entry, Table
-from loka_jax.dispatch.work import is_fused, roles_of, work
+from loka_jax.dispatch.work import is_fused, work
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.support.dispatch import COPIER, HEADER, copies, copy_sites, copy_us
@@ -123,46 +123,38 @@ def test_errors_and_effects_are_those_of_the_nearest_rows():
     assert found.refused == {"a": "2", "b": "1"} and not found.times
 
 
-FP8 = Choice.parse("pallas fp8_rowwise")
-ROW, BLOCK = Choice.parse("xla fp8_rowwise"), Choice.parse("xla fp8_blockwise")
+BLOCK = Choice.parse("xla fp8_blockwise")
 BYTES, LAUNCH = ROOFLINE.bytes_per_us, ROOFLINE.launch_us
 
 
 def test_the_parts_of_a_small_site_are_those_by_hand():
     m, k, n = 1000, 96, 320
-    spec = SiteSpec(m, k, n, "layer", "none", True)
-    parts = work(spec, BF16, "inference", ROOFLINE)
+    parts = work(SiteSpec(m, k, n, "layer", "none", True), BF16, "inference", ROOFLINE)
     lhs, y, rhs = (x / BYTES for x in (m * k, m * n, k * n))
-    moved = 2 * (m * k + k * n + m * n) / BYTES
-    rate = ROOFLINE.bf16_flops_per_us
-    product = max(2 * m * k * n / rate, moved)
+    moved, flops = 2 * (lhs + rhs + y), 2 * m * k * n / ROOFLINE.bf16_flops_per_us
     # 8 x 3 tiles on 132 multiprocessors.
-    tiles = max(2 * 132 * 128 * 128 * k / rate, moved)
+    tiles = max(flops * 132 * 128 * 128 / (m * n), moved)
     expected = [LAUNCH, lhs, y, rhs, y, 0, y, LAUNCH, 32 * m / BYTES]
-    expected += [product, product, tiles, k / 1000 * LAUNCH]
+    expected += [max(flops, moved)] * 2 + [tiles, k / 1000 * LAUNCH]
     np.testing.assert_allclose(parts[: len(expected)], expected)
     assert not parts[len(expected) :].any()  # sizes are even, and multiples of 8
-    odd = work(SiteSpec(m, k, 323), BF16, "inference", ROOFLINE)
-    flops = odd[9]
-    lhs, y, rhs = (x / BYTES for x in (m * k, m * 323, k * 323))
-    extra = [LAUNCH, lhs, y, rhs, flops, lhs, y, rhs, flops]
-    np.testing.assert_allclose(odd[13:], extra)
-    loose = work(SiteSpec(m, k, 322), BF16, "inference", ROOFLINE)
-    assert loose[13:18].all() and not loose[18:].any()
+    for n, count in ((322, 5), (323, 9)):
+        odd = work(SiteSpec(m, k, n), BF16, "inference", ROOFLINE)[13:]
+        assert odd[:count].all() and not odd[count:].any()
 
 
 def test_training_has_the_products_of_all_roles():
-    assert roles_of("training") == ("fwd", "dlhs", "drhs")
-    assert roles_of("inference") == ("fwd",)
     spec = SiteSpec(65_536, 1024, 2048)
-    one, three = (work(spec, BF16, x, ROOFLINE)[9] for x in ("inference", "training"))
     flops = 2 * spec.m * spec.k * spec.n / ROOFLINE.bf16_flops_per_us
-    np.testing.assert_allclose((one, three), (flops, 3 * flops))
-    # A site in FP8 in part has both rates; blockwise is multiplied in bfloat16.
-    mixed = Choice.parse("xla fp8_rowwise/bf16/bf16")
-    parts = work(spec, mixed, "training", ROOFLINE)
-    np.testing.assert_allclose(parts[9], flops / 2 + 2 * flops)
-    np.testing.assert_allclose(work(spec, BLOCK, "training", ROOFLINE)[9], 3 * flops)
+    for choice, pass_name, count in (
+        (BF16, "inference", 1),
+        (BF16, "training", 3),
+        # A site in FP8 in part has both rates; blockwise is multiplied in bfloat16.
+        (Choice.parse("xla fp8_rowwise/bf16/bf16"), "training", 2.5),
+        (BLOCK, "training", 3),
+    ):
+        parts = work(spec, choice, pass_name, ROOFLINE)
+        np.testing.assert_allclose(parts[9], count * flops)
 
 
 def test_kernels_take_partial_rows_and_tiles():

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -85,7 +84,7 @@ def test_a_plan_takes_what_the_table_says():
         ([(0.003, 0.0029, 0.0031), (-0.001, -0.0011, -0.0009)], [False, True]),
         # Means add up; the one with the highest upper end leaves.
         (
-            [(1.2e-4, 0, 1.25e-4), (1.1e-4, 0, 1.3e-4), (1e-5, 0, 2e-5)],
+            [(12e-5, 0, 12.5e-5), (11e-5, 0, 13e-5), (1e-5, 0, 2e-5)],
             [True, False, True],
         ),
         # Half widths add up in squares: 0.00014 twice is 0.000198.
@@ -99,14 +98,12 @@ def test_the_effects_on_the_loss_together_are_within_the_limit(effects, is_fp8):
         entry = table.sites[table_key(x.spec)]
         entry.effects[f"model {x.path}"] = Interval(*effect)
     assert _in_fp8(make_plan(sites, table)) == is_fp8
-    free = make_plan(sites, table, limits=Limits(loss=0.01))
-    assert _in_fp8(free) == [True] * len(effects)
+    assert all(_in_fp8(make_plan(sites, table, limits=Limits(loss=0.01))))
     # The loss knows nothing of gradients.
-    if not all(is_fp8):
-        backward = {BF16.name: 2.0, "xla bf16/fp8_rowwise/fp8_rowwise": 1.0}
-        for entry in table.sites.values():
-            entry.times["training"] = backward
-        assert _in_fp8(make_plan(sites, table)) == [True] * len(effects)
+    for entry in table.sites.values():
+        backward = "xla bf16/fp8_rowwise/fp8_rowwise"
+        entry.times["training"] = {BF16.name: 2.0, backward: 1.0}
+    assert all(_in_fp8(make_plan(sites, table)))
 
 
 def test_what_is_known_of_the_site_itself_goes_before_the_table_and_others():
@@ -229,10 +226,9 @@ def test_a_plan_is_a_file(tmp_path):
     ],
 )
 def test_what_is_not_a_plan_is_refused(value, tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(value))
+    (tmp_path / "plan.json").write_text(json.dumps(value))
     with pytest.raises(ValueError, match="plan.json is not a plan: .*\\.$"):
-        load(path, [site()])
+        load(tmp_path / "plan.json", [site()])
 
 
 NAMES = ("xla bf16", "pallas bf16", "pallas fp8_rowwise", "pallas fp8_tensorwise")
@@ -269,12 +265,3 @@ def test_no_other_chain_is_faster(length, seed):
         for chain in itertools.product(*allowed)
     }
     assert tuple(found) == min(times, key=times.__getitem__)
-
-
-def test_what_was_not_measured_in_a_chain_is_in_none():
-    times = dict.fromkeys(NAMES, 5.0) | {"pallas fp8_rowwise": 1.0}
-    entry = Entry({"training": times})
-    chain = [Choice.parse("pallas fp8_rowwise")] * 2
-    assert chain_times([entry, entry], chain, "training") == [math.inf, math.inf]
-    found = fastest([entry, entry], [CHOICES] * 2, "training")
-    assert sum(chain_times([entry, entry], found, "training")) == 6.0

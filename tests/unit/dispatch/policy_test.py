@@ -3,15 +3,7 @@
 import pytest
 
 from loka_jax.dispatch import policy
-from loka_jax.dispatch.policy import (
-    Decision,
-    Limits,
-    Terms,
-    accurate,
-    decide,
-    shares_of_limits,
-    why_unsafe,
-)
+from loka_jax.dispatch.policy import Decision, Limits, Terms, decide
 from loka_jax.dispatch.table import MEASURES, Entry
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice
@@ -55,7 +47,7 @@ def test_the_fastest_that_is_accurate_enough_runs():
 )
 def test_the_upper_ends_of_errors_are_within_the_limits(limits, highs, broken):
     measures = {name: up_to(x) for name, x in zip(MEASURES, highs, strict=True)}
-    assert why_unsafe(measures, limits) == broken
+    assert policy.why_unsafe(measures, limits) == broken
 
 
 def test_a_share_is_that_of_the_worst_measure_at_its_upper_end():
@@ -64,7 +56,9 @@ def test_a_share_is_that_of_the_worst_measure_at_its_upper_end():
     found = {"fwd": {"fp8_rowwise": fwd}, "drhs": {"fp8_rowwise": drhs}}
 
     def shares(name, **end):
-        return shares_of_limits(Choice.parse(name).recipe, found, Limits(), **end)
+        return policy.shares_of_limits(
+            Choice.parse(name).recipe, found, Limits(), **end
+        )
 
     highs = {"fwd": 1 / 1.5, "drhs": 0.592 / 0.037 / 8}
     assert shares(ROW) == pytest.approx(highs)
@@ -137,4 +131,4 @@ def test_what_may_not_run_is_passed_over():
     terms = Terms(why_not=lambda x: None if x == BF16 else "too large")
     found = decide(entry, Limits(), terms)
     assert found.choice == BF16 and found.runner_up == f"{ROW}: too large"
-    assert accurate(entry, Limits(), terms) == [BF16]
+    assert policy.accurate(entry, Limits(), terms) == [BF16]

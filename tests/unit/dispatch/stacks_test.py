@@ -22,6 +22,7 @@ from loka_jax.site import SiteSpec
 from tests.support.dispatch import H200, model_of
 
 DELAYED = "xla fp8_tensorwise_delayed"
+NOTHING = {role: {} for role in ROLES}
 RESULTS = pathlib.Path(__file__).parents[3] / "experiments/results"
 STACKS: dict[str, tuple[int, tuple[int, ...], NormName]] = {  # of the result
     "wukong_m": (2048, (2048, 2048, 2048, 4096), "block"),
@@ -63,10 +64,8 @@ def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
 
 
 def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
-    sites = _sites()
-    nothing = {role: {} for role in ("fwd", "dlhs", "drhs")}
-    times = {"xla bf16": 1000.0, DELAYED: 1100.0}
-    plan = _plan(sites, times, errors={sites[1].path: nothing})
+    sites, times = _sites(), {"xla bf16": 1000.0, DELAYED: 1100.0}
+    plan = _plan(sites, times, errors={sites[1].path: NOTHING})
     assert [choice.is_fp8 for _, choice in plan.choices] == [True, False, True]
     refused = plan.decisions[1][1].runner_up
     assert refused == f"{DELAYED}: fwd: its error was not measured"
@@ -126,16 +125,15 @@ def test_fp8_of_a_network_is_taken_though_its_sites_alone_are_slower(rank, roles
 
 def test_a_site_that_is_not_accurate_keeps_its_network_apart():
     sites = _cross_sites()
-    nothing = {role: {} for role in ROLES}
-    decisions = _cross_plan(sites, errors={sites[1].path: nothing})
+    decisions = _cross_plan(sites, errors={sites[1].path: NOTHING})
     assert set(_names(decisions).values()) == {"xla bf16"}
     whole = f"{DELAYED} of the whole cross network: fwd: its error was not measured"
     assert {decision.runner_up for decision in decisions.values()} == {whole}
 
 
 def test_layers_beside_a_network_are_a_part_of_it():
-    sizes = {"deep_mlp": (256, 256), "structure": "parallel"}
-    model = Dcnv2(recipe="fp8_tensorwise_delayed", fused_wide=True, **sizes)
+    model = Dcnv2(deep_mlp=(256, 256), structure="parallel", fused_wide=True)
+    model = model.clone(recipe="fp8_tensorwise_delayed")
     shapes = (65536, 16), (65536, 27, 128)
     features = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     sites = nn.list_sites(model, *features)
@@ -144,8 +142,7 @@ def test_layers_beside_a_network_are_a_part_of_it():
     assert beside == ["deep_mlp/dense_0", "deep_mlp/dense_1"]
     assert set(_names(_cross_plan(sites)).values()) == {DELAYED}
     # One that cannot be keeps only itself and its neighbours apart.
-    nothing = {role: {} for role in ROLES}
-    names = _names(_cross_plan(sites, errors={"deep_mlp/dense_1": nothing}))
+    names = _names(_cross_plan(sites, errors={"deep_mlp/dense_1": NOTHING}))
     assert {names[f"cross/u_{i}"] for i in range(3)} == {DELAYED}
     assert names["deep_mlp/dense_1"] == "xla bf16"
 

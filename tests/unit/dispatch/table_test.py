@@ -11,15 +11,7 @@ import pytest
 
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.table import (
-    BadTable,
-    Entry,
-    Table,
-    from_json,
-    read,
-    to_json,
-    write,
-)
+from loka_jax.dispatch.table import BadTable, Entry, Table, from_json, to_json
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import SiteSpec
 from tests.support.dispatch import H200, errors
@@ -42,8 +34,8 @@ def _table(key=KEY, name="xla bf16", time=10.0) -> Table:
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "table.json"
-    write(path, _table())
-    assert read(path) == _table()
+    tables.write(path, _table())
+    assert tables.read(path) == _table()
     old = to_json(_table())
     del old["sites"][0]["refused"]  # which older tables lack
     assert from_json(old).sites[KEY].refused == {}
@@ -56,10 +48,10 @@ def test_a_table_of_elsewhere_says_so_and_is_not_added_to(field, tmp_path):
         dataclasses.replace(HEADER, **{field: "0.12"}),
     )
     assert HEADER.why_not(HEADER) is None and HEADER.why_not(other) is not None
-    write(path, Table(other))
+    tables.write(path, Table(other))
     with pytest.raises(ValueError, match="cannot be merged"):
         tables.add(path, _table())
-    assert read(path) == Table(other)
+    assert tables.read(path) == Table(other)
     # Of JAX, patch versions do not count.
     patch = dataclasses.replace(HEADER, **{field: "0.11.9"})
     assert (HEADER.why_not(patch) is None) == field.startswith("jax")
@@ -149,7 +141,7 @@ def test_what_is_no_table_is_refused(change):
 def test_a_file_that_is_no_table_is_refused_and_left(tmp_path, text):
     path = tmp_path / "table.json"
     path.write_text(text := text or json.dumps(to_json(_table()))[:-20])
-    for use in (read, lambda path: tables.add(path, _table())):
+    for use in (tables.read, lambda path: tables.add(path, _table())):
         with pytest.raises(BadTable, match="table.json is not a dispatch table"):
             use(path)
     assert path.read_text() == text
@@ -162,6 +154,6 @@ def test_tuners_that_add_at_once_lose_nothing(tmp_path):
         tuner.start()
         tuner.join(0.2)
         assert tuner.is_alive() and not path.exists()
-        write(path, other)
+        tables.write(path, other)
     tuner.join()
-    assert read(path) == other.merged(_table())
+    assert tables.read(path) == other.merged(_table())

@@ -12,14 +12,7 @@ from loka_jax.measure import site_errors, timing
 from loka_jax.measure.compiling import abstract, compile_lowered, leaves, lower
 from loka_jax.measure.errors import errors
 from loka_jax.measure.intervals import Interval, interval, next_value
-from loka_jax.measure.timing import (
-    Case,
-    Event,
-    kernel_time,
-    split_at_gaps,
-    time_chains,
-    time_kernels,
-)
+from loka_jax.measure.timing import Case, Event
 from loka_jax.probe.site import ProbeConfig, empty_stats
 from loka_jax.recipe import get_recipe
 from tests import support
@@ -93,39 +86,36 @@ def test_equal_programs_are_compiled_once_for_the_same_options():
     def run(pair, by_name):
         return pair[0] + 2 * pair[1] - by_name["b"]
 
-    lowered = {
-        "one": lower(run, arguments, {}),
-        "same": lower(lambda *args: run(*args), arguments, {}),
-        "other": lower(run, arguments, {"xla_cpu_enable_fast_math": "true"}),
-    }
-    compiled = compile_lowered(lowered)
+    one = lower(run, arguments, {})
+    same = lower(lambda *args: run(*args), arguments, {})
+    other = lower(run, arguments, {"xla_cpu_enable_fast_math": "true"})
+    compiled = compile_lowered({"one": one, "same": same, "other": other})
     assert compiled["one"] is compiled["same"] is not compiled["other"]
-    np.testing.assert_array_equal(
-        compiled["one"](*leaves(((x, 3 * x), {"b": x}))), 6 * x
-    )
+    found = compiled["one"](*leaves(((x, 3 * x), {"b": x})))
+    np.testing.assert_array_equal(found, 6 * x)
 
 
 def test_events_are_cut_where_the_device_idled_and_added_up_by_call():
     starts = ((0.0, 5.0), (7.0, 1.0), (100.0, 2.0), (103.0, 4.0))
     events = [Event(*pair) for pair in starts]
-    parts = split_at_gaps(events[::-1], least_gap_ns=50.0)
+    parts = timing.split_at_gaps(events[::-1], least_gap_ns=50.0)
     assert parts == [events[:2], events[2:]]
     # It is not idle while a kernel runs beside others.
     beside = [Event(0.0, 60.0), Event(5.0, 1.0), Event(100.0, 2.0)]
-    assert split_at_gaps(beside, least_gap_ns=50.0) == [beside]
+    assert timing.split_at_gaps(beside, least_gap_ns=50.0) == [beside]
     events = [Event(float(i), 1e3 * (i + 1)) for i in range(6)]
-    assert kernel_time(events, calls=3) == (7.0, 3.0, 11.0, 2.0)
+    assert timing.kernel_time(events, calls=3) == (7.0, 3.0, 11.0, 2.0)
     # Where calls differ in their kernels only the mean is known.
-    assert kernel_time(events, calls=4) == (5.25, 5.25, 5.25, 1.5)
+    assert timing.kernel_time(events, calls=4) == (5.25, 5.25, 5.25, 1.5)
 
 
 def test_every_case_and_chain_is_timed_anywhere():
     cases = {name: Case(jnp.sin, [(jnp.ones(4),)] * 2) for name in "ab"}
-    times = time_kernels(cases)
+    times = timing.time_kernels(cases)
     assert times.keys() == cases.keys()
     assert all(0 < t.min_us <= t.median_us <= t.max_us for t in times.values())
     called = []
-    chains = time_chains({"chain": called.append}, calls=5, rounds=2)
+    chains = timing.time_chains({"chain": called.append}, calls=5, rounds=2)
     assert chains["chain"].median_us > 0 and called == [5, 5, 5]
 
 
@@ -135,5 +125,7 @@ def test_the_first_round_of_a_chain_warms_up(monkeypatch):
     clock = iter([0.0, 0.0, *(0.0, 40.0), *(0.0, 10.0), *(0.0, 20.0), *(0.0, 30.0)])
     stand_in = types.SimpleNamespace(perf_counter=clock.__next__)
     monkeypatch.setattr(timing, "time", stand_in)
-    times = time_chains(dict.fromkeys("ab", lambda count: None), calls=10, rounds=2)
+    times = timing.time_chains(
+        dict.fromkeys("ab", lambda count: None), calls=10, rounds=2
+    )
     assert times == {"a": (3e6, 2e6, 4e6), "b": (2e6, 1e6, 3e6)}

@@ -8,17 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.optim import (
-    Adam,
-    LaggedRowwiseAdagrad,
-    OptimConfig,
-    Plateau,
-    RowwiseAdagrad,
-    Sgd,
-    make_dense_optimizer,
-    make_row_optimizer,
-    make_schedule,
-)
+from loka_jax import optim
+from loka_jax.optim import OptimConfig, Plateau
 
 # Values that each option refuses, beside NaN.
 OUT_OF_RANGE = {
@@ -75,7 +66,7 @@ def test_limits_themselves_are_served():
     ],
 )
 def test_schedules_warm_up_and_fall_as_asked(options, expected):
-    schedule = make_schedule(0.5, OptimConfig(**options), 10)
+    schedule = optim.make_schedule(0.5, OptimConfig(**options), 10)
     rates = [float(schedule(step)) for step in range(11)]
     np.testing.assert_allclose(rates, expected, atol=1e-7)
 
@@ -99,7 +90,7 @@ def test_schedules_warm_up_and_fall_as_asked(options, expected):
 )
 def test_the_first_step_is_the_optimizers(options, expected):
     params, grads = jnp.full(2, 2.0), jnp.float32([3.0, -4.0])
-    optimizer = make_dense_optimizer(OptimConfig(lr=0.1, **options), 100)
+    optimizer = optim.make_dense_optimizer(OptimConfig(lr=0.1, **options), 100)
 
     @jax.jit
     def update(grads):
@@ -113,14 +104,17 @@ def test_the_first_step_is_the_optimizers(options, expected):
 @pytest.mark.parametrize(
     "options, expected",
     [
-        (dict(rows_c=4.0), RowwiseAdagrad(eps=1e-6, c=4.0)),
-        (dict(rows_c=4.0, rows_lagged=True), LaggedRowwiseAdagrad(eps=1e-6, c=4.0)),
-        (dict(rows="adam"), Adam(eps=1e-6)),
-        (dict(rows="sgd"), Sgd()),
+        (dict(rows_c=4.0), optim.RowwiseAdagrad(eps=1e-6, c=4.0)),
+        (
+            dict(rows_c=4.0, rows_lagged=True),
+            optim.LaggedRowwiseAdagrad(eps=1e-6, c=4.0),
+        ),
+        (dict(rows="adam"), optim.Adam(eps=1e-6)),
+        (dict(rows="sgd"), optim.Sgd()),
     ],
 )
 def test_options_of_rows_are_those_of_the_row_optimizer(options, expected):
-    assert make_row_optimizer(OptimConfig(eps=1e-6, **options)) == expected
+    assert optim.make_row_optimizer(OptimConfig(eps=1e-6, **options)) == expected
 
 
 CONFIG = OptimConfig(best_by="auc", plateau_factor=0.1, plateau_patience=2)

@@ -12,13 +12,8 @@ import pytest
 
 from loka_jax.ops import embedding, row_rounding
 from loka_jax.ops.row_order import Order
-from loka_jax.optim.rows import (
-    Adam,
-    LaggedRowwiseAdagrad,
-    RowwiseAdagrad,
-    Sgd,
-    whole_table_update,
-)
+from loka_jax.optim import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
+from loka_jax.optim import rows as rows_lib
 from tests import support
 
 TRUE, FALSE = jnp.asarray(True), jnp.asarray(False)
@@ -43,7 +38,9 @@ def update_some(how, table, state, ids, grads):
 @functools.partial(jax.jit, static_argnums=0)
 def update_whole(optimizer, table, state, summed, l2, enabled=TRUE):
     """Returns table and state after an update of every row."""
-    return whole_table_update(table, state, summed, optimizer, LR, l2, enabled=enabled)
+    return rows_lib.whole_table_update(
+        table, state, summed, optimizer, LR, l2, enabled=enabled
+    )
 
 
 def batches(steps=4, n=8):
@@ -131,7 +128,9 @@ def test_l2_shrinks_bfloat16_rows_in_the_mean():
         order = Order(len(table), 1)
         rounding = row_rounding.of_step(0, jnp.asarray(0), order, DIM)
         how = embedding.Rounded(Sgd(), rounding)
-        return whole_table_update(table, (), unique, how, 1.0, shrink, enabled=TRUE)[0]
+        return rows_lib.whole_table_update(
+            table, (), unique, how, 1.0, shrink, enabled=TRUE
+        )[0]
 
     found = np.asarray(updated(table), np.float64)
     # A value goes down with the probability f, by a unit.

@@ -41,14 +41,13 @@ def test_verdicts(found, speedup, limits, expected, reason):
 def test_a_candidate_is_judged_by_drawn_operands_and_told_of_others():
     by_source = {"learned": _measures(0.02), "real": _measures(0.08)}
     times = {"fwd": {BF16.name: 3.0, ROW: 2.0}, "dlhs": {ROW: 1.0}}
-    config = SurveyConfig()
-    record = _judged("fwd", ROW, by_source, times, config)
+    record = _judged("fwd", ROW, by_source, times, SurveyConfig())
     assert record["is_safe_by"] == {"learned": True, "real": False}
     assert (record["us"], record["speedup"], record["is_safe"]) == (2.0, 1.5, True)
     assert record["errors"]["real"]["mere"] == up_to(0.4)._asdict()
-    record = _judged("dlhs", ROW, by_source, times, config)
+    record = _judged("dlhs", ROW, by_source, times, SurveyConfig())
     assert record["us"] == 1.0 and record["speedup"] is record["is_fast"] is None
-    plain = _judged("fwd", BF16.name, by_source, times, config)
+    plain = _judged("fwd", BF16.name, by_source, times, SurveyConfig())
     assert plain["speedup"] == 1.0 and "is_safe" not in plain
 
 

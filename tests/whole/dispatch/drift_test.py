@@ -38,9 +38,8 @@ def healthy(key, step):
     rhs += 0.1 * jax.random.normal(keys[1], (K, N))
     rows = jnp.exp(1.5 * jax.random.normal(keys[2], (M, 1)))
     g = rows * jax.random.normal(keys[3], (M, N))
-    walk = 1.5 * jnp.sin(step / 5000 + jnp.arange(3.0)) + 0.3 * jax.random.normal(
-        keys[4], (3,)
-    )
+    walk = 1.5 * jnp.sin(step / 5000 + jnp.arange(3.0))
+    walk += 0.3 * jax.random.normal(keys[4], (3,))
     walk = walk.at[2].add(-jnp.minimum(step / 4000, 4.0))
     return [x * jnp.exp2(walk[i]) for i, x in enumerate((lhs, rhs, g))]
 
@@ -51,14 +50,10 @@ def sampled(recipe, state, lhs, rhs, g):
     if state is not None:
         stored = dataclasses.replace(recipe, scales_initialized=True)
         seen = jnp.any(state.amax_history > 0, axis=1)
-        scales = tuple(
-            None if scale is None else jnp.where(seen[i], scale, 0.0)
-            for i, scale in enumerate(scaling.stored_scales(state, stored))
-        )
-    (m, k), n = lhs.shape, rhs.shape[1]
-    sampler = Sampler(recipes=(recipe,), max_rows=m)
-    empty = sampler.init(m, k, n)
-    return sampler.observe(empty, lhs, rhs, g, scales)
+        pairs = zip(seen, scaling.stored_scales(state, stored), strict=True)
+        scales = tuple(x if x is None else jnp.where(y, x, 0.0) for y, x in pairs)
+    sampler = Sampler(recipes=(recipe,), max_rows=M)
+    return sampler.observe(sampler.init(M, K, N), lhs, rhs, g, scales)
 
 
 @functools.partial(jax.jit, static_argnames="name")
@@ -84,12 +79,11 @@ def looks(key, factors, name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_planted_drift_is_caught_and_named(name, plant):
     factors = np.ones((BEFORE + AFTER, K), np.float32)
-    for t in range(AFTER):
-        factors[BEFORE + t] = PLANTS[plant](t)
-    sites = [SiteDrift()]
+    factors[BEFORE:] = [PLANTS[plant](t) for t in range(AFTER)]
+    site = SiteDrift()
     for found in np.asarray(looks(jax.random.key(0), factors, name)):
-        sites.append(sites[-1].after(found, 1))
-    site = next(site for site in sites if site.has_drifted)
-    assert BEFORE + LOOKS <= site.looks <= BEFORE + AFTER
+        if not site.has_drifted:
+            site = site.after(found, 1)
+    assert site.has_drifted and BEFORE + LOOKS <= site.looks
     # Delayed scales clip a jump at first, in both products of lhs.
     assert re.search("lhs|the error of its (fwd|drhs) is ", site.why)

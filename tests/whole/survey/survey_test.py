@@ -18,6 +18,9 @@ from loka_jax.train.config import ProbeOptions
 from loka_jax.train.step import named_sites
 from tests.support import train as support
 
+BATCHES = 4
+DATA = dataclasses.replace(support.DATA, eval_examples=32 * BATCHES)
+DELAYED = Choice.parse("xla fp8_tensorwise_delayed")
 OPTIONS = SurveyConfig(
     pairs=6,
     rows=32,
@@ -28,20 +31,21 @@ OPTIONS = SurveyConfig(
 
 
 @pytest.fixture(scope="module")
-def surveyed():
-    config = dataclasses.replace(support.config(), probe=ProbeOptions(every=1))
+def trained():
+    config = support.config(data=DATA)
+    config = dataclasses.replace(config, probe=ProbeOptions(every=1))
     run = support.build_lib.build(config)
     state = run.init()
-    for i in range(3):
-        batch = run.splits.train.batch(Position(0, i, 0), 32, shuffle=True)
-        probe = run.config.probe.config_at(i)
+    for i in range(20):
+        batch = run.splits.train.batch(Position(0, i % 10, 0), 32, shuffle=True)
+        probe = run.config.probe.config_at(i) if i < 3 else None
         state = run.train_step(scales_initialized=False, probe=probe)(state, batch)
-    lines = []
-    return run, state, survey(run, state, OPTIONS, lines.append), lines
+    return run, state
 
 
-def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
-    run, _, found, lines = surveyed
+def test_every_role_of_every_site_that_fp8_takes_is_measured(trained):
+    (run, state), lines = trained, []
+    found = survey(run, state, OPTIONS, lines.append)
     paths = [site["path"] for site in found["sites"]]
     others = [site["path"] for site in found["not_surveyed"]]
     assert set(paths) | set(others) == {site.path for site in run.sites}
@@ -56,21 +60,6 @@ def test_every_role_of_every_site_that_fp8_takes_is_measured(surveyed):
                 assert error["low"] <= error["mean"] <= error["high"]
                 assert (error["mean"] < 0.005) == (name == BF16.name)
                 assert error["mean"] < 0.15
-
-
-DELAYED = Choice.parse("xla fp8_tensorwise_delayed")
-BATCHES = 4
-DATA = dataclasses.replace(support.DATA, eval_examples=32 * BATCHES)
-
-
-@pytest.fixture(scope="module")
-def trained():
-    run = support.build_lib.build(support.config(data=DATA))
-    state = run.init()
-    for i in range(20):
-        batch = run.splits.train.batch(Position(0, i % 10, 0), 32, shuffle=True)
-        state = run.first_step(state, batch)
-    return run, state
 
 
 def test_a_site_with_bad_scales_is_given_up_and_no_other(trained):
