@@ -110,11 +110,10 @@ def test_the_form_of_shards_has_this_number(tmp_path):
 
 
 def test_the_form_of_a_checkpoint_has_this_number():
-    progress, state = (
-        " ".join(field.name for field in dataclasses.fields(part))
-        for part in (Progress, TrainState)
-    )
-    assert (saved_format.RUN, progress, state) == (
+    forms = [
+        " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
+    ]
+    assert (saved_format.RUN, *forms) == (
         7,
         "step position examples seconds plateau best changes returns drift planned "
         "unsafe broken replanned guard scale_watch days",

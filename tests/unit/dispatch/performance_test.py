@@ -42,13 +42,12 @@ def test_a_hopeful_model_has_the_ends_of_intervals_and_what_was_measured():
     for spec in SITES:
         table.sites[spec].times["training"][KERNEL.name] = copy_us(spec)
     model = PerformanceModel(table)
-    hopeful = model.hopeful(2.0)
+    own, hopeful = (x.estimates(SPEC) for x in (model, model.hopeful(2.0)))
     for choice, sign in ((BF16, 1), (KERNEL, -1)):
-        off = sign * 2.0 * model.estimates(SPEC).spread("training", choice)
-        time = model.estimates(SPEC).entry.times["training"][choice.name]
-        found = hopeful.estimates(SPEC).entry.times["training"][choice.name]
-        assert found == pytest.approx(time * math.exp(off))
-    times = hopeful.estimates(SITES[0]).entry.times["training"]
+        times = (x.entry.times["training"][choice.name] for x in (hopeful, own))
+        ratio = math.exp(sign * 2.0 * own.spread("training", choice))
+        assert next(times) / next(times) == pytest.approx(ratio)
+    times = model.hopeful(2.0).estimates(SITES[0]).entry.times["training"]
     assert times[BF16.name] == times[KERNEL.name] == copy_us(SITES[0])
 
 
@@ -86,12 +85,9 @@ def test_a_chain_is_predicted_for_recipes_that_were_timed_in_one():
 
 
 def test_another_device_is_scaled_by_its_roofline_and_less_certain():
-    half = dataclasses.replace(
-        COPIER,
-        bytes_per_us=COPIER.bytes_per_us / 2,
-        bf16_flops_per_us=COPIER.bf16_flops_per_us / 2,
-        launch_us=2 * COPIER.launch_us,
-    )
+    rates = COPIER.bytes_per_us / 2, COPIER.bf16_flops_per_us / 2
+    half = dict(zip(("bytes_per_us", "bf16_flops_per_us"), rates, strict=True))
+    half = dataclasses.replace(COPIER, launch_us=2 * COPIER.launch_us, **half)
     fit, spec = copies(SITES), SITES[-1]
     us, spread = _predicted(PerformanceModel(Table(HEADER), fitted=fit), spec)
     there = PerformanceModel(Table(HEADER), fitted=fit, roofline=half)
@@ -164,9 +160,8 @@ def test_kernels_take_partial_rows_and_tiles():
     # Parts of fused kernels are apart from those of others.
     wide = SiteSpec(64_000, 256, 4096, "layer", "relu")
     assert is_fused(full, KERNEL) and not is_fused(wide, KERNEL)
-    own, other = (work(x, KERNEL, "inference", ROOFLINE)[-10:] for x in (full, wide))
-    assert (own != 0).tolist() == [True] * 6 + [False] * 4
-    assert (other != 0).tolist() == [False] * 6 + [True] * 4
+    parts = [work(x, KERNEL, "inference", ROOFLINE)[-10:] != 0 for x in (full, wide)]
+    assert [*map(list, parts)] == [[1] * 6 + [0] * 4, [0] * 6 + [1] * 4]
 
 
 ALIKE = np.array([[1.0, 0.3], [0.3, 1.0]])

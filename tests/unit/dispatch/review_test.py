@@ -49,12 +49,9 @@ def _errors(role="dlhs", **shares):
     return found
 
 
-def _plan(**choices) -> DispatchPlan:
-    made = {
-        path: Decision(Choice.parse(name), "at first", speedup=2.0 / TIMES[name])
-        for path, name in choices.items()
-    }
-    return DispatchPlan(tuple(made.items()))
+def _plan(**names) -> DispatchPlan:
+    made = ((x, Choice.parse(y), 2.0 / TIMES[y]) for x, y in names.items())
+    return DispatchPlan(tuple((x, Decision(y, "at first", z)) for x, y, z in made))
 
 
 def _names(decisions):
@@ -191,12 +188,10 @@ def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
 
 def test_a_table_takes_the_errors_of_the_model():
     sites = [site("a"), site("b"), site("c", n=128), site("d", n=256)]
-    times = {"training": {"xla bf16": 2.0, ROW: 1.0}}
-    entry = Entry(times, {"N(0, 1)": {}, "model b": _errors_live(0.5, "fp8_blockwise")})
-    table = Table(HEADER, {table_key(x.spec): entry for x in sites[:3]})
+    keys = [table_key(x.spec) for x in sites]
+    entry = Entry(dict(training={"xla bf16": 2.0}), {"model b": _errors_live(0.5)})
+    table = Table(HEADER, dict.fromkeys(keys[:3], entry))
     seen = {"a": _errors_live(0.03), "c": _errors_live(0.04), "d": _errors_live(0.05)}
     found = live.with_live(table, sites, seen, "model")
-    assert found.sites == {
-        table_key(sites[0].spec): Entry(errors={"model a": _errors_live(0.03)}),
-        table_key(sites[2].spec): Entry(errors={"model c": _errors_live(0.04)}),
-    }
+    own = {x: Entry(errors={f"model {x}": seen[x]}) for x in "ac"}
+    assert found.sites == {keys[0]: own["a"], keys[2]: own["c"]}

@@ -38,21 +38,18 @@ class Bilinear:
 
 def test_a_step_of_microbatches_follows_the_mean_of_their_gradients():
     example = load("linen_by_hand")
-    step = example["train_step"]
-    step.__wrapped__.__globals__.update(
-        MODEL=Bilinear(), TX=nn.overwriting(optax.sgd(0.5))
-    )
+    step, optimizer = example["train_step"], nn.overwriting(optax.sgd(0.5))
+    step.__wrapped__.__globals__.update(MODEL=Bilinear(), TX=optimizer)
     users, items = rounded(3, 4, 6), rounded(3, 4, 5, seed=1)
     variables = {"w": rounded(6, 5, seed=2, scale=0.1)}
-    after, _ = step(variables, example["TX"].init(variables), users, items)
+    after, _ = step(variables, optimizer.init(variables), users, items)
 
     def cross_entropy(w, user, item):
         scores = user @ w @ item.T
         return jnp.mean(jax.nn.logsumexp(scores, axis=1) - jnp.diagonal(scores))
 
-    gradient = jax.vmap(jax.grad(cross_entropy), (None, 0, 0))
-    mean = jax.jit(gradient)(variables["w"], users, items).mean(0)
-    expected = variables["w"] - 0.5 * mean
+    gradient = jax.jit(jax.vmap(jax.grad(cross_entropy), (None, 0, 0)))
+    expected = variables["w"] - 0.5 * gradient(variables["w"], users, items).mean(0)
     np.testing.assert_allclose(after["w"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -73,8 +70,6 @@ def test_a_scorer_hands_each_request_the_scores_of_its_rows(tmp_path, monkeypatc
     loader.load.assert_called_once_with(str(tmp_path))
     model.warm.assert_called_once_with()
     assert scorer.health == {"name": "run", "step": 3}
-    batch = [
-        Inputs(10.0 * rows[:, None], rows)
-        for rows in np.split(np.arange(6), [2, 3])  # of 2, 1 and 3 rows
-    ]
+    rows = np.split(np.arange(6), [2, 3])  # of 2, 1 and 3 rows
+    batch = [Inputs(10.0 * own[:, None], own) for own in rows]
     assert scorer.run(batch) == [[0, 11], [22], [33, 44, 55]]
