@@ -49,11 +49,11 @@ def up_to(high: float) -> Interval:
 def errors(roles=ROLES, **highs: float) -> RoleErrors:
     """Returns errors in some roles, by the last words of recipes' names."""
     sizes = dict(zip(MEASURES, (1.0, 4.0, 10.0), strict=True))
-    of_recipes = {
+    found = {
         f"fp8_{name}": {measure: up_to(high * x) for measure, x in sizes.items()}
         for name, high in highs.items()
     }
-    return {role: dict(of_recipes) if role in roles else {} for role in ROLES}
+    return {role: dict(found) if role in roles else {} for role in ROLES}
 
 
 def model_of(sites, times, pass_name="training", **options) -> PerformanceModel:
@@ -82,13 +82,8 @@ def copies(sites, time=copy_us, header=HEADER) -> Table:
 def fitted() -> Table:
     """Returns times of some candidates in training, from which others are predicted."""
     shares = {BF16.name: 1.0, KERNEL: 0.9, "pallas fp8_rowwise": 0.6, ROW: 1.2}
-    return Table(
-        HEADER,
-        {
-            spec: Entry(
-                {"training": {name: x * copy_us(spec) for name, x in shares.items()}}
-            )
-            for spec in copy_sites()
-        },
-        COPIER,
-    )
+    entries = {}
+    for spec in copy_sites():
+        times = {name: share * copy_us(spec) for name, share in shares.items()}
+        entries[spec] = Entry({"training": times})
+    return Table(HEADER, entries, COPIER)

@@ -154,24 +154,22 @@ def test_a_table_has_the_times_and_the_effect_of_its_operands(monkeypatch):
     asked = []
 
     def measure_all(jobs, workers, say):
-        asked.append((jobs, workers))
+        asked.extend(jobs)
+        assert workers == 3
         for job in jobs:
             yield job, Entry({"training": {x.name: 1.0 for x in job.choices}})
 
     monkeypatch.setattr(tuning, "measure_all", measure_all)
-    effect = Interval(1e-4, -1e-5, 2e-4)
+    effects = dict.fromkeys("ac", Interval(1e-4, -1e-5, 2e-4))
     config = TuneConfig(workers=3)
-    effects = {"a": effect, "c": effect}
     found = list(tune("model", SITES, {"a": None}, config, effects=effects))
-    ((jobs, workers),) = asked
     # Two parts of a job for each of three processes, of three jobs; one has no times.
-    assert workers == 3 and len(found) == len(jobs) == 5
-    assert sum(job.pairs > 0 for job in jobs) == 3
+    assert len(found) == len(asked) == 5 and sum(job.pairs > 0 for job in asked) == 3
     merged = functools.reduce(Table.merged, found)
-    first = merged.sites[table_key(SITES[0].spec)]
-    assert first.effects == {"model a": effect} and BF16.name in first.times["training"]
-    third = merged.sites[table_key(SITES[2].spec)]
-    assert third.effects == {"N(0, 1) for model c": effect}
+    first, third = (merged.sites[table_key(SITES[i].spec)] for i in (0, 2))
+    assert BF16.name in first.times["training"]
+    assert first.effects == {"model a": effects["a"]}
+    assert third.effects == {"N(0, 1) for model c": effects["c"]}
 
 
 # What a plan chose by prediction is checked before it runs, or does not run.
@@ -283,23 +281,23 @@ def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, perform
 
 
 def test_an_inference_plan_is_checked_by_times_of_inference(performance):
-    fit = fitted()
+    fit, asked = fitted(), []
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
     known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
     known = PerformanceModel(Table(header_here(), {SPEC: known}), fitted=fit)
-    asked = []
 
     def measure(jobs, seconds):
         for job in jobs:
-            times = {name: {job.choices[0].name: 5.0} for name in job.passes}
-            asked.append((*job.choices, job.passes))
-            yield job, Table(header_here(), {SPEC: Entry(times)})
+            (choice,), (name,) = job.choices, job.passes
+            asked.append((choice, name))
+            entry = Entry({name: {choice.name: 5.0}})
+            yield job, Table(header_here(), {SPEC: entry})
 
-    for name in ("training", "inference"):
-        check(known, pass_name=name, measure=measure)
-        assert name == "inference" or asked == []
-    assert asked == [(FIRST, ("inference",)), (BF16, ("inference",))]
+    check(known, measure=measure)
+    assert not asked
+    check(known, pass_name="inference", measure=measure)
+    assert asked == [(FIRST, "inference"), (BF16, "inference")]
 
 
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):

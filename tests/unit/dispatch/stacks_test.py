@@ -23,6 +23,7 @@ from tests.support.dispatch import H200, model_of
 
 DELAYED = "xla fp8_tensorwise_delayed"
 NOTHING = {role: {} for role in ROLES}
+SLOWER = {"xla bf16": 1000.0, DELAYED: 1100.0}
 RESULTS = pathlib.Path(__file__).parents[3] / "experiments/results"
 STACKS: dict[str, tuple[int, tuple[int, ...], NormName]] = {  # of the result
     "wukong_m": (2048, (2048, 2048, 2048, 4096), "block"),
@@ -53,19 +54,18 @@ def _plan(sites, times, *, errors=None):
 
 
 def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
-    alone = {"xla bf16": 1000.0, DELAYED: 1100.0}
-    plan = _plan(_sites(), alone)
+    plan = _plan(_sites(), SLOWER)
     assert {choice.name for _, choice in plan.choices} == {DELAYED}
     decision = plan.decisions[1][1]
     assert decision.spread == stacks.SPREAD
     assert "as one operation" in decision.reason
-    apart = _plan(_sites(fused=False), alone)
+    apart = _plan(_sites(fused=False), SLOWER)
     assert {choice.name for _, choice in apart.choices} == {"xla bf16"}
 
 
 def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
-    sites, times = _sites(), {"xla bf16": 1000.0, DELAYED: 1100.0}
-    plan = _plan(sites, times, errors={sites[1].path: NOTHING})
+    sites = _sites()
+    plan = _plan(sites, SLOWER, errors={sites[1].path: NOTHING})
     assert [choice.is_fp8 for _, choice in plan.choices] == [True, False, True]
     refused = plan.decisions[1][1].runner_up
     assert refused == f"{DELAYED}: fwd: its error was not measured"

@@ -58,15 +58,16 @@ def test_a_table_of_elsewhere_says_so_and_is_not_added_to(field, tmp_path):
 
 
 def test_a_later_measurement_replaces_and_adds():
-    old, new, other = _table(name="pallas bf16"), Entry(), SiteSpec(64, 64, 64)
-    new.times = {"training": {"xla bf16": 12.0}, "inference": {"xla bf16": 3.0}}
-    new.errors = {"there": errors(rowwise=0.02)}
-    new.failures = {"xla bf16": "y is off"}
-    new.programs = {"xla bf16": "f" * 16}
-    new.refused = {"fp8_dcnv2 head": "no"}
-    slow = dataclasses.replace(H200, launch_us=9.0)
+    old, other = _table(name="pallas bf16"), SiteSpec(64, 64, 64)
+    new = Entry(
+        {"training": {"xla bf16": 12.0}, "inference": {"xla bf16": 3.0}},
+        {"there": errors(rowwise=0.02)},
+        {"xla bf16": "y is off"},
+        programs={"xla bf16": "f" * 16},
+        refused={"fp8_dcnv2 head": "no"},
+    )
+    slow, before = dataclasses.replace(H200, launch_us=9.0), old.sites[KEY]
     merged = old.merged(Table(HEADER, {KEY: new, other: Entry()}, slow))
-    before = old.sites[KEY]
     both = Entry(
         new.times | {"training": {"xla bf16": 12.0, "pallas bf16": 10.0}},
         before.errors | new.errors,

@@ -17,6 +17,7 @@ from loka_jax.probe.sampling import sample_rows, sample_weight
 K = 7
 _merge = jax.jit(moments.merge)
 _of = jax.jit(moments_of, static_argnums=1)
+_factor = jax.jit(blocks.factor)
 
 
 def _rows(m, seed=0):
@@ -35,13 +36,12 @@ def _check(found, rows, weights=None):
     np.testing.assert_allclose(found.count, total, rtol=1e-6)
     np.testing.assert_allclose(found.mean, mean, rtol=1e-5)
     # Elements of all blocks, and none beside them.
-    size = found.scatter.shape[-1]
-    blocks = np.pad(scatter, (0, -K % size)).reshape(-(-K // size), size, -1, size)
-    expected = np.stack([blocks[i, :, i] for i in range(len(blocks))])
-    close = functools.partial(np.testing.assert_allclose, rtol=0)
-    close(found.scatter, expected, atol=1e-4 * np.abs(scatter).max())
-    covariance = expected / max(total - 1, 1)
-    close(found.covariance, covariance, atol=1e-4 * np.abs(covariance).max())
+    count, size, _ = found.scatter.shape
+    padded = np.pad(scatter, (0, -K % size)).reshape(count, size, count, size)
+    expected = padded[range(count), :, range(count)]
+    for x, divisor in ((found.scatter, 1), (found.covariance, max(total - 1, 1))):
+        atol = 1e-4 * np.abs(scatter).max() / divisor
+        np.testing.assert_allclose(x, expected / divisor, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("max_bytes", [4 * K * K, 4 * K * 3], ids=["whole", "blocks"])
@@ -99,10 +99,9 @@ def test_blocks_are_split_joined_factored_multiplied_and_solved():
 
 def test_every_variance_gets_a_millionth_of_the_mean_of_all_blocks():
     covariance = np.zeros((2, 2, 2), np.float32)
-    factor = jax.jit(blocks.factor)
-    assert np.all(np.isfinite(factor(covariance)))
+    assert np.all(np.isfinite(_factor(covariance)))
     covariance[0] = 4.0  # of rank 1
-    found = factor(covariance)
+    found = _factor(covariance)
     np.testing.assert_allclose(found[1], 2e-6**0.5 * np.eye(2), rtol=1e-3)
     np.testing.assert_allclose(found[0, 1, 1] ** 2, 4e-6, rtol=0.2)
 

@@ -121,19 +121,18 @@ def test_an_operand_that_is_not_finite_changes_nothing(operand, value):
 
 
 def test_errors_are_those_of_all_rows_and_follow_the_steps():
-    stats, (lhs, rhs, g) = empty_stats(K, N, CONFIG), _operands()
+    stats, operands = empty_stats(K, N, CONFIG), _operands()
     for _ in range(2):
-        stats = _learn(stats, lhs, rhs, g)
-    assert stats.errors.steps == 2 and stats.errors.moments.shape == (2, 3, 3, 4)
-    # Half of 0.01, and 0.02.
+        stats = _learn(stats, *operands)
     found = np.asarray(stats.errors.moments)
+    assert stats.errors.steps == 2 and found.shape == (2, 3, 3, 4)
+    # Half of 0.01, and 0.02.
     np.testing.assert_allclose(found[..., 0], 1.5)
     np.testing.assert_allclose(found[..., 2], (0.005 + 0.02) / 1.5, rtol=1e-6)
     operands, recipes, axis_names = MEASURED[0]
-    assert recipes == [get_recipe(name) for name in RECIPES]
+    assert (recipes, axis_names) == (list(map(get_recipe, RECIPES)), ("data",))
     assert [x.shape for x in operands[:3]] == [(M // 2, K), (K, N), (M // 2, N)]
-    assert axis_names == ("data",)
-    assert operands.scales[0] is None and operands.scales[1] is not None
+    assert [scale is None for scale in operands.scales] == [True, False, False]
 
 
 @pytest.mark.parametrize(
