@@ -101,7 +101,7 @@ def _measure(timeout_s=300, turns=None):
 
 
 @pytest.mark.parametrize(
-    "act, timeout_s", [("ends", 300), ("hangs", 3), ("says half", 300)]
+    "act, timeout_s", [("ends", 300), ("hangs", 5), ("says half", 300)]
 )
 def test_who_ends_the_process_is_left_out(process, act, timeout_s):
     log = process(f"{act!r} if what == {NAMES[1]!r} else None")
