@@ -12,6 +12,7 @@ def test_each_product_has_the_casts_of_its_recipe():
     assert recipe.dlhs == get_recipe("fp8_tensorwise").dlhs
     assert recipe.drhs is None
     assert get_recipe("bf16/bf16/fp8_rowwise").drhs == get_recipe("fp8_rowwise").drhs
+    assert get_recipe("fp8_rowwise/fp8_rowwise/fp8_rowwise_bf16_drhs").drhs is None
     # One that has a name is known by it.
     found = get_recipe("fp8_tensorwise_delayed/fp8_tensorwise_delayed/bf16")
     assert found == RECIPES["fp8_tensorwise_delayed_bf16_drhs"]
