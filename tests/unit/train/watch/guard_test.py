@@ -29,22 +29,16 @@ BAD, INF, NAN = 1.01 * LIMIT, np.inf, np.nan
 @pytest.mark.parametrize(
     "windows, options, bad",
     [
-        ((1.02, 0.99, 1.01), {}, 0),  # data without signal
         ((0.8, 2.0, 0.8, 3.0, 0.8), {}, 0),  # single batches of outliers
         ((0.9, LIMIT, LIMIT), {}, 0),  # at most that times one half's
         ((1.4, 1.4 * LIMIT, 1.4 * LIMIT), {}, 0),  # at most that times the lowest
         ((0.7, 0.8, BAD), {}, 1),
         ((2.9, 2.5, 2.0), {}, 0),  # a bad start that gets better
-        ((0.9, None, None), {}, 0),  # windows without examples
-        ((0.9, BAD, BAD), {}, 2),
         ((1.4, 1.4 * BAD, 1.4 * BAD), {}, 2),
-        ((0.9, INF, INF), {}, 2),
-        ((NAN, NAN), {}, 2),
-        ((0.9, 5.0, None, 5.0), {}, 2),
-        ((88.0, 31.0, 22.0, 5.0, 1.2, 0.95), RARE, 0),
+        ((NAN, INF), {}, 2),
+        ((0.9, 5.0, None, 5.0), {}, 2),  # a window without examples
         ((22.0, 22 * BAD, 22 * BAD), RARE, 2),
         ((22.0, 22 * BAD, 22 * BAD), RARE | COLD, 0),
-        ((89 * ABSURD, 89 * ABSURD), RARE | COLD, 2),
         ((0.9, ABSURD, ABSURD), COLD, 0),
         ((0.9, ABSURD + 1, ABSURD + 1), COLD, 2),
         ((0.9, 2.0, 2.5), FEW, 0),  # an NE by chance
@@ -110,35 +104,20 @@ def test_the_likely_cause_is_named(options, text):
 FINE, DOUBTFUL = CappedNe(0.8, 1.0, 99), CappedNe(2.0, 1.0, 99)  # bad once warm
 
 
+PARTS = ("params", "opt_state", "table", "row_state")
+
+
 def state_of(window=FINE, skipped_in_a_row=0, **parts):
     """Returns a state with a window of training examples, else finite."""
     ones = {"w": np.ones((3, 2), np.float32), "n": np.int32(3)}
-    names = ("params", "opt_state", "table", "row_state")
-    return SimpleNamespace(
-        **dict.fromkeys(names, ones) | parts,
-        metrics=window,
-        skipped_in_a_row=skipped_in_a_row,
-    )
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [("params", NAN), ("opt_state", -INF), ("table", -INF), ("row_state", NAN)],
-)
-def test_a_state_that_is_not_finite_is_poisoned(name, value):
-    assert not guard.poisoned(state_of())
-    bad = np.ones((3, 2), np.float32)
-    bad[2, 1] = value
-    assert guard.poisoned(state_of(**{name: {"w": bad, "n": np.int32(3)}}))
+    how = dict(metrics=window, skipped_in_a_row=skipped_in_a_row)
+    return SimpleNamespace(**dict.fromkeys(PARTS, ones) | parts | how)
 
 
 WARMUP, LOG_EVERY = 5, 3
-RUN = SimpleNamespace(
-    config=SimpleNamespace(
-        optim=SimpleNamespace(warmup_steps=WARMUP),
-        loop=SimpleNamespace(log_every=LOG_EVERY),
-    )
-)
+LOOP = SimpleNamespace(log_every=LOG_EVERY)
+OPTIM = SimpleNamespace(warmup_steps=WARMUP)
+RUN = SimpleNamespace(config=SimpleNamespace(optim=OPTIM, loop=LOOP))
 
 
 @pytest.fixture
@@ -157,7 +136,6 @@ def test_a_window_is_judged_once_the_warm_up_is_over():
     state = state_of(DOUBTFUL)
     at_its_end = verdict.judged(RUN, state, progress_at(WARMUP, 1))
     assert at_its_end.guard == Guard(lowest=0.8, bad_windows=0)
-    assert at_its_end.step == WARMUP
     first = verdict.judged(RUN, state, progress_at(WARMUP + 1))
     assert first.guard.bad_windows == 1
     with pytest.raises(Diverged, match="the NE of the training examples is 2, and"):
@@ -166,12 +144,13 @@ def test_a_window_is_judged_once_the_warm_up_is_over():
 
 @pytest.mark.usefixtures("windows")
 def test_a_bad_window_or_a_poisoned_state_becomes_no_checkpoint():
-    poison = state_of(table=np.full((2, 2), np.inf, np.float32))
     at = progress_at(WARMUP + 1)
     assert verdict.is_healthy(RUN, state_of(), at)
     assert not verdict.is_healthy(RUN, state_of(DOUBTFUL), at)
-    assert not verdict.is_healthy(RUN, poison, at)
     assert verdict.is_healthy(RUN, state_of(DOUBTFUL), progress_at(WARMUP))
+    for name, value in zip(PARTS, (NAN, -INF, -INF, NAN), strict=True):
+        poison = {name: {"w": np.float32([[1, 1], [1, value]]), "n": np.int32(3)}}
+        assert not verdict.is_healthy(RUN, state_of(**poison), at)
 
 
 @pytest.mark.usefixtures("windows")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,12 +38,7 @@ class Seen:
 
 
 def test_looks_at_scales_are_read_nine_steps_later_or_when_asked(monkeypatch):
-    taken = []
-
-    def take_look(*args, **options):
-        taken.append((args, options))
-        return len(taken)
-
+    take_look = mock.Mock(side_effect=range(1, 99))
     monkeypatch.setattr(looks, "take_look", take_look)
     monkeypatch.setattr(looks, "named_sites", lambda state: state.sites)
     plan = SimpleNamespace(choice=SimpleNamespace(recipe="recipe"))
@@ -51,7 +47,7 @@ def test_looks_at_scales_are_read_nine_steps_later_or_when_asked(monkeypatch):
         config=SimpleNamespace(loop=SimpleNamespace(batch_size=32)),
         splits=SimpleNamespace(train="data"),
     )
-    batch, said = SimpleNamespace(dense=np.ones((2, 3), np.float32)), []
+    batch, said = SimpleNamespace(dense=np.float32(5)), []
     state = SimpleNamespace(sites={"a": "scales"}, skipped=4)
     progress = dataclasses.replace(PROGRESS, scale_watch=Seen())
     own = Looks(said.append)
@@ -60,20 +56,17 @@ def test_looks_at_scales_are_read_nine_steps_later_or_when_asked(monkeypatch):
     assert progress.scale_watch == Seen() and said == []
     progress = own.after(run, state, progress, batch)
     assert progress.scale_watch.looks == ((1, "data", 32),) and said == ["look 1"]
-    (args, options) = taken[0]
-    assert args[:2] == ({"a": "scales"}, {"a": "recipe"})
-    np.testing.assert_array_equal(args[2], batch.dense)
-    assert options == {"step": 8, "position": PROGRESS.position, "skipped": 4}
+    options = {"step": 8, "position": PROGRESS.position, "skipped": 4}
+    expected = mock.call({"a": "scales"}, {"a": "recipe"}, 5, **options)
+    assert take_look.mock_calls == [expected] * 9
     progress = own.read(run, progress)
     assert [look for look, *_ in progress.scale_watch.looks] == list(range(1, 10))
     assert said == [f"look {i}" for i in (1, 3, 5, 7, 9)]
-
     own.after(run, state, progress, batch)
     own.drop()
-    assert own.read(run, progress) == progress
     # A model without delayed scales has none to look at.
     own.after(run, SimpleNamespace(sites={}), progress, batch)
-    assert len(taken) == 10
+    assert own.read(run, progress) == progress and take_look.call_count == 10
 
 
 def site_of(path, provider="xla", name=DELAYED, **options):
@@ -117,35 +110,24 @@ SITES = {
 
 @pytest.fixture
 def observing(monkeypatch):
-    """What the observing steps of looks are made of; they see errors 1.0 and 2.0."""
-    made = []
+    """The observing steps of looks, which see errors 1.0 and 2.0, by two recipes."""
 
-    def make_observe_step(*given):
-        made.append(given)
-
-        def observe(state, part, total_weight):
-            errors = SimpleNamespace(relative_l2=(1.0, 2.0))
-            seen = SimpleNamespace(errors=errors, rows=len(part.dense), of=total_weight)
-            return dict.fromkeys(SITES, seen)
-
-        return observe
+    def observe(state, part, total_weight):
+        errors = SimpleNamespace(relative_l2=(1.0, 2.0))
+        seen = SimpleNamespace(errors=errors, rows=len(part.dense), of=total_weight)
+        return dict.fromkeys(SITES, seen)
 
     def health(sample, error, recipe, scales, *, fp8_results, limits):
-        assert limits == "limits"
-        has_cast = float(recipe == RECIPE)
-        numbers = error, sample.rows, sample.of, getattr(scales, "seen", 0.0), has_cast
-        numbers = *numbers, len(fp8_results)
+        numbers = error, sample.rows, sample.of, getattr(scales, "seen", 0.0)
+        numbers = *numbers, float(recipe == RECIPE), len(fp8_results)
         return [jnp.broadcast_to(jnp.float32(x), 3) for x in numbers]
 
-    monkeypatch.setattr(drift_looks, "make_observe_step", make_observe_step)
-    monkeypatch.setattr(drift_looks, "health", health)
-    monkeypatch.setattr(drift_looks, "by_path", lambda seen: seen)
-    monkeypatch.setattr(
-        drift_looks,
-        "named_sites",
-        lambda state: {path: SimpleNamespace(seen=x) for path, x in state.items()},
-    )
-    return made
+    make_observe_step = mock.Mock(return_value=observe)
+    by_path = lambda state: {k: SimpleNamespace(seen=x) for k, x in state.items()}  # noqa: E731
+    parts = dict(health=health, by_path=lambda seen: seen, named_sites=by_path)
+    for name, part in (parts | {"make_observe_step": make_observe_step}).items():
+        monkeypatch.setattr(drift_looks, name, part)
+    return make_observe_step
 
 
 @pytest.mark.parametrize(
@@ -157,19 +139,10 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     observing, monkeypatch, microbatches, devices, most, rows
 ):
     monkeypatch.setattr(drift_looks, "MAX_ROWS", most)
-    spread = devices and SimpleNamespace(
-        mesh=SimpleNamespace(size=devices), everywhere=lambda step: step
-    )
-    run = SimpleNamespace(
-        config=SimpleNamespace(
-            loop=SimpleNamespace(microbatches=microbatches),
-            dispatch=SimpleNamespace(limits="limits"),
-            optim=SimpleNamespace(task_weights="weights"),
-        ),
-        planned="model",
-        tables="tables",
-        spread=spread,
-    )
+    run = mock.Mock(spread=devices and mock.Mock())
+    run.config.loop.microbatches = microbatches
+    if devices:
+        run.spread.mesh.size, run.spread.everywhere = devices, lambda step: step
     look = drift_looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
@@ -179,7 +152,8 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     for path, (error, *scales_and_casts) in of_sites.items():
         want = [error, rows, 12.0, *scales_and_casts]
         np.testing.assert_allclose(found[path], [want] * 3)
-    ((model, tables, observer, weights, *look_up),) = observing
-    assert (model, tables, weights) == ("model", "tables", "weights")
+    model, tables, observer, weights, *look_up = observing.call_args.args
+    given = run.planned, run.tables, run.config.optim.task_weights
+    assert (model, tables, weights) == given
     assert (observer.recipes, observer.max_rows) == ((ROWWISE, RECIPE), most)
     assert look_up == ([drift_looks.look_up_everywhere] if devices else [])

@@ -14,23 +14,12 @@ from loka_jax.train.watch.guard import Diverged, Guard
 from loka_jax.train.watch.host_state import Progress
 from loka_jax.train.watch.restore import Moment
 from loka_jax.train.watch.scale_watch import ScaleWatch
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Stands for the device's state."""
-
-    table: str
-    lr_scale: float = 1.0
+from tests.support.loop import start_state
 
 
 def progress_of(step, lr_scale=1.0, **options):
-    return Progress(
-        step=step,
-        position=Position(0, step, 3),
-        plateau=Plateau(lr_scale=lr_scale),
-        **options,
-    )
+    options["plateau"] = Plateau(lr_scale=lr_scale)
+    return Progress(step=step, position=Position(0, step, 3), **options)
 
 
 SAVED = progress_of(8, 0.5, returns=("older",), seconds=3.0)
@@ -38,41 +27,30 @@ FAILED = progress_of(11, 0.25, returns=("one", "two"), seconds=9.0)
 
 
 def gone_back(monkeypatch, saved="newest", progress=FAILED, wanted="go_back"):
-    """Returns where a run goes back to, and what was restored."""
-    asked = []
-
-    def restored(*given):
-        asked.append(given)
-        return Moment("run of then", State("rows of then"), SAVED)
-
-    monkeypatch.setattr(restore, "restored", restored)
+    """Returns where a run goes back to."""
+    rows = dataclasses.replace(start_state(), table="rows of then")
+    then = Moment("run of then", rows, SAVED)
+    monkeypatch.setattr(restore, "restored", lambda *_: then)
     checkpoints = SimpleNamespace(newest=lambda: saved)
     loop = SimpleNamespace(on_divergence=wanted)
     run = SimpleNamespace(config=SimpleNamespace(loop=loop))
-    found = restore.gone_back(Diverged("It grew."), checkpoints, run, progress)
-    assert asked in ([], [(checkpoints, "newest", run)])
-    return found
+    return restore.gone_back(Diverged("It grew."), checkpoints, run, progress)
 
 
 def test_a_run_goes_back_with_half_the_rates_and_the_batches_to_come(monkeypatch):
     run, state, progress = gone_back(monkeypatch)
-    assert run == "run of then" and state.table == "rows of then"
+    assert (run, state.table) == ("run of then", "rows of then")
     # Half of the lower one, that of the divergence.
     assert float(state.lr_scale) == progress.plateau.lr_scale == 0.125
     said = "It grew. Went back to step 8, learning rates halved."
-    assert progress == dataclasses.replace(
-        SAVED,
-        position=FAILED.position,
-        plateau=Plateau(lr_scale=0.125),
-        returns=("one", "two", said),
-    )
+    plateau, returns = Plateau(lr_scale=0.125), ("one", "two", said)
+    changed = dict(position=FAILED.position, plateau=plateau, returns=returns)
+    assert progress == dataclasses.replace(SAVED, **changed)
     lower = progress_of(11, 0.75)
     assert gone_back(monkeypatch, progress=lower)[1].lr_scale == 0.25  # half of SAVED's
 
 
-def test_a_run_does_not_go_back_unasked_without_a_checkpoint_or_a_fourth_time(
-    monkeypatch,
-):
+def test_a_run_does_not_go_back_unasked_without_a_checkpoint_or_often(monkeypatch):
     often = progress_of(11, returns=("one", "two", "three"))
     for options in ({"wanted": "stop"}, {"saved": None}, {"progress": often}):
         assert gone_back(monkeypatch, **options) is None
