@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax import nn
-from loka_jax.data import WHOLE, Part, Position
+from loka_jax.data import WHOLE, Position
 from loka_jax.optim import OptimConfig, make_schedule
 from loka_jax.train import build as build_lib
 from loka_jax.train import build_in_turn
@@ -17,13 +17,10 @@ from loka_jax.train.build import build
 from loka_jax.train.config import EmbeddingConfig
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.mesh.gradient_sum import GradientSum
-from loka_jax.train.mesh.mesh_step import StepOptions
 from loka_jax.train.processes.group import Processes
 from tests.support import train as support
 from tests.support import without_data
 from tests.support.train import digest
-
-PROBE = nn.ProbeConfig()
 
 
 @pytest.fixture(autouse=True)
@@ -62,68 +59,33 @@ def test_the_seed_decides_the_start():
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def make_train_step(monkeypatch):
     """Lets programs be the options that they are compiled with."""
+    made = mock.Mock(return_value="step")
     monkeypatch.setattr(build_lib, "untuned_here", lambda: {"tuned": False})
     monkeypatch.setattr(build_lib, "one_after_another", lambda step: f"several {step}")
-    steps = SimpleNamespace(alone=mock.Mock(return_value="step"), mesh=mock.Mock())
-    monkeypatch.setattr(build_lib, "make_train_step", steps.alone)
-    monkeypatch.setattr(build_lib, "make_mesh_train_step", steps.mesh)
-    return steps
-
-
-OPTIONS = dict(dropout_seed=5, task_weights=(), microbatches=2)
-
-
-def test_a_step_is_made_with_the_options_of_the_run(compiled, monkeypatch):
-    run = run_of(microbatches=2)
+    monkeypatch.setattr(build_lib, "make_train_step", made)
     monkeypatch.setattr(jax, "jit", lambda step, **options: (step, options))
+    return made
+
+
+def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
+    run = run_of(microbatches=2)
     parts = run.tables, run.optimizer, run.row_update
+    fixed = dict(dropout_seed=5, task_weights=(), microbatches=2)
     for initialized, options in ((False, {"tuned": False}), (True, {})):
         taken = run.train_step(scales_initialized=initialized)
         expected = {"donate_argnums": 0, "compiler_options": options}
         assert taken._step == ("several step", expected) and not taken._is_observed
         model = dataclasses.replace(run.planned, scales_initialized=initialized)
-        compiled.alone.assert_called_with(model, *parts, **OPTIONS, probe=None)
+        make_train_step.assert_called_with(model, *parts, **fixed, probe=None)
     # They are made once, and again for what differs.
-    step = run.step
-    assert run.step is step and compiled.alone.call_count == 2
-    observed = run.train_step(scales_initialized=True, probe=PROBE)
-    assert observed._is_observed and compiled.alone.call_args.kwargs["probe"] == PROBE
+    step, probe = run.step, nn.ProbeConfig()
+    assert run.step is step and make_train_step.call_count == 2
+    observed = run.train_step(scales_initialized=True, probe=probe)
+    assert observed._is_observed and make_train_step.call_args.kwargs["probe"] == probe
     assert run.train_step(scales_initialized=True, steps=2) is not step
     assert run.replanned(run.plan.changed({})).step is not step
-
-
-def run_over_devices():
-    router = SimpleNamespace(sharding="sharding")
-    spread = SimpleNamespace(wire="wire", mesh=SimpleNamespace(size=4), router=router)
-    spread.train_program = mock.Mock(return_value="program")
-    summed = GradientSum("int8", "as asked", 8)
-    run = run_of(microbatches=2, steps_per_call=3)
-    return dataclasses.replace(run, spread=spread, summed=summed)
-
-
-def test_a_step_over_devices_is_made_with_the_same_options(compiled):
-    run = run_over_devices()
-    step = run.train_step(scales_initialized=False, probe=PROBE, steps=3)
-    parts = run.planned, run.tables, run.optimizer, run.row_update
-    options = StepOptions(**OPTIONS, probe=PROBE)
-    compiled.mesh.assert_called_once_with(*parts, "wire", options, "int8")
-    made = compiled.mesh.return_value
-    run.spread.train_program.assert_called_once_with(made, 3, {"tuned": False})
-    assert step._step == "program" and step._is_observed
-
-
-def test_each_process_reads_its_part(monkeypatch):
-    alone, run = run_of(), run_over_devices()
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(build_lib, "placed", lambda *given: given)
-    data = mock.Mock()
-    for one, part in ((alone, WHOLE), (run, Part(1, 2))):
-        found, place = one.read(data, 7), Position(0, 7, 0)
-        data.batch.assert_called_with(place, 32, shuffle=False, part=part)
-    assert found == (data.batch.return_value, "sharding", Part(1, 2))
 
 
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])
@@ -164,7 +126,10 @@ def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
     same = lambda _, text: said.append(text) or TOLD  # noqa: E731
     monkeypatch.setattr(Processes, "same", same)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    own = dataclasses.replace(run_over_devices(), reviewer="reviewer")
+    summed = GradientSum("int8", "as asked", 8)
+    spread = SimpleNamespace(mesh=SimpleNamespace(size=4))
+    changes = dict(summed=summed, reviewer="reviewer", spread=spread)
+    own = dataclasses.replace(run_of(), **changes)
     build_run = lambda plan: events.append(plan) or own  # noqa: E731
     run = build_in_turn.built_in_turn(Processes(index, 2), build_run, "saved")
     assert events == (["built", {"a": 1}] if index else ["saved", "built"])

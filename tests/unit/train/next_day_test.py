@@ -35,23 +35,18 @@ def source():
 
 def test_a_day_is_scored_before_a_run_is_trained_on_it(monkeypatch, source):
     data = DataConfig(kind="table", path="/data/tuesday.csv")
-    made, asked, out = make_loop(support.config(data=data)), [], io.StringIO()
-
-    def quality(*args):
-        asked.append(args)
-        return {"auc": None, "logloss": 0.25, "ne": 0.5, "calibration": 1.0}
-
+    made, out = make_loop(support.config(data=data)), io.StringIO()
+    values = {"auc": None, "logloss": 0.25, "ne": 0.5, "calibration": 1.0}
+    quality = mock.Mock(return_value=values)
     monkeypatch.setattr(next_day, "quality", quality)
     next_day.begin(made.loop, source, Console(file=out, width=200))
-    assert asked == [(made.run, made.loop.state, made.run.splits.train)]
+    quality.assert_called_once_with(made.run, made.loop.state, made.run.splits.train)
     first, last = made.loop.progress.days
-    assert first == MONDAY
+    assert (first, made.loop.progress.step) == (MONDAY, 0)
     assert (last["data"], last["examples"], last["ne"]) == ("tuesday.csv", 148, 0.5)
-    assert made.loop.progress.step == 0
-    said = out.getvalue()
-    assert "Going on from step 7 of one." in said
     scored = "tuesday.csv (148 rows): AUC n/a  log loss 0.25000  NE 0.50000"
-    assert f"Before training on {scored}" in said
+    assert "Going on from step 7 of one." in out.getvalue()
+    assert f"Before training on {scored}" in out.getvalue()
 
 
 def test_schedules_start_anew_and_moments_go_on():
@@ -87,14 +82,3 @@ def test_another_model_or_optimizer_is_refused(monkeypatch, source, change, name
     assert next_day.source_of(other) is source
     open_run.assert_called_with(source.workdir, best=True)  # the state that was judged
     assert next_day.source_of(support.config()) is None
-
-
-def test_the_encoding_is_that_of_the_checkpoint_or_of_the_other_run(
-    monkeypatch, source
-):
-    monkeypatch.setattr(next_day.run_encoding, "read", lambda *args: args)
-    monkeypatch.setattr(SourceRun, "encoding", lambda self: "of the other run")
-    mine = pathlib.Path("two")
-    assert next_day.base_of(source.saved, source, mine) == (source.saved, mine)
-    assert next_day.base_of(None, source, mine) == "of the other run"
-    assert next_day.base_of(None, None, mine) is None

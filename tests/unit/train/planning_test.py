@@ -1,6 +1,7 @@
 """Which plan a run follows, and what is said of it."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import pytest
@@ -32,67 +33,49 @@ def _config(*, plan="auto", rules=(), every=None):
     return dataclasses.replace(config, probe=probe)
 
 
-def _choices(config):
-    return {path: one.name for path, one in build_lib.build(config).plan.choices}
-
-
 def test_a_table_decides(tmp_path):
     path = support.write_table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
-    assert set(dict(run.plan.choices)) == {s.path for s in run.sites if s.spec.n > 1}
     planned = {site.path: site.recipe for site in run.sites if site.spec.n > 1}
     assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
+    assert set(dict(run.plan.choices)) == set(planned) and run.reviewer is None
 
 
 @pytest.mark.parametrize(
-    "source, every, least_seconds, observed",
+    "source, every, least_seconds, processes, observed",
     [
-        ("another", None, 20.0, planning.OBSERVE_EVERY),
-        ("another", None, 20.1, 0),
-        ("another", 0, 0.0, 0),
-        ("another", 7, 100.0, 7),
-        ("small", None, 0.0, 0),
+        ("another", None, 20.0, 1, planning.OBSERVE_EVERY),
+        ("another", None, 20.1, 1, 0),  # a short run
+        ("another", None, 20.0, 2, 0),  # whose reviews would change plans apart
+        ("another", 0, 0.0, 1, 0),
+        ("another", 7, 100.0, 1, 7),
+        ("small", None, 0.0, 1, 0),  # errors are known
     ],
-    ids=["unknown errors", "short run", "forbidden", "asked", "known errors"],
 )
 def test_a_run_is_observed_where_errors_keep_fp8_out(
-    tmp_path, monkeypatch, source, every, least_seconds, observed
+    tmp_path, monkeypatch, source, every, least_seconds, processes, observed
 ):
     monkeypatch.setattr(planning, "OBSERVING_SECONDS", least_seconds)
     times = {"bf16_us": 1e6, "fp8_us": 5e5}  # saves 20 s: 20 steps, two sites of FP8
     path = support.write_table(tmp_path / "table.json", source=source, **times)
-    run = build_lib.build(_config(plan=str(path), every=every))
-    assert run.config.probe.every == observed
-    assert (run.reviewer is not None) == bool(observed)
-    said = any("FP8 may make the sites" in note for note in run.plan_notes)
+    sites = build_lib.build(_config()).sites
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    chosen = planning.choose_plan(_config(plan=str(path), every=every), sites, 20)
+    assert chosen.observe_every == observed
+    said = any("FP8 may make the sites" in note for note in chosen.notes)
     assert said == (every is None and bool(observed))
 
 
-def test_one_of_several_processes_is_not_observed(tmp_path, monkeypatch):
-    """A review by times that each has measured would change their plans apart."""
-    monkeypatch.setattr(planning, "OBSERVING_SECONDS", 0.0)
-    path = support.write_table(tmp_path / "table.json", source="another")
-    sites = build_lib.build(_config()).sites
-    chosen = planning.choose_plan(_config(plan=str(path)), sites, 20)
-    assert chosen.observe_every == planning.OBSERVE_EVERY
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert planning.choose_plan(_config(plan=str(path)), sites, 20).observe_every == 0
-
-
-@pytest.mark.parametrize(
-    "header, why",
-    [
+def test_a_table_that_does_not_hold_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    for header, why in (
         ({"device_kind": "NVIDIA B200"}, "NVIDIA B200"),
         ({"jax": "0.1"}, "jax 0.1"),
         ({"kernels": "x"}, "kernels have changed"),
-    ],
-    ids=["device", "version", "kernels"],
-)
-def test_a_table_that_does_not_hold_is_refused(tmp_path, header, why):
-    path = tmp_path / "table.json"
-    support.write_table(path, dataclasses.replace(header_here(), **header))
-    with pytest.raises(ValueError, match=f"{path}.*{why}"):
-        build_lib.build(_config(plan=str(path)))
+    ):
+        support.write_table(path, dataclasses.replace(header_here(), **header))
+        with pytest.raises(ValueError, match=f"{path}.*{why}"):
+            build_lib.build(_config(plan=str(path)))
 
 
 def _plan_file(path, choice):
@@ -101,13 +84,18 @@ def _plan_file(path, choice):
     return str(path)
 
 
-def test_a_plan_file_decides_and_rules_have_the_last_word(tmp_path):
+@pytest.mark.parametrize(
+    "options, choice",
+    [
+        ({}, ROW),
+        ({"rules": ("top_mlp/*=bf16",)}, "xla bf16"),
+        ({"plan": "off", "rules": ("top_mlp/*=fp8_rowwise",)}, ROW),
+    ],
+)
+def test_a_plan_file_decides_and_rules_have_the_last_word(tmp_path, options, choice):
     path = _plan_file(tmp_path / "plan.json", ROW)
-    assert _choices(_config(plan=path)) == {"top_mlp/dense_0": ROW}
-    config = _config(plan=path, rules=("top_mlp/*=bf16",))
-    assert _choices(config) == {"top_mlp/dense_0": "xla bf16"}
-    config = _config(plan="off", rules=("top_mlp/*=fp8_rowwise",))
-    assert _choices(config) == {"top_mlp/dense_0": ROW}
+    run = build_lib.build(_config(**{"plan": path} | options))
+    assert {k: v.name for k, v in run.plan.choices} == {"top_mlp/dense_0": choice}
 
 
 @pytest.mark.parametrize(
@@ -125,59 +113,40 @@ def test_what_cannot_be_followed_is_refused(tmp_path, choice, options, reason):
         build_lib.build(_config(**{"plan": path} | options))
 
 
-class Checked:
-    """Stands for the checks of plans; each changes what is known of times."""
-
-    def __init__(self, monkeypatch):
-        self.asked = []
-        monkeypatch.setattr(planning, "check_plan", self.check)
-
-    def check(self, make_plan, sites, performance, seconds, say):
-        self.asked.append((make_plan.keywords.get("errors"), performance, seconds, say))
-        known = f"checked {performance}"
-        return CheckedPlan(known, known, (known,))
-
-
 @pytest.mark.parametrize("every", [0, 3])
 def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, every):
-    checked = Checked(monkeypatch)
-    config, say = _config(plan="tune", every=every), lambda line: None
+    asked, say = [], lambda line: None
 
-    def tune_at_start(*given, **options):
-        assert given == ("sites", 7.0)
-        assert options == {"name": "small", "say": say}
-        return Local("tuned", ("a note",))
+    def check_plan(make_plan, sites, performance, *rest):
+        asked.append((make_plan.keywords.get("errors"), performance, *rest))
+        return CheckedPlan("plan", f"checked {performance}", ("checked",))
 
+    tune_at_start = mock.Mock(return_value=Local("tuned", ("a note",)))
+    monkeypatch.setattr(planning, "check_plan", check_plan)
     monkeypatch.setattr(planning, "tune_at_start", tune_at_start)
     monkeypatch.setattr(planning, "as_if_accurate", lambda sites: f"hope of {sites}")
-    chosen = planning.choose_plan(config, "sites", 20, say)
-    asked = [(None, "tuned", 5.0, say)]
+    chosen = planning.choose_plan(_config(plan="tune", every=every), "sites", 20, say)
+    tune_at_start.assert_called_once_with("sites", 7.0, name="small", say=say)
     # What a review may promote sites to is checked, too.
-    asked += [("hope of sites", "checked tuned", 5.0, say)] if every else []
-    assert checked.asked == asked
-    assert chosen.plan == "checked tuned" and chosen.observe_every == every
-    assert chosen.notes == ("a note", "checked tuned")
-    assert chosen.performance == ("checked " * len(asked)) + "tuned"
+    hope = [("hope of sites", "checked tuned", 5.0, say)] if every else []
+    assert asked == [(None, "tuned", 5.0, say), *hope]
+    assert (chosen.plan, chosen.notes) == ("plan", ("a note", "checked"))
+    assert chosen.performance == "checked " * len(asked) + "tuned"
 
 
 def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     path = support.write_table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
     saved, sites = as_json(run.plan), run.sites
-    config = _config(plan=str(path))
-    chosen = planning.resumed_plan(config, saved, sites)
-    assert dict(chosen.plan.choices) == dict(run.plan.choices)
-    assert (chosen.performance, chosen.observe_every) == (None, 0)
     observed = _config(plan=str(path), every=3)
+    chosen = planning.resumed_plan(_config(plan=str(path)), saved, sites)
+    assert (chosen.performance, chosen.observe_every) == (None, 0)
     chosen = planning.resumed_plan(observed, saved, sites)
-    assert chosen.performance is not None and chosen.observe_every == 3
-    assert chosen.notes == ()
+    assert (chosen.performance is None, chosen.observe_every) == (False, 3)
     path.unlink()  # the table is lost, the plan is not
     chosen = planning.resumed_plan(observed, saved, sites)
     assert dict(chosen.plan.choices) == dict(run.plan.choices)
-    (note,) = chosen.notes
-    assert note.startswith("Live errors will not change the plan: ")
-    assert chosen.performance is None
+    assert chosen.notes[0].startswith("Live errors will not change the plan: ")
     monkeypatch.setattr(planning, "local_performance", lambda: Local("known"))
     for plan, performance in (("off", None), ("auto", "known")):
         config = dataclasses.replace(observed, plan=plan)

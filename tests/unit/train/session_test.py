@@ -32,21 +32,16 @@ SAVED = Saved(4, {"plan": {"a": 1}, "data": {"rows": 148}}, {"params/w": {}})
 SOURCE = SourceRun(pathlib.Path("a"), config(), StandInCheckpoints("a", []), SAVED)
 
 
-def built(config, rows=148):
-    """Returns a run over generated data of so many rows, which keep no encoding."""
-    run = StandInRun(config, [], 8)
-    vars(run.splits).update(identity={"rows": rows}, encoding_digest=None)
-    return run
-
-
 @pytest.fixture
 def sessions(monkeypatch):
-    """Lets sessions run with stand-ins for data and steps."""
+    """Lets sessions run with stand-ins for data, which keep no encoding, and steps."""
     found = types.SimpleNamespace(built_with=[], rows=148, judged=[], room_for=[])
 
     def build(config, console, display, plan=None, base=None):
         found.built_with.append((plan, base))
-        return built(config, found.rows)
+        run = StandInRun(config, [], 8)
+        vars(run.splits).update(identity={"rows": found.rows}, encoding_digest=None)
+        return run
 
     values = dict(auc=0.7, logloss=0.5, calibration=1.0)
     monkeypatch.setattr(session, "_build", build)
@@ -81,11 +76,9 @@ def train(config):
     ],
 )
 def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(
-    tmp_path, monkeypatch, module, name, number
+    tmp_path, monkeypatch, sessions, module, name, number
 ):
-    build = lambda config, *_, **__: built(config)  # noqa: E731
-    monkeypatch.setattr(session, "_build", build)
-    plain = getattr(module, name)
+    plain, handler = getattr(module, name), signal.getsignal(number)
 
     def signalled(*args, **options):
         os.kill(os.getpid(), number)
@@ -93,7 +86,6 @@ def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(
 
     monkeypatch.setattr(module, name, signalled)
     monkeypatch.setattr(Loop, "train", lambda *_: pytest.fail("went on"))
-    handler = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
         train(config(tmp_path / "runs" / "run"))
     assert ended.value.code == 128 + number
@@ -110,25 +102,22 @@ def steps_in(folder):
 
 def test_a_session_leaves_a_run_that_was_judged_by_its_best_state(tmp_path, sessions):
     done, said = train(config(tmp_path, **OPTIONS))
-    assert (done.exit_code, done.workdir) == (0, tmp_path)
-    assert done.state is not None and int(done.state.step) == 8
+    assert (done.exit_code, done.workdir, int(done.state.step)) == (0, tmp_path, 8)
     assert steps_in(tmp_path / "checkpoints") == [6, 8]
     assert steps_in(tmp_path / "best") == [4]
     found = support.summary(tmp_path)
-    names = ("finished", "steps", "final_step", "final_split")
-    assert [found[name] for name in names] == [True, 8, 4, "test"]
+    assert (found["finished"], found["steps"], found["final_step"]) == (True, 8, 4)
     assert (found["final_eval"]["ne"], found["best_valid"]["step"]) == (4, 4)
     assert sessions.judged == [(4, "the test rows")]
     assert sessions.room_for == [2]  # the newest states, and the best
     assert "step 4, the best by NE" in said and (tmp_path / "report.html").exists()
-    assert sessions.built_with == [(None, None)]
     with pytest.raises(ValueError, match="holds a run already"):
         train(config(tmp_path, **OPTIONS))
 
 
 def test_a_stopped_session_goes_on_where_it_was(tmp_path, monkeypatch, sessions):
     train(config(tmp_path / "whole", **OPTIONS))
-    plain = Steps.__call__
+    plain, cut = Steps.__call__, tmp_path / "cut"
 
     def stop(self, state, *batches):
         if int(state.step) == 4:
@@ -137,66 +126,53 @@ def test_a_stopped_session_goes_on_where_it_was(tmp_path, monkeypatch, sessions)
 
     with monkeypatch.context() as patch:
         patch.setattr(Steps, "__call__", stop)
-        done, said = train(config(tmp_path / "cut", **OPTIONS))
+        done, said = train(config(cut, **OPTIONS))
     assert done.exit_code == 143 and "Stopped at step 5, and saved" in said
-    found = support.summary(tmp_path / "cut")
+    found = support.summary(cut)
     assert (found["finished"], found["final_eval"], found["steps"]) == (False, None, 5)
-    assert len(sessions.judged) == 1  # the run that was not stopped
-    resumed = config(tmp_path / "cut", resume=True, **OPTIONS)
+    resumed = config(cut, resume=True, **OPTIONS)
     sessions.rows = 99
     with pytest.raises(ValueError, match="the data differ .*rows: saved 148, now 99"):
         train(resumed)
     sessions.rows = 148
-    best = tmp_path / "cut" / "best"
-    shutil.copytree(best / "4", best / "9")  # of a step that is taken again
+    shutil.copytree(cut / "best" / "4", cut / "best" / "9")  # a step taken again
     done, said = train(resumed)
     assert done.exit_code == 0 and "Resuming at step 5." in said
     assert sessions.built_with[-1] == ({}, None)  # the plan that was saved
-    lines = [support.lines(tmp_path / name) for name in ("whole", "cut")]
-    assert lines[0] == lines[1]
+    assert support.lines(tmp_path / "whole") == support.lines(cut)
     both = [support.summary(tmp_path / name) for name in ("whole", "cut")]
     for name in ("final_eval", "final_step", "examples", "steps"):
         assert both[0][name] == both[1][name]
-    assert steps_in(best) == [4]
+    assert steps_in(cut / "best") == [4]
 
 
 def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
     def begin(loop, *_):
-        day = {"data": "tuesday.csv"}
-        loop.progress = dataclasses.replace(loop.progress, days=(day,))
+        loop.progress = dataclasses.replace(loop.progress, days=({"data": "a.csv"},))
 
     bad_ids = dataclasses.replace(start_state(), bad_ids=jnp.asarray(np.int32(3)))
-    parts = {
-        "source_of": lambda *_: SOURCE,
-        "base_of": lambda *_: "its encoding",
-        "initial_state": lambda *_: bad_ids,
-        "begin": begin,
-    }
-    for name, part in parts.items():
-        monkeypatch.setattr(session.next_day, name, part)
+    returned = dict(source_of=SOURCE, base_of="its encoding", initial_state=bad_ids)
+    for name, value in returned.items():
+        monkeypatch.setattr(session.next_day, name, lambda *_, value=value: value)
+    monkeypatch.setattr(session.next_day, "begin", begin)
     train(config(tmp_path, seed=5, **OPTIONS | {"patience": None}))
-    assert support.summary(tmp_path)["final_state"] == "step 8, the last"
+    found = support.summary(tmp_path)
+    assert (found["final_state"], found["bad_ids"]) == ("step 8, the last", 3)
     assert sessions.room_for == [1]
     assert sessions.built_with == [({"a": 1}, "its encoding")]
-    assert support.summary(tmp_path)["bad_ids"] == 3
     first, *others = support.lines(tmp_path)
-    assert (first["kind"], first["step"], first["data"]) == ("day", 0, "tuesday.csv")
+    assert (first["kind"], first["step"], first["data"]) == ("day", 0, "a.csv")
     assert len(others) == 8 + 4  # its own steps, and their evaluations
 
 
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
-    assert session._plan_of(SAVED) == session._plan_of(SOURCE) == {"a": 1}
-    assert session._plan_of(None) is None
-    assert session._plan_of(SAVED._replace(meta={})) == {}
+    sources = (SAVED, SOURCE, None, SAVED._replace(meta={}))
+    assert [*map(session._plan_of, sources)] == [{"a": 1}, {"a": 1}, None, {}]
     observed = SAVED._replace(leaves={"probe/site": {}})
-    plain = config()
-    often = dataclasses.replace(plain, probe=ProbeOptions(every=7))
-    every = [
-        session._observed_as(saved, asked).probe.every
-        for asked in (dataclasses.replace(plain, probe=ProbeOptions(every=None)), often)
-        for saved in (None, SAVED, observed)
-    ]
-    assert every == [None, 0, OBSERVE_EVERY, 7, 7, 7]
+    for asked, expected in ((None, (None, 0, OBSERVE_EVERY)), (7, (7, 7, 7))):
+        run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
+        for saved, every in zip((None, SAVED, observed), expected, strict=True):
+            assert session._observed_as(saved, run).probe.every == every
 
 
 def test_options_that_decide_what_a_run_learns_may_not_change():

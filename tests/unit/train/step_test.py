@@ -21,7 +21,6 @@ from loka_jax.train.step import (
     make_eval_step,
     make_train_step,
     named_sites,
-    one_after_another,
     scales_initialized,
     update_table,
 )
@@ -201,14 +200,6 @@ def test_microbatches_are_accumulated_in_order():
     assert float(stats["mean"]) == 10_000 + 8000 + 200 + 40 + 1
     # Zeros, with which the maximum begins, are neutral: amaxes are none below.
     np.testing.assert_array_equal(grads.fp8["site"].table[:, 0], [8, 0, 1])
-
-
-def test_several_steps_by_one_call_follow_one_another():
-    steps = one_after_another(lambda state, batch: {"x": state["x"] * 10 + batch})
-    start = {"x": jnp.float32(1)}
-    assert float(steps(start, 2.0, 3.0, 4.0)["x"]) == 1234
-    text = str(jax.make_jaxpr(steps)(start, 2.0, 3.0, 4.0))
-    assert text.count("optimization_barrier") == 2  # between steps, and not before
 
 
 class Stateful(linen.Module):

@@ -70,17 +70,15 @@ def test_numbers_of_an_evaluation_leave_out_missing_labels():
 
 
 def test_numbers_by_task():
-    numbers = {
-        "click": {"auc": 0.5, "logloss": 0.4, "ne": 1.0, "calibration": 1.2},
-        "buy": {"auc": 0.7, "logloss": 0.2, "ne": None, "calibration": 0.8},
-    }
+    click = {"auc": 0.5, "logloss": 0.4, "ne": 1.0, "calibration": 1.2}
+    buy = {"auc": 0.7, "logloss": 0.2, "ne": None, "calibration": 0.8}
+    numbers = {"click": click, "buy": buy}
     found = tasks.by_task(numbers)
-    assert found["auc"] == 0.6 and found["logloss"] == pytest.approx(0.3)
-    assert found["ne"] is None and found["calibration"] is None
-    assert found["tasks"] == numbers
+    means = dict(auc=0.6, logloss=pytest.approx(0.3), ne=None, calibration=None)
+    assert found == means | {"tasks": numbers}
     assert measure(found, OptimConfig(best_by="auc")) == 0.6
     assert measure(found, OptimConfig(best_by="auc", best_task="buy")) == 0.7
-    assert tasks.by_task({"click": numbers["click"]}) is numbers["click"]
+    assert tasks.by_task({"click": click}) is click
 
 
 def test_observed_gradients_are_as_large_as_the_step_has():

@@ -2,6 +2,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +52,6 @@ def restore(directory, template=None, **kwargs):
         return checkpoints.restore(template or make_state(0), **kwargs)
 
 
-def sha256(text):
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Two checkpoints, steps 1 and 2; copy before harming."""
@@ -77,20 +74,17 @@ def test_every_leaf_comes_back_bit_for_bit(saved):
 def test_donated_buffers_do_not_reach_the_checkpoint(tmp_path):
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     state = {"table": jnp.arange(200_000.0)}
-    want = np.asarray(state["table"]).copy()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
-        template = {"table": overwrite(state["table"])}
-        _, got, _ = checkpoints.restore(template)
-    np.testing.assert_array_equal(got["table"], want)
+        _, got, _ = checkpoints.restore({"table": overwrite(state["table"])})
+    np.testing.assert_array_equal(got["table"], np.arange(200_000.0))
 
 
 def test_the_newest_checkpoints_stay(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 10, 9):
-            assert checkpoints.save(step, {"x": jnp.ones(3)}, {})
+        saved = [checkpoints.save(x, {"x": jnp.ones(3)}, {}) for x in (1, 2, 10, 9)]
         checkpoints.wait()
-        assert checkpoints.latest_step() == 10
+        assert all(saved) and checkpoints.latest_step() == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
 
 
@@ -107,6 +101,21 @@ def flip(file, _=None):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize("change", ["step", "../../secret"])
+def test_a_manifest_with_other_content_is_damage(copy, tmp_path, change):
+    """Even one with digests that fit."""
+    (tmp_path / "secret").write_text("x")
+    path, sha256 = copy / "2" / "manifest.json", lambda x: hashlib.sha256(x).hexdigest()
+    manifest = jsonfile.read(path)["manifest"]
+    if change == "step":
+        manifest["content"]["step"] = 7
+    else:
+        manifest["files"][change] = sha256(b"x")
+    digest = sha256(jsonfile.dumps(manifest).encode())
+    jsonfile.write(path, {"manifest": manifest, "sha256": digest})
+    assert restore(copy)[0] == 1
 
 
 def link_to(path, elsewhere):
@@ -132,8 +141,7 @@ def link_to(path, elsewhere):
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_used(
     name, harm, copy, tmp_path, caplog
 ):
-    step = copy / "2"
-    found = step.glob(name) if name else [step]
+    found = (copy / "2").glob(name) if name else [copy / "2"]
     path = max(found, key=lambda path: path.stat().st_size)
     harm(path, tmp_path)
     step, state, _ = restore(copy)
@@ -142,21 +150,6 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_used(
     assert not (copy / "2").exists() and any(copy.glob("*.damaged-1"))
     (record,) = [r for r in caplog.records if r.name.startswith("loka_jax")]
     assert name in ("", "default") or path.name in record.getMessage()
-
-
-@pytest.mark.parametrize("name", ["step", "../../secret"])
-def test_a_manifest_with_other_content_is_damage(copy, tmp_path, name):
-    """Even one with digests that fit."""
-    (tmp_path / "secret").write_text("x")
-    path = copy / "2" / "manifest.json"
-    manifest = jsonfile.read(path)["manifest"]
-    if name == "step":
-        manifest["content"]["step"] = 7
-    else:
-        manifest["files"][name] = sha256("x")
-    digest = sha256(jsonfile.dumps(manifest))
-    jsonfile.write(path, {"manifest": manifest, "sha256": digest})
-    assert restore(copy)[0] == 1
 
 
 def test_all_damaged_is_one_sentence_and_nothing_is_overwritten(copy):
@@ -188,23 +181,24 @@ def test_space_is_checked_before_the_first_step_and_before_each_save(
     def free(size):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
 
-    def needs(folders, size, count):
-        free(size)
+    def needs(folders, count):
+        free(440 * count)
         require_space(folders, state)
-        free(size - 1)
-        with pytest.raises(ValueError, match=f"needs {size:,} bytes for {count} more"):
+        free(440 * count - 1)
+        what = f"needs {440 * count:,} bytes for {count} more"
+        with pytest.raises(ValueError, match=what):
             require_space(folders, state)
 
     with newest, best:
-        needs([newest], 1320, 3)
-        needs([newest, best], 2200, 5)  # folders of one file system share its space
+        needs([newest], 3)
+        needs([newest, best], 5)  # folders of one file system share its space
         free(440)
         newest.save(1, state, {})
         newest.wait()
         free(439)
         with pytest.raises(ValueError, match="needs 440 bytes .*439 are free"):
             newest.save(2, state, {})
-        needs([newest], 2 * 440, 2)  # one more is kept, and one in progress
+        needs([newest], 2)  # one more is kept, and one in progress
 
 
 def test_a_folder_that_cannot_hold_checkpoints_is_refused(tmp_path):
@@ -221,12 +215,11 @@ def test_a_save_that_cannot_be_opened_again_is_no_checkpoint(tmp_path, monkeypat
         kept = {name: x for name, x in args.item.items() if name != "step"}
         return plain(self, step, args=ocp.args.PyTreeSave(kept), **kwargs)
 
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
     checkpoints = Checkpoints(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "save", save)
-        checkpoints.save(1, make_state(1), {})
-        with pytest.raises(OSError, match="step 1 could not be saved .*other arrays"):
-            checkpoints.wait()
+    checkpoints.save(1, make_state(1), {})
+    with pytest.raises(OSError, match="step 1 could not be saved .*other arrays"):
+        checkpoints.wait()
     assert checkpoints.latest_step() is None
     checkpoints.close()
 
@@ -252,15 +245,9 @@ def test_a_save_is_synced_to_the_disk_before_it_counts(tmp_path, monkeypatch):
 def test_a_save_that_fails_is_tried_again_and_then_surfaces(
     copy, monkeypatch, failures, newest
 ):
-    full = OSError(28, "No space left on device")
-    plain, errors = manifest.write, [full] * failures
-
-    def failing(path, content):
-        if errors:
-            raise errors.pop()
-        plain(path, content)
-
-    monkeypatch.setattr(manifest, "write", failing)
+    full, plain = OSError(28, "No space left on device"), manifest.write
+    write = mock.Mock(side_effect=[full] * failures + [mock.DEFAULT], wraps=plain)
+    monkeypatch.setattr(manifest, "write", write)
     message = "step 5 could not be saved .*No space left.*checkpoint is step 2"
     fails = pytest.raises(OSError, match=message)
     checkpoints = Checkpoints(copy)

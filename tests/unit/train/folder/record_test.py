@@ -18,11 +18,6 @@ SCORES = Scores(
 )
 
 
-def read(path):
-    """Returns the lines of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
 def run(workdir, steps, *, start=0, resume=False, **kwargs):
     """Logs the steps after `start` as a training loop would."""
     with RunRecord(workdir, config=CONFIG, resume=resume, **kwargs) as run_record:
@@ -39,8 +34,8 @@ def test_lines_are_on_disk_at_once(tmp_path):
     with RunRecord(tmp_path, config=CONFIG) as run_record:
         for step, loss in ((1, np.float32(0.5)), (2, float("nan"))):
             run_record.log({"step": step, "kind": "train", "loss": loss})
-        losses = [line["loss"] for line in read(tmp_path / "metrics.jsonl")]
-        assert losses == [0.5, None]
+        lines = (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]
+        assert [json.loads(line)["loss"] for line in lines] == [0.5, None]
 
 
 def test_a_resumed_run_leaves_the_files_of_one_never_stopped(tmp_path):
@@ -66,25 +61,23 @@ def test_a_run_that_starts_has_its_config_and_no_summary_of_an_earlier_end(tmp_p
     sites, end, found = (json.loads((tmp_path / x).read_text()) for x in names[:3])
     assert (sites, end) == ([{"path": "top_mlp/0"}], {"finished": True})
     assert (found["split"], found["examples"]) == ("test", 3)
-    (kept,) = read_scores(tmp_path).values()
-    assert [x.tolist() for x in kept] == [x.tolist() for x in SCORES[:3]]
     with RunRecord(tmp_path, config=CONFIG, resume=True) as run_record:
         run_record.start(2)
         assert not any((tmp_path / name).exists() for name in names[1:])
 
 
-@pytest.mark.parametrize(
-    "field, value", [("logits", np.inf), ("labels", 0.5), ("weights", 0.0)]
-)
-def test_scores_that_no_run_writes_are_refused(tmp_path, field, value):
+def test_scores_are_read_back_and_those_that_no_run_writes_refused(tmp_path):
     missing = SCORES._replace(labels=np.float32([0, np.nan, 1]))
     write_scores(tmp_path, {"a": SCORES, "b": missing})
-    assert read_scores(tmp_path)["b"].logits.tolist() == [-1, 3]
-    values = getattr(SCORES, field).copy()
-    values[1] = value
-    write_scores(tmp_path, {"a": SCORES._replace(**{field: values})})
-    with pytest.raises(ValueError, match="scores.npy is broken: delete it"):
-        read_scores(tmp_path)
+    found = read_scores(tmp_path)
+    assert [x.tolist() for x in found["a"]] == [x.tolist() for x in SCORES[:3]]
+    assert found["b"].logits.tolist() == [-1, 3]
+    for field, value in (("logits", np.inf), ("labels", 0.5), ("weights", 0.0)):
+        values = getattr(SCORES, field).copy()
+        values[1] = value
+        write_scores(tmp_path, {"a": SCORES._replace(**{field: values})})
+        with pytest.raises(ValueError, match="scores.npy is broken: delete it"):
+            read_scores(tmp_path)
 
 
 def test_a_run_that_never_starts_leaves_no_folder(tmp_path):
@@ -123,8 +116,7 @@ def test_a_run_resumes_with_options_that_may_change_and_no_others(tmp_path):
 @pytest.mark.parametrize("left", ["metrics.jsonl", "best/40"])
 def test_a_run_without_its_config_is_not_taken_over(left, tmp_path):
     (tmp_path / left).mkdir(parents=True)
-    name = left.partition("/")[0]
-    with pytest.raises(ValueError, match=f"{name} without config.json"):
+    with pytest.raises(ValueError, match=f"{left[:4]}.* without config.json"):
         RunRecord(tmp_path, config=CONFIG)
 
 

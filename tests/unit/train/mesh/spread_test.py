@@ -11,16 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from loka_jax.data import Batch
 from loka_jax.ops.swap import swapped
-from loka_jax.ops.tables import TableSpec, with_dims
-from loka_jax.optim import RowwiseAdagrad
+from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import AXES, SHARD, MeshConfig
 from loka_jax.train.mesh.spread import Spread, layout_of, spread_of
-from loka_jax.train.state import TrainState, table_keys
-from tests.support.mesh import in_order_of_rows
+from loka_jax.train.state import TrainState
 
 ONE = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
 TABLES = TableSpec(rows=(300, 5), dim=4)
-MIXED = with_dims(TABLES, (4, 2))
 PARTS = [field.name for field in dataclasses.fields(TrainState)]
 
 
@@ -64,25 +61,6 @@ def test_steps_of_a_call_route_the_batches_of_later_ones():
     # Of the second field all examples have one row.
     want = [[number, number + 1] for number in numbers]
     np.testing.assert_array_equal(state.table, want)
-
-
-def test_initial_rows_are_those_of_one_device():
-    narrow = [dataclasses.replace(spec, storage="bf16") for spec in MIXED.stacks]
-    tables = dataclasses.replace(MIXED, stacks=tuple(narrow))
-    spread = spread_of(ONE, MeshConfig(), tables)
-    key, other = jax.random.key(3), lambda key: state_of(step=jnp.int32(7), table=None)
-    start = spread.init(other, key, 0.5, RowwiseAdagrad())
-    assert int(start.step) == 7
-    keys = table_keys(jax.random.split(key)[1], tables)
-    for spec, one, table, row_state in zip(
-        tables.stacks, keys, start.table, start.row_state, strict=True
-    ):
-        rows = spec.total_rows
-        parts = jax.device_get({"table": table, "row_state": row_state})
-        found = in_order_of_rows(parts, rows)
-        want = 0.5 * jax.random.normal(one, (rows, spec.dim))
-        np.testing.assert_allclose(found["table"].astype("f4"), want, rtol=2.0**-8)
-        assert table.dtype == spec.dtype and not found["row_state"][0].any()
 
 
 def test_without_a_mesh_rows_lie_as_they_are_and_parts_of_a_state_on_it():

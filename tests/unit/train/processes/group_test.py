@@ -1,12 +1,12 @@
 """How a process finds the others of its run."""
 
 import os
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from loka_jax.launch.processes import Job, environment_of
 from loka_jax.train.processes import group
 from loka_jax.train.processes.group import (
     Processes,
@@ -17,21 +17,10 @@ from loka_jax.train.processes.group import (
     start,
 )
 
-TORCHRUN = {
-    "MASTER_ADDR": "10.0.0.7",
-    "MASTER_PORT": "29500",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-}
-
-
-OF_TORCHRUN = {
-    "coordinator_address": "10.0.0.7:29500",
-    "num_processes": 8,
-    "process_id": 5,
-    "local_device_ids": [1],
-}
+TORCHRUN = dict(MASTER_ADDR="10.0.0.7", MASTER_PORT="29500")
+TORCHRUN |= dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1")
+RUN = dict(coordinator_address="10.0.0.7:29500")
+RUN |= dict(num_processes=8, process_id=5, local_device_ids=[1])
 
 
 @pytest.mark.parametrize(
@@ -42,10 +31,10 @@ OF_TORCHRUN = {
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, None),  # a shell in an allocation
         ({"SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_STEP_NUM_TASKS": "4"}, {}),  # JAX reads the variables itself
-        (TORCHRUN, OF_TORCHRUN),
+        (TORCHRUN, RUN),
         (  # The port is that of its own store.
             TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
-            OF_TORCHRUN | {"coordinator_address": "10.0.0.7:29501"},
+            RUN | {"coordinator_address": "10.0.0.7:29501"},
         ),
     ],
 )
@@ -62,18 +51,6 @@ def test_processes_of_a_host_and_hosts_are_counted(monkeypatch):
     assert hosts({"LOCAL_WORLD_SIZE": "16"}) == 1
 
 
-def test_what_the_launcher_sets_is_understood_and_stays_on_this_machine(tmp_path):
-    job = Job(command=("x.py",), processes=4, logs=tmp_path)
-    found = connection(environment_of(job, 3, 4567, {"WORLD_SIZE": "9"}))
-    assert found == {
-        "coordinator_address": "127.0.0.1:4567",
-        "coordinator_bind_address": "127.0.0.1:4567",
-        "num_processes": 4,
-        "process_id": 3,
-        "local_device_ids": [3],
-    }
-
-
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name):
     rest = {key: value for key, value in TORCHRUN.items() if key != name}
@@ -81,59 +58,46 @@ def test_a_missing_variable_is_named(name):
         connection(rest)
 
 
-class Left(Exception):
-    """Stands for the immediate end of the process."""
-
-
-def fail(error):
-    raise error
-
-
 # 143 is of a run that all processes have saved: they end together.
 @pytest.mark.parametrize(
-    "several, main, ends, code",
+    "several, main, ends_at_once, code",
     [
-        (True, lambda: 2, Left, 2),
-        (True, lambda: fail(KeyError("a bug")), Left, 1),
-        (True, lambda: fail(SystemExit(130)), Left, 130),
-        (True, lambda: 0, SystemExit, 0),
-        (True, lambda: 143, SystemExit, 143),
-        (False, lambda: 2, SystemExit, 2),
+        (True, {"return_value": 2}, True, 2),
+        (True, {"side_effect": KeyError("a bug")}, True, 1),
+        (True, {"side_effect": SystemExit(130)}, True, 130),
+        (True, {"return_value": 0}, False, 0),
+        (True, {"return_value": 143}, False, 143),
+        (False, {"return_value": 2}, False, 2),
     ],
 )
 def test_one_of_several_processes_that_fails_does_not_wait(
-    monkeypatch, several, main, ends, code
+    monkeypatch, several, main, ends_at_once, code
 ):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: several)
-    monkeypatch.setattr(os, "_exit", lambda code: fail(Left(code)))
-    with pytest.raises(ends) as end:
-        leave(main)
-    assert end.value.args == (code,)
+    end = mock.Mock(side_effect=InterruptedError)  # stands for the immediate end
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(InterruptedError if ends_at_once else SystemExit) as ended:
+        leave(mock.Mock(**main))
+    assert (end.call_args or ended.value).args == (code,)
 
 
 def test_a_process_connects_once_and_notices_a_death_soon(monkeypatch):
-    connected = []
+    initialize = mock.Mock()
     monkeypatch.setattr(group, "connection", lambda environment: {"process_id": 1})
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda **options: connected.append(options)
-    )
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     for is_connected in (False, True):
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda x=is_connected: x)
         assert start() == Processes(1, 2)
-    assert connected == [{"process_id": 1, "heartbeat_timeout_seconds": 20}]
+    initialize.assert_called_once_with(process_id=1, heartbeat_timeout_seconds=20)
 
 
 def test_all_processes_get_the_text_of_the_first(monkeypatch):
     first = "gr\u00f6!".encode()  # five bytes
-    told = iter([np.int32(len(first)), np.frombuffer(first, np.uint8)])
-    given = []
-
-    def broadcast(value):
-        given.append(np.shape(value))
-        return next(told)
-
+    told = [np.int32(len(first)), np.frombuffer(first, np.uint8)]
+    broadcast = mock.Mock(side_effect=told)
     monkeypatch.setattr(group, "broadcast_one_to_all", broadcast)
     assert Processes(1, 2).same("a text of another length") == "gr\u00f6!"
-    assert given == [(), (5,)]  # all must give arrays of the same size
+    # All must give arrays of the same size.
+    assert [np.shape(call.args[0]) for call in broadcast.mock_calls] == [(), (5,)]

@@ -51,13 +51,6 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch, processes):
     assert codes[0] == 143
 
 
-def test_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with stop_on_signals():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 def test_of_several_processes_ctrl_c_is_handed_to_jax_while_training():
     handed = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handed.append(number))

@@ -13,7 +13,6 @@ from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim import Sgd
 from loka_jax.train.state import init_state
 from loka_jax.train.step import RowUpdate, make_train_step
-from loka_jax.train.tables import stacks
 from loka_jax.train.tables.stacks import PROJECTIONS
 
 ROWS, DIMS, SIZE = (7, 5, 6, 4), (8, 4, 3, 4), 16  # the model's dim is 8
@@ -44,16 +43,6 @@ class Model(linen.Module):
     def __call__(self, dense, embeddings, *, train=False):
         x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
         return linen.Dense(1)(x)[:, 0]
-
-
-def test_what_belongs_to_stacks_is_taken_apart_and_together():
-    assert MIXED.fields == ((2,), (1, 3), (0,))
-    name = lambda spec, *parts: (spec.dim, *parts)  # noqa: E731
-    assert stacks.by_stack(name, ONE, "a", "b") == (8, "a", "b")
-    found = stacks.by_stack(name, MIXED, "abc", "def")
-    assert found == ((3, "a", "d"), (4, "b", "e"), (8, "c", "f"))
-    assert stacks.regrouped(MIXED, found) == ((3, 4, 8), tuple("abc"), tuple("def"))
-    assert stacks.regrouped(ONE, (1, 2)) == (1, 2)
 
 
 def as_one_table(params, parts):

@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from loka_jax.train.watch import replan
 from loka_jax.train.watch.host_state import Progress
 from tests.support import train as support
 from tests.support import without_data
+from tests.support.loop import start_state
 
 CROSS = ["cross/u_0", "cross/u_1"]
 DELAYED = "xla fp8_tensorwise_delayed"
@@ -81,25 +83,14 @@ def test_a_cross_network_leaves_fp8_and_returns_as_a_whole(crossed):
 
 
 def test_a_new_plan_keeps_the_scales_that_there_are_and_begins_others():
-    @dataclasses.dataclass(frozen=True)
-    class State:
-        fp8: dict
-        table: str = "rows"
-
-    plans, ones = [], jnp.ones(3)
-
-    def of_plan(plan):
-        plans.append(plan)
-        return SimpleNamespace(
-            init=lambda: State({"a": {"x": 0 * ones}, "b": {"x": 2 * ones}})
-        )
-
-    state = State({"a": {"x": ones}, "gone": {"x": ones}})
-    run, found = replan.replanned(SimpleNamespace(replanned=of_plan), state, "plan")
-    assert plans == ["plan"] and found.table == "rows" and hasattr(run, "init")
-    assert found.fp8.keys() == {"a", "b"}
-    np.testing.assert_array_equal(found.fp8["a"]["x"], np.ones(3))
-    np.testing.assert_array_equal(found.fp8["b"]["x"], 2 * np.ones(3))
+    one, two = {"x": jnp.ones(3)}, {"x": 2 * jnp.ones(3)}
+    state = dataclasses.replace(start_state(), fp8={"a": one, "gone": one})
+    begun = dataclasses.replace(state, fp8={"a": two, "b": two}, table=None)
+    of_plan = {"plan": SimpleNamespace(init=lambda: begun)}
+    run = SimpleNamespace(replanned=of_plan.get)
+    found, new = replan.replanned(run, state, "plan")
+    assert found is of_plan["plan"] and new.table is state.table
+    chex.assert_trees_all_equal(new.fp8, {"a": one, "b": two})
 
 
 def test_kernels_that_do_not_compile_are_left_to_xla(crossed):
@@ -122,13 +113,6 @@ PROBE = ProbeOptions(every=1, covariances_every=1, recipes=("fp8_rowwise",))
 LIMITS = Limits(healthy=3.0, worst_row=30.0)  # errors of 3 x 0.037 = 0.111
 
 
-def reviewed_config(plan, probe=PROBE):
-    dispatch = DispatchOptions(limits=LIMITS)
-    return dataclasses.replace(
-        support.config(), plan=str(plan), probe=probe, dispatch=dispatch
-    )
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run whose sites begin in bfloat16."""
@@ -136,7 +120,10 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         without_data.patch_build(patch)
         table = support.write_table(path, source="another")
-        yield build_lib.build(reviewed_config(table))
+        how = dict(
+            plan=str(table), probe=PROBE, dispatch=DispatchOptions(limits=LIMITS)
+        )
+        yield build_lib.build(dataclasses.replace(support.config(), **how))
 
 
 def seen(deviation=0.0, **errors):
@@ -144,11 +131,9 @@ def seen(deviation=0.0, **errors):
 
     Of nine steps: that of another one lies within 2.4 to 3.5 deviations of the mean.
     """
-    probe = {}
+    probe, shape = {}, live_errors.empty_errors(1).moments.shape
     for path, value in errors.items():
-        empty = live_errors.empty_errors(1)
-        moments = [9.0, 9.0, value, 8 * deviation**2]
-        moments = np.broadcast_to(moments, empty.moments.shape)
+        moments = np.broadcast_to([9.0, 9.0, value, 8 * deviation**2], shape)
         stats = SiteStats(None, None, None, live_errors.LiveErrors(9.0, moments))
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
@@ -211,12 +196,11 @@ def test_a_site_returns_from_drift_once_its_live_errors_are_low(
     run, error, deviation, returns
 ):
     now, _ = promoted(run)
-    planned = {TOP: as_json(now.plan)[TOP]}
-    back = SiteDrift(away=True, demotions=1, home=9)
-    progress = progress_of(drift=Watch(sites={TOP: back}), planned=planned)
+    back = Watch(sites={TOP: SiteDrift(away=True, demotions=1, home=9)})
+    progress = progress_of(drift=back, planned={TOP: as_json(now.plan)[TOP]})
     probe = {} if error is None else seen(deviation, **{TOP: error})
     found = replan.after_drift(run, probe, progress)
     assert (found is not None) is returns
     if returns:
-        assert dict(found[0].plan.choices)[TOP] == ROW
-        assert dict(found[0].plan.choices)[BOTTOM] == BF16
+        choices = dict(found[0].plan.choices)
+        assert (choices[TOP], choices[BOTTOM]) == (ROW, BF16)
