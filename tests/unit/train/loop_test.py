@@ -137,20 +137,6 @@ def test_a_stop_ends_the_run_after_a_step_that_is_saved_once():
     assert made.events[-1] == "wait for newest"
 
 
-def test_a_checkpoint_says_what_the_run_was():
-    made = make_loop(steps=4, eval_every=4).train()
-    state, meta = made.newest.saved[4]
-    assert meta.pop("progress") == made.loop.progress.to_json()
-    assert meta == {
-        "config": made.run.config.identity(),
-        "plan": as_json(made.run.plan),
-        "data": made.run.splits.identity,
-        "encoding": "a digest",
-        "virtual_shards": 256,
-    }
-    assert (int(state.step), made.loop.saved_step()) == (4, 4)
-
-
 def test_the_best_state_is_that_of_the_best_evaluation(evaluations):
     evaluations.nes = [0.9, 0.7, 0.8, 0.6, 0.65]
     made = make_loop(steps=10, eval_every=2, patience=9).train()
@@ -288,20 +274,18 @@ def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
 
 
 def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched):
-    made = make_loop(steps=18, log_every=6, eval_every=18, steps_per_call=2).train()
-    looks = [event for event in made.events if "scales of" in event]
-    assert looks == [f"look at scales of {n}, rows apart" for n in (12, 30, 32)]
+    options = dict(log_every=6, eval_every=18, look_every=5, steps_per_call=2)
+    made = make_loop(steps=18, **options).train()
+    looks = [event[8:] for event in made.events if "look at" in event]
+    of_scales = [f"scales of {n}, rows apart" for n in (12, 30, 32)]
+    assert [x for x in looks if x.startswith("scales")] == of_scales
     # Read before each log line ends, and before each checkpoint.
     assert watched == ["read scales"] * 3 + ["read drift", "read scales", "read drift"]
-
-
-def test_operands_are_looked_at_before_a_step_with_equal_rows(watched):
-    rare = dict(log_every=50, eval_every=50, steps_per_call=2)
-    made = make_loop(steps=9, look_every=3, **rare).train()
-    looks = [event for event in made.events if "drift of" in event]
-    assert looks == [f"look at drift of {n}, rows synced" for n in (3, 11)]
-    at = made.events.index(looks[0])
-    assert made.events[at - 1 : at + 2] == ["sync", looks[0], "train on 3, 4"]
+    # Operands before a step, with equal rows.
+    of_drift = [f"drift of {n}, rows synced" for n in (10, 20, 30)]
+    assert [x for x in looks if x.startswith("drift")] == of_drift
+    at = made.events.index(f"look at {of_drift[0]}")
+    assert (made.events[at - 1], made.events[at + 1]) == ("sync", "train on 10")
 
 
 def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):

@@ -58,10 +58,7 @@ def test_a_rest_is_left_out(monkeypatch, rests, codes):
 
 
 def test_nothing_is_watched_after_it_was_closed():
+    names = lambda: [thread.name for thread in threading.enumerate()]  # noqa: E731
     with Watchdog(3600.0) as watchdog:
-        assert watchdog_lib._watching == [watchdog] and "watchdog" in thread_names()
-    assert watchdog_lib._watching == [] and "watchdog" not in thread_names()
-
-
-def thread_names():
-    return [thread.name for thread in threading.enumerate()]
+        assert watchdog_lib._watching == [watchdog] and "watchdog" in names()
+    assert watchdog_lib._watching == [] and "watchdog" not in names()

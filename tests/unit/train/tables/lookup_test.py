@@ -88,8 +88,8 @@ def test_vectors_are_rows_and_sums_and_means_of_lists(results):
     np.testing.assert_allclose(found["exact"], want, rtol=1e-5, atol=1e-6)
     assert found["vectors"].dtype == jnp.bfloat16
     np.testing.assert_allclose(found["vectors"].astype("f4"), want, 2**-7, 2**-7)
-    empty = ~matrices(batch).any(axis=2).T
-    assert empty.any() and not found["exact"][empty].any()
+    # Ids out of range are counted, and the padding of lists is not.
+    assert tuple(map(int, found["bad"])) == (4, 4)
 
 
 def test_gradients_reach_the_rows_that_examples_name_and_no_other(results):
@@ -106,10 +106,6 @@ def test_gradients_reach_the_rows_that_examples_name_and_no_other(results):
     assert set(rows[is_row]) == set(np.flatnonzero(weights.any(axis=(0, 1))))
 
 
-def test_ids_out_of_range_are_counted_and_the_padding_of_lists_is_not(results):
-    assert tuple(map(int, results[0]["bad"])) == (4, 4)
-
-
 def test_places_are_those_of_the_rows_in_the_order_of_gradients(results):
     found, batch, *_ = results
     places, (rows, _) = found["places"], found["gradients"]
@@ -124,18 +120,14 @@ def test_places_are_those_of_the_rows_in_the_order_of_gradients(results):
     np.testing.assert_array_equal(bags[1].weights[:, 0], batch.bags[1].weights)
 
 
-COLUMNS, OWNERS = ("user", "item", "last"), ("user", "item", "user")
-
-
 def test_dims_are_those_of_the_table():
+    columns, owners = ("user", "item", "last"), ("user", "item", "user")
     config = EmbeddingConfig(dim=16, dims=("user=4", "item=4096"))
-    assert config.dims_of(COLUMNS, OWNERS) == {"user": 4, "item": 4096, "last": 4}
-    config = EmbeddingConfig(dim=3, dims=("a=b=1",))
-    assert config.dims_of(("a=b", "c")) == {"a=b": 1, "c": 3}
+    assert config.dims_of(columns, owners) == {"user": 4, "item": 4096, "last": 4}
     for entry, sentence in (
         ("user=4097", "--embedding.dims user 4097 must be in 1..4096"),
         ("user=x", "--embedding.dims user x must be in 1..4096"),
         ("last=8", "'last=8' must be COLUMN=VALUE; the columns are user, item"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            EmbeddingConfig(dims=(entry,)).dims_of(COLUMNS, OWNERS)
+            EmbeddingConfig(dims=(entry,)).dims_of(columns, owners)

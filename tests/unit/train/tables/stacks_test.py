@@ -48,60 +48,42 @@ class Model(linen.Module):
 def as_one_table(params, parts):
     """The oracle: one table of the model's dim, which holds the projected rows."""
     three, four, eight = parts
-    projections = params[PROJECTIONS]
-    return jnp.concatenate(
-        [
-            eight,
-            four[:5] @ projections["4"][0],
-            three @ projections["3"][0],
-            four[5:] @ projections["4"][1],
-        ]
-    )
+    (of_three,), (first, last) = (params[PROJECTIONS][dim] for dim in "34")
+    return jnp.concatenate([eight, four[:5] @ first, three @ of_three, four[5:] @ last])
 
 
 def test_a_step_equals_the_gradient_through_the_projections():
     batch, optimizer = batch_of(), optax.sgd(0.1)
     update = RowUpdate(Sgd(), optax.constant_schedule(0.2), 0.0)
     step = make_train_step(Model(), MIXED, optimizer, update, microbatches=2)
+    options = dict(num_dense=3, row_optimizer=Sgd(), init_stddev=0.5)
 
     def loss(params, parts):
         table = as_one_table(params, parts)
         one, two = batch.ids.T
         means, sums = (bag.ids for bag in batch.bags)
-        fields = [
-            table[one],
-            table[7 + two],
-            table[12 + means].mean(axis=1),
-            table[18 + sums].sum(axis=1),
-        ]
-        logits = Model().apply(
-            {"params": params}, jnp.asarray(batch.dense), jnp.stack(fields, axis=1)
-        )
+        fields = [table[one], table[7 + two]]
+        fields += [table[12 + means].mean(axis=1), table[18 + sums].sum(axis=1)]
+        vectors = jnp.stack(fields, axis=1)
+        logits = Model().apply({"params": params}, jnp.asarray(batch.dense), vectors)
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.labels)
         return jnp.sum(losses * batch.weights) / batch.weights.sum()
 
     @jax.jit
     def both(key):
-        state = init_state(
-            key,
-            model=Model(),
-            tables=MIXED,
-            num_dense=3,
-            optimizer=optimizer,
-            row_optimizer=Sgd(),
-            init_stddev=0.5,
-        )
-        old = state.params, state.table
-        grads = jax.grad(loss, argnums=(0, 1))(*old)
-        rates = jax.tree.map(lambda _: 0.1, old[0]), jax.tree.map(lambda _: 0.2, old[1])
-        return (
-            state,
-            step(state, batch),
-            jax.tree.map(lambda x, g, rate: x - rate * g, old, grads, rates),
-        )
+        made = dict(model=Model(), tables=MIXED, optimizer=optimizer, **options)
+        state = init_state(key, **made)
+        grads = jax.grad(loss, argnums=(0, 1))(state.params, state.table)
+        moved = [
+            jax.tree.map(lambda x, g, rate=rate: x - rate * g, old, of_old)
+            for old, of_old, rate in zip(
+                (state.params, state.table), grads, (0.1, 0.2), strict=True
+            )
+        ]
+        return state, step(state, batch), moved
 
     before, after, want = jax.device_get(both(jax.random.key(0)))
-    chex.assert_trees_all_close((after.params, after.table), want, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close([after.params, after.table], want, rtol=1e-5, atol=1e-6)
     for old, new in zip(before.table, after.table, strict=True):
         assert np.abs(new - old).max() > 1e-3
     assert int(after.skipped) == 0 and after.row_state == ((), (), ())

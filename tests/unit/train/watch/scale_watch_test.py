@@ -151,11 +151,9 @@ def test_the_worst_step_is_found_with_all_its_operands():
 
 
 def test_the_largest_value_is_that_of_the_batch_before():
-    data = Data({(0, 4): (1, -5.0), (1, 0): (0, 7.0)})
-    after_epoch = Position(1, 1, 0)
-    assert largest_value(data, after_epoch, SIZE, 0) == ("price", 7.0)
-    assert largest_value(data, after_epoch, SIZE, 1) == ("age", -5.0)
-    assert largest_value(data, after_epoch, SIZE, 6) is None  # before the first
-    assert largest_value(data, Position(0, 1, 0), SIZE, 0) == ("price", 1.0)
+    data, after_epoch = Data({(0, 4): (1, -5.0), (1, 0): (0, 7.0)}), Position(1, 1, 0)
+    expected = {0: ("price", 7.0), 1: ("age", -5.0), 6: None}  # before the first
+    for age, found in expected.items():
+        assert largest_value(data, after_epoch, SIZE, age) == found
     data.schema = dataclasses.replace(Data.schema, dense=())
     assert largest_value(data, after_epoch, SIZE, 0) is None
