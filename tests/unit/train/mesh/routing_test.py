@@ -16,12 +16,7 @@ from loka_jax.ops.exchange import Routed
 from loka_jax.ops.row_average import Remembered
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import AXES, MeshConfig
-from loka_jax.train.mesh.routing import (
-    RoutedBatch,
-    Router,
-    capacity_for,
-    with_needs,
-)
+from loka_jax.train.mesh.routing import RoutedBatch, Router, capacity_for, with_needs
 from loka_jax.train.mesh.row_sync import RowSync
 
 TABLES = TableSpec(rows=(40_000, 50), dim=4)
