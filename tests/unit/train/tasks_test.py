@@ -33,10 +33,9 @@ def incomplete(missing):
 def test_the_loss_is_the_weighted_sum_of_each_task_s_mean():
     """By the step of plain SGD, as gradients are linear in the loss."""
     state = linear.make_state(Linear(2), linear.sgd(), Sgd(), weighted=True)
-    rows = RowUpdate(Sgd(), lambda step: 0.5, 0.0)
-    weights = (2.0, 0.25)
-    made = make_train_step(Linear(2), TABLES, linear.sgd(), rows, task_weights=weights)
-    step = jax.jit(made)
+    rows, weights = RowUpdate(Sgd(), lambda step: 0.5, 0.0), (2.0, 0.25)
+    parts = Linear(2), TABLES, linear.sgd(), rows
+    step = jax.jit(make_train_step(*parts, task_weights=weights))
     batch = incomplete(np.s_[:20, 1])
     after = step(state, batch)
     _, gradients, of_rows = expected(state, batch, weights)
@@ -47,9 +46,9 @@ def test_the_loss_is_the_weighted_sum_of_each_task_s_mean():
     counts = [int(part.count) for part in metrics.split_tasks(after.metrics)]
     assert counts == [SIZE - 3, SIZE - 3 - 20]
     after = step(state, incomplete(np.s_[:, 1]))  # a task without any label
-    assert int(after.skipped) == 0
     second = [np.asarray(x.params["kernel"][:, 1]) for x in (after, state)]
     np.testing.assert_array_equal(*second)
+    assert int(after.skipped) == 0
 
 
 def test_numbers_of_an_evaluation_leave_out_missing_labels():

@@ -32,19 +32,13 @@ def state_of(shards):
     ]
     counts = in_order(ids[1].astype(np.int32), shards)
     first, second = (in_order(x, shards) for x in ids)
+    adam = AdamState(rows[1] * 2, second[:, None] + rows[1], counts)
     state = {
         "params": {"kernel": np.arange(5.0, dtype=np.float32)},
         "table": tuple(rows),
-        "row_state": (
-            RowwiseAdagradState(first),
-            AdamState(rows[1] * 2, second[:, None] + rows[1], counts),
-        ),
+        "row_state": (RowwiseAdagradState(first), adam),
     }
-    return RowLayout(tables, shards), state
-
-
-def device(tree):
-    return jax.tree.map(jnp.asarray, tree)
+    return RowLayout(tables, shards), jax.tree.map(jnp.asarray, state)
 
 
 @pytest.mark.parametrize("before, after", [(1, 256), (256, 1), (256, 256)])
@@ -53,8 +47,8 @@ def test_rows_are_found_in_any_order(tmp_path, before, after):
     layout, want = state_of(after)
     meta = {} if before == 1 else {KEY: before}  # early runs do not say
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, device(state), meta)
+        checkpoints.save(3, state, meta)
         saved = checkpoints.newest()
         assert saved is not None
-        found = read_state(checkpoints, saved, device(want), layout)
+        found = read_state(checkpoints, saved, want, layout)
     jax.tree.map(np.testing.assert_array_equal, found, want)

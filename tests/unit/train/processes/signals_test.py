@@ -8,11 +8,10 @@ import pytest
 from loka_jax.train.processes import signals
 from loka_jax.train.processes.signals import stop_on_signals
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
-
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_process_with_its_code_unless_deferred(number):
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended, stop_on_signals():
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
@@ -20,6 +19,7 @@ def test_a_signal_ends_the_process_with_its_code_unless_deferred(number):
         assert (stop.is_set, stop.exit_code) == (False, 0)
         os.kill(os.getpid(), number)
         assert (stop.is_set, stop.exit_code) == (True, 128 + number)
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("processes", [1, 2])
