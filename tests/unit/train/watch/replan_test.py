@@ -183,8 +183,7 @@ def test_a_demoted_site_is_remembered_and_looked_at_anew(run):
 def test_a_site_that_left_fp8_for_another_reason_is_not_promoted(run):
     drift = Watch(sites={TOP: SiteDrift(away=True, demotions=1)})
     for reason in ({"drift": drift}, {"broken": (TOP,)}):
-        now, _ = promoted(run, progress_of(**reason))
-        choices = dict(now.plan.choices)
+        choices = dict(promoted(run, progress_of(**reason))[0].plan.choices)
         assert choices[BOTTOM] == ROW and choices[TOP] == BF16
 
 
