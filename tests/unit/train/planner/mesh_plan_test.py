@@ -10,15 +10,8 @@ from loka_jax.train.planner.step_sizes import Mesh, Stack, Workload, meshes
 
 # Sent: 1.05 x 1,000 = 1,050 ids.
 STACK = Stack(rows=10_001, dim=10, row_bytes=44, lookups=4_000, distinct=1e3)
-STEP = Workload(
-    name="some",
-    batch=100,
-    stacks=(STACK,),
-    gradient_bytes=8_000,
-    state_bytes=32_000,
-    activation_bytes=5_000,
-    dense_us=7.0,
-)
+SIZES = dict(gradient_bytes=8_000, state_bytes=32_000, activation_bytes=5_000)
+STEP = Workload(name="some", batch=100, stacks=(STACK,), dense_us=7.0, **SIZES)
 # A gigabyte a second is a thousand bytes a microsecond.
 RATES = Rates(
     link_gb_s=1.0,
