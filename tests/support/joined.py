@@ -7,7 +7,7 @@ import numpy as np
 from loka_jax.ops import residual
 from loka_jax.ops.joined_norm import joined_norm
 from tests import support
-from tests.support import tailed
+from tests.support import oracle, tailed
 
 
 def operands(counts, d, dtype):
@@ -38,14 +38,8 @@ def assert_is_a_block_norm(counts, d, *, dtype, limit, run=None, **options):
     parts, x, dy = operands(counts, d, dtype)
     run = run or jax.jit(lambda *args: results(*args, **options))
     y, (dparts, dx) = run(parts, x, dy)
-    z = np.asarray(jnp.concatenate(parts, axis=1), np.float64) + np.asarray(
-        x, np.float64
-    )
-    flat = z.reshape(-1, d)
-    xhat, rate = tailed.normalized(flat, "block")
-    dz = tailed.norm_gradient(
-        np.asarray(dy, np.float64).reshape(-1, d), xhat, rate, "block"
-    ).reshape(z.shape)
-    ends = np.cumsum(counts)[:-1]
-    expected = xhat.reshape(z.shape), tuple(np.split(dz, ends, axis=1)), dz
-    tailed.assert_close((y, dparts, dx), expected, limit)
+    z = oracle.in_float64(jnp.concatenate(parts, axis=1)) + oracle.in_float64(x)
+    xhat, rate = oracle.normalized(z, "block")
+    dz = oracle.norm_gradient(oracle.in_float64(dy), xhat, rate, "block")
+    their_dparts = tuple(np.split(dz, np.cumsum(counts)[:-1], axis=1))
+    tailed.assert_close((y, dparts, dx), (xhat, their_dparts, dz), limit)

@@ -1,7 +1,6 @@
 """What tests of modules and models share: variables, and sites in numpy."""
 
 import functools
-import math
 
 import jax
 import ml_dtypes
@@ -10,6 +9,7 @@ import numpy as np
 from loka_jax import nn, scaling
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, observed
 from loka_jax.recipe import get_recipe
+from tests.support import oracle
 
 DELAYED = "fp8_tensorwise_delayed"
 BF16 = 2.0**-8  # at most the relative error of a rounding to bfloat16
@@ -18,43 +18,25 @@ BF16 = 2.0**-8  # at most the relative error of a rounding to bfloat16
 FACTORS = np.float32([2.0**-8, 2.0**2, 2.0**-7])
 
 ACTIVATIONS = {
-    "none": lambda x: x,
-    "relu": lambda x: np.maximum(x, 0),
-    "swish": lambda x: x / (1 + np.exp(-x)),
-    "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
-    # The form by tanh, as Flax's; by erf it would be off by 5e-4.
-    "gelu": lambda x: (
-        x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    ),
+    name: lambda x, name=name: oracle.activate(name, x)[0]
+    for name in ("none", "relu", "swish", "hard_swish", "gelu")
 }
 
 
-def rms_by_blocks(x, block=256, epsilon=1e-6):
+def rms_by_blocks(x, **options):
     """Returns `x` with every block of the last dim at unit mean square, in float64."""
-    x = np.asarray(x, np.float64)
-    parts = [
-        x[..., i : i + block]
-        / np.sqrt(np.mean(x[..., i : i + block] ** 2, -1, keepdims=True) + epsilon)
-        for i in range(0, x.shape[-1], block)
-    ]
-    return np.concatenate(parts, -1)
+    return oracle.normalized(np.asarray(x, np.float64), "block", **options)[0]
 
 
 def normalized(x, norm, params=None, stats=None):
     """Returns float64 `gamma norm(x) + beta`; a batch norm may take other moments."""
     x, params = np.asarray(x, np.float64), params or {}
-    match norm:
-        case "layer":
-            x = x - x.mean(-1, keepdims=True)
-            x = rms_by_blocks(x, x.shape[-1])
-        case "rms":
-            x = rms_by_blocks(x, x.shape[-1])
-        case "block":
-            x = rms_by_blocks(x)
-        case "batch":
-            axes = tuple(range(x.ndim - 1))
-            stats = stats or {"mean": x.mean(axes), "var": x.var(axes)}
-            x = (x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+    if norm == "batch":
+        axes = tuple(range(x.ndim - 1))
+        stats = stats or {"mean": x.mean(axes), "var": x.var(axes)}
+        x = (x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+    else:
+        x, _ = oracle.normalized(x, norm)
     return x * params.get("scale", 1.0) + params.get("bias", 0.0)
 
 
@@ -85,10 +67,7 @@ def table_after(table, amaxes):
 
 def e4m3(x, factor):
     """Returns float64 values as a cast by a stored factor to E4M3 leaves them."""
-    limit = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-    scaled = np.clip(np.asarray(x, np.float64) / factor, -limit, limit)
-    cast = scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-    return cast.astype(np.float64) * factor
+    return oracle.fp8(x, factor)
 
 
 def initialized(module, *args, table=None, **kwargs):

@@ -1,10 +1,13 @@
-"""An independent account of what the products of each recipe should be.
+"""An independent account of what products, norms and activations should be.
 
 Written in numpy and float64 from the recipes' descriptions, not from the library's
 code: every operand comes contracting its last dim, is rounded as the recipe says, and
 the product is exact.
 """
 
+import math
+
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -27,22 +30,17 @@ def _tiles(rows):
     return lambda x: cast_tiles_exactly(x, E4M3, (rows, 128))
 
 
-_F32 = (_rounded(np.float32), _rounded(np.float32))
-_BF16 = (_rounded(ml_dtypes.bfloat16), _rounded(ml_dtypes.bfloat16))
-_TENSORWISE = {
-    "fwd": (_whole(E4M3), _whole(E4M3)),
-    "dlhs": (_whole(E4M3), _whole(E4M3)),
-    "drhs": (_whole(E4M3), _whole(E4M3)),
-}
+_BF16 = (_rounded(ml_dtypes.bfloat16),) * 2
+_TENSORWISE = dict.fromkeys(("fwd", "dlhs", "drhs"), (_whole(E4M3),) * 2)
 # The roundings of the two operands of fwd (lhs, rhs), dlhs (g, rhs), drhs (lhs, g).
 ROUNDINGS = {
-    "f32": {"fwd": _F32, "dlhs": _F32, "drhs": _F32},
-    "bf16": {"fwd": _BF16, "dlhs": _BF16, "drhs": _BF16},
+    "f32": dict.fromkeys(_TENSORWISE, (_rounded(np.float32),) * 2),
+    "bf16": dict.fromkeys(_TENSORWISE, _BF16),
     "fp8_tensorwise": _TENSORWISE,
     # Like the current scales in a first step, which is what the oracle describes.
     "fp8_tensorwise_delayed": _TENSORWISE,
     "fp8_tensorwise_delayed_bf16_drhs": _TENSORWISE | {"drhs": _BF16},
-    "fp8_rowwise": {role: (_rows, _rows) for role in ("fwd", "dlhs", "drhs")},
+    "fp8_rowwise": dict.fromkeys(_TENSORWISE, (_rows, _rows)),
     "fp8_rowwise_bf16_drhs": {
         "fwd": (_rows, _rows),
         "dlhs": (_rows, _whole(E4M3)),
@@ -74,3 +72,78 @@ def _rounded_operands(name, lhs, rhs, g):
     operands = {"fwd": (lhs, rhs.T), "dlhs": (g, rhs), "drhs": (lhs.T, g.T)}
     for role, (first, second) in ROUNDINGS[name].items():
         yield first(operands[role][0]), second(operands[role][1])
+
+
+def in_float64(tree):
+    """Returns arrays in float64."""
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), tree)
+
+
+def fp8(x, scale):
+    """Returns values in E4M3 under a scale, saturated."""
+    x = np.clip(np.asarray(x, np.float64) / scale, -448, 448).astype(np.float32)
+    return x.astype(E4M3).astype(np.float64) * scale
+
+
+def bf16(x, scale=1.0):
+    """Returns multiples of a scale that are in bfloat16."""
+    x = np.asarray(x, np.float64) / scale
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) * scale
+
+
+def activate(name, u):
+    """Returns the activations of float64 values, and their slopes."""
+    match name:
+        case "none":
+            return u, np.ones_like(u)
+        case "relu":
+            return np.maximum(u, 0), np.where(u > 0, 1.0, 0.0)
+        case "swish":
+            s = (1 + np.tanh(u / 2)) / 2
+            return u * s, s + u * s * (1 - s)
+        case "hard_swish":
+            gate, inside = np.clip(u / 6 + 0.5, 0, 1), np.abs(u) < 3
+            return u * gate, gate + u / 6 * inside
+        case "gelu":
+            c = math.sqrt(2 / math.pi)
+            t = np.tanh(c * (u + 0.044715 * u**3))
+            dt = (1 - t**2) * c * (1 + 3 * 0.044715 * u**2)
+            return u * (1 + t) / 2, (1 + t) / 2 + u * dt / 2
+
+
+def _mean(x, norm, block=256):
+    """Returns the mean that belongs to every element."""
+    size = block if norm == "block" else x.shape[-1]
+    parts = np.split(x, range(size, x.shape[-1], size), axis=-1)
+    means = [np.broadcast_to(p.mean(-1, keepdims=True), p.shape) for p in parts]
+    return np.concatenate(means, axis=-1)
+
+
+def normalized(z, norm, *, epsilon=1e-6, block=256):
+    """Returns the normalized rows, and rstd for every element."""
+    if norm == "none":
+        return z, np.ones_like(z)
+    z = z - _mean(z, norm) if norm == "layer" else z
+    rate = 1 / np.sqrt(_mean(z**2, norm, block) + epsilon)
+    return z * rate, rate
+
+
+def norm_gradient(g, xhat, rate, norm):
+    """Returns the gradient of a norm's argument."""
+    if norm == "none":
+        return g
+    centred = g - _mean(g, norm) if norm == "layer" else g
+    return rate * (centred - xhat * _mean(g * xhat, norm))
+
+
+def affine(xhat, layer):
+    """Returns `gamma xhat + beta`."""
+    u = xhat if layer.gamma is None else xhat * layer.gamma
+    return u if layer.beta is None else u + layer.beta
+
+
+def product_gradient(dy, xhat, rate, vectors, norm, activation):
+    """Returns the gradient of a product, and the terms of those of gamma and beta."""
+    du = dy * activate(activation, affine(xhat, vectors))[1]
+    dz = du if vectors.gamma is None else du * vectors.gamma
+    return norm_gradient(dz, xhat, rate, norm), du * xhat, du

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.normed import NO_VECTORS, NormVectors, xhat_scale_inv
 from loka_jax.pallas import tiles
+from tests.support import oracle
 
-GELU_SCALE = np.sqrt(2 / np.pi)
 NORMS = ("none", "layer", "rms", "block")
 # n, d, k, m of Wukong S, M and L.
 WUKONG = {"S": (40, 64, 24, 40), "M": (64, 128, 32, 64), "L": (96, 160, 48, 96)}
@@ -63,15 +63,9 @@ def launcher(kernel):
 
 
 def shapes_of(fields):
-    """Returns the shapes of arrays, (barriers, arrivals) of barriers, by name."""
+    """Returns the shapes of arrays by name."""
     fields = fields if isinstance(fields, dict) else fields._asdict()
-
-    def shape(item):
-        if isinstance(item, plgpu.Barrier):
-            return int(np.prod(item.num_barriers)), item.num_arrivals
-        return item.shape
-
-    return {name: shape(item) for name, item in fields.items() if item is not None}
+    return {name: item.shape for name, item in fields.items() if item is not None}
 
 
 def quantized(x, tile=None, dtype=E4M3):
@@ -102,66 +96,29 @@ def affine(n, norm, seed=0):
     return NormVectors(gamma=gamma, beta=beta)
 
 
-def activate(name, u):
-    """Returns the activations of float64 values, and their slopes."""
-    t, cubic = np.tanh(u / 2), GELU_SCALE * (u + 0.044715 * u**3)
-    inner, slope = np.tanh(cubic), GELU_SCALE * (1 + 3 * 0.044715 * u**2)
-    hard_slope = np.select([u > 3, u < -3], [1.0, 0.0], u / 3 + 0.5)
-    gelu_slope = (1 + inner) / 2 + u * (1 - inner**2) * slope / 2
-    return {
-        "none": (u, np.ones_like(u)),
-        "relu": (np.maximum(u, 0), np.where(u > 0, 1.0, 0.0)),
-        "swish": (u * (0.5 + 0.5 * t), (1 + t) / 2 + u * (1 - t**2) / 4),
-        "hard_swish": (u * np.clip(u / 6 + 0.5, 0, 1), hard_slope),
-        "gelu": (u * (0.5 + 0.5 * inner), gelu_slope),
-    }[name]
-
-
 def forward(z, vectors, epilogue):
     """Returns y, xhat and rstd in float64."""
-    z, bias, gamma, beta = (
-        default if x is None else np.asarray(x).astype(np.float64)
-        for x, default in zip((z, *vectors), (None, 0.0, 1.0, 0.0), strict=True)
-    )
-    xhat, rstd = normalize(z + bias, epilogue.norm, epilogue.epsilon)
-    return activate(epilogue.activation, gamma * xhat + beta)[0], xhat, rstd
+    z, vectors = oracle.in_float64((z, vectors))
+    z = z if vectors.bias is None else z + vectors.bias
+    xhat, rate = oracle.normalized(z, epilogue.norm, epsilon=epilogue.epsilon)
+    y, _ = oracle.activate(epilogue.activation, oracle.affine(xhat, vectors))
+    return y, xhat, rstd_of(rate, epilogue.norm)
 
 
-def normalize(z, norm, epsilon):
-    """Returns xhat and the reciprocal deviations of z, None without a norm."""
-    if norm == "none":
-        return z, None
-    m, n = z.shape
-    blocks = z.reshape(m, -1, min(n, 256) if norm == "block" else n)
-    if norm == "layer":
-        blocks = blocks - blocks.mean(2, keepdims=True)
-    rstd = 1 / np.sqrt((blocks**2).mean(2, keepdims=True) + epsilon)
-    xhat = (blocks * rstd).reshape(m, n)
-    return xhat, rstd[:, 0, 0] if rstd.shape[1] == 1 else rstd[:, :, 0].T
+def rstd_of(rate, norm):
+    """Returns a rate of each row, or of each block [blocks, rows]; None of no norm."""
+    return {"none": None, "block": rate[:, ::256].T.squeeze()}.get(norm, rate[:, 0])
 
 
 def backward(dy, residuals, vectors, epilogue):
     """Returns dz, dgamma and dbeta in float64, and the sums of their magnitudes."""
-    (xhat, rstd), norm = residuals, epilogue.norm
-    scale = xhat_scale_inv(norm, xhat.shape[1]) if xhat.dtype == E4M3 else 1.0
-    gamma = 1.0 if vectors.gamma is None else vectors.gamma
-    beta = 0.0 if vectors.beta is None else vectors.beta
-    dy, x, gamma, beta = (
-        np.asarray(v).astype(np.float64) for v in (dy, xhat, gamma, beta)
-    )
-    x = scale * x
-    m, n = dy.shape
-    du = dy * activate(epilogue.activation, gamma * x + beta)[1]
-    dz = du * gamma
-    if norm != "none":
-        columns = 256 if norm == "block" else n
-        g, blocks = (v.reshape(m, -1, columns) for v in (dz, x))
-        r = np.asarray(rstd, np.float64).reshape(-1, m).T[:, :, None]
-        dz = g - blocks * (g * blocks).mean(2, keepdims=True)
-        if norm == "layer":
-            dz = dz - g.mean(2, keepdims=True)
-        dz = (r * dz).reshape(m, n)
-    terms = du * x, du
+    norm, is_fp8 = epilogue.norm, residuals.xhat.dtype == E4M3
+    dy, (x, rstd), vectors = oracle.in_float64((dy, residuals, vectors))
+    x = x * xhat_scale_inv(norm, x.shape[1]) if is_fp8 else x
+    columns = 256 if norm == "block" else x.shape[1]
+    rate = None if norm == "none" else rstd.reshape(-1, len(x)).T.repeat(columns, 1)
+    args = dy, x, rate, vectors, norm, epilogue.activation
+    dz, *terms = oracle.product_gradient(*args)
     return dz, *(v.sum(0) for v in terms), *(np.abs(v).sum(0) for v in terms)
 
 

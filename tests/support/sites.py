@@ -19,7 +19,7 @@ from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import ROLE_OPERANDS, Recipe, get_recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
-from tests.support import E4M3, oracle, reference, stand_ins, tailed
+from tests.support import E4M3, oracle, stand_ins, tailed
 
 # In earlier steps, where scales are stored.
 AMAXES = {"lhs": 4.0, "rhs": 0.5, "g": 8.0}
@@ -45,11 +45,12 @@ def dense_norm(
 
 def plan_of(lhs, rhs, bias, recipe, device, provider=None, **spec) -> KernelPlan:
     """Returns the plan of a site by its arrays."""
+    fp8_in = lhs.scaling if isinstance(lhs, Activations) else None
     spec = SiteSpec(
         math.prod(lhs.shape[:-1]),
         *rhs.shape,
         use_bias=bias is not None,
-        fp8_in=lhs.scaling if isinstance(lhs, Activations) else None,
+        fp8_in=fp8_in,
         **spec,
     )
     if provider is None:
@@ -66,6 +67,14 @@ def operands(m, k, n, dtype=jnp.bfloat16):
         support.normal(k, n, seed=1) / k**0.5,
         support.normal(m, n, seed=2, dtype=dtype),
     )
+
+
+def vectors_of(n, norm, *, with_bias=False):
+    """Returns the parameters that a site with this norm has."""
+    names = {"layer": ["gamma", "beta"], "rms": ["gamma"]}.get(norm, [])
+    names = [*names, "bias"] if with_bias else names
+    values = [0.3 * support.normal(n, seed=10 + i) for i in range(len(names))]
+    return {x: (x == "gamma") + v for x, v in zip(names, values, strict=True)}
 
 
 def initial(recipe):
@@ -130,8 +139,7 @@ class Site:
     vectors: Any
 
     def __post_init__(self):
-        vectors = jax.tree.map(lambda x: np.asarray(x, np.float64), self.vectors)
-        self.params = NormVectors(**vectors)
+        self.params = NormVectors(**oracle.in_float64(self.vectors))
         name, _, is_stored = self.case.name.partition(":")
         self.roundings = dict(oracle.ROUNDINGS[name])
         self.is_fp8_dlhs = get_recipe(name).dlhs is not None
@@ -139,7 +147,7 @@ class Site:
             for role, names in ROLE_OPERANDS.items():
                 if get_recipe(name).gemm(role) is not None:
                     self.roundings[role] = tuple(map(_under_stored_scale, names))
-        self.round = tailed.bf16
+        self.round = oracle.bf16
         if name == "f32":
             self.round = lambda x: np.asarray(x, np.float64)
         # The kernel of the backward pass writes FP8 from what it has not rounded.
@@ -163,8 +171,8 @@ class Site:
         z = lhs @ second(self.rhs.T).T
         z = z if self.case.runs("dense_norm") else self.round(z)
         z = z if self.params.bias is None else z + self.params.bias
-        self.xhat, self.rate = tailed.normalized(z, norm)
-        return tailed.activate(activation, tailed.affine(self.xhat, self.params))[0]
+        self.xhat, self.rate = oracle.normalized(z, norm)
+        return oracle.activate(activation, oracle.affine(self.xhat, self.params))[0]
 
     def backward(self, dy):
         """Returns the gradients of lhs, rhs and the vectors."""
@@ -172,14 +180,13 @@ class Site:
         if self.case.runs("forward"):
             fits = min(xhat.shape[1], 256 if norm == "block" else 2048) <= 784
             xhat = tailed.stored_xhat(xhat, norm, self.is_fp8_dlhs and fits)
-        u = tailed.affine(xhat, self.params)
-        du = dy * tailed.activate(self.case.activation, u)[1]
-        dz = du if self.params.gamma is None else du * self.params.gamma
-        dz = tailed.norm_gradient(dz, xhat, self.rate, norm)
+        terms = oracle.product_gradient(
+            dy, xhat, self.rate, self.params, norm, self.case.activation
+        )
+        dz, sums = terms[0], dict(zip(("bias", "gamma", "beta"), terms, strict=True))
         self.g = self.round(dz)
         g, gt = (dz if r in self.unrounded else self.g for r in ("dlhs", "drhs"))
         (of_g, of_rhs), (of_lhs, of_gt) = (self.roundings[r] for r in ("dlhs", "drhs"))
-        sums = {"bias": dz, "gamma": du * xhat, "beta": du}
         vectors = {name: sums[name].sum(0) for name in self.vectors}
         dlhs = self.round(of_g(g) @ of_rhs(self.rhs).T)
         return dlhs, of_lhs(self.lhs.T) @ of_gt(gt.T).T, vectors
@@ -197,7 +204,7 @@ def assert_follows_the_equations(case, *, limit=2.0**-9, **options):
     m, k, n = case.sizes
     recipe = get_recipe(case.name)
     lhs, rhs, dy = operands(m, k, n, recipe.compute_dtype)
-    vectors = reference.vectors(n, case.norm, with_bias=True)
+    vectors = vectors_of(n, case.norm, with_bias=True)
     options = dict(device=case.device) | options
     options |= dict(norm=case.norm, activation=case.activation)
     y, gradients, state = run(case.name, lhs, rhs, dy, vectors, **options)
@@ -240,7 +247,7 @@ def assert_chain_follows_the_equations(refusals, m=64):
     last = Case(CHAIN, "none", "none", refusals, (m, 80, 16))
     lhs, first, _ = operands(*hidden.sizes)
     _, second, dy = operands(*last.sizes)
-    vectors = reference.vectors(80, "layer")
+    vectors = vectors_of(80, "layer")
     # Leading dims, which stay.
     args = lhs.reshape(4, -1, 32), first, second, vectors
     found = pulled(chain(hidden.device, "fp8"), args, dy.reshape(4, -1, 16))
@@ -248,8 +255,8 @@ def assert_chain_follows_the_equations(refusals, m=64):
     before, after = Site(hidden, vectors), Site(last, {})
     exact = before.forward(lhs, first)
     bound = tailed.bound_after_norm("layer", 80, before.params)
-    handed = tailed.fp8(exact, bound / 448)
-    theirs = tailed.bf16(after.forward(tailed.bf16(exact), second, handed))
+    handed = oracle.fp8(exact, bound / 448)
+    theirs = oracle.bf16(after.forward(oracle.bf16(exact), second, handed))
     dhidden, dsecond, _ = after.backward(dy)
     their_dlhs, dfirst, dvectors = before.backward(dhidden)
     expected = theirs, their_dlhs, dfirst, dsecond, dvectors

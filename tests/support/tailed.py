@@ -14,7 +14,6 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from loka_jax import scaling
@@ -26,7 +25,7 @@ from loka_jax.ops.wide_stack import WideLayer, wide_stack
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
-from tests.support import E4M3
+from tests.support import oracle
 
 DELAYED = "fp8_tensorwise_delayed"
 BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs"
@@ -157,18 +156,6 @@ def assert_next_states(found, amaxes):
         np.testing.assert_array_equal(rest, [[amax, 0] for amax in AMAXES])
 
 
-def fp8(x, scale):
-    """Returns values in E4M3 under a scale, saturated."""
-    x = np.clip(np.asarray(x, np.float64) / scale, -448, 448).astype(np.float32)
-    return x.astype(E4M3).astype(np.float64) * scale
-
-
-def bf16(x, scale=1.0):
-    """Returns multiples of a scale that are in bfloat16."""
-    x = np.asarray(x, np.float64) / scale
-    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) * scale
-
-
 class Rounded:
     """The roundings of one product by its recipe, and the amaxes that it measures."""
 
@@ -182,8 +169,8 @@ class Rounded:
         """Returns an operand as each of two roles reads it."""
         if any(self.is_fp8[role] for role in roles):
             self.amaxes[name] = np.abs(x).max()
-        scale = scale or self.of[name]
-        return [fp8(x, scale) if self.is_fp8[role] else bf16(x) for role in roles]
+        to_fp8 = functools.partial(oracle.fp8, scale=scale or self.of[name])
+        return [(to_fp8 if self.is_fp8[role] else oracle.bf16)(x) for role in roles]
 
     def unit(self, role, first, second):
         """Returns the scale of an unscaled product."""
@@ -192,53 +179,9 @@ class Rounded:
     def to_fp8(self, role, x, k, unit):
         """Returns a product that only tails read, in FP8 where the role runs in it."""
         if not self.is_fp8[role]:
-            return bf16(x)
+            return oracle.bf16(x)
         exponent = {"fwd": 7, "dlhs": 5}[role] + int(math.log2(k + -k % 16)) // 2
-        return fp8(x, unit * 2.0**exponent)
-
-
-def activate(name, u):
-    """Returns the activations of float64 values, and their slopes."""
-    match name:
-        case "none":
-            return u, np.ones_like(u)
-        case "relu":
-            return np.maximum(u, 0), np.where(u > 0, 1.0, 0.0)
-        case "swish":
-            s = 1 / (1 + np.exp(-u))
-            return u * s, s + u * s * (1 - s)
-        case "hard_swish":
-            gate, inside = np.clip(u / 6 + 0.5, 0, 1), np.abs(u) < 3
-            return u * gate, gate + u / 6 * inside
-        case "gelu":
-            c = math.sqrt(2 / math.pi)
-            t = np.tanh(c * (u + 0.044715 * u**3))
-            dt = (1 - t**2) * c * (1 + 3 * 0.044715 * u**2)
-            return u * (1 + t) / 2, (1 + t) / 2 + u * dt / 2
-
-
-def mean(x, norm):
-    """Returns the mean that belongs to every element."""
-    size = 256 if norm == "block" else x.shape[1]
-    parts = np.split(x, range(size, x.shape[1], size), axis=1)
-    return np.hstack([np.repeat(p.mean(1)[:, None], p.shape[1], 1) for p in parts])
-
-
-def normalized(z, norm):
-    """Returns the normalized rows, and rstd for every element."""
-    if norm == "none":
-        return z, np.ones_like(z)
-    z = z - mean(z, norm) if norm == "layer" else z
-    rate = 1 / np.sqrt(mean(z**2, norm) + 1e-6)
-    return z * rate, rate
-
-
-def norm_gradient(g, xhat, rate, norm):
-    """Returns the gradient of a norm's argument."""
-    if norm == "none":
-        return g
-    centred = g - mean(g, norm) if norm == "layer" else g
-    return rate * (centred - xhat * mean(g * xhat, norm))
+        return oracle.fp8(x, unit * 2.0**exponent)
 
 
 def bound_after_norm(norm, n, layer=None):
@@ -257,7 +200,7 @@ def bounding_scale(norm, n, layer=None):
 
 def stored_xhat(xhat, norm, is_fp8):
     """Returns normalized rows as the backward pass reads them."""
-    return fp8(xhat, 1 / 16) if norm != "none" and is_fp8 else bf16(xhat)
+    return oracle.fp8(xhat, 1 / 16) if norm != "none" and is_fp8 else oracle.bf16(xhat)
 
 
 @dataclasses.dataclass
@@ -269,7 +212,7 @@ class WideStack:
     by_layer: tuple[str, ...]
 
     def __post_init__(self):
-        self.layers = jax.tree.map(lambda x: np.asarray(x, np.float64), self.layers)
+        self.layers = oracle.in_float64(self.layers)
         self.roundings = [Rounded(recipe) for recipe in self.by_layer]
         self.kept = []
 
@@ -281,7 +224,7 @@ class WideStack:
     def forward(self, x):
         """Returns the activations of rows."""
         norm, scale = self.form.input_norm, None
-        self.given, self.rate = normalized(np.asarray(x, np.float64), norm)
+        self.given, self.rate = oracle.normalized(np.asarray(x, np.float64), norm)
         if norm != "none":
             scale = bounding_scale(norm, self.given.shape[1])
         x = self.given
@@ -296,16 +239,16 @@ class WideStack:
             rhs, of_dlhs = rounded.read("rhs", layer.kernel, "fwd", "dlhs")
             of_lhs = scale or rounded.of["lhs"]
             unit = of_lhs * rounded.of["rhs"] if rounded.is_fp8["fwd"] else 1.0
-            z = bf16(lhs @ rhs, unit)
+            z = oracle.bf16(lhs @ rhs, unit)
             z = z if layer.bias is None else z + layer.bias
-            xhat, rate = normalized(z, norm)
+            xhat, rate = oracle.normalized(z, norm)
             kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
             self.kept.append([of_drhs, of_dlhs, norm, activation, kept, rate])
-            x, _ = activate(activation, affine(xhat, layer))
+            x, _ = oracle.activate(activation, oracle.affine(xhat, layer))
             scale = None
             if norm != "none":
                 scale = bounding_scale(norm, xhat.shape[1], layer)
-        return bf16(x)
+        return oracle.bf16(x)
 
     def backward(self, g, *, to_fp8=False):
         """Returns the gradients of x (before a norm of it) and of the layers."""
@@ -313,32 +256,21 @@ class WideStack:
         for i in reversed(range(len(self.layers))):
             rounded, layer = self.roundings[i], self.layers[i]
             lhs, rhs, norm, activation, xhat, rate = self.kept[i]
-            du = d * activate(activation, affine(xhat, layer))[1]
-            dz = du if layer.gamma is None else du * layer.gamma
-            dz = norm_gradient(dz, xhat, rate, norm)
-            of_dlhs, of_drhs = rounded.read("g", dz, "dlhs", "drhs")
-            sums = dz, du * xhat, du
-            vectors = [
-                None if v is None else s.sum(0)
-                for v, s in zip(layer[1:], sums, strict=True)
-            ]
+            terms = oracle.product_gradient(d, xhat, rate, layer, norm, activation)
+            of_dlhs, of_drhs = rounded.read("g", terms[0], "dlhs", "drhs")
+            given = zip(layer[1:], terms, strict=True)
+            vectors = (None if v is None else term.sum(0) for v, term in given)
             gradients.append(WideLayer(lhs.T @ of_drhs, *vectors))
             d, unit = of_dlhs @ rhs.T, rounded.unit("dlhs", "g", "rhs")
             if to_fp8 and i == 0:
                 d = rounded.to_fp8("dlhs", d, of_dlhs.shape[1], unit)
             else:
-                d = bf16(d, unit)
+                d = oracle.bf16(d, unit)
         norm = self.form.input_norm
         if norm != "none":
             given = stored_xhat(self.given, norm, self.roundings[0].is_fp8["dlhs"])
-            d = norm_gradient(d, given, self.rate, norm)
+            d = oracle.norm_gradient(d, given, self.rate, norm)
         return d, tuple(reversed(gradients))
-
-
-def affine(xhat, layer):
-    """Returns `gamma xhat + beta`."""
-    u = xhat if layer.gamma is None else xhat * layer.gamma
-    return u if layer.beta is None else u + layer.beta
 
 
 def wide_operands(form, by_layer):
@@ -378,7 +310,7 @@ class CrossNetwork:
     recipe: str
 
     def __post_init__(self):
-        self.layers = jax.tree.map(lambda x: np.asarray(x, np.float64), self.layers)
+        self.layers = oracle.in_float64(self.layers)
         self.roundings = [
             [Rounded(self.recipe) for _ in layer.kernels] for layer in self.layers
         ]
@@ -401,7 +333,7 @@ class CrossNetwork:
                 rhs, of_dlhs = rounded.read("rhs", kernel, "fwd", "dlhs")
                 unit = rounded.unit("fwd", "lhs", "rhs")
                 if j + 1 < len(own):
-                    h = bf16(lhs @ rhs, unit)
+                    h = oracle.bf16(lhs @ rhs, unit)
                 else:
                     z = rounded.to_fp8("fwd", lhs @ rhs, lhs.shape[1], unit)
                 all_lhs.append(of_drhs)
@@ -426,7 +358,7 @@ class CrossNetwork:
                 kernels.append(all_lhs[j].T @ of_drhs)
                 g, unit = of_dlhs @ all_rhs[j].T, rounded.unit("dlhs", "g", "rhs")
                 if j:
-                    g = bf16(g, unit)
+                    g = oracle.bf16(g, unit)
             d = rounded.to_fp8("dlhs", g, of_dlhs.shape[1], unit)
             gradients.append(CrossLayer(tuple(reversed(kernels)), dbias))
             dx0, total = dx0 + d * s, total + d

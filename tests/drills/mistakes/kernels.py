@@ -29,14 +29,14 @@ MISTAKES = [
         "loka_jax/xla/dense_norm.py",
         "jax.lax.rsqrt(moment + epilogue.epsilon)",
         "jax.lax.rsqrt(moment + 1e-6)",
-        "unit/xla/tails_test.py",
+        "unit/ops/run_site_test.py",
     ),
     Mistake(
         "a layer's gradient meets the sum without its own product",
         "loka_jax/xla/tails.py",
         "        s = s + plus(cut(decode(z), shape), bias)\n        total = total + d * s",
         "        total = total + d * s\n        s = s + plus(cut(decode(z), shape), bias)",
-        "unit/xla/tails_test.py",
+        "unit/ops/cross_test.py",
     ),
     Mistake(
         "codes are cut, not rounded to the nearest",

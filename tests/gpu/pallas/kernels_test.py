@@ -16,9 +16,9 @@ from loka_jax.pallas.fm_lcb import fm_lcb
 from loka_jax.pallas.fm_lcb_backward import fm_lcb_backward
 from loka_jax.pallas.norm_backward import norm_backward
 from loka_jax.pallas.norm_quantize import norm_quantize
-from tests.support import FLOOR_DB, sqnr_db
+from tests.support import FLOOR_DB, row_kernels, sqnr_db
 from tests.support import pallas as support
-from tests.whole.pallas import dense_norm_test, fm_lcb_test, rows_test
+from tests.whole.pallas import dense_norm_test, fm_lcb_test
 
 pytestmark = pytest.mark.gpu
 
@@ -78,25 +78,27 @@ rows = pytest.mark.parametrize("m", [5000, 49_999])
     "n, norm", [(256, "layer"), (512, "rms"), (512, "block"), (1024, "layer")]
 )
 def test_any_number_of_rows_is_served(m, n, norm):
-    rows_test.check_rows(norm_quantize, m, n, norm, "swish", rows_test.ROW_SCALES, None)
+    row_kernels.check_rows(
+        norm_quantize, m, n, norm, "swish", row_kernels.ROW_SCALES, None
+    )
     epilogue = Epilogue(norm, "swish")
-    rows_test.check_gradients(norm_backward, m, n, epilogue, E4M3, None)
+    row_kernels.check_gradients(norm_backward, m, n, epilogue, E4M3, None)
 
 
 @rows
 def test_every_row_is_summed_once(m):
-    rows_test.check_sums(norm_backward, m, None)
+    row_kernels.check_sums(norm_backward, m, None)
 
 
 def test_launches_of_norm_quantize_repeat_bit_by_bit():
-    z, vectors = rows_test.rows_of(1024, "layer")
-    f = functools.partial(norm_quantize, epilogue=SWISH, want=rows_test.ROW_SCALES)
+    z, vectors = row_kernels.rows_of(1024, "layer")
+    f = functools.partial(norm_quantize, epilogue=SWISH, want=row_kernels.ROW_SCALES)
     support.assert_launches_repeat(f, jnp.tile(z, (64, 1)), (), vectors)
 
 
 @pytest.mark.parametrize("n", [512, 1024])
 def test_launches_of_norm_backward_repeat_bit_by_bit(n):
-    operands = rows_test.gradients_of(n, "layer", jnp.bfloat16, m=8192)
+    operands = row_kernels.gradients_of(n, "layer", jnp.bfloat16, m=8192)
     f = functools.partial(norm_backward, epilogue=SWISH, dz_fp8=E4M3)
     support.assert_launches_repeat(f, *operands)
 

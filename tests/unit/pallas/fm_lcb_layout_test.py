@@ -8,7 +8,7 @@ from loka_jax.pallas import fm_lcb_backward_layout as backward
 from loka_jax.pallas import fm_lcb_layout as forward
 from loka_jax.pallas.fm_lcb_backward_layout import BackwardConfig, BackwardLayout
 from loka_jax.pallas.fm_lcb_layout import LaunchLayout, Problem, TuningConfig
-from tests.support.pallas import WUKONG, shapes_of
+from tests.support.pallas import WUKONG
 
 
 def problem_of(**sizes):
@@ -72,31 +72,14 @@ def test_sides_are_padded_and_covered_by_slabs_that_may_overlap():
     assert layout.slabs(256, member=1) == [64, 192]
 
 
-def test_a_launch_of_fm_lcb_lies_in_shared_memory_as_counted():
+def test_launches_lie_as_their_configs_say():
     problem = Problem(batch=500, n=72, d=96, k=24, m=40)
     layout = LaunchLayout(problem, TuningConfig(3, 1, 2, 2, 1))
     assert (layout.teams, layout.ctas, layout.chunk, layout.swizzle) == (3, 132, 48, 16)
     assert [x.shape for x in layout.results()] == [(500, 72, 24), (500, 16, 96)]
-    arrays = dict(x=(6, 80, 48), w=(80, 64), p=(3, 64, 48), fm=(3, 64, 24))
-    barriers = dict(x_full=(6, 1), x_empty=(6, 1), w_full=(1, 1))
-    assert shapes_of(layout.scratch()) == arrays | barriers
-    team = LaunchLayout(problem_of(n=128, m=128), TuningConfig(4, 2, 1, 2, 2))
-    arrays = dict(x=(4, 128, 64), w=(128, 128), p=(2, 128, 64), fm=(4, 64, 16))
-    barriers = dict(x_full=(4, 1), x_empty=(4, 2), w_full=(1, 1))
-    barriers |= dict(p_full=(2, 2), p_empty=(2, 2))
-    assert shapes_of(team.scratch()) == arrays | barriers
-
-
-def test_a_launch_of_the_backward_pass_lies_in_shared_memory_as_counted():
     problem = Problem(batch=500, n=80, d=32, k=16, m=48)
     layout = BackwardLayout(problem, BackwardConfig(2, 3), (48, 32))
     assert (layout.ctas, layout.slabs, layout.warpgroups) == (132, [0, 16], 4)
-    sizes = dict(x=(6, 80, 32), dfm=(6, 80, 16), dlcb=(6, 32, 32), y=(80, 16))
-    sizes |= dict(w=(80, 32), s=(4, 64, 80), gram=(4, 64, 80), dx=(4, 64, 32))
-    barriers = dict(full=(6, 3), empty=(6, 2), weight_full=(1, 2), added_full=(4, 2))
-    assert shapes_of(layout.scratch()) == sizes | barriers
-    without = shapes_of(BackwardLayout(problem, BackwardConfig(2, 3)).scratch())
-    assert without == {x: s for x, s in (sizes | barriers).items() if x != "added_full"}
     types = [x.shape for x in layout.results()]
     assert types == [(500, 80, 32), (132, 2, 2, 64, 48)]
 

@@ -35,27 +35,16 @@ def test_the_provider_runs_with_the_extra_on_hopper(monkeypatch):
             launch.require_triton()
 
 
-@pytest.mark.parametrize(
-    "implementation, why_not, is_hopper, expected",
-    [
-        (None, None, True, "triton"),
-        (None, None, False, "xla"),
-        (None, "no operands", True, "xla"),
-        ("xla", None, True, "xla"),
-        ("xla", "no operands", True, "xla"),
-        # Lowered for a GPU on another machine.
-        ("triton", None, False, "triton"),
-    ],
-)
-def test_triton_is_chosen_where_it_runs(
-    monkeypatch, implementation, why_not, is_hopper, expected
+def test_triton_is_chosen_where_it_runs_and_asked_for_elsewhere_it_is_an_error(
+    monkeypatch,
 ):
-    _pretend(monkeypatch, capability="9.0" if is_hopper else None)
-    assert launch.chosen(implementation, why_not) == expected
-
-
-def test_a_requested_provider_that_cannot_run_is_an_error(monkeypatch):
     chosen = inspect.unwrap(launch.chosen)  # tests check types before it does
+    _pretend(monkeypatch)
+    asked = [(None, None), (None, "no operands"), ("xla", None), ("xla", "no operands")]
+    assert [chosen(*x) for x in asked] == ["triton", "xla", "xla", "xla"]
+    # Lowered for a GPU on another machine.
+    _pretend(monkeypatch, capability=None)
+    assert [chosen(x, None) for x in (None, "triton")] == ["xla", "triton"]
     _pretend(monkeypatch, missing=["triton"])
     for implementation, why_not, reason in (
         ("tritn", None, "'tritn' must be 'xla', 'triton' or None"),
@@ -64,7 +53,7 @@ def test_a_requested_provider_that_cannot_run_is_an_error(monkeypatch):
     ):
         with pytest.raises(ValueError, match=reason):
             chosen(implementation, why_not)
-    assert launch.chosen(None, None) == "xla"
+    assert chosen(None, None) == "xla"
 
 
 def test_operations_that_are_left_out_are_counted_where_a_kernel_serves(monkeypatch):
