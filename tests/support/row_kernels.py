@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import Epilogue, NormResiduals, Outputs, xhat_scale_inv
+from loka_jax.normed import (
+    Epilogue,
+    NormResiduals,
+    NormVectors,
+    Outputs,
+    xhat_scale_inv,
+)
 from tests.support import oracle
 from tests.support import pallas as support
 

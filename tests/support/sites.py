@@ -73,8 +73,11 @@ def vectors_of(n, norm, *, with_bias=False):
     """Returns the parameters that a site with this norm has."""
     names = {"layer": ["gamma", "beta"], "rms": ["gamma"]}.get(norm, [])
     names = [*names, "bias"] if with_bias else names
-    values = [0.3 * support.normal(n, seed=10 + i) for i in range(len(names))]
-    return {x: (x == "gamma") + v for x, v in zip(names, values, strict=True)}
+    centre = {"gamma": 1.0}
+    return {
+        name: centre.get(name, 0.0) + 0.3 * support.normal(n, seed=10 + i)
+        for i, name in enumerate(names)
+    }
 
 
 def initial(recipe):

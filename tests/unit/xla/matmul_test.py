@@ -116,10 +116,9 @@ def test_high_precision_products_are_summed_in_float32():
     support.assert_is_product(matmul(lhs, rhs), lhs, rhs)
     # On a GPU full precision must be asked for.
     assert "precision = [HIGHEST, HIGHEST]" in matmul.lower(lhs, rhs).as_text()
-    narrow = lhs.astype(BF16), rhs.astype(BF16)
-    matmul = functools.partial(xla.high_precision_matmul, compute_dtype=BF16)
-    out = matmul(lhs, rhs, out_dtype=F32)
-    assert out.dtype == F32
-    support.assert_is_product(out, *narrow)
-    out = matmul(lhs, rhs, out_dtype=BF16)
-    support.assert_is_product(out, *narrow, HALF_ULP)
+    for dtype, rounding_of_result in ((F32, 0.0), (BF16, HALF_ULP)):
+        static = dict(compute_dtype=BF16, out_dtype=dtype)
+        out = xla.high_precision_matmul(lhs, rhs, **static)
+        assert out.dtype == dtype
+        narrow = lhs.astype(BF16), rhs.astype(BF16)
+        support.assert_is_product(out, *narrow, rounding_of_result)
