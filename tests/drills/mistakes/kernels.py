@@ -36,7 +36,7 @@ MISTAKES = [
         "loka_jax/xla/tails.py",
         "        s = s + plus(cut(decode(z), shape), bias)\n        total = total + d * s",
         "        total = total + d * s\n        s = s + plus(cut(decode(z), shape), bias)",
-        "unit/ops/cross_test.py",
+        "unit/ops/crossed_stack_test.py",
     ),
     Mistake(
         "codes are cut, not rounded to the nearest",

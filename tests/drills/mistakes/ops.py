@@ -163,7 +163,7 @@ MISTAKES = [
         "loka_jax/ops/tailed_products.py",
         '{"fwd": 7, "dlhs": 5}',
         '{"fwd": 7, "dlhs": 7}',
-        "unit/ops/cross_test.py",
+        "unit/ops/crossed_stack_test.py",
     ),
     Mistake(
         "activations that inference hands on forget the scale of the weight",

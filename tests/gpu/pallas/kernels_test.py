@@ -58,18 +58,6 @@ def test_outputs_of_real_sites_are_the_rounded_reference(m, norm, activation, k,
         np.testing.assert_allclose(out.rstd, rstd, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "k, n, x_scale", [(256, 256, "rowwise"), (512, 512, "rowwise"), (256, 256, "bf16")]
-)
-def test_launches_of_dense_norm_repeat_bit_by_bit(k, n, x_scale):
-    x, w = dense_norm_test.operands_of(8192, k, n, x_scale=x_scale)
-    want = Outputs(y=False, y_fp8="rowwise")
-    want = Outputs(y=True) if x_scale == "bf16" else want
-    static = dict(epilogue=SWISH, want=want)
-    f = functools.partial(dense_norm, **static)
-    support.assert_launches_repeat(f, x, w, support.affine(n, "layer"))
-
-
 rows = pytest.mark.parametrize("m", [5000, 49_999])
 
 
@@ -86,19 +74,6 @@ def test_any_number_of_rows_is_served(m, n, norm):
 @rows
 def test_every_row_is_summed_once(m):
     row_kernels.check_sums(norm_backward, m, None)
-
-
-def test_launches_of_norm_quantize_repeat_bit_by_bit():
-    z, vectors = row_kernels.rows_of(1024, "layer")
-    f = functools.partial(norm_quantize, epilogue=SWISH, want=row_kernels.ROW_SCALES)
-    support.assert_launches_repeat(f, jnp.tile(z, (64, 1)), (), vectors)
-
-
-@pytest.mark.parametrize("n", [512, 1024])
-def test_launches_of_norm_backward_repeat_bit_by_bit(n):
-    operands = row_kernels.gradients_of(n, "layer", jnp.bfloat16, m=8192)
-    f = functools.partial(norm_backward, epilogue=SWISH, dz_fp8=E4M3)
-    support.assert_launches_repeat(f, *operands)
 
 
 @pytest.mark.parametrize("size", support.WUKONG)
@@ -118,6 +93,27 @@ def test_every_config_of_fm_lcb_is_the_rounded_reference(size, batch):
         launch = jax.jit(functools.partial(fm_lcb_backward, config=config))
         fm_lcb_test.check_backward(launch(*operands), *operands)
         fm_lcb_test.check_backward(launch(*operands, added), *operands, added)
+
+
+@pytest.mark.parametrize(
+    "k, n, x_scale", [(256, 256, "rowwise"), (512, 512, "rowwise"), (256, 256, "bf16")]
+)
+def test_launches_of_dense_norm_repeat_bit_by_bit(k, n, x_scale):
+    operands = dense_norm_test.operands_of(8192, k, n, x_scale=x_scale)
+    is_bf16 = x_scale == "bf16"
+    want = Outputs(y=is_bf16, y_fp8=None if is_bf16 else "rowwise")
+    f = functools.partial(dense_norm, epilogue=SWISH, want=want)
+    support.assert_launches_repeat(f, *operands, support.affine(n, "layer"))
+
+
+def test_launches_by_rows_repeat_bit_by_bit():
+    z, vectors = row_kernels.rows_of(1024, "layer", 4096)
+    f = functools.partial(norm_quantize, epilogue=SWISH, want=row_kernels.ROW_SCALES)
+    support.assert_launches_repeat(f, z, (), vectors)
+    f = functools.partial(norm_backward, epilogue=SWISH, dz_fp8=E4M3)
+    for n in (512, 1024):
+        operands = row_kernels.gradients_of(n, "layer", BF16, m=8192)
+        support.assert_launches_repeat(f, *operands)
 
 
 @pytest.mark.parametrize("size", support.WUKONG)

@@ -4,13 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from loka_jax.ops import interaction
 from loka_jax.optim.rows import Adam, Sgd
 from loka_jax.triton.matmul import fp8_matmul, search_space
 from tests import support
+from tests.support.pallas import assert_launches_repeat
 from tests.support.triton import on_gpu, skip_without_triton
 from tests.whole.triton import matmul_test, row_update_test, rows_test
 
@@ -24,64 +24,12 @@ ADAGRAD = row_update_test.ADAGRAD
 ROWS, TILES = matmul_test.ROWS, matmul_test.TILES
 
 
-@matmul_test.formats_and_granularities
-def test_products_of_many_programs(formats, granularities):
-    sizes, out_dtype = (1000, 208, 48), jnp.bfloat16
-    matmul_test.check(sizes, formats, granularities, out_dtype=out_dtype)
-
-
-@pytest.mark.parametrize(
-    "granularities, one_sum", [(ROWS, False), (ROWS, True), (TILES, False)]
-)
-def test_all_configs_of_a_product_agree(granularities, one_sum):
-    sizes, formats = (1000, 528, 600), matmul_test.FORMATS[0]
-    lhs, rhs = matmul_test.operands_of(*sizes, formats, granularities)
-    rest = dict(out_dtype=jnp.float32, fast_accumulation=one_sum)
-    limit = matmul_test.limit_of(jnp.float32, one_sum)
-    for config in search_space(*sizes, one_sum=one_sum):
-        out = fp8_matmul(lhs, rhs, config=config, **rest)
-        assert matmul_test.error_of(out, lhs, rhs) < limit, config
-
-
-def assert_repeats(f, *args, times=100, **options):
-    """Asserts that launches agree bit by bit with the first."""
-    first = f(*args, **options)
-    for _ in range(times):
-        jax.tree.map(np.testing.assert_array_equal, first, f(*args, **options))
-
-
-def test_products_repeat_bit_by_bit():
-    lhs, rhs = matmul_test.operands_of(1000, 528, 600)
-    f = jax.jit(functools.partial(fp8_matmul, out_dtype=jnp.float32))
-    assert_repeats(f, lhs, rhs)
-
-
-@pytest.mark.parametrize(
-    "fields, dim, has_bottom",
-    [
-        (2, 16, True),
-        (26, 16, True),
-        (26, 128, False),
-        (32, 256, False),
-        (63, 256, True),
-    ],
-)
-def test_dot_features_of_many_programs(fields, dim, has_bottom):
-    rows_test.check_dot_features(1003, fields, dim, has_bottom)
-
-
-def test_dot_features_repeat_bit_by_bit_and_are_a_kernel():
-    bottom = support.normal(10_001, 16, dtype=jnp.bfloat16)
-    embeddings = support.normal(10_001, 26, 16, seed=1, dtype=jnp.bfloat16)
-    width = rows_test.width_of(26, 16, True)
-    g = support.normal(10_001, width, seed=2, dtype=jnp.bfloat16)
-
-    def both(bottom, embeddings, g):
-        out, vjp = jax.vjp(interaction.dot_features, bottom, embeddings)
-        return out, vjp(g)
-
-    assert "triton_kernel_call" in jax.jit(both).lower(bottom, embeddings, g).as_text()
-    assert_repeats(jax.jit(both), bottom, embeddings, g)
+def test_many_programs_give_what_few_do():
+    for formats, granularities in matmul_test.FORMATS_AND_GRANULARITIES:
+        sizes, out_dtype = (1000, 208, 48), jnp.bfloat16
+        matmul_test.check(sizes, formats, granularities, out_dtype=out_dtype)
+    for sizes in ((2, 16, True), (26, 128, False), (32, 256, False), (63, 256, True)):
+        rows_test.check_dot_features(1003, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +45,42 @@ def test_row_updates_of_many_programs(kind, dim):
 
 
 @pytest.mark.parametrize(
+    "granularities, one_sum", [(ROWS, False), (ROWS, True), (TILES, False)]
+)
+def test_all_configs_of_a_product_agree(granularities, one_sum):
+    sizes, formats = (1000, 528, 600), matmul_test.FORMATS[0]
+    lhs, rhs = matmul_test.operands_of(*sizes, formats, granularities)
+    rest = dict(out_dtype=jnp.float32, fast_accumulation=one_sum)
+    limit = matmul_test.limit_of(jnp.float32, one_sum)
+    for config in search_space(*sizes, one_sum=one_sum):
+        out = fp8_matmul(lhs, rhs, config=config, **rest)
+        assert matmul_test.error_of(out, lhs, rhs) < limit, config
+
+
+def test_launches_repeat_bit_by_bit():
+    product = functools.partial(fp8_matmul, out_dtype=jnp.float32)
+    assert_launches_repeat(product, *matmul_test.operands_of(1000, 528, 600))
+    args = support.normal(9999, 16), support.normal(9999, 26, 16, seed=1)
+    args = [x.astype(jnp.bfloat16) for x in args]
+    width = rows_test.width_of(26, 16, True)
+    g = support.normal(9999, width, seed=2, dtype=jnp.bfloat16)
+
+    def both(bottom, embeddings, g):
+        out, vjp = jax.vjp(interaction.dot_features, bottom, embeddings)
+        return out, vjp(g)
+
+    assert "triton_kernel_call" in jax.jit(both).lower(*args, g).as_text()
+    assert_launches_repeat(both, *args, g)
+
+
+@pytest.mark.parametrize(
     "optimizer, dim", [(ADAGRAD, 16), (ADAGRAD, 128), (Sgd(), 10), (Adam(), 16)]
 )
 def test_updates_repeat_bit_by_bit(optimizer, dim):
-    operands = row_update_test.problem_of(optimizer, "one long", 200_001, dim)
-    run = jax.jit(row_update_test.update, static_argnums=4)
-    assert_repeats(run, *operands, times=50, enabled=row_update_test.TRUE)
+    *operands, _, rate = row_update_test.problem_of(optimizer, "one long", 200_001, dim)
+
+    def update(*operands):
+        rest = dict(enabled=row_update_test.TRUE)
+        return row_update_test.update(*operands, optimizer, rate, **rest)
+
+    assert_launches_repeat(update, *operands)

@@ -8,11 +8,7 @@ import pytest
 
 from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops.device import HOPPER, Device
-from loka_jax.ops.fm_lcb import (
-    compress,
-    fm_lcb,
-    plan_fm_lcb,
-)
+from loka_jax.ops.fm_lcb import compress, fm_lcb, plan_fm_lcb
 from tests import support
 
 B, N, D, K, L = 5, 12, 8, 3, 4
@@ -57,15 +53,13 @@ def assert_close(x, exact, magnitude, roundings):
 )
 def test_results_and_gradients_are_those_of_the_equations(dtype, roundings):
     args = operands(dtype)
-    g = (
-        support.normal(B, N, K, seed=2, dtype=dtype),
-        support.normal(B, L, D, seed=3, dtype=dtype),
-    )
+    shapes = (B, N, K), (B, L, D)
+    g = [support.normal(*x, seed=i, dtype=dtype) for i, x in enumerate(shapes, 2)]
 
     @jax.jit
     def both_ways(*args):
         out, pull = jax.vjp(lambda x, w: fm_lcb(x, w, k=K), *args)
-        return fm_lcb(*args, k=K), out, pull(g)
+        return fm_lcb(*args, k=K), out, pull(tuple(g))
 
     inference, out, (dx, dweight) = both_ways(*args)
     chex.assert_type([*out, *inference], dtype)

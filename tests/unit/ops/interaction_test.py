@@ -1,4 +1,4 @@
-"""`dot_features` against numpy in float64, and where it chooses Triton."""
+"""`dot_features` against numpy in float64."""
 
 import functools
 
@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.ops import interaction
 from loka_jax.ops.interaction import dot_features, join_features, padded
-from loka_jax.triton import launch
 from tests import support
 
 
@@ -91,25 +89,3 @@ def test_features_are_padded_to_64_where_at_most_an_eighth_is_zeros():
         [[1] * 3 + [2] * 4 + [0]],
         [[2] * 4 + [0] * 2],
     ]
-
-
-@pytest.mark.parametrize(
-    "fields, dtype, missing, by_triton",
-    [
-        (26, jnp.bfloat16, None, True),
-        (26, jnp.float32, None, False),
-        (64, jnp.bfloat16, None, False),
-        (26, jnp.bfloat16, "no Hopper GPU", False),
-    ],
-)
-def test_triton_runs_what_it_serves(fields, dtype, missing, by_triton, monkeypatch):
-    launched = []
-
-    def by_kernel(run, bottom, embeddings):
-        launched.append(run)
-        return jnp.zeros((len(embeddings), 1))
-
-    monkeypatch.setattr(launch, "why_not_here", lambda: missing)
-    monkeypatch.setattr(interaction, "by_kernel", by_kernel)
-    jax.eval_shape(dot_features, *operands(4, fields, 16, True, dtype))
-    assert bool(launched) == by_triton

@@ -17,10 +17,6 @@ from tests.support.nn import initialized
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("dlrm", {"interaction": "cat", "num_dense": 0}),
-        ("dcnv2", {"structure": "stacked", "cross_rank": 16, "num_dense": 0}),
-        ("mmoe", {"num_experts": 2, "num_tasks": 1}),
-        ("wukong", {"attention_mlp": (16,), "norm": "batch", "train": True}),
         ("dhen", {"dot": None, "attention": 3, "num_heads": 2, "norm": "block"}),
         ("mix", {"attention": 1, "num_heads": 3, "num_dense": 0}),
     ],

@@ -4,13 +4,12 @@ import functools
 
 import pytest
 
-from loka_jax.ops import tailed_products
 from tests import support
 from tests.support import tailed
 from tests.support.tailed import BF16_DRHS, DELAYED, CrossedCase, Form
-from tests.support.triton import interpreted, on_gpu
+from tests.support.triton import anywhere, interpreted, on_gpu
 
-__all__ = ["interpreted", "on_gpu"]
+__all__ = ["anywhere", "interpreted", "on_gpu"]
 
 
 def alone(recipe, rank, depth, *, has_bias=True, m=32, n=96):
@@ -49,7 +48,10 @@ def test_networks_follow_the_equations(case, limit):
 # probability of 2^-6, which is an error of 2^-3: in the mean 2^-3 sqrt(2^-6). The
 # gradients of four products are cast so, one after the other.
 LIMITS = {"bf16": 2.0**-8, DELAYED: 2.0**-5, BF16_DRHS: 2.0**-5}
-networks = pytest.mark.parametrize(
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
     "case, limit",
     [
         (alone(DELAYED, 48, 2, has_bias=False), 2.0**-8),
@@ -66,21 +68,7 @@ networks = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@networks
-@pytest.mark.usefixtures("interpreted")
-def test_networks_by_triton_give_the_results_of_xla(case, limit, monkeypatch):
-    # The interpreter takes no tracers.
-    monkeypatch.setattr(tailed_products, "by_kernel", lambda run, *args: run(*args))
-    results = functools.partial(tailed.crossed_results, case)
-    tailed.assert_triton_gives_the_results_of_xla(results, limit)
-
-
-@networks
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_gpu")
-def test_networks_by_triton_give_the_results_of_xla_on_a_gpu(case, limit):
+def test_networks_by_triton_give_the_results_of_xla(case, limit):
     results = functools.partial(tailed.crossed_results, case)
     tailed.assert_triton_gives_the_results_of_xla(results, limit)
 

@@ -8,41 +8,24 @@ import numpy as np
 import pytest
 
 from loka_jax.models import Dhen, Wukong
-from loka_jax.ops import joined_norm as operation
 from tests import support
 from tests.support import joined
-from tests.support.triton import interpreted, on_gpu
+from tests.support.triton import anywhere, interpreted, on_gpu
 
-__all__ = ["interpreted", "on_gpu"]
+__all__ = ["anywhere", "interpreted", "on_gpu"]
+
 
 # Embeddings of the parts, and d: of one tile of columns, and of part of one.
-cases = pytest.mark.parametrize(
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
     "counts, d, in_parts",
     [((3, 5), 16, False), ((7,), 40, True), ((2, 3, 4), 160, True)],
     ids=str,
 )
-
-
-def assert_is_a_block_norm(counts, d, in_parts, wrap):
-    """Asserts that Triton's results are a block norm, rounded to bfloat16."""
+def test_triton_gives_the_block_norm(counts, d, in_parts):
     run = functools.partial(joined.results, in_parts=in_parts, provider="triton")
-    options = dict(dtype=jnp.bfloat16, limit=2.0**-8, run=wrap(run))
+    options = dict(dtype=jnp.bfloat16, limit=2.0**-8, run=run)
     joined.assert_is_a_block_norm(counts, d, **options)
-
-
-@cases
-@pytest.mark.usefixtures("interpreted")
-def test_triton_gives_the_block_norm(counts, d, in_parts, monkeypatch):
-    # The interpreter takes no tracers.
-    monkeypatch.setattr(operation, "by_kernel", lambda run, *args: run(*args))
-    assert_is_a_block_norm(counts, d, in_parts, lambda run: run)
-
-
-@cases
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_gpu")
-def test_triton_gives_the_block_norm_on_a_gpu(counts, d, in_parts):
-    assert_is_a_block_norm(counts, d, in_parts, jax.jit)
 
 
 MODELS = [

@@ -5,13 +5,12 @@ import functools
 import jax
 import pytest
 
-from loka_jax.ops import tailed_products
 from loka_jax.ops.wide_stack import wide_stack
 from tests.support import hopper, tailed
 from tests.support.tailed import BF16_DRHS, DELAYED, Form
-from tests.support.triton import interpreted, on_gpu
+from tests.support.triton import anywhere, interpreted, on_gpu
 
-__all__ = ["interpreted", "on_gpu"]
+__all__ = ["anywhere", "interpreted", "on_gpu"]
 
 ODD = dict(m=47, widths=(95, 271, 79, 63))  # no multiples of 16
 FORMS = [
@@ -46,24 +45,13 @@ def test_results_are_those_of_the_equations_on_the_same_rounded_operands(
 
 
 RECIPES = DELAYED, BF16_DRHS, "bf16"
-by_triton = pytest.mark.parametrize(
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
     "form, recipe", [(form, RECIPES[i % 3]) for i, form in enumerate(FORMS)], ids=str
 )
-
-
-@by_triton
-@pytest.mark.usefixtures("interpreted")
-def test_tails_by_triton_give_the_results_of_xla(form, recipe, monkeypatch):
-    # The interpreter takes no tracers.
-    monkeypatch.setattr(tailed_products, "by_kernel", lambda run, *args: run(*args))
-    results = functools.partial(tailed.wide_results, form, (recipe,) * 3)
-    tailed.assert_triton_gives_the_results_of_xla(results)
-
-
-@by_triton
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_gpu")
-def test_tails_by_triton_give_the_results_of_xla_on_a_gpu(form, recipe):
+def test_tails_by_triton_give_the_results_of_xla(form, recipe):
     results = functools.partial(tailed.wide_results, form, (recipe,) * 3)
     tailed.assert_triton_gives_the_results_of_xla(results)
 

@@ -22,17 +22,14 @@ FORMATS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 # Which elements of lhs and rhs share a scale: all, rows, or tiles.
 ROWS, TILES = ("rows", "rows"), ((1, 128), (128, 128))
 # Every granularity, and every format with rows and tiles.
-formats_and_granularities = pytest.mark.parametrize(
-    "formats, granularities",
-    [
-        (FORMATS[0], ((), ())),
-        (FORMATS[0], ROWS),
-        (FORMATS[1], ("rows", ())),
-        (FORMATS[2], ((), "rows")),
-        (FORMATS[1], TILES),
-        (FORMATS[2], ((128, 128), (1, 128))),
-    ],
-)
+FORMATS_AND_GRANULARITIES = [
+    (FORMATS[0], ((), ())),
+    (FORMATS[0], ROWS),
+    (FORMATS[1], ("rows", ())),
+    (FORMATS[2], ((), "rows")),
+    (FORMATS[1], TILES),
+    (FORMATS[2], ((128, 128), (1, 128))),
+]
 
 
 def _quantized(rows, k, dtype, granularity, seed):
@@ -82,7 +79,7 @@ def check(sizes, *formats_and_granularities, out_dtype=jnp.float32, fast=False):
 
 
 @anywhere_
-@formats_and_granularities
+@pytest.mark.parametrize("formats, granularities", FORMATS_AND_GRANULARITIES)
 def test_products_of_the_dequantized_operands(formats, granularities):
     check((100, 208, 48), formats, granularities)
 
