@@ -4,6 +4,8 @@ The interpreter's race detector has no public name. References are numpy in floa
 each element must be one rounding away from them, besides an error the caller names.
 """
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import NO_VECTORS, NormVectors, xhat_scale_inv
+from loka_jax.fp8 import E4M3
+from loka_jax.normed import NO_VECTORS, XHAT_SCALE_INV, NormVectors, xhat_scale_inv
 from loka_jax.pallas import tiles
 from tests.support import oracle
 
@@ -66,25 +68,6 @@ def shapes_of(fields):
     """Returns the shapes of arrays by name."""
     fields = fields if isinstance(fields, dict) else fields._asdict()
     return {name: item.shape for name, item in fields.items() if item is not None}
-
-
-def quantized(x, tile=None, dtype=E4M3):
-    """Returns a matrix in FP8 by numpy, and the float64 values that it stands for.
-
-    By default one power-of-two scale serves all; rows of (1, columns) have one each.
-    """
-    x = np.asarray(x, np.float64)
-    (m, k), (rows, columns) = x.shape, tile or x.shape
-    amax = np.maximum.reduceat(np.abs(x), range(0, m, rows), axis=0)
-    amax = np.maximum.reduceat(amax, range(0, k, columns), axis=1)
-    limit = float(jnp.finfo(dtype).max)
-    factors = 2.0 ** np.ceil(np.log2(amax / limit))
-    scale_inv = np.repeat(np.repeat(factors, rows, axis=0), columns, axis=1)[:m, :k]
-    data = (x / scale_inv).astype(np.float32).astype(dtype)
-    factors = factors.astype(np.float32)[() if factors.size > 1 else (0, 0)]
-    tile = None if columns == k else tile
-    x8 = Fp8Array(jnp.asarray(data), jnp.asarray(factors), tile)
-    return x8, data.astype(np.float64) * scale_inv
 
 
 def affine(n, norm, seed=0):
@@ -155,6 +138,35 @@ def _assert_rounded(x, exact, *, step, error):
     difference = np.abs(np.asarray(x).astype(np.float64) - exact)
     allowed = 1.05 * step * np.abs(exact) + error
     assert np.all(difference <= allowed), np.max(difference / allowed)
+
+
+def assert_outputs(
+    out, want, exact, *, error, xhat_error, y_scale_inv, rtol, amax_rtol=0.0
+):
+    """Asserts every output that is wanted, within an error, and that there is no other.
+
+    The error is of each row or of all; the others are relative.
+    """
+    y, xhat, rstd = exact
+    names = [field.name for field in dataclasses.fields(want)]
+    wanted = [bool(getattr(want, name)) for name in names]
+    assert wanted == [getattr(out, name) is not None for name in names]
+    if want.y:
+        assert_bfloat16(out.y, y, error=error)
+    if want.y_fp8 == "rowwise":
+        assert_e4m3_rows(out.y_fp8, y, error=error)
+    elif want.y_fp8 == "tensorwise":
+        assert_fp8(out.y_fp8.data, y_scale_inv, y, error=error)
+    if want.y_amax:
+        largest = np.asarray(out.y_amax, np.float64).reshape(-1, len(y)).max(0)
+        error_of_amax = np.ravel(error) + amax_rtol * np.abs(y).max(1)
+        assert np.all(np.abs(largest - np.abs(y).max(1)) <= error_of_amax)
+    if want.xhat == E4M3:
+        assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=xhat_error)
+    elif want.xhat is not None:
+        assert_bfloat16(out.xhat, xhat, error=xhat_error)
+    if want.rstd:
+        np.testing.assert_allclose(out.rstd, rstd, rtol=rtol)
 
 
 def assert_faults_stay_in_their_rows(x, *, zeros, faulty):

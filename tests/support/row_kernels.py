@@ -49,21 +49,10 @@ def check_rows(quantize, m, n, norm, activation, want, config):
     )
     exact = np.asarray(z, np.float64) * 0.75 * np.asarray(scales[2], np.float64)
     y, xhat, rstd = support.forward(exact, vectors, epilogue)
-    error = _tanh_error(y)
-    wanted = [bool(getattr(want, x)) for x in ("y", "xhat", "rstd", "y_amax")]
-    assert wanted == [x is not None for x in (out.y, out.xhat, out.rstd, out.y_amax)]
-    if want.y:
-        support.assert_bfloat16(out.y, y, error=error)
-        support.assert_e4m3_rows(out.y_fp8, y, error=error)
-        np.testing.assert_allclose(out.y_amax, np.abs(y).max(1), rtol=1e-5, atol=error)
-    else:
-        support.assert_fp8(out.y_fp8.data, Y_SCALE_INV, y, error=error)
-    if want.xhat == E4M3:
-        support.assert_fp8(out.xhat, xhat_scale_inv(norm, n), xhat, error=1e-5)
-    else:
-        support.assert_bfloat16(out.xhat, xhat, error=1e-5 * (1 + np.abs(xhat)))
-    if want.rstd:
-        np.testing.assert_allclose(out.rstd, rstd, rtol=1e-4)
+    xhat_error = 1e-5 if want.xhat == E4M3 else 1e-5 * (1 + np.abs(xhat))
+    rest = dict(error=_tanh_error(y), xhat_error=xhat_error, rtol=1e-4, amax_rtol=1e-5)
+    exact = y, xhat, rstd
+    support.assert_outputs(out, want, exact, y_scale_inv=Y_SCALE_INV, **rest)
 
 
 def gradients_of(n, norm, xhat_dtype, *, m=64):

@@ -90,17 +90,6 @@ def initial(recipe):
     return state
 
 
-def run(name, lhs, rhs, dy, vectors, **kwargs):
-    """Returns y, the gradients of lhs, rhs and the vectors, and the next state."""
-    recipe = get_recipe(name)
-    f = lambda lhs, rhs, vectors, state: dense_norm(  # noqa: E731
-        lhs, rhs, **vectors, state=state, recipe=recipe, **kwargs
-    )
-    args = lhs, rhs, vectors, initial(recipe)
-    y, (*gradients, state) = pulled(f, args, dy)
-    return y, gradients, state
-
-
 def pulled(f, args, g):
     """Returns `f(*args)` and its gradients, compiled."""
 
@@ -208,9 +197,12 @@ def assert_follows_the_equations(case, *, limit=2.0**-9, **options):
     recipe = get_recipe(case.name)
     lhs, rhs, dy = operands(m, k, n, recipe.compute_dtype)
     vectors = vectors_of(n, case.norm, with_bias=True)
-    options = dict(device=case.device) | options
+    options = dict(device=case.device, recipe=recipe) | options
     options |= dict(norm=case.norm, activation=case.activation)
-    y, gradients, state = run(case.name, lhs, rhs, dy, vectors, **options)
+    f = lambda lhs, rhs, vectors, state: dense_norm(  # noqa: E731
+        lhs, rhs, **vectors, state=state, **options
+    )
+    y, (*gradients, state) = pulled(f, (lhs, rhs, vectors, initial(recipe)), dy)
     expected = Site(case, vectors)
     theirs = expected.round(expected.forward(lhs, rhs)), list(expected.backward(dy))
     limit = 1e-5 if case.name == "f32" else limit
@@ -232,20 +224,15 @@ def assert_follows_the_equations(case, *, limit=2.0**-9, **options):
 CHAIN = "fp8_rowwise_bf16_drhs"
 
 
-def chain(device, out):
-    """Returns a function of lhs, two weights and vectors: a chain of two sites."""
-    static = dict(recipe=get_recipe(CHAIN), device=device)
+def assert_chain_follows_the_equations(refusals, m=64):
+    """Asserts that a site multiplies what another hands on, which has its gradient."""
+    static = dict(recipe=get_recipe(CHAIN), device=stand_ins.hopper(**refusals))
 
-    def f(lhs, first, second, vectors):
-        options = dict(norm="layer", activation="swish", out=out, **static)
+    def chain(lhs, first, second, vectors):
+        options = dict(norm="layer", activation="swish", out="fp8", **static)
         hidden = dense_norm(lhs, first, **vectors, **options)
         return dense_norm(hidden, second, norm="none", **static)
 
-    return f
-
-
-def assert_chain_follows_the_equations(refusals, m=64):
-    """Asserts that a site multiplies what another hands on, which has its gradient."""
     hidden = Case(CHAIN, "layer", "swish", refusals, (m, 32, 80))
     last = Case(CHAIN, "none", "none", refusals, (m, 80, 16))
     lhs, first, _ = operands(*hidden.sizes)
@@ -253,8 +240,7 @@ def assert_chain_follows_the_equations(refusals, m=64):
     vectors = vectors_of(80, "layer")
     # Leading dims, which stay.
     args = lhs.reshape(4, -1, 32), first, second, vectors
-    found = pulled(chain(hidden.device, "fp8"), args, dy.reshape(4, -1, 16))
-    y, (dlhs, *gradients) = found
+    y, (dlhs, *gradients) = pulled(chain, args, dy.reshape(4, -1, 16))
     before, after = Site(hidden, vectors), Site(last, {})
     exact = before.forward(lhs, first)
     bound = tailed.bound_after_norm("layer", 80, before.params)

@@ -22,7 +22,7 @@ MISTAKES = [
         "loka_jax/xla/dense_norm.py",
         'if norm == "layer" else g_part',
         'if norm != "block" else g_part',
-        "unit/xla/dense_norm_test.py",
+        "unit/ops/run_site_test.py",
     ),
     Mistake(
         "the epsilon of a site is ignored",
@@ -43,7 +43,7 @@ MISTAKES = [
         "loka_jax/xla/packed.py",
         "jnp.round(scaled)",
         "jnp.trunc(scaled)",
-        "unit/xla/packed_test.py",
+        "unit/ops/collectives_test.py",
     ),
     Mistake(
         "a launch hangs: a K tile waits for the next, and there is one stage",

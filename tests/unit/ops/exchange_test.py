@@ -1,8 +1,4 @@
-"""Rows over devices: every id reads its row, every row gets its gradients, once.
-
-Devices are examples of `vmap` here, which has the collectives of a mesh; meshes are in
-tests/whole.
-"""
+"""Rows over devices: every id reads its row, every row gets its gradients, once."""
 
 import functools
 
@@ -10,31 +6,97 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import exchange, row_order
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import TableSpec
 from tests.support import exchanges as support
 
-
-def on_devices(step):
-    """Returns a compiled function on four devices, of arrays that are cut in dim 0."""
-    run = jax.jit(jax.vmap(step, axis_name="shard"))
-    return lambda *arrays: run(*(x.reshape(4, -1, *x.shape[1:]) for x in arrays))
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+AXES = ("replica", "shard")
 
 
 @functools.cache
-def exchanged():
-    """Returns the exchange over four devices."""
-    return on_devices(functools.partial(support.step, capacity=support.EXACT))
+def mesh_of(replicas, shards):
+    """Returns a mesh of replicas and shards."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((replicas, shards), AXES, axis_types=auto)
 
 
-@pytest.mark.parametrize("case", support.CASES)
-def test_rows_are_read_and_gradients_arrive(case):
+@functools.cache
+def exchanged(replicas, shards, capacity=support.EXACT):
+    """Returns a compiled exchange, whose sums are of each replica."""
+
+    def step(*arrays):
+        among = "replica" if replicas > 1 else None
+        how = dict(capacity=capacity, replicas=among)
+        rows, total, times, need = support.step(*arrays, **how)
+        return rows, total[None], times[None], jax.lax.pmax(need, AXES)
+
+    specs = P("replica", "shard")
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh_of(replicas, shards),
+        in_specs=(P("shard"), P(AXES), P(AXES), P(AXES)),
+        out_specs=(P(AXES), specs, specs, P()),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    "replicas, shards, case",
+    [*((2, 4, case) for case in support.CASES), (1, 8, "any"), (8, 1, "bad")],
+)
+def test_rows_are_read_and_gradients_arrive(replicas, shards, case):
     ids, weights, grads, placed = support.inputs(case)
-    rows, *others, need = exchanged()(placed, ids, weights, grads)
-    rows = rows.reshape(*ids.shape, support.DIM)
-    support.assert_exchanged(case, 4, rows, *others, max(need))
+    run = exchanged(replicas, shards)
+    rows, sums, times, need = run(placed, ids, weights, grads)
+    for replica in np.asarray(sums):
+        np.testing.assert_array_equal(replica, sums[0])
+    support.assert_exchanged(case, shards, rows, sums[0], times[0], need, devices=8)
+
+
+@needs_devices
+def test_capacity_changes_no_bit_until_a_list_does_not_fit():
+    ids, weights, grads, placed = support.inputs("any")
+    arrays = placed, ids, weights, grads
+    *want, need = map(np.asarray, exchanged(2, 4)(*arrays))
+    *found, same = map(np.asarray, exchanged(2, 4, int(need))(*arrays))
+    jax.tree.map(np.testing.assert_array_equal, (found, same), (want, need))
+    rows, _, fewer, same = map(np.asarray, exchanged(2, 4, int(need) - 1)(*arrays))
+    assert same == need < support.EXACT
+    lost = np.any(rows != want[0], axis=-1)
+    assert lost.any() and not rows[lost].any()
+    assert np.sum(fewer) < np.sum(want[2])
+
+
+@needs_devices
+def test_what_travels_has_the_bytes_of_the_codec():
+    def step(table, ids, grads):
+        places = row_order.places_of_ids(support.SPEC, ids, support.ORDER)
+        places = jax.tree.map(jnp.ravel, places)
+        routed, _ = exchange.route(places, support.ORDER, 16, "shard")
+        got = exchange.fetch(table, routed, "bf16", "shard")
+        flat = grads.reshape(-1, support.DIM)
+        how = dict(replicas="replica")
+        return got, *exchange.give_back(routed, flat, "int8", "shard", **how)
+
+    specs = (P("shard"), P(AXES), P(AXES))
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(2, 4), in_specs=specs, out_specs=P(AXES), check_vma=False
+    )
+    ids, _, grads, placed = support.inputs("any")
+    lines = str(jax.make_jaxpr(mapped)(placed, ids, grads)).splitlines()
+
+    def types(name):
+        found = [line for line in lines if f"= {name}[" in line]
+        return [line.split("=")[0].split(":")[1].strip() for line in found]
+
+    assert types("all_to_all") == ["i32[4,16]", "u16[4,64]", "u8[4,80]"]
+    assert types("all_gather") == ["i32[8,16]", "u8[8,80]"]
 
 
 def test_rows_beyond_int32_are_sorted_by_their_places():
@@ -80,13 +142,15 @@ def test_lists_of_places_and_of_pairs_are_the_same():
         np.testing.assert_array_equal(getattr(pairs, name), getattr(plain, name))
 
 
+@needs_devices
 def test_ids_on_all_devices_read_their_rows_everywhere():
     ids = support.ids_of("bad")[:5]
     placed = support.table()
 
     def look(table):
         places = row_order.places_of_ids(support.SPEC, jnp.asarray(ids), support.ORDER)
-        return exchange.fetch_everywhere(table, places, support.ORDER, "shard")
+        return exchange.fetch_everywhere(table, places, support.ORDER, "shard")[None]
 
-    for rows in on_devices(look)(placed):
+    how = dict(in_specs=P("shard"), out_specs=P("shard"), check_vma=False)
+    for rows in jax.jit(jax.shard_map(look, mesh=mesh_of(1, 8), **how))(placed):
         np.testing.assert_array_equal(rows, support.rows_of(placed, support.flat(ids)))

@@ -29,6 +29,8 @@ CASES = [
     Case(f"{DELAYED}_bf16_drhs:initialized", "rms", "gelu", {}, (64, 32, 80)),
     Case("fp8_blockwise", "layer", "swish", None, (144, 272, 160)),
     Case("f32", "block", "swish", None, (48, 32, 272)),
+    Case("f32", "rms", "gelu"),
+    Case("f32", "block", "hard_swish", None, (48, 32, 600)),
 ]
 
 

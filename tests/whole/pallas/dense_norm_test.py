@@ -10,7 +10,7 @@ import pytest
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import XHAT_SCALE_INV, Epilogue, Outputs
+from loka_jax.normed import Epilogue, Outputs
 from loka_jax.pallas.dense_norm import dense_norm
 from loka_jax.pallas.dense_norm_layout import TuningConfig
 from tests.support import normal
@@ -50,29 +50,12 @@ def reference(x, w, vectors, epilogue):
 
 def check(out, want, exact, *, y_scale_inv=None):
     """Checks every output that is wanted, and that there is no other."""
-    y, xhat, rstd = exact
     # Activations after FP8 outputs are computed in half precision, of eleven bits.
-    half = want.y_fp8 is not None and rstd is not None
-    error = (2.0**-9 if half else 2.0**-16) * (1 + np.abs(y).max(1, keepdims=True))
-    if want.y:
-        support.assert_bfloat16(out.y, y, error=error)
-    if want.y_fp8 == "rowwise":
-        support.assert_e4m3_rows(out.y_fp8, y, error=error)
-    elif want.y_fp8 == "tensorwise":
-        support.assert_fp8(out.y_fp8.data, y_scale_inv, y, error=error)
-    if want.xhat == E4M3:
-        support.assert_fp8(out.xhat, XHAT_SCALE_INV, xhat, error=error)
-    elif want.xhat is not None:
-        support.assert_bfloat16(out.xhat, xhat, error=error)
-    if want.rstd:
-        np.testing.assert_allclose(out.rstd, rstd, rtol=1e-5)
-    if want.y_amax:
-        largest = np.abs(y).max(1)
-        found = np.asarray(out.y_amax, np.float64).max(0)
-        assert np.all(np.abs(found - largest) <= error[:, 0])
-    wanted = want.y, want.y_fp8, want.xhat, want.rstd, want.y_amax
-    found = out.y, out.y_fp8, out.xhat, out.rstd, out.y_amax
-    assert [bool(x) for x in wanted] == [x is not None for x in found]
+    half = want.y_fp8 is not None and exact[2] is not None
+    largest = np.abs(exact[0]).max(1, keepdims=True)
+    error = (2.0**-9 if half else 2.0**-16) * (1 + largest)
+    rest = dict(error=error, xhat_error=error, y_scale_inv=y_scale_inv, rtol=1e-5)
+    support.assert_outputs(out, want, exact, **rest)
 
 
 EVERYTHING = Outputs(y=True, y_fp8="rowwise", xhat=BF16, rstd=True, y_amax=True)
