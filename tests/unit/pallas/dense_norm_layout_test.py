@@ -3,12 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from loka_jax.fp8 import E4M3, Fp8Array
-from loka_jax.normed import Epilogue, Outputs
-from loka_jax.pallas import dense_norm, tiles, tuned
+from loka_jax.fp8 import E4M3
+from loka_jax.normed import Outputs
+from loka_jax.pallas import tiles, tuned
 from loka_jax.pallas.dense_norm_layout import (
     LaunchLayout,
     Problem,
@@ -110,30 +109,6 @@ def test_tiles_exchange_what_rows_share(
     assert found == (m_ctas, exchanges, kept)
     assert shapes_of(layout.results()).get("rstd") == rstd
     assert exchanges or layout.scratch().partials is None
-
-
-@pytest.mark.parametrize("by_row, by_column", [(True, False), (False, True)])
-def test_a_launch_is_told_what_its_operands_are(monkeypatch, by_row, by_column):
-    launched = []
-    monkeypatch.setattr(dense_norm, "_launch", lambda *args: launched.append(args))
-
-    def operand(rows, has_scales):
-        scale = np.ones((rows, 1) if has_scales else (), np.float32)
-        data = np.zeros((rows, 64), E4M3)
-        return Fp8Array(jnp.asarray(data), jnp.asarray(scale))
-
-    w = operand(128, by_column)
-    config, epilogue = TuningConfig(2, 2, 1, 64, 1), Epilogue("rms", "gelu", 1e-3)
-    rest = dict(epilogue=epilogue, want=TRAINING, y_scale_inv=jnp.float32(0.5))
-    dense_norm.dense_norm(operand(72, by_row), w, **rest, config=config)
-    (((found, *static), _, _),) = launched
-    spec = SiteSpec(m=72, k=64, n=128, norm="rms", activation="gelu")
-    flags = dict(x_scale_by_row=by_row, w_scale_by_column=by_column, has_affine=False)
-    expected = Problem(spec=spec, dtype=E4M3, want=TRAINING, **flags)
-    assert dataclasses.replace(found, dtype=E4M3) == expected
-    assert static == [config, 1e-3]
-    with pytest.raises(ValueError, match="m=100 is not a multiple of 8"):
-        dense_norm.dense_norm(operand(100, by_row), w, **rest)
 
 
 def test_every_config_of_the_table_fits_its_problem():

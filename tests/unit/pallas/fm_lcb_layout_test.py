@@ -72,18 +72,6 @@ def test_sides_are_padded_and_covered_by_slabs_that_may_overlap():
     assert layout.slabs(256, member=1) == [64, 192]
 
 
-def test_launches_lie_as_their_configs_say():
-    problem = Problem(batch=500, n=72, d=96, k=24, m=40)
-    layout = LaunchLayout(problem, TuningConfig(3, 1, 2, 2, 1))
-    assert (layout.teams, layout.ctas, layout.chunk, layout.swizzle) == (3, 132, 48, 16)
-    assert [x.shape for x in layout.results()] == [(500, 72, 24), (500, 16, 96)]
-    problem = Problem(batch=500, n=80, d=32, k=16, m=48)
-    layout = BackwardLayout(problem, BackwardConfig(2, 3), (48, 32))
-    assert (layout.ctas, layout.slabs, layout.warpgroups) == (132, [0, 16], 4)
-    types = [x.shape for x in layout.results()]
-    assert types == [(500, 80, 32), (132, 2, 2, 64, 48)]
-
-
 def test_what_is_added_lies_once_in_the_rows_that_slabs_store():
     problem = Problem(batch=5, n=72, d=32, k=16, m=48)
     layout = BackwardLayout(problem, BackwardConfig(1, 1), (8, 40, 24))

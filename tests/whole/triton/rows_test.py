@@ -117,7 +117,7 @@ def test_rows_are_packed_and_spread_as_by_xla(lists, capacity, dim, codec, dtype
     ours = row_wire.decode(theirs, slots, codec, dim)
     theirs = row_codec.spread(theirs, slots, codec, dim, implementation="xla")
     assert ours.dtype == theirs.dtype == BF16
-    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (ours, theirs)))
+    np.testing.assert_array_equal(ours.astype(F32), theirs.astype(F32))
 
 
 # Lists.
@@ -127,19 +127,16 @@ PART = 300  # rows of an owner
 
 def places_of(case, owners, n):
     """Returns sorted places, and the former positions of the ids."""
-    draw = np.random.default_rng(0)
-    places = draw.integers(0, owners * PART, n)
-    match case:
-        case "one row":
-            places[:] = owners * PART // 2
-        case "one owner":
-            places = places % PART + (owners - 1) * PART
-        case "ignored":
-            places[:] = owners * PART
-        case "some ignored":
-            places[::3] = owners * PART
-        case "all distinct":
-            places = draw.permutation(owners * PART)[:n]
+    draw, number = np.random.default_rng(0), owners * PART
+    places = draw.integers(0, number, n)
+    places = {
+        "any": places,
+        "one row": np.full(n, number // 2),
+        "one owner": places % PART + number - PART,
+        "ignored": np.full(n, number),
+        "some ignored": np.where(np.arange(n) % 3, places, number),
+        "all distinct": draw.permutation(number)[:n],
+    }[case]
     order = np.argsort(places, kind="stable")
     return jnp.asarray(places[order], jnp.uint32), jnp.asarray(order, jnp.int32)
 
@@ -184,17 +181,15 @@ def test_lists_of_distinct_places_are_those_of_xla(case, owners, capacity):
 )
 def test_merged_entries_are_those_of_a_stable_sort(case, count, capacity):
     draw = np.random.default_rng(0)
-    lists = draw.integers(0, 3 * capacity, (count, capacity))
-    match case:
-        case "one number":
-            lists[:] = 7
-        case "unused":
-            lists[:] = BAD_ID
-        case "one after the other":
-            lists += 3 * capacity * np.arange(count)[::-1, None]
-        case "partly used":
-            used = draw.integers(0, capacity + 1, count)
-            lists[np.arange(capacity) >= used[:, None]] = BAD_ID
+    any_list = draw.integers(0, 3 * capacity, (count, capacity))
+    used = draw.integers(0, capacity + 1, (count, 1))
+    lists = {
+        "any": any_list,
+        "one number": np.full((count, capacity), 7),
+        "unused": np.full((count, capacity), BAD_ID),
+        "one after the other": any_list + 3 * capacity * np.arange(count)[::-1, None],
+        "partly used": np.where(np.arange(capacity) < used, any_list, BAD_ID),
+    }[case]
     lists = np.sort(lists, axis=1).astype(np.int32)
     config = merge.TuningConfig(tile=32)
     entries, order = merge.merged(jnp.asarray(lists), config=config)

@@ -11,10 +11,7 @@ import pytest
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.normed import (
-    Epilogue,
-    NormVectors,
-)
+from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.tails import Forms, Outer, Scale, Scaled, Written
 from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail, tail
 from tests import support
@@ -29,7 +26,6 @@ GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 # Of several scales in one vector; the others would make numbers NaN.
 SCALE_INV = Scale(jnp.asarray([jnp.nan, jnp.nan, 2.0**-4, jnp.nan], jnp.float32), 2)
 CONFIG = tail.TuningConfig(32, 32, 1)
-
 
 anywhere_ = pytest.mark.usefixtures("anywhere")
 
@@ -54,7 +50,9 @@ def _outer(shape, seed):
 def assert_as_by_xla(ours, function, *args, **options):
     """Asserts results of XLA but for roundings of nearly equal float32 values."""
     theirs = jax.jit(functools.partial(function, **options))(*args)
-    ours, theirs = _whole(ours), _whole(theirs)
+    ours, theirs = (
+        jax.tree.map(_whole, x, is_leaf=_is_written) for x in (ours, theirs)
+    )
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         if y.dtype == jnp.float32:  # sums, in another order
@@ -66,15 +64,13 @@ def assert_as_by_xla(ours, function, *args, **options):
         assert np.mean(x == y) > 0.97
 
 
-def _whole(results):
-    """Returns the results with one amax in place of those of parts."""
+def _is_written(x):
+    return isinstance(x, Written) and x.amaxes is not None
 
-    def reduced(x):
-        if not isinstance(x, Written) or x.amaxes is None:
-            return x
-        return x._replace(amaxes=jnp.max(x.amaxes))
 
-    return jax.tree.map(reduced, results, is_leaf=lambda x: isinstance(x, Written))
+def _whole(x):
+    """Returns a result with one amax in place of those of parts."""
+    return x._replace(amaxes=jnp.max(x.amaxes)) if _is_written(x) else x
 
 
 # Matrices of one tile, several, and tiles that are not full; padded operands, too.
@@ -100,15 +96,13 @@ def test_cross_tails_are_those_of_xla(role, shape, count, is_fp8):
     want = ALL if role in ("forward", "padded") else GRADIENT
     want = dataclasses.replace(want, shape=shape, padded=True)
     options = dict(want=want, y_scale_inv=SCALE_INV, has_row_sum=True)
-    match role:
-        case "forward" | "padded":
-            args, options["keep_s"] = (summands, x0, bias), count > 1
-        case "backward":
-            args = summands, x0
-        case "before a head":
-            args, options = (summands, x0, bias, head), dict(want=Forms(bf16=False))
-        case "behind a head":
-            args = [_outer(shape, 20), *summands], x0
+    args = summands, x0
+    if role in ("forward", "padded"):
+        args, options["keep_s"] = (summands, x0, bias), count > 1
+    elif role == "before a head":
+        args, options = (summands, x0, bias, head), dict(want=Forms(bf16=False))
+    elif role == "behind a head":
+        args = [_outer(shape, 20), *summands], x0
     ours = cross_tail.cross_tail(*args, **options, config=CONFIG)
     assert_as_by_xla(ours, xla.cross_tail, *args, **options)
 
