@@ -147,3 +147,17 @@ def product_gradient(dy, xhat, rate, vectors, norm, activation):
     du = dy * activate(activation, affine(xhat, vectors))[1]
     dz = du if vectors.gamma is None else du * vectors.gamma
     return norm_gradient(dz, xhat, rate, norm), du * xhat, du
+
+
+def fm_lcb(x, weight, k):
+    """Returns FM and LCB, `X (X^T Y)` and `W_L^T X`."""
+    return x @ (x.swapaxes(1, 2) @ weight[:, :k]), weight[:, k:].T @ x
+
+
+def fm_lcb_gradients(x, weight, dfm, dlcb):
+    """Returns the gradients of X by FM and LCB, and of the weight's two parts."""
+    k = dfm.shape[2]
+    s = dfm @ weight[:, :k].T
+    s = s + s.swapaxes(1, 2)
+    dweight = x @ x.swapaxes(1, 2) @ dfm, x @ dlcb.swapaxes(1, 2)
+    return s @ x, weight[:, k:] @ dlcb, *(part.sum(0) for part in dweight)

@@ -10,6 +10,7 @@ from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.ops.fm_lcb import compress, fm_lcb, plan_fm_lcb
 from tests import support
+from tests.support import oracle
 
 B, N, D, K, L = 5, 12, 8, 3, 4
 
@@ -20,20 +21,14 @@ def operands(dtype=jnp.float32, batch=B):
 
 
 def plain(x, weight):
-    """Returns FM and LCB of `X (X^T Y)` and `W_L^T X` in float64."""
-    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    p = x.swapaxes(1, 2) @ weight[:, :K]
-    return x @ p, weight[:, K:].T @ x
+    """Returns FM and LCB in float64."""
+    return oracle.fm_lcb(*oracle.in_float64((x, weight)), K)
 
 
-def plain_gradients(x, weight, dfm, dlcb):
-    """Returns the gradients in float64, by the rule of each product."""
-    x, weight, dfm, dlcb = (np.asarray(a, np.float64) for a in (x, weight, dfm, dlcb))
-    y, xt = weight[:, :K], x.swapaxes(1, 2)
-    p, dp = xt @ y, xt @ dfm
-    dx = dfm @ p.swapaxes(1, 2) + y @ dp.swapaxes(1, 2) + weight[:, K:] @ dlcb
-    dweight = np.concatenate([x @ dp, x @ dlcb.swapaxes(1, 2)], axis=2)
-    return dx, dweight.sum(axis=0)
+def plain_gradients(*operands):
+    """Returns the gradients of x and the weight in float64."""
+    by_fm, by_lcb, *parts = oracle.fm_lcb_gradients(*oracle.in_float64(operands))
+    return by_fm + by_lcb, np.concatenate(parts, axis=1)
 
 
 def assert_close(x, exact, magnitude, roundings):

@@ -17,6 +17,7 @@ from tests.support.nn import initialized
 @pytest.mark.parametrize(
     "name, options",
     [
+        ("mmoe", {"num_experts": 2, "num_tasks": 1}),
         ("dhen", {"dot": None, "attention": 3, "num_heads": 2, "norm": "block"}),
         ("mix", {"attention": 1, "num_heads": 3, "num_dense": 0}),
     ],

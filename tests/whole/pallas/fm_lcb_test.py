@@ -12,7 +12,7 @@ import pytest
 
 from loka_jax.pallas.fm_lcb import TuningConfig, fm_lcb
 from loka_jax.pallas.fm_lcb_backward import BackwardConfig, fm_lcb_backward
-from tests.support import normal, sqnr_db, sum_error
+from tests.support import normal, oracle, sqnr_db, sum_error
 from tests.support import pallas as support
 from tests.support.pallas import interpret
 
@@ -73,23 +73,14 @@ def check(out, x, weight, k):
     support.assert_bfloat16(lcb, p[:, k:], error=sum_error(x.shape[1], magnitude))
 
 
-def equations(x, weight, dfm, dlcb):
-    """Returns the gradients of X by FM and LCB, and of the weight's two parts."""
-    k = dfm.shape[2]
-    s = dfm @ weight[:, :k].T
-    s = s + s.swapaxes(1, 2)
-    dweight = x @ x.swapaxes(1, 2) @ dfm, x @ dlcb.swapaxes(1, 2)
-    return s @ x, weight[:, k:] @ dlcb, *(part.sum(0) for part in dweight)
-
-
 def check_backward(out, x, weight, dfm, dlcb, added=()):
     """Checks the gradients of embeddings and weight."""
     operands = [np.asarray(array, np.float64) for array in (x, weight, dfm, dlcb)]
-    by_fm, by_lcb, *dweight = equations(*operands)
+    by_fm, by_lcb, *dweight = oracle.fm_lcb_gradients(*operands)
     parts = [np.asarray(part, np.float64) for part in added]
     more = np.concatenate(parts, axis=1) if parts else np.zeros(x.shape)
     dx, dweight = by_fm + by_lcb + more, np.concatenate(dweight, axis=1)
-    by_fm, by_lcb, dy, dw = equations(*map(np.abs, operands))
+    by_fm, by_lcb, dy, dw = oracle.fm_lcb_gradients(*map(np.abs, operands))
     # A product meets one rounding for each term of the sums that it goes through.
     sums = functools.partial(sum_error, 2 * (sum(x.shape) + 2 * weight.shape[1]))
     error = ROUNDING / 2 * by_fm + sums(by_fm + by_lcb + np.abs(more))
