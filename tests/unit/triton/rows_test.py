@@ -30,6 +30,7 @@ def ones(*shape, dtype=F32):
 
 
 HALF, PACKING = jnp.float16, Packing(1000, 2)
+NARROW = ones(1, 1, 256, dtype=BF16)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,7 @@ HALF, PACKING = jnp.float16, Packing(1000, 2)
         (row_wire, ("int8", 2**31 - 2, 1024, BF16), None),
         (row_wire, ("f32", 8, 16, F32), "float32 is not cast"),
         (row_wire, ("int8", 8, 1025, F32), "D is more than 1024"),
-        (
-            joined_norm,
-            (ones(1, 1, 256, dtype=BF16), ones(1, 1, 256)),
-            "is not bfloat16",
-        ),
+        (joined_norm, (NARROW, ones(1, 1, 256)), "is not bfloat16"),
         (joined_norm, (ones(1, 1, 257, dtype=BF16),), "d=257 is not 1 to 256"),
     ],
 )
