@@ -24,14 +24,13 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from experiments.configs import get_config
-from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
 from tests.support import train as support
+from tests.support.recorded import newest
 
 MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -72,12 +71,8 @@ def outcome(workdir: Path) -> dict[str, str]:
     found["summary.json"] = json.dumps(summary, sort_keys=True)
     found["plan.json"] = (workdir / "plan.json").read_text()
     for name in ("checkpoints", "best"):
-        with Checkpoints(workdir / name) as checkpoints:
-            saved = checkpoints.newest()
-            leaves = saved.leaves.items()
-            template = {k: np.zeros(leaf["shape"], leaf["dtype"]) for k, leaf in leaves}
-            digest = support.digest(checkpoints.read(saved, template))
-        found[name] = f"{saved.step} {digest}"
+        saved, state = newest(workdir / name)
+        found[name] = f"{saved.step} {support.digest(state)}"
     return found
 
 

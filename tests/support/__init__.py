@@ -24,11 +24,7 @@ FLOOR_DB = {
 
 def drills(values):
     """Returns parameters of a test that are cases of a drill."""
-    return [_param(x, pytest.mark.drill) for x in values]
-
-
-def _param(x, marks):
-    return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
+    return [pytest.param(x, marks=pytest.mark.drill) for x in values]
 
 
 def jitted(function, **options):

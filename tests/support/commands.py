@@ -1,5 +1,29 @@
 """What commands end with."""
 
+import os
+import pathlib
+import subprocess
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def signalled(command, number, folder, pattern):
+    """Returns code and errors of a command that gets a signal once a file is there."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    return process.returncode, errors
+
 
 def assert_refused(result, *parts):
     """Asserts exit code 2 and one sentence on a line of its own.

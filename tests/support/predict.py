@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from pyarrow import parquet
 
 from loka_jax.data import DataConfig
@@ -15,9 +14,8 @@ from loka_jax.data.encoding import VocabularyEncoder, hash_encoder
 from loka_jax.data.records import Encoding
 from loka_jax.data.values import Standardizer
 from loka_jax.predict import Predictor, trained
-from loka_jax.train import build as build_lib
-from loka_jax.train import session
 from loka_jax.train.config import EmbeddingConfig
+from loka_jax.train.folder.scores_file import read_scores
 from tests.support import train as support
 
 HEADER = "label,price,user,item\n"
@@ -72,14 +70,9 @@ def write(path, lines):
 
 def config(folder, *, path="train.csv", workdir="run", **data):
     """Returns a run of a few steps on a file of `folder`."""
-    options = DataConfig(
-        kind="table",
-        path=str(folder / path),
-        dense=("price",),
-        categorical=("user", "item"),
-        cache=str(folder / "cache"),
-    )
-    options = dataclasses.replace(options, **data)
+    columns = dict(dense=("price",), categorical=("user", "item"))
+    paths = dict(path=str(folder / path), cache=str(folder / "cache"))
+    options = DataConfig(**{"kind": "table", **columns, **paths, **data})
     small = support.config(folder / workdir, data=options, eval_every=None, epochs=1)
     return dataclasses.replace(small, model=small.model.clone(recipe=RECIPE))
 
@@ -111,28 +104,25 @@ def sigmoid(x):
     return (1 / (1 + np.exp(-np.asarray(x, np.float64)))).astype(np.float32)
 
 
-def train(folder, config) -> Trained:
-    """Trains, with the logits of the last evaluation recorded."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "write_run_page", lambda path, run: path)
-        auc = build_lib.metrics.auc
-        patch.setattr(build_lib.metrics, "auc", lambda *x: seen.append(x) or auc(*x))
-        assert support.train(config)[0] == 0
-    logits, _, weights = seen[-1]
-    summary = support.summary(config.run.workdir)
-    return Trained(
-        config.run.workdir, folder / "test.csv", logits[weights > 0], summary
-    )
+def train(config) -> Trained:
+    """Trains, to scores of all rows of the test file."""
+    assert support.train(config)[0] == 0
+    (scored,) = read_scores(config.run.workdir).values()
+    test, summary = pathlib.Path(config.data.test), support.summary(config.run.workdir)
+    return Trained(config.run.workdir, test, scored.logits, summary)
+
+
+def write_both(folder) -> str:
+    """Writes rows to train on, and to test, in whose path some users are new."""
+    write(folder / "train.csv", rows(200))
+    # Not a multiple of the batch size.
+    return str(write(folder / "test.csv", rows(75, seed=1, users=14)))
 
 
 def train_and_lose_the_data(folder) -> Trained:
     """Trains on a CSV file, and removes it and everything made of it."""
-    source = write(folder / "train.csv", rows(200))
-    # Not a multiple of the batch size; some users are new.
-    test = write(folder / "test.csv", rows(75, seed=1, users=14))
-    run = train(folder, config(folder, test=str(test)))
-    source.unlink()
+    run = train(config(folder, test=write_both(folder)))
+    (folder / "train.csv").unlink()
     shutil.rmtree(folder / "cache")
     return run
 
@@ -167,12 +157,11 @@ def lists(count, *, seed=0, values=9):
 
 
 def train_on_lists(folder) -> Trained:
-    """Trains on lists with weights; its final evaluation saw `test.parquet`."""
+    """Trains on lists by tables in bfloat16; its evaluation saw `test.parquet`."""
     parquet.write_table(lists(200), folder / "train.parquet")
     # Not a multiple of the batch size; some tags are new.
     test = folder / "test.parquet"
     parquet.write_table(lists(75, seed=1, values=12), test)
     run = config(folder, path="train.parquet", test=str(test), **LISTS)
-    pooling = EmbeddingConfig(dim=16, pooling=("genres=sum",))
-    run = dataclasses.replace(run, embedding=pooling)
-    return train(folder, run)._replace(test=test)
+    tables = EmbeddingConfig(dim=16, pooling=("genres=sum",), dtype="bf16")
+    return train(dataclasses.replace(run, embedding=tables))

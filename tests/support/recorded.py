@@ -30,18 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.data import DataConfig
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config, RunOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import MeshConfig
+from tests.support import predict
 from tests.support import train as support
 
 NAMES = ("bf16", "fp8", "mesh", "resumed")
 STOPPED_IN = (7, 12)  # steps of `resumed`; it goes on with the next ones
 _PRINTED = "printed.txt"
-_ITEMS, _USERS = 9, 12
 
 
 class Recorded(NamedTuple):
@@ -58,12 +58,7 @@ class Recorded(NamedTuple):
 
     def arrays(self, folder: str = CHECKPOINTS) -> dict[str, np.ndarray]:
         """Returns the leaves of the newest checkpoint by their paths."""
-        checkpoints = Checkpoints(self.workdir / folder)
-        saved = checkpoints.newest()
-        assert saved is not None
-        leaves = saved.leaves.items()
-        template = {k: np.zeros(x["shape"], jnp.dtype(x["dtype"])) for k, x in leaves}
-        return checkpoints.read(saved, template)
+        return newest(self.workdir / folder)[1]
 
     def copy(self, folder: pathlib.Path, **run) -> Config:
         """Copies the run into a folder that a test may change."""
@@ -71,6 +66,16 @@ class Recorded(NamedTuple):
         shutil.copytree(self.workdir, workdir)
         _set_writable(workdir, True)
         return dataclasses.replace(self.config, run=RunOptions(workdir=workdir, **run))
+
+
+def newest(folder: pathlib.Path) -> tuple[Saved, dict[str, np.ndarray]]:
+    """Returns the newest of the checkpoints in a folder, and its leaves by path."""
+    with Checkpoints(folder) as checkpoints:
+        saved = checkpoints.newest()
+        assert saved is not None
+        leaves = saved.leaves.items()
+        template = {k: np.zeros(x["shape"], jnp.dtype(x["dtype"])) for k, x in leaves}
+        return saved, checkpoints.read(saved, template)
 
 
 def recorded(name: str, root: pathlib.Path) -> Recorded:
@@ -94,11 +99,7 @@ def _workdir_of(config: Config) -> pathlib.Path:
 def _config(name: str, folder: pathlib.Path) -> Config:
     workdir = folder / "run"
     if name == "bf16":
-        paths = dict(path=str(folder / "train.csv"), test=str(folder / "test.csv"))
-        columns = dict(dense=("price",), categorical=("user", "item"))
-        cache = str(folder / "cache")
-        data = DataConfig(kind="table", cache=cache, **paths, **columns)
-        config = support.config(workdir, data=data, eval_every=None, epochs=1)
+        config = predict.config(folder, test=str(folder / "test.csv"))
         model = config.model.clone(recipe="bf16")
         run = dataclasses.replace(config.run, tensorboard=True)
         return dataclasses.replace(config, model=model, run=run)
@@ -113,9 +114,7 @@ def _trained(name: str, config: Config) -> str:
     """Returns what a run prints while it is trained."""
     shutil.rmtree(_workdir_of(config), ignore_errors=True)
     if name == "bf16":
-        _write_rows(pathlib.Path(config.data.path or ""), 200, seed=0, users=_USERS)
-        # Not a multiple of the batch size; some users are new.
-        _write_rows(pathlib.Path(config.data.test or ""), 75, seed=1, users=_USERS + 2)
+        predict.write_both(_workdir_of(config).parent)
     printed = []
     for step in STOPPED_IN if name == "resumed" else ():
         with _stopped_in(step):
@@ -142,17 +141,6 @@ def _stopped_in(step: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "step", stopped)
         yield
-
-
-def _write_rows(path: pathlib.Path, count: int, *, seed: int, users: int):
-    """Writes a table whose label depends on its columns."""
-    draw = np.random.default_rng(seed)
-    user, item = draw.integers(0, users, count), draw.integers(0, _ITEMS, count)
-    price = draw.lognormal(size=count)
-    label = draw.random(count) < 1 / (1 + np.exp(1 + item / 3 - user / 4))
-    columns = zip(label.astype(int), price, user, item, strict=True)
-    rows = [f"{y},{p:.4f},u{u},{i}\n" for y, p, u, i in columns]
-    path.write_text("label,price,user,item\n" + "".join(rows))
 
 
 def _set_writable(folder: pathlib.Path, writable: bool):

@@ -10,7 +10,6 @@ import pytest
 
 from experiments import arguments, cli, configs, options, train
 from loka_jax import jsonfile, saved_format
-from loka_jax.options import pairs
 from loka_jax.train import session
 from loka_jax.train.watch.guard import TrainingFailed
 from tests.support.commands import assert_refused
@@ -187,16 +186,11 @@ def test_codes_and_bugs_are_kept_and_ctrl_c_is_130(capsys, monkeypatch):
             cli.run_cli(lambda bug=bug: _raise(bug))
 
 
-def test_options_and_what_they_hold(monkeypatch):
+def test_home_and_near_options_are_found(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     line = ["--workdir=~/run", "--out", "~/x", "a~/b"]
     expected = ["--workdir=/home/me/run", "--out", "/home/me/x", "a~/b"]
     assert arguments.expanded(line) == expected
-    found = pairs("--x", ("a=1", "a=b=2"), ("a", "a=b"))
-    assert found == {"a": "1", "a=b": "2"}  # a name may hold "=", too
-    for entries in (("a=1", "a=2"), ("c=1",), ("a=",)):
-        with pytest.raises(ValueError, match="--x "):
-            pairs("--x", entries, ("a", "b"))
     near = options.near_options("--optim.lrr", ["--optim.lr", "--data.lrr", "--z"])
     assert near == ["--data.lrr", "--optim.lr"]
 

@@ -19,41 +19,38 @@ STALE = "0123456789abcdef"
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """Returns the file of a table whose programs are recorded."""
-    # In this process, which has compiled nothing that a new one would have to load.
-    monkeypatch.setattr(restamp, "programs_of", _programs_of)
+
+    def programs_of(each, workers):
+        # In this process, which has compiled nothing that a new one would have to load.
+        return [
+            {k: restamp.site_programs(k, x.passes()) for k, x in table.sites.items()}
+            for table in each
+        ]
+
+    monkeypatch.setattr(restamp, "programs_of", programs_of)
     path = tmp_path / "table.json"
     tables.write(path, Table(header_here(), {SITE: Entry(TIMES)}))
     assert restamp.main([str(path), "--record"]) == 0
     return path
 
 
-def _programs_of(each, workers):
-    return [
-        {
-            site: restamp.site_programs(site, x.passes())
-            for site, x in table.sites.items()
-        }
-        for table in each
-    ]
-
-
-def _change(path, programs=None, **header):
+def _change(path, programs=None):
     table = tables.read(path)
     table.sites[SITE].programs.update(programs or {})
-    header = dataclasses.replace(table.header, **header)
+    header = dataclasses.replace(table.header, kernels=STALE)
     tables.write(path, Table(header, table.sites))
 
 
 def test_equal_programs_renew_the_stamp(path):
     before = tables.read(path)
-    _change(path, kernels=STALE)
+    _change(path)
     assert restamp.main([str(path)]) == 0
     assert tables.read(path) == before
     assert before.header.kernels == sources.digest()
 
 
 def test_other_programs_are_listed_and_the_table_is_left(path, capsys):
-    _change(path, {"xla fp8_rowwise": STALE}, kernels=STALE)
+    _change(path, {"xla fp8_rowwise": STALE})
     before = path.read_bytes()
     assert restamp.main([str(path)]) == 1
     assert path.read_bytes() == before
@@ -62,6 +59,6 @@ def test_other_programs_are_listed_and_the_table_is_left(path, capsys):
 
 
 def test_programs_of_other_sources_are_refused(path, capsys):
-    _change(path, kernels=STALE)
+    _change(path)
     assert restamp.main([str(path), "--record"]) == 2
     assert "check out the commit" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """What the tuning command measures, with what, and what it adds to its table."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -37,30 +37,19 @@ def test_a_table_that_cannot_be_added_to_is_refused_before_training(tmp_path, ca
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
     """Returns a function that tunes with given parts, without training anything."""
-    config = SimpleNamespace(name="model")
-    run = SimpleNamespace(config=config, sites=("a site",))
+    run = SimpleNamespace(config=SimpleNamespace(name="model"), sites=("a site",))
     state = SimpleNamespace(probe={"a": {"stats": 3}})
     done = SimpleNamespace(exit_code=0, run=run, state=state)
-    seen = SimpleNamespace(trained=[], after=[], path=tmp_path / "[b]" / "table.json")
+    names = ("train", "sensitivity", "measure", "_add_own_errors", "_add_refusals")
+    seen = mock.Mock(spec=names)
+    for name in names:
+        monkeypatch.setattr(script, name, getattr(seen, name))
+    seen.train.return_value = done
+    seen.path = tmp_path / "[b]" / "table.json"
     seen.path.parent.mkdir()
 
-    def train(config, arguments, console, *, script):
-        seen.trained.append((config, script))
-        return done
-
-    def sensitivity(run, state, **options):
-        seen.sensitivity = options
-        return seen.effects
-
-    monkeypatch.setattr(script, "train", train)
-    monkeypatch.setattr(script, "sensitivity", sensitivity)
-    for after in ("_add_own_errors", "_add_refusals"):
-        call = functools.partial(lambda *of: seen.after.append(of), after)
-        monkeypatch.setattr(script, after, call)
-
-    def tuned(effects, measure, *options):
-        seen.effects = effects
-        monkeypatch.setattr(script, "measure", measure)
+    def tuned(effects, measured, *options):
+        seen.sensitivity.return_value, seen.measure.return_value = effects, measured
         workdir = ["--workdir", str(tmp_path / "run")]
         line = [*TINY, *workdir, "--table", str(seen.path), *options]
         return script.main(line), seen
@@ -69,40 +58,33 @@ def tuned(tmp_path, monkeypatch):
 
 
 def test_what_is_timed_already_is_not_timed_again(tuned):
-    given = []
-
-    def measure(name, sites, stats, options, **more):
-        given.append((name, sites, stats, options.pairs, more["timed"]))
-        yield Table(header_here(), {SITE: Entry(errors={"model a": ERRORS})})
-
+    _, seen = tuned({}, (), "--tune.pairs", "9")
     times = {"training": {"xla bf16": 1.0}}
-    other = dataclasses.replace(SITE, m=128)
-    _, seen = tuned({}, lambda *_, **__: (), "--tune.pairs", "9")
-    table = Table(header_here(), {SITE: Entry(times), other: Entry()})
-    tables.write(seen.path, table)
+    entries = {SITE: Entry(times), dataclasses.replace(SITE, m=128): Entry()}
+    tables.write(seen.path, Table(header_here(), entries))
+    found = [Table(header_here(), {SITE: Entry(errors={"model a": ERRORS})})]
     options = ["--tune.pairs", "7", "--tune.held-out-batches", "5"]
-    assert tuned({}, measure, *options)[0] == 0
-    assert given == [("model", ("a site",), {"a": 3}, 7, [SITE])]
+    assert tuned({}, found, *options)[0] == 0
+    name, sites, stats, tuning = seen.measure.call_args.args
+    assert (name, sites, stats, tuning.pairs) == ("model", ("a site",), {"a": 3}, 7)
+    assert seen.measure.call_args.kwargs["timed"] == [SITE]
     assert tables.read(seen.path).sites[SITE].times == times  # and is kept
-    assert seen.sensitivity == {"recipe": "fp8_tensorwise", "max_batches": 5}
-    names, paths = zip(*[of[:2] for of in seen.after[-2:]], strict=True)
-    assert names == ("_add_own_errors", "_add_refusals")  # what was seen replaces draws
-    assert set(paths) == {seen.path} and seen.after[-1][4] == 5
-    assert [name for _, name in seen.trained] == ["tune.py"] * 2
-    assert seen.trained[0][0].probe.every == 10
+    recipe = {"recipe": "fp8_tensorwise", "max_batches": 5}
+    assert seen.sensitivity.call_args.kwargs == recipe
+    calls = [call[0] for call in seen.mock_calls if call[1][:1] == (seen.path,)]
+    assert calls[-2:] == ["_add_own_errors", "_add_refusals"]  # seen, in draws' place
+    assert seen._add_refusals.call_args.args[3] == 5
+    assert seen.train.call_args.kwargs == {"script": "tune.py"}
+    assert seen.train.call_args.args[0].probe.every == 10
 
 
 def test_effects_are_relative_and_left_out_if_not_finite(tuned, capsys):
     effect = {"change": 1e-3, "low": 5e-4, "high": 2e-3, "loss": 0.5}
-    found = []
-
-    def measure(*_, effects, **__):
-        found.append(effects)
-        return ()
-
     lost = effect | {"high": float("nan")}
-    assert tuned({"a": effect, "b": lost, script.ALL: effect}, measure)[0] == 0
-    assert found == [{"a": Interval(2e-3, 1e-3, 4e-3)}]
+    code, seen = tuned({"a": effect, "b": lost, script.ALL: effect}, ())
+    assert code == 0
+    found = seen.measure.call_args.kwargs["effects"]
+    assert found == {"a": Interval(2e-3, 1e-3, 4e-3)}
     assert "b: its effect on the loss is not finite" in capsys.readouterr().out
 
 

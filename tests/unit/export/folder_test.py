@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,77 +27,48 @@ SCHEMA = Schema(
 )
 
 
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """Returns a function from options of `export_run` to what it asks for."""
+STAND_INS = ("open_run", "read_trained", "plan_of", "make_form", "write_model", "plans")
+STAND_INS += ("schema_of", "inputs_as_given", "load_encoding", "inputs_of")
 
-    def asked(batch_size=128, encoding=None, **options):
-        seen = SimpleNamespace(plans=[], forms=[])
+
+def asked(batch_size=128, encoding=None, **options):
+    """Returns what is called for options of `export_run`, by name, and its forms."""
+    with mock.patch.multiple(folder, **dict.fromkeys(STAND_INS, mock.DEFAULT)) as found:
+        seen = SimpleNamespace(**found)
         meta = {"encoding": encoding, "plan": "saved"}
-        loop = SimpleNamespace(batch_size=batch_size)
-        config = SimpleNamespace(data="data", loop=loop)
-        network = SimpleNamespace(list_sites=lambda plan: "sites")
-        trained = SimpleNamespace(config=config, network=network)
-        source = SimpleNamespace(
-            config=config, saved=SimpleNamespace(meta=meta), encoding=lambda: "folder"
-        )
-
-        def open_run(workdir, best):
-            seen.opened = workdir, best
-            return source
-
-        def read_trained(source, schema):
-            seen.schema = schema
-            return trained
-
-        def plan_of(*of):
-            seen.plans.append(of[:2] + of[3:4])
-            return of[0]
-
-        def write_model(trained, spec, forms, out, say):
-            seen.written = spec, out, len([*forms])
-            return seen
-
-        encoded = SimpleNamespace(schema="of the encoding")
-        stand_ins = {
-            "open_run": open_run,
-            "read_trained": read_trained,
-            "plan_of": plan_of,
-            "make_form": lambda trained, *of, by_xla: seen.forms.append((*of, by_xla)),
-            "write_model": write_model,
-            "schema_of": lambda data: f"of {data}",
-            "inputs_as_given": lambda schema: "as given",
-            "load_encoding": lambda folder: encoded,
-            "inputs_of": lambda encoding: f"inputs {encoding.schema}",
-        }
-        for name, stand_in in stand_ins.items():
-            monkeypatch.setattr(folder, name, stand_in)
-        from_json = lambda plan, sites, what: (plan, sites)  # noqa: E731
-        monkeypatch.setattr(folder.plans, "from_json", from_json)
-        return export_run(tmp_path / "run", tmp_path / "model", **options)
-
-    return asked
+        seen.open_run.return_value.saved.meta = meta
+        seen.read_trained.return_value.config.loop.batch_size = batch_size
+        seen.plan_of.side_effect = lambda plan, *_: plan
+        seen.write_model.side_effect = lambda _, __, forms, *___: [*forms]
+        export_run("run", "model", **options)
+    calls = seen.make_form.call_args_list
+    seen.forms = [(*call.args[1:], call.kwargs["by_xla"]) for call in calls]
+    return seen
 
 
-def test_sizes_up_to_the_runs_own_are_exported_for_both_platforms(asked, tmp_path):
+def test_sizes_up_to_the_runs_own_are_exported_for_both_platforms():
     seen = asked()
-    sizes = [form[:2] for form in seen.forms]
-    assert sizes == [(name, n) for name in ("cpu", "cuda") for n in (1, 16, 128)]
+    sizes = [(name, n) for name in ("cpu", "cuda") for n in (1, 16, 128)]
+    assert seen.forms == [(*size, "auto", False) for size in sizes]
     sizes = [form[1] for form in asked(batch_size=600, platforms=("cpu",)).forms]
     assert sizes == [1, 16, 128, 600]
-    assert {(plan, by_xla) for *_, plan, by_xla in seen.forms} == {("auto", False)}
-    assert seen.plans[1] == ("auto", ("saved", "sites"), ("cpu", 16))
-    assert seen.opened == (tmp_path / "run", True)  # the best state
-    assert seen.schema == "of data"
-    assert seen.written == ("as given", tmp_path / "model", 6)
+    name, saved, _, size, _ = seen.plan_of.call_args_list[1].args
+    assert (name, size) == ("auto", ("cpu", 16))
+    assert saved is seen.plans.from_json.return_value
+    assert seen.plans.from_json.call_args.args[0] == "saved"
+    seen.open_run.assert_called_once_with("run", best=True)
+    assert seen.read_trained.call_args.args[1] is seen.schema_of.return_value
+    _, spec, _, out, _ = seen.write_model.call_args.args
+    assert (spec, out) == (seen.inputs_as_given.return_value, "model")
 
 
-def test_asked_sizes_platforms_and_plans_are_exported(asked):
+def test_asked_sizes_platforms_and_plans_are_exported():
     sizes = {"batch_sizes": (8, 2, 8), "platforms": ("cuda",)}
     seen = asked(encoding={"a": "digest"}, plan="off", **sizes)
     assert seen.forms == [("cuda", 2, "off", True), ("cuda", 8, "off", True)]
-    assert seen.schema == "of the encoding"
-    assert seen.written[0] == "inputs of the encoding"
+    schema = seen.load_encoding.return_value.schema
+    assert seen.read_trained.call_args.args[1] is schema
+    assert seen.write_model.call_args.args[1] is seen.inputs_of.return_value
     with pytest.raises(ValueError, match="--batch-sizes 0 must be 1 or more"):
         asked(batch_sizes=(4, 0))
 

@@ -56,22 +56,18 @@ def test_rows_take_the_smallest_program_that_holds_them(rows, expected):
     assert logits.tolist() == [*range(rows)] and batches == expected
 
 
-def test_each_task_has_a_column():
+def test_each_task_has_a_column_and_probabilities_are_those_of_float64():
     logits = model_of((2,), ("click", "buy"))[0].logits(inputs_of([1, 2, 3]))
     assert logits.tolist() == [[1, -1], [2, -2], [3, -3]]
-
-
-def test_probabilities_are_those_of_float64():
-    model, _ = model_of((8,))
     logits = [-800, -20, 0, 3, 800]
     exact = 1 / (1 + np.exp(-np.array(logits[1:], np.float64)))
-    found = model.probabilities(inputs_of(logits))
+    found = model_of((8,))[0].probabilities(inputs_of(logits))
     assert found.tolist() == [0, *exact.astype(np.float32).tolist()]
 
 
 def test_a_folder_for_another_machine_is_refused(monkeypatch, tmp_path):
-    programs = [{"platform": "cpu", "compute_capability": None}]
-    programs += [{"platform": "cuda", "compute_capability": "9.0"}]
+    own = {"cpu": None, "cuda": "9.0"}
+    programs = [{"platform": k, "compute_capability": v} for k, v in own.items()]
     here = SimpleNamespace()
     monkeypatch.setattr(loader, "_description", lambda path: {"programs": programs})
     monkeypatch.setattr(loader.jax, "default_backend", lambda: here.backend)

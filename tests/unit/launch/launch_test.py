@@ -2,15 +2,13 @@
 
 import shlex
 import signal
+from unittest import mock
 
 import pytest
 
 from loka_jax.launch import supervisor as supervisor_lib
 from loka_jax.launch.ending import ended_by
-from loka_jax.launch.processes import (
-    WORKDIR,
-    Job,
-)
+from loka_jax.launch.processes import WORKDIR, Job
 from loka_jax.launch.supervisor import End, Supervisor, to_blame
 
 
@@ -36,27 +34,13 @@ def test_the_process_to_blame_is_the_one_that_died_first(codes, stopping, rank):
     assert to_blame(codes, is_stopping=stopping) == rank
 
 
-class Children:
+def children(*codes, started=True):
     """Stands for processes, with the exit codes at each time that they are asked."""
-
-    def __init__(self, *codes, started=True):
-        self.codes, self.told, self.started = list(codes), [], started
-
-    def exit_codes(self):
-        codes = self.codes.pop(0)
-        return codes() if callable(codes) else codes
-
-    def stopped(self):
-        return [1]
-
-    def are_started(self):
-        return self.started
-
-    def send(self, number):
-        self.told.append(number)
-
-    def kill(self):
-        self.told.append("kill")
+    made = mock.Mock(codes=[*codes])
+    made.exit_codes.side_effect = made.codes
+    made.stopped.return_value = [1]
+    made.are_started.return_value = started
+    return made
 
 
 @pytest.fixture
@@ -89,31 +73,35 @@ def supervised(monkeypatch):
     ],
 )
 def test_a_job_ends_as_its_processes_do(supervised, codes, end):
-    assert supervised(Children([None, None], codes)) == end
+    assert supervised(children([None, None], codes)) == end
+
+
+TOLD = mock.call.send(signal.SIGINT)  # SIGTERM is JAX's
 
 
 @pytest.mark.parametrize(
     "signals, codes, code, told",
     [
-        ((signal.SIGTERM,), ([130, None], [130, 0]), 143, [signal.SIGINT]),  # not JAX's
-        ((signal.SIGTERM, signal.SIGINT), (), 143, [signal.SIGINT, "kill"]),
+        ((signal.SIGTERM,), ([130, None], [130, 0]), 143, [TOLD]),
+        ((signal.SIGTERM, signal.SIGINT), (), 143, [TOLD, mock.call.kill()]),
     ],
     ids=["passed on", "kills"],
 )
 def test_the_first_signal_decides_the_code_and_a_second_kills(
     supervised, signals, codes, code, told
 ):
-    children = Children([None, None], *codes)
-    assert supervised(children, *signals) == End(code) and children.told == told
-    starting = Children([None], started=False)
-    assert supervised(starting, *signals[:1]) == End(code) and starting.told == []
+    made = children([None, None], *codes)
+    assert supervised(made, *signals) == End(code)
+    assert [x for x in made.mock_calls if x[0] in ("send", "kill")] == told
+    starting = children([None], started=False)
+    assert supervised(starting, *signals[:1]) == End(code)
+    starting.send.assert_not_called()
 
 
 def test_those_left_behind_by_a_stopped_job_are_late(supervised):
-    waiting = [[None, None]] * 9 + [[130, None]] * 9
-    children = Children(*waiting)
-    assert supervised(children, signal.SIGINT) == End(130, late=(1,))
-    assert len(children.codes) == 5  # more than three seconds after the first end
+    made = children(*[[None, None]] * 9, *[[130, None]] * 9)
+    assert supervised(made, signal.SIGINT) == End(130, late=(1,))
+    assert made.exit_codes.call_count == 13  # over three seconds after the first end
 
 
 def ended(tmp_path, end, log=None, saved=(), **options):
@@ -147,7 +135,7 @@ def test_a_death_says_who_why_and_how_to_go_on(tmp_path):
         (
             End(1, 0, 1, (1, 2)),
             "x",
-            "rank 1 and rank 2 had been stopped (SIGSTOP), and rank 0",
+            "rank 1 and rank 2 had been stopped (SIGSTOP), and",
         ),
         (End(2, 1, 2), "step\nerror: no such file.\n", "no such file."),
         (End(143, late=(1, 2)), None, "rank 1 and rank 2 did not end with the others"),

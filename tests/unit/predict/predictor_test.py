@@ -1,6 +1,7 @@
 """Rows become batches and scores in their order, whatever the model computes."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -87,48 +88,38 @@ def test_what_has_no_scores_is_refused(tmp_path):
             by.scores(given)
 
 
-@pytest.fixture
-def loaded(tmp_path, monkeypatch):
-    """Returns a function from options of `load` to what it did with them."""
-    seen = SimpleNamespace()
-    clone = lambda **options: f"model {options}"  # noqa: E731
-    config = SimpleNamespace(model=SimpleNamespace(clone=clone))
-    saved = SimpleNamespace(meta={"plan": "the saved plan"}, step=17)
-    source = SimpleNamespace(config=config, saved=saved, encoding=lambda: "folder")
-    network = SimpleNamespace(tables="tables", list_sites=lambda plan: "sites")
-    run = SimpleNamespace(network=network, state="state", spread="spread")
-
-    def open_run(path, best):
-        seen.opened = path, best
-        return source
-
-    def read_trained(source, schema, shards):
-        seen.read = schema, shards
-        return run
-
-    planned = SimpleNamespace(Planned=lambda *of: of)
-    stand_ins = {
-        "open_run": open_run,
-        "read_trained": read_trained,
-        "load_encoding": lambda folder: SimpleNamespace(schema="schema"),
-        "saved_plan": lambda plan, sites: SimpleNamespace(choices=[plan, sites]),
-        "past_first_steps": lambda model, state: ("past", *model),
-        "eval_step": lambda *of: ("step", *of),
-        "nn": planned,
-        "Predictor": lambda *parts: parts,
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(predictor, name, stand_in)
-    return lambda **options: (predictor.load(tmp_path, **options), seen, config.model)
+STAND_INS = ("open_run", "read_trained", "load_encoding", "saved_plan", "eval_step")
+STAND_INS += ("past_first_steps", "Predictor", "nn")
 
 
-def test_the_saved_plan_runs_unless_it_is_off(loaded, tmp_path):
-    (_, encoding, step, state, run), seen, model = loaded(shards=4)
-    assert (encoding.schema, step, state) == ("schema", 17, "state")
-    assert seen.opened == (tmp_path, True)  # the best state, as evaluations judged it
-    assert seen.read == ("schema", 4)
-    choices = ["the saved plan", "sites"]
-    assert run == ("step", ("past", model, choices), "tables", "spread")
-    (*_, run), seen, _ = loaded(plan="off")
-    assert run[1] == ("past", "model {'implementation': 'xla'}", ())
-    assert seen.read[1] == 1
+def loaded(**options):
+    """Returns what is called for options of `load`, by name."""
+    with mock.patch.multiple(
+        predictor, **dict.fromkeys(STAND_INS, mock.DEFAULT)
+    ) as found:
+        predictor.load("run", **options)
+    return SimpleNamespace(**found)
+
+
+def test_the_saved_plan_runs_unless_it_is_off():
+    seen = loaded(shards=4)
+    seen.open_run.assert_called_once()
+    assert seen.open_run.call_args.kwargs == {"best": True}  # as evaluations judged it
+    source, run = seen.open_run.return_value, seen.read_trained.return_value
+    encoding = seen.load_encoding.return_value
+    seen.read_trained.assert_called_once_with(source, encoding.schema, 4)
+    choices, model = seen.saved_plan.return_value.choices, source.config.model
+    seen.nn.Planned.assert_called_once_with(model, choices)
+    planned = seen.nn.Planned.return_value
+    seen.past_first_steps.assert_called_once_with(planned, run.state)
+    model = seen.past_first_steps.return_value
+    seen.eval_step.assert_called_once_with(model, run.network.tables, run.spread)
+    step = seen.eval_step.return_value
+    parts = (source.config, encoding, source.saved.step, run.state, step)
+    seen.Predictor.assert_called_once_with(*parts)
+
+    seen = loaded(plan="off")
+    clone = seen.open_run.return_value.config.model.clone
+    clone.assert_called_once_with(implementation="xla")
+    seen.nn.Planned.assert_called_once_with(clone.return_value, ())
+    assert seen.read_trained.call_args.args[2] == 1

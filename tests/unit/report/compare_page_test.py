@@ -4,28 +4,24 @@ import pytest
 
 from loka_jax.report import ComparedRun, write_compare_page
 from loka_jax.report.comparison import by_examples
-from tests.support.report import (
-    RUN,
-    Page,
-    assert_self_contained,
-    record_charts,
-    scored,
-)
+from tests.support.report import RUN, Page, assert_self_contained, record_charts, scored
 
 
 def compared(name, *, seed=3, recipe="fp8", ne=0.85, rate=1000.0, scores=()):
     """Returns `RUN` with another name and other numbers, each off by its own."""
-    summary, config = copy.deepcopy(RUN.summary), copy.deepcopy(RUN.config)
     off = ne - 0.85
     other = {"ne": off, "logloss": 2 * off, "auc": -3 * off, "calibration": 4 * off}
-    final = summary["final_eval"]
-    summary["final_eval"] = {k: final[k] + x for k, x in other.items()}
-    summary |= {"examples_per_second": rate, "device": f"gpu of {name}"}
+    final = RUN.summary["final_eval"]
+    summary = copy.deepcopy(RUN.summary) | {
+        "final_eval": {k: final[k] + x for k, x in other.items()},
+        "examples_per_second": rate,
+        "device": f"gpu of {name}",
+    }
     evals = [
-        line | {k: line[k] + step * other[k] for k in other}
+        line | {k: line[k] + step * x for k, x in other.items()}
         for step, line in enumerate(RUN.evals, 1)
     ]
-    config |= {"seed": seed, "recipe": recipe}
+    config = copy.deepcopy(RUN.config) | {"seed": seed, "recipe": recipe}
     files = RUN._replace(summary=summary, config=config, evals=evals)
     return ComparedRun(name, files, dict(scores))
 
@@ -38,23 +34,16 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The page of `RUNS`, with its drawings."""
-    path = tmp_path_factory.mktemp("compare") / "compare.html"
-    return Page(write_compare_page(path, RUNS, "python experiments/compare.py a b"))
-
-
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
     """Returns a function from runs to their page, without drawings."""
     record_charts(monkeypatch)
-    return lambda runs, command="": Page(
-        write_compare_page(tmp_path / "x.html", runs, command)
-    )
+    return lambda runs: Page(write_compare_page(tmp_path / "x.html", runs, ""))
 
 
-def test_the_page_tells_metrics_and_speed_of_each_run(page):
+def test_the_page_tells_metrics_speed_settings_and_draws_every_run(tmp_path):
+    command = "python experiments/compare.py a b"
+    page = Page(write_compare_page(tmp_path / "compare.html", RUNS, command))
     rows = page.rows("Final metrics and speed")
     numbers = ["test", "0.72123", "0.47000", "0.86000", "1.0500", "1,250", "20"]
     about = ["125.0", "gpu of other", "step 10, the best by NE"]
@@ -64,18 +53,25 @@ def test_the_page_tells_metrics_and_speed_of_each_run(page):
         "Highest AUC, test": ("0.75123", "base"),
         "Most examples/s": ("1,250", "other"),
     }
+    assert page.rows("What differs in the configurations") == [
+        ["setting", "base", "other", "base-4", "other-4"],
+        ["seed", "3", "3", "4", "4"],
+        ["recipe", "bf16", "fp8", "bf16", "fp8"],
+    ]
+    assert all(f"var(--run{i})" in page.html for i in range(4))
+    assert command in page.text
+    assert_self_contained(page)
 
 
-def test_the_page_tells_paired_differences(page):
+def test_the_page_tells_paired_differences(page_of):
+    page = page_of(RUNS)
     rows, classes = (of("Paired differences") for of in (page.rows, page.classes))
-    by_example = rows[1:4]
     found = by_examples(scored(1), scored(2))
     digits = {"logloss": 5, "ne_delta_pct": 3, "auc": 5}
     shown = [f"{found[k][0]:+.{n}f} ± {found[k][1]:.{n}f}" for k, n in digits.items()]
-    assert by_example[0] == ["other", *shown, "3,000", "1.250"]
+    assert rows[1] == ["other", *shown, "3,000", "1.250"]
     missing = "not the same examples, or no scores were kept"
-    assert by_example[1] == ["base-4", missing, "0.800"]
-    assert rows[4] == ["run", "log loss", "NE", "AUC", "calibration", "steps"]
+    assert rows[2] == ["base-4", missing, "0.800"]
     # Of three steps one is of another split: 4.303 is t of two degrees of freedom.
     other = "+0.04000 ± 0.04968", "+0.02000 ± 0.02484", "-0.06000 ± 0.07452"
     assert rows[5] == ["other", *other, "+0.08000 ± 0.09937", "3"]
@@ -90,30 +86,17 @@ def test_the_page_tells_paired_differences(page):
 def test_clear_differences_are_colored_by_what_is_better(page_of):
     runs = [compared("a", recipe="bf16", seed=i) for i in (3, 4)]
     runs += [compared("b", ne=x, seed=i) for i, x in ((3, 0.86), (4, 0.8601))]
-    worse = page_of(runs).classes("Paired differences")[-1][1:]
-    assert worse == ["num is-bad", "num is-bad", "num is-bad", "num", "num"]
-    better = page_of([*runs[2:], *runs[:2]]).classes("Paired differences")[-1][1:]
-    assert better == ["num is-good", "num is-good", "num is-good", "num", "num"]
+    for ordered, name in ((runs, "is-bad"), ([*runs[2:], *runs[:2]], "is-good")):
+        found = page_of(ordered).classes("Paired differences")[-1][1:]
+        assert found == [f"num {name}"] * 3 + ["num", "num"]
 
 
-def test_the_page_tells_what_differs_and_draws_every_run(page):
-    assert page.rows("What differs in the configurations") == [
-        ["setting", "base", "other", "base-4", "other-4"],
-        ["seed", "3", "3", "4", "4"],
-        ["recipe", "bf16", "fp8", "bf16", "fp8"],
-    ]
-    assert {f"var(--run{i})" in page.html for i in range(4)} == {True}
-    assert "python experiments/compare.py a b" in page.text
-    assert_self_contained(page)
-
-
-def test_each_curve_has_its_own_values(tmp_path, monkeypatch):
+def test_each_curve_has_its_own_values(page_of, monkeypatch):
     drawn, _ = record_charts(monkeypatch)
-    write_compare_page(tmp_path / "x.html", RUNS[:2], "")
-    assert drawn["NE minus the first run's, valid"] == {
-        "other": [(1000, pytest.approx(0.01)), (1500, pytest.approx(0.02))]
-        + [(2000, pytest.approx(0.03))]
-    }
+    page_of(RUNS[:2])
+    minus = zip((1000, 1500, 2000), (0.01, 0.02, 0.03), strict=True)
+    expected = {"other": [(x, pytest.approx(y)) for x, y in minus]}
+    assert drawn["NE minus the first run's, valid"] == expected
     valid = [RUNS[1].files.evals[i] for i in (0, 2)]
     for title, name, lines in (
         ("NE, valid", "ne", valid),

@@ -1,7 +1,7 @@
 import pytest
 
 from loka_jax.report import charts, write_survey_page
-from tests.support.report import Page
+from tests.support.report import Page, with_leaves
 
 # Of each measure and draw another multiple, so that no column can stand for another.
 NAMES = {"relative_l2": 1, "mere": 20, "median": 3, "worst_row": 4, "underflow": 5}
@@ -9,21 +9,19 @@ NAMES |= {"saturation": 6}
 DRAWS = {"learned": 1.0, "normal": 1.1, "real": 1.3}
 
 
-def candidate(error, us=None, is_safe=None, is_fast=None, speedup=None):
-    """Returns a candidate's record; without `is_safe` that of bfloat16."""
-
-    def interval(mean):
-        return {"mean": mean, "low": mean - 0.001, "high": mean + 0.003}
-
-    errors = {
-        draw: {name: interval(error * off * part) for name, part in NAMES.items()}
+def candidate(error, us=None, **verdict):
+    """Returns a candidate's record; without a verdict that of bfloat16."""
+    means = {
+        draw: {name: error * off * part for name, part in NAMES.items()}
         for draw, off in DRAWS.items()
     }
-    record = {"errors": errors, "us": us, "speedup": speedup}
-    if is_safe is None:
-        return record
-    reason = f"relative L2 {error}"
-    return record | {"is_safe": is_safe, "is_fast": is_fast, "reason": reason}
+    interval = lambda x: {"mean": x, "low": x - 0.001, "high": x + 0.003}  # noqa: E731
+    record = {"errors": with_leaves(means, interval), "us": us, "speedup": None}
+    return record | verdict | ({"reason": f"relative L2 {error}"} if verdict else {})
+
+
+def judged(error, us, is_safe, is_fast, speedup):
+    return candidate(error, us, is_safe=is_safe, is_fast=is_fast, speedup=speedup)
 
 
 def site(path, bf16_us=10.0, **roles):
@@ -53,15 +51,15 @@ SURVEY = {
         site(
             "a",
             fwd={
-                "xla fp8": candidate(0.03, 8.0, True, True, 1.25),
-                "pallas fp8": candidate(0.04, 5.0, True, True, 2.0),
-                "triton fp8": candidate(0.5, 1.0, False, True, 10.0),
+                "xla fp8": judged(0.03, 8.0, True, True, 1.25),
+                "pallas fp8": judged(0.04, 5.0, True, True, 2.0),
+                "triton fp8": judged(0.5, 1.0, False, True, 10.0),
             },
             dlhs={
-                "xla fp8": candidate(0.3, 4.0, False, False, 0.9),
-                "pallas fp8": candidate(0.2, 4.5, False, False, 0.8),
+                "xla fp8": judged(0.3, 4.0, False, False, 0.9),
+                "pallas fp8": judged(0.2, 4.5, False, False, 0.8),
             },
-            drhs={"xla fp8": candidate(0.03, 11.0, True, False, 0.9)},
+            drhs={"xla fp8": judged(0.03, 11.0, True, False, 0.9)},
         )
     ],
     "not_surveyed": [{"path": "head", "m": 4096, "k": 64, "n": 1, "why": "recipe f32"}],
@@ -109,7 +107,7 @@ def test_the_fastest_safe_candidate_is_the_best(page_of):
 
 
 def test_without_times_the_safe_candidate_of_least_error_is_the_best(page_of):
-    fwd = {"a": candidate(0.04, is_safe=True), "b": candidate(0.03, is_safe=True)}
+    fwd = {k: judged(x, None, True, None, None) for k, x in (("a", 0.04), ("b", 0.03))}
     one = site("a", bf16_us=None, fwd=fwd)
     for name, real in (("a", 0.01), ("b", 0.02)):  # the learned draws decide
         fwd[name]["errors"]["normal"]["relative_l2"]["mean"] = real

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -63,12 +64,9 @@ def answers(*requests, **limits):
     """
 
     def request(given):
-        async def read():
-            if isinstance(given, Exception):
-                raise given
-            return json.dumps({"rows": [{"x": x} for x in given]}).encode()
-
-        return SimpleNamespace(read=read)
+        if not isinstance(given, Exception):
+            given = json.dumps({"rows": [{"x": x} for x in given]}).encode()
+        return SimpleNamespace(read=mock.AsyncMock(side_effect=[given]))
 
     async def main():
         worker = app.Worker(Doubler(), app.Limits(**limits))
@@ -76,14 +74,14 @@ def answers(*requests, **limits):
         asked = [worker._score(request(given)) for given in requests]
         found = await asyncio.gather(*asked, return_exceptions=True)
         work.cancel()
-        return found
+        return [
+            one
+            if isinstance(one, Exception)
+            else (one.status, json.loads(one.text), one.headers.get("Connection"))
+            for one in found
+        ]
 
-    def described(one):
-        if isinstance(one, Exception):
-            return one
-        return one.status, json.loads(one.text), one.headers.get("Connection")
-
-    return [described(one) for one in asyncio.run(main())]
+    return asyncio.run(main())
 
 
 def test_what_is_wrong_has_a_status_and_a_sentence():
@@ -104,10 +102,8 @@ def test_what_is_wrong_has_a_status_and_a_sentence():
 
 def test_rows_are_counted_against_those_that_may_wait():
     first, second, third = answers([1, 2], [3, 4], [5], max_rows=8, max_waiting=3)
-    assert (first, third) == (
-        (200, {"scores": [2, 4]}, None),
-        (200, {"scores": [10]}, None),
-    )
+    assert first == (200, {"scores": [2, 4]}, None)
+    assert third == (200, {"scores": [10]}, None)
     assert second[:2] == (503, {"error": "too many rows wait: send them later."})
 
 
@@ -122,9 +118,7 @@ def test_a_worker_hands_on_its_limits_says_who_it_is_and_when_it_ends(monkeypatc
     asyncio.run(worker._closing(SimpleNamespace(), response := web.Response()))
     assert response.headers.get("Connection") == "close"  # and come back
     for limit in ({"max_rows": 0}, {"wait_ms": float("nan")}, {"wait_ms": -1.0}):
-        with pytest.raises(
-            ValueError, match=r"--(max-rows|wait-ms) \S+ must be at lea"
-        ):
+        with pytest.raises(ValueError, match=r"--(max-r|wait-)\S+ \S+ must be at lea"):
             app.Limits(**limit)
 
 
@@ -137,14 +131,14 @@ def test_a_port_that_cannot_be_had_is_one_sentence():
             supervise(["true"], "127.0.0.1", port)
 
 
-class Process:
-    """A worker that is ready at once, or ends before that with a code."""
+ENDED = mock.call.terminate(), mock.call.wait()
 
-    def __init__(self, pid, code=None):
-        self.pid, self.returncode, self.told = pid, code, []
-        self.poll = lambda: code
-        self.terminate = lambda: self.told.append("terminate")
-        self.wait = lambda: self.told.append("wait")
+
+def process(pid, code=None):
+    """Returns a worker that is ready at once, or ends before that with a code."""
+    made = mock.Mock(pid=pid, returncode=code)
+    made.poll = lambda: code
+    return made
 
 
 @pytest.fixture
@@ -163,31 +157,31 @@ def supervised(monkeypatch):
 
 
 def test_a_restart_ends_the_old_worker_once_the_new_one_is_ready(supervised):
-    old, new, signals = Process(1), Process(2), (signal.SIGHUP, signal.SIGTERM)
+    old, new, signals = process(1), process(2), (signal.SIGHUP, signal.SIGTERM)
     code, (first, second, *_) = supervised([old, new], *signals)
     assert (code, second) == (0, "worker 2 is ready") and first.endswith(", worker 1")
-    assert old.told == new.told == ["terminate", "wait"]
-    old, new = Process(1), Process(2, code=3)
+    assert old.mock_calls == new.mock_calls == [*ENDED]
+    old, new = process(1), process(2, code=3)
     code, lines = supervised([old, new], *signals)
     assert code == 0 and lines[1] == "the new worker ended before it was ready"
-    assert old.told == ["terminate", "wait"] and not new.told
+    assert old.mock_calls == [*ENDED] and not new.mock_calls
 
 
 def test_a_worker_that_ends_by_itself_is_replaced_or_ends_the_server(supervised):
     def run(*signals, **new):
         """Of a worker that runs until it is first looked at."""
-        (old := Process(1)).poll = lambda: 9
-        return supervised([old, Process(2, **new)], signal.SIGCHLD, *signals)
+        (old := process(1)).poll = lambda: 9
+        return supervised([old, process(2, **new)], signal.SIGCHLD, *signals)
 
     code, lines = run(signal.SIGINT)
     assert code == 0 and lines[1] == "worker 2 is ready"
     assert run(code=4)[0] == 4
-    running = Process(1)  # another process of it ended
-    assert supervised([running], signal.SIGCHLD, signal.SIGTERM)[0] == 0
+    # Another process of it ended.
+    assert supervised([process(1)], signal.SIGCHLD, signal.SIGTERM)[0] == 0
 
 
 def test_a_worker_that_is_never_ready_gives_its_code(supervised):
-    assert supervised([Process(1, code=5)]) == (5, [])
-    assert supervised([Process(1, code=0)]) == (1, [])
-    killed = supervised([Process(1, code=-9)], pending=[signal.SIGTERM])
+    assert supervised([process(1, code=5)]) == (5, [])
+    assert supervised([process(1, code=0)]) == (1, [])
+    killed = supervised([process(1, code=-9)], pending=[signal.SIGTERM])
     assert killed == (0, [])

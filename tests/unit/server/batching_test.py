@@ -1,6 +1,7 @@
 """Requests are collected up to a size or a wait, and answered in their order."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from loka_jax.server import Batcher, Busy
 LONG = 3600.0  # more than a test may take
 
 
-def run(values, *, max_rows=4, wait_s=0.05, max_waiting=100, function=None):
+def run(values, *, function=None, max_rows=4, wait_s=0.05, **limits):
     """Returns the results of requests that come at once, and the batches."""
     batches = []
 
@@ -19,15 +20,23 @@ def run(values, *, max_rows=4, wait_s=0.05, max_waiting=100, function=None):
         return [10 * x for x in batch] if function is None else function(batch)
 
     async def main():
-        limits = {"max_rows": max_rows, "wait_s": wait_s, "max_waiting": max_waiting}
-        batcher = Batcher(seen, **limits)
-        work = asyncio.create_task(batcher.work())
-        asked = [batcher.result(value, rows) for value, rows in values]
-        results = await asyncio.gather(*asked, return_exceptions=True)
-        work.cancel()
-        return results
+        how = dict(max_rows=max_rows, wait_s=wait_s, **limits)
+        async with working(seen, **how) as batcher:
+            asked = [batcher.result(value, rows) for value, rows in values]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
     return asyncio.run(main()), batches
+
+
+@contextlib.asynccontextmanager
+async def working(function, *, max_rows, wait_s=LONG, max_waiting=100):
+    """Yields a batcher that works."""
+    batcher = Batcher(
+        function, max_rows=max_rows, wait_s=wait_s, max_waiting=max_waiting
+    )
+    work = asyncio.create_task(batcher.work())
+    yield batcher
+    work.cancel()
 
 
 def test_a_batch_holds_as_many_rows_as_fit_and_waits_no_longer():
@@ -41,14 +50,11 @@ def test_a_batch_holds_as_many_rows_as_fit_and_waits_no_longer():
 
 def test_a_request_waits_for_others_and_no_longer_than_it_is_to():
     async def main():
-        batcher = Batcher(list, max_rows=2, wait_s=LONG, max_waiting=100)
-        work = asyncio.create_task(batcher.work())
-        first = asyncio.create_task(batcher.result("a", 1))
-        await asyncio.sleep(0.05)
-        assert not first.done()
-        found = await batcher.result("b", 1), await first
-        work.cancel()
-        return found
+        async with working(list, max_rows=2) as batcher:
+            first = asyncio.create_task(batcher.result("a", 1))
+            await asyncio.sleep(0.05)
+            assert not first.done()
+            return await batcher.result("b", 1), await first
 
     assert asyncio.run(main()) == ("b", "a")
     assert run([("a", 1)], max_rows=100, wait_s=0.02, function=list)[0] == ["a"]
@@ -60,11 +66,8 @@ def test_more_rows_than_may_wait_are_refused_until_others_are_answered():
     assert isinstance(results[1], Busy)
 
     async def main():
-        batcher = Batcher(list, max_rows=3, wait_s=LONG, max_waiting=3)
-        work = asyncio.create_task(batcher.work())
-        answers = [await batcher.result(x, 3) for x in "abc"]
-        work.cancel()
-        return answers
+        async with working(list, max_rows=3, max_waiting=3) as batcher:
+            return [await batcher.result(x, 3) for x in "abc"]
 
     assert asyncio.run(main()) == ["a", "b", "c"]
 
@@ -85,14 +88,12 @@ def test_who_is_gone_does_not_stop_the_others():
 
     async def main():
         run = lambda batch: batch if release.wait(60) else None  # noqa: E731
-        batcher = Batcher(run, max_rows=2, wait_s=0.02, max_waiting=9)
-        work = asyncio.create_task(batcher.work())
-        gone, stays = (asyncio.create_task(batcher.result(x, 1)) for x in "ab")
-        await asyncio.sleep(0.001)
-        gone.cancel()
-        release.set()
-        result = await asyncio.wait_for(stays, 60)
-        work.cancel()
+        async with working(run, max_rows=2, wait_s=0.02) as batcher:
+            gone, stays = (asyncio.create_task(batcher.result(x, 1)) for x in "ab")
+            await asyncio.sleep(0.001)
+            gone.cancel()
+            release.set()
+            result = await asyncio.wait_for(stays, 60)
         with pytest.raises(asyncio.CancelledError):
             await gone
         return result

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from tests.support.commands import signalled
 from tests.support.data import HEADER, rows_text, write
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "experiments" / "convert.py"
@@ -91,15 +91,10 @@ def test_conversions_of_hostile_files_stay_below_two_gigabytes(tmp_path):
 )
 def test_signal_ends_without_leaving_anything(tmp_path, signal_number, code, said):
     source = write(tmp_path / "clicks.csv", HEADER + rows_text(1_000_000))
-    command = [sys.executable, str(SCRIPT), "--data.path", source, *COLUMNS.split()]
-    command += ["--out", str(tmp_path / "shards")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob(".shards.partial-*")):
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal_number)
-    _, stderr = process.communicate()
-    assert (process.returncode, stderr) == (code, said)
+    command = [sys.executable, SCRIPT, "--data.path", source, *COLUMNS.split()]
+    command += ["--out", tmp_path / "shards"]
+    ended = signalled(command, signal_number, tmp_path, ".shards.partial-*")
+    assert ended == (code, said)
     assert [path.name for path in tmp_path.iterdir()] == ["clicks.csv"]
 
 

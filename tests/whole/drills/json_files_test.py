@@ -17,23 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from experiments.configs import get_config
 from loka_jax import jsonfile, nn, saved_format
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import MEASURES, Entry, Table
 from loka_jax.measure.intervals import Interval
-from loka_jax.recipe import ROLES
 from loka_jax.report import RunFiles, charts, write_run_page
 from loka_jax.site import BF16
+from loka_jax.train import build as build_lib
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.record import RunRecord, read_run
 from loka_jax.train.logs.progress import print_plan
@@ -41,44 +35,43 @@ from loka_jax.train.planning import choose_plan
 from tests.drills.damage import changed_json, mutated
 from tests.support import drills
 from tests.support import train as support
-from tests.unit.report.run_page_test import RUN, SITES, SUMMARY
+from tests.support.report import RUN, SITES, SUMMARY
 
 MAX_BYTES, MAX_SECONDS = 2 << 30, 60
-ROW = "xla fp8_rowwise"
 
 
 @functools.cache
 def sites() -> tuple[nn.Site, ...]:
-    inputs = (jax.ShapeDtypeStruct((256, *s), jnp.float32) for s in ((13,), (26, 16)))
-    return nn.list_sites(get_config("fp8_dlrm").model, *inputs)
+    return build_lib.build(support.config()).sites
 
 
 def make_table(folder: Path) -> Path:
-    measures = {name: Interval(0.03, 0.02, 0.04) for name in MEASURES}
-    errors = {role: {"fp8_rowwise": measures} for role in ROLES}
-    entry = Entry(
-        {"training": {BF16.name: 2.0, ROW: 1.0}, "inference": {BF16.name: 1.0}},
-        {f"fp8_dlrm {site.path}": errors for site in sites()},
-        {"pallas bf16": "does not run: [no Hopper GPU]"},
-        {"fp8_dlrm top_mlp/dense_0": Interval(1e-4, -1e-5, 2e-4)},
-        {BF16.name: "0123456789abcdef"},
-        {"another site": "it raises the loss [by far]"},
-    )
-    known = {table_key(site.spec): entry for site in sites()}
-    tables.write(folder / "table.json", Table(header_here(), known))
-    return folder / "table.json"
+    """Writes a table in which every field of an entry has a value."""
+    path = support.write_table(folder / "table.json")
+    more = {
+        "failures": {"pallas bf16": "does not run: [no Hopper GPU]"},
+        "effects": {"small top_mlp/dense_0": Interval(1e-4, -1e-5, 2e-4)},
+        "programs": {BF16.name: "0123456789abcdef"},
+        "refused": {"another site": "it raises the loss [by far]"},
+    }
+    table = tables.read(path)
+    for spec, entry in table.sites.items():
+        times = entry.times | {"inference": {BF16.name: 1.0}}
+        table.sites[spec] = dataclasses.replace(entry, times=times, **more)
+    tables.write(path, table)
+    return path
 
 
 def make_plan(folder: Path) -> Path:
     performance = PerformanceModel(tables.read(make_table(folder)))
-    plan = plans.make_plan(sites(), performance, config="fp8_dlrm")
+    plan = plans.make_plan(sites(), performance, config="small")
     plans.save(folder / "plan.json", plan)
     return folder / "plan.json"
 
 
 def follow(path: Path) -> list[str]:
     """Returns the names of the choices in the plan that a run follows."""
-    config = dataclasses.replace(support.config(), name="fp8_dlrm", plan=str(path))
+    config = dataclasses.replace(support.config(), plan=str(path))
     chosen = choose_plan(config, sites(), 20)
     print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes)
     return [choice.name for _, choice in chosen.plan.choices]
@@ -138,7 +131,7 @@ def of_a_run(name: str, read: Callable, found: Any) -> tuple:
     return functools.partial(make_run, name=name), read, found
 
 
-CHOSEN = [BF16.name, ROW, ROW, ROW]
+CHOSEN = [BF16.name, support.ROW, support.ROW]
 UNTIL_10 = [line for line in (*RUN.train, *RUN.evals) if line["step"] <= 10]
 REPORTED = "summary.json", "sites.json", "evaluation.json", "metrics.jsonl"
 # How a kind is made in an empty folder, read as by a command, and what is found then.

@@ -13,28 +13,28 @@ from loka_jax.train import metrics
 from tests.support import train as support
 from tests.support.data import criteo_line
 
-FRAPPE = configs.get_config("frappe_dlrm").data.categorical
 # One of each kind of data, in three families.
 STEPPED = ("criteo_dcnv2_tiny", "frappe_wukong_tiny", "csv_dlrm_tiny")
 # Baselines differ from their models in the recipe alone.
-BUILT = [
-    name
-    for name in configs.names()
-    if not name.endswith("_tiny") and not name.startswith("bf16")
-]
+BUILT = [x for x in configs.names() if not x.endswith("_tiny") and x[:4] != "bf16"]
+OWN = {"label": "click", "categorical": ("user",), "dense": ("age",)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a small file for each kind of data that needs one."""
     folder = tmp_path_factory.mktemp("data")
-    dense = ({1: str(i), 2: str(i % 5)} for i in range(80))
-    lines = (criteo_line(str(i % 2), numbers) for i, numbers in enumerate(dense))
-    (folder / "criteo.txt").write_text("".join(lines))
-    rows = (",".join([str(i % 2), *(f"v{i % 7}" for _ in FRAPPE)]) for i in range(80))
-    (folder / "frappe.csv").write_text("\n".join([f"label,{','.join(FRAPPE)}", *rows]))
-    rows = (f"{i % 2},{i // 2 % 2},u{i % 7},{i}" for i in range(80))
-    (folder / "csv.csv").write_text("\n".join(["click,buy,user,age", *rows]))
+    fields = configs.get_config("frappe_dlrm").data.categorical
+    files = {
+        "criteo.txt": [criteo_line(str(i % 2), {1: str(i)}) for i in range(80)],
+        "frappe.csv": [f"label,{','.join(fields)}\n"],
+        "csv.csv": ["click,buy,user,age\n"],
+    }
+    for i in range(80):
+        files["frappe.csv"] += [f"{i % 2}{len(fields) * f',v{i % 7}'}\n"]
+        files["csv.csv"] += [f"{i % 2},{i // 2 % 2},u{i % 7},{i}\n"]
+    for name, lines in files.items():
+        (folder / name).write_text("".join(lines))
     return folder
 
 
@@ -42,17 +42,14 @@ def small(name, folder):
     """Returns the configuration `name` on little data."""
     config = configs.get_config(name)
     if config.data.kind == "generated":
-        data, small = config.data, {"examples": 256, "eval_examples": 64}
-        data = dataclasses.replace(data, rows=support.DATA.rows, **small)
+        sizes = dict(rows=support.DATA.rows, examples=256, eval_examples=64)
         optim = dataclasses.replace(config.optim, warmup_steps=0)
+        data = dataclasses.replace(config.data, **sizes)
         return dataclasses.replace(config, data=data, optim=optim)
     has_tasks = hasattr(config.model, "num_tasks")
     kind = "csv" if has_tasks else name.partition("_")[0]
-    own = {}
-    if kind == "csv":
-        labels = ("click", "buy") if has_tasks else ()
-        own = {"label": "click", "labels": labels}
-        own |= {"categorical": ("user",), "dense": ("age",)}
+    own = OWN if kind == "csv" else {}
+    own = own | ({"labels": ("click", "buy")} if has_tasks else {})
     path, cache = next(folder.glob(f"{kind}.*")), folder / "cache"
     data = dataclasses.replace(config.data, path=str(path), cache=str(cache), **own)
     return dataclasses.replace(config, data=data)

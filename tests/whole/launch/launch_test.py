@@ -25,34 +25,29 @@ def wait_until(is_true):
 class Launched:
     """A launcher in a process of its own."""
 
-    def __init__(self, logs, *arguments, processes=2):
-        options = ["--processes", processes, "--cpu-devices", 1, "--logs", logs]
-        command = ["-m", "loka_jax.launch", *options, CHILD, *arguments]
-        # Not the tests' own flags, which say how many devices there are.
-        flags = "--xla_backend_optimization_level=0"
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=ROOT,
-            env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(
+        self, logs, *arguments, script=CHILD, processes=2, devices=1, **environment
+    ):
+        options = ["--processes", processes, "--cpu-devices", devices, "--logs", logs]
+        command = ["-m", "loka_jax.launch", *options, script, *arguments]
+        self.process = started(*command, **environment)
         self.logs, self.processes = logs, processes
 
-    def wait_until_said(self, text):
-        """Waits until all children have said something."""
+    def wait_until_said(self, text, rank=None):
+        """Waits until a child, or each of them, has said something."""
+        ranks = range(self.processes) if rank is None else [rank]
 
         def all_have():
             assert self.process.poll() is None, self.end()
-            return all(text in self.log(rank) for rank in range(self.processes))
+            return all(text in self.log(rank) for rank in ranks)
 
         wait_until(all_have)
 
     def pids(self):
         """Returns the process ids of the ranks."""
         pid = self.process.pid
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children]
 
     def end(self):
         """Returns exit code, output and errors."""
@@ -62,6 +57,21 @@ class Launched:
     def log(self, rank):
         path = self.logs / f"rank-{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+
+def started(*command, **environment):
+    """Returns a Python process."""
+    # Not the tests' own flags, which say how many devices there are.
+    flags = "--xla_backend_optimization_level=0"
+    own = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def is_alive(pid):
@@ -100,15 +110,9 @@ def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
 def test_a_job_ends_though_its_output_is_no_longer_read(tmp_path):
     script, logs = tmp_path / "chat.py", tmp_path / "logs"
     script.write_text("for i in range(40_000): print('line', i)")
-    options = ["--processes", "1", "--cpu-devices", "1", "--logs", str(logs)]
-    job = subprocess.Popen(
-        [sys.executable, "-m", "loka_jax.launch", *options, str(script)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert job.stdout is not None
-    job.stdout.readline()
-    job.stdout.close()
-    assert job.wait(LIMIT_SECONDS) == 0
+    with Launched(logs, script=script, processes=1).process as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        job.stdout.close()
+        assert job.wait(LIMIT_SECONDS) == 0
     assert (logs / "rank-0.log").read_text().endswith("line 39999\n")

@@ -11,16 +11,10 @@ import loka_jax
 from loka_jax.train.mesh.devices import MeshConfig
 from tests.support import predict as support
 
-needs_devices = pytest.mark.skipif(
-    jax.device_count() < 4, reason="needs four devices: XLA_FLAGS of .ci/run"
-)
 
-
-@needs_devices
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_scores_are_those_of_the_evaluation(tmp_path):
-    support.write(tmp_path / "train.csv", support.rows(200))
-    test = support.write(tmp_path / "test.csv", support.rows(75, seed=1, users=14))
-    config = support.config(tmp_path, test=str(test))
+    config = support.config(tmp_path, test=support.write_both(tmp_path))
     config = dataclasses.replace(
         config,
         model=config.model.clone(recipe="f32"),
@@ -28,8 +22,8 @@ def test_scores_are_those_of_the_evaluation(tmp_path):
         embedding=dataclasses.replace(config.embedding, dims=("user=8",)),
         mesh=MeshConfig(replicas=1, shards=4, wire_rows="f32"),
     )
-    trained = support.train(tmp_path, config)
-    expected = 1 / (1 + np.exp(-trained.logits.astype(np.float64)))
+    trained = support.train(config)
+    expected = support.sigmoid(trained.logits)
     for shards in (1, 2, 4):
         model = loka_jax.load(trained.workdir, shards=shards)
         assert len(model._state.table[0].sharding.device_set) == shards

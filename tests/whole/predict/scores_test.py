@@ -1,14 +1,10 @@
 """A run, and what it exports, score rows as its evaluation did, bit for bit."""
 
-import json
-import os
-import pathlib
 import shutil
 import signal
-import subprocess
 import sys
-import time
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,11 +16,11 @@ from experiments import predict
 from loka_jax.export import export_run, loader
 from loka_jax.predict import score_file
 from tests.support import predict as support
+from tests.support.commands import signalled
 from tests.support.export import in_a_clean_environment
 from tests.support.permissions import modes, umask
 from tests.support.predict import RECIPE, rows, sigmoid, write
 
-ROOT = pathlib.Path(__file__).parents[3]
 BATCH = 32  # of the runs
 
 
@@ -61,37 +57,23 @@ def test_sigterm_leaves_no_file(trained, tmp_path):
     write(tmp_path / "new.csv", rows(300_000))
     options = ["--data.path", tmp_path / "new.csv", "--out", tmp_path / "s.parquet"]
     command = [sys.executable, predict.__file__, "--workdir", trained.workdir, *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
-    )
-    while not list(tmp_path.glob(".s.parquet.*")):
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate()
-    assert (process.returncode, error) == (143, b"")
+    ended = signalled(command, signal.SIGTERM, tmp_path, ".s.parquet.*")
+    assert ended == (143, "")
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
 
 
-def test_what_is_no_whole_run_is_refused(trained, tmp_path, recorded):
-    def refused(workdir, said):
+def test_what_is_no_whole_run_is_refused(trained, tmp_path):
+    with pytest.raises(ValueError, match="holds no run .* name the --workdir of one"):
+        loka_jax.load(tmp_path)
+    assert not list(tmp_path.iterdir())
+    workdir = shutil.copytree(trained.workdir, tmp_path / "run")
+    for lost, said in (
+        ("encoding", "encoding of the run, cannot be used .*again"),
+        ("checkpoints", "no checkpoint yet"),
+    ):
+        shutil.rmtree(workdir / lost)
         with pytest.raises(ValueError, match=said):
             loka_jax.load(workdir)
-
-    refused(tmp_path, "holds no run .* name the --workdir of one")
-    assert not list(tmp_path.iterdir())
-    refused(recorded("fp8").workdir, "was trained on generated clicks")
-    workdir = shutil.copytree(trained.workdir, tmp_path / "run")
-    manifest = workdir / "encoding" / "manifest.json"
-    value = json.loads(manifest.read_text())
-    value["settings"]["transform"] = "none"
-    manifest.write_text(json.dumps(value))
-    refused(workdir, "encoding of the run, cannot be used .*again")
-    shutil.rmtree(manifest.parent)
-    refused(workdir, "encoding of the run, cannot be used .*again")
-    shutil.rmtree(workdir / "checkpoints")
-    refused(workdir, "no checkpoint yet")
 
 
 def test_lists_weights_of_values_and_of_examples_count(lists, tmp_path):
@@ -113,10 +95,11 @@ def test_lists_weights_of_values_and_of_examples_count(lists, tmp_path):
         place = table.column_names.index(name)
         other = model.scores(table.set_column(place, name, turned))
         assert (other != expected)[lengths > 1].mean() > 0.8
-    options = {"batch_sizes": (BATCH,), "platforms": ("cpu",)}
-    found = export_run(lists.workdir, tmp_path / "model", **options)
-    assert found.differences == {BATCH: 0.0}
-    scores = loader.load(tmp_path / "model").scores(table.to_pydict())
+    out, options = tmp_path / "model", dict(batch_sizes=(BATCH,), platforms=("cpu",))
+    assert export_run(lists.workdir, out, **options).differences == {BATCH: 0.0}
+    arrays = loader.read_arrays(out / "weights.safetensors")
+    assert arrays["table_0"].dtype == ml_dtypes.bfloat16  # as the run has them
+    scores = loader.load(out).scores(table.to_pydict())
     assert np.array_equal(scores, expected)
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -58,23 +57,6 @@ async def ask(session, address, x):
     body = {"rows": [{"x": value} for value in x]}
     async with session.post(f"{address}/score", json=body) as response:
         return response.status, await response.json()
-
-
-def test_a_server_that_is_loading_ends_at_once_when_told_to():
-    worker = [sys.executable, "-c", "import time; time.sleep(600)"]
-    start = (
-        f"from loka_jax.server import supervise; supervise({worker}, '127.0.0.1', 0)"
-    )
-    with subprocess.Popen([sys.executable, "-c", start], env=ENVIRONMENT) as process:
-        while not children(process.pid):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-
-
-def children(pid):
-    """Returns the processes that a process has started."""
-    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_restarts_under_load_and_the_end_lose_nothing(tmp_path):

@@ -53,8 +53,9 @@ def test_a_run_over_eight_devices_says_so_and_learns_in_fp8(recorded):
 
 
 @pytest.mark.parametrize("name", ["fp8", "mesh"])
-def test_several_steps_by_one_call_are_the_same_bit_for_bit(
-    recorded, tmp_path, monkeypatch, name
+@pytest.mark.parametrize("changed", [{"steps_per_call": 2}, {"look_every": 3}], ids=str)
+def test_steps_by_one_call_and_looks_change_no_bit(
+    recorded, tmp_path, monkeypatch, name, changed
 ):
     whole, taken, plain = recorded(name), [], Run.train_step
 
@@ -65,10 +66,11 @@ def test_several_steps_by_one_call_are_the_same_bit_for_bit(
     monkeypatch.setattr(Run, "train_step", spy)
     config = whole.config
     run = dataclasses.replace(config.run, workdir=tmp_path)
-    loop = dataclasses.replace(config.loop, steps_per_call=2)
+    loop = dataclasses.replace(config.loop, **changed)
     config = dataclasses.replace(config, loop=loop, run=run)
     assert train(config)[0] == 0
-    assert taken.count(2) >= 5 and set(taken) == {1, 2}
+    most = config.loop.steps_per_call
+    assert taken.count(most) >= 5 and set(taken) == {1, most}
     assert lines(tmp_path) == lines(whole.workdir)
     both = whole._replace(config=config).arrays(), whole.arrays()
     chex.assert_trees_all_equal(*both)

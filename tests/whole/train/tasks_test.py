@@ -14,23 +14,13 @@ from loka_jax.train.folder.scores_file import read_scores
 from tests.support.train import lines, summary, train
 
 
-def table(count=300):
-    rng = np.random.default_rng(0)
-    user = rng.integers(0, 8, count)
-    buy = np.where(rng.random(count) < 0.3, np.nan, rng.random(count) < 0.1 * user)
-    return pa.table(
-        {
-            "click": (rng.random(count) < 0.2 + 0.08 * user).astype(int),
-            "buy": pa.array(buy, from_pandas=True),
-            "user": [f"u{i}" for i in user],
-            "age": rng.normal(size=count),
-        }
-    )
-
-
 def config(folder):
-    path = folder / "clicks.parquet"
-    parquet.write_table(table(), path)
+    rng, path = np.random.default_rng(0), folder / "clicks.parquet"
+    user = rng.integers(0, 8, 300)
+    buy = np.where(rng.random(300) < 0.3, np.nan, rng.random(300) < 0.1 * user)
+    table = {"click": (rng.random(300) < 0.2 + 0.08 * user).astype(int)}
+    table |= {"buy": pa.array(buy, from_pandas=True), "user": [f"u{i}" for i in user]}
+    parquet.write_table(pa.table(table | {"age": rng.normal(size=300)}), path)
     base = configs.get_config("fp8_mmoe_tiny")
     columns = dict(labels=("click", "buy"), categorical=("user",), dense=("age",))
     files = dict(path=str(path), cache=str(folder / "cache"))

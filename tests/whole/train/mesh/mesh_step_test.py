@@ -122,12 +122,8 @@ def test_a_step_an_evaluation_and_a_look_are_those_of_one_device():
     weights = batch.weights @ np.isfinite(batch.labels)
     np.testing.assert_allclose(routed.total_weight, weights, rtol=1e-6)
     assert routed.bad_ids == 1 and 0 < routed.need <= CAPACITY
-
-
-def test_lists_may_be_full():
-    _, routed, *_ = run(support.batch_of())
-    after, *_ = run(support.batch_of(), more_need=CAPACITY - routed.need)
-    assert after["skipped"] == support.start().skipped
+    full, *_ = run(batch, more_need=CAPACITY - routed.need)
+    assert full["skipped"] == start.skipped
 
 
 def of_infinity(batch):

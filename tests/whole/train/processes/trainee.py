@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -44,11 +45,14 @@ def main() -> int:
     if (slow := numbers.pop("slow", 0)) > 0:
         slow_down(slow)
     if int(os.environ.get("RANK", 0)) == 1:
-        stall_at(stall)
-        stall_saving(stall_save)
+        hang_in(Loop, "step", lambda loop, _: loop.progress.step == stall)
+        hang_in(shared_save, "begin", lambda path, *_: path.name == str(stall_save))
     resume = bool(numbers.pop("resume", 0))
+    config = support.config(workdir, **SMALL | numbers)
     config = dataclasses.replace(
-        support.config(workdir, **SMALL | numbers),
+        config,
+        # Which draws how rows are rounded by the step.
+        embedding=dataclasses.replace(config.embedding, dtype="bf16"),
         mesh=MeshConfig(shards=8, replicas=1),
         run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
     )
@@ -72,10 +76,17 @@ def sum_in_order() -> None:
     jax.lax.psum = psum
 
 
-def hang(where: str) -> None:
-    print(f"waiting in {where}", flush=True)
-    while True:
-        time.sleep(1)
+def hang_in(owner, name: str, is_there: Callable[..., bool]) -> None:
+    """Lets a function wait for ever where it is told to."""
+    plain = getattr(owner, name)
+
+    def function(*given):
+        if is_there(*given):
+            print(f"waiting in {name}", flush=True)
+            time.sleep(10_000)
+        return plain(*given)
+
+    setattr(owner, name, function)
 
 
 def slow_down(seconds: int) -> None:
@@ -94,28 +105,6 @@ def slow_down(seconds: int) -> None:
         plain(self, taken)
 
     AgreedStop.__call__, Loop.step = __call__, step
-
-
-def stall_at(stall: int | None) -> None:
-    plain = Loop.step
-
-    def step(self, taken):
-        if self.progress.step == stall:
-            hang(f"step {stall}")
-        plain(self, taken)
-
-    Loop.step = step
-
-
-def stall_saving(stall: int | None) -> None:
-    plain = shared_save.begin
-
-    def begin(path, arrays, processes):
-        if path.name == str(stall):
-            hang(f"save {stall}")
-        return plain(path, arrays, processes)
-
-    shared_save.begin = begin
 
 
 if __name__ == "__main__":

@@ -32,24 +32,14 @@ def explode(monkeypatch, *steps):
     monkeypatch.setattr(Loop, "step", spy)
 
 
-def kept_steps(workdir):
-    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
-
-
-def test_a_learning_rate_that_is_far_too_high_fails(tmp_path):
-    options = config(tmp_path, log_every=2, eval_every=2)
-    optim = dataclasses.replace(options.optim, lr=1000.0)
-    with pytest.raises(TrainingFailed, match="diverged at step .*learning rate"):
-        train(dataclasses.replace(options, optim=optim))
-    assert not (tmp_path / "summary.json").exists()
-
-
 def test_healthy_checkpoints_stay(tmp_path, monkeypatch):
     explode(monkeypatch, 9)
     options = {"log_every": 2, "eval_every": 4, "save_every": 1, "keep_checkpoints": 2}
     with pytest.raises(TrainingFailed, match="step 9 is saved"):
         train(config(tmp_path, **options))
-    assert kept_steps(tmp_path) == [8, 9]
+    assert not (tmp_path / "summary.json").exists()
+    kept = (tmp_path / "checkpoints").glob("[0-9]*")
+    assert sorted(int(path.name) for path in kept) == [8, 9]
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         saved = checkpoints.newest()
     assert saved.meta["progress"]["guard"]["bad_windows"] == 0
@@ -67,7 +57,6 @@ def test_a_run_goes_back_where_that_is_asked_for(tmp_path, monkeypatch):
     assert found["steps"] == 20 and len(found["returns"]) == 1
     assert np.isfinite(found["final_eval"]["logloss"])
     logged = lines(tmp_path)
-    steps = [line["step"] for line in logged if line["kind"] == "train"]
-    assert steps == list(range(2, 21, 2))  # each once
-    lr = {line["step"]: line["lr"] for line in logged if line["kind"] == "train"}
-    assert lr[10] == pytest.approx(lr[8] / 2)
+    rates = [(x["step"], x["lr"]) for x in logged if x["kind"] == "train"]
+    assert [step for step, _ in rates] == [*range(2, 21, 2)]  # each once
+    assert dict(rates)[10] == pytest.approx(dict(rates)[8] / 2)
