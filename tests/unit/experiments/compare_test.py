@@ -3,7 +3,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments.compare import _names, main
+from experiments import compare
 from loka_jax import commands
 from loka_jax.report import charts
 from loka_jax.train.folder import scores_file
@@ -35,11 +35,10 @@ def leave_run(workdir, *, ne, label="click"):
     return str(workdir)
 
 
-def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, capsys):
+def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, run):
     runs = [leave_run(tmp_path / f"run-{i}", ne=0.8 + i / 10) for i in (1, 0)]
     out = tmp_path / "page.html"
-    assert main([*runs, "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"Comparison: {out}\n"
+    assert run(compare, *runs, "--out", out) == (0, f"Comparison: {out}\n", "")
     page = Page(out)
     assert f"experiments/compare.py {runs[0]} {runs[1]} --out" in page.text
     rows = page.rows("Paired differences")
@@ -47,7 +46,7 @@ def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, capsys):
     assert rows[1][4] == "50" and rows[3][2] == "-0.10000"  # NE, of one evaluation
 
 
-def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_compared_is_one_sentence(tmp_path, run, monkeypatch):
     monkeypatch.setattr(commands, "_IN_WHEEL", tmp_path)
     first, other = (leave_run(tmp_path / name, ne=0.8) for name in ("first", "other"))
     buy = leave_run(tmp_path / "buy", ne=0.8, label="buy")
@@ -63,12 +62,11 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys, monkeypatch):
         ([first, broken], page, "scores.npy is broken: delete it, to do without it."),
         ([first, other], summary, "must end in .html: rename it."),
     ):
-        code = main([*runs, "--out", str(out)])
-        assert_refused((code, *capsys.readouterr()), sentence)
+        assert_refused(run(compare, *runs, "--out", out), sentence)
     assert not page.exists() and summary.read_text() == before
 
 
 def test_folders_of_one_name_are_told_apart():
     paths = [pathlib.Path(name) for name in ("/a/1/run", "/b/1/run", "/b/2/other")]
-    assert _names(paths) == ["a/1/run", "b/1/run", "b/2/other"]
-    assert _names(paths[1:]) == ["run", "other"]
+    assert compare._names(paths) == ["a/1/run", "b/1/run", "b/2/other"]
+    assert compare._names(paths[1:]) == ["run", "other"]

@@ -8,21 +8,13 @@ from experiments import configs, first_help, train
 from loka_jax.recipe import RECIPES
 
 
-@pytest.fixture
-def run(capsys, tmp_path_factory, monkeypatch):
-    """Returns a function from a command line to its code and both outputs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            train.main([*arguments])
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def test_help_without_a_configuration_lists_them_and_ten_options(run):
-    code, out, err = run("--help")
+    code, out, err = run(train, "--help")
     assert (code, err) == (0, "")
     large = [x for x in configs.names() if not re.match("bf16_.*|.*_tiny$", x)]
     assert all(f"\n  {name} " in out for name in large)
@@ -31,7 +23,7 @@ def test_help_without_a_configuration_lists_them_and_ten_options(run):
 
 
 def test_all_of_the_help_has_own_defaults_and_is_kept(run, monkeypatch, capsys):
-    code, out, _ = run("--config", "frappe_dlrm", "--help")
+    code, out, _ = run(train, "--config", "frappe_dlrm", "--help")
     assert code == 0 and "train.py --config frappe_dlrm" in out
     assert "(default: 100)" in " ".join(out.split())  # its epochs
     short = first_help.short_help("tune.py") + first_help.short_help("probe.py")

@@ -18,17 +18,6 @@ PATH = pathlib.Path
 
 
 @pytest.fixture
-def run(capsys):
-    """Returns a function from a command to its exit code and both outputs."""
-
-    def run(command, *arguments):
-        code = command.main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def passed_on(monkeypatch, run):
     """Returns a function from a command line to what is called with it, and its end."""
 

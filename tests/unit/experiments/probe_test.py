@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments import probe as script
 from experiments.cli import parse
-from experiments.probe import main, observed
+from experiments.probe import observed
 from loka_jax import saved_format
 from loka_jax.train.checkpoints.manifest import Saved
+from tests.support.commands import assert_refused
 
 TINY = ["--config", "fp8_dlrm_tiny", "--workdir"]
 
@@ -46,7 +48,7 @@ def test_a_run_goes_on_with_its_own_interval_and_a_new_one_has_the_default(
 
 
 @pytest.mark.parametrize("every", ["null", "0", '"x"', "true"])
-def test_a_run_that_probe_did_not_observe_is_refused(every, begun, tmp_path, capsys):
+def test_a_run_that_probe_did_not_observe_is_refused(every, begun, tmp_path, run):
     begun(every)
-    assert main([*TINY, str(tmp_path)]) == 2
-    assert "holds a run that Probe did not observe" in capsys.readouterr().err
+    why = "holds a run that Probe did not observe"
+    assert_refused(run(script, *TINY, tmp_path), why)

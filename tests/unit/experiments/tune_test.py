@@ -21,17 +21,16 @@ TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
 TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 
-def test_a_table_that_cannot_be_added_to_is_refused_before_training(tmp_path, capsys):
+def test_a_table_that_cannot_be_added_to_is_refused_before_training(tmp_path, run):
     header = dataclasses.replace(header_here(), device_kind="NVIDIA B200")
     tables.write(tmp_path / "foreign.json", Table(header))
-    workdir = tmp_path / "run"
+    line = [*TINY, "--workdir", tmp_path / "run", "--table"]
     for name, why in (
         ("foreign.json", "is not valid here"),
         ("nowhere/table.json", "table.json cannot be written"),
     ):
-        line = [*TINY, "--workdir", str(workdir), "--table", str(tmp_path / name)]
-        assert_refused((script.main(line), *capsys.readouterr()), why)
-        assert not workdir.exists()
+        assert_refused(run(script, *line, tmp_path / name), why)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

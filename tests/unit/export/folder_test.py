@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -103,9 +104,9 @@ def test_weights_are_in_fp8_where_the_plan_says_so_and_shared(exported):
     in_fp8 = [x for x in weights.values() if x.dtype == jnp.float8_e4m3fn]
     runs = found.programs[0].form.runs.values()
     assert len(in_fp8) == sum("e4m3" in text for text in runs) > 0
-    sizes = {}
+    sizes = Counter()
     for x in weights.values():
-        sizes[x.dtype.name] = sizes.get(x.dtype.name, 0) + x.nbytes
+        sizes[x.dtype.name] += x.nbytes
     assert found.weight_bytes == sizes  # tables apart
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert found.num_bytes == total
@@ -120,9 +121,8 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
     assert {"loader.py", "weights.safetensors", "programs/cpu_16.bin"} <= {*names}
     for path in (copy / name for name in (*names, "model.json")):
         content = path.read_bytes()
-        middle = len(content) // 2
-        changed = bytes([content[middle] ^ 1])
-        changed = content[:middle] + changed + content[middle + 1 :]
+        middle, changed = len(content) // 2, bytearray(content)
+        changed[middle] ^= 1
         for wrong in (content[:middle], b"", changed):
             path.write_bytes(wrong)
             with pytest.raises(ValueError, match=f"{path.name} is damaged: restore it"):
@@ -133,8 +133,7 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
         path.write_bytes(content)
     value = json.loads((copy / "model.json").read_text())
     del value["digest"]
-    value["format"] = 2
-    value["digest"] = loader.digest_of(value)
+    value |= {"format": 2, "digest": loader.digest_of(value | {"format": 2})}
     (copy / "model.json").write_text(json.dumps(value))
     with pytest.raises(ValueError, match="has format 2, and this loader reads 1: use"):
         loader.load(copy)

@@ -35,6 +35,8 @@ def test_scores_are_probabilities_in_the_order_of_the_rows(tmp_path):
         "item": {"oov": 9},
     }
     assert (model.tasks, model.columns) == (("label",), ("price", "user", "item"))
+    extremes = model.scores({"price": [-800, 800], "user": ["NA"] * 2, "item": [7, 7]})
+    assert extremes.tolist() == [0, 1]
 
 
 def test_blocks_keep_their_rows_and_few_wait(tmp_path, monkeypatch):
@@ -59,12 +61,6 @@ def test_blocks_keep_their_rows_and_few_wait(tmp_path, monkeypatch):
     assert len(found) > 2
     np.testing.assert_array_equal(np.concatenate(found), ROWS["price"])
     assert len(batches) == 3
-
-
-def test_large_logits_have_the_probabilities_0_and_1():
-    logits = np.array([-800, -20, 0, 800], np.float32)
-    expected = np.array([0, 1 / (1 + np.exp(20.0)), 0.5, 1], np.float32)
-    np.testing.assert_array_equal(predictor._probabilities(logits), expected)
 
 
 def test_what_has_no_scores_is_refused(tmp_path):

@@ -74,14 +74,13 @@ def answers(*requests, **limits):
         asked = [worker._score(request(given)) for given in requests]
         found = await asyncio.gather(*asked, return_exceptions=True)
         work.cancel()
-        return [
-            one
-            if isinstance(one, Exception)
-            else (one.status, json.loads(one.text), one.headers.get("Connection"))
-            for one in found
-        ]
+        return [one if isinstance(one, Exception) else _said(one) for one in found]
 
     return asyncio.run(main())
+
+
+def _said(answer):
+    return answer.status, json.loads(answer.text), answer.headers.get("Connection")
 
 
 def test_what_is_wrong_has_a_status_and_a_sentence():
