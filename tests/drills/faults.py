@@ -1,5 +1,7 @@
 """Faults to plant around the kernels of a site, or XLA's references on a CPU."""
 
+# ruff: noqa: E731 (changes are functions of one expression)
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -76,12 +78,9 @@ def reads(place, change):
     return changed
 
 
-def y(change):
-    return {FUSED: writes(change, "y")}
-
-
-def y_fp8(change):
-    return {FUSED: writes(change, "y_fp8")}
+y = lambda change: {FUSED: writes(change, "y")}
+y_fp8 = lambda change: {FUSED: writes(change, "y_fp8")}
+lhs_scale = lambda change: {FUSED: reads(0, scale_inv(change))}
 
 
 def vectors(kernel, **changes):
@@ -98,10 +97,6 @@ def epsilon(value):
     return {FUSED: reads("epilogue", lambda e: dataclasses.replace(e, epsilon=value))}
 
 
-def lhs_scale(change):
-    return {FUSED: reads(0, scale_inv(change))}
-
-
 # Changes of arrays.
 
 
@@ -111,12 +106,12 @@ def tile_from(x, other, first=TILE):
     return jnp.where((first <= row) & (row < first + TILE), other, x)
 
 
-def tile_of_zeros(x):
-    return tile_from(x, jnp.zeros_like(x))
-
-
-def tile_repeated(x):
-    return tile_from(x, jnp.roll(x, TILE, axis=0))
+tile_of_zeros = lambda x: tile_from(x, jnp.zeros_like(x))
+tile_repeated = lambda x: tile_from(x, jnp.roll(x, TILE, axis=0))
+off_by_one = lambda x: jnp.roll(x, 1, axis=0)
+times = lambda factor: lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype)
+plus = lambda summand: lambda x: (x.astype(jnp.float32) + summand).astype(x.dtype)
+data = lambda change: lambda x: Fp8Array(change(x.data), x.scale_inv)
 
 
 def block_transposed(x):
@@ -127,22 +122,6 @@ def block_transposed(x):
 def stale_rows(x):
     is_stale = (jnp.arange(len(x)) % 128 == 127)[:, None]
     return jnp.where(is_stale, jnp.roll(x, TILE, axis=0), x)
-
-
-def off_by_one(x):
-    return jnp.roll(x, 1, axis=0)
-
-
-def times(factor):
-    return lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
-def plus(summand):
-    return lambda x: (x.astype(jnp.float32) + summand).astype(x.dtype)
-
-
-def data(change):
-    return lambda x: Fp8Array(change(x.data), x.scale_inv)
 
 
 def scale_inv(change):

@@ -27,7 +27,7 @@ from loka_jax.optim.rows import Adam
 from loka_jax.recipe import get_recipe
 from loka_jax.train import metrics, tasks
 from loka_jax.train import step as step_lib
-from loka_jax.train.gradients import Gradients, accumulated, gradients_of
+from loka_jax.train.gradients import Gradients, gradients_of
 from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD
 from loka_jax.train.mesh.mesh_step import StepOptions
 from loka_jax.train.state import TrainState, init_state
@@ -113,22 +113,18 @@ def start():
     return TrainState(**jax.device_put(parts))
 
 
-def step_by_parts(devices, microbatches=1):
+def step_by_parts(devices):
     """Returns the step of one device, with dropout and batch norm as of several."""
     with pytest.MonkeyPatch.context() as patch:
-        by_parts = functools.partial(gradients_by_parts, devices, microbatches)
+        by_parts = functools.partial(gradients_by_parts, devices)
         patch.setattr(step_lib, "gradients_of", by_parts)
         options = OPTIONS._asdict()
         return make_train_step(MODEL, TABLES, OPTIMIZER, ROW_UPDATE, **options)
 
 
-def gradients_by_parts(
-    devices, microbatches, network, probe, task_weights, state, batch, rows, key
-):
+def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key):
     """Returns gradients as of devices with a part of the batch each."""
-    one = functools.partial(gradients_of, network, probe, task_weights)
-    if microbatches > 1:
-        one = functools.partial(accumulated, one, microbatches, False)
+    one = functools.partial(gradients_of, network, probe, weights)
     total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     size = len(batch.weights)
     parts = jax.tree.map(

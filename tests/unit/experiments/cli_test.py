@@ -78,26 +78,18 @@ def test_a_workdir_that_cannot_be_used_and_other_options_are_refused(run, workdi
     at = ["--workdir", workdir]
     assert_refused(run(train, *GENERATED, *at), "continue it with --resume")
     below = workdir / "config.json" / "run"
-    assert_refused(
-        run(train, *GENERATED, "--workdir", below), f"cannot write to {below}"
-    )
+    result = run(train, *GENERATED, "--workdir", below)
+    assert_refused(result, f"cannot write to {below}")
     for option, value, said in (
         ("--optim.lr", "0.5", "(--optim.lr: saved 0.002, now 0.5): leave these"),
         ("--recipe", "bf16", "now 'bf16'"),
         ("--config", "bf16_dlrm_tiny", "--config: saved 'fp8_dlrm_tiny', now 'bf"),
     ):
         assert_refused(run(train, "--resume", *at, option, value), said)
-    for content, said in (
-        ("{", "config.json is not JSON"),
-        ("{}", "an earlier version of loka_jax wrote it): train the run again"),
-        (f'{{"format": {saved_format.RUN}}}', "config.json: model.kind is None, which"),
-    ):
-        (workdir / "config.json").write_text(content)
-        assert_refused(run(train, "--resume", *at), said)
+    (workdir / "config.json").write_text("{")
+    assert_refused(run(train, "--resume", *at), "config.json is not JSON")
     (workdir / "config.json").unlink()
-    assert_refused(
-        run(train, "--resume", *at), "no run to resume (config.json is missing)"
-    )
+    assert_refused(run(train, "--resume", *at), "(config.json is missing)")
 
 
 def test_what_print_config_prints_is_a_configuration(run, tmp_path):

@@ -41,15 +41,13 @@ def _change(path, programs=None):
     tables.write(path, Table(header, table.sites))
 
 
-def test_equal_programs_renew_the_stamp(path):
+def test_equal_programs_renew_the_stamp_and_others_are_listed(path, capsys):
     before = tables.read(path)
     _change(path)
     assert restamp.main([str(path)]) == 0
     assert tables.read(path) == before
     assert before.header.kernels == sources.digest()
 
-
-def test_other_programs_are_listed_and_the_table_is_left(path, capsys):
     _change(path, {"xla fp8_rowwise": STALE})
     before = path.read_bytes()
     assert restamp.main([str(path)]) == 1

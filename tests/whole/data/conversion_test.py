@@ -112,9 +112,9 @@ def test_a_full_disk_ends_a_conversion_in_one_sentence(tmp_path, size, message):
     mount = f"mount -t tmpfs -o size={size} none {disk}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount]).returncode:
         pytest.skip("needs the right to mount a disk of its own (unshare -rm)")
-    command = f"{sys.executable} {SCRIPT} --data.path {source} {COLUMNS}"
-    command = f"{mount} && {command} --out {disk / 'shards'}; code=$?; ls -A {disk}; "
-    command = ["unshare", "-rm", "sh", "-c", command + "exit $code"]
+    convert = f"{sys.executable} {SCRIPT} --data.path {source} {COLUMNS}"
+    convert += f" --out {disk / 'shards'}; code=$?; ls -A {disk}; exit $code"
+    command = ["unshare", "-rm", "sh", "-c", f"{mount} && {convert}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")

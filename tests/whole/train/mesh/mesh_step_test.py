@@ -169,11 +169,10 @@ def batch_with_lists():
 def by_stack(move, parts):
     """Returns the parts of a state with the tables of each stack in another order."""
     names = "table", "row_state"
+    stacks = zip(MIXED.stacks, *(parts[name] for name in names), strict=True)
     moved = [
-        move({"table": table, "row_state": row_state}, spec.total_rows)
-        for spec, table, row_state in zip(
-            MIXED.stacks, *(parts[name] for name in names), strict=True
-        )
+        move(dict(zip(names, stack, strict=True)), spec.total_rows)
+        for spec, *stack in stacks
     ]
     return parts | {name: tuple(part[name] for part in moved) for name in names}
 

@@ -56,7 +56,6 @@ def test_a_run_goes_back_where_that_is_asked_for(tmp_path, monkeypatch):
     found = summary(tmp_path)
     assert found["steps"] == 20 and len(found["returns"]) == 1
     assert np.isfinite(found["final_eval"]["logloss"])
-    logged = lines(tmp_path)
-    rates = [(x["step"], x["lr"]) for x in logged if x["kind"] == "train"]
+    rates = [(x["step"], x["lr"]) for x in lines(tmp_path) if x["kind"] == "train"]
     assert [step for step, _ in rates] == [*range(2, 21, 2)]  # each once
     assert dict(rates)[10] == pytest.approx(dict(rates)[8] / 2)
