@@ -1,18 +1,20 @@
 """What `--config` names, on a Hopper GPU and elsewhere."""
 
-import pytest
-
 from experiments import by_device, configs
 from experiments.cli import parse
 from experiments.configs import get_config
 
 
-def test_every_configuration_has_its_name_and_every_family_a_tiny_variant():
+def test_every_configuration_has_its_name_a_baseline_and_a_tiny_variant():
     for name in configs.names():
         config = get_config(name)
         assert config.name == name
         is_fp8 = config.model.recipe.startswith("fp8")
         assert is_fp8 != name.startswith("bf16"), name
+    for name in ("dlrm_wide", "dlrm"):
+        fp8, bf16 = get_config(f"fp8_{name}"), get_config(f"bf16_{name}")
+        assert bf16.model == fp8.model.clone(recipe="bf16")
+        assert (bf16.data, bf16.optim, bf16.loop) == (fp8.data, fp8.optim, fp8.loop)
     families = {name.partition("_")[0] for name in configs.names()}
     tiny = [name for name in configs.names() if name.endswith("_tiny")]
     assert {name.partition("_")[0] for name in tiny} == families
@@ -28,10 +30,3 @@ def test_a_hopper_gpu_trains_the_wide_one_and_is_told(monkeypatch, capsys):
     monkeypatch.undo()
     assert parse(["--config", "fp8_dlrm"]) == get_config("fp8_dlrm")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", ["dlrm_wide", "dlrm"])
-def test_the_baseline_differs_in_precision_alone(name):
-    fp8, bf16 = get_config(f"fp8_{name}"), get_config(f"bf16_{name}")
-    assert bf16.model == fp8.model.clone(recipe="bf16")
-    assert (bf16.data, bf16.optim, bf16.loop) == (fp8.data, fp8.optim, fp8.loop)

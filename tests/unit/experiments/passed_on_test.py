@@ -22,13 +22,13 @@ def passed_on(monkeypatch, run):
     """Returns a function from a command line to what is called with it, and its end."""
 
     def passed_on(command, *line):
-        seen = {}
+        seen, unwound = {}, []
+        sizes = {"weight_bytes": {"float32": 4000}, "num_bytes": 123456}
+        ended = dict(step=1234, differences={1: 0.0, 1024: 0.0125}, **sizes)
 
         def keep(*of, **given):
             seen.update(dict(zip(("workdir", "out"), of, strict=False)), **given)
-            different = {1: 0.0, 1024: 0.0125}
-            sizes = {"weight_bytes": {"float32": 4000}, "num_bytes": 123456}
-            return SimpleNamespace(step=1234, differences=different, **sizes)
+            return SimpleNamespace(**ended)
 
         def score_file(predictor, path, out, *, progress, **given):
             assert predictor.step == 1234 and progress is predict._show
@@ -39,7 +39,6 @@ def passed_on(monkeypatch, run):
         monkeypatch.setattr(predictions, "load", keep)
         monkeypatch.setattr(predictions, "score_file", score_file)
         monkeypatch.setattr(exports, "export_run", keep)
-        unwound = []
         monkeypatch.setattr(command, "unwind_on_sigterm", lambda: unwound.append(1))
         code, out, err = run(command, *line)
         assert (code, err, unwound) == (0, "", [1])

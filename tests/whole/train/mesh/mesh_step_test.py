@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from loka_jax.data import Batch
+from loka_jax.data import Batch, generated
 from loka_jax.data.batch import Bag
 from loka_jax.models import Dlrm
 from loka_jax.ops.swap import swapped
@@ -208,8 +208,11 @@ def test_the_compiled_step_says_what_travels():
     mesh = dataclasses.replace(EIGHT, wire_rows="bf16", wire_gradients="bf16")
     how = dict(mesh=mesh, collectives=CollectivesConfig(gradients="int8"))
     run = build_lib.build(dataclasses.replace(config, **how))
-    lowered = run.step.lower(run.init(), run.read(run.splits.train, 0))
-    text = lowered.compile().as_text()
+    split = run.splits.train
+    where = data, split._world, size, np.zeros(5, np.uint32), run.batch_sharding
+    made = generated._make.lower(*where).compile().as_text()
+    assert not list(collectives(made))  # each device makes its own examples
+    text = run.step.lower(run.init(), run.read(split, 0)).compile().as_text()
     found = list(collectives(text))
     assert {kind for kind, *_ in found} == {"all-to-all", "all-gather", "all-reduce"}
     for kind, dtype, count, axes in found:
