@@ -113,9 +113,9 @@ def train(config) -> Trained:
 
 
 def write_both(folder) -> str:
-    """Writes rows to train on, and to test, in whose path some users are new."""
+    """Writes a file to train on and one to test on, whose path it returns."""
     write(folder / "train.csv", rows(200))
-    # Not a multiple of the batch size.
+    # Not a multiple of the batch size; some users are new.
     return str(write(folder / "test.csv", rows(75, seed=1, users=14)))
 
 
