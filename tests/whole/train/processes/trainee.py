@@ -1,6 +1,6 @@
 """Trains a small run as the command line of a test asks, in one or several processes.
 
-    python tests/whole/train/processes/trainee.py WORKDIR [max_steps=8] [save_every=3] ...
+    python tests/whole/train/processes/trainee.py WORKDIR [max_steps=8] ...
 
 With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
 `stall=STEP` the second process waits for ever before that step, so that it can be
