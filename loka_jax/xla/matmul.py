@@ -74,7 +74,8 @@ def fp8_matmul(
         lhs: (m, k), one scale, one per row `[m, 1]`, or tiles along k.
         rhs: (n, k), likewise.
         out_dtype: of the result. In bfloat16 the product is written once in bfloat16
-            and scaled in the next fusion, which is exact with power-of-two scales.
+            and scaled in the next fusion, which is exact with power-of-two scales. In
+            float16 it is scaled in float32, as its unscaled form may be out of range.
         fast_accumulation: accept the tensor core's low-precision sums over all of k.
 
     XLA has no FP8 product of tiled operands on Hopper. They are multiplied in bfloat16
@@ -84,12 +85,35 @@ def fp8_matmul(
     if lhs.tile is not None or rhs.tile is not None:
         operands = (lhs.dequantize(jnp.bfloat16), rhs.dequantize(jnp.bfloat16))
         return _dot(*operands, out_dtype, precision=None)
+    is_float16 = jnp.dtype(out_dtype) == jnp.float16
     out = fp8_product(
-        lhs.data, rhs.data, out_dtype=out_dtype, fast_accumulation=fast_accumulation
+        lhs.data,
+        rhs.data,
+        out_dtype=jnp.float32 if is_float16 else out_dtype,
+        fast_accumulation=fast_accumulation,
     )
+    out = jax.lax.platform_dependent(
+        out.astype(jnp.float32),
+        lhs.scale_inv,
+        rhs.scale_inv.T,
+        cuda=_scaled,
+        default=_scaled_in_range,
+    )
+    return out.astype(out_dtype)
+
+
+def _scaled(out, lhs_scale_inv, rhs_scale_inv):
     # Two multiplications, not one by the product, which could leave float32's range.
-    out = out.astype(jnp.float32) * lhs.scale_inv
-    return (out * rhs.scale_inv.T).astype(out_dtype)
+    return out * lhs_scale_inv * rhs_scale_inv
+
+
+def _scaled_in_range(out, lhs_scale_inv, rhs_scale_inv):
+    """Returns `_scaled`, infinite only where the result is.
+
+    The same with power-of-two scales. On GPUs it would be another program.
+    """
+    smaller = jnp.minimum(lhs_scale_inv, rhs_scale_inv)
+    return out * smaller * jnp.maximum(lhs_scale_inv, rhs_scale_inv)
 
 
 def fp8_product(
