@@ -6,6 +6,7 @@ and are not part of a run's identity.
 """
 
 import dataclasses
+import inspect
 import pathlib
 import re
 from typing import Annotated, Any, Literal
@@ -256,6 +257,7 @@ class Config:
         is_plain = re.fullmatch(r"\w[\w.-]*", self.name) is not None
         require(is_plain, "name", self.name, "letters, digits and any of _ . -")
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
+        _check_kind(self.model)
         get_recipe(self.model.recipe)
         if self.model.recipe.endswith(INITIALIZED):
             raise ValueError(
@@ -317,6 +319,32 @@ class DhenDlrmConfig(Config):
     """A run of a mix of DHEN, DLRM and DCN V2."""
 
     model: Annotated[DhenDlrm, tyro.conf.OmitArgPrefixes] = DhenDlrm()
+
+
+def _check_kind(model: Any):
+    """Refuses what training cannot call, as a function of a user's file may give."""
+    kind = type(model).__name__
+    if not isinstance(model, linen.Module):
+        raise ValueError(
+            f"the model is a {kind}, and must be a Flax Linen module, such as a "
+            "RankingModel of loka_jax.models; what nn.convert returns, and NNX models, "
+            "are for training loops of your own."
+        )
+    if not isinstance(getattr(model, "recipe", None), str):
+        raise ValueError(
+            f"the model, a {kind}, has no field `recipe` with the name of a recipe: "
+            "add `recipe: str = 'bf16'`, or extend RankingModel of loka_jax.models."
+        )
+    signature = inspect.signature(type(model).__call__)
+    try:
+        for options in ({}, {"train": True}):
+            signature.bind(model, "dense_features", "embeddings", **options)
+    except TypeError as error:
+        raise ValueError(
+            f"the model, a {kind}, is called as (dense_features, embeddings), in "
+            f"training with train=True, which its __call__ does not take ({error}): "
+            "make it `def __call__(self, dense_features, embeddings, *, train=False)`."
+        ) from None
 
 
 def _check_model(model: RankingModel):
