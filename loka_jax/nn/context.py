@@ -4,14 +4,17 @@
         logits = model.apply(variables, x)
 
 The context is static under jit: enter it inside of the function that is jitted, or give
-jit a `Planned` model.
+jit a `Planned` model. JAX's caches know of it: what was traced under other settings, a
+layer under `linen.jit`, say, is traced again.
 """
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+
+import jax
 
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve, resolve_served
@@ -27,20 +30,22 @@ class SiteContext:
     Attributes:
         choices: by path: a choice, or a recipe that leaves the provider to the module.
         observer: sees the operands of each site.
-        listener: is called with each `Site` that is traced.
+        is_listing: sites leave marks in the program, see `list_sites`.
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.
         scales_initialized: all delayed scales are initialized, whatever recipes say.
+        conversions: what `nn.convert` does to the model that is called, innermost last.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
         default_factory=dict
     )
     observer: Observer | None = None
-    listener: Callable[[Any], None] | None = None
+    is_listing: bool = False
     device: Device | None = None
     called: set[str] = dataclasses.field(default_factory=set)
     scales_initialized: bool = False
+    conversions: tuple[Hashable, ...] = ()
 
     def plan(
         self,
@@ -70,11 +75,35 @@ class SiteContext:
             return resolve_served(spec, recipe, device)
         return resolve(spec, Choice(implementation, recipe), device)
 
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        """All that programs depend on."""
+        choices = frozenset(self.choices.items())
+        seen = (self.observer, self.is_listing, self.device, self.scales_initialized)
+        return (choices, *seen, self.conversions)
+
 
 _PLAIN = SiteContext()
 _context: contextvars.ContextVar[SiteContext | None] = contextvars.ContextVar(
     "site_context", default=None
 )
+# A part of the keys of JAX's caches of programs.
+_settings = jax.make_user_context(None)
+
+
+@functools.cache
+def _key(settings: tuple[Hashable, ...]) -> object:
+    """Returns an object for these settings, which JAX hashes at each call."""
+    return object()
+
+
+@functools.cache
+def _called(choices: frozenset) -> set[str]:
+    """Returns the paths called under these choices.
+
+    Of all calls, as JAX does not trace again what it has in a cache.
+    """
+    return set()
 
 
 def current() -> SiteContext:
@@ -86,9 +115,11 @@ def current() -> SiteContext:
 def site_context(**changes) -> Iterator[SiteContext]:
     """Changes some attributes of the `SiteContext` for the sites called inside."""
     context = dataclasses.replace(current(), **changes)
+    is_plain = context.settings == _PLAIN.settings
     token = _context.set(context)
     try:
-        yield context
+        with _settings(None if is_plain else _key(context.settings)):
+            yield context
     finally:
         _context.reset(token)
 
@@ -105,11 +136,13 @@ def overriding(choices: Mapping[str, str | Recipe | Choice]) -> Iterator[None]:
             module.
 
     Raises:
-        ValueError: on leaving, if no site was called at one of the paths.
+        ValueError: on leaving, if no site was ever called at one of the paths under
+            these choices.
     """
-    with site_context(choices=choices, called=set()) as context:
+    called = _called(frozenset(choices.items()))
+    with site_context(choices=choices, called=called):
         yield
-    unused = sorted(set(choices) - context.called)
+    unused = sorted(set(choices) - called)
     if unused:
         raise ValueError(
             f"no site was called at {', '.join(unused)}: `list_sites` names the paths."

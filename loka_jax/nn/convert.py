@@ -15,6 +15,8 @@ norm after it and the activation after that are one site, `NormDense`.
 
 import dataclasses
 import fnmatch
+import functools
+import inspect
 import math
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.linen.module import merge_param
 
-from loka_jax.nn.context import as_recipe, current
+from loka_jax.nn.context import as_recipe, current, site_context
 from loka_jax.nn.dense import product
 from loka_jax.nn.einsum import einsum
 from loka_jax.nn.fused_sequence import (
@@ -79,7 +81,7 @@ def convert(
     if isinstance(model, nnx.Module):
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
-        raise ValueError(f"{model!r} is no Flax model: give a Linen or NNX module.")
+        raise ValueError(f"{_named(model)} is no Flax model: give {_within(model)}.")
     return Converted(model, recipe, _patterns(only), _patterns(skip))
 
 
@@ -118,8 +120,13 @@ class Converted:
 
     def _run(self, function: Callable, parameters: Any, *args, **kwargs):
         fuses = not kwargs.get("capture_intermediates", False)
-        conversion = _Conversion(self, fuses)
-        with linen.intercept_methods(conversion.intercept):
+        # By its text, as models need not be hashable.
+        conversions = (*current().conversions, (repr(self), fuses))
+        conversion = _Conversion(self, fuses, conversions)
+        with (
+            site_context(conversions=conversions),
+            linen.intercept_methods(conversion.intercept),
+        ):
             out = function(*args, **kwargs)
         if _is_whole_call(kwargs.get("method")):
             conversion.check_patterns(parameters)
@@ -127,47 +134,106 @@ class Converted:
 
 
 class _Conversion:
-    """One call of a converted model."""
+    """One call of a converted model.
 
-    def __init__(self, converted: Converted, fuses: bool):
+    Attributes:
+        converted: the model.
+        fuses: norms may be parts of sites.
+        conversions: of the model, this one last.
+        seen: paths of layers that can be sites, in order.
+        modules: those whose methods are running, with the paths of their roots.
+    """
+
+    def __init__(self, converted: Converted, fuses: bool, conversions: tuple):
         self.converted = converted
         self.fuses = fuses
-        self.seen: dict[str, None] = {}  # paths of layers that can be sites, in order
+        self.conversions = conversions
+        self.seen = _seen(conversions)
+        self.modules: list[tuple[linen.Module, tuple[str, ...]]] = []
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         """Returns what a method of a module returns; flax's `intercept_methods`."""
         module = context.module
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
+        self.modules.append((module, self.root_of(module)))
+        try:
+            if context.method_name != "__call__":
+                return call(*args, **kwargs)
+            return self.run(call, args, kwargs, context)
+        finally:
+            self.modules.pop()
+
+    def host(self, module: linen.Module) -> "Host":
+        """Returns a layer as the module of a site."""
+        path = (*self.root_of(module), *module.path)
+        return Host(module, path, self.converted.recipe)
+
+    def root_of(self, module: linen.Module) -> tuple[str, ...]:
+        """Returns the path of the model whose part a module is by its own path.
+
+        It is not empty within an `apply` by another module, of a model of its own.
+        """
+        if not self.modules:
+            return ()
+        caller, root = self.modules[-1]
+        # A transformation of Flax makes another module of the caller's class.
+        if module.path or isinstance(caller, type(module)):
+            return root
+        return (*root, *caller.path, module.name or type(module).__name__)
+
+    def run(self, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        """Returns what a module's `__call__` returns."""
+        module = context.module
         if type(module) is linen.Sequential and self.fuses:
-            return fused_call(module, args, kwargs, self.why_left)
+            return fused_call(
+                module, args, kwargs, lambda layer: self.why_left(self.host(layer))
+            )
         if args and isinstance(args[0], ParametersOf):
             return norm_parameters(module, args[0].features)
         if not isinstance(module, linen.Dense | linen.DenseGeneral | linen.Einsum):
             return call(*args, **kwargs)
-        self.seen["/".join(module.path)] = None
-        why_left = self.why_left(module)
+        host = self.host(module)
+        self.see("/".join(host.path))
+        why_left = self.why_left(host)
+        # A subclass may call Flax's own, which is then a site, or never.
+        if why_left is None and context.orig_method.func not in _FLAX_CALLS:
+            why_left = f"{type(module).__name__} has a product of its own"
         if why_left is not None:
             out = call(*args, **kwargs)
-            _announce_left(module, why_left, args, kwargs, out)
+            if self.announces_left(module):
+                _announce_left(host, why_left, args, kwargs, out)
             return out
-        host = Host(module, self.converted.recipe)
         if args and isinstance(args[0], Followed):
             return run_fused(host, args[0])
         if isinstance(module, linen.Einsum):
             return _einsum(host, *args, **kwargs)
         return _with_product(module, host, call, args, kwargs)
 
-    def why_left(self, module: linen.Module) -> str | None:
+    def see(self, path: str) -> None:
+        """Notes a layer, for the conversions inside, too: they may not be asked."""
+        conversions = current().conversions
+        for depth in range(len(self.conversions), len(conversions) + 1):
+            _seen(conversions[:depth])[path] = None
+
+    def announces_left(self, module: linen.Module) -> bool:
+        """Returns True for the one call of a layer that tells that it is left.
+
+        Not for that of a subclass to `super()`, nor if a conversion inside tells it.
+        """
+        is_inside = any(caller is module for caller, _ in self.modules[:-1])
+        context = current()
+        is_last = self.conversions == context.conversions
+        return context.is_listing and is_last and not is_inside
+
+    def why_left(self, host: "Host") -> str | None:
         """Returns why a layer is left as it is, or None if it becomes a site."""
-        path = "/".join(module.path)
+        path = "/".join(host.path)
         for pattern in self.converted.skip:
             if fnmatch.fnmatchcase(path, pattern):
                 return f"skip={pattern!r}"
         if not any(fnmatch.fnmatchcase(path, p) for p in self.converted.only):
             return f"not in only={', '.join(self.converted.only)}"
         own = ("dot_general", "dot_general_cls")
-        if any(getattr(module, name, None) is not None for name in own):
+        if any(getattr(host.module, name, None) is not None for name in own):
             return "has a dot_general of its own"
         return None
 
@@ -194,23 +260,55 @@ class _Conversion:
                 )
 
 
+@functools.cache
+def _seen(conversions: tuple) -> dict[str, None]:
+    """Returns the paths of layers seen by a conversion.
+
+    Of all its calls, as JAX does not trace again what it has in a cache.
+    """
+    return {}
+
+
+# As an interceptor gets them.
+_FLAX_CALLS = [
+    inspect.unwrap(layer.__call__)
+    for layer in (linen.Dense, linen.DenseGeneral, linen.Einsum)
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Host:
     """A Flax layer as the module of a site: with a recipe, else itself.
 
     Attributes:
         module: the layer.
+        path: of the layer in the model.
         recipe: of the site.
         axis_names: none: under `shard_map`, JAX knows which values vary.
     """
 
     module: linen.Module
+    path: tuple[str, ...]
     recipe: str | Recipe
     axis_names: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the layer."""
         return getattr(self.module, name)
+
+
+def _named(model: Any) -> str:
+    """Returns what a value is called in a message, without the arrays in it."""
+    text = repr(model)
+    return text if len(text) <= 80 else type(model).__name__
+
+
+def _within(model: Any) -> str:
+    """Returns what to give in place of an object, which may be one around a model."""
+    for name in ("module", "model", *getattr(model, "__dict__", ())):
+        if isinstance(getattr(model, name, None), linen.Module | nnx.Module):
+            return f"the model in it, its attribute {name!r}"
+    return "a Linen or NNX module"
 
 
 def _patterns(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -268,15 +366,14 @@ def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax
     return out if bias is None else out + jnp.reshape(bias, shape)
 
 
-def _announce_left(module, why_left: str, args, kwargs, out) -> None:
+def _announce_left(host: Host, why_left: str, args, kwargs, out) -> None:
     """Announces a layer that stays as it is, for `list_sites`."""
-    if current().listener is None:
-        return
-    kernel = module.get_variable("params", "kernel")
-    arrays = (jax.tree.leaves(v)[0] for v in ((args, kwargs), kernel, out))
+    lhs, result = (jax.tree.leaves(v)[0].shape for v in ((args, kwargs), out))
     # An empty batch as one row, so that it does not hide k and n.
-    x, w, y = (math.prod(max(1, size) for size in v.shape) for v in arrays)
+    x, y = (math.prod(max(1, size) for size in shape) for shape in (lhs, result))
+    kernel = jax.tree.leaves(host.module.get_variable("params", "kernel"))
+    w = math.prod(kernel[0].shape) if kernel else lhs[-1] * result[-1]
     # Of sizes m k, k n and m n of the product.
     m, k, n = (max(1, math.isqrt(v)) for v in (x * y // w, x * w // y, w * y // x))
     spec = SiteSpec(m=m, k=k, n=n)
-    announce(module, resolve(spec, BF16, local_device()), left=why_left)
+    announce(host, resolve(spec, BF16, local_device()), left=why_left)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen
+from jax.interpreters.ad import JVPTracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -25,11 +26,13 @@ from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.observed import per_sample_tap, site_tap
 from loka_jax.nn.scale_state import read_scaling
 from loka_jax.nn.sites import announce
-from loka_jax.ops.plan import KernelPlan
+from loka_jax.nn.state_place import check_place
+from loka_jax.ops.device import local_device
+from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.recipe import Recipe, Role
-from loka_jax.site import SiteSpec
+from loka_jax.site import BF16, SiteSpec
 
 default_kernel_init = linen.initializers.lecun_normal()
 
@@ -70,7 +73,7 @@ class Dense(linen.Module):
         """
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         kernel, bias = dense_parameters(self, sum(x.shape[-1] for x in parts))
-        rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
+        rows = tuple(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in parts)
         out = _site_matmul(self, rows, kernel, crosses=self.crosses)
         if bias is not None:
             # In float32: else the bias's gradient would be summed in bfloat16.
@@ -171,8 +174,11 @@ def product(
             `jax.lax.dot_general`; precision is that of batched products only.
         attributes: further attributes of `Site`, of a product without batch dims.
     """
-    out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+    operands = jnp.result_type(lhs, rhs)
+    out_dtype = preferred_element_type or operands
     (lhs_dims, rhs_dims), (batch_dims, _) = dimension_numbers
+    if not jnp.issubdtype(operands, jnp.floating):
+        return _left(module, lhs, rhs, dimension_numbers, precision, out_dtype)
     if batch_dims:
         out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
         return _batched_site(module, out, lhs, rhs, dimension_numbers)
@@ -180,6 +186,15 @@ def product(
     rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
     out = _site_matmul(module, (lhs_rows,), rhs_columns, **attributes)
     return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
+
+
+def _left(module: Any, lhs, rhs, dimension_numbers, precision, out_dtype) -> Array:
+    """Returns a product as written, whose operands have no form in FP8."""
+    _, m, k, n = _sizes(lhs, rhs, dimension_numbers)
+    why_left = f"in {jnp.result_type(lhs, rhs)}, which FP8 has no form of"
+    plan = resolve(SiteSpec(m=m, k=k, n=n), BF16, local_device())
+    announce(module, plan, left=why_left)
+    return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
 
 
 def _batched_site(module: Any, out, lhs, rhs, dimension_numbers):
@@ -233,9 +248,7 @@ def run_planned(
         options: further arguments of `run_site`.
     """
     plan, state = _with_state(module, plan)
-    # Gradients have the dtypes of what is differentiated: FP8 products, before they are
-    # scaled, would leave float16's range.
-    arrays = jax.tree.map(_not_float16, arrays)
+    _check_not_forward_mode(module, arrays)
     axis_names = _bound_axes(module)
     observe = site_tap(module, plan, state, axis_names)
 
@@ -248,8 +261,18 @@ def run_planned(
     return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)
 
 
-def _not_float16(x: Array) -> Array:
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+def _check_not_forward_mode(module: Any, arrays: SiteArrays) -> None:
+    """Refuses forward-mode derivatives, of which JAX's own error names no site."""
+    for x in jax.tree.leaves(arrays):
+        while hasattr(x, "val"):  # of vmap
+            x = x.val
+        if isinstance(x, JVPTracer):
+            raise ValueError(
+                f"site {'/'.join(module.path)!r} has no derivatives in forward mode "
+                "(jax.jvp, jax.jacfwd): use reverse mode, jax.grad, jax.vjp or "
+                "jax.jacrev, of which forward mode may be taken, as by jax.hessian; or "
+                "the model as written."
+            )
 
 
 def _bound_axes(module: Any) -> tuple[str, ...]:
@@ -273,6 +296,7 @@ def _with_state(
     if not weight_has_fp8(spec.k, spec.n):
         choice = dataclasses.replace(plan.choice, recipe=in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
+    check_place(module, recipe)
     return plan, read_scaling(module, recipe)
 
 
@@ -289,8 +313,8 @@ def _as_matrix(x: Array, dims, *, contract_last: bool):
     kept = [i for i in range(x.ndim) if i not in dims]
     order = (*kept, *dims) if contract_last else (*dims, *kept)
     kept_shape = tuple(x.shape[i] for i in kept)
-    k = math.prod(x.shape[i] for i in dims)
-    shape = (-1, k) if contract_last else (k, -1)
+    k, rest = math.prod(x.shape[i] for i in dims), math.prod(kept_shape)
+    shape = (rest, k) if contract_last else (k, rest)
     return x.transpose(order).reshape(shape), kept_shape
 
 

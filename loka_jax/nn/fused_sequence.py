@@ -87,7 +87,7 @@ def fused_call(
     while i < len(layers):
         layer, tail = layers[i], Tail()
         is_dense = type(layer) is linen.Dense and len(args) == 1 and not kwargs
-        if is_dense and why_left(layer) is None:
+        if is_dense and _is_real(layer, args[0]) and why_left(layer) is None:
             tail = tail_of(layers[i + 1 :])
             args = (Followed(args[0], tail),)
         out = layer(*args, **kwargs)
@@ -95,6 +95,11 @@ def fused_call(
         kwargs = out if isinstance(out, dict) else {}
         args = out if isinstance(out, tuple) else () if kwargs else (out,)
     return out
+
+
+def _is_real(layer: Any, x: jax.Array) -> bool:
+    dtypes = (layer.dtype,) if layer.dtype else (x.dtype, layer.param_dtype)
+    return not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
 
 
 def run_fused(host: Any, followed: Followed) -> jax.Array:
@@ -125,7 +130,7 @@ def run_fused(host: Any, followed: Followed) -> jax.Array:
     )
     # A kernel would only copy a product that nothing follows.
     provider = None if tail.length else "xla"
-    plan = current().plan("/".join(module.path), spec, host.recipe, provider)
+    plan = current().plan("/".join(host.path), spec, host.recipe, provider)
     announce(host, plan, apart=tail.apart)
     arrays = SiteArrays(x, kernel, bias, gamma, beta)
     epsilon = 1e-6 if tail.norm is None else tail.norm.epsilon

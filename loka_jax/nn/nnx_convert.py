@@ -88,6 +88,11 @@ class SiteProduct(nnx.Module):
         del collection, name
         return True
 
+    def get_variable(self, collection: str, name: str) -> Any:
+        """Returns the site's delayed scales, None without any."""
+        del collection, name
+        return None if self.scaling is None else self.scaling.get_value()
+
     def variable(self, collection: str, name: str, init: Any) -> Any:
         """Returns a variable of the site, as a Linen module does.
 

@@ -153,40 +153,35 @@ class Site:
 
 
 def announce(module: Any, plan: KernelPlan, **attributes):
-    """Passes a site to the listener of the context, if there is one.
+    """Marks a site in the program, if `list_sites` traces it.
 
     Args:
-        module: of the site.
+        module: of the site, with `path`.
         plan: of the site.
         attributes: further attributes of `Site`.
     """
-    listener = current().listener
-    if listener is not None:
-        listener(Site(path="/".join(module.path), plan=plan, **attributes))
+    if current().is_listing:
+        _mark.bind(site=Site(path="/".join(module.path), plan=plan, **attributes))
 
 
 def list_sites(module: Model | nnx.Module, *args, **kwargs) -> tuple[Site, ...]:
     """Returns the sites of `module` when called with `args`, in calling order.
 
-    A site that runs several times is listed once, with a count. Nothing is computed:
-    arguments may be `jax.ShapeDtypeStruct`s.
+    A site that runs several times is listed once, with a count; a layer that is left
+    only if it is not a site, of another conversion or by `super()`. Nothing is
+    computed: arguments may be `jax.ShapeDtypeStruct`s.
     """
-    traced: list[Site] = []
-
-    def listener(site: Site):
-        # Layers are traced more often than they run, so that the program decides.
-        _mark.bind(index=len(traced))
-        traced.append(site)
-
-    with site_context(listener=listener):
+    with site_context(is_listing=True):
         program = _trace(module, args, kwargs)
+    # By the program, as layers are traced more often than they run, or not again.
     counts: collections.Counter[Site] = collections.Counter()
-    for index, times in _marks(program.jaxpr):
-        counts[traced[index]] += times
+    for site, times in _marks(program.jaxpr):
+        counts[site] += times
+    run = {site.path for site in counts if site.left is None}
     return tuple(
-        dataclasses.replace(site, count=counts[site])
-        for site in dict.fromkeys(traced)
-        if counts[site]
+        dataclasses.replace(site, count=count)
+        for site, count in counts.items()
+        if site.left is None or site.path not in run
     )
 
 
@@ -206,14 +201,14 @@ def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:
 # Marks where a site is in a program that is only traced.
 _mark = jex.Primitive("loka_site")
 _mark.multiple_results = True
-_mark.def_abstract_eval(lambda *, index: [])
+_mark.def_abstract_eval(lambda *, site: [])
 
 
-def _marks(jaxpr: jex.Jaxpr, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yields the index of each mark in a program, and how often it runs."""
+def _marks(jaxpr: jex.Jaxpr, times: int = 1) -> Iterator[tuple[Site, int]]:
+    """Yields the site of each mark in a program, and how often it runs."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is _mark:
-            yield eqn.params["index"], times
+            yield eqn.params["site"], times
         steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from _marks(inner, times * steps)

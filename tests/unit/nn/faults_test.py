@@ -1,0 +1,274 @@
+"""Models as others write them: caches, subclasses, odd dtypes and transformations."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from loka_jax import nn
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
+from loka_jax.ops.device import local_device
+from loka_jax.ops.matmul import matmul
+from loka_jax.ops.plan import resolve
+from loka_jax.site import Choice, SiteSpec
+from loka_jax.train.config import DlrmConfig
+from tests.support.nn import DELAYED, initialized, listed, rounded
+
+pytestmark = pytest.mark.usefixtures("as_users_do")
+KEY = jax.random.key(0)
+X = rounded(32, 64)
+
+
+# What JAX has in a cache.
+
+
+class JitMethod(linen.Module):
+    @linen.jit
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(32, name="dense")(x)
+
+
+@jax.jit
+def _applied(variables, x):
+    return linen.Dense(32, parent=None).apply(variables, x)
+
+
+class JitApply(linen.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", linen.initializers.ones, (64, 32))
+
+    def __call__(self, x):
+        return _applied({"params": {"kernel": self.kernel, "bias": jnp.zeros(32)}}, x)
+
+
+JIT_CLASS = linen.jit(linen.Dense)
+CACHED = {
+    "dense": JitMethod(),
+    "": JIT_CLASS(32),
+    "layers_0": linen.Sequential([linen.remat(linen.Dense)(32)]),
+    "Dense": JitApply(),
+}
+
+
+def is_fp8(model, variables):
+    return "f8_e4m3" in str(jax.make_jaxpr(model.apply)(variables, X))
+
+
+@pytest.mark.parametrize("path", CACHED)
+def test_what_jax_traced_before_runs_under_no_other_settings(path):
+    plain = CACHED[path]
+    model, wide = nn.convert(plain), nn.convert(plain, recipe="bf16")
+    variables = initialized(plain, X)
+    for _ in range(2):
+        runs = [is_fp8(m, variables) for m in (plain, model, wide)]
+        assert runs == [False, True, False]
+        with nn.overriding({path: "bf16"}):
+            assert not is_fp8(model, variables)
+        assert list(listed(model, X)) == [path]
+        jax.eval_shape(model.init, KEY, X)
+
+
+# Which product is a site.
+
+
+class Lora(linen.Dense):
+    @linen.compact
+    def __call__(self, inputs):
+        low = self.param("low", linen.initializers.ones, (64, 32))
+        return super().__call__(inputs) + inputs @ low
+
+
+class LoraEinsum(linen.Einsum):
+    @linen.compact
+    def __call__(self, inputs, einsum_str=None):
+        low = self.param("low", linen.initializers.ones, (64, 32))
+        return super().__call__(inputs, einsum_str) + inputs @ low
+
+
+class Own(linen.Dense):
+    @linen.compact
+    def __call__(self, inputs):
+        return inputs @ self.param("weight", linen.initializers.ones, (64, 32))
+
+
+OWN = "Own has a product of its own"
+
+
+@pytest.mark.parametrize(
+    "layer, why_not",
+    [
+        (Lora(32), None),
+        (LoraEinsum((64, 32), "bk,kn->bn"), None),
+        (Own(32), OWN),
+        (linen.jit(linen.Dense)(32), None),
+    ],
+    ids=range(4),
+)
+def test_a_subclass_is_listed_once_and_computes_what_it_did(layer, why_not):
+    for model in (nn.convert(layer, recipe="f32"), nn.convert(nn.convert(layer))):
+        (site,) = nn.list_sites(model, X)
+        assert site.left == why_not and site.count == 1
+        assert (site.spec.m, site.spec.k, site.spec.n) == (32, 64, 32)
+    variables = initialized(layer, X)
+    exact = nn.convert(layer, recipe="f32").apply(variables, X)
+    np.testing.assert_allclose(exact, layer.apply(variables, X), rtol=1e-4, atol=1e-4)
+    (site,) = nn.list_sites(nn.convert(layer, skip=""), X)
+    assert (site.left, site.count) == ("skip=''", 1)
+
+
+def test_of_two_conversions_the_outer_one_prevails():
+    plain = linen.Sequential([linen.Dense(32), linen.Dense(48), linen.Dense(16)])
+    inner = nn.convert(plain, skip="layers_2")
+    outer = nn.convert(inner, recipe="fp8_rowwise", only="layers_1")
+    sites = {p: (s.recipe, s.count, s.left) for p, s in listed(outer, X).items()}
+    assert sites == {
+        "layers_0": ("fp8_tensorwise", 1, None),
+        "layers_1": ("fp8_rowwise", 1, None),
+        "layers_2": ("bf16", 1, "skip='layers_2'"),
+    }
+
+
+class Tied(linen.Module):
+    def setup(self):
+        self.table = linen.Embed(64, 32)
+        self.decoder = linen.Dense(64, use_bias=False)
+
+    def __call__(self, ids):
+        kernel = {"params": {"kernel": self.table.embedding.T}}
+        return self.decoder.apply(kernel, self.table(ids))
+
+
+IDS = np.zeros(32, np.int32)
+
+
+def test_a_layer_with_an_apply_of_its_own_has_a_path():
+    assert list(listed(nn.convert(Tied()), IDS)) == ["decoder"]
+    whole = linen.Sequential([Tied(), linen.Dense(16)])
+    (tied, _) = nn.list_sites(nn.convert(whole, skip="layers_0/decoder"), IDS)
+    assert (tied.path, tied.is_fp8) == ("layers_0/decoder", False)
+    with pytest.raises(ValueError, match=r"`apply` of its own: skip it.*'decoder'"):
+        nn.list_sites(nn.convert(Tied(), recipe=DELAYED), IDS)
+
+
+# Delayed scales under transformations of Flax.
+
+VMAPPED = linen.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": 1})
+
+
+@pytest.mark.parametrize(
+    "model, shape, path",
+    [(linen.RNN(linen.GRUCell(32)), (2, 3, 16), "cell/ir"), (VMAPPED(32), X.shape, "")],
+    ids=["rnn", "vmap"],
+)
+def test_a_transformation_without_the_states_is_refused_with_both_remedies(
+    model, shape, path
+):
+    said = rf"skip={path!r}.*variable_axes of nn.scan or nn.vmap.*linen.RNN if all"
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(nn.convert(model, recipe=DELAYED).init, KEY, jnp.ones(shape))
+
+
+def test_the_steps_of_an_rnn_share_a_state():
+    model = linen.RNN(linen.GRUCell(32), variable_broadcast=["params", STATES])
+    model = nn.convert(model, recipe=DELAYED)
+    states = jax.eval_shape(model.init, KEY, jnp.ones((2, 3, 16)))[STATES]
+    assert {x.shape for x in jax.tree.leaves(states)} == {(3, 17)}
+
+
+# Odd operands.
+
+
+@pytest.mark.parametrize(
+    "layer", [linen.Dense(8), linen.Sequential([linen.Dense(8)]), linen.DenseGeneral(8)]
+)
+@pytest.mark.parametrize(
+    "x",
+    [X.astype(np.complex64), np.ones((4, 0)), np.ones((0, 64))],
+    ids=["i", "k", "m"],
+)
+def test_a_complex_or_empty_layer_runs_as_in_flax(layer, x):
+    model, variables = nn.convert(layer), initialized(layer, x)
+    expected = layer.apply(variables, x)
+    # Of an empty product the bias is left, in a Sequential rounded to bfloat16.
+    np.testing.assert_allclose(model.apply(variables, x), expected, rtol=2**-8)
+    assert not nn.list_sites(model, x)[0].is_fp8
+
+
+def test_cast_states_and_forward_mode_are_refused_by_a_sentence():
+    model = nn.convert(linen.Dense(32), recipe=DELAYED)
+    variables = initialized(model, X)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+    for run in (model.apply, jax.jit(model.apply)):
+        with pytest.raises(ValueError, match="are in bfloat16, and are never cast"):
+            run(cast, X)
+    assert model.apply(cast | {STATES: variables[STATES]}, X).shape == (32, 32)
+
+    def run(x):
+        return model.apply(variables, x)
+
+    for derive in (jax.jacfwd(run), lambda x: jax.jvp(jax.vmap(run), (x,), (x,))):
+        with pytest.raises(ValueError, match="no derivatives in forward mode"):
+            derive(X)
+    assert jax.eval_shape(jax.hessian(run), X[0]).shape == (32, 64, 64)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_products_are_finite_where_float32_is(recipe):
+    x, w = 1e36 * X, rounded(64, 32, seed=1)
+    plan = resolve(
+        SiteSpec(m=32, k=64, n=32), Choice.parse(f"xla {recipe}"), local_device()
+    )
+    run = jax.jit(jax.grad(lambda x, w: matmul(x, w, plan=plan).sum(), argnums=(0, 1)))
+    assert np.isfinite(matmul(x, w, plan=plan)).all()
+    assert np.isfinite(run(x, w)[1]).all()
+    half = [v.astype(np.float16) for v in (np.abs(X) / 8, np.abs(w) / 8)]
+    for found, exact in zip(run(*half), run(*map(np.float32, half)), strict=True):
+        assert found.dtype == np.float16
+        np.testing.assert_allclose(found, exact, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["module", "network"])
+def test_an_object_around_a_model_is_told_where_the_model_is(name):
+    for model in (linen.Dense(8), nnx.Linear(4, 8, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match=f"its attribute '{name}'"):
+            nn.convert(types.SimpleNamespace(**{name: model}))
+
+
+# As the model of `--config FILE.py:f`.
+
+
+class Untrained(linen.Module):
+    recipe: str = "bf16"
+
+    def __call__(self, dense_features, embeddings):
+        return dense_features
+
+
+class Trained(Untrained):
+    def __call__(self, dense_features, embeddings, *, train=False):
+        return dense_features
+
+
+class Nameless(linen.Module):
+    def __call__(self, dense_features, embeddings, *, train=False):
+        return dense_features
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        (Untrained(), "a Untrained, .*train=True, which its __call__ does not take"),
+        (Nameless(), "a Nameless, has no field `recipe`"),
+        (nn.convert(Trained()), "is a Converted, and must be a Flax Linen module"),
+        (nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "is a Linear, and must be a Flax Linen"),
+    ],
+    ids=range(4),
+)
+def test_a_model_that_training_cannot_call_is_refused(model, said):
+    assert DlrmConfig(name="mine", model=Trained()).model == Trained()
+    with pytest.raises(ValueError, match=said):
+        DlrmConfig(name="mine", model=model)
