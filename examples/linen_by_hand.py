@@ -46,7 +46,7 @@ def train_step(variables, opt_state, users, items):
 
     def add(total, microbatch):
         grads = jax.grad(loss_fn)(variables, *microbatch)
-        return nn.accumulate(total, grads, 1 / len(users)), None
+        return jax.tree.map(lambda a, b: a + b / len(users), total, grads), None
 
     zeros = jax.tree.map(jnp.zeros_like, variables)
     grads, _ = jax.lax.scan(add, zeros, (users, items))

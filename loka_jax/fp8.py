@@ -134,10 +134,11 @@ def amax_over_devices(
 
 def power_of_two_up(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns the least powers of two that are not below positive normal numbers."""
-    return 1.0 / _power_of_two_down(1.0 / x)
+    return 1.0 / power_of_two_down(1.0 / x)
 
 
-def _power_of_two_down(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def power_of_two_down(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the largest powers of two that are not above positive normal numbers."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT_BITS
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -167,7 +168,7 @@ def compute_scale_inv(
     floor = 2 * limit * float(jnp.finfo(jnp.float32).tiny)
     scale = limit / jnp.maximum(amax, floor)
     if pow2_scale:
-        scale = _power_of_two_down(scale)
+        scale = power_of_two_down(scale)
     return jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
 
 

@@ -45,7 +45,8 @@ class Cast:
             slice along the contracting dim (rowwise), or a tile (blockwise).
         scaling: "current" takes the scale from this step's amax; "delayed" from a
             history of earlier amaxes, so that one pass over the data is enough.
-        pow2_scale: round scales down to powers of two (exact scaling).
+        pow2_scale: round scales down to powers of two (exact scaling), which delayed
+            ones always are.
     """
 
     dtype: DTypeLike = E4M3
@@ -60,6 +61,8 @@ class Cast:
                 f"delayed scaling keeps one scale per tensor; "
                 f"granularity={self.granularity!r} needs scaling='current'."
             )
+        if self.scaling == "delayed" and not self.pow2_scale:
+            raise ValueError("delayed scaling needs pow2_scale=True.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,22 @@
 """Scales of the operands of a site: from this step's amax, or from a history.
 
 Current scaling needs no state. Delayed scaling keeps, for the three operands of a site
-(lhs, rhs, g, in this order), a short window of amaxes and the scale they give:
+(lhs, rhs, g, in this order), the scales that the amaxes of the last H steps would give,
+and the scale of the next step:
 
-    scale_inv = compute_scale_inv(min(max over the window, limit))
+    f = compute_scale_inv(amax)      scale_inv = min(max over the window of f, limit)
 
 Without the limit an outlier, such as a sentinel among the features, would set the scale
 of the whole window, and all other values would flush to zero. The limit lies above the
-level of the window, which is the largest amax that `_HELD_STEPS` steps in a row
-reached, by all that the format spares: `_KEPT_BITS` bits of normal numbers are left
-below the level. Outliers saturate. Where the amaxes of a window lie within a factor of
-14, as in healthy training, there is no difference. A gradient may reach 1,792 levels:
-a click among batches without one is no outlier.
+level of the window, which is the largest f that `_HELD_STEPS` steps in a row reached,
+by all that the format spares: `_KEPT_BITS` bits of normal numbers are left below the
+level. Outliers saturate. Where the amaxes of a window lie within a factor of 8, as in
+healthy training, there is no difference. A gradient may reach 1,024 levels: a click
+among batches without one is no outlier.
 
-The state is not a parameter: it is never clipped, decayed, averaged or optimized. Over
-microbatches, over mesh axes and over several calls of a site it is merged by the
-maximum.
+The state is an array of float32 that its "gradient" replaces. It is stored such that
+sums, means and multiples of states read as their maximum, see `maxima`: what averages,
+clips or scales all gradients, or all variables, changes no scale.
 """
 
 import functools
@@ -25,63 +26,81 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from loka_jax import fp8, max_merge
+from loka_jax import fp8, maxima
 from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
 
 # Outliers in fewer steps in a row set no level; a jump that stays does after as many.
 _HELD_STEPS = 5
-# At a margin of 1 bit the limit is 14 levels of lhs and rhs in E4M3, just enough for
-# growth of 1.9 a step over `_HELD_STEPS`, which is then never clipped.
+# At a margin of 1 bit the limit is 8 levels of lhs and rhs in E4M3, enough for growth
+# of 1.6 a step over `_HELD_STEPS`, which is then never clipped.
 _KEPT_BITS: dict[Operand, int] = {"lhs": 10, "rhs": 10, "g": 3}
 
+# Of a row that was measured: so small that norms of all gradients do not notice it.
+_WEIGHT = 2.0**-14
+# Of a row that was not, so that any other use of the site prevails.
+_FAINT_WEIGHT = 2.0**-12 * _WEIGHT
+_ROOTS = 1 + 2 * maxima.ENTRIES  # the first column of roots
+_UNIT = 2.0**-31  # of roots, which are then below 1
 
-@jax.tree_util.register_pytree_with_keys_class
+
 class DelayedScaling(NamedTuple):
     """The delayed-scaling state of one site.
 
-    Inside of a function that JAX differentiates with respect to it the table is
-    `max_merge.MaxMerged`, so that JAX merges the states after several uses by their
-    maximum; see `readable`.
-
     Attributes:
-        table: float32 `[3, 1 + H]`, a row per operand: the factor that the next step
-            casts with, then the amaxes of the last H steps, newest first (0 before the
-            first step). One array, so that XLA updates it in one kernel.
+        table: float32 `[3, C]`, a row per operand: its weight; what `maxima` makes of
+            the scale of the next step; of that of the newest amax; and the fourth roots
+            of those before. Everything is times the weight. Zeros before the first
+            step. One array, so that XLA updates it in one kernel.
     """
 
-    table: Float[Array, "3 H_plus_1"]
+    table: Float[Array, "3 C"]
+
+    def factor(self, operand: Operand) -> Float[Array, ""]:
+        """Returns the factor of an operand; by itself it costs a kernel no copy."""
+        return DelayedScaling(self.table[OPERANDS.index(operand)]).factors
+
+    @property
+    def factors(self) -> Float[Array, "3"]:
+        """The factors that the next step casts with; 0 before the first amax.
+
+        NaN if an entry is negative or not finite: no step has made it.
+        """
+        entries = self.table[..., 1 : 1 + maxima.ENTRIES]
+        is_sum, factors = maxima.is_sum(entries), maxima.decode(entries)
+        return jnp.where(is_sum, factors, jnp.nan)[..., 0]
 
     @property
     def scale_inv(self) -> Float[Array, "3"]:
-        """The factors that the next step casts with; the least factor for amax 0."""
-        return self.table[:, 0]
+        """The same, but the least factor before the first amax."""
+        return jnp.maximum(self.factors, maxima.SMALLEST)
 
     @property
-    def amax_history(self) -> Float[Array, "3 H"]:
-        """The amaxes of the last H steps, newest first."""
-        return self.table[:, 1:]
+    def history(self) -> Float[Array, "3 H"]:
+        """The factors of the amaxes of the last H steps, newest first; 0 of zeros."""
+        return _of_root(jnp.concatenate(self.roots(), axis=-1))
 
-    def tree_flatten_with_keys(self):
-        """Returns the table with its key, as JAX asks of a container."""
-        return ((jax.tree_util.GetAttrKey("table"), self.table),), None
-
-    @classmethod
-    def tree_unflatten(cls, _, tables) -> "DelayedScaling":
-        """Returns the state of a table, which enters or leaves a transformation here.
-
-        `jax.grad` and its like hand their arguments over through this function, before
-        anything can use the table twice.
-        """
-        (table,) = tables
-        return cls(max_merge.merged_if_differentiated(table))
+    def roots(self) -> list[Float[Array, "3 1"]]:
+        """Returns the roots of the history, newest first; columns fuse with others."""
+        newest = maxima.decode(self.table[..., 1 + maxima.ENTRIES : _ROOTS])
+        weight = jnp.where(self.table[..., :1] > 0, self.table[..., :1], 1.0)
+        earlier = self.table[..., _ROOTS:]
+        columns = jnp.split(earlier, earlier.shape[-1], axis=-1)
+        return [_root(newest), *(column / weight for column in columns)]
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
     """Returns the state of a site before its first step."""
-    history = jnp.zeros((len(OPERANDS), recipe.amax_history_length), jnp.float32)
-    return DelayedScaling(_table(history, recipe))
+    columns = _ROOTS + recipe.amax_history_length - 1
+    return DelayedScaling(jnp.zeros((len(OPERANDS), columns), jnp.float32))
+
+
+def stored(factors: Float[Array, "3"], recipe: Recipe) -> DelayedScaling:
+    """Returns the state of a site after one step, whose amaxes gave these factors."""
+    never = [jnp.zeros((len(OPERANDS), 1))] * (recipe.amax_history_length - 1)
+    return DelayedScaling(_table(factors[:, None], never, recipe))
 
 
 def update_delayed(
@@ -93,39 +112,27 @@ def update_delayed(
     whole window: that operand's row stays as it was.
     """
     amaxes = amaxes[:, None]
-    history = jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)
-    table = _table(history, recipe)
-    return DelayedScaling(jnp.where(jnp.isfinite(amaxes), table, state.table))
-
-
-def readable(state: DelayedScaling) -> DelayedScaling:
-    """Returns the state with its table in float32, for one use.
-
-    If JAX differentiates, the gradient of the result must be from `contributions`.
-
-    Raises:
-        ValueError: under a `shard_map` across which the gradient would be summed.
-    """
-    return DelayedScaling(max_merge.unmerged(max_merge.merged(state.table)))
+    is_measured = jnp.isfinite(amaxes)
+    newest = _factors(jnp.where(is_measured, amaxes, 0.0), recipe)
+    table = _table(newest, state.roots()[:-1], recipe)
+    return DelayedScaling(jnp.where(is_measured, table, state.table))
 
 
 def contributions(
-    tables: Float[Array, "*s 3 H_plus_1"],
-    amaxes: Float[Array, "*s 3"] | None,
-    recipe: Recipe,
-) -> Float[Array, "*s 3 H_plus_1"]:
+    tables: Float[Array, "*s 3 C"], amaxes: Float[Array, "*s 3"] | None, recipe: Recipe
+) -> Float[Array, "*s 3 C"]:
     """Returns what one use of each site adds to its next state: its gradient.
 
-    Rows are those of `update_delayed`, but -inf where that leaves the state as it was:
+    Rows are those of `update_delayed`, but faint where that leaves the state as it was:
     of several uses those that measured an operand prevail.
 
     Args:
-        tables: of a site's state, from `readable`, or of several sites, stacked.
+        tables: of a site's state, or of several sites, stacked.
         amaxes: of their operands; not finite where not measured; None if none was.
         recipe: of all these sites.
     """
     if amaxes is None:
-        return jnp.full_like(tables, -jnp.inf)
+        return _faint(tables)
     each = functools.partial(_contribution, recipe)
     return _shared(jax.vmap(each) if tables.ndim == 3 else each)(tables, amaxes)
 
@@ -135,7 +142,12 @@ type _OfTableAndAmaxes = Callable[[Array, Array], Array]
 
 def _contribution(recipe: Recipe, table: Array, amaxes: Array) -> Array:
     updated = update_delayed(DelayedScaling(table), amaxes, recipe).table
-    return jnp.where(jnp.isfinite(amaxes)[:, None], updated, -jnp.inf)
+    return jnp.where(jnp.isfinite(amaxes)[:, None], updated, _faint(table))
+
+
+def _faint(tables: Array) -> Array:
+    weight = tables[..., :1]
+    return tables * (_FAINT_WEIGHT / jnp.where(weight > 0, weight, _FAINT_WEIGHT))
 
 
 def _shared(function: _OfTableAndAmaxes) -> _OfTableAndAmaxes:
@@ -173,12 +185,11 @@ def delayed_scale_inv(
 
     A stored scale does not depend on this step: infinite elements saturate under it.
     """
-    row = OPERANDS.index(operand)
-    stored = state.scale_inv[row]
+    stored = state.factor(operand)
     if recipe.scales_initialized:
-        return stored
+        return jnp.maximum(stored, maxima.SMALLEST)
     current = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
-    return jnp.where(jnp.any(state.amax_history[row] > 0), stored, current)
+    return jnp.where(stored != 0, stored, current)
 
 
 def stored_scales(
@@ -191,18 +202,18 @@ def stored_scales(
     if state is None or not recipe.scales_initialized:
         return (None,) * len(OPERANDS)
     return tuple(
-        state.scale_inv[row]
-        if any(cast.scaling == "delayed" for cast in recipe.casts(operand))
-        else None
-        for row, operand in enumerate(OPERANDS)
+        None
+        if delayed_cast(operand, recipe) is None
+        else jnp.maximum(state.factor(operand), maxima.SMALLEST)
+        for operand in OPERANDS
     )
 
 
 def merge_delayed[State](a: State, b: State) -> State:
     """Returns the states after two microbatches that started from the same ones.
 
-    The element-wise maximum: both shifted the same history and put their amax in
-    front, and a factor grows with its amax. Zeros are neutral.
+    The element-wise maximum, which is that of the scales; zeros are neutral. A sum or a
+    mean would be read as the same, if of few states.
 
     Args:
         a, b: a `DelayedScaling`, or a tree of them.
@@ -212,15 +223,7 @@ def merge_delayed[State](a: State, b: State) -> State:
 
 def scales_initialized(state: DelayedScaling) -> Bool[Array, ""]:
     """Returns True if every operand has a nonzero amax in its history."""
-    return jnp.all(jnp.any(state.amax_history > 0, axis=1))
-
-
-def covered_amax(history: Float[Array, "3 H"], recipe: Recipe) -> Float[Array, "3"]:
-    """Returns the amaxes that the factors of these histories are made for.
-
-    These are the largest ones, or the limits where these are lower.
-    """
-    return _covered(history, recipe)[:, 0]
+    return jnp.all(state.factors > 0)
 
 
 def amax_ratios(
@@ -228,9 +231,10 @@ def amax_ratios(
 ) -> Float[Array, "3 n"]:
     """Returns how far the newest amaxes reached into what their scales covered.
 
-        ratio = amax / (2^margin covered_amax(the amaxes before))
+        ratio = f / (2^margin f'),        f' = scale_inv before the step
 
-    Above 1 elements were clipped. 0 if the amax is 0, or those before all are.
+    These are powers of two. Above 1 elements were clipped. 0 if the amax is 0, or those
+    before all are.
 
     Args:
         history: as in `DelayedScaling`.
@@ -238,9 +242,11 @@ def amax_ratios(
         steps: n, the number of steps, newest first. Of the oldest of H - 1 amaxes only
             those in the history are known, so n should be at most half of H.
     """
-    before = [jnp.pad(history[:, i:], ((0, 0), (0, i))) for i in range(1, steps + 1)]
-    covered = jax.vmap(functools.partial(covered_amax, recipe=recipe), out_axes=1)
-    reach = covered(jnp.stack(before)) * 2.0**recipe.margin
+    columns = jnp.split(history, history.shape[1], axis=1)
+    never = [jnp.zeros_like(columns[0])] * steps
+    before = [[*columns[i:], *never[:i]] for i in range(1, steps + 1)]
+    covered = [_covered(each, recipe, power=1.0) for each in before]
+    reach = jnp.concatenate(covered, axis=1) * 2.0**recipe.margin
     ratios = history[:, :steps] / jnp.where(reach > 0, reach, 1.0)
     return jnp.where(reach > 0, ratios, 0.0)
 
@@ -257,32 +263,48 @@ def smallest_ratio(operand: Operand, recipe: Recipe) -> float | None:
     return smallest / fp8.fp8_max(cast.dtype)
 
 
-def _covered(history: Array, recipe: Recipe) -> Array:
-    """Returns `covered_amax` as `[3, 1]`."""
-    # Column by column, not by reductions: XLA then fuses all of it with the shift.
-    columns = jnp.split(history, history.shape[1], axis=1)
+def _covered(columns: list[Array], recipe: Recipe, power: float) -> Array:
+    """Returns the largest factors `[3, 1]`, or the limits where these are lower.
+
+    Args:
+        columns: powers of the factors of earlier steps.
+        recipe: of the site.
+        power: 1/4 for fourth roots.
+    """
     largest, level = _largest(columns), _level(columns)
-    headroom = jnp.float32([_headroom(operand, recipe) for operand in OPERANDS])
-    limit = jnp.where(level > 0, level * headroom[:, None], jnp.inf)
+    headroom = np.float32([[_headroom(o, recipe) ** power] for o in OPERANDS])
+    limit = jnp.where(level > 0, level * headroom, jnp.inf)
     return jnp.minimum(largest, limit)
 
 
-def _level(amaxes: list[Array]) -> Array:
-    """Returns the largest amax that steps in a row reached; 0 if one of each was 0."""
-    steps = min(_HELD_STEPS, len(amaxes))
-    starts = range(len(amaxes) - steps + 1)
-    return _largest([_smallest(amaxes[i : i + steps]) for i in starts])
+def _level(factors: list[Array]) -> Array:
+    """Returns the largest factor that steps in a row reached; 0 if each had a zero."""
+    steps = min(_HELD_STEPS, len(factors))
+    starts = range(len(factors) - steps + 1)
+    return _largest([_smallest(factors[i : i + steps]) for i in starts])
 
 
 _largest = functools.partial(functools.reduce, jnp.maximum)
 _smallest = functools.partial(functools.reduce, jnp.minimum)
 
 
-def _table(history: Array, recipe: Recipe) -> Array:
-    """Returns the factors that the histories give, followed by the histories."""
-    amaxes = _covered(history, recipe)
-    scales = [_scale_inv_of(o, amaxes[i], recipe) for i, o in enumerate(OPERANDS)]
-    return jnp.concatenate([jnp.stack(scales), history], axis=1)
+def _table(newest: Array, earlier: list[Array], recipe: Recipe) -> Array:
+    """Returns the table of the newest factors and of the roots of those before."""
+    roots = [_root(newest), *earlier]
+    maximum = _of_root(_covered(roots, recipe, power=1 / 4))
+    ones = jnp.ones((len(OPERANDS), 1), jnp.float32)
+    parts = [ones, maxima.encode(maximum), maxima.encode(newest), *earlier]
+    return _WEIGHT * jnp.concatenate(parts, axis=1)
+
+
+def _root(factor: Array) -> Array:
+    return jnp.sqrt(jnp.sqrt(factor)) * _UNIT
+
+
+def _of_root(root: Array) -> Array:
+    """Returns the power of two that is nearest to that of which this is the root."""
+    power = (jnp.where(root > 0, root, 1.0) / _UNIT) ** 4
+    return jnp.where(root > 0, fp8.power_of_two_up(power * math.sqrt(0.5)), 0.0)
 
 
 def _headroom(operand: Operand, recipe: Recipe) -> float:
@@ -292,7 +314,7 @@ def _headroom(operand: Operand, recipe: Recipe) -> float:
         return math.inf
     smallest_normal = float(jnp.finfo(cast.dtype).smallest_normal)
     kept = smallest_normal * 2.0 ** (_KEPT_BITS[operand] + recipe.margin)
-    return max(1.0, fp8.fp8_max(cast.dtype) / kept)
+    return 2.0 ** max(0, math.floor(math.log2(fp8.fp8_max(cast.dtype) / kept)))
 
 
 def delayed_cast(operand: Operand, recipe: Recipe) -> Cast | None:
@@ -301,12 +323,16 @@ def delayed_cast(operand: Operand, recipe: Recipe) -> Cast | None:
     return next(casts, None)
 
 
-def _scale_inv_of(operand: Operand, amax: Array, recipe: Recipe) -> Array:
-    cast = delayed_cast(operand, recipe)
-    if cast is None:
-        return jnp.zeros_like(amax)
-    # For amax 0 this is the least factor there is, so that in a maximum (over
-    # microbatches, over devices) every measured factor prevails over it.
-    return fp8.compute_scale_inv(
-        amax, cast.dtype, pow2_scale=cast.pow2_scale, margin=recipe.margin
-    )
+def _factors(amaxes: Array, recipe: Recipe) -> Array:
+    """Returns the factors that amaxes give by themselves, powers of two; 0 for 0.
+
+    Without a delayed cast a factor of 1 says that there was an amax.
+    """
+    casts = [delayed_cast(operand, recipe) for operand in OPERANDS]
+    largest = [1.0 if cast is None else fp8.fp8_max(cast.dtype) for cast in casts]
+    limit = np.float32(largest)[:, None] * np.float32(2.0**-recipe.margin)
+    # Inverted as `fp8.compute_scale_inv` does it.
+    scale = limit / jnp.maximum(amaxes, limit * np.float32(maxima.SMALLEST))
+    is_cast = np.array([[cast is not None] for cast in casts])
+    factors = jnp.where(is_cast, 1.0 / fp8.power_of_two_down(scale), 1.0)
+    return jnp.where(amaxes > 0, factors, 0.0)

@@ -145,10 +145,9 @@ def initialized(planned: nn.Planned, params, inputs) -> dict[str, Any]:
     if not planned.is_delayed:
         return variables
     shapes = jax.eval_shape(planned.init, jax.random.key(0), *inputs)
-    # As of sites before their first step: no history, and any factor of a scale.
+    # As of sites before their first step.
     states = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype).at[:, 0].set(1),
-        shapes[OVERWRITE_WITH_GRADIENT],
+        lambda x: jnp.zeros(x.shape, x.dtype), shapes[OVERWRITE_WITH_GRADIENT]
     )
     variables[OVERWRITE_WITH_GRADIENT] = states
     first = planned.by_xla()

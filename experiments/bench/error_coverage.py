@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from experiments.bench import apart
 from experiments.bench import result as results
 from experiments.configs import get_config
-from loka_jax import nn
+from loka_jax import nn, scaling
 from loka_jax.data import Position
 from loka_jax.dispatch.live import live_intervals
 from loka_jax.measure.errors import errors
@@ -110,7 +110,7 @@ def _state(recipe: Recipe, operands, scales) -> DelayedScaling:
     assert state is not None
     stored = jnp.stack([jnp.zeros(()) if x is None else x for x in scales])
     factors = jnp.where(stored > 0, stored, state.scale_inv)
-    return DelayedScaling(state.table.at[:, 0].set(factors))
+    return scaling.stored(factors, recipe)
 
 
 def measure(config: Config, arguments: Arguments) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loka_jax import scaling
 from loka_jax.measure.check_operands import AIMS, Trial, draw
 from loka_jax.measure.check_reference import Numerics, settle
 from loka_jax.measure.compiling import (
@@ -26,7 +27,6 @@ from loka_jax.measure.compiling import (
 from loka_jax.measure.passes import Inputs, Passes
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve
-from loka_jax.scaling import DelayedScaling
 from loka_jax.site import Choice, SiteSpec
 
 EPSILON = 1e-6
@@ -125,10 +125,7 @@ def begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
     trial, stored = settle(numerics, trial)
     recipe, state = plan.choice.recipe, None
     if recipe.is_delayed:
-        # The history matters to the next step only.
-        history = jnp.ones((len(stored), recipe.amax_history_length))
-        table = jnp.concatenate([stored[:, None], history], axis=1)
-        state = DelayedScaling(table.astype(jnp.float32))
+        state = scaling.stored(stored, recipe)
     inputs = Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
     return trial, stored, inputs
 

@@ -20,7 +20,7 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.nn.observed import PROBE, by_path, merge_stats
-from loka_jax.nn.overwriting import accumulate, overwriting
+from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
@@ -62,7 +62,6 @@ __all__ = [
     "SelfAttention",
     "Site",
     "SiteContext",
-    "accumulate",
     "activation",
     "by_path",
     "check_scales",

@@ -19,15 +19,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import scaling, xla
-from loka_jax.max_merge import manual_axes
 from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
 from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.observed import per_sample_tap, site_tap
 from loka_jax.nn.scale_state import read_scaling
 from loka_jax.nn.sites import announce
-from loka_jax.nn.state_place import check_place
 from loka_jax.ops.device import local_device
+from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
@@ -111,7 +110,7 @@ class DenseVariables(Dense):
         tails = dict(joins=joins, crosses=self.crosses, has_tails=True)
         announce(self, plan, follows=follows, fp8_results=fp8_results, **tails)
         kernel, bias = dense_parameters(self, plan.spec.k)
-        return SiteVariables(kernel, bias, _with_state(self, plan)[1])
+        return SiteVariables(kernel, bias, _with_state(self, plan, kernel)[1])
 
 
 def dense_parameters(module: Dense, k: int) -> tuple[Array, Array | None]:
@@ -247,8 +246,8 @@ def run_planned(
         arrays: of the site.
         options: further arguments of `run_site`.
     """
-    plan, state = _with_state(module, plan)
     _check_not_forward_mode(module, arrays)
+    plan, state = _with_state(module, plan, arrays.rhs)
     axis_names = _bound_axes(module)
     observe = site_tap(module, plan, state, axis_names)
 
@@ -283,7 +282,7 @@ def _bound_axes(module: Any) -> tuple[str, ...]:
 
 
 def _with_state(
-    module: Any, plan: KernelPlan
+    module: Any, plan: KernelPlan, weight: Array
 ) -> tuple[KernelPlan, scaling.DelayedScaling | None]:
     """Returns the scaling state of a site, and the plan that goes with it.
 
@@ -296,8 +295,7 @@ def _with_state(
     if not weight_has_fp8(spec.k, spec.n):
         choice = dataclasses.replace(plan.choice, recipe=in_high_precision(recipe))
         return dataclasses.replace(plan, choice=choice), None
-    check_place(module, recipe)
-    return plan, read_scaling(module, recipe)
+    return plan, read_scaling(module, recipe, weight)
 
 
 def weight_has_fp8(k: int, n: int) -> bool:

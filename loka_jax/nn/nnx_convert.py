@@ -61,7 +61,7 @@ class SiteProduct(nnx.Module):
         """Takes the layer's path, the recipe, and whether it has delayed scales."""
         self.path = path
         self.recipe = recipe
-        state = Fp8State(scaling.init_delayed(recipe)) if has_state else None
+        state = Fp8State(scaling.init_delayed(recipe).table) if has_state else None
         self.scaling: Any = nnx.data(state)
         self.stats: Any = nnx.data(None)
 

@@ -23,8 +23,8 @@ from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
 from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.site import ProbeConfig, SiteStats
-from loka_jax.recipe import Recipe
-from loka_jax.scaling import DelayedScaling, readable, stored_scales
+from loka_jax.recipe import OPERANDS, Recipe
+from loka_jax.scaling import DelayedScaling, stored_scales
 
 PROBE = "probe"  # the collection
 
@@ -49,7 +49,7 @@ def site_tap(
     init = functools.partial(observer.init, spec.m, spec.k, spec.n)
     stats = module.variable(PROBE, "stats", init).value
     # Its gradient is left to the product: this use contributes nothing.
-    seen = None if state is None else jax.lax.stop_gradient(readable(state))
+    seen = None if state is None else jax.lax.stop_gradient(state)
     scales = _scales(seen, plan.choice.recipe)
     return _observe(observer, axis_names, scales, stats)
 
@@ -65,10 +65,9 @@ def _scales(
     stored = stored_scales(state, initialized)
     if state is None or recipe.scales_initialized:
         return stored
-    is_seen = jnp.any(state.amax_history > 0, axis=1)
     return tuple(
-        None if scale is None else jnp.where(seen, scale, 0.0)
-        for scale, seen in zip(stored, is_seen, strict=True)
+        None if scale is None else state.factor(operand)
+        for scale, operand in zip(stored, OPERANDS, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""The FP8 state of a model under optax: overwritten, neither optimized nor averaged.
+"""The FP8 state of a model under optax: overwritten, not optimized.
 
     tx = nn.overwriting(optax.adamw(1e-3))
     opt_state = tx.init(variables)                      # all that model.init returned
@@ -6,12 +6,14 @@
     updates, opt_state = tx.update(gradients, opt_state, variables)
     variables = optax.apply_updates(variables, updates)
 
-The optimizer sees everything but the collection `_overwrite_with_gradient`, whose
-gradient is its next value. The collection may lie at any depth, as in `{"user":
-model.init(...), "item": model.init(...)}`. The state of a site on which the loss does
-not depend, such as that of an unused tower, stays as it was.
+The optimizer sees the parameters alone: the gradient of `_overwrite_with_gradient` is
+its next value. Variables may lie at any depth, as in `{"user": model.init(...), "item":
+model.init(...)}`, where the optimizer sees `{"user": params, "item": params}`. The
+state of a site on which the loss does not depend, such as that of an unused tower,
+stays as it was.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +21,7 @@ import jax.numpy as jnp
 import optax
 from flax import core, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as _STATES
-from jaxtyping import Array, Float
-
-from loka_jax.max_merge import unmerged
-from loka_jax.nn.observed import PROBE, is_of_site
-from loka_jax.scaling import merge_delayed
+from jaxtyping import Array
 
 
 @struct.dataclass
@@ -50,11 +48,10 @@ def overwritten(old: Array, gradient: Array) -> Array:
     """Returns the next table of a state, or of several, stacked.
 
     A site on which no loss depends has a gradient of zeros, which JAX makes itself, and
-    stays as it was. The factors of a real one are positive.
+    stays as it was. The weights of a real one are positive.
     """
-    gradient = unmerged(gradient)
     # By row, as a reduction would be a kernel of its own.
-    return jnp.where(gradient[..., :1] != 0, gradient, unmerged(old))
+    return jnp.where(gradient[..., :1] != 0, gradient, old)
 
 
 def overwriting(
@@ -69,11 +66,13 @@ def overwriting(
     it may stand in Flax's `TrainState`, which overwrites by itself.
 
     Args:
-        optimizer: of everything but the FP8 state, which it never sees.
+        optimizer: of the parameters, the only ones that it sees; also of the arguments
+            `grad` and `value_fn` that a line search takes.
 
     Raises:
-        ValueError: in `init` and `update`, if Probe's statistics are among the
-            variables: `merge_stats` updates them.
+        ValueError: in `init` and `update`, if there are other collections among the
+            variables, such as batch statistics; in `update`, if the optimizer's
+            updates have not the structure of the gradients.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
@@ -83,75 +82,91 @@ def overwriting(
         return inner.init(_split(params)[0])
 
     def update(updates, state, params=None, **extra) -> tuple[Any, Any]:
-        updates, states = _split(updates)
+        gradients, states = _split(updates)
         rest = None if params is None else _split(params)[0]
-        out, state = inner.update(updates, state, rest, **extra)
+        extra = {
+            name: _of_parameters(name, value, params) for name, value in extra.items()
+        }
+        out, state = inner.update(gradients, state, rest, **extra)
+        if jax.tree.structure(out) != jax.tree.structure(gradients):
+            raise ValueError(
+                "overwriting takes optimizers whose updates have the structure of the "
+                f"gradients, not that of {type(out).__name__}: take another one, or "
+                "split the variables yourself."
+            )
         return _joined(out, jax.tree.map(Overwrite, states)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def accumulate(
-    total: Any, gradients: Any, share: float | Float[Array, ""] = 1.0
-) -> Any:
-    """Returns `total + share * gradients`, the FP8 states merged by their maximum.
+def _of_parameters(name: str, value: Any, variables: Any) -> Any:
+    """Returns an argument of a line search as one of the parameters alone."""
+    if name == "grad":
+        return _split(value)[0]
+    if name == "value_fn":
+        return _function_of_parameters(value, _split(variables)[1])
+    return value
 
-    All microbatches of a step start from the same variables. A mean of states would
-    lose the loudest microbatch, whose values would then saturate.
 
-        total = jax.tree.map(jnp.zeros_like, variables)
-        for microbatch in microbatches:
-            total = nn.accumulate(total, gradients(microbatch), 1 / len(microbatches))
+def _function_of_parameters(function: Callable[..., Any], states: Any) -> Any:
+    return lambda params, *args, **kw: function(_joined(params, states), *args, **kw)
 
-    Args:
-        total: of the microbatches before; zeros at first.
-        gradients: of all variables of a model, or of several in one tree.
-        share: of the microbatch in the step.
 
-    Raises:
-        ValueError: if Probe's statistics are among the variables.
+@struct.dataclass
+class _States:
+    """The FP8 states in the variables of a model.
+
+    Attributes:
+        collections: `{"_overwrite_with_gradient": ...}`, or empty.
+        is_frozen: whether the variables are a `FrozenDict`.
     """
-    total, states = _split(total)
-    gradients, more = _split(gradients)
-    total = jax.tree.map(lambda a, b: (a + share * b).astype(a.dtype), total, gradients)
-    return _joined(total, merge_delayed(states, more))
+
+    collections: dict[str, Any]
+    is_frozen: bool = struct.field(pytree_node=False)
+
+    def joined(self, params: Any) -> Any:
+        """Returns the variables with these parameters."""
+        variables = {"params": params, **self.collections}
+        return core.freeze(variables) if self.is_frozen else variables
 
 
-def _joined(variables: Any, states: Any) -> Any:
+def _joined(params: Any, states: Any) -> Any:
     """Returns the variables that `_split` took apart."""
-
-    def joined(own, part):
-        return part if own is None else core.copy(part, own)
-
-    def is_leaf(own):
-        return own is None or _has_states(own)
-
-    return jax.tree.map(joined, states, variables, is_leaf=is_leaf)
-
-
-def _split(variables: Any) -> tuple[Any, Any]:
-    """Returns variables without their FP8 states, and the states alone.
-
-    The latter are `{"_overwrite_with_gradient": ...}` in the place of each model's
-    variables that have them, and None elsewhere.
-    """
-    if any(map(is_of_site, jax.tree.leaves(variables, is_leaf=is_of_site))):
-        raise ValueError(
-            f"the collection {PROBE!r} is no parameter: take it out of the variables "
-            "that the optimizer sees, and update it by nn.merge_stats."
-        )
-
-    def rest(part):
-        return core.pop(part, _STATES)[0] if _has_states(part) else part
-
-    def states(part):
-        return {_STATES: part[_STATES]} if _has_states(part) else None
-
-    return (
-        jax.tree.map(rest, variables, is_leaf=_has_states),
-        jax.tree.map(states, variables, is_leaf=_has_states),
+    return jax.tree.map(
+        lambda own, part: part if own is None else own.joined(part),
+        states,
+        params,
+        is_leaf=lambda own: own is None or isinstance(own, _States),
     )
 
 
-def _has_states(part: Any) -> bool:
-    return isinstance(part, dict | core.FrozenDict) and _STATES in part
+def _split(variables: Any) -> tuple[Any, Any]:
+    """Returns the parameters of all models, and the FP8 states of each, or None."""
+
+    def params(part):
+        return part.get("params", {}) if _is_of_model(part) else part
+
+    return (
+        jax.tree.map(params, variables, is_leaf=_is_of_model),
+        jax.tree.map(_states, variables, is_leaf=_is_of_model),
+    )
+
+
+def _states(part: Any) -> _States | None:
+    if not _is_of_model(part):
+        return None
+    if others := sorted(set(part) - {"params", _STATES}):
+        names = ", ".join(map(repr, others))
+        raise ValueError(
+            f"the variables hold {names} beside the parameters, which an optimizer "
+            f"would change: give it {{'params': ..., {_STATES!r}: ...}} alone. Batch "
+            "statistics are what `apply` returns, and Probe's are updated by "
+            "nn.merge_stats."
+        )
+    collections = {name: part[name] for name in part if name == _STATES}
+    return _States(collections, isinstance(part, core.FrozenDict))
+
+
+def _is_of_model(part: Any) -> bool:
+    is_dict = isinstance(part, dict | core.FrozenDict)
+    return is_dict and ("params" in part or _STATES in part)

@@ -6,17 +6,16 @@ scales, nor where another module calls it by an `apply` of its own.
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.recipe import Recipe
 
-_NAME = "fp8_scaling"  # of the variable
+NAME = "fp8_scaling"  # of the variable
 _BOTH = f"'params', {OVERWRITE_WITH_GRADIENT!r}"
 
 
 def check_place(module: Any, recipe: Recipe) -> None:
-    """Refuses a site whose delayed scales have no place, or another dtype.
+    """Refuses a site whose delayed scales have no place.
 
     Args:
         module: of the site; a `convert.Host` has a `module`.
@@ -26,12 +25,9 @@ def check_place(module: Any, recipe: Recipe) -> None:
         ValueError: naming the site and the remedies, first those in which the model
             stays as it is.
     """
-    path = "/".join(module.path)
-    has_state = module.has_variable(OVERWRITE_WITH_GRADIENT, _NAME)
-    if has_state:
-        state = module.get_variable(OVERWRITE_WITH_GRADIENT, _NAME)
-        _check_dtype(path, getattr(state, "table", None))
+    if module.has_variable(OVERWRITE_WITH_GRADIENT, NAME):
         return
+    path = "/".join(module.path)
     remedy = "take a recipe without a state, such as 'fp8_tensorwise'"
     inner = getattr(module, "module", module)
     if inner is not module:
@@ -54,16 +50,4 @@ def check_place(module: Any, recipe: Recipe) -> None:
             f"{OVERWRITE_WITH_GRADIENT!r}: 0}}, if each step has parameters of its "
             "own (None for 0 if nn.vmap shares them), and in variable_broadcast="
             f"[{_BOTH}] of nn.scan or linen.RNN if all steps share them."
-        )
-
-
-def _check_dtype(path: str, table: Any) -> None:
-    """Refuses a state that was cast with the parameters around it."""
-    if table is None or not jnp.issubdtype(table.dtype, jnp.floating):
-        return  # no state, or one that is differentiated
-    if table.dtype != jnp.float32:
-        raise ValueError(
-            f"the delayed scales of site {path!r} are in {table.dtype}, and are never "
-            "cast: they are no parameters. Cast the collection 'params' alone, and "
-            f"leave {OVERWRITE_WITH_GRADIENT!r} in float32."
         )

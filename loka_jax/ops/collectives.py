@@ -27,8 +27,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import xla
-from loka_jax.max_merge import manual_axes, tracks_varying
 from loka_jax.ops.kernels import by_kernel
+from loka_jax.ops.mesh_axes import manual_axes, tracks_varying
 from loka_jax.packed import Format, Packing
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import packed as _triton

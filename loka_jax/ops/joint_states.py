@@ -2,8 +2,8 @@
 
 A kernel on a state takes as long as its launch. Of each site by itself there would be
 several: the check of its table, the copy of each factor for the kernel that reads it,
-the maximum of amaxes, and the next table. Tables of equal recipes are stacked: kernels
-read their factors in the stack, and one update makes all next tables.
+the maximum of amaxes, and the next table. Tables of equal recipes are stacked: one
+vector holds the factors that kernels read, and one update makes all next tables.
 """
 
 import itertools
@@ -32,13 +32,13 @@ class JointStates(NamedTuple):
     """
 
     sites: tuple[int, ...]
-    tables: Float[Array, "s 3 H_plus_1"]
+    tables: Float[Array, "s 3 C"]
 
     def scales(self) -> Iterator[tuple[int, tuple[Scale, ...]]]:
         """Yields the number of each site with the scales of lhs, rhs and g."""
-        vector, length = self.tables.reshape(-1), self.tables.shape[2]
-        starts = itertools.batched(range(0, vector.size, length), len(OPERANDS))
-        for site, of_operands in zip(self.sites, starts, strict=True):
+        vector = DelayedScaling(self.tables).scale_inv.reshape(-1)
+        places = itertools.batched(range(vector.size), len(OPERANDS))
+        for site, of_operands in zip(self.sites, places, strict=True):
             yield site, tuple(Scale(vector, at) for at in of_operands)
 
 

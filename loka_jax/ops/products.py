@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, scaling, triton, xla
 from loka_jax.fp8 import Fp8Array, fp8_max
-from loka_jax.max_merge import axes_to_merge, manual_axes, tracks_varying
+from loka_jax.ops.mesh_axes import axes_to_merge, manual_axes, tracks_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import (
     BLOCK,
@@ -74,7 +74,7 @@ class Activations:
 
 
 def read_state(recipe: Recipe, state: DelayedScaling | None) -> DelayedScaling | None:
-    """Returns the state of a site for one call, see `scaling.readable`.
+    """Returns the state of a site.
 
     Raises:
         ValueError: if the recipe needs a state and there is none, or the reverse.
@@ -82,7 +82,7 @@ def read_state(recipe: Recipe, state: DelayedScaling | None) -> DelayedScaling |
     if (state is not None) != recipe.is_delayed:
         need = "needs a" if recipe.is_delayed else "takes no"
         raise ValueError(f"recipe {recipe.name!r} {need} delayed-scaling state.")
-    return None if state is None else scaling.readable(state)
+    return state
 
 
 @struct.dataclass
@@ -284,7 +284,7 @@ class Products(NamedTuple):
 
     def _over_devices(self, tables: Array, amaxes: Sequence[Array | None]) -> Array:
         """Returns the amax of each operand over all devices that share the states."""
-        missing = jnp.full((1,), jnp.nan, jnp.float32)  # never enters the history
+        missing = jnp.full((1,), jnp.inf, jnp.float32)  # never enters the history
         parts = [missing if x is None else x for x in amaxes]
         largest = fp8.amax_over_devices(_each_amax(parts), self.axis_names)
         return fp8.amax_over_devices(largest, _unmerged_axes(self, tables, largest))

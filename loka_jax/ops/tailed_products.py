@@ -90,8 +90,6 @@ def _why_not(plan: KernelPlan) -> str | None:
     casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
     if any(cast.scaling != "delayed" for cast in casts):
         return f"recipe {recipe.name!r} does not scale every operand by earlier amaxes"
-    if not all(cast.pow2_scale for cast in casts):
-        return f"recipe {recipe.name!r} has scales that are no powers of two"
     if not recipe.scales_initialized:
         return "delayed scales are not initialized"
     return plan.refusal

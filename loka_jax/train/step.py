@@ -259,11 +259,10 @@ def make_observe_step(
 
 def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
     """Returns the delayed-scaling states of a model by the paths of their sites."""
-    leaves = jax.tree_util.tree_leaves_with_path(state.fp8, is_leaf=_is_site)
+    tables = jax.tree_util.tree_leaves_with_path(state.fp8)
     return {
-        "/".join(str(key.key) for key in path[:-1]): site
-        for path, site in leaves
-        if _is_site(site)
+        "/".join(str(key.key) for key in path[:-1]): scaling.DelayedScaling(table)
+        for path, table in tables
     }
 
 
@@ -287,10 +286,6 @@ def past_first_steps(model: Planned, state: TrainState) -> Planned:
 @jax.jit
 def _each_initialized(sites: list[scaling.DelayedScaling]):
     return [scaling.scales_initialized(site) for site in sites]
-
-
-def _is_site(x) -> bool:
-    return isinstance(x, scaling.DelayedScaling)
 
 
 def _look_up(

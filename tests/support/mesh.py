@@ -93,10 +93,9 @@ def start():
             init_stddev=0.5,
         )
         # Else each device would cast by the amaxes of its own part.
-        scales = state.fp8["site"]["fp8_scaling"]
-        amaxes = jnp.float32([4.0, 1.0, 0.1])
-        scales = scaling.update_delayed(scales, amaxes, get_recipe(DELAYED))
-        return dataclasses.replace(state, fp8={"site": {"fp8_scaling": scales}})
+        recipe, amaxes = get_recipe(DELAYED), jnp.float32([4.0, 1.0, 0.1])
+        scales = scaling.update_delayed(scaling.init_delayed(recipe), amaxes, recipe)
+        return dataclasses.replace(state, fp8={"site": {"fp8_scaling": scales.table}})
 
     parts = jax.device_get(vars(jax.jit(init)(jax.random.key(0))))
     table = parts["table"].copy()

@@ -46,16 +46,20 @@ def rounded(*shape, seed=0, scale=1.0):
     return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def table_of(factors, history=0):
-    """Returns the table of a site with these factors and newest amaxes."""
-    table = np.zeros((3, 1 + get_recipe(DELAYED).amax_history_length), np.float32)
-    table[:, 0], table[:, 1:4] = factors, history
-    return table
+def table_of(factors):
+    """Returns the table of a site with these factors."""
+    return np.array(scaling.stored(np.float32(factors), get_recipe(DELAYED)).table)
 
 
 def stored_table():
-    """Returns a table whose operands have different factors and amaxes."""
-    return table_of(FACTORS, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    """Returns a table whose operands have different factors."""
+    return table_of(FACTORS)
+
+
+def scales_of(table):
+    """Returns what is read in a table: the factors, and those of earlier steps."""
+    state = scaling.DelayedScaling(np.float32(table))
+    return np.concatenate([state.factors[:, None], state.history], axis=1)
 
 
 def table_after(table, amaxes):
@@ -63,6 +67,11 @@ def table_after(table, amaxes):
     update = jax.jit(scaling.update_delayed, static_argnums=2)
     state = scaling.DelayedScaling(table)
     return update(state, np.float32(amaxes), get_recipe(DELAYED)).table
+
+
+def factor_of(amax):
+    """Returns the factor of an amax by itself: E4M3, with a margin of one bit."""
+    return 2.0 ** np.ceil(np.log2(np.float64(amax) / 224))
 
 
 def e4m3(x, factor):
@@ -78,10 +87,8 @@ def initialized(module, *args, table=None, **kwargs):
     init = functools.partial(module.init, **kwargs)
     shapes = jax.eval_shape(init, jax.random.key(0), *args)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    if table is None:
-        table = table_of((1, 1, 1))
     values = [
-        np.broadcast_to(table, leaf.shape).copy()
+        np.broadcast_to(0 if table is None else table, leaf.shape).astype(np.float32)
         if path[0].key == OVERWRITE_WITH_GRADIENT
         else _random(path[-1].key, leaf.shape, seed)
         if path[0].key in ("params", "batch_stats")

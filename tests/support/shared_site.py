@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen
 
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Dense
-from tests.support.nn import DELAYED, initialized, rounded
+from tests.support.nn import DELAYED, initialized, rounded, scales_of
 
 STEPS, PARTS, ROWS, K, N = 6, 4, 32, 64, 32
 LAYER: linen.Module = Dense(N, recipe=DELAYED, use_bias=False)
@@ -37,12 +37,12 @@ def next_state(loss):
 
 
 def tables(next_state, variables):
-    """Returns the tables after each of the steps."""
+    """Returns the scales after each of the steps."""
     run, tables = jax.jit(next_state), []
     for step in range(STEPS):
         state = run(variables, *batch(step))
         variables = {**variables, OVERWRITE_WITH_GRADIENT: state}
-        tables.append(np.concatenate(jax.tree.leaves(state)))
+        tables.append(np.concatenate(list(map(scales_of, jax.tree.leaves(state)))))
     return np.stack(tables)
 
 

@@ -9,9 +9,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
 terminal
-fp8 quality jsonfile options cache_folder max_merge saved_format
+fp8 quality jsonfile options cache_folder saved_format
 commands
-recipe normed packed launch server
+recipe normed packed maxima launch server
 scaling site tails report
 xla pallas triton
 probe

@@ -31,12 +31,12 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
 from loka_jax.data import Batch
-from loka_jax.max_merge import merging_over_devices
 from loka_jax.nn import Model, ProbeConfig, merge_stats
 from loka_jax.ops import exchange
 from loka_jax.ops.collectives import Wire, sum_gradients
 from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.exchange import Routed
+from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim.clip import global_norm

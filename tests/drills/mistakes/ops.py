@@ -63,8 +63,8 @@ MISTAKES = [
     Mistake(
         "scales are rounded to the nearest power of two",
         "loka_jax/fp8.py",
-        "scale = _power_of_two_down(scale)",
-        "scale = _power_of_two_down(2**0.5 * scale)",
+        "scale = power_of_two_down(scale)",
+        "scale = power_of_two_down(2**0.5 * scale)",
         "unit/fp8_test.py",
     ),
     Mistake(
@@ -84,15 +84,15 @@ MISTAKES = [
     Mistake(
         "the newest amaxes leave the history first",
         "loka_jax/scaling.py",
-        "jnp.concatenate([amaxes, state.amax_history[:, :-1]], axis=1)",
-        "jnp.concatenate([amaxes, state.amax_history[:, 1:]], axis=1)",
+        "_table(newest, state.roots()[:-1], recipe)",
+        "_table(newest, state.roots()[1:], recipe)",
         "unit/scaling_test.py",
     ),
     Mistake(
         "lhs is cast with the stored scale of rhs",
         "loka_jax/scaling.py",
-        "row = OPERANDS.index(operand)\n    stored = state.scale_inv[row]",
-        "row = OPERANDS.index(operand)\n    stored = state.scale_inv[max(row, 1)]",
+        "return DelayedScaling(self.table[OPERANDS.index(operand)]).factors",
+        "return DelayedScaling(self.table[max(1, OPERANDS.index(operand))]).factors",
         "unit/scaling_test.py",
     ),
     Mistake(
@@ -138,11 +138,18 @@ MISTAKES = [
         "unit/tails_test.py",
     ),
     Mistake(
-        "where nothing contributes the state becomes -inf",
-        "loka_jax/max_merge.py",
-        "return (jnp.where(jnp.isneginf(gradient), table, gradient),)",
-        "return (gradient,)",
-        "unit/max_merge_test.py",
+        "a sum of factors is read as their mean",
+        "loka_jax/maxima.py",
+        "return jnp.where(is_square, u * u, u)",
+        "return u",
+        "unit/maxima_test.py",
+    ),
+    Mistake(
+        "a use that measured nothing weighs as much as others",
+        "loka_jax/scaling.py",
+        "_FAINT_WEIGHT = 2.0**-12 * _WEIGHT",
+        "_FAINT_WEIGHT = _WEIGHT",
+        "unit/scaling_test.py",
     ),
     Mistake(
         "a whole-tensor copy is not transposed for drhs",

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from loka_jax import scaling
 from loka_jax.dispatch import operand_health
 from loka_jax.dispatch.operand_health import Health
 from loka_jax.dispatch.policy import Limits
@@ -12,6 +13,7 @@ from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.recipe import OPERANDS, get_recipe
 from loka_jax.scaling import DelayedScaling
+from tests.support.nn import factor_of
 
 M, K, N = 128, 32, 64
 DELAYED = "fp8_tensorwise_delayed"
@@ -40,9 +42,7 @@ def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), fp8_results=()
     """Returns the health by operand, after steps with `stored` amaxes if delayed."""
     recipe, table = get_recipe(name), None
     if stored is not None:
-        history = np.repeat(np.float32([stored]).T, recipe.amax_history_length, axis=1)
-        scale_inv = 2 ** np.ceil(np.log2(history[:, :1] * 2**recipe.margin / 448))
-        table = np.concatenate([scale_inv, history], axis=1)
+        table = scaling.stored(np.float32(factor_of(stored)), recipe).table
     amaxes = np.float32([np.abs(x).max() for x in arrays])
     found = _health(arrays, amaxes, np.float32(errors), table, name, fp8_results)
     by_operand = np.stack(found, axis=1)

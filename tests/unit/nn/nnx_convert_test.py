@@ -170,7 +170,7 @@ def test_a_stack_is_converted_in_its_constructor_where_scales_are_delayed(make, 
         lambda: Stack(lambda rngs: nn.convert(make(rngs), recipe=DELAYED))
     )
     (table,) = jax.tree.leaves(nnx.state(model, nn.Fp8State))
-    assert table.shape == (3, 3, 17)
+    assert table.shape == (3, 3, 36)
 
 
 def test_plans_serve_converted_models(net):

@@ -1,4 +1,4 @@
-"""The FP8 state through optax: overwritten, merged by the maximum, else refused."""
+"""The FP8 state through optax and loops: overwritten, else as it was, or refused."""
 
 import functools
 
@@ -12,8 +12,7 @@ from flax import core
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.scaling import DelayedScaling
-from tests.support.nn import initialized, rounded, states
+from tests.support.nn import initialized, rounded, scales_of, states
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
 
@@ -29,8 +28,7 @@ def variables_of(seed, scale=1.0):
     return {
         "params": {name: {"kernel": values(3, 2)} for name in names},
         OVERWRITE_WITH_GRADIENT: {
-            name: {"fp8_scaling": DelayedScaling(np.abs(values(3, 17)))}
-            for name in names
+            name: {"fp8_scaling": np.abs(values(3, 36))} for name in names
         },
     }
 
@@ -56,8 +54,8 @@ def params_of(variables):
 
 def test_the_optimizer_sees_parameters_alone_and_states_are_overwritten():
     after, opt_state = updated(nn.overwriting(ADAM), OLD, GRADIENTS)
-    rest, rest_state = updated(ADAM, params_of(OLD), params_of(GRADIENTS))
-    chex.assert_trees_all_equal(after["params"], rest["params"])
+    rest, rest_state = updated(ADAM, OLD["params"], GRADIENTS["params"])
+    chex.assert_trees_all_equal(after["params"], rest)
     chex.assert_trees_all_equal(opt_state, rest_state)
     assert jax.tree.structure(opt_state) == jax.tree.structure(rest_state)
     chex.assert_trees_all_equal(states(after), states(GRADIENTS))
@@ -97,24 +95,93 @@ def test_the_states_of_two_models_in_one_tree_are_overwritten(pair):
     jax.tree_util.tree_map_with_path(check, old, new, after)
 
 
-def test_microbatches_add_their_share_of_gradients_and_keep_the_loudest_state():
-    parts = [variables_of(seed) for seed in range(1, 4)]
+X, G = rounded(64, 48), rounded(64, 16, seed=1)
+LAYER = nn.Dense(16, recipe="fp8_tensorwise_delayed")
 
-    @jax.jit
-    def accumulated(*parts):
-        total = jax.tree.map(jnp.zeros_like, parts[0])
-        for part in parts:
-            total = nn.accumulate(total, part, 0.25)
-        return total
 
-    total = accumulated(*parts)
-    loudest = [np.max(np.stack(x), 0) for x in zip(*map(states, parts), strict=True)]
-    chex.assert_trees_all_equal(states(total), loudest)
-    summed = jax.tree.map(lambda *x: sum(x) / 4, *(x["params"] for x in parts))
-    chex.assert_trees_all_close(total["params"], summed, rtol=1e-5, atol=1e-6)
-    half = {"params": np.ones(2, jnp.bfloat16)}
-    total = jax.eval_shape(lambda a: nn.accumulate(a, a, jnp.float32(0.5)), half)
-    assert total["params"].dtype == jnp.bfloat16
+def gradients_of(variables, parts=1, loss_scale=1.0):
+    """Returns the mean of the gradients of parts of a batch, of whatever they are."""
+
+    def loss(variables, x, g):
+        y = LAYER.apply(variables, x).astype(jnp.float32)
+        return loss_scale * jnp.sum(y * g * (1 + y))
+
+    rows = (z.reshape(parts, -1, z.shape[1]) for z in (X, G))
+    each = [jax.grad(loss)(variables, *part) for part in zip(*rows, strict=True)]
+    return jax.tree.map(lambda *x: sum(x) / len(x), *each)
+
+
+LOOPS = {
+    "microbatches": dict(parts=4),
+    "divided": dict(treated=lambda x: x / 48),
+    "loss scale": dict(loss_scale=2.0**12, treated=lambda x: x / 2.0**12),
+    "clipped": dict(treated=lambda x: np.clip(x, -1e9, 1e9)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_does_to_all_gradients_leaves_the_scales(name):
+    options = dict(LOOPS[name])
+    treated = options.pop("treated", lambda x: x)
+    tx = nn.overwriting(optax.set_to_zero())
+    found = expected = initialized(LAYER, X)
+    for _ in range(3):
+        for_all = jax.tree.map(treated, gradients_of(found, **options))
+        found, _ = updated(tx, found, for_all)
+        expected, _ = updated(tx, expected, gradients_of(expected))
+    found, expected = (scales_of(states(x)[0]) for x in (found, expected))
+    if name == "loss scale":
+        expected[2] *= 2.0**12
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_average_of_all_variables_has_the_scales_of_a_step():
+    tx, old = nn.overwriting(optax.sgd(1e-3)), initialized(LAYER, X)
+    average = old
+    for _ in range(8):
+        old, _ = updated(tx, old, gradients_of(old))
+        average = optax.incremental_update(old, average, 0.1)
+    nn.check_scales(average)
+    np.testing.assert_array_equal(
+        scales_of(states(average)[0])[:, 0], scales_of(states(old)[0])[:, 0]
+    )
+    norms = map(optax.tree.norm, (gradients_of(old), gradients_of(old)["params"]))
+    assert np.isclose(*norms, rtol=1e-6)
+
+
+def test_other_collections_are_refused_by_name():
+    with_stats = OLD | {"batch_stats": {"mean": np.ones(3)}}
+    tx = nn.overwriting(ADAM)
+    for use in (tx.init, lambda x: updated(tx, x, x)):
+        with pytest.raises(ValueError, match="'batch_stats' beside the parameters"):
+            use(with_stats)
+
+
+def test_masks_and_line_searches_are_of_the_parameters():
+    mask = jax.tree.map(lambda x: False, OLD["params"])
+    decay = optax.adamw(0.1, weight_decay=1.0, mask=mask)
+    zero = jax.tree.map(np.zeros_like, OLD)
+    after, _ = updated(nn.overwriting(decay), OLD, zero)
+    chex.assert_trees_all_equal(after["params"], OLD["params"])
+
+    def loss(variables):
+        assert OVERWRITE_WITH_GRADIENT in variables
+        return optax.tree.norm(variables["params"], squared=True)
+
+    tx = nn.overwriting(optax.lbfgs())
+    value, gradients = loss(OLD), jax.grad(loss)(OLD)
+    extra = dict(value=value, grad=gradients, value_fn=loss)
+    updates, _ = tx.update(gradients, tx.init(OLD), OLD, **extra)
+    after = optax.apply_updates(OLD, updates)
+    assert loss(after) < value / 2
+    chex.assert_trees_all_equal(states(after), states(OLD))
+
+
+def test_optimizers_of_pairs_of_parameters_are_refused():
+    tx = nn.overwriting(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    pair = optax.LookaheadParams.init_synced(OLD)
+    with pytest.raises(ValueError, match="gradients, not that of LookaheadParams"):
+        tx.update(GRADIENTS, tx.init(pair), pair)
 
 
 def test_probes_statistics_are_refused_at_any_depth():
@@ -122,8 +189,7 @@ def test_probes_statistics_are_refused_at_any_depth():
         variables = initialized(nn.Dense(16, recipe="bf16"), rounded(32, 16))
     tx = nn.overwriting(optax.sgd(1.0))
     for tree in (variables, [{"user": variables}]):
-        for use in (tx.init, functools.partial(nn.accumulate, params_of(variables))):
-            with pytest.raises(ValueError, match="nn.merge_stats"):
-                use(tree)
+        with pytest.raises(ValueError, match="nn.merge_stats"):
+            tx.init(tree)
     # A layer may have the name of Probe's collection.
     tx.init({"params": {"probe": {"kernel": jnp.ones(3)}}})

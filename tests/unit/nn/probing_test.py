@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen
 
-from loka_jax import nn
+from loka_jax import maxima, nn
 from loka_jax.nn import PROBE, ProbeConfig
 from tests.support.nn import (
     DELAYED,
@@ -82,14 +82,14 @@ def test_operands_of_a_batched_product_are_rows_of_all_examples(monkeypatch):
     [
         # Nothing is stored of an operand without an amax, unless that is promised.
         (DELAYED, (FACTORS[0], 0, FACTORS[2])),
-        (f"{DELAYED}:initialized", FACTORS),
+        (f"{DELAYED}:initialized", (FACTORS[0], maxima.SMALLEST, FACTORS[2])),
     ],
 )
 def test_probe_is_shown_the_factors_that_operands_are_cast_with(
     recipe, expected, monkeypatch
 ):
     table = stored_table()
-    table[1, 1:] = 0
+    table[1] = 0
     found = seen(Model(recipe), monkeypatch, rounded(ROWS, 64), table)
     for *_, scales in found:
         np.testing.assert_array_equal(np.stack(scales), expected)

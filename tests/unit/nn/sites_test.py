@@ -188,4 +188,4 @@ def test_a_scan_that_names_the_states_has_one_for_each_step():
     model = Stack("scan", DELAYED, ("params", OVERWRITE_WITH_GRADIENT))
     variables = initialized(model, ROWS_OF_64)
     (table,) = jax.tree.leaves(variables[OVERWRITE_WITH_GRADIENT])
-    assert table.shape == (5, 3, 17)
+    assert table.shape == (5, 3, 36)

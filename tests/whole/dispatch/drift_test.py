@@ -49,7 +49,7 @@ def sampled(recipe, state, lhs, rhs, g):
     scales = (None, None, None)
     if state is not None:
         stored = dataclasses.replace(recipe, scales_initialized=True)
-        seen = jnp.any(state.amax_history > 0, axis=1)
+        seen = jnp.any(state.history > 0, axis=1)
         pairs = zip(seen, scaling.stored_scales(state, stored), strict=True)
         scales = tuple(x if x is None else jnp.where(y, x, 0.0) for y, x in pairs)
     sampler = Sampler(recipes=(recipe,), max_rows=M)

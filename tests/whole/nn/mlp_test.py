@@ -22,18 +22,18 @@ def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatc
     variables = initialized(model, *features, table=table)
     calls = record_calls(monkeypatch, (crossed_stack, "crossed_beside"))
 
-    def run(params, *features):
-        def loss(params, *features):
+    def run(variables, *features):
+        def loss(variables, *features):
             # Far from the logits: the gradient of the bias is no small difference.
-            logits = model.apply(variables | {"params": params}, *features)
-            return jnp.sum((logits - 9) ** 2)
+            return jnp.sum((model.apply(variables, *features) - 9) ** 2)
 
-        return jax.grad(loss, argnums=(0, 1, 2))(params, *features)
+        gradients, *others = jax.grad(loss, argnums=(0, 1, 2))(variables, *features)
+        return gradients["params"], *others
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P("data")
     specs = dict(in_specs=(jax.P(), rows, rows), out_specs=(jax.P(), rows, rows))
     spread = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
-    ours, theirs = (f(variables["params"], *features) for f in (spread, jax.jit(run)))
+    ours, theirs = (f(variables, *features) for f in (spread, jax.jit(run)))
     assert len(calls) == 2
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-2)

@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Dense
+from loka_jax.ops.mesh_axes import merging_over_devices
 from tests.support.nn import DELAYED, initialized
 from tests.support.shared_site import (
     LAYER,
@@ -160,21 +161,27 @@ def test_devices_that_differentiate_share_a_state(axis_names, check_vma):
     assert_as_in_one_call(over_devices(run, check_vma=check_vma))
 
 
-@pytest.mark.parametrize("axis_names", [(), ("data",)])
-def test_devices_in_a_differentiated_function_share_a_state(axis_names):
+@pytest.mark.parametrize(
+    "axis_names, check_vma", [((), True), (("data",), True), ((), False)]
+)
+def test_devices_in_a_differentiated_function_share_a_state(axis_names, check_vma):
     part = functools.partial(loss, layer=LAYER.clone(axis_names=axis_names))
 
     def run(variables, x, factors):
         return lax.psum(part(variables, x[0], factors[0]), "data")
 
-    assert_as_in_one_call(next_state(over_devices(run)))
+    assert_as_in_one_call(next_state(over_devices(run, check_vma=check_vma)))
 
 
-def test_a_sum_over_devices_that_cannot_be_mended_is_refused():
+@pytest.mark.parametrize("axis", [None, "data"])
+def test_a_mean_over_devices_is_the_state_of_all(axis):
+    """As of a loop that averages all gradients, by itself or over a mesh."""
+
     def run(variables, x, factors):
-        return lax.psum(loss(variables, x[0], factors[0]), "data")
+        if axis:
+            with merging_over_devices():  # each has what it alone contributes
+                return lax.pmean(next_state(loss)(variables, x[0], factors[0]), axis)
+        parts = [next_state(loss)(variables, *x) for x in zip(x, factors, strict=True)]
+        return jax.tree.map(lambda *x: sum(x) / len(x), *parts)
 
-    variables, _ = one_call()
-    split = over_devices(run, check_vma=False)
-    with pytest.raises(ValueError, match="differentiate inside of the shard_map"):
-        jax.jit(next_state(split))(variables, *batch(0))
+    assert_as_in_one_call(over_devices(run, check_vma=False) if axis else run)

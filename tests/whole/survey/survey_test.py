@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.recipe import ROLES
-from loka_jax.scaling import DelayedScaling
+from loka_jax.scaling import stored
 from loka_jax.site import BF16, Choice
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.survey.sensitivity import can_be_fp8
@@ -66,13 +67,9 @@ def test_a_site_with_bad_scales_is_given_up_and_no_other(trained):
     run, state = trained
     paths = [site.path for site in run.sites if can_be_fp8(site)]
     plan = DispatchPlan(tuple((path, Decision(DELAYED, "a test")) for path in paths))
-    last = named_sites(state)[paths[-1]]
-    flushing = DelayedScaling(last.table.at[:, 0].set(2.0**20))
-    fp8 = jax.tree.map(
-        lambda site: flushing if site is last else site,
-        state.fp8,
-        is_leaf=lambda x: isinstance(x, DelayedScaling),
-    )
+    last = named_sites(state)[paths[-1]].table
+    flushing = stored(jnp.full(3, 2.0**20), DELAYED.recipe).table
+    fp8 = jax.tree.map(lambda table: flushing if table is last else table, state.fp8)
     bad = dataclasses.replace(state, fp8=fp8)
     for each, refused in ((state, []), (bad, paths[-1:])):
         found = refusals(run, each, plan, limit=0.1, max_batches=BATCHES)

@@ -1,14 +1,16 @@
 """What is said of outliers: the operand, the step, the ratio and the column, once."""
 
 import dataclasses
+import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from loka_jax.data import Batch, Position, Schema
 from loka_jax.recipe import get_recipe
-from loka_jax.scaling import DelayedScaling, smallest_ratio
+from loka_jax.scaling import init_delayed, smallest_ratio, update_delayed
 from loka_jax.train.watch.scale_watch import (
     LOOK_STEPS,
     Finding,
@@ -42,12 +44,18 @@ class Data:
         return Batch(dense, np.zeros((SIZE, 1), np.int32), dense[:, 0], dense[:, 0])
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def after(of_steps, recipe):
+    """Returns the state of a site after steps with these amaxes of its operands."""
+    start = init_delayed(recipe)
+    add = functools.partial(update_delayed, recipe=recipe)
+    return jax.lax.scan(lambda s, a: (add(s, a), None), start, of_steps)[0]
+
+
 def look(amaxes, *, g=None, skipped=0, dense=((1.0, 1.0),)):
     """Returns a look after steps with these amaxes of lhs and rhs."""
     of_steps = np.stack([amaxes, np.ones(len(amaxes)), g or amaxes], axis=1)
-    newest_first = np.float32(of_steps[::-1][: RECIPE.amax_history_length].T)
-    # A look does not read the first column, of scales.
-    state = DelayedScaling(jnp.asarray(np.pad(newest_first, ((0, 0), (1, 0)))))
+    state = after(np.float32(of_steps), RECIPE)
     step = len(amaxes) + skipped
     position = Position(step // BATCHES, step % BATCHES, 0)
     recipes = {"mlp/dense_0": RECIPE, "head": get_recipe("f32")}
@@ -72,7 +80,7 @@ def test_an_outlier_is_named_with_its_column_by_one_look():
     # Step 12 is batch 1 of epoch 2.
     data = Data({(2, 1): (1, -7e4)})
     (text,) = warned(look(with_outlier(12), g=[1.0] * 16), data=data)
-    assert text.startswith("step 12: mlp/dense_0/lhs was clipped at 1/50,000 of its ")
+    assert text.startswith("step 12: mlp/dense_0/lhs was clipped at 1/32,768 of its ")
     assert text.endswith(" the largest dense value was -70000 in column 'age'.")
     for age in (0, LOOK_STEPS - 1):
         (text,) = warned(look(with_outlier(16 - age)))
@@ -98,7 +106,7 @@ def test_nothing_is_said_of_healthy_amaxes():
 def test_values_that_a_scale_flushes_are_named():
     texts = warned(look([1e6] * 12 + [1.0] * 4, g=[1.0] * 16))
     (text,) = [text for text in texts if "most values are 0" in text]
-    assert "mlp/dense_0/lhs reached 1/2,000,000 of what its scale covers" in text
+    assert "mlp/dense_0/lhs reached 1/2,097,152 of what its scale covers" in text
     assert "column" not in text
 
 
