@@ -291,18 +291,22 @@ def _weighted_auc(
     clicked: Bool[np.ndarray, "N"],
     weights: Float[np.ndarray, "N"],
 ) -> float | None:
-    """Returns `sum w_i w_j (x_i > x_j)` over clicks i and others j, over all pairs."""
+    """Returns `sum w_i w_j (x_i > x_j)` over clicks i and others j, over all pairs.
+
+    Both are sums over clicks in one order, and no term of the first is larger than that
+    of the second, so that no rounding brings the quotient above 1.
+    """
     order = np.argsort(logits[~clicked])
     others = logits[~clicked][order]
     # The weight of the non-clicks before each place.
     before = np.concatenate([[0.0], np.cumsum(weights[~clicked][order])])
     clicks, w = logits[clicked], weights[clicked]
-    pairs = w.sum() * before[-1]
+    pairs = (w * before[-1]).sum()
     if not pairs:
         return None
     below = before[np.searchsorted(others, clicks, side="left")]
     not_above = before[np.searchsorted(others, clicks, side="right")]
-    return float(w @ (below + not_above) / (2 * pairs))
+    return float((w * ((below + not_above) / 2)).sum() / pairs)
 
 
 def _entropy(rate: float) -> float:

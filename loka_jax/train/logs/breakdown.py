@@ -158,7 +158,8 @@ def _aucs(scores: Scores, groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "G"
     """Returns the AUC of the examples of each group; NaN for a single label.
 
     It is the weight of pairs in the right order, and half of that of pairs with equal
-    logits, over the weight of all pairs.
+    logits, over the weight of all pairs. Both are sums over clicks in one order, and no
+    term of the first is larger than that of the second: no rounding brings it above 1.
     """
     order = np.argsort(groups, kind="stable")  # by logit in each group
     groups, logits = groups[order], scores.logits[order]
@@ -169,13 +170,17 @@ def _aucs(scores: Scores, groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "G"
     is_new = (np.diff(groups, prepend=-1) != 0) | (np.diff(logits, prepend=0) != 0)
     ties = np.flatnonzero(is_new)  # where a run of equal logits begins
     clicks_of_tie, others_of_tie = (np.add.reduceat(x, ties) for x in (clicks, others))
-    below = np.cumsum(others_of_tie) - others_of_tie
+    # The weight of the non-clicks before each tie, and of all of them.
+    before = np.concatenate([[0.0], np.cumsum(others_of_tie)])
     first = np.searchsorted(ties, starts)  # the first tie of each group
-    below -= below[first][groups[ties]]
-    right = np.add.reduceat(clicks_of_tie * (below + others_of_tie / 2), first)
-    clicks, others = (np.add.reduceat(x, starts) for x in (clicks, others))
+    end = np.append(first[1:], len(ties))
+    group = groups[ties]
+    below = (before[:-1] + before[1:]) / 2 - before[first][group]
+    everything = before[end][group] - before[first][group]
+    right = np.add.reduceat(clicks_of_tie * below, first)
+    pairs = np.add.reduceat(clicks_of_tie * everything, first)
     with np.errstate(invalid="ignore"):
-        return right / (clicks * others)
+        return right / pairs
 
 
 def _sums(scores: Scores, groups: Int[np.ndarray, "N"], count: int) -> _Sums:

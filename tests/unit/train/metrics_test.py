@@ -11,6 +11,7 @@ import pytest
 from sklearn import metrics as oracle
 
 from loka_jax.train import metrics
+from loka_jax.train.logs.breakdown import Scores, by_value
 
 SIZE = 4096  # of all batches, padded with zero weights: one program for all
 _update = jax.jit(metrics.update)
@@ -197,3 +198,16 @@ def test_the_worst_task_whose_ne_is_defined_tells_divergence():
     logits[0, 0] = np.nan
     state = _update(metrics.init(tasks=3), logits, *columns)
     assert math.isnan(metrics.capped_ne(state).ne or 0.0)
+
+
+def test_no_rounding_brings_an_area_above_one():
+    rng = np.random.default_rng(0)
+    for size in range(2, 200):
+        labels = np.float32(np.arange(size) >= size // 2)
+        weights = np.float32(rng.random(size) * 10.0 ** rng.integers(-3, 9))
+        logits = np.float32(np.arange(size))  # a perfect order
+        assert metrics.auc(logits, labels, weights) == 1
+        scores = Scores(logits, labels, weights, rng.integers(0, 2, (size, 1)))
+        within = by_value(scores, 0)
+        found = [value["auc"] for value in within["values"]] + [within["auc_within"]]
+        assert {1.0, None}.issuperset(found)
