@@ -3,6 +3,7 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -27,6 +28,10 @@ class Block(NamedTuple):
     table: pa.Table
     rows: np.ndarray
     file: str
+
+    def column(self, name: str) -> pa.Array:
+        """Returns a column in a plain type, see `plain`."""
+        return plain(self.table.column(name).combine_chunks())
 
     @property
     def nbytes(self) -> int:
@@ -72,26 +77,65 @@ class Reader(Protocol):
         ...
 
 
-def check_columns(file: str, requested: tuple[str, ...], header: list[str]) -> None:
-    """Raises ValueError if the file lacks a requested column or has it twice."""
-    counts = Counter(header)
+def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> list[int]:
+    """Returns the places of the requested columns.
+
+    Names that look alike are alike: a letter with an accent may be one character or
+    two (Unicode's NFC and NFD).
+
+    Raises:
+        ValueError: if the file lacks a column or has it twice.
+    """
+    names = [_composed(name) for name in header]
+    counts = Counter(names)
     for name in requested:
-        if name not in counts:
+        if _composed(name) not in counts:
             raise ValueError(
                 f"{file} has no column {name!r}, only {_shortened(header)}: name "
                 "another column, or another file."
             )
-        if (count := counts[name]) > 1:
+        if (count := counts[_composed(name)]) > 1:
             raise ValueError(
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."
             )
+    places = {name: place for place, name in enumerate(names)}
+    return [places[_composed(name)] for name in requested]
+
+
+def _composed(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+# How databases write null to text files, in columns of any kind.
+NULL_WORDS = ("\\N", "NULL", "null")
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """Returns the column without dictionary, extension type, views or runs."""
+    kind = column.type
+    if isinstance(column, pa.ExtensionArray):
+        return plain(column.storage)
+    if pa.types.is_run_end_encoded(kind):
+        return plain(pc.run_end_decode(column))
+    if pa.types.is_dictionary(kind):
+        return plain(column.dictionary).take(column.indices)
+    if element_type(kind) != kind:
+        offsets = np.append(0, np.cumsum(list_lengths(column)))
+        values = plain(pc.list_flatten(column))
+        return pa.LargeListArray.from_arrays(offsets, values)  # null becomes empty
+    if pa.types.is_string_view(kind):
+        return column.cast(pa.large_string())
+    if pa.types.is_binary_view(kind):
+        return column.cast(pa.large_binary())
+    return column
 
 
 def element_type(kind: pa.DataType) -> pa.DataType:
     """Returns the type of a list's elements, or the type itself if it is no list."""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return kind.value_type if is_list or pa.types.is_fixed_size_list(kind) else kind
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    is_list += (pa.types.is_list_view, pa.types.is_large_list_view)
+    return kind.value_type if any(check(kind) for check in is_list) else kind
 
 
 def list_lengths(column: pa.Array) -> np.ndarray:

@@ -15,9 +15,10 @@ from pyarrow import parquet
 from loka_jax.data.blocks import (
     BadRows,
     Block,
-    check_columns,
     element_type,
+    find_columns,
     list_lengths,
+    plain,
 )
 from loka_jax.data.text import damage
 from loka_jax.terminal import shown
@@ -60,36 +61,64 @@ def _parquet_blocks(
 ) -> Iterator[Block]:
     metadata = parquet.read_metadata(path)
     schema = metadata.schema.to_arrow_schema()
-    check_columns(path, columns, schema.names)
-    for name in columns:
+    places = find_columns(path, columns, schema.names)
+    names = [schema.names[place] for place in places]
+    for name in names:
         if pa.types.is_nested(element_type(kind := schema.field(name).type)):
             raise ValueError(
                 f"{path} column {name!r} holds {shown(kind)}, neither numbers nor "
                 "text: leave it out, or convert it first."
             )
     done = 0
-    with parquet.ParquetFile(
-        path,
-        metadata=metadata,
-        page_checksum_verification=True,
-        # Equal values, and text in its several types, come as indices into a
-        # dictionary: a small file may hold far more text than fits the memory.
-        read_dictionary=_leaves(metadata, columns),
-        pre_buffer=False,
-        buffer_size=_buffer_bytes(path, len(columns)),
-    ) as file:
-        rows_at_once = _rows_at_once(metadata, columns, block_bytes)
-        for batch in file.iter_batches(rows_at_once, columns=list(columns)):
-            batch.validate(full=True)  # text is not checked to be UTF-8 otherwise
-            for part in _unpacked(batch, block_bytes):
-                rows = np.arange(done + 1, done + part.num_rows + 1, dtype=np.int64)
-                done += part.num_rows
-                yield Block(part, rows, path)
+    rows_at_once = _rows_at_once(metadata, columns, block_bytes)
+    for batch in _batches(path, metadata, names, rows_at_once):
+        batch.validate(full=True)  # text is not checked to be UTF-8 otherwise
+        for part in _unpacked(batch, block_bytes):
+            rows = np.arange(done + 1, done + part.num_rows + 1, dtype=np.int64)
+            done += part.num_rows
+            yield Block(part.select(names).rename_columns(columns), rows, path)
     if done != metadata.num_rows:
         raise ValueError(
             f"{path} states {metadata.num_rows} rows and holds {done}: get the file "
             "again."
         )
+
+
+def _batches(
+    path: str, metadata: parquet.FileMetaData, names: list[str], rows_at_once: int
+) -> Iterator[pa.RecordBatch]:
+    """Yields the rows, with text as indices into a dictionary if Arrow can.
+
+    A small file may hold far more text than fits the memory. Arrow makes no indices of
+    DELTA_BYTE_ARRAY and DELTA_LENGTH_BYTE_ARRAY, and tells it when it meets them, even
+    in the midst of a row group: then the rows that are left come as they are.
+    """
+    done = 0
+    try:
+        leaves = _leaves(metadata, names)
+        for batch in _decoded(path, metadata, names, rows_at_once, leaves):
+            done += batch.num_rows
+            yield batch
+        return
+    except (OSError, pa.ArrowNotImplementedError) as error:
+        if "DictAccumulator" not in str(error):
+            raise
+    for batch in _decoded(path, metadata, names, max(1, rows_at_once // 16), []):
+        if done < batch.num_rows:
+            yield batch.slice(done)
+        done = max(0, done - batch.num_rows)
+
+
+def _decoded(path, metadata, names, rows_at_once, leaves) -> Iterator[pa.RecordBatch]:
+    with parquet.ParquetFile(
+        path,
+        metadata=metadata,
+        page_checksum_verification=True,
+        read_dictionary=leaves,
+        pre_buffer=False,
+        buffer_size=_buffer_bytes(path, len(names)),
+    ) as file:
+        yield from file.iter_batches(rows_at_once, columns=names)
 
 
 def _buffer_bytes(path: str, num_columns: int) -> int:
@@ -132,7 +161,7 @@ def _unpacked(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.Table]:
         start += part.num_rows
 
 
-def _leaves(metadata: parquet.FileMetaData, columns: tuple[str, ...]) -> list[str]:
+def _leaves(metadata: parquet.FileMetaData, columns: list[str]) -> list[str]:
     """Returns the paths of the columns and of their lists' elements."""
     paths = (metadata.schema.column(i).path for i in range(metadata.num_columns))
     starts = tuple(f"{name}." for name in columns)
@@ -159,25 +188,8 @@ def _text_bytes(column: pa.Array) -> np.ndarray:
 
 
 def _plain_table(batch: pa.RecordBatch) -> pa.Table:
-    columns = [_plain(column) for column in batch.columns]
+    columns = [plain(column) for column in batch.columns]
     return pa.table(columns, names=batch.schema.names)
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """Returns the column without dictionary, extension type or views."""
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    if element_type(column.type) != column.type:
-        offsets = np.append(0, np.cumsum(list_lengths(column)))
-        values = _plain(pc.list_flatten(column))
-        return pa.LargeListArray.from_arrays(offsets, values)  # null becomes empty
-    if pa.types.is_dictionary(column.type):
-        return column.dictionary_decode()
-    if pa.types.is_string_view(column.type):
-        return column.cast(pa.large_string())
-    if pa.types.is_binary_view(column.type):
-        return column.cast(pa.large_binary())
-    return column
 
 
 def _parquet_damage(error: Exception) -> str:

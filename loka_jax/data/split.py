@@ -144,7 +144,7 @@ def parse_times(block: Block, column: str) -> Times:
         ValueError: with file and row, if a time is missing, not finite, or neither a
             number nor a date.
     """
-    array = block.table.column(column).combine_chunks()
+    array = block.column(column)
     dates = _as_dates(array)
     if dates is None:
         values, missing = parse_numbers(block, column, "name another with --data.time")
@@ -165,8 +165,6 @@ def parse_times(block: Block, column: str) -> Times:
 
 def _as_dates(array: pa.Array) -> pa.Array | None:
     """Returns the column as timestamps, or None if it does not hold dates."""
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         return array
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):

@@ -47,6 +47,9 @@ def reader(path: pathlib.Path) -> Reader:
 def read_criteo(
     path: str, columns: tuple[str, ...], bad_rows: BadRows
 ) -> Iterator[Block]:
-    """Yields the rows of one of Criteo's tab separated files, plain or `.gz`."""
+    """Yields the rows of one of Criteo's tab separated files, plain or `.gz`.
+
+    Those of `test.txt` have no label.
+    """
     names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
     return read_text(path, columns, bad_rows, delimiter="\t", names=names)

@@ -1,15 +1,18 @@
 """CSV and TSV files, `.gz` too, as blocks of string columns.
 
-Every value is read as a string: `values.py` parses numbers and handles missing ones for
-all formats, and a column's type never depends on the values that it happens to hold.
+A row is a line: quotes may hold separators, and no line breaks. So no quote can reach
+into another row, and a line whose quotes do not fit is refused by its number. Every
+value is read as a string: `values.py` parses numbers and handles missing ones for all
+formats, and a column's type never depends on the values that it happens to hold.
 """
 
+import codecs
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import re
-import secrets
 import sys
 import zlib
 from collections.abc import Iterator
@@ -18,12 +21,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
-from loka_jax.data.blocks import BadRows, Block, check_columns
+from loka_jax.data.blocks import BadRows, Block, find_columns
 from loka_jax.terminal import shown
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
 _BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
 _BAD_TEXT = re.compile(r"Row #(\d+): .*invalid UTF8")
+_LINE_END = re.compile(rb"\r\n?|\n")
 
 
 def read_text(
@@ -42,178 +46,213 @@ def read_text(
         columns: the columns to keep.
         bad_rows: counts the rows with a wrong number of columns, which are skipped.
         delimiter: one character.
-        names: the names of all columns, if the file has no header line; quotes then
-            have no meaning.
+        names: the names of all columns, if the file has no header line; a file may lack
+            the first one, the label. Quotes then have no meaning.
         block_bytes: how much is read at once; also the longest row.
 
     Raises:
         ValueError: with file and row, if the file is empty, damaged, not text, lacks
-            a column, has a row longer than a block or a quote that is never closed,
-            or has more bad rows than allowed.
+            a column, has a row longer than a block or with a quote out of place, or
+            has more bad rows than allowed.
     """
+    file = _TextFile(path, bad_rows, delimiter, names, block_bytes)
     try:
-        with _Stream(path, block_bytes) as stream:
-            header = _first_row(stream, delimiter, names)
-            check_columns(path, columns, header)
-            yield from _blocks(stream, columns, bad_rows, delimiter, header, names)
+        yield from file.blocks(columns)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
 
-class _Stream(io.RawIOBase):
-    """The bytes of a text file, unpacked and checked for NUL, then an end mark.
+class _TextFile:
+    """A text file, read once."""
 
-    Attributes:
-        path: the file.
-        block_bytes: how much is read at once.
-        head: the first block, which `read` returns, too.
-        end_mark: what `read` returns after the file's bytes.
-    """
+    def __init__(self, path: str, bad_rows: BadRows, delimiter, names, block_bytes):
+        """Opens nothing yet; the arguments are those of `read_text`."""
+        self._path, self._bad_rows, self._delimiter = path, bad_rows, delimiter
+        self._names, self._block_bytes = names, block_bytes
+        self._header: list[str] = []
+        self._done = 0  # rows, bad ones too
 
-    def __init__(self, path: str, block_bytes: int):
-        """Opens the file and reads its first block."""
-        self.path, self.block_bytes, self.end_mark = path, block_bytes, b""
-        self._file = gzip.open(path) if path.endswith(".gz") else open(path, "rb")
-        self._done = 0
-        try:
-            self.head = self._waiting = self._next(block_bytes)
-        except BaseException:  # even Ctrl-C must not leave the file open
-            self.close()
-            raise
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Returns the next `size` bytes or fewer; none at the end.
-
-        Line ends of two characters are not split: Arrow would drop the second one, even
-        from a quoted value (apache/arrow#51368).
-        """
-        if size < 0:
-            size = self.block_bytes
-        data = self._waiting + self._next(max(size - len(self._waiting), 0))
-        if len(data) < size:
-            data, self.end_mark = data + self.end_mark, b""
-        end = size - 1 if data[size - 1 : size] == b"\r" else size
-        self._waiting = data[end:]
-        return data[:end]
-
-    def _next(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if (at := data.find(b"\0")) >= 0:
+    def blocks(self, columns: tuple[str, ...]) -> Iterator[Block]:
+        """Yields the rows."""
+        places: list[int] = []
+        for lines in self._lines():
+            if not self._header:
+                lines = self._without_header(lines)
+                places = find_columns(self._path, columns, self._header)
+            if not lines:  # the header alone
+                continue
+            self._check_quotes(lines)
+            table, rows = self._parsed(lines, places)
+            if len(rows):
+                yield Block(table.rename_columns(columns), rows, self._path)
+        if not self._done:
             raise ValueError(
-                f"{self.path} is not UTF-8 text (its byte {self._done + at + 1:,} is "
-                "NUL): convert it first, or correct --data.path."
+                f"{self._path} cannot be read: it has a header and no rows."
             )
-        self._done += len(data)
-        return data
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-        super().close()
+    def _lines(self) -> Iterator[bytes]:
+        """Yields the file's bytes, cut at line ends; the last line has one, too."""
+        waiting, done = b"", 0
+        with _opened(self._path) as file:
+            while data := file.read(self._block_bytes - len(waiting)):
+                if (at := data.find(b"\0")) >= 0:
+                    raise ValueError(
+                        f"{self._path} is not UTF-8 text (its byte {done + at + 1:,} "
+                        "is NUL): convert it first, or correct --data.path."
+                    )
+                done += len(data)
+                waiting += data
+                # The line feed of a last carriage return may come with the next part.
+                end = max(waiting.rfind(b"\n"), waiting.rfind(b"\r", 0, -1)) + 1
+                if end:
+                    yield waiting[:end]
+                elif len(waiting) >= self._block_bytes:
+                    raise ValueError(
+                        f"{self._path} row {self._done + 1} is longer than "
+                        f"{self._block_bytes:,} bytes: shorten it."
+                    )
+                waiting = waiting[end:]
+        if waiting or not done:
+            yield waiting + b"\n"
 
-
-def _first_row(
-    stream: _Stream, delimiter: str, names: tuple[str, ...] | None
-) -> list[str]:
-    """Returns the names of the columns, after checking the first row."""
-    path, head = stream.path, stream.head
-    if not head.strip():
-        raise ValueError(f"{path} is empty: it needs a row for every example.")
-    lines = io.TextIOWrapper(io.BytesIO(head), encoding="utf-8-sig", newline="")
-    quoting = csv.QUOTE_NONE if names else csv.QUOTE_MINIMAL
-    rows = csv.reader(lines, delimiter=delimiter, quoting=quoting)
-    try:
-        row = next((row for row in rows if row), [])
-        is_whole = len(head) < stream.block_bytes or lines.read(1)
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{path} is not UTF-8 text: convert it first, or correct --data.path."
-        ) from None
-    except csv.Error as error:
-        raise ValueError(
-            f"{path} has a first row that cannot be read ({error}): correct the file, "
-            "or --data.path."
-        ) from None
-    if not is_whole:
-        raise ValueError(_too_long(stream, done=0))
-    if names and len(row) != len(names):
-        raise ValueError(
-            f"{path} has {len(row)} columns in row 1, expected {len(names)} "
-            f"separated by {_delimiter_name(delimiter)}: check --data.kind and the "
-            "file."
-        )
-    return list(names or row)
-
-
-def _blocks(stream, columns, bad_rows, delimiter, header, names) -> Iterator[Block]:
-    """Yields the blocks of a stream.
-
-    Arrow takes a quote that is never closed for one long value, so rows vanish in it.
-    Therefore the file is followed by a row with too many columns: if Arrow does not
-    report it, it lies inside of such a value.
-    """
-    header_lines = 0 if names else 1
-    skipped: list[int] = []  # numbers of the bad rows in this file, ascending
-    end_mark = f"end {secrets.token_hex(16)}" + delimiter * len(header)
-    stream.end_mark = f"\n{end_mark}\n".encode()
-    ended = False
-
-    def on_bad_row(row: pa_csv.InvalidRow) -> str:
-        nonlocal ended
-        if row.text == end_mark:
-            ended = True
-            return "skip"
-        number = row.number - header_lines
-        skipped.append(number)
-        allowed = bad_rows.add(
-            stream.path, number, row.actual_columns, row.expected_columns
-        )
-        return "skip" if allowed else "error"
-
-    done = 0
-    with _undecodable_rows_are_errors():
-        try:
-            for batch in _open(stream, columns, delimiter, names, on_bad_row):
-                rows = _row_numbers(done, batch.num_rows, skipped)
-                done += batch.num_rows
-                yield Block(pa.Table.from_batches([batch]), rows, stream.path)
-        except pa.ArrowException as error:
-            done += len(skipped)
+    def _without_header(self, lines: bytes) -> bytes:
+        """Finds the names of the columns, and returns the lines of rows."""
+        path, names = self._path, self._names
+        lines = lines.removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n")
+        if not lines.strip():
+            raise ValueError(f"{path} is empty: it needs a row for every example.")
+        first, rest = _LINE_END.split(lines, 1)
+        self._check_quotes(first + b"\n")
+        cells = self._cells(first)
+        if not names:
+            self._header = cells
+            return rest
+        self._header = list(names[1:] if len(cells) == len(names) - 1 else names)
+        if len(cells) != len(self._header):
             raise ValueError(
-                _explain(stream, error, header_lines, bad_rows, done)
+                f"{path} has {len(cells)} columns in row 1, expected {len(names)} "
+                f"separated by {_delimiter_name(self._delimiter)}: check --data.kind "
+                "and the file."
+            )
+        return lines
+
+    def _cells(self, line: bytes) -> list[str]:
+        quoting = csv.QUOTE_NONE if self._names else csv.QUOTE_MINIMAL
+        try:
+            text = [line.decode()]
+            return next(csv.reader(text, delimiter=self._delimiter, quoting=quoting))
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"{self._path} is not UTF-8 text: convert it first, or correct "
+                "--data.path."
             ) from None
-    if not ended:
+        except csv.Error as error:
+            raise ValueError(
+                f"{self._path} has a first row that cannot be read ({error}): correct "
+                "the file, or --data.path."
+            ) from None
+
+    def _check_quotes(self, lines: bytes) -> None:
+        """Raises ValueError for a line whose quotes have two meanings, or none."""
+        if self._names or b'"' not in lines:
+            return
+        match = _well_quoted(self._delimiter).match(lines)
+        end = match.end() if match else 0
+        if end == len(lines):
+            return
+        before = map(len, lines[:end].splitlines())
+        row = self._done + 1 + sum(size > 0 or self._is_narrow for size in before)
+        line = _LINE_END.split(lines[end:], 1)[0].decode(errors="replace")
         raise ValueError(
-            f"{stream.path} ends inside of a quoted value: close the quote, or get the "
-            "file again."
+            f"{self._path} {f'row {row}' if self._header else 'header'} has a quote "
+            f"out of place ({shown(line)}): quote values at both ends and within one "
+            "line, and write quotes in them twice, or store the rows as Parquet."
         )
 
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether an empty line is a row: one of one column, with a missing value."""
+        return len(self._header) == 1
 
-def _open(stream, columns, delimiter, names, on_bad_row) -> pa_csv.CSVStreamingReader:
-    return pa_csv.open_csv(
-        stream,
-        # Arrow numbers rows only when it reads with one thread.
-        read_options=pa_csv.ReadOptions(
-            use_threads=False, block_size=stream.block_bytes, column_names=names
-        ),
-        parse_options=pa_csv.ParseOptions(
-            delimiter=delimiter,
-            # Criteo's format has no quotes: a stray one would swallow lines.
-            quote_char=False if names else '"',
-            newlines_in_values=not names,
-            invalid_row_handler=on_bad_row,
-        ),
-        convert_options=pa_csv.ConvertOptions(
-            include_columns=columns,
-            column_types={name: pa.string() for name in columns},
-            null_values=[""],
-            strings_can_be_null=True,
-        ),
-    )
+    def _parsed(self, lines: bytes, places: list[int]) -> tuple[pa.Table, np.ndarray]:
+        """Returns the good rows, and their numbers in the file."""
+        skipped: list[int] = []  # numbers of the bad rows in these lines, ascending
+
+        def on_bad_row(row: pa_csv.InvalidRow) -> str:
+            skipped.append(row.number)
+            number = self._done + row.number
+            allowed = self._bad_rows.add(
+                self._path, number, row.actual_columns, row.expected_columns
+            )
+            return "skip" if allowed else "error"
+
+        with _undecodable_rows_are_errors():
+            try:
+                table = self._parse(lines, [str(place) for place in places], on_bad_row)
+            except pa.ArrowException as error:
+                raise ValueError(self._explain(error)) from None
+        count = table.num_rows + len(skipped)
+        numbers = np.arange(self._done + 1, self._done + count + 1, dtype=np.int64)
+        self._done += count
+        return table, np.delete(numbers, np.array(skipped, np.int64) - 1)
+
+    def _parse(self, lines: bytes, columns: list[str], on_bad_row) -> pa.Table:
+        return pa_csv.read_csv(
+            pa.BufferReader(lines),
+            # Arrow numbers rows only when it reads with one thread.
+            read_options=pa_csv.ReadOptions(
+                use_threads=False,
+                block_size=len(lines),
+                column_names=[str(place) for place in range(len(self._header))],
+            ),
+            parse_options=pa_csv.ParseOptions(
+                delimiter=self._delimiter,
+                quote_char=False if self._names else '"',
+                ignore_empty_lines=not self._is_narrow,
+                invalid_row_handler=on_bad_row,
+            ),
+            convert_options=pa_csv.ConvertOptions(
+                include_columns=columns,
+                column_types={name: pa.string() for name in columns},
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+
+    def _explain(self, error: Exception) -> str:
+        path, text = self._path, str(error)
+        if match := _BAD_ROW.search(text):
+            number, expected, actual = (int(group) for group in match.groups())
+            return (
+                f"{path} row {self._done + number} has {actual} columns, expected "
+                f"{expected}: {self._bad_rows.count} bad rows are more than "
+                f"--data.max-bad-rows {self._bad_rows.limit}; correct the file or "
+                "raise the limit."
+            )
+        if match := _BAD_TEXT.search(text):
+            row = self._done + int(match.group(1))
+            return f"{path} row {row} is not UTF-8 text: convert the file first."
+        return f"{path} cannot be read: {damage(error)}"
+
+
+def _opened(path: str) -> io.BufferedIOBase:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+@functools.cache
+def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
+    r"""Returns the pattern of lines in which quotes have one meaning.
+
+    A value that begins with a quote ends with one, and those in it are doubled. In
+    other values quotes are text. Where a backslash before a quote could be an escape,
+    as in `"say \"hi\""`, the line does not match.
+    """
+    d = re.escape(delimiter.encode())
+    quoted = rb'"(?:[^"\\\r\n]++|""|\\(?!"{1,2}(?:%b|[\r\n])))*+"' % d
+    plain = rb'(?! *")(?:[^%b\\\r\n]++|\\(?!"))*+' % d
+    value = rb"(?:%b|%b)" % (quoted, plain)
+    line = rb'(?:[^"\r\n]*+|%b(?:%b%b)*+)' % (value, d, value)
+    return re.compile(rb"(?:%b(?:\r\n?|\n))*+" % line)
 
 
 @contextlib.contextmanager
@@ -236,45 +275,9 @@ def _undecodable_rows_are_errors() -> Iterator[None]:
         sys.unraisablehook = default_hook
 
 
-def _row_numbers(done: int, count: int, skipped: list[int]) -> np.ndarray:
-    """Returns the row numbers in the file of its good rows `done` to `done + count`."""
-    # The j-th skipped row (from 0) lies before good row i if skipped[j] - j <= i.
-    nth_good = np.arange(done + 1, done + count + 1, dtype=np.int64)
-    shifted = np.asarray(skipped, np.int64) - np.arange(len(skipped), dtype=np.int64)
-    return nth_good + np.searchsorted(shifted, nth_good, side="right")
-
-
-def _explain(
-    stream: _Stream, error: Exception, header_lines: int, bad_rows: BadRows, done: int
-) -> str:
-    path, text = stream.path, str(error)
-    if match := _BAD_ROW.search(text):
-        number, expected, actual = (int(group) for group in match.groups())
-        return (
-            f"{path} row {number - header_lines} has {actual} columns, expected "
-            f"{expected}: {bad_rows.count} bad rows are more than --data.max-bad-rows "
-            f"{bad_rows.limit}; correct the file or raise the limit."
-        )
-    if match := _BAD_TEXT.search(text):
-        row = int(match.group(1)) - header_lines
-        return f"{path} row {row} is not UTF-8 text: convert the file first."
-    if "straddl" in text:
-        return _too_long(stream, done)
-    return f"{path} cannot be read: {damage(error)}"
-
-
-def _too_long(stream: _Stream, done: int) -> str:
-    return (
-        f"{stream.path} row {done + 1} or one after it is longer than "
-        f"{stream.block_bytes:,} bytes: close its quotes, or shorten it."
-    )
-
-
 def damage(error: Exception) -> str:
     """Returns the meaning of a failed read and, if there is one, the remedy."""
     text = shown(str(error) or type(error).__name__, 200)
-    if "Empty CSV" in text:
-        return "it has a header and no rows."
     if isinstance(error, EOFError) or "truncated" in text.lower():
         return "it is cut off; get the file again."
     if isinstance(error, PermissionError):

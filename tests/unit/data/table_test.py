@@ -9,6 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from loka_jax.data import DataConfig, open_data
+from loka_jax.data.blocks import BadRows
+from loka_jax.data.table import read_criteo
 from tests.support.data import HEADER, criteo_line, open_table, rows_of, rows_text
 from tests.support.data import write as write_text
 
@@ -128,6 +130,17 @@ def test_columns_are_those_of_criteo_plain_and_packed(tmp_path):
     assert schema.categorical == tuple(f"C{i}" for i in range(1, 27))
     chex.assert_trees_all_equal(rows_of(plain), rows_of(packed))
     assert sum(plain.report["examples"].values()) == 60  # quotes mean nothing
+    # Criteo's own test.txt lacks the label, which predictions do not need.
+    unlabelled = "".join(line.split("\t", 1)[1] for line in MANY.splitlines(True))
+    path = write_text(tmp_path / "test.txt", unlabelled)
+    names = ("I1", "C26")
+    found, want = (
+        [b.table for b in read_criteo(file, names, BadRows(0))]
+        for file in (path, str(tmp_path / "day_0"))
+    )
+    assert pa.concat_tables(found) == pa.concat_tables(want)
+    with pytest.raises(ValueError, match="test.txt has no column 'label', only I1"):
+        open_criteo(tmp_path / "test.txt")
     write_text(tmp_path / "day_0", MANY + criteo_line("1", {3: "x"}))
     with pytest.raises(ValueError, match="day_0 row 61 column 'I3' holds 'x'"):
         open_criteo(tmp_path / "day_0")

@@ -1,15 +1,20 @@
-"""CSV and TSV: whatever is quoted or long, every row is read as it stands."""
+"""CSV and TSV: every line is a row, read as it stands, or refused by its number."""
 
 import csv
 import gzip
 import io
+import re
+import unicodedata
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from loka_jax.data.blocks import BadRows
+from loka_jax.data.parquet import read_parquet
 from loka_jax.data.text import read_text
 
 COLUMNS = ("a", "b", "c")
@@ -39,13 +44,13 @@ def put(path, text):
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    cells=st.lists(st.text('x,"\n\r ü', max_size=6), min_size=3, max_size=60),
+    cells=st.lists(st.text('x," ü', max_size=6), min_size=3, max_size=60),
     end=st.sampled_from(["\n", "\r\n", "\r"]),
     block_bytes=st.integers(60, 120),
     name=st.sampled_from(["a.csv", "a.csv.gz"]),
     last=st.booleans(),
 )
-@example(list('\n\r\n,\r\n"') * 60, "\n", 60, "a.csv.gz", True)
+@example(list(',"x') * 60, "\r\n", 60, "a.csv.gz", True)
 def test_any_quoted_text_is_read_as_by_the_standard_library(
     tmp_path_factory, cells, end, block_bytes, name, last
 ):
@@ -66,22 +71,77 @@ def test_a_header_may_be_as_long_as_a_block(tmp_path):
     columns = "column_0", "column_99999"
     rows, _ = read(path, columns, block_bytes=1 << 21)
     assert rows == [("0", "99999")] * 2
-    with pytest.raises(ValueError, match="row 1 .* is longer than 256 bytes"):
+    with pytest.raises(ValueError, match="row 1 is longer than 256 bytes"):
         read(path, columns, block_bytes=256)
     put(path, "x" * 200_000 + ",a,b,c\n1,2,3,4\n")
     with pytest.raises(ValueError, match="a.csv .*first row that cannot be read"):
         read(path, block_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("row", ['1,2,"3', '"1,2,3'])
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, row, count):
-    text = "a,b,c\n" + "1,2,3\n" * 5 + row + "\n" + "1,2,3\n" * count
-    path = put(tmp_path / "a.csv", text)
-    with pytest.raises(ValueError, match="a.csv ends inside of a quoted value"):
-        read(path, block_bytes=1000, max_bad_rows=99)
-    with pytest.raises(ValueError, match="a.csv"):
-        read(path, max_bad_rows=99)
+GOOD = "1,2,3\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        ('5" tv', '5" tv'),
+        ('"5"" tv, new"', '5" tv, new'),
+        ('""', None),
+        ("'x'", "'x'"),
+        ("a\\b", "a\\b"),
+        ('"{""k"":""a\\""b""}"', '{"k":"a\\"b"}'),  # JSON, whose quotes are doubled
+        *((value, ValueError) for value in ('"', '"x', '"x"y', '"5" tv"', ' "x"')),
+        *((value, ValueError) for value in ('"\\"x\\""', '"x\\""', '"x\\"', 'a\\"b')),
+        *((f'"x{end}y"', ValueError) for end in ("\n", "\r", "\r\n")),
+    ],
+)
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_quote_stays_in_its_line(tmp_path, value, want, delimiter):
+    line = f"1,2,{value}\n"
+    # The same quote once more would end the value that the first one began.
+    text = "a,b,c\n" + GOOD * 5 + line + GOOD + line + GOOD
+    if want is not ValueError and "," in value:
+        delimiter = ","
+    path = put(tmp_path / "a.csv", text.replace(",", delimiter))
+    for block_bytes in (64, 1000):
+        options = {"delimiter": delimiter, "block_bytes": block_bytes}
+        if want is ValueError:
+            with pytest.raises(
+                ValueError, match="a.csv row 6 has a quote out of place"
+            ):
+                read(path, max_bad_rows=99, **options)
+        else:
+            rows, numbers = read(path, **options)
+            assert [row[2] for row in rows] == [*["3"] * 5, want, "3", want, "3"]
+            assert numbers == list(range(1, 10))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    marks=st.lists(
+        st.tuples(st.integers(0, 400), st.sampled_from("\"\\,'")), max_size=9
+    ),
+    block_bytes=st.integers(60, 500),
+)
+def test_no_stray_character_costs_a_row(tmp_path_factory, marks, block_bytes):
+    lines = as_csv([["x", 'y "z"', "5, 6"]] * 20)
+    for at, mark in marks:
+        lines = lines[:at] + mark + lines[at:]
+    path = put(tmp_path_factory.mktemp("csv") / "a.csv", lines)
+    try:
+        _, numbers = read(path, block_bytes=block_bytes)
+    except ValueError as error:
+        assert re.search(r"a.csv (row \d+|header|has no column) ", str(error))
+    else:
+        assert numbers == list(range(1, 21))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_an_empty_line_is_a_row_of_one_column_only(tmp_path, end):
+    path = put(tmp_path / "a.csv", "a\nx\n\ny\n".replace("\n", end))
+    assert read(path, ("a",)) == ([("x",), (None,), ("y",)], [1, 2, 3])
+    put(path, "a,b\n\nx,1\n\n\ny,2\n".replace("\n", end))
+    assert read(path, ("a",)) == ([("x",), ("y",)], [1, 2])
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
@@ -104,7 +164,19 @@ def test_damage_behind_the_first_block_is_told(tmp_path):
             read(path, block_bytes=1 << 12)
 
 
-def test_bad_rows_keep_their_numbers_among_quoted_newlines(tmp_path):
-    text = "a,b,c\n" + '1,"x\ny",3\n' * 9 + "1,2\n" + '1,"x\ny",3\n' * 3
+def test_bad_rows_keep_their_numbers(tmp_path):
+    text = "a,b,c\n" + '1,"x,y",3\n' * 9 + "1,2\n" + '1,"x,y",3\n' * 3
     rows, numbers = read(put(tmp_path / "a.csv", text), max_bad_rows=1)
     assert len(rows) == 12 and numbers == [*range(1, 10), 11, 12, 13]
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_of_columns_are_compared_as_they_look(tmp_path, forms):
+    header, name = (unicodedata.normalize(form, "gerät") for form in forms)
+    path = put(tmp_path / "a.csv", f"a,{header}\n1,2\n")
+    assert read(path, (name,)) == ([("2",)], [1])
+    parquet.write_table(pa.table({"a": [1], header: [2]}), tmp_path / "a.parquet")
+    blocks = read_parquet(str(tmp_path / "a.parquet"), (name, "a"), BadRows(0))
+    assert next(blocks).table.to_pydict() == {name: [2], "a": [1]}
+    with pytest.raises(ValueError, match=f"column '{name}' 2 times"):
+        read(put(path, f"{header},{name}\n1,2\n"), (name,))
