@@ -96,6 +96,8 @@ def _run(arguments: Arguments) -> int:
     for column, kinds in scored.counts["columns"].items():
         counts = (f"{kinds[kind]:,} {_WORDS.get(kind, kind)}" for kind in kinds)
         print(f"{column}: {', '.join(counts)}")
+    for warning in scored.warnings:
+        print(printable(warning))
     rate = scored.rows / scored.seconds
     print(
         f"{scored.rows:,} rows scored in {scored.seconds:,.1f} s ({rate:,.0f} rows a "

@@ -9,11 +9,13 @@ from loka_jax import saved_format
 from loka_jax.cache_folder import cache_folder
 from loka_jax.data import convert, shards
 from loka_jax.data.config import DataConfig
-from loka_jax.data.files import Sources
+from loka_jax.data.files import Sources, left_out
 from loka_jax.data.saved_encoding import digest_of, load_encoding
 from loka_jax.data.settings import settings_of
 from loka_jax.data.shards import ShardFolder
 from loka_jax.data.stamps import stamp_of
+
+_READING = 2  # raised where the same files give other rows or ids
 
 
 def cached_shards(
@@ -69,7 +71,8 @@ def _digest(config: DataConfig, sources: Sources) -> str:
         for path in paths
     ]
     settings = settings_of(config)
-    key = [saved_format.SHARDS, config.kind, settings, files]
+    key = [saved_format.SHARDS, _READING, config.kind, settings, files]
+    key += left_out(config, sources)  # which the report names
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 

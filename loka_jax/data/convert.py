@@ -5,9 +5,11 @@ means and standard deviations; the second encodes every split. Nothing is learne
 validation or test rows.
 """
 
+import itertools
 import pathlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +17,15 @@ from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig
 from loka_jax.data.encoding import VocabularyEncoder
-from loka_jax.data.files import Sources
+from loka_jax.data.files import Sources, left_out, listed
 from loka_jax.data.learn import Learner
 from loka_jax.data.records import Encoding
 from loka_jax.data.room import check_disk
 from loka_jax.data.rows import Rows, names_of
-from loka_jax.data.settings import columns_of, features_of, settings_of
+from loka_jax.data.settings import FORMS, columns_of, features_of, settings_of
 from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
 from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
-from loka_jax.data.values import Counts, is_positive
+from loka_jax.data.values import Counts, Range, is_positive, nothing_left
 from loka_jax.terminal import shown
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
@@ -74,6 +76,7 @@ class _Conversion:
         self.rows = Rows(config, sources, columns, progress)
         self.rows_learned = 0
         self.counts = {split: Counts() for split in SPLITS}
+        self.dense_range = Range(len(self.columns.dense))
         self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
         tasks = len(self.columns.labels)
         self.positives = {split: np.zeros(tasks, np.int64) for split in SPLITS}
@@ -111,7 +114,7 @@ class _Conversion:
                 for path, s in self.stamps.items()
             ],
             kind=self.config.kind,
-            settings=settings_of(self.config),
+            settings=settings_of(self.config) | self._forms(),
             standardizer=self._standardizer(),
             report=self._report(bad_rows),
         )
@@ -128,6 +131,10 @@ class _Conversion:
         encoding = learner.encoding()
         self.facts = learner.facts(encoding)
         return encoding
+
+    def _forms(self) -> dict[str, Any]:
+        forms = self.encoding.forms
+        return {} if forms is None else {FORMS: dict(forms)}
 
     def _standardizer(self) -> dict[str, list[float]] | None:
         if self.config.transform != "standardize":
@@ -147,6 +154,8 @@ class _Conversion:
             self.weights[split] += float(records["weight"].sum(dtype=np.float64))
         writer.add_rows(split, records)
         self.examples[split] += len(records)
+        if split == "train":
+            self.dense_range.add(records["dense"])
         labels = records["label"].reshape(len(records), -1)
         self.positives[split] += np.count_nonzero(labels == 1, axis=0)
         self.labelled[split] += np.count_nonzero(~np.isnan(labels), axis=0)
@@ -211,6 +220,7 @@ class _Conversion:
                 *_notes(self.config),
                 *self._notes_on_labels(),
                 *_notes_on_lists(self.encoding),
+                *self._warnings(),
             ],
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies}
@@ -250,6 +260,26 @@ class _Conversion:
             for name, count in counted
             if count < self.examples["train"]
         ]
+
+    def _warnings(self) -> list[str]:
+        """Returns a sentence on each column from which a model cannot learn."""
+        rows, counts = self.examples["train"], self.counts["train"]
+        found = []
+        for place, column in enumerate(self.columns.dense):
+            only = self.dense_range.only_value(place)
+            if cause := nothing_left(counts.of(column), rows, only, self.config):
+                found.append(
+                    f"Warning: nothing is left of dense column {shown(repr(column))} "
+                    f"in the {rows:,} training rows: {cause}; leave it out, or correct "
+                    "it."
+                )
+        if names := left_out(self.config, self.sources):
+            found.append(
+                "Warning: not read, as they are folders or their names say no split: "
+                f"{shown(listed(names), 200)}."
+            )
+        by_split = (self.counts[s].warnings(f"the {s} rows") for s in SPLITS)
+        return [*found, *itertools.chain.from_iterable(by_split)]
 
 
 def _notes(config: DataConfig) -> list[str]:

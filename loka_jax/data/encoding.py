@@ -1,8 +1,9 @@
 """Maps values to ids, by a vocabulary of the training rows or by a stable hash.
 
-Values are compared as text. Integers and text have the same from CSV and from Parquet;
-a whole float of Parquet is read as 7, where CSV keeps its 7.0. Id 0 stands for missing
-values and, with a vocabulary, for values seen fewer than `min_count` times in training.
+Values are compared as text. Integers, text and whole float64 have the same; columns of
+other types have a form of their own (`text_form`), which an encoding remembers. Id 0
+stands for missing values and, with a vocabulary, for values seen fewer than `min_count`
+times in training.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -16,9 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.blocks import Block, element_type
+from loka_jax.data.blocks import NULL_WORDS, Block, element_type
 from loka_jax.data.config import DataConfig
 from loka_jax.terminal import shown
+
+# The texts of floats that are integers: those below 9e15, so that each has its own, and
+# larger ones.
+_WHOLE = re.compile(r"(-?[0-8]?[0-9]{1,15})\.0")
+LARGE_FLOAT = r"^-?((9[0-9]{15}|[0-9]{17,})\.0|[0-9](\.[0-9]+)?[eE]\+[0-9]+)$"
 
 
 @runtime_checkable
@@ -41,20 +47,20 @@ def as_text(block: Block, column: str) -> pa.Array:
     Raises:
         ValueError: if the column's type has no text form, such as lists.
     """
-    return text_of(block.table.column(column).combine_chunks(), block, column)
+    return text_of(block.column(column), block, column)
 
 
 def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
     """Returns values of a column as strings, and missing ones (empty, NaN) as null.
 
     Raises:
-        ValueError: if their type has no text form, such as lists.
+        ValueError: if their type has no text form, such as lists, or a float is too
+            large to be an integer's.
     """
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
     if pa.types.is_floating(array.type):
+        _check_exact(array, block, column)
         array = _floats_as_text(array.cast(pa.float64()))
-    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+    if _is_binary(array.type):
         array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
     if element_type(array.type) != array.type:
         raise ValueError(
@@ -69,6 +75,40 @@ def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
             "written as text: leave it out, or convert it first."
         ) from None
     return pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_binary or pa.types.is_fixed_size_binary(kind)
+
+
+def text_form(kind: pa.DataType) -> str | None:
+    """Returns how values of a type, or of lists of it, are written as text.
+
+    Two columns of one form write equal values alike; those of different forms need not:
+    a boolean is true here, and True in a CSV file. None for the type without values.
+    """
+    kind = element_type(kind)
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_whole = pa.types.is_integer(kind) or pa.types.is_float64(kind)
+    if is_text or is_whole or (pa.types.is_decimal(kind) and kind.scale == 0):
+        return "text, integers or float64"
+    if pa.types.is_decimal(kind):
+        return f"decimals of scale {kind.scale}"
+    if _is_binary(kind):
+        return "binary"
+    return None if pa.types.is_null(kind) else str(kind)
+
+
+def _check_exact(array: pa.Array, block: Block, column: str) -> None:
+    """Raises ValueError for a float at which not every integer is one."""
+    bits = {16: 11, 32: 24, 64: 53}[array.type.bit_width]
+    largest = pc.max(pc.abs(array.cast(pa.float64()))).as_py() or 0.0
+    if largest >= 2**bits:
+        raise ValueError(
+            f"{block.file} column {column!r} holds {largest:.17g} as {array.type}, "
+            f"which cannot hold an id of 2^{bits} or more: write integers or text."
+        )
 
 
 def _floats_as_text(array: pa.Array) -> pa.Array:
@@ -140,6 +180,12 @@ class ValueCounter:
         return self._merged().sort_by(order)
 
 
+def is_missing(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Returns which texts are null or a spelling of it."""
+    words = pa.array([None, *NULL_WORDS], values.type)
+    return pc.is_in(values, value_set=words)
+
+
 def frequent(ranked: pa.Table, min_count: int) -> pa.Array:
     """Returns the values that were counted `min_count` times or more, in order."""
     is_frequent = pc.greater_equal(ranked["count"], min_count)
@@ -165,9 +211,27 @@ class VocabularyEncoder:
         return len(self.values) + 1 + self.reserved
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
+        """Returns int32 ids in [0, rows); 0 for null and unknown values.
+
+        A whole number that has no id has that of its other spelling, 7 or 7.0: pandas
+        writes integers beside missing values as floats.
+        """
+        ids = self._exact_ids(values)
+        if (unknown := (ids == 0) & np.asarray(values.is_valid())).any():
+            others = _other_spelling(values.filter(pa.array(unknown)))
+            ids[unknown] = self._exact_ids(others)
+        return ids
+
+    def _exact_ids(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         index = pc.index_in(values, value_set=self.values, skip_nulls=True)
         return np.asarray(pc.fill_null(index, -1), np.int32) + np.int32(1)
+
+
+def _other_spelling(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns 7 for 7.0, 7.0 for 7, and what is no whole number as it is."""
+    whole = pc.replace_substring_regex(values, f"^{_WHOLE.pattern}$", r"\1")
+    point = pc.replace_substring_regex(values, r"^(-?[0-8]?[0-9]{1,15})$", r"\1.0")
+    return pc.if_else(pc.equal(whole, values), point, whole)
 
 
 class HashEncoder:
@@ -177,8 +241,16 @@ class HashEncoder:
     that share values.
     """
 
-    def __init__(self, field: str, buckets: int):
-        """Takes the field's name, part of the hash, and the rows of its table."""
+    def __init__(self, field: str, buckets: int, *, as_written: bool = False):
+        """Takes the field's name, part of the hash, and the rows of its table.
+
+        Args:
+            field: the name.
+            buckets: the rows.
+            as_written: whether NULL is a value, and 7.0 another one than 7, as in
+                earlier versions.
+        """
+        self._as_written = as_written
         self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
         self._buckets = buckets
 
@@ -198,6 +270,10 @@ class HashEncoder:
         return ids[np.asarray(pc.fill_null(coded.indices, len(ids) - 1))]
 
     def _id(self, value: str) -> int:
+        if not self._as_written:
+            if value in NULL_WORDS:
+                return 0
+            value = value[:-2] if _WHOLE.fullmatch(value) else value
         digest = hashlib.blake2b(value.encode(), digest_size=8, key=self._salt).digest()
         return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)
 
@@ -224,7 +300,6 @@ class ModuloEncoder:
         Raises:
             NoInteger: for the first value that is no 64-bit integer.
         """
-        missing = np.asarray(values.is_null())
         try:
             numbers = values.cast(pa.int64())
             hashes = np.asarray(pc.fill_null(numbers, 0)).view(np.uint64)
@@ -234,12 +309,13 @@ class ModuloEncoder:
                 np.uint64,
             )
         ids = 1 + (hashes % np.uint64(self._buckets - 1)).astype(np.int32)
+        missing = np.asarray(is_missing(values))
         return np.where(missing, np.int32(0), ids)
 
 
 def _bits(value: str | None, at: int) -> int:
     """Returns the 64 bits of an integer, as an unsigned one."""
-    if value is None:
+    if value is None or value in NULL_WORDS:
         return 0
     is_hex = re.fullmatch("0[xX][0-9a-fA-F]{1,16}", value)
     if not is_hex and not re.fullmatch("-?[0-9]{1,20}", value):
@@ -250,10 +326,19 @@ def _bits(value: str | None, at: int) -> int:
     return number % 2**64
 
 
-def hash_encoder(config: DataConfig, column: str) -> Encoder | None:
-    """Returns the encoder of a hashed column, or None if it has a vocabulary."""
+def hash_encoder(
+    config: DataConfig, column: str, *, as_written: bool = False
+) -> Encoder | None:
+    """Returns the encoder of a hashed column, or None if it has a vocabulary.
+
+    Args:
+        config: the options.
+        column: the column.
+        as_written: see `HashEncoder`.
+    """
     rows = config.hash_rows(column)
     if rows is None:
         return None
-    is_hashed = column in config.hashed
-    return ModuloEncoder(rows) if is_hashed else HashEncoder(column, rows)
+    if column in config.hashed:
+        return ModuloEncoder(rows)
+    return HashEncoder(column, rows, as_written=as_written)

@@ -4,6 +4,7 @@ import difflib
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from loka_jax.data.config import DataConfig
@@ -91,8 +92,7 @@ def _in_folder(folder: pathlib.Path) -> Sources:
     splits: dict[str, list[pathlib.Path]] = {split: [] for split in _WORDS}
     names = []
     for path in sorted(folder.iterdir()):
-        is_text = path.name.lower().removesuffix(".gz").endswith(".txt")
-        if path.is_dir() or not (data_format(path) or is_text):
+        if path.is_dir() or not _may_be_data(path):
             continue
         names.append(path.name)
         stem = path.name.lower()
@@ -107,7 +107,29 @@ def _in_folder(folder: pathlib.Path) -> Sources:
     if not splits["train"]:
         raise ValueError(
             f"{folder} has no data file (.csv, .tsv, .parquet, also .gz) with the word "
-            f"train in its name, only {', '.join(names[:5]) or 'other files'}: rename "
-            "one, or name a file with --data.path."
+            f"train in its name, only {listed(names) or 'other files'}: put it into "
+            "the names of all training files, or name a file with --data.path, which "
+            "leaves out the others."
         )
     return Sources(*(tuple(splits[split]) for split in Sources._fields))
+
+
+def _may_be_data(path: pathlib.Path) -> bool:
+    is_text = path.name.lower().removesuffix(".gz").endswith(".txt")
+    return is_text or data_format(path) is not None
+
+
+def left_out(config: DataConfig, sources: Sources) -> tuple[str, ...]:
+    """Returns the names of what may be data in the folder, but is in no split."""
+    folder = pathlib.Path(config.path or "").expanduser()
+    if config.path is None or not folder.is_dir():
+        return ()
+    found = {path.name for path in folder.iterdir() if _may_be_data(path)}
+    used = {path.name for paths in sources for path in paths if path.parent == folder}
+    return tuple(sorted(found - used))
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -18,6 +18,8 @@ from loka_jax.data.encoding import (
     as_text,
     frequent,
     hash_encoder,
+    is_missing,
+    text_form,
 )
 from loka_jax.data.lists import read_lists
 from loka_jax.data.records import Encoding
@@ -49,6 +51,7 @@ class Learner:
         self._num_counted = [0] * len(names)
         self._moments = Moments(len(self.columns.dense))
         self._longest = [1] * len(self.columns.multi)
+        self._forms: dict[str, str] = {}
 
     @property
     def needs_all_rows(self) -> bool:
@@ -77,13 +80,17 @@ class Learner:
         if self._standardizes:
             dense = clean_dense(block, self._config, self.columns.dense, Counts())
             self._moments.add(dense)
+        separator = self._config.separator
+        as_written = self._base is not None and self._base.forms is None
         lists = [
-            read_lists(block, column, None, self._config.separator)
+            read_lists(block, column, None, separator, as_written=as_written)
             for column in self.columns.multi
         ]
         lengths = (int(part.lengths.max(initial=0)) for part in lists)
         self._longest = [*map(max, self._longest, lengths)]
         for field, column in enumerate(self.columns.fields):
+            if (form := text_form(block.table.schema.field(column).type)) is not None:
+                self._forms.setdefault(self._owners[column], form)
             if not self._is_counted(field):
                 continue
             single = len(self.columns.categorical)
@@ -102,7 +109,8 @@ class Learner:
     @functools.cached_property
     def _ranked(self) -> list[pa.Table]:
         """The counted values of each column; read once all rows are added."""
-        return [counter.ranked() for counter in self._counters]
+        ranked = (counter.ranked() for counter in self._counters)
+        return [table.filter(pc.invert(is_missing(table["value"]))) for table in ranked]
 
     def facts(self, encoding: Encoding) -> dict[str, dict]:
         """Returns the facts on each field, see `column_facts`."""
@@ -136,6 +144,7 @@ class Learner:
                 self._base.standardizer if self._base else self._moments.result()
             ),
             slots=self._base.slots if self._base else self._slots(),
+            forms=self._base.forms if self._base else self._forms,
         )
 
     def _encoder(self, field: int) -> Encoder:
@@ -185,7 +194,7 @@ def _has_room(encoder: Encoder) -> bool:
 
 
 def _unknown(values: pa.Array, known: VocabularyEncoder) -> pa.Array:
-    return values.filter(pc.invert(pc.is_in(values, value_set=known.values)))
+    return values.filter(pa.array(known.encode(values) == 0))
 
 
 def _growth(before: Encoder, after: Encoder, ranked: pa.Table) -> dict[str, int]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from loka_jax.data.blocks import Block, element_type, list_lengths
-from loka_jax.data.encoding import text_of
+from loka_jax.data.encoding import is_missing, text_of
 from loka_jax.data.values import MAX_WEIGHT, MISSING_WORDS
 from loka_jax.terminal import shown
 
@@ -38,7 +38,12 @@ class Lists(NamedTuple):
 
 
 def read_lists(
-    block: Block, column: str, weights: str | None, separator: str | None
+    block: Block,
+    column: str,
+    weights: str | None,
+    separator: str | None,
+    *,
+    as_written: bool = False,
 ) -> Lists:
     """Returns the lists of a multi-valued column.
 
@@ -47,6 +52,7 @@ def read_lists(
         column: the column of values.
         weights: the column of their weights; None if all are 1.
         separator: what stands between values if the column holds text.
+        as_written: whether NULL is a value, as in earlier versions.
 
     Raises:
         ValueError: with file, row and column, if text has no separator, a value has no
@@ -54,7 +60,8 @@ def read_lists(
     """
     raw, lengths = _flat(block, column, separator)
     values = text_of(raw, block, column)
-    present = np.asarray(values.is_valid())
+    missing = values.is_null() if as_written else is_missing(values)
+    present = ~np.asarray(missing)
     row = np.repeat(np.arange(len(lengths)), lengths)
     numbers = None
     if weights is not None:
@@ -83,7 +90,7 @@ def _flat(
     block: Block, column: str, separator: str | None
 ) -> tuple[pa.Array, np.ndarray]:
     """Returns the elements of all lists, and the length of each list."""
-    array = block.table.column(column).combine_chunks()
+    array = block.column(column)
     if element_type(array.type) == array.type:
         if separator is None:
             raise ValueError(

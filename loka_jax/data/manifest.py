@@ -119,6 +119,14 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
                 _count(counts, name)
         for facts in _typed(report, "categorical", dict).values():
             _check_facts(facts)
+        for split, part in _typed(report, "splits", dict).items():
+            if not isinstance(part, dict):
+                raise _Refused(f"its split {split[:40]!r} is no object")
+            for name, counts in _typed(part, "columns", dict).items():
+                if not isinstance(counts, dict):
+                    raise _Refused(f"its column {name[:40]!r} has no counts")
+                for kind in counts:
+                    _count(counts, kind)
     except _Refused as error:
         raise unusable(folder / MANIFEST, f"in its report, {error}") from None
 

@@ -4,16 +4,28 @@ An `Encoding` is learned from training rows once. A conversion, a later day and 
 prediction all go through `Encoding.records`, so equal rows give equal inputs.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig
-from loka_jax.data.encoding import Encoder, NoInteger, as_text
+from loka_jax.data.encoding import (
+    LARGE_FLOAT,
+    Encoder,
+    NoInteger,
+    as_text,
+    is_missing,
+    text_form,
+)
 from loka_jax.data.lists import PADDING, padded, read_lists
 from loka_jax.data.settings import Columns, columns_of
 from loka_jax.data.shards import record_dtype_of
@@ -25,6 +37,7 @@ from loka_jax.data.values import (
     parse_weights,
     transform_dense,
 )
+from loka_jax.terminal import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +49,15 @@ class Encoding:
         encoders: the encoder of each field.
         standardizer: of the dense columns; used by `transform="standardize"` only.
         slots: the most values in a list of each multi-valued column.
+        forms: how the training values of each table were written as text, see
+            `text_form`; None if an earlier version learned it, which took any type.
     """
 
     config: DataConfig
     encoders: tuple[Encoder, ...]
     standardizer: Standardizer
     slots: tuple[int, ...] = ()
+    forms: Mapping[str, str] | None = None
 
     @property
     def columns(self) -> Columns:
@@ -102,6 +118,7 @@ class Encoding:
             dense = clean_dense(block, self.config, columns.dense, counts)
             rows["dense"] = transform_dense(dense, self.config, self.standardizer)
             start += size
+            self._check_forms(block)
         for field, column in enumerate(columns.categorical):
             values = pa.chunked_array([as_text(block, column) for block in blocks])
             where = _Where(blocks, column)
@@ -110,6 +127,21 @@ class Encoding:
         for number in range(len(columns.multi)):
             self._fill_bag(records, blocks, number, counts, unknown_refusal)
         return records
+
+    def _check_forms(self, block: Block) -> None:
+        """Raises ValueError for values whose text may be another than in training."""
+        for column in self.columns.fields:
+            trained = (self.forms or {}).get(self.config.owners.get(column, column))
+            if trained is None:
+                continue
+            array = block.column(column)
+            is_other = text_form(array.type) not in (None, trained)
+            if is_other and array.null_count < len(array):
+                raise ValueError(
+                    f"{block.file} column {column!r} holds {shown(array.type)}, and "
+                    f"the training rows {shown(trained)}, where equal values may be "
+                    "written in another way: convert it."
+                )
 
     def _fill_bag(
         self,
@@ -123,7 +155,13 @@ class Encoding:
         column, slots = self.columns.multi[number], self.slots[number]
         weights = self.config.weights_of_multi.get(column)
         parts = [
-            read_lists(block, column, weights, self.config.separator)
+            read_lists(
+                block,
+                column,
+                weights,
+                self.config.separator,
+                as_written=self.forms is None,
+            )
             for block in blocks
         ]
         lengths = np.concatenate([part.lengths for part in parts])
@@ -160,10 +198,16 @@ class Encoding:
                 f"{values[error.at].as_py()[:40]!r}, no 64-bit integer: correct it, or "
                 "leave the column out of --data.hashed."
             ) from None
-        missing = np.asarray(values.is_null())
-        unknown = (ids == 0) & ~missing
-        counts.add(column, "missing", int(np.count_nonzero(missing)))
-        counts.add(column, "oov", int(np.count_nonzero(unknown)))
+        no_id = ids == 0
+        unknown = no_id.copy()
+        unknown[no_id] = ~np.asarray(is_missing(values.filter(pa.array(no_id))))
+        counts.add(column, "missing", int(np.count_nonzero(no_id & ~unknown)))
+        texts = values.filter(pa.array(unknown))
+        counts.add_ids(column, ids, texts)
+        is_float = np.asarray(pc.match_substring_regex(texts, LARGE_FLOAT))
+        if is_float.any():
+            refusal = "a float, too large to hold an id: write integers."
+            unknown[unknown] = is_float
         if unknown.any() and refusal:
             at = int(np.argmax(unknown))
             raise ValueError(

@@ -21,7 +21,7 @@ from loka_jax.data.config import DataConfig
 from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
 from loka_jax.data.manifest import Unusable, unusable
 from loka_jax.data.records import Encoding
-from loka_jax.data.settings import ENCODING_SETTINGS, SETTINGS
+from loka_jax.data.settings import ENCODING_SETTINGS, FORMS, SETTINGS
 from loka_jax.data.shards import (
     ShardFolder,
     ShardWriter,
@@ -41,6 +41,8 @@ def digest_of(folder: ShardFolder) -> str:
         "standardizer": folder.standardizer,
         "vocabulary": folder.vocabulary_digests,
     }
+    if FORMS in folder.settings:  # earlier versions wrote none
+        parts[FORMS] = folder.settings[FORMS]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -104,8 +106,18 @@ def load_encoding(folder: ShardFolder) -> Encoding:
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
+        forms=_forms(folder),
         standardizer=Standardizer(mean, std),
     )
+
+
+def _forms(folder: ShardFolder) -> dict[str, str] | None:
+    forms = folder.settings.get(FORMS)
+    if forms is None or (
+        isinstance(forms, dict) and all(isinstance(x, str) for x in forms.values())
+    ):
+        return forms
+    raise unusable(folder.path, f"its {FORMS!r} are {str(forms)[:40]}")
 
 
 def values_of(
@@ -165,9 +177,10 @@ def _fits(value: object, hint: typing.Any) -> bool:
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
     schema, config = folder.schema, config_of(folder)
+    earlier = _forms(folder) is None
     for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
         owner = config.owners.get(column, column)
-        if (hashes := hash_encoder(config, owner)) is not None:
+        if (hashes := hash_encoder(config, owner, as_written=earlier)) is not None:
             if hashes.rows != rows:
                 raise unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
             yield hashes

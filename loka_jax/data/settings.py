@@ -38,6 +38,9 @@ SETTINGS = (
     "time",
     "max_bad_rows",
 )
+# Beside them: how the values of each table were written as text. Folders of earlier
+# versions lack it.
+FORMS = "forms"
 
 
 class Columns(NamedTuple):

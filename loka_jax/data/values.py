@@ -7,6 +7,7 @@ values that a policy calls errors, end the conversion with file, row and column.
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import contextlib
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -14,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.blocks import Block, element_type
+from loka_jax.data.blocks import NULL_WORDS, Block, element_type
 from loka_jax.data.config import DataConfig
 from loka_jax.terminal import shown
 
-# Spellings of a missing value in a dense column. Categorical columns keep them: NA may
-# be Namibia. `nan` is not among them: it is parsed, and counted as NaN.
-MISSING_WORDS = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
+# Spellings of a missing value in a dense column. Categorical columns keep those that
+# are no NULL_WORDS: NA may be Namibia. `nan` is parsed, and counted as NaN.
+MISSING_WORDS = ("", "NA", "N/A", "None", *NULL_WORDS)
 
 # Of an example; sums over a data set stay finite in float32.
 MAX_WEIGHT = 1e12
@@ -32,6 +33,36 @@ class Counts:
     def __init__(self):
         """Starts at zero."""
         self._columns: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._known: set[str] = set()  # columns with a value that has an id
+        self._unknown: defaultdict[str, set[str]] = defaultdict(set)  # of the others
+
+    def of(self, column: str) -> Counter[str]:
+        """Returns the counts of a column."""
+        return self._columns.get(column, Counter())
+
+    def add_ids(self, column: str, ids: np.ndarray, unknown: pa.ChunkedArray) -> None:
+        """Counts a column's values without an id, which are given."""
+        self.add(column, "oov", len(unknown))
+        if ids.any():
+            self._known.add(column)
+        elif column not in self._known:
+            self._unknown[column].update(unknown.slice(0, 1000).to_pylist())
+
+    def warnings(self, which: str) -> list[str]:
+        """Returns a sentence on each column with several values, all of them unknown.
+
+        One value may well be new, as that of a new user is.
+
+        Args:
+            which: the rows.
+        """
+        return [
+            f"Warning: no value of column {shown(repr(column))} in {which} is in the "
+            "vocabulary, so that all rows read the row of id 0: check that it holds "
+            "what the training rows hold, in the same spelling."
+            for column, values in self._unknown.items()
+            if column not in self._known and len(values) > 1
+        ]
 
     def add(self, column: str, kind: str, count: int) -> None:
         """Adds to a kind's count (missing, nan, inf, huge, negative, oov)."""
@@ -64,9 +95,7 @@ def parse_numbers(
     Raises:
         ValueError: with file and row, if a value is no number; it ends with `remedy`.
     """
-    array = block.table.column(column).combine_chunks()
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
+    array = block.column(column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = _parse_text(block, column, array, remedy)
     kind = array.type
@@ -89,6 +118,11 @@ def _parse_text(block: Block, column: str, array, remedy: str) -> pa.Array:
     array = pc.utf8_trim_whitespace(array)
     words = pa.array(MISSING_WORDS, array.type)
     array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+    with contextlib.suppress(pa.ArrowInvalid):
+        return array.cast(pa.float64())
+    words = pa.array(["false", "true"], array.type)
+    truth = pc.index_in(pc.utf8_lower(array), words, skip_nulls=True)
+    array = pc.coalesce(truth.cast(array.type), array)
     try:
         return array.cast(pa.float64())
     except pa.ArrowInvalid:
@@ -216,6 +250,49 @@ def transform_dense(
     elif config.transform == "standardize":
         values = (values - standardizer.mean) / standardizer.std
     return values.astype(np.float32)
+
+
+class Range:
+    """The smallest and the largest input of each dense column, block by block."""
+
+    def __init__(self, num_columns: int):
+        """Starts with no rows."""
+        self._low = np.full(num_columns, np.inf)
+        self._high = np.full(num_columns, -np.inf)
+
+    def add(self, inputs: np.ndarray) -> None:
+        """Adds rows."""
+        self._low = np.minimum(self._low, inputs.min(axis=0, initial=np.inf))
+        self._high = np.maximum(self._high, inputs.max(axis=0, initial=-np.inf))
+
+    def only_value(self, column: int) -> float | None:
+        """Returns the input of all rows, or None if they differ."""
+        low, high = self._low[column], self._high[column]
+        return float(low) if low == high else None
+
+
+def nothing_left(
+    counts: Counter[str], rows: int, only: float | None, config: DataConfig
+) -> str | None:
+    """Returns why a dense column tells rows apart no more, or None if it does.
+
+    Args:
+        counts: the column's values that policies applied to.
+        rows: the number of rows.
+        only: the input of all rows, if they are equal.
+        config: the policies.
+    """
+    if rows < 2:
+        return None
+    if counts["missing"] + counts["nan"] == rows:
+        return "all its values are missing"
+    if counts["huge"] + counts["inf"] == rows:
+        return f"all its values lie beyond --data.huge-limit {config.huge_limit:g}"
+    if config.negative == "clip" and counts["negative"] == rows:
+        return "all its values are negative, which --data.negative clip makes 0"
+    if only is None:
+        return None
+    return f"it is constant, {only:g} after --data.transform {config.transform}"
 
 
 class Moments:

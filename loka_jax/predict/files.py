@@ -30,12 +30,14 @@ class Scored(NamedTuple):
         seconds: the time it took, compilation included.
         counts: the values that a policy applied to, by kind, in total (`totals`) and by
             column (`columns`); `oov` counts those without an id of their own.
+        warnings: a sentence on each column whose values are all unknown.
     """
 
     rows: int
     bad_rows: int
     seconds: float
     counts: dict[str, Any]
+    warnings: list[str]
 
 
 def score_file(
@@ -81,7 +83,8 @@ def score_file(
         if not rows:
             raise ValueError(f"{path} has no rows to score: name a file that has some.")
     seconds = time.monotonic() - start
-    return Scored(rows, bad_rows.count, seconds, counts.report())
+    warnings = counts.warnings("the rows")
+    return Scored(rows, bad_rows.count, seconds, counts.report(), warnings)
 
 
 def score_columns(tasks: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ equal rows in equal order get equal scores, bit for bit.
 import collections
 import os
 import pathlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.data import Position
-from loka_jax.data.blocks import Block, check_columns
+from loka_jax.data.blocks import Block, find_columns
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
@@ -93,13 +94,21 @@ class Predictor:
         Raises:
             ValueError: if a column is missing, or holds a value that is refused, or
                 the rows are no table.
+
+        Warns:
+            UserWarning: if all values of a column are unknown.
         """
         table = _table(rows)
-        check_columns("the table", self.columns, table.column_names)
+        places = find_columns("the table", self.columns, table.column_names)
+        table = table.select(places).rename_columns(self.columns)
         numbers = np.arange(1, table.num_rows + 1, dtype=np.int64)
-        block = Block(table.select(self.columns), numbers, "the table")
-        scored = self.scored([block], counts or Counts())
-        return np.concatenate([self._no_scores(), *(s.scores for s in scored)])
+        block = Block(table, numbers, "the table")
+        counts = counts or Counts()
+        scored = self.scored([block], counts)
+        parts = [self._no_scores(), *(s.scores for s in scored)]
+        for warning in counts.warnings("the rows"):
+            warnings.warn(warning.removeprefix("Warning: "), stacklevel=2)
+        return np.concatenate(parts)
 
     def scored(self, blocks: Iterable[Block], counts: Counts) -> Iterator[Scores]:
         """Yields the rows of the blocks with their scores, in their order.

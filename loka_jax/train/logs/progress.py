@@ -7,6 +7,7 @@ control characters are shown as escapes.
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rich import box
@@ -218,12 +219,27 @@ def print_data(console: Console, report: dict):
     console.print(plain(f"Examples: {', '.join(sizes)}; {report['split_rule']}."))
     for note in report.get("notes", ()):
         console.print(plain(note))
-    totals = dict(report.get("totals", {}))
-    totals["bad rows"] = report.get("bad_rows", {}).get("count", 0)
-    counts = [f"{count:,} {kind}" for kind, count in totals.items() if count]
+    counts = [
+        f"{count:,} {kind}{_where(report, kind)}"
+        for kind, count in report.get("totals", {}).items()
+        if count
+    ]
+    if bad_rows := report.get("bad_rows", {}).get("count", 0):
+        counts.append(f"{bad_rows:,} bad rows")
     if counts:
-        mended = f"Irregular values, handled as configured: {', '.join(counts)}."
+        mended = f"Irregular values, handled as configured: {'; '.join(counts)}."
         console.print(plain(mended))
+
+
+def _where(report: dict, kind: str, limit: int = 5) -> str:
+    """Returns the columns with most values of a kind, as " in price 7, age 2"."""
+    found: Counter[str] = Counter()
+    for split in report.get("splits", {}).values():
+        for column, counts in split.get("columns", {}).items():
+            found[column] += counts.get(kind, 0)
+    columns = [f"{name} {count:,}" for name, count in (+found).most_common()]
+    more = f" and {len(columns) - limit} more" if len(columns) > limit else ""
+    return f" in {', '.join(columns[:limit])}{more}" if columns else ""
 
 
 def print_sites(console: Console, sites: tuple[Site, ...]):

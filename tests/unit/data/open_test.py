@@ -205,3 +205,23 @@ def test_named_files_win_over_the_folders(tmp_path):
     touch(tmp_path, "train_and_test.csv")
     with pytest.raises(ValueError, match="could be train or test"):
         sources(tmp_path)
+
+
+def test_what_a_folder_holds_and_no_split_has_is_named(tmp_path):
+    parts = [f"part-{i}.csv" for i in range(7)]
+    for name in parts:
+        write(tmp_path / "logs", name, 90)
+    touch(tmp_path / "logs", "_SUCCESS", ".part-0.csv.crc")
+    why = "only part-0.csv, .* and 2 more: put it into the names of all training files"
+    with pytest.raises(ValueError, match=why):
+        open_table(tmp_path / "logs")
+    (tmp_path / "logs" / "part-0.csv").rename(tmp_path / "logs" / "train-0.csv")
+    (tmp_path / "logs" / "valid.parquet").mkdir()
+    for _ in ("converted", "from the cache"):
+        (note,) = open_table(tmp_path / "logs").report["notes"]
+        assert note.startswith("Warning: not read") and "part-1.csv, part-2" in note
+    for name in parts[1:]:
+        (tmp_path / "logs" / name).rename(tmp_path / "logs" / f"train-{name}")
+    (tmp_path / "logs" / "valid.parquet").rmdir()
+    report = open_table(tmp_path / "logs").report
+    assert sum(report["examples"].values()) == 7 * 90 and not report["notes"]

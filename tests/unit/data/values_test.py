@@ -1,8 +1,11 @@
 """Numbers, labels and policies: what is done to each value, and that it is counted."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from loka_jax.data import DataConfig
 from loka_jax.data.blocks import Block
@@ -39,6 +42,7 @@ THOUSAND, CLIP = {"huge_limit": 1000.0}, {"negative": "clip"}
         (["-1e30"], THOUSAND, [-1000], {"huge": 1, "negative": 1}),
         (["-2", "0", " 3 "], {}, [-2, 0, 3], {"negative": 1}),
         (["-2", "0", "\t3"], CLIP, [0, 0, 3], {"negative": 1}),
+        (["true", "False", "", " TRUE", "1"], {}, [1, 0, 0, 1, 1], {"missing": 1}),
     ],
 )
 def test_what_a_policy_applies_to_is_changed_and_counted(
@@ -106,3 +110,37 @@ def test_counts_are_reported_by_split_and_column(tmp_path):
     assert columns[1] == {"price": {"inf": 1}, "item": {"oov": 1}}
     want = {"missing": 2, "nan": 1, "inf": 1, "huge": 0, "negative": 1, "oov": 1}
     assert report["totals"] == want
+
+
+RISING = np.arange(1.0, 101)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "cause"),
+    [
+        (np.full(100, 3.0), {}, "it is constant, 1.38629 after --data.transform log1p"),
+        (1.7e9 + RISING, {}, "it is constant, 21.2539 after --data.transform log1p"),
+        (np.full(100, 3), {"transform": "standardize"}, "it is constant, 0 after"),
+        ([None, 0.0] * 50, {}, "it is constant, 0 after"),
+        (pa.nulls(100), {}, "all its values are missing"),
+        ([None, np.nan] * 50, {}, "all its values are missing"),
+        (1e12 + RISING, {}, "all its values lie beyond --data.huge-limit 1e.12"),
+        ([np.inf, -1e15] * 50, {}, "all its values lie beyond --data.huge-limit"),
+        (-RISING, CLIP, "all its values are negative, which --data.negative clip"),
+        (RISING, {}, None),
+        (-RISING, {}, None),
+        ([None, 1.0] * 50, {}, None),
+    ],
+)
+def test_a_dense_column_of_which_nothing_is_left_is_named(
+    tmp_path, values, options, cause
+):
+    columns = {"click": [0, 1] * 50, "price": pa.array(values), "age": RISING}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    report = open_table(tmp_path / "a.parquet", categorical=(), **options).report
+    said = [note for note in report["notes"] if note.startswith("Warning")]
+    assert len(said) == (cause is not None)
+    if cause:
+        assert re.search(
+            f"nothing is left of dense column 'price' .*: {cause}", said[0]
+        )

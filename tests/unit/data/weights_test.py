@@ -72,7 +72,7 @@ MANY = ["1", 0] * 50
         ([1, 0, "nan"], {"label": "w"}, "row 3 has nan in label column 'w'"),
         ([1, "", 0], {"label": "w"}, "row 2 has no value in label column 'w'"),
         ([""] * 50, LABELS, "'w' has no label in any train row"),
-        (["True"] * 9, {"label": "w"}, "'True', not a number: .* labels as 0 and 1"),
+        (["yes"] * 9, {"label": "w"}, "'yes', not a number: .* labels as 0 and 1"),
     ],
 )
 def test_what_is_no_weight_or_label_is_refused_with_its_row(

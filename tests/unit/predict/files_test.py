@@ -44,6 +44,17 @@ def test_each_label_has_a_column_named_after_it(tmp_path, source):
         assert found.tolist() == sigmoid(logits).tolist()
 
 
+def test_every_row_has_a_score_or_is_named(tmp_path, source):
+    model, _ = predictor_of(tmp_path)
+    write(source, ['1,2,"u1,3\n', *LINES, '0,1,"u1,7\n'])
+    with pytest.raises(ValueError, match="new.csv row 1 has a quote out of place"):
+        score_file(model, source, tmp_path / "s.csv")
+    write(source, [f"1,2,u{i},{100 + i}\n" for i in range(5)])
+    scored = score_file(model, source, tmp_path / "s.csv")
+    (warning,) = scored.warnings
+    assert scored.rows == 5 and "no value of column 'item'" in warning
+
+
 def test_wrong_names_are_refused_before_anything_is_read(tmp_path, source):
     model, _ = predictor_of(tmp_path)
     model.scored = lambda *_: pytest.fail("read the rows")

@@ -45,6 +45,19 @@ def test_a_log_file_gets_a_line_every_ten_seconds(monkeypatch):
     ]
 
 
+def test_irregular_values_are_told_by_column():
+    columns = {f"c{i}": {"oov": i + 1, "nan": i == 3} for i in range(7)}
+    report = {"examples": {"train": 9}, "split_rule": "none"}
+    report |= {"totals": {"oov": 29, "nan": 1, "inf": 0}, "bad_rows": {"count": 2}}
+    report["splits"] = {"train": {"columns": columns}}
+    report["splits"]["valid"] = {"columns": {"c0": {"oov": 1}}}
+    text = printed(lambda console: progress.print_data(console, report))
+    assert text.splitlines()[1] == (
+        "Irregular values, handled as configured: 29 oov in c6 7, c5 6, c4 5, c3 4, "
+        "c2 3 and 2 more; 1 nan in c3 1; 2 bad rows."
+    )
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_texts_of_others_are_printed_as_they_are(terminal):
     column = dict(rows=4, values=None, most_frequent=[[HOSTILE, 3]], warning=HOSTILE)
