@@ -227,7 +227,7 @@ class VocabularyEncoder:
         return np.asarray(pc.fill_null(index, -1), np.int32) + np.int32(1)
 
 
-def _other_spelling(values: pa.ChunkedArray) -> pa.ChunkedArray:
+def _other_spelling(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """Returns 7 for 7.0, 7.0 for 7, and what is no whole number as it is."""
     whole = pc.replace_substring_regex(values, f"^{_WHOLE.pattern}$", r"\1")
     point = pc.replace_substring_regex(values, r"^(-?[0-8]?[0-9]{1,15})$", r"\1.0")
