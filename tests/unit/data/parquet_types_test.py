@@ -69,25 +69,24 @@ def test_numbers_of_every_type_are_read(tmp_path, column):
 
 
 @pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
-@pytest.mark.parametrize("first", [0, 90])
-def test_text_in_delta_encodings_is_read(tmp_path, encoding, first, monkeypatch):
-    """Arrow makes no dictionaries of it, which shows where it begins."""
+def test_text_in_delta_encodings_is_read(tmp_path, encoding):
     want = opened(tmp_path / "a", column=WORDS)
     options = {"use_dictionary": False, "column_encoding": {"item": encoding}}
+    assert opened(tmp_path / "b", column=WORDS, **options).identity == want.identity
+
+
+def test_rows_before_a_delta_encoding_are_read_once(tmp_path, monkeypatch):
     decoded = parquet_lib._decoded
 
-    def late(path, metadata, names, rows, leaves):
-        for batch in decoded(path, metadata, names, rows, []):
-            yield batch
-            if leaves and (first := first_left.pop()) <= 0:
+    def begins_late(path, metadata, names, rows, leaves):
+        for at, batch in enumerate(decoded(path, metadata, names, rows, leaves)):
+            if leaves and at == 3:
                 raise OSError("Not yet implemented: DecodeArrow of DictAccumulator")
-            first_left.append(first - batch.num_rows if leaves else 0)
+            yield batch
 
-    first_left = [first]
-    if first:  # pages of another encoding come before
-        monkeypatch.setattr(parquet_lib, "_decoded", late)
-    got = opened(tmp_path / "b", column=WORDS, **options)
-    assert got.identity == want.identity
+    want = opened(tmp_path / "a", column=WORDS)
+    monkeypatch.setattr(parquet_lib, "_decoded", begins_late)
+    assert opened(tmp_path / "b", column=WORDS).identity == want.identity
 
 
 @pytest.mark.parametrize("fixed", [pa.uuid(), pa.binary(16)])
@@ -100,7 +99,7 @@ def test_uuids_are_read_as_their_bytes(tmp_path, fixed):
     assert {value for value, _ in top} == {f"{i:032x}" for i in range(3)}
 
 
-@pytest.mark.parametrize("values", [[[]], [None], [[None]], [[None], [], None, [None]]])
+@pytest.mark.parametrize("values", [[[]], [None], [[None], None]])
 def test_lists_of_nothing_are_empty(tmp_path, values):
     lists = pa.array(values * (COUNT // len(values)), pa.list_(pa.null()))
     options = {"multi": ("item",), "categorical": ("user",)}
