@@ -220,8 +220,3 @@ def test_what_a_folder_holds_and_no_split_has_is_named(tmp_path):
     for _ in ("converted", "from the cache"):
         (note,) = open_table(tmp_path / "logs").report["notes"]
         assert note.startswith("Warning: not read") and "part-1.csv, part-2" in note
-    for name in parts[1:]:
-        (tmp_path / "logs" / name).rename(tmp_path / "logs" / f"train-{name}")
-    (tmp_path / "logs" / "valid.parquet").rmdir()
-    report = open_table(tmp_path / "logs").report
-    assert sum(report["examples"].values()) == 7 * 90 and not report["notes"]

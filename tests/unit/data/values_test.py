@@ -118,17 +118,13 @@ RISING = np.arange(1.0, 101)
 @pytest.mark.parametrize(
     ("values", "options", "cause"),
     [
-        (np.full(100, 3.0), {}, "it is constant, 1.38629 after --data.transform log1p"),
         (1.7e9 + RISING, {}, "it is constant, 21.2539 after --data.transform log1p"),
         (np.full(100, 3), {"transform": "standardize"}, "it is constant, 0 after"),
-        ([None, 0.0] * 50, {}, "it is constant, 0 after"),
         (pa.nulls(100), {}, "all its values are missing"),
         ([None, np.nan] * 50, {}, "all its values are missing"),
-        (1e12 + RISING, {}, "all its values lie beyond --data.huge-limit 1e.12"),
         ([np.inf, -1e15] * 50, {}, "all its values lie beyond --data.huge-limit"),
         (-RISING, CLIP, "all its values are negative, which --data.negative clip"),
         (RISING, {}, None),
-        (-RISING, {}, None),
         ([None, 1.0] * 50, {}, None),
     ],
 )
