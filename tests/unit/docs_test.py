@@ -2,12 +2,14 @@
 
 A comment below a paragraph or table says where its figures come from:
 
-    <!-- figures: dispatch_h200.json models.{0}.times.{1} $.median_us
+    <!-- figures: dispatch_h200.json@0337f59 models.{0}.times.{1} $.median_us
     columns: xla bf16 | xla bf16 / dispatch
     rows: tower, training; fp8_dlrm, training
     -->
 
-The first line names a file of `experiments/results/` and a JSON path. `columns` holds a
+The first line names a file of `experiments/results/`, the commit that was measured
+(where the JSON has no `commit`, one that brought the file), and a JSON path; several
+files, by {0} in the name, have their commits separated by commas. `columns` holds a
 formula for each column of the table after its first, and `rows` the words that replace
 {0}, {1} in each row; without `rows` they are the numbers of the row's first cell. Two
 figures of one cell have their formulas separated by `;`. In place of `columns`, lines
@@ -25,6 +27,7 @@ import functools
 import json
 import pathlib
 import re
+import subprocess
 from typing import NamedTuple
 
 import pytest
@@ -76,16 +79,31 @@ def figures_to_explain(block):
     return [f for f in figures(block.text) if re.search(r"[.%xMu]", f)]
 
 
-def explained(block, comment):
-    """Yields the figures that a comment explains, each with its value."""
+class Source(NamedTuple):
+    """Where a figure comes from."""
+
+    figure: str
+    formula: str
+    file: str
+    commits: list[str]
+    path: str
+
+    @property
+    def value(self) -> float:
+        return evaluate(self.formula, self.file, self.path)
+
+
+def sources(block, comment):
+    """Yields the sources of the figures that a comment explains."""
     body = comment.removeprefix(COMMENT).removesuffix("-->").replace("\n  ", " ")
     head, *lines = body.strip().splitlines()
-    file, _, path = head.partition(" ")
-    path = path or "$"
+    name, _, path = head.partition(" ")
+    file, _, commits = name.partition("@")
+    commits, path = commits.split(","), path or "$"
     if not lines[0].startswith("columns: "):
         for figure, formula in (line.split(" = ") for line in lines):
             assert figure in figures(block.text), f"{figure} is not in the text"
-            yield figure, evaluate(formula, file, path)
+            yield Source(figure, formula, file, commits, path)
         return
     settings = dict(line.split(": ", maxsplit=1) for line in lines)
     words = [re.findall(r"\d+", row[0].replace(",", "")) for row in block.rows()]
@@ -98,8 +116,45 @@ def explained(block, comment):
                 continue
             for pair in zip(figures(cell), formulas.split(";"), strict=True):
                 figure, formula = pair
-                filled = (text.format(*keys) for text in (formula, file, path))
-                yield figure, evaluate(*filled)
+                formula, name, where = (x.format(*keys) for x in (formula, file, path))
+                yield Source(figure, formula, name, commits, where)
+
+
+@functools.cache
+def commits_of_results():
+    """Returns the commits that changed each result, or None without Git's history."""
+    shallow = _git("rev-parse", "--is-shallow-repository")
+    if shallow is None or shallow.strip() != "false":
+        return None
+    commits, commit = {}, ""
+    for line in _git("log", "--format=@%H", "--name-only", "--", RESULTS).splitlines():
+        if line.startswith("@"):
+            commit = line[1:]
+        elif line:
+            commits.setdefault(pathlib.Path(line).name, []).append(commit)
+    return commits
+
+
+def _git(*arguments):
+    """Returns what Git prints, or None where there is no Git or no repository."""
+    command = ["git", "-C", ROOT, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
+
+
+def is_of_commits(file, named):
+    """Returns True if a result is of one of the named commits."""
+    data = load(file)
+    if isinstance(data, dict) and "commit" in data:
+        known = [data["commit"]]
+    elif commits_of_results() is None:
+        return all(re.fullmatch(r"[0-9a-f]{7,40}", commit) for commit in named)
+    else:
+        known = commits_of_results().get(file, [])
+    return any(commit and k.startswith(commit) for commit in named for k in known)
 
 
 @functools.cache
@@ -156,12 +211,25 @@ def is_rounded(figure, value):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_figures_are_those_of_the_json(page):
     wrong = [
-        f"{figure} is {value:.7g} by {comment.splitlines()[0]}"
+        f"{source.figure} is {source.value:.7g} by {comment.splitlines()[0]}"
         for block in blocks(page)
         for comment in block.comments
-        for figure, value in explained(block, comment)
-        if not is_rounded(figure, value)
+        for source in sources(block, comment)
+        if not is_rounded(source.figure, source.value)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_name_the_commit_of_their_json(page):
+    named = {
+        (source.file, *source.commits)
+        for block in blocks(page)
+        for comment in block.comments
+        for source in sources(block, comment)
+        if (RESULTS / source.file).exists()
+    }
+    wrong = [f"{file}: {of}" for file, *of in named if not is_of_commits(file, of)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -169,8 +237,7 @@ def test_figures_of_the_benchmarks_are_explained():
     first_table = next(b for b in blocks(ROOT / "README.md") if b.is_table)
     missing = []
     for block in (first_table, *blocks(ROOT / "docs" / "benchmarks.md")):
-        pairs = (pair for c in block.comments for pair in explained(block, c))
-        with_source = {figure for figure, _ in pairs}
+        with_source = {s.figure for c in block.comments for s in sources(block, c)}
         missing += [f for f in figures_to_explain(block) if f not in with_source]
     assert not missing, missing
 
