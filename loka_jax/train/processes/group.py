@@ -21,6 +21,10 @@ from loka_jax.launch.processes import LOGS, WORKDIR
 
 # A process that dies elsewhere ends this one, too, after so long without a sign.
 _HEARTBEAT_SECONDS = 20
+# The first process writes the report while the others wait for it.
+_END_SECONDS = 3600
+_FAILED = (1, 2)  # exit codes
+_STDERR = 2
 
 
 class Processes(NamedTuple):
@@ -145,11 +149,15 @@ def _number(
 def leave(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit code of `main`.
 
-    One of several that has failed ends at once, without the wait for the others that
-    JAX adds to an end: they wait for this one.
+    Processes that have succeeded end together, and silently. One of several that has
+    failed ends at once, without the wait for the others that JAX adds to an end: they
+    wait for this one.
     """
     try:
         code = main()
+        has_others = jax.distributed.is_initialized()
+        if has_others and code not in _FAILED:
+            _disconnect()
     except SystemExit as end:
         code = end.code
         if jax.distributed.is_initialized():
@@ -160,9 +168,32 @@ def leave(main: Callable[[], int]) -> NoReturn:
             traceback.print_exc()
             _leave_at_once(1)
         raise
-    if code in (1, 2) and jax.distributed.is_initialized():
+    if has_others:
         _leave_at_once(code)
     sys.exit(code)
+
+
+def _disconnect() -> None:
+    """Disconnects from the other processes, all of which have succeeded.
+
+    A thread of XLA's watches the coordinator for as long as anything refers to a GPU,
+    and would write to stderr that it is gone. So nothing is written from here on, but
+    that disconnecting has failed.
+    """
+    # Imported late: it takes long, and only several processes need it.
+    from orbax.checkpoint import multihost
+
+    wait = multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    wait(key="end", timeout_ms=1000 * _END_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    errors = os.dup(_STDERR)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+    try:
+        jax.distributed.shutdown()
+    except BaseException:
+        os.dup2(errors, _STDERR)
+        raise
 
 
 def _leave_at_once(code: int) -> NoReturn:

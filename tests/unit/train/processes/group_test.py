@@ -60,25 +60,28 @@ def test_a_missing_variable_is_named(name):
 
 # 143 is of a run that all processes have saved: they end together.
 @pytest.mark.parametrize(
-    "several, main, ends_at_once, code",
+    "several, main, waits, code",
     [
-        (True, {"return_value": 2}, True, 2),
-        (True, {"side_effect": KeyError("a bug")}, True, 1),
-        (True, {"side_effect": SystemExit(130)}, True, 130),
-        (True, {"return_value": 0}, False, 0),
-        (True, {"return_value": 143}, False, 143),
+        (True, {"return_value": 2}, False, 2),
+        (True, {"side_effect": KeyError("a bug")}, False, 1),
+        (True, {"side_effect": SystemExit(130)}, False, 130),
+        (True, {"return_value": 0}, True, 0),
+        (True, {"return_value": 143}, True, 143),
         (False, {"return_value": 2}, False, 2),
     ],
 )
-def test_one_of_several_processes_that_fails_does_not_wait(
-    monkeypatch, several, main, ends_at_once, code
+def test_processes_wait_for_each_other_if_they_have_not_failed(
+    monkeypatch, several, main, waits, code
 ):
+    disconnect = mock.Mock()
+    monkeypatch.setattr(group, "_disconnect", disconnect)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: several)
     end = mock.Mock(side_effect=InterruptedError)  # stands for the immediate end
     monkeypatch.setattr(os, "_exit", end)
-    with pytest.raises(InterruptedError if ends_at_once else SystemExit) as ended:
+    with pytest.raises(InterruptedError if several else SystemExit) as ended:
         leave(mock.Mock(**main))
     assert (end.call_args or ended.value).args == (code,)
+    assert disconnect.called == waits
 
 
 def test_a_process_connects_once_and_notices_a_death_soon(monkeypatch):

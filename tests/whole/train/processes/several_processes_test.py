@@ -19,6 +19,7 @@ from tests.whole.launch.launch_test import (
 )
 
 TRAINEE = Path(__file__).with_name("trainee.py")
+LEAVER = TRAINEE.with_name("leaver.py")
 # A machine that does several things at a time may keep a device waiting for a minute,
 # after which XLA ends the process.
 XLA_FLAGS = (
@@ -127,3 +128,18 @@ def test_a_run_goes_on_with_another_number_of_processes(runs):
     runs.train_alone("fewer", "resume=1")
     # Not the lines: it was evaluated once more, at the end of the first session.
     assert runs.outcome("fewer")[1:] == runs.outcome("one")[1:]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_nothing_is_said_after_a_success_and_a_failure_is_said_at_once(tmp_path, code):
+    job = Launched(tmp_path, code, script=LEAVER)
+    job.wait_until_said("is done")
+    began = time.monotonic()
+    ended, out, errors = job.end()
+    assert ended == code and ("rank 1 ended with exit code 1" in errors) == code
+    if code == 0:
+        said = [out, *map(job.log, range(2))]
+        assert [text.splitlines()[-1] for text in said] == [
+            *("rank 0 is done", "rank 0 is done", "rank 1 is done")
+        ]
+    assert time.monotonic() - began < BOUND_SECONDS
