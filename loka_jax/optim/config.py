@@ -18,7 +18,8 @@ class OptimConfig:
         rows_l2: weight l of `l / 2 ||table||^2` in the loss. If positive, every row is
             updated every step, at a cost that grows with the tables.
         rows_c: c of `rowwise_adagrad`, which divides its sums of squares by c in each
-            step: for groups that update their rows alone, `--mesh.sync weights`.
+            step; None for the number of groups that update their rows alone
+            (`--mesh.sync weights`), and 1 without.
         rows_lagged: `rowwise_adagrad` divides by the sums of squares before the step,
             or by the square of a gradient that is larger.
         eps: added to denominators by `rowwise_adagrad` and the Adams.
@@ -43,7 +44,7 @@ class OptimConfig:
     rows: Literal["rowwise_adagrad", "adam", "sgd"] = "rowwise_adagrad"
     rows_lr: float = 0.05
     rows_l2: float = 0.0
-    rows_c: float = 1.0
+    rows_c: float | None = None
     rows_lagged: bool = False
     eps: float = 1e-8
     warmup_steps: int = 0
@@ -73,7 +74,8 @@ class OptimConfig:
                 f"--optim.weight-decay {self.weight_decay} needs --optim.dense adamw, "
                 f"not {self.dense}."
             )
-        if self.rows != "rowwise_adagrad" and (self.rows_c != 1 or self.rows_lagged):
+        has_c = self.rows_c not in (None, 1)
+        if self.rows != "rowwise_adagrad" and (has_c or self.rows_lagged):
             option = "--optim.rows-lagged" if self.rows_lagged else "--optim.rows-c"
             raise ValueError(
                 f"{option} needs --optim.rows rowwise_adagrad, not {self.rows}."

@@ -55,12 +55,19 @@ def make_dense_optimizer(
     return optax.chain(clip_by_global_norm(config.clip_norm), optimizer)
 
 
-def make_row_optimizer(config: OptimConfig) -> RowOptimizer:
-    """Returns the optimizer of the embedding rows."""
+def make_row_optimizer(config: OptimConfig, groups: int = 1) -> RowOptimizer:
+    """Returns the optimizer of the embedding rows.
+
+    Args:
+        config: its options.
+        groups: M, the groups of devices that update their rows alone. A row that one of
+            them has gets sums of squares M times as large, for which c = M makes up.
+    """
     if config.rows == "sgd":
         return Sgd()
     if config.rows == "adam":
         return Adam(eps=config.eps)
+    c = float(groups) if config.rows_c is None else config.rows_c
     if config.rows_lagged:
-        return LaggedRowwiseAdagrad(eps=config.eps, c=config.rows_c)
-    return RowwiseAdagrad(eps=config.eps, c=config.rows_c)
+        return LaggedRowwiseAdagrad(eps=config.eps, c=c)
+    return RowwiseAdagrad(eps=config.eps, c=c)

@@ -35,7 +35,7 @@ from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.config import Config
 from loka_jax.train.mesh import gradient_sum
-from loka_jax.train.mesh.devices import BATCH, mesh_of
+from loka_jax.train.mesh.devices import BATCH, groups_alone, mesh_of, scaled_sums
 from loka_jax.train.mesh.gradient_sum import GradientSum
 from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
 from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
@@ -315,6 +315,7 @@ def build(
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
+    groups = groups_alone(mesh, config.mesh)
     tables, list_sites, *_ = network(config, splits.train.schema, devices)
     spread = spread_of(
         *(mesh, config.mesh, tables, config.embedding.implementation),
@@ -343,7 +344,7 @@ def build(
         reviewer=_reviewer(config, sites, planned.performance),
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
-        row_update=_row_update(config, total_steps),
+        row_update=_row_update(config, total_steps, groups),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         spread=spread,
@@ -353,13 +354,15 @@ def build(
     params = run.template()["params"]
     summed = gradient_sum.choose(config.collectives, params, mesh.size)
     notes = (*run.plan_notes, summed.note)
+    if groups > 1 and config.optim.rows == "rowwise_adagrad":
+        notes = (*notes, scaled_sums(groups, config.optim))
     return dataclasses.replace(run, summed=summed, plan_notes=notes)
 
 
-def _row_update(config: Config, total_steps: int) -> RowUpdate:
+def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:
     optim, embedding = config.optim, config.embedding
     return RowUpdate(
-        optimizer=make_row_optimizer(optim),
+        optimizer=make_row_optimizer(optim, groups),
         learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
         l2=optim.rows_l2,
         implementation=embedding.implementation,

@@ -186,6 +186,19 @@ def used_devices(mesh: Mesh) -> str:
     )
 
 
+def groups_alone(mesh: Mesh | None, config: MeshConfig) -> int:
+    """Returns how many groups update their rows alone; 1 if none does."""
+    return mesh.shape[REPLICA] if mesh is not None and config.sync == "weights" else 1
+
+
+def scaled_sums(groups: int, optim: OptimConfig) -> str:
+    """Returns a sentence that says by what c groups divide their sums of squares."""
+    c, why = optim.rows_c, "--optim.rows-c"
+    if c is None:
+        c, why = groups, "their number"
+    return f"{groups} groups update their rows alone, by AdaGrad with c = {c:g}, {why}."
+
+
 def order_of(spec: TableSpec) -> Order:
     """Returns the order of the rows of tables over devices."""
     return Order(spec.total_rows, VIRTUAL_SHARDS)

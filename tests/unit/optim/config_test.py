@@ -104,7 +104,9 @@ def test_the_first_step_is_the_optimizers(options, expected):
 @pytest.mark.parametrize(
     "options, expected",
     [
+        (dict(), optim.RowwiseAdagrad(eps=1e-6, c=3.0)),
         (dict(rows_c=4.0), optim.RowwiseAdagrad(eps=1e-6, c=4.0)),
+        (dict(rows_lagged=True), optim.LaggedRowwiseAdagrad(eps=1e-6, c=3.0)),
         (
             dict(rows_c=4.0, rows_lagged=True),
             optim.LaggedRowwiseAdagrad(eps=1e-6, c=4.0),
@@ -114,7 +116,8 @@ def test_the_first_step_is_the_optimizers(options, expected):
     ],
 )
 def test_options_of_rows_are_those_of_the_row_optimizer(options, expected):
-    assert optim.make_row_optimizer(OptimConfig(eps=1e-6, **options)) == expected
+    config = OptimConfig(eps=1e-6, **options)
+    assert optim.make_row_optimizer(config, groups=3) == expected
 
 
 CONFIG = OptimConfig(best_by="auc", plateau_factor=0.1, plateau_patience=2)

@@ -49,6 +49,12 @@ def run_of(groups, shards, dtype="f32", **sync):
     return build_lib.build(config, None, lambda line: None)
 
 
+def trained(config):
+    """Returns a session's result, and what it has printed."""
+    output = io.StringIO()
+    return session.train(config, [], Console(file=output, width=200)), output.getvalue()
+
+
 def test_groups_differ_until_they_are_averaged():
     run = run_of(4, 2, sync="weights", sync_every=3)
     states, state = {}, run.init()
@@ -66,9 +72,9 @@ def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
     config = run_of(4, 2, sync="weights", sync_every=3).config
     loop = dataclasses.replace(config.loop, max_steps=4, save_every=4, eval_every=4)
     config = dataclasses.replace(config, loop=loop, run=RunOptions(workdir=tmp_path))
-    output = io.StringIO()
-    done = session.train(config, [], Console(file=output))
-    assert "Devices: 8 of 8, in 4 groups of 2.\n" in output.getvalue()
+    done, said = trained(config)
+    assert "Devices: 8 of 8, in 4 groups of 2.\n" in said
+    assert "4 groups update their rows alone, by AdaGrad with c = 4, their num" in said
     assert done.state is not None and are_equal(done.state)
     with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
         saved = checkpoints.newest()
@@ -78,6 +84,15 @@ def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
     want = in_order_of_rows(jax.device_get(vars(done.state)), ROWS)
     for name in ("table", "row_state"):
         chex.assert_trees_all_equal(found[name], want[name])
+    # The c of a run that goes on is that of its groups, or is given.
+    mesh = dataclasses.replace(config.mesh, replicas=2, shards=2)
+    run = RunOptions(workdir=tmp_path, resume=True)
+    for rows_c, sentence in ((None, "c = 2, their number."), (3.0, "c = 3, --optim.")):
+        optim = dataclasses.replace(config.optim, rows_c=rows_c)
+        fewer = dataclasses.replace(config, mesh=mesh, optim=optim, run=run)
+        done, said = trained(fewer)
+        assert f"2 groups update their rows alone, by AdaGrad with {sentence}" in said
+        assert done.run is not None and done.run.row_update.optimizer.c == (rows_c or 2)
 
 
 def test_a_mesh_rounds_rows_to_bfloat16_as_one_device_does():
