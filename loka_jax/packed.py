@@ -3,9 +3,10 @@
 A vector of m values, zeros after its end, is n parts of k blocks of b values. A block
 has the float32 factor `scale_inv = amax / limit`, and
 
-    code = cast(x / scale_inv),    x ~ code * scale_inv
+    code = rounded(x / scale_inv),    E[code * scale_inv] = x
 
-with the limit 127 of int8, or 448 of e4m3. A row of the packed array is a part: its
+with the limit 127 of int8, or 448 of e4m3, rounded as `unbiased` says, n being the
+number of the block in all parts. A row of the packed array is a part: its
 codes `[k b]`, then its factors `[k]`, four bytes each, the lowest first.
 
 A block with a NaN or an infinity has the factor NaN: what it is unpacked to is NaN

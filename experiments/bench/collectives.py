@@ -127,9 +127,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
     """Returns the sums by name."""
+    key = jax.random.key(0)
     sums: dict[str, Sum] = {
-        "f32": functools.partial(sum_gradients, axis_name=AXIS, wire="f32"),
-        "bf16": functools.partial(sum_gradients, axis_name=AXIS, wire="bf16"),
+        "f32": functools.partial(sum_gradients, axis_name=AXIS, wire="f32", key=key),
+        "bf16": functools.partial(sum_gradients, axis_name=AXIS, wire="bf16", key=key),
     }
     every = {*arguments.blocks, 32, 128, 256}
     blocks = sorted(every) if mib == arguments.all_blocks_at else arguments.blocks
@@ -139,6 +140,7 @@ def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
                 sums[f"{format} {provider} b{block}"] = functools.partial(
                     quantized_psum,
                     axis_name=AXIS,
+                    key=key,
                     format=format,
                     block=block,
                     implementation=provider,
@@ -237,7 +239,8 @@ def local(arguments: Arguments, mib: float) -> dict[str, Any]:
     num_bytes = {"copy": 8 * size}
     for format in ("int8", "e4m3"):
         packing = Packing(size, devices, arguments.blocks[0], format)
-        pack = jax.jit(functools.partial(xla.pack, packing=packing))
+        words = jnp.zeros(2, jnp.uint32)
+        pack = jax.jit(functools.partial(xla.pack, words=words, packing=packing))
         rows = [pack(x) for x in sets]
         # Two devices unpack both vectors, and add them up.
         pairs = [jnp.tile(x, (2, 1)) for x in rows] if devices == 2 else rows
@@ -279,14 +282,19 @@ def _providers(
     names = ("pack", "unpack")
     if packing.parts > 2:
         names = (*names, "sum_packed")
+    words = jnp.zeros(2, jnp.uint32)
+    how = {
+        name: dict(packing=packing) | ({} if name == "unpack" else dict(words=words))
+        for name in names
+    }
     runs: dict[str, Callable] = {
-        f"{name} {format} xla": functools.partial(getattr(xla, name), packing=packing)
+        f"{name} {format} xla": functools.partial(getattr(xla, name), **how[name])
         for name in names
     }
     if triton.why_not_here():
         return runs
     for name in names:
-        run = functools.partial(getattr(kernels, name), packing=packing)
+        run = functools.partial(getattr(kernels, name), **how[name])
         runs[f"{name} {format} triton"] = run
         for config in CONFIGS if arguments.configs and format == "int8" else ():
             tile = f"{config.values}x{config.num_warps}"

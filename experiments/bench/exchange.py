@@ -161,7 +161,8 @@ def _fetch(codec: Codec, provider: Implementation, on: Operands) -> jax.Array:
 
 def _give_back(codec: Codec, provider: Implementation, on: Operands) -> Any:
     payload = row_codec.gathered(
-        on.sums, on.routed.ends, codec, implementation=provider
+        *(on.sums, on.routed.ends, codec, jnp.zeros(2, jnp.uint32)),
+        implementation=provider,
     )
     received = jax.lax.all_to_all(payload, AXIS, 0, 0, tiled=True)
     return row_codec.decode(received, codec, on.sums.shape[-1])

@@ -7,7 +7,8 @@
     all_gather, unpacked
 
 Two collectives and two roundings, whatever n is; every device unpacks the same bytes,
-so that all end with equal bits. A ring would round n times.
+so that all end with equal bits. A ring would round n times. Roundings are right on
+average (`unbiased`): a small gradient beside one that is much larger arrives.
 
 Two devices send each other all of their codes, in one all_gather, and add up what they
 unpack: as many bytes, rounded once.
@@ -17,6 +18,7 @@ References:
     Learning Acceleration. arXiv 2506.17615.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable
 from typing import Literal
@@ -24,7 +26,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, UInt32
 
 from loka_jax import xla
 from loka_jax.ops.kernels import by_kernel
@@ -32,13 +34,14 @@ from loka_jax.ops.mesh_axes import manual_axes, tracks_varying
 from loka_jax.packed import Format, Packing
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import packed as _triton
+from loka_jax.unbiased import words_of
 
 type AxisName = Hashable | tuple[Hashable, ...]
 # How the gradients of a step travel.
 Wire = Literal["f32", "bf16", "int8"]
 
 
-def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire) -> PyTree:
+def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire, key: Array) -> PyTree:
     """Returns gradients summed over devices, in their dtypes and equal on all devices.
 
     A tree is summed as one array.
@@ -50,9 +53,10 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire) -> PyTree:
         axis_name: of the mesh, one or several.
         wire: "f32" and "bf16" are XLA's sums of arrays of that dtype; "int8" is
             `quantized_psum`. `dispatch.gradient_wire` chooses among them.
+        key: of this step, for "int8".
     """
     if wire == "int8":
-        return quantized_psum(tree, axis_name)
+        return quantized_psum(tree, axis_name, key)
     if wire not in ("f32", "bf16"):
         raise ValueError(f"{wire=} must be 'f32', 'bf16' or 'int8'.")
     dtype = jnp.bfloat16 if wire == "bf16" else jnp.float32
@@ -64,6 +68,7 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire) -> PyTree:
 def quantized_psum(
     x: PyTree,
     axis_name: AxisName,
+    key: Array,
     *,
     format: Format = "int8",
     block: int = 128,
@@ -71,11 +76,12 @@ def quantized_psum(
 ) -> PyTree:
     """Returns the sum over devices of an array, or of each of a tree of them.
 
-    Rounded twice, by two devices once. An int8 block of b values has the noise of a
-    step `amax / 127`, after r roundings a ratio of `10 lg(12 127^2 / (r k^2))` dB to
-    the signal, k = E[amax] / sigma of a block: 40.8 dB for normal values, b = 128 and
-    r = 2. Every array begins a block, so that small values never share one with another
-    array's large ones.
+    Rounded twice, by two devices once, each time to one of two neighbouring codes by
+    chance, so that over all keys the mean is the sum. An int8 block of b values has the
+    noise of a step `amax / 127`, after r roundings a ratio of
+    `10 lg(6 127^2 / (r k^2))` dB to the signal, k = E[amax] / sigma of a block: 37.8 dB
+    for normal values, b = 128 and r = 2. Every array begins a block, so that small
+    values never share one with another array's large ones.
 
     A value that is not finite makes its block NaN. There is no derivative. On one
     device nothing is rounded.
@@ -84,11 +90,13 @@ def quantized_psum(
     `check_vma`. Mark the parameters, so that each device keeps its own gradients:
 
         w = jax.lax.pcast(w, axis_name, to="varying")
-        gradients = quantized_psum(jax.grad(loss)(w), axis_name)
+        gradients = quantized_psum(jax.grad(loss)(w), axis_name, key)
 
     Args:
         x: float32 or bfloat16, as its sum is; other floats go as float32.
         axis_name: of the mesh, one or several.
+        key: of `jax.random`, the same on all devices and another one in each step: with
+            one key for all steps what is lost in one is lost in all.
         format: of the codes; int8 has 12 dB less noise than e4m3.
         block: values that share a float32 factor: 32, 64, 128 or 256.
         implementation: "triton" requires its kernels; "xla"; None is Triton if it is
@@ -115,7 +123,8 @@ def quantized_psum(
     provider = chosen(implementation, _triton.why_not(packing, flat.dtype))
     if devices == 1:
         return jax.tree.map(lambda y: jax.lax.psum(_undifferentiated(y), axis_name), x)
-    total = _sum(_undifferentiated(flat), axis_name, packing, provider)
+    words = words_of(key, axis_name, 2)
+    total = _sum(_undifferentiated(flat), words, axis_name, packing, provider)
     sums = [
         total[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)
         for start, leaf in zip(starts, leaves, strict=True)
@@ -156,24 +165,26 @@ def _joined(leaves: list[Array], block: int) -> tuple[Float[Array, "m"], list[in
 
 def _sum(
     x: Float[Array, "m"],
+    words: UInt32[Array, "2 2"],
     axis_name: AxisName,
     packing: Packing,
     provider: Implementation,
 ) -> Float[Array, "m"]:
     kernels = _triton if provider == "triton" else xla
 
-    def run(function: Callable, operand: Array, *rest) -> Array:
+    def run(function: Callable, *operands: Array, **static) -> Array:
+        function = functools.partial(function, packing=packing, **static)
         if provider == "xla":
-            return function(operand, packing, *rest)
-        return by_kernel(lambda y: function(y, packing, *rest), operand)
+            return function(*operands)
+        return by_kernel(function, *operands)
 
-    sent = run(kernels.pack, x)
+    sent = run(kernels.pack, x, words[0])
     if packing.parts > 2:
         received = jax.lax.all_to_all(sent, axis_name, 0, 0, tiled=True)
-        sent = run(kernels.sum_packed, received)
+        sent = run(kernels.sum_packed, received, words[1])
     # Not marked as varying: all devices have the same.
     gathered = jax.lax.all_gather(sent, axis_name, tiled=True, to="invarying")
-    return run(kernels.unpack, gathered, x.dtype)
+    return run(kernels.unpack, gathered, dtype=x.dtype)
 
 
 @jax.custom_jvp

@@ -175,6 +175,7 @@ def give_back(
     grads: Float[Array, "N D"],
     codec: Codec,
     axis: str,
+    words: UInt32[Array, "2"],
     *,
     replicas: str | None = None,
     implementation: Implementation | None = None,
@@ -189,11 +190,12 @@ def give_back(
         grads: a gradient for each id.
         codec: of the sums on the wire.
         axis: as in `route`.
+        words: of this step and device, which decide how codes of 8 bits are rounded.
         replicas: the mesh axis over which the table is replicated, each replica with
             ids of its own; all of them get what each got. None if there is one.
         implementation: as in `embedding.sum_by_row`.
     """
-    payload = summed(routed, grads, codec, implementation=implementation)
+    payload = summed(routed, grads, codec, words, implementation=implementation)
     return arrived(swapped(payload, axis), routed, codec, grads.shape[-1], replicas)
 
 
@@ -201,6 +203,7 @@ def summed(
     routed: Routed,
     grads: Float[Array, "N D"],
     codec: Codec,
+    words: UInt32[Array, "2"],
     *,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "L w"]:
@@ -208,8 +211,9 @@ def summed(
     sums = embedding.sum_sorted(
         routed.sorted_slots, routed.order, grads, implementation=implementation
     )
+    # Rounded by their places among all sums, which no capacity changes.
     return row_codec.gathered(
-        sums.grads, routed.ends, codec, implementation=implementation
+        sums.grads, routed.ends, codec, words, implementation=implementation
     )
 
 

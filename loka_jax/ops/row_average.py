@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from loka_jax.ops import embedding, row_codec
 from loka_jax.ops.embedding import BAD_ID
@@ -85,6 +85,7 @@ def average(
     before: Remembered,
     codec: Codec,
     axis: str,
+    words: UInt32[Array, "2"],
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "P D"], PyTree]:
@@ -96,6 +97,7 @@ def average(
         before: from `distinct`: all rows that this replica has changed.
         codec: of the changes of rows on the wire. Those of the state are float32.
         axis: the mesh axis of the replicas.
+        words: of this step and device, which decide how codes of 8 bits are rounded.
         implementation: as in `embedding.sum_by_row`.
     """
     old = before.table, before.state
@@ -103,7 +105,8 @@ def average(
     table_change, state_change = jax.tree.map(
         lambda now, then: now.astype(jnp.float32) - then.astype(jnp.float32), now, old
     )
-    payload = jax.lax.all_gather(row_codec.encode(table_change, codec), axis)
+    payload = row_codec.encode(table_change, codec, (words, before.rows))
+    payload = jax.lax.all_gather(payload, axis)
     rows, state_change = jax.tree.map(
         lambda x: jax.lax.all_gather(x, axis, tiled=True), (before.rows, state_change)
     )

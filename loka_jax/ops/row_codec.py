@@ -11,6 +11,10 @@ has no collective for them, and integers travel as they are.
 of L lists of C rows of D values: w is the width. Scales are powers of two, so that
 decoding is exact in bfloat16. Rows that are not finite come back as infinities and NaN,
 whatever the codec. Triton's kernels gather and encode, or decode and spread, at once.
+
+Codes of rows that are only read are the nearest. Those of gradients and changes, which
+are added up step after step, are right on average (`unbiased`): to the nearest, what is
+less than a 254th of its row's largest value would never arrive.
 """
 
 import functools
@@ -19,9 +23,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from loka_jax import fp8
+from loka_jax import fp8, unbiased
 from loka_jax.fp8 import E4M3
 from loka_jax.ops import embedding
 from loka_jax.ops.kernels import by_kernel
@@ -43,6 +47,7 @@ def gathered(
     rows: Float[Array, "R D"],
     ids: Int[Array, "L C"],
     codec: Codec,
+    words: UInt32[Array, "2"] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "L w"]:
@@ -52,6 +57,8 @@ def gathered(
         rows: float32 or bfloat16.
         ids: of the rows; those that are out of range, such as `BAD_ID`, have none.
         codec: of the payload.
+        words: decide with the ids how codes of 8 bits are rounded; None rounds to the
+            nearest.
         implementation: as in `embedding.sum_by_row`; all have the same bits of finite
             rows.
 
@@ -61,8 +68,9 @@ def gathered(
     why_not = _triton.why_not(codec, ids.size, rows.shape[1], rows.dtype)
     if chosen(implementation, why_not) == "triton":
         run = functools.partial(_triton.encode, codec=codec)
-        return by_kernel(run, rows, ids)
-    return encode(embedding.lookup(rows, ids), codec)
+        return by_kernel(run, rows, ids, words)
+    found = embedding.lookup(rows, ids)
+    return encode(found, codec, None if words is None else (words, ids))
 
 
 def spread(
@@ -94,8 +102,19 @@ def spread(
     return embedding.lookup(decode(payload, codec, dim).reshape(-1, dim), slots)
 
 
-def encode(rows: Float[Array, "*L C D"], codec: Codec) -> Shaped[Array, "*L w"]:
-    """Returns the payload of lists of rows."""
+def encode(
+    rows: Float[Array, "*L C D"],
+    codec: Codec,
+    rounding: tuple[UInt32[Array, "2"], Int[Array, "*L C"]] | None = None,
+) -> Shaped[Array, "*L w"]:
+    """Returns the payload of lists of rows.
+
+    Args:
+        rows: of the lists.
+        codec: of the payload.
+        rounding: words and a number of each row, which decide how codes of 8 bits are
+            rounded; None rounds to the nearest.
+    """
     width = rows.shape[-2] * rows.shape[-1]
     flat = rows.reshape(*rows.shape[:-2], width)
     if codec == "f32":
@@ -104,13 +123,15 @@ def encode(rows: Float[Array, "*L C D"], codec: Codec) -> Shaped[Array, "*L w"]:
         return jax.lax.bitcast_convert_type(flat.astype(jnp.bfloat16), jnp.uint16)
     rows = rows.astype(jnp.float32)
     amax = fp8.amax(rows, (-1,))
-    if codec == "e4m3":
-        scale_inv = fp8.compute_scale_inv(amax, E4M3)
-        codes = fp8.cast(rows, scale_inv, E4M3).data
+    is_e4m3 = codec == "e4m3"
+    limit = fp8.fp8_max(E4M3) if is_e4m3 else _INT8_MAX
+    scale_inv = fp8.compute_scale_inv(amax, E4M3) if is_e4m3 else _int8_scale_inv(amax)
+    scaled = jnp.clip(rows / scale_inv, -limit, limit)
+    if rounding is not None:
+        u = unbiased.uniform(*rounding, rows.shape[-1])
+        codes = (unbiased.to_e4m3 if is_e4m3 else unbiased.to_int8)(scaled, u)
     else:
-        scale_inv = _int8_scale_inv(amax)
-        scaled = jnp.round(rows / scale_inv)
-        codes = jnp.clip(scaled, -_INT8_MAX, _INT8_MAX).astype(jnp.int8)
+        codes = scaled.astype(E4M3) if is_e4m3 else jnp.round(scaled).astype(jnp.int8)
     bits = jax.lax.bitcast_convert_type(scale_inv, jnp.uint32) >> np.uint32(23)
     exponent = jnp.where(jnp.isfinite(amax), bits, np.uint32(255)).astype(jnp.uint8)
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(flat.shape)

@@ -13,13 +13,10 @@ together, or multiples of some number, spread evenly. With S = 1, p = g.
 Rows are pairs (q, g mod S) and places pairs (v, q), so that all is 32-bit arithmetic
 for up to 2^39 rows. The functions take numpy arrays or JAX's, of unsigned 32-bit
 integers.
-
-References:
-    Appleby: MurmurHash3, the finalizer of 32 bits.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +25,9 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from loka_jax.ops.tables import TableSpec
+from loka_jax.unbiased import Words, hash32
 
 VIRTUAL_SHARDS = 256  # S of tables over several devices; a power of two
-
-type Words = Any  # uint32 arrays, of numpy or of JAX
 
 
 class Order(NamedTuple):
@@ -54,15 +50,6 @@ class Order(NamedTuple):
     def places(self) -> int:
         """The number of places; some are no row's unless S divides R."""
         return self.shards * self.depth
-
-
-def hash32(x: Words) -> Words:
-    """Returns a well mixed hash of each integer, bijectively."""
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(0x85EBCA6B)
-    x = x ^ (x >> np.uint32(13))
-    x = x * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
 
 
 def shard_of(q: Words, remainder: Words, shards: int) -> Words:

@@ -35,9 +35,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from loka_jax.ops.row_order import Order, hash32, remainder_of
+from loka_jax.ops.row_order import Order, remainder_of
+from loka_jax.unbiased import hash32, lane_bits
 
-_GOLDEN = np.uint32(0x9E3779B9)  # 2^32 over the golden ratio: lanes lie far apart
 _LOWER = np.uint32(0xFFFF)
 
 
@@ -104,8 +104,7 @@ def random_bits(
     low = (q << np.uint32(shift)) | remainder_of(v, q, rounding.shards)
     high = q >> np.uint32(32 - shift) if shift else np.uint32(0)
     of_row = hash32((hash32(low ^ k0) + high) ^ k1)
-    lanes = jnp.arange(dim, dtype=jnp.uint32) * _GOLDEN
-    return hash32(of_row[:, None] + lanes[None, :]) >> np.uint32(16)
+    return lane_bits(of_row, dim) >> np.uint32(16)
 
 
 def round_by(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt8, UInt32
 
 from loka_jax.packed import Packing
 from loka_jax.triton.launch import launch, require_triton
@@ -54,9 +54,15 @@ def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
 
 
 def pack(
-    x: Float[Array, "m"], packing: Packing, *, config: TuningConfig = PACK
+    x: Float[Array, "m"],
+    words: UInt32[Array, "2"],
+    packing: Packing,
+    *,
+    config: TuningConfig = PACK,
 ) -> UInt8[Array, "n w"]:
     """Returns the packed parts of a float32 or bfloat16 vector.
+
+    Words decide how they are rounded.
 
     Raises:
         ValueError: if the vector is not served (see `why_not`).
@@ -65,14 +71,18 @@ def pack(
     _check("pack", packing, x.dtype)
     from loka_jax.triton import packed_kernel  # not above: it imports Triton
 
-    out = _rows(packing.parts, packing)
-    blocks = packing.parts * packing.blocks
-    (packed,) = _run(packed_kernel.pack_kernel, x, out, blocks, packing, config)
+    out, operands = _rows(packing.parts, packing), (x, words)
+    blocks, kernel = packing.parts * packing.blocks, packed_kernel.pack_kernel
+    (packed,) = _run(kernel, operands, out, blocks, packing, config)
     return packed
 
 
 def sum_packed(
-    packed: UInt8[Array, "n w"], packing: Packing, *, config: TuningConfig = SUM
+    packed: UInt8[Array, "n w"],
+    words: UInt32[Array, "2"],
+    packing: Packing,
+    *,
+    config: TuningConfig = SUM,
 ) -> UInt8[Array, "1 w"]:
     """Returns the packed sum of n packed parts, added up in float32 in their order.
 
@@ -83,7 +93,8 @@ def sum_packed(
     from loka_jax.triton import packed_kernel
 
     out, blocks = _rows(1, packing), packing.blocks
-    (total,) = _run(packed_kernel.sum_kernel, packed, out, blocks, packing, config)
+    operands, kernel = (packed, words), packed_kernel.sum_kernel
+    (total,) = _run(kernel, operands, out, blocks, packing, config)
     return total
 
 
@@ -109,7 +120,7 @@ def unpack(
     blocks = packing.parts * packing.blocks
     vectors = len(packed) // packing.parts
     kernel = packed_kernel.unpack_kernel
-    (x,) = _run(kernel, packed, out, blocks, packing, config, vectors=vectors)
+    (x,) = _run(kernel, (packed,), out, blocks, packing, config, vectors=vectors)
     return x
 
 
@@ -119,7 +130,7 @@ def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
 
 def _run(
     kernel: Any,
-    operand: Array,
+    operands: tuple[Array, ...],
     out: jax.ShapeDtypeStruct,
     blocks: int,
     packing: Packing,
@@ -130,7 +141,7 @@ def _run(
     tile = config.values // packing.block
     return launch(
         kernel,
-        operand,
+        *operands,
         outputs=[out],
         grid=-(-blocks // tile),
         num_warps=config.num_warps,

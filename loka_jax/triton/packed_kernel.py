@@ -16,13 +16,12 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from loka_jax.triton.unbiased_kernel import to_e4m3, to_int8, uniform
+
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 _INFINITY = tl.constexpr(0x7F800000)  # from here on bits are infinite or NaN
 _TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
 _SCALE_BYTES = tl.constexpr(4)
-# Added to a float32 of at most 2^22 it leaves the nearest integer, ties to even, in the
-# lowest bits, in two's complement.
-_ROUND = tl.constexpr(1.5 * 2**23)
 _MAX_UNROLLED = tl.constexpr(8)
 
 
@@ -30,6 +29,7 @@ _MAX_UNROLLED = tl.constexpr(8)
 @no_type_check
 def pack_kernel(
     x,
+    words,
     packed,
     size: tl.constexpr,
     parts: tl.constexpr,
@@ -43,13 +43,14 @@ def pack_kernel(
     number = tl.program_id(0) * tile + tl.arange(0, tile)
     at = number.to(tl.int64)[:, None] * block + tl.arange(0, block)
     values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    _store(packed, values, number, parts, blocks, block, is_int8, limit)
+    _store(packed, values, words, number, parts, blocks, block, is_int8, limit)
 
 
 @triton.jit
 @no_type_check
 def sum_kernel(
     packed,
+    words,
     total,
     size: tl.constexpr,
     parts: tl.constexpr,
@@ -66,7 +67,7 @@ def sum_kernel(
     for part in tl.range(1, parts, loop_unroll_factor=unrolled):
         row = packed + tl.cast(part, tl.int64) * (blocks * (block + _SCALE_BYTES))
         values += _load(row, number, 1, blocks, block, is_int8)
-    _store(total, values, number, 1, blocks, block, is_int8, limit)
+    _store(total, values, words, number, 1, blocks, block, is_int8, limit)
 
 
 @triton.jit
@@ -134,6 +135,7 @@ def _load(
 def _store(
     packed,
     values,
+    words,
     number,
     parts: tl.constexpr,
     blocks: tl.constexpr,
@@ -149,13 +151,10 @@ def _store(
     scale = tl.div_rn(tl.zeros_like(amax) + limit, tl.maximum(amax, 2 * limit * _TINY))
     scale_inv = tl.div_rn(tl.zeros_like(amax) + 1.0, scale)
     scale_inv = tl.where(bits < _INFINITY, scale_inv, float("nan"))
-    scaled = values * scale[:, None]
-    # NaN stays NaN in e4m3; in int8 its block's factor says so.
-    scaled = tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    if is_int8:
-        codes = (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
-    else:
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # Of what is not finite the factor says so, whatever the codes are.
+    scaled = tl.clamp(values * scale[:, None], -limit, limit)
+    u = uniform(words, number, tl.arange(0, block))
+    codes = to_int8(scaled, u) if is_int8 else to_e4m3(scaled, u)
     at, scales = _places(packed, number, parts, blocks, block)
     exists = number < parts * blocks
     tl.store(at, codes, mask=exists[:, None])

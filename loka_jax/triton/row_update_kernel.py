@@ -24,6 +24,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from loka_jax.triton.unbiased_kernel import hash32
+
 _BAD_ID = tl.constexpr(2**31 - 1)  # as in ops/embedding.py
 _NO_ID = tl.constexpr(-1)  # before the first and after the last entry
 
@@ -203,21 +205,12 @@ def _random_bits(id, d, words, depth: tl.constexpr, shards: tl.constexpr):
     """Returns uniform integers below 2^16: `random_bits` of `ops.row_rounding`."""
     v = tl.load(words + 2) + (id // depth).to(tl.uint32)
     q = (id % depth).to(tl.uint32)
-    low = q * shards + ((v - _hash32(q)) & (shards - 1))
-    of_row = _hash32(low ^ tl.load(words))
+    low = q * shards + ((v - hash32(q)) & (shards - 1))
+    of_row = hash32(low ^ tl.load(words))
     if shards > 1:
         of_row += (q.to(tl.uint64) * shards >> 32).to(tl.uint32)
-    of_row = _hash32(of_row ^ tl.load(words + 1))
-    return _hash32(of_row[:, None] + d.to(tl.uint32) * 0x9E3779B9) >> 16
-
-
-@triton.jit
-@no_type_check
-def _hash32(x):
-    """Returns the finalizer of MurmurHash3 of uint32 values."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
+    of_row = hash32(of_row ^ tl.load(words + 1))
+    return hash32(of_row[:, None] + d.to(tl.uint32) * 0x9E3779B9) >> 16
 
 
 @triton.jit

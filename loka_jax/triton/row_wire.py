@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from loka_jax.triton.launch import launch, power_of_two, require_triton
 
@@ -60,8 +60,9 @@ def why_not(codec: str, slots: int, dim: int, dtype: DTypeLike) -> str | None:
 def encode(
     rows: Float[Array, "R D"],
     ids: Int[Array, "L C"],
-    codec: str,
+    words: UInt32[Array, "2"] | None = None,
     *,
+    codec: str,
     config: TuningConfig = CONFIG,
 ) -> Shaped[Array, "L w"]:
     """Returns the payload of the rows of some ids, of zeros for ids of no row.
@@ -69,6 +70,7 @@ def encode(
     Args:
         rows: float32 or bfloat16.
         ids: of the rows, int32.
+        words: decide with the ids how codes are rounded; None rounds to the nearest.
         codec: of the payload.
         config: of the launch.
 
@@ -86,7 +88,7 @@ def encode(
     tile = _tile(dim, config)
     (payload,) = launch(
         row_wire_kernel.encode_kernel,
-        *(rows, ids),
+        *(rows, ids, ids if words is None else words),
         outputs=[jax.ShapeDtypeStruct((lists, width), dtype)],
         grid=lists * -(-capacity // tile),
         num_warps=config.num_warps,
@@ -99,6 +101,7 @@ def encode(
             tile=tile,
             tile_dim=power_of_two(dim),
             codec=codec,
+            is_unbiased=words is not None,
         ),
     )
     if codec == "bf16":

@@ -15,6 +15,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from loka_jax.triton.unbiased_kernel import to_e4m3, to_int8, uniform
+
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 _EXPONENT = tl.constexpr(0x7F800000)  # its exponent; from here on infinite or NaN
 _MANTISSA_BITS = tl.constexpr(23)
@@ -32,6 +34,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 def encode_kernel(
     rows,
     ids,
+    words,  # that decide how codes are rounded, or anything
     payload,
     num_rows: tl.constexpr,
     capacity: tl.constexpr,
@@ -40,6 +43,7 @@ def encode_kernel(
     tile: tl.constexpr,
     tile_dim: tl.constexpr,
     codec: tl.constexpr,
+    is_unbiased: tl.constexpr,
 ):
     """Writes the payload of the rows that lists ask for, zeros for other ids."""
     tiles: tl.constexpr = (capacity + tile - 1) // tile
@@ -59,7 +63,14 @@ def encode_kernel(
     if codec == "bf16":
         tl.store(at, x.to(payload.dtype.element_ty), mask=inside)
     else:
-        codes, exponent = _coded(x, codec)
+        scaled, exponent = _scaled(x, codec)
+        if is_unbiased:
+            u = uniform(words, id, d)
+            codes = to_int8(scaled, u) if codec == "int8" else to_e4m3(scaled, u)
+        elif codec == "int8":
+            codes = (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+        else:
+            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         tl.store(at, codes, mask=inside)
         # The exponents of a list follow all of its codes.
         tl.store(start + capacity * dim + entry, exponent, mask=exists)
@@ -105,8 +116,8 @@ def decode_kernel(
 
 @triton.jit
 @no_type_check
-def _coded(x, codec: tl.constexpr):
-    """Returns codes of rows, uint8, and the exponents of their scales.
+def _scaled(x, codec: tl.constexpr):
+    """Returns rows over their scales, and the exponents of these.
 
     255 for a row that is not finite.
     """
@@ -123,7 +134,6 @@ def _coded(x, codec: tl.constexpr):
         scale_inv = bits.to(tl.float32, bitcast=True)
         scaled = tl.div_rn(x, tl.zeros_like(x) + scale_inv[:, None])
         scaled = tl.clamp(scaled, -_INT8_MAX, _INT8_MAX)
-        codes = (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
     else:
         # The largest power of two that takes the amax to 448 or less.
         limit = tl.zeros_like(amax) + _E4M3_MAX
@@ -132,6 +142,5 @@ def _coded(x, codec: tl.constexpr):
         scale = scale_bits.to(tl.float32, bitcast=True)
         bits = _INVERSE - scale_bits  # of 1 / scale
         scaled = tl.clamp(x * scale[:, None], -_E4M3_MAX, _E4M3_MAX)
-        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     exponent = tl.where(is_finite, bits >> _MANTISSA_BITS, 255)
-    return codes, exponent.to(tl.uint8)
+    return scaled, exponent.to(tl.uint8)

@@ -9,24 +9,29 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt8, UInt32
 
-from loka_jax import fp8
+from loka_jax import fp8, unbiased
 from loka_jax.fp8 import E4M3
 from loka_jax.packed import SCALE_BYTES, Packing
 
 
-def pack(x: Float[Array, "m"], packing: Packing) -> UInt8[Array, "n w"]:
-    """Returns the packed parts of a vector."""
+def pack(
+    x: Float[Array, "m"], words: UInt32[Array, "2"], packing: Packing
+) -> UInt8[Array, "n w"]:
+    """Returns the packed parts of a vector; words decide how they are rounded."""
     padding = packing.parts * packing.part - packing.size
     x = jnp.pad(x.astype(jnp.float32), (0, padding))
-    return _pack(x.reshape(packing.parts, packing.blocks, packing.block), packing)
+    x = x.reshape(packing.parts, packing.blocks, packing.block)
+    return _pack(x, words, packing)
 
 
-def sum_packed(packed: UInt8[Array, "n w"], packing: Packing) -> UInt8[Array, "1 w"]:
+def sum_packed(
+    packed: UInt8[Array, "n w"], words: UInt32[Array, "2"], packing: Packing
+) -> UInt8[Array, "1 w"]:
     """Returns the packed sum of n packed parts, added up in float32 in their order."""
     total = functools.reduce(jnp.add, _unpack(packed, packing))
-    return _pack(total[None], packing)
+    return _pack(total[None], words, packing)
 
 
 def unpack(
@@ -42,22 +47,21 @@ def unpack(
     return total.ravel()[: packing.size].astype(dtype)
 
 
-def _pack(blocks: Float[Array, "p k b"], packing: Packing) -> UInt8[Array, "p w"]:
+def _pack(
+    blocks: Float[Array, "p k b"], words: UInt32[Array, "2"], packing: Packing
+) -> UInt8[Array, "p w"]:
     amax = fp8.amax(blocks, (2,))
     # As in `fp8.compute_scale_inv`: no scale overflows, no factor is subnormal.
     floor = 2 * packing.limit * float(jnp.finfo(jnp.float32).tiny)
     scale = packing.limit / jnp.maximum(amax, floor)
     scale_inv = jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
-    codes = _cast(blocks * scale, packing)
+    scaled = jnp.clip(blocks * scale, -packing.limit, packing.limit)
+    numbers = jnp.arange(amax.size, dtype=jnp.int32).reshape(amax.shape[:2])
+    u = unbiased.uniform(words, numbers, packing.block)
+    is_int8 = packing.format == "int8"
+    codes = (unbiased.to_int8 if is_int8 else unbiased.to_e4m3)(scaled, u)
     parts = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (codes, scale_inv))
     return jnp.concatenate([x.reshape(len(blocks), -1) for x in parts], axis=1)
-
-
-def _cast(scaled: Float[Array, "p k b"], packing: Packing) -> Array:
-    if packing.format == "e4m3":
-        return fp8.saturate(scaled, E4M3)
-    limit = packing.limit
-    return jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int8)
 
 
 def _unpack(packed: UInt8[Array, "p w"], packing: Packing) -> Float[Array, "p k b"]:

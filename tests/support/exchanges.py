@@ -8,6 +8,7 @@ from loka_jax.ops import embedding, exchange, row_order
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import TableSpec
+from loka_jax.unbiased import words_of
 
 BATCH, DIM = 64, 4
 SPEC = TableSpec(rows=(500, 3, 900), dim=DIM)
@@ -17,7 +18,7 @@ EXACT = BATCH * 3  # no list is longer than this
 CASES = ("any", "one row", "multiples of the devices", "one owner", "bad")
 
 
-def step(table, ids, weights, grads, *, capacity, replicas=None):
+def step(table, ids, weights, grads, *, capacity, replicas=None, codec="f32"):
     """Returns the rows of ids, sums of gradients, how often each came, and the need."""
     places = row_order.places_of_ids(SPEC, ids, ORDER)
     places = places.where(weights[:, None] > 0, ORDER.shards)
@@ -29,7 +30,10 @@ def step(table, ids, weights, grads, *, capacity, replicas=None):
     rows = embedding.lookup(got, routed.slots).reshape(*ids.shape, DIM)
     rows = jnp.where(rows == each, rows, jnp.nan)
     flat = grads.reshape(-1, DIM)
-    given, sums = exchange.give_back(routed, flat, "f32", "shard", replicas=replicas)
+    words = words_of(jax.random.key(0), "shard", 1)[0]
+    how = dict(replicas=replicas)
+    given, sums = exchange.give_back(routed, flat, codec, "shard", words, **how)
+    sums = sums.astype(table.dtype)
     total = jnp.zeros_like(table).at[given].add(sums, mode="drop")
     times = jnp.zeros(len(table)).at[given].add(1.0, mode="drop")
     return rows, total, times, need

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LAYERS = """
 terminal
 fp8 quality jsonfile options cache_folder saved_format
+unbiased
 commands
 recipe normed packed maxima launch server
 scaling site tails report

@@ -64,6 +64,9 @@ from loka_jax.train.step import (
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, projected, regrouped, split
 from loka_jax.triton import Implementation
+from loka_jax.unbiased import words_of
+
+_ROUNDING = 2**31 - 1  # folded into the key of a step, as no device's number is
 
 
 class StepOptions(NamedTuple):
@@ -124,8 +127,9 @@ def make_mesh_train_step(
             how = wire, row_update.implementation
             parts = network, tables, state, batch, routed
             rows, arrived = _fetch(*parts, how, to_send)
-        key = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
-        key = jax.random.fold_in(key, jax.lax.axis_index(AXES))
+        of_step = jax.random.fold_in(jax.random.key(options.dropout_seed), state.step)
+        key = jax.random.fold_in(of_step, jax.lax.axis_index(AXES))
+        of_sum, of_rows = jax.random.split(jax.random.fold_in(of_step, _ROUNDING))
         with merging_over_devices():
             loss, logits, batch_stats, grads = gradients(
                 state, batch, rows, key, routed.total_weight
@@ -134,7 +138,8 @@ def make_mesh_train_step(
             seen = _seen(state, logits, batch)
         with jax.named_scope("merge"):
             merged = _merge(
-                (loss, batch_stats, seen, few), grads, batch, gradients_wire
+                *((loss, batch_stats, seen, few), grads, batch, gradients_wire),
+                of_sum,
             )
 
         grad_norm = global_norm(merged.params)
@@ -159,7 +164,8 @@ def make_mesh_train_step(
             proposed["probe"] = merge_stats(state.probe, stats, probe)
         with jax.named_scope("update_rows"):
             table, row_state, before = _update_tables(
-                tables, state, batch, routed, grads.rows, (row_update, wire, is_finite)
+                *(tables, state, batch, routed, grads.rows),
+                (row_update, wire, is_finite, words_of(of_rows, AXES, 2)),
             )
         after = dataclasses.replace(
             state,
@@ -265,7 +271,7 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
 
     Before it only what groups have yet to average, None without.
     """
-    row_update, wire, enabled = how
+    row_update, wire, enabled, words = how
     lr = rows_lr(row_update, state)
     weights = jnp.asarray(batch.weights)
     has_replicas = jax.lax.axis_size(REPLICA) > 1
@@ -278,6 +284,7 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
             route,
             grads.reshape(-1, spec.dim),
             wire.wire_gradients,
+            words[0],
             implementation=row_update.implementation,
         )
 
@@ -287,6 +294,7 @@ def _update_tables(tables: Tables, state, batch: Batch, routed, row_grads, how):
             REPLICA if has_replicas and not is_alone else None,
         )
         if is_alone:
+            how = row_update, wire, enabled, words[1]
             return update_alone(table, row_state, touched, how, lr)
         order = order_of(spec)
         shards = order.shards // jax.lax.axis_size(SHARD)
@@ -307,7 +315,9 @@ def _seen(state: TrainState, logits: Array, batch: Batch) -> metrics.MetricState
     return metrics.update(metrics.init_like(state.metrics), logits, labels, weights)
 
 
-def _merge(parts: tuple, grads: Gradients, batch: Batch, wire: Wire) -> _Merged:
+def _merge(
+    parts: tuple, grads: Gradients, batch: Batch, wire: Wire, key: Array
+) -> _Merged:
     """Returns what the devices have together, by one sum and one maximum.
 
     By two sums if gradients do not travel in float32.
@@ -317,6 +327,7 @@ def _merge(parts: tuple, grads: Gradients, batch: Batch, wire: Wire) -> _Merged:
         grads: of the examples of this device.
         batch: its part of the batch.
         wire: how dense gradients travel.
+        key: of the step, for those that are rounded.
     """
     loss, batch_stats, seen, few = parts
     count = jax.lax.axis_size(AXES)
@@ -329,7 +340,7 @@ def _merge(parts: tuple, grads: Gradients, batch: Batch, wire: Wire) -> _Merged:
     if wire == "f32":
         rest, params = _sum((rest, params))
     else:
-        rest, params = _sum(rest), sum_gradients(params, AXES, wire)
+        rest, params = _sum(rest), sum_gradients(params, AXES, wire, key)
     loss, batch_stats, seen, bad, total = rest
     few = few_numbers.from_sum(total, few)
     fp8 = _maximum(grads.fp8) if jax.tree.leaves(grads.fp8) else grads.fp8

@@ -43,6 +43,7 @@ from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import update_table
 from loka_jax.train.tables.stacks import by_stack, regrouped
+from loka_jax.unbiased import words_of
 
 _ROWS = P(SHARD)
 
@@ -56,10 +57,11 @@ def update_alone(table, row_state, touched, how, lr):
         table: this device's part of it.
         row_state: of the row optimizer.
         touched: rows [K, C], and their gradients from this group.
-        how: row update, wire, and whether the step is taken.
+        how: row update, wire, whether the step is taken, and words that decide how
+            changes of rows are rounded on the wire.
         lr: learning rate of the rows.
     """
-    row_update, wire, enabled = how
+    row_update, wire, enabled, words = how
     rows, grads = touched
     rows = jnp.where(enabled, rows.reshape(-1), BAD_ID)
     grads = grads.reshape(-1, grads.shape[-1]).astype(jnp.float32)
@@ -71,7 +73,7 @@ def update_alone(table, row_state, touched, how, lr):
     before, _ = row_average.distinct([before], len(table))
     implementation = row_update.implementation
     averaged = row_average.average(
-        *(table, row_state, before, wire.wire_gradients, REPLICA),
+        *(table, row_state, before, wire.wire_gradients, REPLICA, words),
         implementation=implementation,
     )
     return *averaged, None
@@ -139,7 +141,7 @@ class RowSync:
             self._enough, self._tables, self.capacity, jax.device_get(need), before
         )
         table, row_state = self._average(
-            self.capacity, state.table, state.row_state, before
+            self.capacity, state.table, state.row_state, before, state.step
         )
         return dataclasses.replace(state, table=table, row_state=row_state)
 
@@ -172,20 +174,24 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
         mesh, tables: of the run.
         average: `row_average.average`.
         capacity: entries of a list that are used, by stack.
-        parts: tables, states and lists.
+        parts: tables, states, lists, and the number of the step.
     """
 
-    def one(_, capacity: int, table, state, before: Remembered):
-        before = jax.tree.map(lambda x: x[:capacity], before)
-        return average(table, state, before)
+    def every(*parts_and_step):
+        *parts, step = parts_and_step
+        key = jax.random.fold_in(jax.random.key(0), step)
+        (words,) = words_of(key, AXES, 1)
 
-    def every(*parts):
+        def one(_, capacity: int, table, state, before: Remembered):
+            before = jax.tree.map(lambda x: x[:capacity], before)
+            return average(table, state, before, words=words)
+
         return regrouped(tables, by_stack(one, tables, capacity, *parts))
 
     return jax.shard_map(
         every,
         mesh=mesh,
-        in_specs=(_ROWS, _ROWS, BATCH),
+        in_specs=(_ROWS, _ROWS, BATCH, P()),
         out_specs=(_ROWS, _ROWS),
         check_vma=False,
     )(*parts)

@@ -39,10 +39,10 @@ MISTAKES = [
         "unit/ops/crossed_stack_test.py",
     ),
     Mistake(
-        "codes are cut, not rounded to the nearest",
-        "loka_jax/xla/packed.py",
-        "jnp.round(scaled)",
-        "jnp.trunc(scaled)",
+        "codes are the nearest, not right on average",
+        "loka_jax/unbiased.py",
+        "u < jnp.abs",
+        "0.5 + 0 * u < jnp.abs",
         "unit/ops/collectives_test.py",
     ),
     Mistake(

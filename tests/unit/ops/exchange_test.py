@@ -25,12 +25,12 @@ def mesh_of(replicas, shards):
 
 
 @functools.cache
-def exchanged(replicas, shards, capacity=support.EXACT):
+def exchanged(replicas, shards, capacity=support.EXACT, codec="f32"):
     """Returns a compiled exchange, whose sums are of each replica."""
 
     def step(*arrays):
         among = "replica" if replicas > 1 else None
-        how = dict(capacity=capacity, replicas=among)
+        how = dict(capacity=capacity, replicas=among, codec=codec)
         rows, total, times, need = support.step(*arrays, **how)
         return rows, total[None], times[None], jax.lax.pmax(need, AXES)
 
@@ -63,9 +63,10 @@ def test_rows_are_read_and_gradients_arrive(replicas, shards, case):
 def test_capacity_changes_no_bit_until_a_list_does_not_fit():
     ids, weights, grads, placed = support.inputs("any")
     arrays = placed, ids, weights, grads
-    *want, need = map(np.asarray, exchanged(2, 4)(*arrays))
-    *found, same = map(np.asarray, exchanged(2, 4, int(need))(*arrays))
-    jax.tree.map(np.testing.assert_array_equal, (found, same), (want, need))
+    for codec in ("int8", "f32"):  # the first has random bits
+        *want, need = map(np.asarray, exchanged(2, 4, codec=codec)(*arrays))
+        *found, same = map(np.asarray, exchanged(2, 4, int(need), codec)(*arrays))
+        jax.tree.map(np.testing.assert_array_equal, (found, same), (want, need))
     rows, _, fewer, same = map(np.asarray, exchanged(2, 4, int(need) - 1)(*arrays))
     assert same == need < support.EXACT
     lost = np.any(rows != want[0], axis=-1)
@@ -81,8 +82,8 @@ def test_what_travels_has_the_bytes_of_the_codec():
         routed, _ = exchange.route(places, support.ORDER, 16, "shard")
         got = exchange.fetch(table, routed, "bf16", "shard")
         flat = grads.reshape(-1, support.DIM)
-        how = dict(replicas="replica")
-        return got, *exchange.give_back(routed, flat, "int8", "shard", **how)
+        how, words = dict(replicas="replica"), jnp.zeros(2, jnp.uint32)
+        return got, *exchange.give_back(routed, flat, "int8", "shard", words, **how)
 
     specs = (P("shard"), P(AXES), P(AXES))
     mapped = jax.shard_map(

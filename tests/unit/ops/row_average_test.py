@@ -30,7 +30,9 @@ def test_rows_that_any_replica_has_touched_are_averages_of_all():
             after = state.sum_of_squares.at[rows].set(10.0 + i, mode="drop")
             state = RowwiseAdagradState(after)
         oldest, count = row_average.distinct(remembered, len(before))
-        mean = row_average.average(table, state, oldest, "f32", "d")
+        mean = row_average.average(
+            table, state, oldest, "f32", "d", jnp.zeros(2, jnp.uint32)
+        )
         return table, state.sum_of_squares, oldest.rows, count, mean
 
     tables, accs, rows, counts, (mean, state) = jax.jit(

@@ -58,3 +58,24 @@ def test_codes_of_8_bits_use_their_range():
     )
     np.testing.assert_array_equal(np.asarray(payload)[12:], [127, 128, 128])
     np.testing.assert_array_equal(np.float32(back)[2], [0, 128, 0, 0])
+
+
+@pytest.mark.parametrize("codec, step", [("int8", 2**7), ("e4m3", 2.0**-9 * 2**12)])
+def test_what_is_added_up_arrives_and_follows_the_number_of_its_row(codec, step):
+    steps = 4000
+    row = np.float32([{"int8": 1e4, "e4m3": 1e6}[codec], *[1] * 15])
+    rows, numbers = np.tile(row, (steps, 1)), np.arange(steps, dtype=np.int32)
+
+    @jax.jit
+    def back(words, numbers):
+        payload = row_codec.encode(jnp.asarray(rows), codec, (words, numbers))
+        return row_codec.decode(payload, codec, 16)
+
+    words = jnp.uint32([1, 2])
+    found = np.asarray(back(words, numbers), np.float64)
+    bound = 5 * np.sqrt(step / found[:, 1:].size)  # a variance of at most step x 1
+    assert abs(found[:, 1:].mean() - 1) < bound < 0.5
+    backwards = np.asarray(back(words, numbers[::-1]), np.float64)
+    np.testing.assert_array_equal(backwards[::-1], found)
+    # To the nearest, as rows that are read, they are all the same.
+    assert np.ptp(np.float32(there_and_back(jnp.asarray(rows), codec)[1])[:, 1]) == 0

@@ -66,11 +66,11 @@ def test_operations_refuse_what_is_not_served():
     with refused(match="sgd: D=600 is more than 512"):
         row_update.sgd(grads, ids, ids, grads, lr=0.1)
     with refused(match="encode: float16 is neither"):
-        row_wire.encode(ones(2, 4, dtype=HALF), ids[None], "int8")
+        row_wire.encode(ones(2, 4, dtype=HALF), ids[None], codec="int8")
     with refused(match="merged: 17 lists are more than 16"):
         merge.merged(jnp.zeros((17, 10), I32))
     with refused(match="pack: float16 is neither"):
-        packed.pack(ones(1000, dtype=HALF), PACKING)
+        packed.pack(ones(1000, dtype=HALF), ones(2, dtype=U32), PACKING)
 
 
 def test_levels_shrink_to_a_single_program_and_have_larger_tiles():
@@ -111,7 +111,7 @@ def test_results_are_written_in_place_at_every_level(launches):
 )
 def test_rows_for_the_wire_are_followed_by_their_scales(launches, codec, dtype, width):
     rows, ids, slots = ones(50, 20), ones(3, 270, dtype=I32), ones(100, dtype=I32)
-    payload = row_wire.encode(rows, ids, codec)
+    payload = row_wire.encode(rows, ids, codec=codec)
     out = row_wire.decode(payload, slots, codec, 20)
     assert payload.dtype == dtype and payload.nbytes == 3 * width
     assert out.shape == (100, 20) and out.dtype == BF16

@@ -146,6 +146,7 @@ PACKED, WORDS = dict(packing=PACKING), ["st.global.v", "ld.global.v"]
 TABLE, IDS = shape(10_000, 128, dtype=F32), shape(4, 1024, dtype=I32)
 PAYLOAD = shape(4, 1024 * 16, dtype=jnp.uint16)
 LISTS = shape(N, dtype=jnp.uint32), shape(N, dtype=I32)
+RANDOM = shape(2, dtype=jnp.uint32)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,12 @@ LISTS = shape(N, dtype=jnp.uint32), shape(N, dtype=I32)
         (dot_features.dot_features, (None, WIDE), dict(width=1968), ["mma", LOADS]),
         (dot_features.dot_features_backward, (BOTTOM, Z, G), {}, ["mma", LOADS]),
         (row_wire.encode, (TABLE, IDS), dict(codec="e4m3"), WORDS),
+        (row_wire.encode, (TABLE, IDS, RANDOM), dict(codec="int8"), WORDS),
         (row_wire.decode, (PAYLOAD, LISTS[1]), dict(codec="bf16", dim=16), WORDS),
         (route.lists, LISTS, dict(owners=16, part=10**8, capacity=43336), []),
         (merge.merged, (shape(16, 43336, dtype=I32),), {}, []),
-        (packed.pack, (shape(2**24, dtype=F32),), PACKED, ["st.global"]),
-        (packed.sum_packed, (BYTES,), PACKED, ["st.global"]),
+        (packed.pack, (shape(2**24, dtype=F32), RANDOM), PACKED, ["st.global"]),
+        (packed.sum_packed, (BYTES, RANDOM), PACKED, ["st.global"]),
         (packed.unpack, (BYTES,), PACKED, ["ld.global"]),
     ],
 )

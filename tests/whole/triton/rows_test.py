@@ -21,6 +21,7 @@ skip_without_triton()
 
 anywhere_ = pytest.mark.usefixtures("anywhere")
 BF16, F32 = jnp.bfloat16, jnp.float32
+RANDOM = jnp.uint32([0x9ABCDEF0, 0x12345678])  # words that decide roundings
 
 
 # Pairs of vectors.
@@ -92,6 +93,7 @@ def numbers(shape, below):
 
 # Lists and their capacity, D: full tiles and others, dims that are no power of 2.
 @anywhere_
+@pytest.mark.parametrize("words", [None, RANDOM], ids=["nearest", "unbiased"])
 @pytest.mark.parametrize(
     "lists, capacity, dim, codec, dtype",
     [
@@ -103,10 +105,12 @@ def numbers(shape, below):
         (2, 40, 128, "e4m3", F32),
     ],
 )
-def test_rows_are_packed_and_spread_as_by_xla(lists, capacity, dim, codec, dtype):
+def test_rows_are_packed_and_spread_as_by_xla(
+    lists, capacity, dim, codec, dtype, words
+):
     rows, ids = table(dim, dtype=dtype), numbers((lists, capacity), 50)
-    ours = row_wire.encode(rows, ids, codec)
-    theirs = row_codec.gathered(rows, ids, codec, implementation="xla")
+    ours = row_wire.encode(rows, ids, words, codec=codec)
+    theirs = row_codec.gathered(rows, ids, codec, words, implementation="xla")
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     unpack = functools.partial(row_codec.decode, codec=codec, dim=dim)
     found, want = (np.asarray(unpack(x), np.float32) for x in (ours, theirs))
@@ -233,9 +237,10 @@ def assert_same_bytes(ours, theirs, packing):
 )
 def test_vectors_are_packed_added_up_and_unpacked_as_by_xla(packing, dtype):
     x, other = values(packing, dtype), values(packing, dtype, seed=1)
-    parts, others = xla.pack(x, packing), xla.pack(other, packing)
-    assert_same_bytes(packed.pack(x, packing), parts, packing)
-    ours, theirs = packed.sum_packed(parts, packing), xla.sum_packed(parts, packing)
+    parts, others = (xla.pack(v, RANDOM, packing) for v in (x, other))
+    assert_same_bytes(packed.pack(x, RANDOM, packing), parts, packing)
+    ours = packed.sum_packed(parts, RANDOM, packing)
+    theirs = xla.sum_packed(parts, RANDOM, packing)
     assert_same_bytes(ours, theirs, packing)
     ours = packed.unpack(parts, packing, dtype)
     assert ours.dtype == dtype and ours.shape == (packing.size,)
@@ -255,8 +260,8 @@ def test_vectors_are_packed_added_up_and_unpacked_as_by_xla(packing, dtype):
 @pytest.mark.parametrize("fault, format", [(np.nan, "int8"), (-np.inf, "e4m3")])
 def test_a_fault_is_seen_in_its_block_alone(fault, format):
     packing = Packing(1000, 2, 64, format)
-    parts = packed.pack(values(packing).at[200].set(fault), packing)
-    total = packed.sum_packed(parts, packing)
+    parts = packed.pack(values(packing).at[200].set(fault), RANDOM, packing)
+    total = packed.sum_packed(parts, RANDOM, packing)
     one = Packing(packing.part, 1, 64, format)
     for packed_x, p in ((parts, packing), (total, one)):
         faulty = np.isnan(np.asarray(packed.unpack(packed_x, p)))

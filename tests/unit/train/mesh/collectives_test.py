@@ -24,6 +24,7 @@ from tests.support.mesh import on_virtual_devices
 
 GROUPS, SHARDS = 3, 2
 DEVICES = GROUPS * SHARDS
+KEY, WORDS = jax.random.key(0), jnp.zeros(2, jnp.uint32)
 
 
 def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all():
@@ -35,7 +36,7 @@ def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all():
         grads = Gradients({"a": params[0]}, rows, {"x": scales[0]}, {})
         batch = Batch(jnp.ones((2, 1)), None, None, None)
         parts = jnp.ones(()), {"moment": scales[0]}, metrics.init(), scales[0]
-        return mesh_step._merge(parts, grads, batch, "bf16")._asdict()
+        return mesh_step._merge(parts, grads, batch, "bf16", KEY)._asdict()
 
     run = on_virtual_devices(merged, GROUPS, SHARDS, (BATCH,) * 3, P())
     found = run(params, rows, scales)
@@ -73,7 +74,7 @@ def trained(optimizer, every, taken):
     def part(table, rows, grads, taken):
         def one(state, step):
             rows, grads, is_taken = step
-            how = row_update, config, is_taken
+            how = row_update, config, is_taken, WORDS
             table, row_state, before = update_alone(*state, (rows, grads), how, LR)
             return (table, row_state), before
 
@@ -82,7 +83,7 @@ def trained(optimizer, every, taken):
         if every > 1:
             log = [jax.tree.map(lambda x, k=k: x[k], log) for k in range(STEPS)]
             before, _ = row_average.distinct(log, len(table))
-            state = row_average.average(*state, before, "f32", REPLICA)
+            state = row_average.average(*state, before, "f32", REPLICA, WORDS)
         return state
 
     specs = P(SHARD), BATCH, BATCH, P()

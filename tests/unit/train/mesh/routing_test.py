@@ -127,7 +127,7 @@ def averages():
     def distinct(log):
         return Remembered(np.zeros(64), None, None), np.int32(sum(log))
 
-    def average(capacity, table, row_state, before):
+    def average(capacity, table, row_state, before, step):
         made.append(capacity)
         return np.zeros(1), "averaged"
 

@@ -1,0 +1,62 @@
+"""The functions of `loka_jax.unbiased` for kernels. Importing this imports Triton.
+
+`no_type_check` exempts these functions, which Triton compiles from source, from the
+tests' run-time type checks.
+"""
+
+# Triton is an optional extra; without it pyright resolves `triton` to this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+_EXPONENT = tl.constexpr(0x7F800000)  # bits of a float32
+_E4M3_SMALLEST = tl.constexpr(121 << 23)  # 2^-6
+_E4M3_MANTISSA = tl.constexpr(3 << 23)  # an eighth of a power of two
+_INVERSE = tl.constexpr(254 << 23)  # minus the bits of a power of two: of its inverse
+_UNIT = tl.constexpr(2.0**-24)
+
+
+@triton.jit
+@no_type_check
+def hash32(x):
+    """Returns the finalizer of MurmurHash3 of uint32 values."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+@no_type_check
+def uniform(words, number, lane):
+    """Returns u [N, D] of the lanes [D] or [1, D] of blocks or rows [N]."""
+    of_row = hash32(number.to(tl.uint32) ^ tl.load(words))
+    of_row = hash32(of_row ^ tl.load(words + 1))
+    bits = hash32(of_row[:, None] + lane.to(tl.uint32) * 0x9E3779B9) >> 8
+    return bits.to(tl.int32).to(tl.float32) * _UNIT
+
+
+@triton.jit
+@no_type_check
+def to_int8(x, u):
+    """Returns the codes of finite values of at most 127, as uint8."""
+    size = tl.abs(x)
+    whole = size.to(tl.int32)
+    whole += (u < size - whole.to(tl.float32)).to(tl.int32)
+    return tl.where(x < 0, -whole, whole).to(tl.uint8)
+
+
+@triton.jit
+@no_type_check
+def to_e4m3(x, u):
+    """Returns the codes of finite values of at most 448, as uint8."""
+    exponent = x.to(tl.int32, bitcast=True) & _EXPONENT
+    step = tl.maximum(exponent, _E4M3_SMALLEST) - _E4M3_MANTISSA
+    size = tl.abs(x) * (-step + _INVERSE).to(tl.float32, bitcast=True)
+    whole = size.to(tl.int32).to(tl.float32)
+    whole += (u < size - whole).to(tl.float32)
+    size = whole * step.to(tl.float32, bitcast=True)
+    codes = tl.where(x < 0, 0.0 - size, size).to(tl.float8e4nv)  # no -0
+    return codes.to(tl.uint8, bitcast=True)
