@@ -17,6 +17,8 @@ from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import RunOptions
 from loka_jax.train.mesh.devices import MeshConfig
+from loka_jax.train.mesh.gradient_sum import CollectivesConfig
+from loka_jax.train.state import TrainState
 from tests.support import train as support
 from tests.support.mesh import in_order_of_rows
 from tests.support.train import digest
@@ -36,7 +38,7 @@ def are_equal(state):
     return all(len(found) == 1 for found in by_index.values())
 
 
-def run_of(groups, shards, dtype="f32", **sync):
+def run_of(groups, shards, dtype="f32", gradients="f32", **wire):
     """A run of the small model."""
     config = support.config(batch_size=SIZE, data=DATA)
     config = dataclasses.replace(
@@ -44,7 +46,8 @@ def run_of(groups, shards, dtype="f32", **sync):
         model=config.model.clone(dropout_rate=0.0),
         embedding=dataclasses.replace(config.embedding, dtype=dtype),
         optim=dataclasses.replace(config.optim, rows="rowwise_adagrad"),
-        mesh=MeshConfig(replicas=groups, shards=shards, **EXACT, **sync),
+        mesh=MeshConfig(replicas=groups, shards=shards, **EXACT | wire),
+        collectives=CollectivesConfig(gradients=gradients),
     )
     return build_lib.build(config, None, lambda line: None)
 
@@ -93,6 +96,22 @@ def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
         done, said = trained(fewer)
         assert f"2 groups update their rows alone, by AdaGrad with {sentence}" in said
         assert done.run is not None and done.run.row_update.optimizer.c == (rows_c or 2)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_travels_in_8_bits_is_rounded_again_as_it_was(every):
+    how = dict(sync="weights", sync_every=every, wire_gradients="int8")
+
+    def steps(state, first, last):
+        run = run_of(4, 2, gradients="int8", **how)
+        state = run.init() if state is None else TrainState(**state)
+        for step in range(first, last):
+            state = run.first_step(state, run.read(run.splits.train, step))
+        assert are_equal(state)
+        return jax.device_get(vars(state))
+
+    half = steps(None, 0, 2)
+    chex.assert_trees_all_equal(steps(half, 2, 4), steps(None, 0, 4))
 
 
 def test_a_mesh_rounds_rows_to_bfloat16_as_one_device_does():
