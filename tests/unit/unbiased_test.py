@@ -30,7 +30,7 @@ def test_the_mean_over_all_draws_is_the_value_and_codes_stay(format):
 
 def test_draws_are_uniform_and_independent_of_each_other():
     words = jax.random.bits(jax.random.key(0), (4, 2), jnp.uint32)
-    numbers = np.arange(2000, dtype=np.int32)
+    numbers = jnp.arange(2000, dtype=jnp.int32)
     every = jax.vmap(lambda w: unbiased.uniform(w, numbers, 16))(words)
     u = np.asarray(every, np.float64) - 0.5  # mean 0, variance 1/12
     neighbours = [u, u[1:] * u[:-1], u[:, 1:] * u[:, :-1], u[..., 1:] * u[..., :-1]]
