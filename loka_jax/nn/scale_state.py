@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from loka_jax import scaling
-from loka_jax.nn.state_place import NAME, check_place
+from loka_jax.nn.state_place import SCALES, check_place
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling
 
@@ -62,7 +62,7 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
             "'fp8_tensorwise'."
         )
     variable = module.variable(
-        OVERWRITE_WITH_GRADIENT, NAME, lambda: scaling.init_delayed(recipe).table
+        OVERWRITE_WITH_GRADIENT, SCALES, lambda: scaling.init_delayed(recipe).table
     )
     table = variable.value
     if not isinstance(table, Tracer):
@@ -103,7 +103,7 @@ def check_scales(variables: Any) -> None:
         ValueError: naming a site whose scales no step has made.
     """
     for path, table in jax.tree_util.tree_leaves_with_path(variables):
-        if any(_name(key) == NAME for key in path):
+        if any(_name(key) == SCALES for key in path):
             _check(_site_of(path), table)
 
 
@@ -124,7 +124,7 @@ def _check(path: str, table: Any) -> None:
 def _site_of(path: Any) -> str:
     """Returns the path of a site, given that of its variable."""
     names = [_name(key) for key in path]
-    names = names[: names.index(NAME)]
+    names = names[: names.index(SCALES)]
     return "/".join(name for name in names if name != OVERWRITE_WITH_GRADIENT)
 
 
@@ -134,5 +134,5 @@ def _name(key: Any) -> str:
 
 def _has_state(module: Any) -> bool:
     return module.has_variable(
-        OVERWRITE_WITH_GRADIENT, NAME
+        OVERWRITE_WITH_GRADIENT, SCALES
     ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)

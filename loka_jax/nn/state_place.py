@@ -10,7 +10,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.recipe import Recipe
 
-NAME = "fp8_scaling"  # of the variable
+SCALES = "fp8_scaling"  # of the variable
 _BOTH = f"'params', {OVERWRITE_WITH_GRADIENT!r}"
 
 
@@ -25,7 +25,7 @@ def check_place(module: Any, recipe: Recipe) -> None:
         ValueError: naming the site and the remedies, first those in which the model
             stays as it is.
     """
-    if module.has_variable(OVERWRITE_WITH_GRADIENT, NAME):
+    if module.has_variable(OVERWRITE_WITH_GRADIENT, SCALES):
         return
     path = "/".join(module.path)
     remedy = "take a recipe without a state, such as 'fp8_tensorwise'"

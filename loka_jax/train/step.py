@@ -30,6 +30,7 @@ from loka_jax.nn import (
     merge_stats,
     probing,
 )
+from loka_jax.nn.state_place import SCALES
 from loka_jax.ops import embedding, row_rounding
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables
@@ -263,6 +264,7 @@ def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
     return {
         "/".join(str(key.key) for key in path[:-1]): scaling.DelayedScaling(table)
         for path, table in tables
+        if path[-1].key == SCALES
     }
 
 

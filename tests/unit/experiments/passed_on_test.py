@@ -34,7 +34,9 @@ def passed_on(monkeypatch, run):
             assert predictor.step == 1234 and progress is predict._show
             seen.update(path=path, out=out, **given)
             columns = {"user": {"oov": 3, "missing": 1}}
-            return predictions.Scored(3000, 2, 1.5, {"columns": columns})
+            return predictions.Scored(
+                3000, 2, 1.5, {"columns": columns}, ("all unknown",)
+            )
 
         monkeypatch.setattr(predictions, "load", keep)
         monkeypatch.setattr(predictions, "score_file", score_file)
@@ -58,6 +60,7 @@ def test_predict(passed_on):
         "Scoring with the weights of step 1,234.",
         "2 rows with a wrong number of columns left out.",
         "user: 3 not in the vocabulary, 1 missing",
+        "Warning: all unknown",
         "3,000 rows scored in 1.5 s (2,000 rows a second, compiling included): s.csv",
     ]
     line += ["--plan", "off", "--mesh.shards", "4", "--data.keys", "item", "user"]
