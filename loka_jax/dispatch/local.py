@@ -141,11 +141,11 @@ def _shipped(device_kind: str) -> tuple[Table | None, tuple[str, ...]]:
 
 
 def _patch_notes(measured: Header, here: Header) -> tuple[str, ...]:
-    if (measured.jax, measured.jaxlib) == (here.jax, here.jaxlib):
+    if not (patches := measured.patches(here)):
         return ()
     return (
-        f"The shipped dispatch table was measured with jax {measured.jax}, and here it "
-        f"is {here.jax}: a patch version, so its times are taken to hold.",
+        f"The shipped dispatch table was measured with {'; '.join(patches)}: patch "
+        "versions, so its times are taken to hold.",
     )
 
 

@@ -1,7 +1,8 @@
-"""A digest of the sources that decide how fast a site runs, and versions of packages.
+"""A digest of the sources that decide how fast a site runs, and versions beside it.
 
-The sources are those of the providers with their tuning configs, of `ops`, and of the
-modules that they use. Comments, docstrings and layout do not count.
+The sources are those of the providers with their tuning configs, of `ops`, of what
+makes weights ready, and all modules of loka_jax that these import, however far. Comments,
+docstrings and layout do not count.
 """
 
 import ast
@@ -10,11 +11,12 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
-_PACKAGES = ("xla", "pallas", "triton", "ops")
-_MODULES = ("fp8", "normed", "recipe", "scaling", "serving", "site")
+ROOTS = ("xla", "pallas", "triton", "ops", "serving.py")
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def version(package: str) -> str:
@@ -31,6 +33,34 @@ def triton_versions() -> str:
     return " ".join(versions) if all(versions) else ""
 
 
+def cuda_version(platform_version: str) -> str:
+    """Returns the version of CUDA, such as 13.0; empty where there is none.
+
+    Args:
+        platform_version: of JAX's backend, such as "cuda 13000".
+    """
+    found = re.search(r"cuda (\d+)", platform_version)
+    return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
+
+
+def cublas_version() -> str:
+    """Returns the version of the package with cuBLAS; empty if no package has it."""
+    return version("nvidia-cublas") or version("nvidia-cublas-cu12")
+
+
+def driver_version(file: pathlib.Path = _DRIVER) -> str:
+    """Returns the version of NVIDIA's driver; empty where the system does not say.
+
+    Args:
+        file: in which the driver's module tells it.
+    """
+    try:
+        found = re.search(r"\s(\d+(\.\d+)+)\s", file.read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
 @functools.cache
 def digest(package: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
     """Returns a digest of the sources that decide speed.
@@ -39,24 +69,52 @@ def digest(package: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
         package: the folder of loka_jax.
     """
     sha = hashlib.sha256()
-    for file in _files(package):
-        text = file.read_text(encoding="utf-8")
-        is_python = file.suffix == ".py"
-        content = _parts(_without_docstrings(text)) if is_python else json.loads(text)
+    for file, content in sorted(_contents(package).items()):
         sha.update(f"{file.relative_to(package).as_posix()} {content!r}\n".encode())
     return sha.hexdigest()[:16]
 
 
-def _files(package: pathlib.Path) -> Iterator[pathlib.Path]:
-    for name in _PACKAGES:
-        files = (package / name).rglob("*")
-        yield from sorted(file for file in files if file.suffix in (".py", ".json"))
-    for name in _MODULES:
-        yield package / f"{name}.py"
+def _contents(package: pathlib.Path) -> dict[pathlib.Path, Any]:
+    """Returns what counts in each file of the roots, and in all that they import."""
+    waiting = [file for root in ROOTS for file in _files(package / root)]
+    contents: dict[pathlib.Path, Any] = {}
+    while waiting:
+        file = waiting.pop()
+        if file in contents:
+            continue
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            contents[file] = json.loads(text)
+            continue
+        contents[file] = _parts(_without_docstrings(tree := ast.parse(text)))
+        waiting.extend(_imported(tree, package))
+    return contents
 
 
-def _without_docstrings(text: str) -> ast.Module:
-    tree = ast.parse(text)
+def _files(root: pathlib.Path) -> list[pathlib.Path]:
+    """Returns a file, or those of a folder that decide speed."""
+    files = root.rglob("*") if root.is_dir() else [root]
+    return [file for file in files if file.suffix in (".py", ".json")]
+
+
+def _imported(tree: ast.Module, package: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the files of the package that are imported, at whatever place."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *parts = name.split(".")
+            for end in range(1, len(parts) + 1) if first == "loka_jax" else ():
+                path = package.joinpath(*parts[:end])
+                files = (path.with_suffix(".py"), path / "__init__.py")
+                yield from (file for file in files if file.is_file())
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list) or not body:

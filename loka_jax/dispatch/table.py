@@ -1,9 +1,9 @@
 """The measurements of candidates on one kind of device, as a readable JSON file.
 
 Speed and error of every candidate are kept, so that limits can change without measuring
-again. A table holds only for its schema, device, versions of the libraries up to patch
-versions of JAX, and sources that decide speed. Elsewhere it is ignored as a whole, and
-never overwritten.
+again. A table holds only for its schema, device, versions of libraries and the driver
+up to patch versions, and sources that decide speed. Elsewhere it is ignored as a whole,
+and never overwritten.
 
 A change of these sources may leave all programs as they are. So a table keeps the
 digests of its candidates' programs, and `experiments/restamp.py` compares them.
@@ -131,8 +131,7 @@ class Table:
                 old.programs | entry.programs,
                 _still_refused(old, entry) | entry.refused,
             )
-        triton = self.header.triton or other.header.triton
-        header = dataclasses.replace(self.header, triton=triton)
+        header = self.header.filled(other.header)
         return Table(header, sites, other.roofline or self.roofline)
 
 
@@ -253,8 +252,7 @@ def from_json(value: Any) -> Table:
     value = fields(value, ("schema", "header", "roofline", "sites"))
     if value["schema"] != SCHEMA:
         raise ValueError(f"schema {short(value['schema'])} is not {SCHEMA}.")
-    names = [field.name for field in dataclasses.fields(Header)]
-    header = {k: text(v) for k, v in fields(value["header"], names).items()}
+    header = {k: text(v) for k, v in _header_fields(value["header"]).items()}
     sites: dict[SiteSpec, Entry] = {}
     for item in items(value["sites"]):
         item = fields(item, _ENTRY_FIELDS, _OPTIONAL_FIELDS)
@@ -270,6 +268,14 @@ def from_json(value: Any) -> Table:
             refused=_pairs(item.get("refused", {}), text, text),
         )
     return Table(Header(**header), sites, _roofline(value["roofline"]))
+
+
+def _header_fields(value: Any) -> dict[str, Any]:
+    """Returns the fields of a header; old ones lack versions."""
+    all_fields = dataclasses.fields(Header)
+    optional = [x.name for x in all_fields if x.default is not dataclasses.MISSING]
+    required = {x.name for x in all_fields} - set(optional)
+    return fields(value, required, optional)
 
 
 def _roofline(value: Any) -> Roofline | None:

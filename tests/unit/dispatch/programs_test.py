@@ -123,9 +123,17 @@ def test_what_is_computed_and_launched_counts(digest, source, old, new):
 
 MODULE = '"""Of what."""\n\nx = 1\n'
 FUNCTION = 'def f(x):\n    """Returns what."""\n    return x + 2\n'
+PACKAGES = ("xla", "pallas", "triton", "ops")
+IMPORTER = "from loka_jax import far, xla\nfrom loka_jax.deep.in_it import x\n"
 FILES = {
-    **{f"{name}.py": MODULE for name in sources._MODULES},
-    **{f"{name}/a.py": FUNCTION for name in sources._PACKAGES},
+    **{f"{name}/a.py": FUNCTION for name in PACKAGES},
+    "serving.py": MODULE,
+    "ops/b.py": "def f():\n    import loka_jax.direct\n",
+    "direct.py": IMPORTER,
+    "far.py": MODULE,
+    "deep/__init__.py": MODULE,
+    "deep/in_it.py": MODULE,
+    "deep/beside_it.py": MODULE,
     "ops/rows/deep.py": "class A:\n    'What.'\n",
     "pallas/tuned.json": '{\n "rows": [64, 128]\n}',
     "train.py": "steps = 3\n",
@@ -153,10 +161,13 @@ PROSE = [
     ("ops/rows/deep.py", "class A:\n    pass\n"),
     ("pallas/tuned.json", '{"rows": [64,128]}'),
     ("train.py", "steps = 4\n"),
+    ("deep/beside_it.py", "x = 2\n"),
 ]
+IMPORTED = ("serving.py", "far.py", "deep/__init__.py", "deep/in_it.py")
 CODE = [
-    *((f"{name}.py", MODULE.replace("1", "2")) for name in sources._MODULES),
-    *((f"{name}/a.py", FUNCTION.replace("2", "3")) for name in sources._PACKAGES),
+    *((name, MODULE.replace("1", "2")) for name in IMPORTED),
+    ("direct.py", f"{IMPORTER}x = 1\n"),
+    *((f"{name}/a.py", FUNCTION.replace("2", "3")) for name in PACKAGES),
     ("xla/new.py", MODULE),
     ("pallas/tuned.json", '{"rows": [64, 256]}'),
 ]
@@ -167,6 +178,14 @@ def test_code_and_tuned_settings_count_and_prose_does_not(package, name, text):
     before = _digest(package)
     (package / name).write_text(text)
     assert (_digest(package) != before) == ((name, text) in CODE)
+
+
+def test_modules_below_the_providers_count():
+    package = pathlib.Path(sources.__file__).parents[1]
+    below = {
+        package / f"{name}.py" for name in ("maxima", "packed", "tails", "scaling")
+    }
+    assert below <= sources._contents(package).keys()
 
 
 SHIPPED = sorted((pathlib.Path(tables.__file__).parent / "tables").glob("*.json"))

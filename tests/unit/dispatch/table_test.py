@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from loka_jax.dispatch import sources
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.table import BadTable, Entry, Table, from_json, to_json
@@ -55,6 +56,35 @@ def test_a_table_of_elsewhere_says_so_and_is_not_added_to(field, tmp_path):
     # Of JAX, patch versions do not count.
     patch = dataclasses.replace(HEADER, **{field: "0.11.9"})
     assert (HEADER.why_not(patch) is None) == field.startswith("jax")
+
+
+@pytest.mark.parametrize(
+    ("field", "measured", "patch", "other"),
+    [
+        ("cuda", "13.0", "13.0", "13.1"),
+        ("cublas", "13.1.0.3", "13.1.2.0", "13.2.0.3"),
+        ("driver", "580.159.03", "580.159.04", "590.10.01"),
+    ],
+)
+def test_a_version_that_was_kept_counts_up_to_patches(field, measured, patch, other):
+    header = dataclasses.replace(HEADER, **{field: measured})
+    of = {x: dataclasses.replace(HEADER, **{field: x}) for x in (patch, other)}
+    sentence = f"it was measured with {field} {measured}, but here it is {other}"
+    assert header.why_not(of[other]) == sentence and header.why_not(of[patch]) is None
+    assert HEADER.why_not(of[other]) is None and of[other].why_not(HEADER) is None
+    assert Table(HEADER).merged(Table(header)).header == header
+    old = to_json(Table(HEADER))
+    del old["header"][field]  # which older tables lack
+    assert from_json(old).header == HEADER
+
+
+def test_versions_are_read_as_the_system_says_them(tmp_path):
+    assert sources.cuda_version("cuda 12090") == "12.9"
+    assert sources.cuda_version("cpu") == "" == sources.driver_version(tmp_path / "no")
+    file = tmp_path / "version"
+    for module in ("x86_64 Kernel Module", "Open Kernel Module for x86_64"):
+        file.write_text(f"NVRM version: NVIDIA UNIX {module}  580.159.04  Release\n")
+        assert sources.driver_version(file) == "580.159.04"
 
 
 def test_a_later_measurement_replaces_and_adds():
