@@ -33,6 +33,7 @@ from typing import Any
 import scipy.stats
 
 from experiments.bench import result as results
+from experiments.bench.origin import origin
 from loka_jax.recipe import get_recipe
 from loka_jax.train.folder.record import read_run
 
@@ -40,6 +41,7 @@ METRICS = ("auc", "logloss", "ne", "calibration")
 # Of the summary of a run: what is kept of each, and what all have alike.
 _OF_A_RUN = ("final_eval", "steps", "seconds", "skipped_steps", "best_valid", "sites")
 _OF_A_RUN += ("compile_seconds", "examples_per_second", "versions", "valid_ne")
+_OF_A_RUN += ("commit", "kernels")
 _OF_ALL = ("config", "final_split", "best_possible_ne")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
@@ -49,8 +51,8 @@ def train_once(
 ) -> dict:
     """Returns the summary of one run, trained in a separate process.
 
-    Beside what `summary.json` has there is `valid_ne`: NE on the validation examples at
-    each evaluation, by step.
+    Beside what `summary.json` has there are its origin and `valid_ne`: NE on the
+    validation examples at each evaluation, by step.
 
     Args:
         config: to train.
@@ -63,6 +65,7 @@ def train_once(
     Raises:
         RuntimeError: with the end of the output if the run failed.
     """
+    made_by = origin()
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         arguments = ["--config", config, "--seed", str(seed)]
@@ -88,7 +91,8 @@ def train_once(
             raise RuntimeError(f"{' '.join(command)} failed:\n{tail}")
         run = read_run(workdir)
         evals = [line for line in run.evals if line["split"] == "valid"]
-        return run.summary | {"valid_ne": {line["step"]: line["ne"] for line in evals}}
+        valid_ne = {line["step"]: line["ne"] for line in evals}
+        return run.summary | made_by | {"valid_ne": valid_ne}
 
 
 class Dealer:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.bench import result as results
+from experiments.bench.origin import origin
 from experiments.bench.step_parts import kernels_by_part
 from experiments.bench.steps import NUM_BATCHES, READ_STEP, Chain, chain_of
 from experiments.cli import parse_with, run_cli
@@ -102,7 +103,8 @@ def measure_all(config: Config, options: Options) -> int:
     begun = time.perf_counter()
     points = [Point.parse(text) for text in options.points]
     processes = start()
-    result = {"versions": versions(), "processes": processes.count, "points": []}
+    result: dict[str, Any] = {"versions": versions(), **origin()}
+    result |= {"processes": processes.count, "points": []}
     for point in points:
         used = time.perf_counter() - begun
         if processes.same("late" if used > options.budget_s else "in time") == "late":

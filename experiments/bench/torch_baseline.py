@@ -15,7 +15,8 @@ kernel. Inference has weights prepared once. Arms:
 
 FP8 is everywhere but in the head, which is float32, and in layers whose sizes are no
 multiples of 16. Times are those of the kernels, from the profiler, and of the whole
-queue, which is longer where the host cannot keep up. Needs torch and torchao, no JAX.
+queue, which is longer where the host cannot keep up. Needs torch and torchao, no JAX,
+and the root of this repository in PYTHONPATH.
 To compile several arms at once, run them beside each other with --compile-only first.
 """
 
@@ -33,6 +34,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from experiments.bench.origin import origin
 
 try:
     import torch
@@ -318,6 +321,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
+        **origin(),
         "runs": [],
     }
     start = time.perf_counter()

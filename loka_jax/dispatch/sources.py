@@ -1,8 +1,8 @@
 """A digest of the sources that decide how fast a site runs, and versions beside it.
 
 The sources are those of the providers with their tuning configs, of `ops`, of what
-makes weights ready, and all modules of loka_jax that these import, however far. Comments,
-docstrings and layout do not count.
+makes weights ready, and all modules of loka_jax that these import, however far.
+Comments, docstrings and layout do not count.
 """
 
 import ast
