@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import pallas
-from loka_jax.fp8 import E4M3
+from loka_jax.fp8 import E4M3, fp8_max
 from loka_jax.measure import reference
 from loka_jax.measure.check_casts import (
     Product,
@@ -35,7 +35,7 @@ from loka_jax.measure.check_operands import Trial
 from loka_jax.normed import NO_VECTORS, XHAT_SCALE_INV, Epilogue, NormResiduals
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.pallas import norm_backward, norm_quantize
-from loka_jax.recipe import ROLE_OPERANDS, Cast, GemmRecipe, Operand, Role
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Cast, GemmRecipe, Operand, Role
 from loka_jax.site import SiteSpec
 
 _TILE_ROOT = 8.0  # of the rows, and of the columns, of a tile
@@ -57,6 +57,7 @@ class Numerics:
         exact_rows: operands whose row scales are amax / fp8_max rather than the next
             power of two, as kernels that fold long rows write them.
         epsilon: added to the variance or mean square.
+        margin: bits of headroom of the next delayed scales.
     """
 
     spec: SiteSpec
@@ -68,6 +69,7 @@ class Numerics:
     xhat_is_e4m3: bool
     exact_rows: frozenset[Operand]
     epsilon: float
+    margin: int
 
     @classmethod
     def of(cls, plan: KernelPlan, epsilon: float) -> "Numerics":
@@ -95,6 +97,7 @@ class Numerics:
             xhat_is_e4m3=xhat_is_e4m3,
             exact_rows=frozenset(exact_rows),
             epsilon=epsilon,
+            margin=plan.choice.recipe.margin,
         )
 
     @property
@@ -115,6 +118,16 @@ class Numerics:
     def gemm(self, role: Role) -> GemmRecipe | None:
         """Returns the casts of a product."""
         return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}[role]
+
+    def delayed(self, name: Operand) -> Cast | None:
+        """Returns the cast of an operand by a delayed scale; None without one."""
+        for role in ROLES:
+            gemm = self.gemm(role)
+            if gemm is not None and name in ROLE_OPERANDS[role]:
+                cast = (gemm.first, gemm.second)[ROLE_OPERANDS[role].index(name)]
+                if cast.scaling == "delayed":
+                    return cast
+        return None
 
     def multiply(
         self, role: Role, first, second, stored: Array, rounding: Rounding
@@ -179,6 +192,7 @@ class Expected(NamedTuple):
             operand is not cast.
         flips: by result, what one code that is the next one moves.
         lhs, g: the operands of drhs as they are cast, (m, k) and (m, n).
+        amaxes: of lhs, rhs and dz, before they are cast.
     """
 
     results: dict[str, Array]
@@ -186,6 +200,7 @@ class Expected(NamedTuple):
     flips: dict[str, "Flip"]
     lhs: Array
     g: Array
+    amaxes: Float[Array, "3"]
 
 
 def settle(numerics: Numerics, trial: Trial) -> tuple[Trial, Float[Array, "3"]]:
@@ -243,7 +258,19 @@ def expect(
         step = code_step(numerics.drhs.second.dtype)
         row = step * jnp.max(jnp.abs(lhs.value) * largest[None], axis=1)
         flips["drhs"] = Flip(row, row * columns / _TILE_ROOT)
-    return Expected(results, uncast, flips, lhs.value.T, g.value.T)
+    amaxes = _amaxes(numerics, trial, dz)
+    return Expected(results, uncast, flips, lhs.value.T, g.value.T, amaxes)
+
+
+def next_scales(
+    numerics: Numerics, amaxes: Float[Array, "3"]
+) -> dict[Operand, Float[Array, ""]]:
+    """Returns the scales that these amaxes give the next step, where one is delayed."""
+    return {
+        name: scale_inv_of(amaxes[i], cast.dtype) * 2.0**numerics.margin
+        for name, i in _ROWS.items()
+        if (cast := numerics.delayed(name)) is not None
+    }
 
 
 def in_fp8(name: str, expected: Expected, scale_inv: Array) -> Expected:
@@ -341,17 +368,20 @@ def _moved_by_codes(
 
 def _stored_scales(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
     """Returns delayed scales with the trial's headroom; 1 where none is delayed."""
-    operands: dict[Operand, Array] = {"lhs": trial.lhs, "rhs": trial.rhs, "g": dz}
-    scales = []
-    for i, (name, x) in enumerate(operands.items()):
-        amax = jnp.max(jnp.abs(x.astype(jnp.float32)))
-        scale_inv = jnp.float32(1)
-        for role in ("fwd", "dlhs", "drhs"):
-            gemm = numerics.gemm(role)
-            if gemm is None or name not in ROLE_OPERANDS[role]:
-                continue
-            cast = (gemm.first, gemm.second)[ROLE_OPERANDS[role].index(name)]
-            if cast.scaling == "delayed":
-                scale_inv = scale_inv_of(amax, cast.dtype) * trial.headroom[i]
+    scales, amaxes = [], _amaxes(numerics, trial._replace(lhs_fp8=None), dz)
+    for name, i in _ROWS.items():
+        scale_inv, cast = jnp.float32(1), numerics.delayed(name)
+        if cast is not None:
+            scale_inv = scale_inv_of(amaxes[i], cast.dtype) * trial.headroom[i]
         scales.append(scale_inv)
     return jnp.stack(scales)
+
+
+def _amaxes(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
+    """Returns the amaxes of lhs, rhs and dz; of an lhs in FP8 what its scales bound."""
+    rhs, dz = jnp.max(jnp.abs(trial.rhs)), jnp.max(jnp.abs(dz))
+    if numerics.reads_fp8 and trial.lhs_fp8 is not None:
+        lhs = jnp.max(trial.lhs_fp8.scale_inv) * fp8_max(E4M3)
+    else:
+        lhs = jnp.max(jnp.abs(trial.lhs.astype(jnp.float32)))
+    return jnp.stack([lhs, rhs, dz])

@@ -20,7 +20,13 @@ from jaxtyping import Array, Bool, Float
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 from loka_jax.measure.check_casts import Rounding
 from loka_jax.measure.check_operands import AIMS, Trial
-from loka_jax.measure.check_reference import Expected, Numerics, expect, in_fp8
+from loka_jax.measure.check_reference import (
+    Expected,
+    Numerics,
+    expect,
+    in_fp8,
+    next_scales,
+)
 from loka_jax.measure.check_scores import INFERENCE, scores, worst_finding
 from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
 from loka_jax.measure.passes import Inputs, Passes
@@ -33,11 +39,15 @@ from loka_jax.measure.programs import (
 )
 from loka_jax.normed import NormVectors, norm_features
 from loka_jax.ops.device import Device
+from loka_jax.recipe import OPERANDS
+from loka_jax.scaling import DelayedScaling
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import one_line
 
 # A fused kernel's row scales are no smaller, so that half precision holds the inverse.
 _LEAST_ROW_SCALE = 2.0**-14
+# By how much of itself rounding may move the amax of a gradient: a code of E4M3.
+_AMAX_DOUBT = 2.0**-4
 # Of the perturbations that stand for rounding, before none.
 _SEEDS, _STRENGTHS = (1, 2, 0), (1.0, 1.0, 0.0)
 
@@ -53,11 +63,13 @@ class Outcome(NamedTuple):
         results: of the training pass, by name: "y", "dlhs", "drhs" and so on.
         y_fp8: the activations in FP8 of the training pass, if these leave.
         inferred: the activations of inference, in FP8 if these leave.
+        state: of delayed scaling for the next step; None where nothing is delayed.
     """
 
     results: Mapping[str, Array]
     y_fp8: Fp8Array | None
     inferred: Array | Fp8Array
+    state: DelayedScaling | None
 
     @property
     def in_fp8(self) -> dict[str, Fp8Array]:
@@ -152,6 +164,9 @@ class Check(NamedTuple):
                     f"{name}: scale_inv is not the amax of the activations, or their "
                     "bound, over 448"
                 )
+        for name, is_right in judged.amaxes_are_right.items():
+            if not is_right:
+                return f"{name}: the next scale is not that of this step's amax"
         shapes = {name: trial.g.shape for name in judged.scores}
         shapes |= {name: x.shape for name, x in outcome.results.items()}
         worst = worst_finding(judged.scores, shapes)
@@ -163,10 +178,12 @@ class Judgement(NamedTuple):
 
     Attributes:
         scales_are_right: by name of activations in FP8.
+        amaxes_are_right: by name of operands whose next scale is delayed.
         scores: by result and kind.
     """
 
     scales_are_right: dict[str, Any]
+    amaxes_are_right: dict[str, Any]
     scores: dict[str, dict[str, Any]]
 
 
@@ -213,18 +230,19 @@ def lower_check(
 def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):
     """Returns what "judge" takes, from what "begin" returns."""
     weights, lhs = inputs.split()
-    results, y_fp8, _ = passes.training(inputs, trial.g)
+    results, y_fp8, state = passes.training(inputs, trial.g)
     ready = passes.prepare(weights, *lhs)
-    return trial, stored, Outcome(results, y_fp8, passes.inference(ready, *lhs))
+    inferred = passes.inference(ready, *lhs)
+    return trial, stored, Outcome(results, y_fp8, inferred, state)
 
 
 def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
     """Returns what a candidate returns."""
     weights, lhs = inputs.split()
-    results, y_fp8, _ = compiled["training"](*leaves((inputs, g)))
+    results, y_fp8, state = compiled["training"](*leaves((inputs, g)))
     ready = compiled["prepare"](*leaves((weights, *lhs)))
     inferred = compiled["inference"](*leaves((ready, *lhs)))
-    return jax.block_until_ready(Outcome(results, y_fp8, inferred))
+    return jax.block_until_ready(Outcome(results, y_fp8, inferred, state))
 
 
 def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None:
@@ -244,6 +262,7 @@ def _judge(numerics: Numerics, trial: Trial, stored, outcome: Outcome) -> Judgem
     """Returns how far results are from the reference, which this computes."""
     exact, perturbed = _references(numerics, trial, stored)
     results, are_right = dict(outcome.results), {}
+    amaxes_are_right = _are_amaxes_right(numerics, exact.amaxes, outcome.state)
     if not isinstance(outcome.inferred, Fp8Array):
         results[f"{INFERENCE}y"] = outcome.inferred
     for name, out in outcome.in_fp8.items():
@@ -253,7 +272,7 @@ def _judge(numerics: Numerics, trial: Trial, stored, outcome: Outcome) -> Judgem
         exact = in_fp8(name, exact, out.scale_inv)
         perturbed = [in_fp8(name, x, out.scale_inv) for x in perturbed]
     others = [reference.results for reference in perturbed]
-    return Judgement(are_right, scores(results, exact, others))
+    return Judgement(are_right, amaxes_are_right, scores(results, exact, others))
 
 
 def _references(
@@ -280,6 +299,20 @@ def _references(
         for i in range(len(_SEEDS))
     )
     return exact, perturbed
+
+
+def _are_amaxes_right(
+    numerics: Numerics, amaxes: Float[Array, "3"], state: DelayedScaling | None
+) -> dict[str, Bool[Array, ""]]:
+    """Returns by operand whether the newest factor of a state is that of its amax."""
+    if state is None:
+        return {}
+    found = dict(zip(OPERANDS, state.history[:, 0], strict=True))
+    # Scales are powers of two, and what was rounded may lie on the other side of one.
+    doubts = jnp.float32([0.0, 0.0, _AMAX_DOUBT])
+    least = next_scales(numerics, amaxes * (1 - doubts))
+    most = next_scales(numerics, amaxes * (1 + doubts))
+    return {x: (least[x] <= found[x]) & (found[x] <= most[x]) for x in least}
 
 
 def _are_scales_right(

@@ -16,7 +16,7 @@ from loka_jax.ops.device import Device
 from loka_jax.pallas import SiteKernels
 
 TILE = 64
-FUSED, BACKWARD = "dense_norm", "norm_backward"
+FUSED, QUANTIZE, BACKWARD = "dense_norm", "norm_quantize", "norm_backward"
 BF16, ROWWISE = "pallas bf16", "pallas fp8_rowwise"
 DELAYED = "pallas fp8_tensorwise_delayed"
 IN_FP8 = (), ROWWISE, {"out": "fp8"}
@@ -290,6 +290,12 @@ FAULTS = [
             ((xla, "high_precision_matmul", without_last_terms),),
             "xla bf16",
         ),
+    ),
+    *_faults(
+        "maxima",
+        ("that of lhs halved", {QUANTIZE: writes(times(0.5), "y_amax")}, (), DELAYED),
+        ("that of dz halved", {BACKWARD: writes(times(0.5), "dz_amax")}, (), DELAYED),
+        ("that of dz four times", {BACKWARD: writes(times(4), "dz_amax")}, (), DELAYED),
     ),
     *_faults(
         "activations in FP8",

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import fp8
+from loka_jax import fp8, scaling
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.measure.check_casts import round_to
 from loka_jax.measure.check_reference import Expected
 from loka_jax.measure.check_scores import scores, worst_finding
 from loka_jax.measure.checking import NO_MEMORY, lower_check
 from loka_jax.measure.compiling import compile_lowered
+from loka_jax.recipe import OPERANDS
 from loka_jax.site import Choice, SiteSpec
 from tests import support
 from tests.support import stand_ins
@@ -66,6 +67,30 @@ def test_each_wrong_result_is_found_and_named(checked, program, change, why):
     assert reason is not None and reason.startswith(why) and "operands" in reason
 
 
+@pytest.fixture(scope="module")
+def delayed():
+    """Returns the check of a candidate with delayed scales, compiled once."""
+    choice = Choice.parse("xla fp8_tensorwise_delayed")
+    check = lower_check(SiteSpec(80, 32, 48, "none", "relu"), choice, stand_ins.HOPPER)
+    return check, compile_lowered(check.programs)
+
+
+@pytest.mark.parametrize("operand", [0, 1, 2])
+@pytest.mark.parametrize("factor", [0.5, 2.0, 0.0])
+def test_a_wrong_maximum_of_an_operand_is_found(delayed, operand, factor):
+    check, compiled = delayed
+    assert check.why_wrong(compiled) is None
+    recipe = Choice.parse("xla fp8_tensorwise_delayed").recipe
+
+    def training(*arguments):
+        trained = compiled["training"](*arguments)
+        factors = trained.state.history[:, 0].at[operand].multiply(factor)
+        return trained._replace(state=scaling.stored(factors, recipe))
+
+    reason = check.why_wrong({**compiled, "training": training})
+    assert reason is not None and reason.startswith(f"{OPERANDS[operand]}: the next")
+
+
 def test_a_check_without_memory_is_no_fault(checked):
     def exhausted(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -83,7 +108,7 @@ def _found(change):
     nothing = jnp.zeros((130, 1))
 
     def expected(y):
-        return Expected({"y": y}, {}, {}, nothing, nothing)
+        return Expected({"y": y}, {}, {}, nothing, nothing, jnp.zeros(3))
 
     @jax.jit
     def score(y, found, perturbed):
