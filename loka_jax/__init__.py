@@ -3,10 +3,21 @@
 import os
 import typing
 
+from loka_jax import checked
+
 if typing.TYPE_CHECKING:
     from loka_jax.predict import Predictor
 
 __version__ = "0.2.0"
+
+
+def _why_wrong(family: str) -> str | None:
+    from loka_jax.dispatch import family_checks  # it imports all that runs kernels
+
+    return family_checks.why_wrong(family)
+
+
+checked.use(_why_wrong)
 
 
 def load(

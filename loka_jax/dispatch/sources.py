@@ -62,21 +62,27 @@ def driver_version(file: pathlib.Path = _DRIVER) -> str:
 
 
 @functools.cache
-def digest(package: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
-    """Returns a digest of the sources that decide speed.
+def digest(
+    package: pathlib.Path = pathlib.Path(__file__).parents[1],
+    roots: tuple[str, ...] = ROOTS,
+) -> str:
+    """Returns a digest of sources and all that they import; of those that decide speed.
 
     Args:
         package: the folder of loka_jax.
+        roots: files and folders in it.
     """
     sha = hashlib.sha256()
-    for file, content in sorted(_contents(package).items()):
+    for file, content in sorted(_contents(package, roots).items()):
         sha.update(f"{file.relative_to(package).as_posix()} {content!r}\n".encode())
     return sha.hexdigest()[:16]
 
 
-def _contents(package: pathlib.Path) -> dict[pathlib.Path, Any]:
+def _contents(
+    package: pathlib.Path, roots: tuple[str, ...] = ROOTS
+) -> dict[pathlib.Path, Any]:
     """Returns what counts in each file of the roots, and in all that they import."""
-    waiting = [file for root in ROOTS for file in _files(package / root)]
+    waiting = [file for root in roots for file in _files(package / root)]
     contents: dict[pathlib.Path, Any] = {}
     while waiting:
         file = waiting.pop()

@@ -53,7 +53,7 @@ _SEEDS, _STRENGTHS = (1, 2, 0), (1.0, 1.0, 0.0)
 
 NO_MEMORY = "was not checked, as the GPU had too little memory left"
 # XLA's words; shared memory that a kernel has too little of has others.
-_EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory"
+EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory"
 
 
 class Outcome(NamedTuple):
@@ -106,7 +106,7 @@ class Check(NamedTuple):
             return self._why_wrong_on_any(compiled)
         except jax.errors.JaxRuntimeError as error:
             # Not the candidate's fault: references in float32 take most.
-            if _EXHAUSTED not in str(error):
+            if EXHAUSTED not in str(error):
                 raise
             return NO_MEMORY
 
@@ -150,7 +150,7 @@ class Check(NamedTuple):
         try:
             outcome = _run_passes(compiled, inputs, trial.g)
         except Exception as error:  # of any kind: the caller gets it as a reason
-            if _EXHAUSTED in str(error):
+            if EXHAUSTED in str(error):
                 raise
             return f"does not run: {one_line(error)}"
         reason = _why_misshapen(self.numerics.spec, outcome, trial)

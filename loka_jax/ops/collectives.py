@@ -120,7 +120,7 @@ def quantized_psum(
         return jax.lax.psum(x, axis_name)
     flat, starts = _joined(leaves, block)
     packing = Packing(flat.size, devices, block, format)
-    provider = chosen(implementation, _triton.why_not(packing, flat.dtype))
+    provider = chosen(implementation, _triton.why_not(packing, flat.dtype), "packed")
     if devices == 1:
         return jax.tree.map(lambda y: jax.lax.psum(_undifferentiated(y), axis_name), x)
     words = words_of(key, axis_name, 2)

@@ -40,6 +40,9 @@ from loka_jax.tails import CrossGradients, CrossTail, Forms, Outer, Scaled, Writ
 from loka_jax.triton import cross_tail
 from loka_jax.triton.cross_gradient import MAX_LAYERS
 
+# Of the kernels of a network; the last one casts the weights.
+FAMILIES = ("cross_tail", "joined_cast", "norm_tail")
+
 # A value for each product of each layer.
 type ByProduct[T] = tuple[tuple[T, ...], ...]
 
@@ -122,7 +125,7 @@ def cross_network(
             and cannot run, or if a state is missing.
     """
     refusal = check(crossed)
-    provider = triton.chosen(implementation, refusal)
+    provider = triton.chosen(implementation, refusal, *FAMILIES)
     network = Tailed(crossed.plans, axis_names, provider)
     states = read_states(crossed.plans, crossed.states)
     arrays, tree = jax.tree.flatten((crossed.x0, crossed.layers))

@@ -142,7 +142,7 @@ def _operands(
     """Returns the static arguments, and the operands."""
     refusal = cross.check(crossed)
     wide_stack.check(plans)
-    provider = triton.chosen(implementation, refusal)
+    provider = triton.chosen(implementation, refusal, *cross.FAMILIES)
     static = _Static(
         Tailed(crossed.plans, axis_names, provider),
         Tailed(plans, axis_names, provider),

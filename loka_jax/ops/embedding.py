@@ -264,7 +264,8 @@ def sum_sorted(
         ValueError: if Triton is required and cannot run.
     """
     n, dim = grads.shape
-    if chosen(implementation, _triton.why_not(n, dim, grads.dtype)) == "triton":
+    why_not = _triton.why_not(n, dim, grads.dtype)
+    if chosen(implementation, why_not, "row_update") == "triton":
         sums = by_kernel(_triton.sum_runs, ids, order, grads)
     else:
         sums = _running_sums(ids, grads[order].astype(jnp.float32))
@@ -356,7 +357,8 @@ def update_rows(
     grads = row_grads.reshape(-1, row_grads.shape[-1])
     n, dim = grads.shape
     why_not = _triton.why_not(n, dim, grads.dtype, table.dtype)
-    implementation = chosen(implementation, why_not)
+    families = ("row_update", "merge") if ascending else ("row_update",)
+    implementation = chosen(implementation, why_not, *families)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
         is_merged = ascending and merge.why_not(len(ids), ids.size) is None
         ids, order = by_kernel(merge.merged, ids) if is_merged else _sort(ids, num_rows)

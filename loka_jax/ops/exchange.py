@@ -102,10 +102,10 @@ def listed(
         place, positions = _sorted(places, order)
         how["part"] = order.places // devices
         why_not = _triton.why_not(place.size, devices)
-        if chosen(implementation, why_not) == "triton":
+        if chosen(implementation, why_not, "route") == "triton":
             lists = by_kernel(functools.partial(_triton.lists, **how), place, positions)
         else:
-            lists = _lists(place, positions, **how)
+            lists = lists_by_xla(place, positions, **how)
     routed = Routed(
         asked=lists.asked,
         slots=lists.slots,
@@ -275,7 +275,7 @@ def _sorted_pairs(
     return v, q, positions
 
 
-def _lists(
+def lists_by_xla(
     place: UInt32[Array, "N"],
     positions: Int[Array, "N"],
     owners: int,

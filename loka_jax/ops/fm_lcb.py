@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from loka_jax import checked
 from loka_jax.ops import residual
 from loka_jax.ops.device import Device
 from loka_jax.ops.kernels import by_kernel, equally_varying
@@ -85,8 +86,10 @@ def plan_fm_lcb(
         return FmLcbPlan(reason, reason)
     batch, n, d = x.shape
     problem = _kernel.Problem(batch=batch, n=n, d=d, k=k, m=m)
+    forward = _kernel.why_not(problem) or checked.why_wrong("fm_lcb")
     backward = _backward_kernel.why_not(problem)
-    return FmLcbPlan(_kernel.why_not(problem), backward, device.interpret)
+    backward = backward or checked.why_wrong("fm_lcb_backward")
+    return FmLcbPlan(forward, backward, device.interpret)
 
 
 def fm_lcb(

@@ -57,7 +57,8 @@ def dot_features(
     batch, fields, dim = embeddings.shape
     n = fields + (bottom is not None)
     why_not = _triton.why_not(batch, n, dim, embeddings.dtype)
-    return _dot_features(bottom, embeddings, multiple, chosen(implementation, why_not))
+    provider = chosen(implementation, why_not, "dot_features")
+    return _dot_features(bottom, embeddings, multiple, provider)
 
 
 def padded(count: int, multiple: int | None = None) -> int:

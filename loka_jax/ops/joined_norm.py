@@ -18,7 +18,7 @@ from loka_jax.ops.kernels import by_kernel, equally_varying
 from loka_jax.ops.residual import Residual
 from loka_jax.triton import joined_norm as _triton
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def joined_norm(
@@ -49,7 +49,7 @@ def joined_norm(
         raise ValueError(f"joined_norm: parts of {shapes} do not make up x, {x.shape}.")
     if dim > _triton.NORM_BLOCK:
         raise ValueError(f"joined_norm: d={dim} is above {_triton.NORM_BLOCK}.")
-    provider = triton.chosen(implementation, _triton.why_not(x, *parts))
+    provider = triton.chosen(implementation, _triton.why_not(x, *parts), "joined_norm")
     counts = tuple(part.shape[1] for part in parts)
     static = _Static(provider, counts, in_parts=bool(rows))
     *varying, x = equally_varying(*parts, x)
@@ -77,11 +77,11 @@ def _run(static: _Static, parts, x, rows):
 
 def _forward(static: _Static, parts, x, rows):
     if static.provider == "triton":
-        run = functools.partial(_triton.joined_norm, epsilon=_EPSILON)
+        run = functools.partial(_triton.joined_norm, epsilon=EPSILON)
         y, rstd = by_kernel(run, parts, x)
     else:
         z = jnp.concatenate(parts, axis=1).astype(jnp.float32) + x.astype(jnp.float32)
-        rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + _EPSILON)
+        rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + EPSILON)
         y = (z * rstd[:, :, None]).astype(x.dtype)
     return y, (y, rstd)
 

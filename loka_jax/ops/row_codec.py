@@ -66,7 +66,7 @@ def gathered(
         ValueError: if Triton is required and cannot run.
     """
     why_not = _triton.why_not(codec, ids.size, rows.shape[1], rows.dtype)
-    if chosen(implementation, why_not) == "triton":
+    if chosen(implementation, why_not, "row_wire") == "triton":
         run = functools.partial(_triton.encode, codec=codec)
         return by_kernel(run, rows, ids, words)
     found = embedding.lookup(rows, ids)
@@ -96,7 +96,7 @@ def spread(
         ValueError: if Triton is required and cannot run.
     """
     why_not = _triton.why_not(codec, slots.size, dim, jnp.bfloat16)
-    if chosen(implementation, why_not) == "triton":
+    if chosen(implementation, why_not, "row_wire") == "triton":
         run = functools.partial(_triton.decode, codec=codec, dim=dim)
         return by_kernel(run, payload, slots)
     return embedding.lookup(decode(payload, codec, dim).reshape(-1, dim), slots)

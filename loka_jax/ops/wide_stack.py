@@ -136,7 +136,7 @@ def wide_stack(
     reason = norm_tail.why_not(m, k, norm=input_norm)
     if reason is not None:
         raise ValueError(f"wide_stack: {reason}.")
-    tailed = Tailed(plans, axis_names, triton.chosen(implementation, None))
+    tailed = Tailed(plans, axis_names, triton.chosen(implementation, None, "norm_tail"))
     stack = _Stack(tailed, input_norm)
     states = read_states(plans, states)
     arrays, tree = jax.tree.flatten((x.astype(jnp.bfloat16), layers))

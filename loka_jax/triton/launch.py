@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from loka_jax import checked
+
 # The providers of an operation that has a kernel here.
 Implementation = Literal["xla", "triton"]
 
@@ -54,13 +56,18 @@ def why_not_here() -> str | None:
 
 
 def chosen(
-    implementation: Implementation | None, why_not: str | None
+    implementation: Implementation | None,
+    why_not: str | None,
+    family: str,
+    *families: str,
 ) -> Implementation:
     """Returns the provider of an operation: the requested one, else Triton if it can.
 
     Args:
         implementation: the requested provider, or None.
         why_not: why the kernel does not serve the operands, or None.
+        family, families: of the kernels that would run, see `measure.families`. If the
+            check of one fails on this device, none does.
 
     Raises:
         ValueError: if there is no such provider, or Triton was requested and cannot
@@ -70,11 +77,15 @@ def chosen(
         if (entries := _left_out.get()) is not None:
             entries += [] if why_not else ["triton"]
             return "xla"
-        return "xla" if why_not or why_not_here() else "triton"
+        if why_not or why_not_here() or checked.why_wrong(family, *families):
+            return "xla"
+        return "triton"
     if implementation not in get_args(Implementation):
         raise ValueError(f"{implementation=} must be 'xla', 'triton' or None.")
-    reason = why_not or why_not_installed()
-    if implementation == "triton" and reason is not None:
+    if implementation == "xla":
+        return implementation
+    reason = why_not or why_not_installed() or checked.why_wrong(family, *families)
+    if reason is not None:
         raise ValueError(f"{implementation=} cannot run: {reason}.")
     return implementation
 

@@ -60,7 +60,7 @@ def test_predict(passed_on):
         "Scoring with the weights of step 1,234.",
         "2 rows with a wrong number of columns left out.",
         "user: 3 not in the vocabulary, 1 missing",
-        "Warning: all unknown",
+        "all unknown",
         "3,000 rows scored in 1.5 s (2,000 rows a second, compiling included): s.csv",
     ]
     line += ["--plan", "off", "--mesh.shards", "4", "--data.keys", "item", "user"]

@@ -132,7 +132,7 @@ def test_lists_of_places_and_of_pairs_are_the_same():
     def both(places):
         pairs, _ = exchange._lists_of_pairs(places, order, how)
         part = order.places // 4
-        return pairs, exchange._lists(
+        return pairs, exchange.lists_by_xla(
             *exchange._sorted(places, order), part=part, **how
         )
 

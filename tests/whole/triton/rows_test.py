@@ -163,7 +163,7 @@ def test_lists_of_distinct_places_are_those_of_xla(case, owners, capacity):
     # Several tiles a program, several programs, the last of either not full.
     config = route.TuningConfig(tile=32, blocks=4)
     ours = route.lists(places, positions, **how, config=config)
-    theirs = exchange._lists(places, positions, **how)
+    theirs = exchange.lists_by_xla(places, positions, **how)
     for name, found, want in zip(ours._fields, ours, theirs, strict=True):
         np.testing.assert_array_equal(found, want, err_msg=name)
     distinct = np.unique(np.asarray(places)) // PART

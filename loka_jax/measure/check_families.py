@@ -1,0 +1,151 @@
+"""Are the kernels of a family right? `why_wrong` runs them and XLA's form beside them.
+
+Every value is compared with that of the reference, so that a tile of zeros, a row that
+is skipped and one that was never to be written all show:
+
+    |x - y| <= eps |y| + noise rms(y)
+
+with eps the step of y's format, which two right roundings may lie apart, and the root
+mean square over y's row. The noise is what float32 in another order, approximate
+functions and roundings in between explain. Codes in 8 bits may lie a step apart, and
+few of them do. Integers are equal, and so is everything where there is no noise.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from loka_jax.measure.checking import EXHAUSTED, NO_MEMORY
+from loka_jax.tails import Written
+from loka_jax.terminal import one_line
+
+# tanh, exp and rsqrt of the GPU: the least precise has 11 bits.
+NOISE = 2.0**-10
+_WORKERS = 8  # cases that are compiled at a time
+# Of 8-bit codes, the share that rounding may move to the next one.
+_MOVED_CODES = 1 / 32
+
+
+class Case(NamedTuple):
+    """What kernels are checked on.
+
+    Attributes:
+        name: in sentences.
+        draw: returns the operands of both, pytrees of arrays.
+        kernel: a function of the operands that launches kernels.
+        reference: the same by XLA; its results have the kernel's types.
+        noise: see above.
+    """
+
+    name: str
+    draw: Callable[[], tuple]
+    kernel: Callable[..., PyTree]
+    reference: Callable[..., PyTree]
+    noise: float = NOISE
+
+
+def why_any_wrong(
+    cases: Sequence[Case],
+    *,
+    compiled: Callable[[Callable], Callable] = jax.jit,
+    workers: int = _WORKERS,
+) -> str | None:
+    """Returns what is wrong with the kernels of some cases, or None if all are right.
+
+    In threads of their own: the caller may trace a program, of which this is no part.
+
+    Args:
+        cases: to check.
+        compiled: makes a function of the one that launches kernels.
+        workers: threads.
+    """
+
+    def why_wrong(case: Case) -> str | None:
+        return _why_wrong(case, compiled)
+
+    with futures.ThreadPoolExecutor(workers) as pool:
+        reasons = list(pool.map(why_wrong, cases))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | None:
+    try:
+        operands = jax.tree.map(jnp.asarray, case.draw())
+        expected = jax.device_get(jax.jit(case.reference)(*operands))
+        found = jax.device_get(compiled(case.kernel)(*operands))
+    except Exception as error:  # of any kind: the caller gets it as a reason
+        is_full = EXHAUSTED in str(error)
+        return NO_MEMORY if is_full else f"{case.name} does not run: {one_line(error)}"
+    reason = why_off(found, expected, case.noise)
+    return None if reason is None else f"{case.name}: {reason}"
+
+
+def why_off(found: PyTree, expected: PyTree, noise: float = NOISE) -> str | None:
+    """Returns where results are not those of the reference, or None.
+
+    Args:
+        found: results on the host.
+        expected: those of the reference. Of the amaxes of parts the largest counts.
+        noise: see above.
+    """
+    found, expected = (_with_names(x) for x in (found, expected))
+    if found.keys() != expected.keys():
+        return f"returns {sorted(found)}, not {sorted(expected)}"
+    with np.errstate(all="ignore"):  # what is not finite is compared like the rest
+        reasons = (_why_array_off(n, x, expected[n], noise) for n, x in found.items())
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def _with_names(results: PyTree) -> dict[str, np.ndarray]:
+    """Returns arrays by their place among the results."""
+
+    def is_written(x: Any) -> bool:
+        return isinstance(x, Written)
+
+    def whole(x: Any) -> Any:
+        if not is_written(x) or x.amaxes is None:
+            return x
+        return x._replace(amaxes=np.max(x.amaxes))
+
+    results = jax.tree.map(whole, results, is_leaf=is_written)
+    named, _ = jax.tree_util.tree_flatten_with_path(results)
+    return {f"result{jax.tree_util.keystr(at)}": np.asarray(x) for at, x in named}
+
+
+def _why_array_off(name: str, x: np.ndarray, y: np.ndarray, noise: float) -> str | None:
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return f"{name} is {x.dtype}{list(x.shape)}, not {y.dtype}{list(y.shape)}"
+    is_float = jnp.issubdtype(y.dtype, jnp.floating)
+    found, expected = (v.astype(np.float64 if is_float else np.int64) for v in (x, y))
+    allowed = _allowed(expected, y.dtype, noise)
+    is_same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    is_right = is_same | (np.abs(found - expected) <= allowed)
+    if not is_right.all():
+        at = tuple(map(int, np.argwhere(~is_right)[0]))
+        wrong = 1 - is_right.mean()
+        return (
+            f"{name}{list(at) if at else ''} is {found[at]:.6g}, not "
+            f"{expected[at]:.6g}, and {wrong:.1%} of it is wrong"
+        )
+    if y.dtype.itemsize == 1 and y.dtype != np.uint8 and y.size:
+        moved = 1 - is_same.mean()
+        if moved > _MOVED_CODES:
+            return f"{name}: {moved:.1%} of its codes are the next ones"
+    return None
+
+
+def _allowed(expected: np.ndarray, dtype: np.dtype, noise: float) -> Any:
+    """Returns how far each value may be off."""
+    if noise == 0 or not jnp.issubdtype(dtype, jnp.floating):
+        return 1 if dtype == np.int8 else 0
+    finite = np.where(np.isfinite(expected), expected, 0.0)
+    rows = finite if finite.ndim else finite[None]
+    rms = np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
+    info = jnp.finfo(dtype)
+    step = float(info.eps) * np.abs(finite) + float(info.smallest_subnormal)
+    return step + noise * rms.reshape(rms.shape if finite.ndim else ())

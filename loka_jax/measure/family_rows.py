@@ -1,0 +1,260 @@
+"""What kernels of embeddings, their rows, lists and the wire are checked on."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from loka_jax import xla
+from loka_jax.fp8 import E4M3
+from loka_jax.measure.check_families import Case
+from loka_jax.measure.family_draws import BF16, EXACT, SUMS, by_both, normal, uneven
+from loka_jax.ops import embedding, exchange, interaction, row_codec, row_rounding
+from loka_jax.ops import joined_norm as joined_norm_ops
+from loka_jax.ops.embedding import BAD_ID, Rounded
+from loka_jax.ops.row_codec import Codec
+from loka_jax.ops.row_order import Order
+from loka_jax.optim.rows import RowwiseAdagrad, RowwiseAdagradState, Sgd
+from loka_jax.packed import Format, Packing
+from loka_jax.triton import (
+    dot_features,
+    joined_norm,
+    merge,
+    packed,
+    route,
+    row_update,
+    row_wire,
+)
+
+
+def joined_norms() -> list[Case]:
+    """Returns the case of a norm of joined embeddings, either way."""
+
+    counts, shape = (3, 5), (37, 8, 40)
+
+    def draw():
+        parts = tuple(uneven(37, count, 40, seed=count) for count in counts)
+        return parts, uneven(*shape, seed=1), normal(*shape, seed=2, dtype=BF16)
+
+    def ours(parts, x, dy):
+        y, rstd = joined_norm.joined_norm(parts, x, joined_norm_ops.EPSILON)
+        run = functools.partial(joined_norm.joined_norm_backward, dy, y, rstd, counts)
+        return y, *run(), run(with_dx=False)[0]
+
+    def theirs(parts, x, dy):
+        run = functools.partial(joined_norm_ops.joined_norm, implementation="xla")
+        y, pull = jax.vjp(run, parts, x)
+        dparts, dx = pull(dy)
+        return y, dparts, dx, dparts
+
+    return [Case("joined embeddings", draw, ours, theirs)]
+
+
+def dot_features_cases() -> list[Case]:
+    """Returns the case of the products of pairs, either way."""
+
+    batch, fields, dim = 17, 26, 16
+    width = interaction.padded(dim + (fields + 1) * fields // 2)
+
+    def draw():
+        bottom = normal(batch, dim, dtype=BF16)
+        return bottom, uneven(batch, fields, dim), normal(batch, width, dtype=BF16)
+
+    def ours(bottom, embeddings, g):
+        out = dot_features.dot_features(bottom, embeddings, width=width)
+        return out, dot_features.dot_features_backward(bottom, embeddings, g)
+
+    def theirs(bottom, embeddings, g):
+        run = functools.partial(interaction.dot_features, implementation="xla")
+        out, pull = jax.vjp(run, bottom, embeddings)
+        return out, pull(g)
+
+    return [Case("pairs of vectors", draw, ours, theirs)]
+
+
+def row_updates() -> list[Case]:
+    """Returns the cases of sums of rows, and of updates by each optimizer."""
+
+    count, rows, dim = 530, 200, 16
+    draws = np.random.default_rng(0)
+    # Long runs, short ones, rows that nobody asked for, and ids of no row.
+    ids = np.where(draws.random(count) < 0.5, 7, draws.integers(0, rows, count))
+    ids = np.where(draws.random(count) < 0.1, BAD_ID, ids)
+    ids[:2] = rows - 1  # the last row
+    order = np.argsort(ids, kind="stable")
+    entries = tuple(x.astype(np.int32) for x in (ids[order], order))
+
+    def draw():
+        table, grads = normal(rows, dim, seed=1), normal(count, dim, seed=2)
+        return table, RowwiseAdagradState(jnp.ones(rows)), grads
+
+    def draw_narrow():
+        # Sums of whole numbers are exact, and so are powers of two times them.
+        grads = np.round(3 * normal(count, dim, seed=2))
+        order = Order(4 * rows, 256)
+        rounding = row_rounding.of_step(7, jnp.asarray(3), order, dim, 192)
+        return normal(rows, dim, seed=1, dtype=BF16), (), grads, rounding
+
+    def update(optimizer, lr, table, state, grads, rounding=None):
+        operands = table, state, *entries, grads, jnp.float32(lr)
+        return optimizer.update_in_place(*operands, rounding)
+
+    def update_by_xla(optimizer, lr, table, state, grads, rounding=None):
+        how: Any = dict(enabled=jnp.asarray(True), implementation="xla")
+        rounded = Rounded(optimizer, rounding) if rounding else optimizer
+        operands = table, state, jnp.asarray(ids, jnp.int32), grads, rounded
+        return embedding.update_rows(*operands, jnp.float32(lr), **how)
+
+    def case(name, draw, *optimizer, noise=SUMS):
+        ours = functools.partial(update, *optimizer)
+        theirs = functools.partial(update_by_xla, *optimizer)
+        return Case(name, draw, ours, theirs, noise)
+
+    adagrad = RowwiseAdagrad(eps=1e-6, initial_accumulator=0.1)
+    return [
+        Case(
+            "sums of rows",
+            lambda: (*entries, normal(count, dim, dtype=BF16)),
+            lambda *x: _of_runs(x[0], row_update.sum_runs(*x)),
+            lambda *x: _of_runs(
+                x[0], embedding.sum_sorted(*x, implementation="xla").grads
+            ),
+            SUMS,
+        ),
+        case("AdaGrad", draw, adagrad, 0.5),
+        case("SGD", lambda: (draw()[0], (), draw()[2]), Sgd(), 0.5),
+        case("SGD, rounded at random", draw_narrow, Sgd(), 2.0**-9, noise=EXACT),
+    ]
+
+
+def _of_runs(ids: Array, sums: Array) -> Array:
+    """Returns the sums at the last positions of runs, and zeros elsewhere."""
+    ends = jnp.append(ids[1:] != ids[:-1], True) & (ids != BAD_ID)
+    return jnp.where(ends[:, None], sums, 0.0)
+
+
+def routes() -> list[Case]:
+    """Returns the cases of lists that are too short, and long enough."""
+
+    owners, part, count = 3, 300, 5000
+    places = np.random.default_rng(0).integers(0, owners * part, count)
+    places = np.where(np.arange(count) % 5, places, owners * part)  # of no owner
+    order = np.argsort(places, kind="stable")
+    operands = places[order].astype(np.uint32), order.astype(np.int32)
+
+    def case(capacity: int) -> Case:
+        how = dict(owners=owners, part=part, capacity=capacity)
+        ours = lambda *x: route.lists(*x, **how)  # noqa: E731
+        theirs = functools.partial(exchange.lists_by_xla, **how)
+        return Case(f"lists of {capacity}", lambda: operands, ours, theirs, EXACT)
+
+    return [case(24), case(500)]
+
+
+def merges() -> list[Case]:
+    """Returns the case of lists of which some entries are unused."""
+
+    count, capacity = 3, 350
+    draws = np.random.default_rng(0)
+    lists = draws.integers(0, 500, (count, capacity))
+    used = draws.integers(0, capacity, (count, 1))
+    lists = np.where(np.arange(capacity) < used, lists, BAD_ID)
+    lists = np.sort(lists, axis=1).astype(np.int32)
+
+    def theirs(lists):
+        positions = jnp.arange(lists.size, dtype=jnp.int32)
+        return tuple(jax.lax.sort((lists.ravel(), positions), num_keys=1))
+
+    ours = lambda lists: merge.merged(lists)  # noqa: E731
+    return [Case("ascending lists", lambda: (lists,), ours, theirs, EXACT)]
+
+
+def row_wires() -> list[Case]:
+    """Returns the cases of rows in each codec, packed and spread."""
+
+    return [case for codec in ("bf16", "e4m3", "int8") for case in _row_wires_of(codec)]
+
+
+def _row_wires_of(codec: Codec) -> list[Case]:
+    lists, capacity, dim, rows = 3, 24, 12, 50
+    slots = _numbers((1000,), lists * capacity)
+    how: Any = dict(codec=codec)
+
+    def draw():
+        return uneven(rows, dim, dtype="f4"), _numbers((lists, capacity), rows)
+
+    def draw_payload():
+        encode = functools.partial(row_codec.gathered, implementation="xla", **how)
+        return jax.jit(encode)(*draw()), slots
+
+    by_xla = dict(implementation="xla", **how)
+    return [
+        Case(
+            f"rows in {codec}, packed",
+            draw,
+            lambda *x: row_wire.encode(*x, **how),
+            functools.partial(row_codec.gathered, **by_xla),
+            EXACT,
+        ),
+        Case(
+            f"rows in {codec}, spread",
+            draw_payload,
+            lambda *x: row_wire.decode(*x, dim=dim, **how),
+            functools.partial(row_codec.spread, dim=dim, **by_xla),
+            EXACT,
+        ),
+    ]
+
+
+def _numbers(shape: tuple[int, ...], below: int) -> np.ndarray:
+    """Returns numbers below a limit, some of them of nothing; the last is the last."""
+    draw = np.random.default_rng(0)
+    found = draw.integers(0, below, shape)
+    bad = draw.choice([BAD_ID, -1, below], shape)
+    found = np.where(draw.random(shape) < 0.2, bad, found)
+    found.flat[-1] = below - 1
+    return found.astype(np.int32)
+
+
+def packings() -> list[Case]:
+    """Returns the cases of vectors in each format: packed, added up, unpacked."""
+
+    return [case for format in ("int8", "e4m3") for case in _packings_of(format)]
+
+
+def _packings_of(format: Format) -> list[Case]:
+    packing = Packing(9001, 4, 64, format)
+
+    def draw():
+        # Blocks of different sizes, one in seven of zeros.
+        x, block = normal(packing.size), np.arange(packing.size) // packing.block
+        return (x * np.exp2(-(block % 8)).astype("f4") * (block % 7 != 6),)
+
+    def draw_packed():
+        return (jax.jit(lambda x: xla.pack(x, packing))(*draw()),)
+
+    def run(name, provider, x):
+        out = getattr(provider, name)(x, packing)
+        return out if name == "unpack" else _codes_and_scales(out, packing)
+
+    def case(name: str, draw: Callable[[], tuple]) -> Case:
+        what = f"{name} in {format}"
+        return by_both(what, draw, functools.partial(run, name), packed, SUMS)
+
+    return [
+        case("pack", draw),
+        case("sum_packed", draw_packed),
+        case("unpack", draw_packed),
+    ]
+
+
+def _codes_and_scales(rows: Array, packing: Packing) -> tuple[Array, Array]:
+    """Returns what the bytes of packed parts stand for."""
+    dtype = jnp.int8 if packing.format == "int8" else E4M3
+    codes = jax.lax.bitcast_convert_type(rows[:, : packing.part], dtype)
+    scales = rows[:, packing.part :].reshape(len(rows), packing.blocks, -1)
+    return codes, jax.lax.bitcast_convert_type(scales, jnp.float32)

@@ -1,0 +1,143 @@
+"""What the tails of products are checked on: Triton's against XLA's, either way."""
+
+import functools
+from typing import Any
+
+import jax
+
+from loka_jax import xla
+from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.measure.check_families import Case
+from loka_jax.measure.family_draws import (
+    BF16,
+    SHAPE,
+    by_both,
+    in_fp8,
+    normal,
+    outer,
+    product,
+    scale_in_vector,
+    uneven,
+    vector,
+)
+from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
+from loka_jax.tails import Forms, Scaled
+from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
+
+# Both layouts, the amax, and zeros around: all that a tail may write.
+_FORWARD = Forms(fp8=E4M3, transposed=True, amax=True, shape=SHAPE, padded=True)
+_BACKWARD = Forms(
+    bf16=False, fp8=E5M2, transposed=True, amax=True, shape=SHAPE, padded=True
+)
+
+
+def norm_tails() -> list[Case]:
+    """Returns the cases of each norm, with an activation or none, either way."""
+
+    epilogues = [Epilogue("block", "swish"), Epilogue("none", "relu")]
+    epilogues += [Epilogue("layer", "gelu"), Epilogue("rms", "none")]
+    return [case for epilogue in epilogues for case in _norm_tails_of(epilogue)]
+
+
+def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
+    """Returns the passes with a norm and an activation."""
+    bias, gamma, beta = vector(3), 1 + vector(6) / 4, vector(7)
+    vectors: Any = NormVectors(bias, None, None)
+    if epilogue.norm == "layer":
+        vectors = NormVectors(bias, gamma, beta)
+    elif epilogue.norm == "rms":
+        vectors = NO_VECTORS
+    forward = dict(epilogue=epilogue, want=_FORWARD)
+    backward = dict(epilogue=epilogue, want=_BACKWARD)
+
+    def draw():
+        r = uneven(*SHAPE, seed=1)
+        return product(0), r, vectors, scale_in_vector()
+
+    def draw_backward():
+        z, r, vectors, scale = draw()
+        run = functools.partial(xla.norm_tail, y_scale_inv=scale, **forward)
+        residuals = jax.jit(run)(z, r, vectors).residuals
+        d = Scaled(normal(*SHAPE, seed=4, dtype=BF16))
+        return d, normal(*SHAPE, seed=5, dtype=BF16), residuals, vectors, scale
+
+    def run(provider, *operands):
+        *operands, scale = operands
+        return provider.norm_tail(*operands, y_scale_inv=scale, **forward)
+
+    def run_backward(provider, *operands):
+        *operands, scale = operands
+        return provider.norm_tail_backward(*operands, dz_scale_inv=scale, **backward)
+
+    what = f"{epilogue.norm} norm and {epilogue.activation}"
+    return [
+        by_both(what, draw, run, norm_tail),
+        by_both(f"{what}, backward", draw_backward, run_backward, norm_tail),
+    ]
+
+
+def cross_tails() -> list[Case]:
+    """Returns the cases of cross layers, beside a head too, and of their end."""
+
+    def draw(make, *, seeds: tuple[int, ...] = (0, 1), **rest):
+        return lambda: (
+            [make(seed) for seed in seeds],
+            make(9),
+            rest,
+            scale_in_vector(),
+        )
+
+    def run(provider, summands, x0, rest, scale, *, want, **how):
+        scale = None if want.fp8 is None else scale
+        how = dict(want=want, y_scale_inv=scale, **how)
+        return provider.cross_tail(summands, x0, **rest, **how)
+
+    def behind_a_head():
+        return [outer(20), product(0)], in_fp8(9), {}, scale_in_vector()
+
+    forward = functools.partial(run, want=_FORWARD, keep_s=True)
+    backward = functools.partial(run, want=_BACKWARD, has_row_sum=True)
+    before_a_head = functools.partial(run, want=Forms(bf16=False, shape=SHAPE))
+    of_vectors = dict(bias=vector(4), head=vector(5))
+    return [
+        by_both("cross layer", draw(product, bias=vector(4)), forward, cross_tail),
+        by_both("cross layer, backward", draw(in_fp8), backward, cross_tail),
+        by_both("before a head", draw(in_fp8, **of_vectors), before_a_head, cross_tail),
+        by_both("behind a head", behind_a_head, backward, cross_tail),
+        *_cross_gradients(),
+    ]
+
+
+def _cross_gradients() -> list[Case]:
+    (m, n), first = SHAPE, 64
+    parts = tuple(jax.ShapeDtypeStruct((m, x), BF16) for x in (first, n - first - 5))
+
+    def draw():
+        gradients, products = [in_fp8(i) for i in range(3)], [in_fp8(11), in_fp8(12)]
+        return gradients, products, [None, vector(21)], product(30)
+
+    def draw_head():
+        gradients, products = [product(0), outer(40)], [product(11)]
+        return gradients, products, [None], None, product(50)
+
+    def run(provider, *operands):
+        return provider.cross_gradient(*operands, parts=parts, shape=SHAPE)
+
+    return [
+        by_both("gradient of features", draw, run, cross_gradient),
+        by_both("gradient of a head", draw_head, run, cross_gradient),
+    ]
+
+
+def joined_casts() -> list[Case]:
+    """Returns the case of features that are joined and cast."""
+
+    def draw():
+        return *(
+            uneven(SHAPE[0], n, seed=n, dtype="f4") for n in (13, 317)
+        ), scale_in_vector()
+
+    def run(provider, first, second, scale):
+        return provider.joined_cast(first, second, want=_FORWARD, scale_inv=scale)
+
+    return [by_both("joined features", draw, run, joined_cast)]
