@@ -85,10 +85,10 @@ class DelayedScaling(NamedTuple):
     def roots(self) -> list[Float[Array, "3 1"]]:
         """Returns the roots of the history, newest first; columns fuse with others."""
         newest = maxima.decode(self.table[..., 1 + maxima.ENTRIES : _ROOTS])
-        weight = jnp.where(self.table[..., :1] > 0, self.table[..., :1], 1.0)
-        earlier = self.table[..., _ROOTS:]
+        weight, earlier = self.table[..., :1], self.table[..., _ROOTS:]
+        inverse = 1.0 / jnp.where(weight > 0, weight, 1.0)
         columns = jnp.split(earlier, earlier.shape[-1], axis=-1)
-        return [_root(newest), *(column / weight for column in columns)]
+        return [_root(newest), *(column * inverse for column in columns)]
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:
