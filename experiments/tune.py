@@ -74,7 +74,7 @@ def tune(
     if performance is None:
         say("There is no GPU with FP8: the times are of this device, and only for it.")
     measured = measure(
-        run.config.name,
+        run.source,
         run.sites,
         stats,
         options,
@@ -100,7 +100,7 @@ def _add_own_errors(path: pathlib.Path, run: Run, stats: Mapping[str, SiteStats]
         if site.has_choice and site.path in stats
     }
     table = tables.read(path)
-    tables.add(path, with_live(table, run.sites, live, run.config.name))
+    tables.add(path, with_live(table, run.sites, live, run.source))
 
 
 def _add_refusals(
@@ -111,7 +111,7 @@ def _add_refusals(
     say: Callable[[str], None],
 ):
     """Measures the plan that follows from the table, and notes what it gives up."""
-    table, options, name = tables.read(path), run.config.dispatch, run.config.name
+    table, options, name = tables.read(path), run.config.dispatch, run.source
     plan = make_plan(
         run.sites,
         PerformanceModel(table),

@@ -157,8 +157,9 @@ def _arms(model, sites, table: Table, name: str, recipes):
         arms[f"torchao {recipe}"] = forced(model, through, f"xla {recipe}")
     plans, performance = {}, PerformanceModel(table)
     # Times are compared, also of models whose errors were measured on N(0, 1) only.
-    has_own = any(f"{name} {site.path}" in _errors_at(table, site) for site in free)
-    config = name if has_own else f"N(0, 1) for {name}"
+    sources = {x.rpartition(" ")[0] for site in free for x in _errors_at(table, site)}
+    own = (x for x in sorted(sources) if x.partition("@")[0] == name)
+    config = next(own, f"N(0, 1) for {name}")
     for arm, roles in (("dispatch", None), ("dispatch inference", ("fwd",))):
         options: dict[str, Any] = {} if roles is None else {"roles": roles}
         plan = make_plan(sites, performance, config=config, **options)

@@ -171,7 +171,7 @@ def _ours(
     plan = plans.make_plan(
         sites,
         local_performance().performance,
-        config=trained.config.name,
+        config=trained.source,
         roles=("fwd",),
         errors=errors_of(sites),
     )

@@ -109,7 +109,7 @@ def without_errors(
     Args:
         sites: of a model.
         performance: with the errors.
-        config: name of the model in tables.
+        config: as in `make_plan`.
     """
     return [
         site

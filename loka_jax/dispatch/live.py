@@ -141,7 +141,7 @@ def with_live(
         table: the measurements.
         sites: of the model.
         live: live errors by path.
-        config: name of the model in the table.
+        config: as in `make_plan`.
     """
     keys = {
         site.path: key

@@ -76,8 +76,9 @@ def make_plan(
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
-        config: the configuration whose operands' errors count. In training, a site of
-            which there are only errors of other operands runs in bfloat16.
+        config: the run whose operands' errors count, as `Config.source` names it. In
+            training, a site of which there are only errors of other operands runs in
+            bfloat16.
         roles: the roles that run: all in training, "fwd" alone in inference.
         errors: of the model's own products, by path, in place of those in tables.
 

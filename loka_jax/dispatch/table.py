@@ -62,7 +62,8 @@ class Entry:
 
     Attributes:
         times: microseconds by pass ("training" is forward and backward) and candidate.
-        errors: by source of the operands, such as "fp8_dlrm top_mlp/dense_0".
+        errors: by source of the operands: run and site, as in
+            "fp8_dlrm@0123456789ab top_mlp/dense_0" (`Config.source`).
         failures: of candidates that could not run, or were wrong; one sentence each.
         effects: by source, as `errors`, the relative change of the model's loss
             on held-out data if the forward product of this site alone is in FP8.

@@ -68,7 +68,7 @@ def tune(
     """Yields the measurements of all candidates, each a table of a part of a site.
 
     Args:
-        name: of the model, under which the table keeps errors.
+        name: of the run, as in `make_plan`, under which the table keeps errors.
         sites: of the model.
         stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
         config: options.

@@ -142,7 +142,7 @@ def _chosen(
         sites,
         limits=options.limits,
         rules=options.by_pattern,
-        config=trained.config.name,
+        config=trained.source,
         roles=("fwd",),
     )
     if performance is None:

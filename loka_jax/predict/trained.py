@@ -33,6 +33,7 @@ class Trained(NamedTuple):
         state: what scores depend on.
         step: the training step of the weights.
         spread: the tables over several devices; None with one device.
+        source: the name of the run's operands in tables; none before training.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class Trained(NamedTuple):
     state: TrainState
     step: int
     spread: Spread | None = None
+    source: str = ""
 
 
 def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
@@ -65,7 +67,8 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     template = _template(config, net, len(schema.dense), spread)
     layout = layout_of(net.tables, spread)
     state = _as_state(read_state(source.checkpoints, saved, template, layout))
-    return Trained(config, schema, net, state, source.saved.step, spread)
+    name = config.source(source.saved.meta.get("data", {}))
+    return Trained(config, schema, net, state, source.saved.step, spread, name)
 
 
 def untrained(config: Config, schema: Schema) -> Trained:

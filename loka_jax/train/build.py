@@ -108,6 +108,11 @@ class Run:
         return dataclasses.replace(self, plan=plan)
 
     @property
+    def source(self) -> str:
+        """The name of the run's operands in tables."""
+        return self.config.source(self.splits.identity)
+
+    @property
     def planned(self) -> nn.Planned:
         """The model, its sites run as the plan says."""
         return nn.Planned(self.model, self.plan.choices)
@@ -326,9 +331,9 @@ def build(
         splits = splits.over(NamedSharding(mesh, BATCH))
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
     total_steps = min(steps_per_epoch * loop.epochs, loop.max_steps or sys.maxsize)
-    sites = list_sites(DispatchPlan())
+    sites, source = list_sites(DispatchPlan()), config.source(splits.identity)
     if saved is None:
-        planned = choose_plan(config, sites, total_steps, say)
+        planned = choose_plan(config, sites, total_steps, say, source=source)
     else:
         planned = resumed_plan(config, saved, sites)
     probe = dataclasses.replace(config.probe, every=planned.observe_every)
@@ -341,7 +346,7 @@ def build(
         list_sites=list_sites,
         plan=planned.plan,
         plan_notes=planned.notes,
-        reviewer=_reviewer(config, sites, planned.performance),
+        reviewer=_reviewer(config, sites, planned.performance, source),
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
         row_update=_row_update(config, total_steps, groups),
@@ -371,7 +376,10 @@ def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:
 
 
 def _reviewer(
-    config: Config, sites: tuple[nn.Site, ...], performance: PerformanceModel | None
+    config: Config,
+    sites: tuple[nn.Site, ...],
+    performance: PerformanceModel | None,
+    source: str,
 ) -> Reviewer | None:
     if performance is None or not config.probe.every:
         return None
@@ -380,5 +388,5 @@ def _reviewer(
         performance.measured(),  # a candidate that was never checked must not run
         limits=config.dispatch.limits,
         rules=config.dispatch.by_pattern,
-        config=config.name,
+        config=source,
     )

@@ -6,7 +6,9 @@ and are not part of a run's identity.
 """
 
 import dataclasses
+import hashlib
 import inspect
+import json
 import pathlib
 import re
 from typing import Annotated, Any, Literal
@@ -28,6 +30,7 @@ from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
+_FLAX = {"parent", "name"}  # fields of a module that are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
 
@@ -278,6 +281,22 @@ class Config:
         names = {field.name for field in dataclasses.fields(self)} - {"run"}
         return _fields_as_json(self, names)
 
+    def source(self, data: dict[str, Any]) -> str:
+        """Returns the name of the run's operands in tables: `NAME@DIGEST`.
+
+        The digest is of all that decides them: data with their schema, model, tables,
+        optimizer, and the rows of a product. Another seed draws others of the same
+        operands. Options at their default are left out, so that one can be added.
+
+        Args:
+            data: the identity of the data.
+        """
+        parts = self.model, self.embedding, self.optim
+        rows = self.loop.batch_size, self.loop.microbatches
+        values = [_without_seeds(data), *map(_unlike_default, parts), *rows]
+        text = json.dumps(values, sort_keys=True)
+        return f"{self.name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DlrmConfig(Config):
@@ -360,11 +379,28 @@ def _check_model(model: RankingModel):
             require(value >= 1, option, value, "at least 1")
 
 
+def _unlike_default(value: Any) -> dict[str, Any]:
+    """Returns a dataclass as JSON values, without fields at their default."""
+    names = {
+        field.name
+        for field in dataclasses.fields(value)
+        if field.name not in _FLAX and getattr(value, field.name) != field.default
+    }
+    return {"kind": type(value).__name__} | _fields_as_json(value, names)
+
+
+def _without_seeds(value: Any) -> Any:
+    """Returns nested dicts without what draws examples of one distribution."""
+    if not isinstance(value, dict):
+        return value
+    return {k: _without_seeds(x) for k, x in value.items() if k != "seed"}
+
+
 def _as_json(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = {field.name for field in dataclasses.fields(value)}
-        if isinstance(value, linen.Module):  # "parent" and "name" are Flax's own
-            names -= {"parent", "name"}
+        if isinstance(value, linen.Module):
+            names -= _FLAX
             return {"kind": type(value).__name__} | _fields_as_json(value, names)
         return _fields_as_json(value, names)
     if isinstance(value, tuple | list):

@@ -52,6 +52,8 @@ def choose_plan(
     sites: Sequence[Site],
     steps: int,
     say: Callable[[str], None] = print,
+    *,
+    source: str = "",
 ) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
@@ -60,6 +62,7 @@ def choose_plan(
         sites: of its model.
         steps: of the run.
         say: takes lines on the progress of tuning.
+        source: the name of its operands, whose errors count (`Config.source`).
 
     Raises:
         ValueError: if it names a file that is no plan and no table for this machine, or
@@ -82,7 +85,7 @@ def choose_plan(
         sites,
         limits=config.dispatch.limits,
         rules=config.dispatch.by_pattern,
-        config=config.name,
+        config=source,
     )
     every = config.probe.every
     if performance is None:
@@ -91,7 +94,9 @@ def choose_plan(
     plan, performance, more = check_plan(make_plan, sites, performance, seconds, say)
     chosen = ChosenPlan(plan, (*notes, *more), performance, every or 0)
     if every is None and jax.process_count() == 1:  # others review no plan
-        return _observed_if_worth(chosen, config, sites, steps, make_plan, say)
+        unknown = without_errors(sites, performance, source)
+        hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
+        return _observed_if_worth(chosen, config, sites, steps, make_plan, hopeful, say)
     if every:  # a review promotes to what was checked
         hopeful = functools.partial(make_plan, errors=as_if_accurate(sites))
         performance = check_plan(hopeful, sites, performance, seconds, say).performance
@@ -103,7 +108,8 @@ def _observed_if_worth(
     config: Config,
     sites: Sequence[Site],
     steps: int,
-    make_plan: Callable[..., DispatchPlan],
+    make_plan: Callable[[PerformanceModel], DispatchPlan],
+    hopeful: Callable[[PerformanceModel], DispatchPlan],
     say: Callable[[str], None],
 ) -> ChosenPlan:
     """Returns the plan, with a run observed if unknown errors keep FP8 out.
@@ -114,12 +120,11 @@ def _observed_if_worth(
         sites: of its model.
         steps: of the run.
         make_plan: makes a plan by what is known of times.
+        hopeful: the same, as if all FP8 that lacks errors were accurate.
         say: takes lines on the progress of checking.
     """
     before, seconds = chosen.performance, config.dispatch.check_seconds
     assert before is not None
-    unknown = without_errors(sites, before, config.name)
-    hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
 
     def gain(
         plan: DispatchPlan, faster: DispatchPlan, by: PerformanceModel

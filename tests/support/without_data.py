@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from loka_jax.data import DataConfig, Schema, Splits, generated
+from loka_jax.data.identity import identity_of_generated
 from loka_jax.train import build as build_lib
 
 
@@ -21,7 +22,8 @@ def splits_of(config: DataConfig) -> Splits:
     """Returns the splits of generated data, none of which can be read."""
     rows = Rows(generated.schema_of(config), config.examples)
     valid = rows._replace(num_examples=config.eval_examples)
-    return Splits(train=rows, valid=valid, test=valid, report={}, identity={})
+    identity = identity_of_generated(config, seed=0)
+    return Splits(train=rows, valid=valid, test=valid, report={}, identity=identity)
 
 
 def patch_build(monkeypatch, **schema):

@@ -7,7 +7,12 @@ import re
 
 import pytest
 
+from experiments.configs import get_config
 from loka_jax.data import Schema
+from loka_jax.data.config import GENERATED_ROWS
+from loka_jax.data.identity import identity_of_generated
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.models import Dlrm
 from loka_jax.train.config import (
@@ -22,10 +27,50 @@ from loka_jax.train.config import (
 from loka_jax.train.network import network
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"rows": GENERATED_ROWS[:7]}},
+        {"data": {"world": 1}},
+        {"data": {"examples": 1000}},
+        {"model": {"top_mlp": (256, 64)}},
+        {"embedding": {"dim": 8}},
+        {"optim": {"lr": 0.01}},
+        {"loop": {"batch_size": 8192}},
+        {"loop": {"microbatches": 2}},
+        {"run": {"workdir": pathlib.Path("x")}, "loop": {"max_steps": 9}, "seed": 3},
+    ],
+)
+def test_operands_are_a_runs_own_of_its_data_model_optimizer_and_rows(changes):
+    def source(**changes):
+        parts = {
+            name: dataclasses.replace(getattr(DEFAULT, name), **part)
+            if isinstance(part, dict)
+            else part
+            for name, part in changes.items()
+        }
+        config = dataclasses.replace(DEFAULT, **parts)
+        return config.source(identity_of_generated(config.data, config.seed))
+
+    assert re.fullmatch("fp8_dlrm@[0-9a-f]{12}", source())
+    assert (source(**changes) == source()) == ("seed" in changes)
+
+
+@pytest.mark.parametrize("name", ["fp8_dlrm", "fp8_dlrm_wide"])
+def test_shipped_errors_are_those_of_the_default_runs(name):
+    config = get_config(name)
+    own = config.source(identity_of_generated(config.data, config.seed))
+    for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        sites = tables.read(shipped_path(device)).sites.items()
+        rows = {s.m for s, x in sites for run in x.errors if run.startswith(f"{own} ")}
+        assert config.loop.batch_size in rows
+
+
 def dlrm(name="x", seed=0, **options):
     return DlrmConfig(name=name, seed=seed, model=Dlrm(**options))
 
 
+DEFAULT = get_config("fp8_dlrm")
 DELAYED = "fp8_tensorwise_delayed"
 
 

@@ -49,7 +49,7 @@ def test_a_table_decides(tmp_path):
         ("another", None, 20.0, 2, 0),  # whose reviews would change plans apart
         ("another", 0, 0.0, 1, 0),
         ("another", 7, 100.0, 1, 7),
-        ("small", None, 0.0, 1, 0),  # errors are known
+        (None, None, 0.0, 1, 0),  # errors are known
     ],
 )
 def test_a_run_is_observed_where_errors_keep_fp8_out(
@@ -58,9 +58,11 @@ def test_a_run_is_observed_where_errors_keep_fp8_out(
     monkeypatch.setattr(planning, "OBSERVING_SECONDS", least_seconds)
     times = {"bf16_us": 1e6, "fp8_us": 5e5}  # saves 20 s: 20 steps, two sites of FP8
     path = support.write_table(tmp_path / "table.json", source=source, **times)
-    sites = build_lib.build(_config()).sites
+    run = build_lib.build(_config())
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    chosen = planning.choose_plan(_config(plan=str(path), every=every), sites, 20)
+    chosen = planning.choose_plan(
+        _config(plan=str(path), every=every), run.sites, 20, source=run.source
+    )
     assert chosen.observe_every == observed
     said = any("FP8 may make the sites" in note for note in chosen.notes)
     assert said == (every is None and bool(observed))

@@ -41,8 +41,12 @@ MAX_BYTES, MAX_SECONDS = 2 << 30, 60
 
 
 @functools.cache
+def run() -> build_lib.Run:
+    return build_lib.build(support.config())
+
+
 def sites() -> tuple[nn.Site, ...]:
-    return build_lib.build(support.config()).sites
+    return run().sites
 
 
 def make_table(folder: Path) -> Path:
@@ -64,7 +68,7 @@ def make_table(folder: Path) -> Path:
 
 def make_plan(folder: Path) -> Path:
     performance = PerformanceModel(tables.read(make_table(folder)))
-    plan = plans.make_plan(sites(), performance, config="small")
+    plan = plans.make_plan(sites(), performance, config=run().source)
     plans.save(folder / "plan.json", plan)
     return folder / "plan.json"
 
@@ -72,7 +76,7 @@ def make_plan(folder: Path) -> Path:
 def follow(path: Path) -> list[str]:
     """Returns the names of the choices in the plan that a run follows."""
     config = dataclasses.replace(support.config(), plan=str(path))
-    chosen = choose_plan(config, sites(), 20)
+    chosen = choose_plan(config, sites(), 20, source=run().source)
     print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes)
     return [choice.name for _, choice in chosen.plan.choices]
 
