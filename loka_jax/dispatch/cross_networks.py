@@ -270,13 +270,14 @@ def _sites_us(layers: Layers, decisions: Mapping[str, Decision]) -> float:
 
 
 def _choice_of(terms: Terms, choice: Choice) -> Choice:
-    """Returns a choice at a site, bfloat16 if that may have no FP8."""
-    return choice if terms.why_not_fp8 is None else BF16
+    """Returns a choice at a site, bfloat16 if that may not have all of its FP8."""
+    return BF16 if terms.why_not_fp8 or terms.why_not_dlhs else choice
 
 
 def _with_fp8(layers: Layers) -> Layers:
-    """Returns the sites that may have FP8."""
-    each = [x for x in zip(*layers, strict=True) if x[2].why_not_fp8 is None]
+    """Returns the sites that may have FP8 in all products."""
+    may = [not (terms.why_not_fp8 or terms.why_not_dlhs) for terms in layers.terms]
+    each = list(itertools.compress(zip(*layers, strict=True), may))
     return Layers(*zip(*each, strict=True)) if each else Layers((), (), ())
 
 

@@ -17,6 +17,7 @@ from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.cross_networks import Network, decide_network, networks
+from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
 from loka_jax.dispatch.local import performance_of
 from loka_jax.dispatch.loss import total, why_harmful
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
@@ -90,7 +91,8 @@ def make_plan(
         performance = performance_of(performance)
     decisions: dict[str, Decision] = {}
     if performance is not None:
-        options = _Options(performance, limits, config, roles, errors or {})
+        heads = below_heads(sites) if roles == ROLES else {}
+        options = _Options(performance, limits, config, roles, errors or {}, heads)
         decisions = _decide(sites, options)
     for pattern, name in (rules or {}).items():
         matched = [
@@ -114,6 +116,7 @@ class _Options(NamedTuple):
     config: str
     roles: tuple[Role, ...]
     errors: Mapping[str, RoleErrors]
+    below_heads: Mapping[str, bool]
 
     def estimates(self, site: Site) -> Estimates:
         return self.performance.estimates(site.spec)
@@ -159,7 +162,11 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
 
 
 def _why_bf16(site: Site, options: _Options) -> str | None:
-    return "its recipe is bf16" if site.recipe == "bf16" else options.refused(site)
+    if site.recipe == "bf16":
+        return "its recipe is bf16"
+    if options.below_heads.get(site.path, False):
+        return f"{BELOW_HEAD}, and it is a small part of the work"
+    return options.refused(site)
 
 
 def is_open(site: Site) -> bool:
@@ -249,6 +256,7 @@ def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
         errors=options.errors.get(site.path),
         roles=options.roles,
         why_not_fp8=not_fp8.get(site.path),
+        why_not_dlhs=BELOW_HEAD if site.path in options.below_heads else None,
         why_not=functools.partial(why_not, spec=site.spec),
     )
 

@@ -143,6 +143,7 @@ class Terms(NamedTuple):
             the table's.
         roles: the roles that run: all in training, "fwd" alone in inference.
         why_not_fp8: why nothing may be in FP8 here, or None.
+        why_not_dlhs: why dlhs may not, or None.
         why_not: why a choice cannot run here, or None.
     """
 
@@ -150,6 +151,7 @@ class Terms(NamedTuple):
     errors: RoleErrors | None = None
     roles: tuple[Role, ...] = ROLES
     why_not_fp8: str | None = None
+    why_not_dlhs: str | None = None
     why_not: Callable[[Choice], str | None] = lambda choice: None
 
     @property
@@ -227,6 +229,8 @@ def why_inaccurate(
         gemm = choice.recipe.gemm(role)
         if gemm is None:
             continue
+        if role == "dlhs" and terms.why_not_dlhs is not None:
+            return f"{role}: {terms.why_not_dlhs}"
         errors = _errors_of(entry, terms, role, gemm)
         if not errors:
             return f"{role}: its error was not measured"

@@ -140,7 +140,11 @@ def test_layers_beside_a_network_are_a_part_of_it():
     (network,) = cross_networks.networks(chains_of(sites))
     beside = [site.path for site in network.beside]
     assert beside == ["deep_mlp/dense_0", "deep_mlp/dense_1"]
-    assert set(_names(_cross_plan(sites)).values()) == {DELAYED}
+    names = _names(_cross_plan(sites))
+    assert names.pop(beside[-1]) == "xla bf16"  # the head reads it
+    assert set(names.values()) == {DELAYED}
+    scored = _names(_cross_plan(sites, roles=("fwd",)))
+    assert set(scored.values()) == {DELAYED} and beside[-1] in scored
     # One that cannot be keeps only itself and its neighbours apart.
     names = _names(_cross_plan(sites, errors={"deep_mlp/dense_1": NOTHING}))
     assert {names[f"cross/u_{i}"] for i in range(3)} == {DELAYED}

@@ -37,7 +37,10 @@ def test_a_table_decides(tmp_path):
     path = support.write_table(tmp_path / "table.json")
     run = build_lib.build(_config(plan=str(path)))
     planned = {site.path: site.recipe for site in run.sites if site.spec.n > 1}
-    assert set(planned.values()) == {"bf16", "fp8_rowwise"}  # 13 columns fit no FP8
+    assert set(planned.values()) == {
+        "bf16",
+        ROW.removeprefix("xla "),
+    }  # 13 columns fit no FP8
     assert set(dict(run.plan.choices)) == set(planned) and run.reviewer is None
 
 
@@ -91,7 +94,7 @@ def _plan_file(path, choice):
     [
         ({}, ROW),
         ({"rules": ("top_mlp/*=bf16",)}, "xla bf16"),
-        ({"plan": "off", "rules": ("top_mlp/*=fp8_rowwise",)}, ROW),
+        ({"plan": "off", "rules": (f"top_mlp/*={ROW}",)}, ROW),
     ],
 )
 def test_a_plan_file_decides_and_rules_have_the_last_word(tmp_path, options, choice):
