@@ -9,11 +9,16 @@ its operands are (`operand_health.py`). Each measure is compared with its usual 
 Errors and losses are the harm, and their usual values stay. Sizes do none: scales
 follow them. They tell operands that explode or vanish before these do harm, and no
 other growth: training moves operands, too, by a power of the time rather than
-exponentially. So their usual values follow them, at a limited pace a step.
+exponentially. So their usual values follow them, at a limited pace a step; and at once
+where a size jumps from one look to the next by up to 64 times, as at the first batch of
+a day. Two jumps in a row are growth.
 
 A site that was off in `LOOKS` looks in a row has drifted. It is then looked at with the
 casts that it had, and returns once it was home in enough looks in a row: twice as many
 after each time.
+
+An error above its limit, but not off, stays in FP8: a site whose errors were above in
+`LONG` more looks than they were not is told of, once.
 """
 
 import dataclasses
@@ -29,6 +34,8 @@ SETTLING = 4  # first looks of a site, in which training itself moves the most
 LOOKS = 3  # looks in a row that are off, and are drift; a single batch proves nothing
 HOME = 0.75  # share of a tolerance within which a measure is home
 HOME_LOOKS = 4  # looks in a row at home before the first return
+LONG = 8  # looks above a limit on errors after which that is said
+_JUMP, _LARGEST_JUMP = 1.5, 6.0  # of a size, as log2: noise of a batch is below
 _MAX_DOUBLINGS = 8
 
 
@@ -75,6 +82,7 @@ RULES = {
         "the largest column of {name} is {times:.3g} times its usual size",
     ),
 }
+_ERROR = list(RULES).index("error")
 _RISE, _FALL, _PACE = (np.array([rule[i] for rule in RULES.values()]) for i in range(3))
 
 # float32 [3, measures], of the three products or operands; NaN where there is none.
@@ -88,11 +96,14 @@ class SiteDrift:
     Attributes:
         looks: looks so far.
         usual: usual measures, as in `Measures`; None where there are none.
+        before: those of the newest look, None where a jump was followed.
         off: looks in a row at which a measure was off.
         home: looks in a row at which all were home.
         why: what was off at the newest look at which anything was.
         away: whether the site was demoted for it.
         demotions: the number of times that it was.
+        above: looks at which an error was above its limit, less those at which none
+            was; it stays at `LONG`.
     """
 
     looks: int = 0
@@ -102,6 +113,8 @@ class SiteDrift:
     why: str = ""
     away: bool = False
     demotions: int = 0
+    before: list[list[float | None]] | None = None
+    above: int = 0
 
     def after(self, measures: Measures, steps: int) -> "SiteDrift":
         """Returns what is known after a look; the same if that is not finite.
@@ -113,24 +126,31 @@ class SiteDrift:
         known = np.isfinite(measures)
         if not np.any(known):
             return self
-        if self.usual is None or self.looks < SETTLING:
-            usual = measures
-        else:
+        usual, has_jumped = measures, np.zeros_like(known)
+        if self.usual is not None and self.looks >= SETTLING:
             usual = np.array(self.usual, np.float64)
             usual = np.where(np.isfinite(usual), usual, measures)
+            move = measures - np.array(self.before, np.float64)  # NaN where unknown
+            has_jumped = (np.abs(move) > _JUMP) & (np.abs(move) <= _LARGEST_JUMP)
+            has_jumped &= (_PACE > 0) & (_excess(measures - usual) > 1)
+            usual += np.where(has_jumped, move, 0.0)
             pace = steps * _PACE
             usual += np.where(known, np.clip(measures - usual, -pace, pace), 0.0)
         change = np.where(known, measures - usual, 0.0)
-        excess = np.maximum(change / _RISE, -change / _FALL)
+        excess = _excess(change)
         is_off = np.max(excess) > 1
         why = _describe(excess, measures, change) if is_off else self.why
+        is_above = np.nanmax(np.append(measures[:, _ERROR], 0.0)) > 0
+        above = min(max(self.above + (1 if is_above else -1), 0), LONG)
         return dataclasses.replace(
             self,
             looks=self.looks + 1,
-            usual=[[None if np.isnan(x) else float(x) for x in row] for row in usual],
+            usual=_as_json(usual),
+            before=_as_json(np.where(has_jumped, np.nan, measures)),
             off=self.off + 1 if is_off else 0,
             home=self.home + 1 if np.max(excess) <= HOME else 0,
             why=why,
+            above=LONG if self.above == LONG else above,
         )
 
     @property
@@ -143,6 +163,15 @@ class SiteDrift:
         """True if a demoted site is to return."""
         doublings = min(self.demotions - 1, _MAX_DOUBLINGS)
         return self.away and self.home >= HOME_LOOKS * 2**doublings
+
+
+def _excess(change: Measures) -> Measures:
+    """Returns how far changes go towards their tolerances; above 1 is off."""
+    return np.maximum(change / _RISE, -change / _FALL)
+
+
+def _as_json(measures: Measures) -> list[list[float | None]]:
+    return [[None if np.isnan(x) else float(x) for x in row] for row in measures]
 
 
 def _describe(excess: Measures, measures: Measures, change: Measures) -> str:
@@ -202,6 +231,15 @@ class Watch:
         """Paths of the demoted sites."""
         return [path for path, x in self.sites.items() if x.away]
 
+    def newly_above(self, before: "Watch") -> list[str]:
+        """Returns paths of sites in FP8 whose errors have now long been above."""
+        return [
+            path
+            for path, x in self.sites.items()
+            if x.above == LONG != before.sites.get(path, SiteDrift()).above
+            and not x.away
+        ]
+
     def without(self, paths: Iterable[str]) -> "Watch":
         """Returns the watch as if some sites had never been looked at."""
         kept = self.sites.keys() - set(paths)
@@ -216,5 +254,5 @@ class Watch:
                 site, away=True, home=0, demotions=site.demotions + 1
             )
         for path in returned:
-            sites[path] = dataclasses.replace(sites[path], away=False, off=0)
+            sites[path] = dataclasses.replace(sites[path], away=False, off=0, above=0)
         return Watch(sites=sites)

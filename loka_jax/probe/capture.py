@@ -74,10 +74,12 @@ class Sampler:
     Attributes:
         recipes: of which errors are sampled, with the scales of the step.
         max_rows: number of rows of a batch to keep, spread evenly over it.
+        copies: as of `live_errors.live_errors`.
     """
 
     recipes: tuple[Recipe, ...] = ()
     max_rows: int = 1024
+    copies: int = 1
 
     def init(self, m: int, k: int, n: int) -> Sample:
         """Returns zeros in the shapes of a sample."""
@@ -102,8 +104,8 @@ class Sampler:
         operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
         whole = live_errors.Operands(lhs, rhs, g, scales)
-        steps = stats.errors.steps
-        errors = live_errors.live_errors(whole, self.recipes, steps, axis_names)
+        how = stats.errors.steps, axis_names, self.copies
+        errors = live_errors.live_errors(whole, self.recipes, *how)
         return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)
 
 

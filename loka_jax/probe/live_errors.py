@@ -7,6 +7,10 @@ of its elements are computed:
     dlhs   256 rows of g          x  the whole rhs
     drhs   64 columns of lhs      x  64 columns of g
 
+Where drhs contracts more rows than are seen, on other devices or in other microbatches,
+its error is extrapolated: the part that rows have alike grows with them, and the part
+that is independent with their root.
+
 Rows and columns are spread evenly, others at each step. Operands are cast as the site
 casts them, with its stored scales where a recipe's scales are delayed; a site without
 such a state would cast with the scale of equal earlier amaxes, and so is measured.
@@ -44,6 +48,7 @@ RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
 _ROWS, _COLUMNS = 256, 64  # of a product that are computed
 _ANY_ROWS = 16  # a number of rows that FP8 allows
 _TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
+_PARTS = 8  # of the rows, whose products tell what more rows would add
 _GOLDEN = 2654435769  # of 2^32: the golden ratio, whose multiples spread evenly
 # Of each measure: the sums of the steps' weights and of their squares, and the weighted
 # mean and sum of squared deviations.
@@ -115,6 +120,7 @@ def live_errors(
     recipes: Sequence[Recipe],
     steps: Float[Array, ""] | float = 0.0,
     axis_names: tuple[str, ...] = (),
+    copies: int = 1,
 ) -> LiveErrors:
     """Returns the errors of one step.
 
@@ -126,6 +132,8 @@ def live_errors(
         recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
+        copies: drhs contracts so many times these rows, of which others are like them:
+            its relative L2 is what to expect then.
     """
     operands = Operands(*jax.lax.stop_gradient(operands))
     whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
@@ -134,6 +142,10 @@ def live_errors(
         _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
     ]
     values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
+    if copies > 1 and operands.lhs.shape[0] >= _PARTS:
+        total = _of_more_rows(operands, recipes, shift, axis_names, copies)
+        place = ROLES.index("drhs"), MEASURES.index("relative_l2")
+        values = values.at[:, *place].set(total + 0.0 * values[:, *place])  # NaN stays
     weight = jnp.all(jnp.isfinite(values), axis=2, keepdims=True).astype(jnp.float32)
     weights = jnp.broadcast_to(weight, values.shape)
     means = jnp.where(weights > 0, values, 0.0)
@@ -177,6 +189,54 @@ def _role_errors(
         out = total(out.astype(f32))
         rows.append(_errors(total(ref), out, role, num_rows, axis_names))
     return jnp.stack(rows)
+
+
+def _of_more_rows(
+    operands: Operands,
+    recipes: Sequence[Recipe],
+    shift: Float[Array, ""],
+    axis_names: tuple[str, ...],
+    copies: int,
+) -> Float[Array, "recipes"]:
+    """Returns drhs's relative L2 by recipe if it contracted many times these rows."""
+    blocks = _blocks(operands, "drhs", shift)
+    exact = _products_of_parts(*blocks)
+    signal, errors = _expected_square(exact, copies), []
+    for recipe in recipes:
+        rounded = blocks
+        if (gemm := recipe.gemm("drhs")) is not None:
+            casts = _casts(operands, "drhs", gemm, recipe, axis_names)
+            pairs = zip(casts, blocks, strict=True)
+            rounded = [cast(x).dequantize()[:, : x.shape[1]] for cast, x in pairs]
+        noise = _expected_square(_products_of_parts(*rounded) - exact, copies)
+        errors.append(jnp.where(noise > 0, jnp.sqrt(noise / signal), 0.0))
+    return jnp.stack(errors)
+
+
+def _products_of_parts(
+    first: Float[Array, "r m"], second: Float[Array, "c m"]
+) -> Float[Array, "p r c"]:
+    """Returns the products of parts of the rows, each of rows from all over them."""
+    count = first.shape[1] // _PARTS
+    first, second = (
+        x[:, : count * _PARTS].astype(jnp.float32).reshape(-1, count, _PARTS)
+        for x in (first, second)
+    )
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("imp,jmp->pij", first, second, precision=highest)
+
+
+def _expected_square(parts: Float[Array, "p r c"], copies: int) -> Float[Array, ""]:
+    """Returns the expected square of the sum of so many times these parts.
+
+        E |sum of n parts|^2 = n E|part|^2 + n (n - 1) E<part, another>
+
+    The first is what is independent from row to row, the second what rows have alike.
+    """
+    own, count = jnp.sum(parts**2), _PARTS * copies
+    others = jnp.sum(jnp.sum(parts, axis=0) ** 2) - own
+    pairs = count * (count - 1) / (_PARTS * (_PARTS - 1))
+    return copies * own + pairs * jnp.maximum(others, 0.0)
 
 
 def _total(role: Role, axis_names: tuple[str, ...], product: Array) -> Array:

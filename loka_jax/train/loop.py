@@ -79,7 +79,7 @@ class Loop:
         self._scales_initialized = False
         self._batch: Batch | None = None
         self._looks = Looks(display.say)
-        self._drift = DriftLooks()
+        self._drift = DriftLooks(display.say)
         self._clock = Clock(progress)
 
     def train(self, stop: StopRequest):

@@ -31,7 +31,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
 
-MAX_ROWS = 2048  # of a batch, and of the operands of its sites
+MAX_ROWS = 2048  # of the operands of a site whose casts are measured
 # Unread looks; older ones are read, as they have been computed.
 _MAX_UNREAD = 8
 
@@ -41,8 +41,9 @@ type Look = dict[str, Float[Array, "operands measures"]]
 class DriftLooks:
     """Unread looks, the oldest first."""
 
-    def __init__(self):
-        """Begins without a look."""
+    def __init__(self, say: Callable[[str], None] = print):
+        """Begins without a look; `say` takes a sentence for a site to be told of."""
+        self._say = say
         self._unread: collections.deque[Look] = collections.deque()
         self._run: Run | None = None
         self._step: Callable[[TrainState, Batch], Look] | None = None
@@ -71,7 +72,12 @@ class DriftLooks:
         while len(self._unread) > keep:
             assert self._run is not None
             steps = self._run.config.loop.look_every
-            watch = watch.after(measured(self._unread.popleft()), steps)
+            before, watch = watch, watch.after(measured(self._unread.popleft()), steps)
+            for path in watch.newly_above(before):
+                self._say(
+                    f"{path}: errors of its FP8 have been above their limit in most "
+                    f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
+                )
         return dataclasses.replace(progress, drift=watch)
 
 
@@ -118,27 +124,28 @@ def look_step(
     """Returns the compiled look at some sites, by path; None without sites.
 
     A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
-    looked at with those of a first step. At most `MAX_ROWS` examples of a batch are
-    run, no more than a device or a microbatch has, which bounds the memory of a look.
-    Gradients are those of the whole batch's mean loss, as in the step.
+    looked at with those of a first step. All examples are run that a device has of a
+    microbatch, so that a look takes no more memory than a step, and the error of drhs
+    is that of the whole batch. Gradients are those of its mean loss, as in the step.
     """
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    observer = Sampler(recipes=recipes, max_rows=MAX_ROWS)
     parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
+    if run.spread is not None:  # all devices look at the part of one of them
+        parts *= run.spread.mesh.size
+    observer = Sampler(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
     observed = run.planned, run.tables, observer, run.config.optim.task_weights
     if run.spread is None:
         observe = make_observe_step(*observed)
-    else:  # all devices look at the part of one of them
-        parts *= run.spread.mesh.size
+    else:
         observe = run.spread.everywhere(
             make_observe_step(*observed, look_up_everywhere)
         )
 
     def look(state: TrainState, batch: Batch) -> Look:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-        rows = min(len(batch.labels) // parts, MAX_ROWS)
+        rows = len(batch.labels) // parts
         part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
         seen = observe(state, part, total_weight)
         samples, scales = by_path(seen), named_sites(state)

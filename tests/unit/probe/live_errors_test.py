@@ -192,3 +192,30 @@ def test_merged_moments_are_those_of_the_steps(decay):
     # What was not seen ages nothing.
     kept = _merge(merged, live_errors.empty_errors(2), decay=decay)
     np.testing.assert_allclose(kept.moments, merged.moments, rtol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnames="copies")
+def _error_of_drhs(lhs, g, copies):
+    operands = Operands(lhs, jnp.ones((64, 64)), g, (None,) * 3)
+    recipes = [get_recipe("fp8_tensorwise")]
+    return live_errors.live_errors(operands, recipes, copies=copies).relative_l2[0, 2]
+
+
+@pytest.mark.parametrize("clicks, least, most", [(None, 0.03, 0.045), (0.05, 1.0, 2.0)])
+def test_the_error_of_many_rows_is_told_by_a_part_of_them(clicks, least, most):
+    rows, part = 32_768, 2048
+    rng = np.random.default_rng(1)
+    g = rng.standard_normal((rows, 64))
+    lhs = rng.standard_normal((rows, 64))
+    if (
+        clicks is not None
+    ):  # p - y of a head without a norm below it: p is rounded alike
+        g = (0.05 - (rng.random((rows, 1)) < clicks)) * np.linspace(1, 1.9, 64)
+        lhs = np.abs(lhs)
+    lhs, g = np.float32(lhs), np.float32(g)
+    whole = _error_of_drhs(lhs, g, 1)
+    assert least < whole < most
+    told = _error_of_drhs(lhs[:part], g[:part], rows // part)
+    assert told == pytest.approx(float(whole), rel=0.5)
+    if clicks is not None:
+        assert _error_of_drhs(lhs[:part], g[:part], 1) < 0.4 * whole

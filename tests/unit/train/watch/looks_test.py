@@ -13,6 +13,7 @@ from loka_jax.dispatch.drift import SiteDrift, Watch
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
+from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.train.watch import drift_looks, looks
@@ -132,8 +133,8 @@ def observing(monkeypatch):
 
 @pytest.mark.parametrize(
     "microbatches, devices, most, rows",
-    [(1, None, 2048, 24), (3, 2, 2048, 4), (1, 2, 8, 8)],
-    ids=["whole", "microbatches of devices", "some rows"],
+    [(1, None, 2048, 24), (3, 2, 2048, 4), (1, 2, 8, 12)],
+    ids=["whole", "microbatches of devices", "a device"],
 )
 def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     observing, monkeypatch, microbatches, devices, most, rows
@@ -155,5 +156,6 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     model, tables, observer, weights, *look_up = observing.call_args.args
     given = run.planned, run.tables, run.config.optim.task_weights
     assert (model, tables, weights) == given
-    assert (observer.recipes, observer.max_rows) == ((ROWWISE, RECIPE), most)
+    copies = microbatches * (devices or 1)
+    assert observer == Sampler(recipes=(ROWWISE, RECIPE), max_rows=most, copies=copies)
     assert look_up == ([drift_looks.look_up_everywhere] if devices else [])
