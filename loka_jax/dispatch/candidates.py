@@ -30,7 +30,14 @@ def table_key(spec: SiteSpec) -> SiteSpec:
 
 def why_not(choice: Choice, spec: SiteSpec, device: Device = HOPPER) -> str | None:
     """Returns why a choice is no candidate at a site of exactly these rows, or None."""
+    if choice.provider == "triton" and (reason := why_no_kernels(device)):
+        return reason
     return resolve(spec, choice, device).refusal
+
+
+def why_no_kernels(device: Device) -> str | None:
+    """Returns why none of our kernels run on a device, or None: all are for Hopper."""
+    return device.why_not_pallas
 
 
 def candidates(spec: SiteSpec, device: Device = HOPPER) -> Iterator[Choice]:

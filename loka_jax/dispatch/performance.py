@@ -59,7 +59,12 @@ class _Fit(NamedTuple):
 
 
 class PerformanceModel:
-    """Measured times, and a model of those that are not."""
+    """Measured times, and a model of those that are not.
+
+    Attributes:
+        table: measurements on this device.
+        device: that candidates are planned for.
+    """
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class PerformanceModel:
         self.table = table
         self._fitted = table if fitted is None else fitted
         self._roofline = roofline or self._fitted.roofline
-        self._device = device
+        self.device = device
         self._doubt = 0.0
         self._predicts = True
         self._fits: dict[tuple[str, str], _Fit | None] = {}
@@ -96,7 +101,7 @@ class PerformanceModel:
     def with_table(self, table: Table) -> "PerformanceModel":
         """Returns the model with other measurements on this device."""
         other = PerformanceModel(
-            table, roofline=self._roofline, fitted=self._fitted, device=self._device
+            table, roofline=self._roofline, fitted=self._fitted, device=self.device
         )
         other._fits = self._fits  # on the same times
         return other
@@ -160,7 +165,7 @@ class PerformanceModel:
         spreads: dict[str, dict[str, float]] = {}
         choices = [
             choice
-            for choice in candidates(spec, self._device)
+            for choice in candidates(spec, self.device)
             if self._predicts and choice.name not in measured.failures
         ]
         for pass_name in _PASSES:

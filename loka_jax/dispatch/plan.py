@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import fields
-from loka_jax.dispatch.candidates import why_not
+from loka_jax.dispatch.candidates import why_no_kernels, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.cross_networks import Network, decide_network, networks
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
@@ -33,6 +33,7 @@ from loka_jax.dispatch.policy import (
 from loka_jax.dispatch.stacks import Layers, decide_stack, stacks
 from loka_jax.dispatch.table import Entry, RoleErrors
 from loka_jax.measure.intervals import Interval
+from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import BF16, PROVIDERS, Choice
@@ -117,6 +118,16 @@ class _Options(NamedTuple):
     roles: tuple[Role, ...]
     errors: Mapping[str, RoleErrors]
     below_heads: Mapping[str, bool]
+
+    @property
+    def tails_roofline(self) -> Roofline | None:
+        """The roofline where operations of products and tails can be priced.
+
+        None where the tails are no kernels of ours: such an operation is then XLA's,
+        as sites apart are, and has their time.
+        """
+        performance = self.performance
+        return None if why_no_kernels(performance.device) else performance.roofline
 
     def estimates(self, site: Site) -> Estimates:
         return self.performance.estimates(site.spec)
@@ -211,7 +222,7 @@ def _decide_chain(
         decision._replace(spread=of_site.spread(name, decision.choice))
         for decision, of_site in zip(together or alone, estimates, strict=True)
     ]
-    roofline = options.performance.roofline
+    roofline = options.tails_roofline
     if roofline is None:
         return dict(zip(paths, decisions, strict=True))
     for run in stacks(chain):
@@ -236,7 +247,7 @@ def _decide_network(
         options: of the plan.
         not_fp8: by path, why a site may have no FP8.
     """
-    roofline = options.performance.roofline
+    roofline = options.tails_roofline
     if roofline is None:
         return {}
 
@@ -257,7 +268,9 @@ def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
         roles=options.roles,
         why_not_fp8=not_fp8.get(site.path),
         why_not_dlhs=BELOW_HEAD if site.path in options.below_heads else None,
-        why_not=functools.partial(why_not, spec=site.spec),
+        why_not=functools.partial(
+            why_not, spec=site.spec, device=options.performance.device
+        ),
     )
 
 

@@ -125,8 +125,10 @@ def _choices(
 
     All in bfloat16 are among them, which FP8 is compared with.
     """
-    every = tuple(candidates(spec))
-    if most is None or performance is None:
+    if performance is None:
+        return tuple(candidates(spec))
+    every = tuple(candidates(spec, performance.device))
+    if most is None:
         return every
     times = performance.estimates(spec).entry.times.get("training", {})
     fastest = sorted(every, key=lambda choice: times.get(choice.name, math.inf))[:most]

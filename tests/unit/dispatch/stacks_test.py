@@ -10,6 +10,7 @@ import pytest
 
 from loka_jax import nn, triton
 from loka_jax.dispatch import cross_networks, stacks
+from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.plan import chains_of, make_plan
 from loka_jax.dispatch.review import Reviewer
@@ -17,6 +18,7 @@ from loka_jax.dispatch.table import MEASURES
 from loka_jax.measure.intervals import Interval
 from loka_jax.models import Dcnv2
 from loka_jax.normed import NormName
+from loka_jax.ops.device import Device
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import SiteSpec
 from tests.support.dispatch import H200, model_of
@@ -69,6 +71,18 @@ def test_a_layer_that_is_not_accurate_runs_in_bf16_within_the_stack():
     assert [choice.is_fp8 for _, choice in plan.choices] == [True, False, True]
     refused = plan.decisions[1][1].runner_up
     assert refused == f"{DELAYED}: fwd: its error was not measured"
+
+
+@pytest.mark.parametrize("capability", ["8.9", "10.0"])
+def test_nothing_is_priced_by_kernels_that_do_not_run_on_a_device(capability):
+    device = Device(compute_capability=capability)
+    times = SLOWER | {"triton fp8_tensorwise": 1.0, "pallas fp8_rowwise": 1.0}
+    for sites in (_sites(), _cross_sites()):
+        model = model_of(sites, times, roofline=H200, device=device)
+        plan = make_plan(sites, model, errors=as_if_accurate(sites))
+        assert set(_names(dict(plan.decisions)).values()) == {"xla bf16"}
+        names = {c.provider for c in candidates(sites[0].spec, device)}
+        assert names == {"xla"}
 
 
 def test_sites_that_are_faster_apart_stay_apart():
