@@ -22,6 +22,8 @@ RECIPES = (
     "fp8_blockwise",  # multiplied in bfloat16: no part of it can be fast alone
 )
 
+_FIRST_WITH_FP8 = (8, 9)  # compute capability
+
 
 def table_key(spec: SiteSpec) -> SiteSpec:
     """Returns a site as tables name it: forms of input and output are passes there."""
@@ -30,14 +32,23 @@ def table_key(spec: SiteSpec) -> SiteSpec:
 
 def why_not(choice: Choice, spec: SiteSpec, device: Device = HOPPER) -> str | None:
     """Returns why a choice is no candidate at a site of exactly these rows, or None."""
-    if choice.provider == "triton" and (reason := why_no_kernels(device)):
-        return reason
-    return resolve(spec, choice, device).refusal
+    reason = why_no_fp8(device) if choice.is_fp8 else None
+    if choice.provider == "triton":
+        reason = reason or why_no_kernels(device)
+    return reason or resolve(spec, choice, device).refusal
 
 
 def why_no_kernels(device: Device) -> str | None:
     """Returns why none of our kernels run on a device, or None: all are for Hopper."""
     return device.why_not_pallas
+
+
+def why_no_fp8(device: Device) -> str | None:
+    """Returns why a device has no FP8, or None if it has it or emulates it."""
+    capability = device.compute_capability
+    if capability is None or tuple(map(int, capability.split("."))) >= _FIRST_WITH_FP8:
+        return None
+    return f"its compute capability is {capability}, and FP8 needs 8.9"
 
 
 def candidates(spec: SiteSpec, device: Device = HOPPER) -> Iterator[Choice]:

@@ -18,6 +18,7 @@ import jax
 from loka_jax.cache_folder import cache_folder
 from loka_jax.commands import spoken
 from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.candidates import why_no_fp8
 from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.table import BadTable, Table
@@ -27,7 +28,6 @@ from loka_jax.ops.device import local_device
 _SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
 _FITTED = _SHIPPED / "random_sites"  # times at shapes that nobody chose
 _FITTED_DEVICE = "NVIDIA H200"  # whose times stand for those of devices without any
-_LEAST_CAPABILITY = (8, 9)  # the first with FP8 tensor cores
 
 
 class Local(NamedTuple):
@@ -50,15 +50,8 @@ def local_performance() -> Local:
     device = jax.devices()[0]
     if device.platform != "gpu":
         return Local(None)
-    capability = str(getattr(device, "compute_capability", "0.0"))
-    if tuple(map(int, capability.split("."))) < _LEAST_CAPABILITY:
-        return Local(
-            None,
-            (
-                f"{device.device_kind} has compute capability {capability}, and FP8 "
-                f"needs 8.9: sites run as the configuration says.",
-            ),
-        )
+    if (reason := why_no_fp8(local_device())) is not None:
+        return Local(None, (f"{device.device_kind} runs no FP8: {reason}.",))
     shipped, notes = _shipped(device.device_kind)
     cached, more = _cached()
     table = cached if shipped is None else shipped.merged(cached)
@@ -96,7 +89,9 @@ def performance_of(path: str | os.PathLike) -> PerformanceModel:
             f"{spoken('experiments/tune.py')}, or plan without this one."
         )
     here = local_performance().performance
-    return PerformanceModel(table) if here is None else here.with_table(table)
+    if here is None:
+        return PerformanceModel(table, device=local_device())
+    return here.with_table(table)
 
 
 def cache_path() -> pathlib.Path:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import fields
-from loka_jax.dispatch.candidates import why_no_kernels, why_not
+from loka_jax.dispatch.candidates import why_no_fp8, why_no_kernels, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.cross_networks import Network, decide_network, networks
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
@@ -74,7 +74,7 @@ def make_plan(
     Args:
         sites: of the model, as `list_sites` returns them.
         performance: times and errors on this device, or the path of a table with them;
-            without them only rules decide.
+            without them only rules decide, and a GPU without FP8 runs bfloat16.
         limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
@@ -90,7 +90,7 @@ def make_plan(
     """
     if isinstance(performance, str | os.PathLike):
         performance = performance_of(performance)
-    decisions: dict[str, Decision] = {}
+    decisions = _without_fp8(sites)
     if performance is not None:
         heads = below_heads(sites) if roles == ROLES else {}
         options = _Options(performance, limits, config, roles, errors or {}, heads)
@@ -170,6 +170,16 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
             return decisions
         worst = max(effects, key=lambda path: effects[path].high)
         not_fp8[worst] = f"{reason}; here by {effects[worst].mean:.3%}"
+
+
+def _without_fp8(sites: Sequence[Site]) -> dict[str, Decision]:
+    """Returns bfloat16 for the FP8 sites of a GPU that has none."""
+    return {
+        site.path: Decision(BF16, reason)
+        for site in sites
+        if is_open(site) and site.plan.choice.is_fp8
+        if (reason := why_no_fp8(site.plan.device)) is not None
+    }
 
 
 def _why_bf16(site: Site, options: _Options) -> str | None:

@@ -11,7 +11,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import called
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
-from loka_jax.dispatch.candidates import why_not
+from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.first_use import (
     as_if_accurate,
     check_plan,
@@ -23,6 +23,7 @@ from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
+from loka_jax.site import BF16
 from loka_jax.train.config import Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
@@ -234,11 +235,12 @@ def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> Dispatc
             "machine has none: leave --plan out, or give --plan off."
         )
     for site in sites:
+        choice = choices.get(site.path, BF16)
+        reason = why_no_fp8(local_device()) if choice.is_fp8 else None
         if site.path in kernels:
-            choice = choices[site.path]
-            reason = why_not(choice, site.spec)
-            if reason is not None:
-                raise ValueError(
-                    f"{source}: {choice.name} cannot run at {site.path}: {reason}."
-                )
+            reason = reason or why_not(choice, site.spec)
+        if reason is not None:
+            raise ValueError(
+                f"{source}: {choice.name} cannot run at {site.path}: {reason}."
+            )
     return plan

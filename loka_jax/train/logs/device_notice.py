@@ -9,8 +9,8 @@ def device_notice(require_gpu: bool) -> str:
     """Returns a sentence that names the device.
 
     Raises:
-        ValueError: if a GPU is required and there is none, or it has no FP8 units, or
-            JAX_PLATFORMS names a platform that is not available.
+        ValueError: if a GPU is required and there is none, or JAX_PLATFORMS names a
+            platform that is not available.
     """
     try:
         device = jax.devices()[0]
@@ -21,12 +21,6 @@ def device_notice(require_gpu: bool) -> str:
             "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
         ) from None
     if device.platform == "gpu":
-        capability = getattr(device, "compute_capability", "0")
-        if float(capability) < 8.9:
-            raise ValueError(
-                f"{device.device_kind} has compute capability {capability}, and FP8 "
-                "needs 8.9: run with JAX_PLATFORMS=cpu to emulate it."
-            )
         return f"Running on {device.device_kind}."
     if require_gpu:
         raise ValueError(

@@ -15,10 +15,14 @@ from loka_jax.dispatch.plan import make_plan as make_plan_of
 from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
+from loka_jax.ops.device import Device
+from loka_jax.ops.plan import resolve_served
+from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.support.dispatch import HEADER, LIMIT, ROW, errors, site
 
 KERNEL = "pallas fp8_rowwise"
+SPEC = SiteSpec(128, 64, 64)
 FASTER = {BF16.name: 2.0, ROW: 1.0}
 
 
@@ -61,6 +65,23 @@ def test_exact_rows_and_sizes_decide_what_can_run():
     # Kernels pad the rows.
     assert KERNEL in names and names[0] == BF16.name
     assert not any(name.startswith("xla fp8") for name in names)
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "10.0", None])
+def test_a_gpu_without_fp8_runs_bf16_and_says_so(capability):
+    device = Device(compute_capability=capability)
+    recipes = {"a": "fp8_rowwise", "head": "f32", "b": "bf16", "ruled": "fp8_rowwise"}
+    sites = [
+        dataclasses.replace(
+            site(path), plan=resolve_served(SPEC, get_recipe(recipe), device)
+        )
+        for path, recipe in recipes.items()
+    ]
+    plan = make_plan(sites, None, rules={"ruled": "fp8_rowwise"})
+    found = {path: (x.choice.name, x.reason) for path, x in plan.decisions}
+    assert found.pop("ruled")[0] == ROW
+    why = f"its compute capability is {capability}, and FP8 needs 8.9"
+    assert found == ({"a": (BF16.name, why)} if capability in ("7.5", "8.0") else {})
 
 
 def test_a_plan_takes_what_the_table_says():
