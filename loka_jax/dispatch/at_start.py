@@ -56,20 +56,23 @@ def tune_at_start(
         say(f"{name}: nothing is tuned, as there is no GPU with FP8.")
         return local
     agenda = Agenda(sites, local.performance)
+    by_shape = Counter(table_key(site.spec) for site in sites if is_open(site))
     unknown = {job.spec for job in agenda.jobs}
     if not unknown:
-        say(f"{name}: all {len(sites)} sites are known, nothing is tuned.")
+        say(f"{name}: all {by_shape.total()} sites are known, nothing is tuned.")
         return local
-    say(f"{name}: tuning {len(unknown)} sites, for {seconds:g} seconds at most.")
+    count = sum(by_shape[spec] for spec in unknown)
+    say(f"{name}: tuning {count} sites, for {seconds:g} seconds at most.")
     start, measured, workers = time.monotonic(), 0, fitting(_WORKERS, agenda.jobs)
     for job, entry in measure_on_demand(
         agenda.next_job, workers, _quiet, seconds=seconds
     ):
         agenda.learn(job, _into_cache(job, entry))
         measured += 1
-    took, tuned = time.monotonic() - start, len(unknown - agenda.left())
+    took = time.monotonic() - start
+    tuned = sum(by_shape[spec] for spec in unknown - agenda.left())
     say(
-        f"{name}: {tuned} of {len(unknown)} sites tuned in {took:.0f} seconds, "
+        f"{name}: {tuned} of {count} sites tuned in {took:.0f} seconds, "
         f"{measured} candidates measured."
     )
     return local_performance()

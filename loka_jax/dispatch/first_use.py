@@ -109,7 +109,7 @@ def without_errors(
     Args:
         sites: of a model.
         performance: with the errors.
-        config: as in `make_plan`.
+        config: name of the model in tables.
     """
     return [
         site

@@ -110,13 +110,16 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
 
     monkeypatch.setattr(at_start, "local_performance", known)
     monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
-    for sites in ([own, dataclasses.replace(own, path="b")], [own]):
+    # Two of one shape; on a head Dispatch does not decide.
+    sites = [own, dataclasses.replace(own, path="b"), site("head", recipe="f32")]
+    for _ in range(2):
         found = at_start.tune_at_start(sites, 30.0, name="m", say=lines.append)
         estimates = found.performance.estimates(own.spec)
         assert estimates.entry.times["training"][BF16.name] == 5.0
         assert estimates.spread("training", BF16) is None
-    assert lines[0] == "m: tuning 1 sites, for 30 seconds at most."
-    assert lines[2:] == ["m: all 1 sites are known, nothing is tuned."]
+    assert lines[0] == "m: tuning 2 sites, for 30 seconds at most."
+    assert lines[1].startswith("m: 2 of 2 sites tuned in ")
+    assert lines[2:] == ["m: all 2 sites are known, nothing is tuned."]
     assert calls == [30.0]
 
 
