@@ -27,12 +27,12 @@ MISTAKES = [
         gemm = choice.recipe.gemm(role)
         if gemm is None:
             continue
-        errors = _errors_of""",
+        if""",
         """    for role in ROLES:
         gemm = choice.recipe.gemm(role)
         if gemm is None:
             continue
-        errors = _errors_of""",
+        if""",
         "unit/dispatch/policy_test.py",
     ),
     Mistake(
@@ -225,5 +225,40 @@ MISTAKES = [
         "speedup >= limits.speedup",
         "speedup >= limits.leave_xla",
         "unit/survey/survey_test.py",
+    ),
+    Mistake(
+        "errors of other tables and optimizers count as own",
+        "loka_jax/train/config.py",
+        "parts = self.model, self.embedding, self.optim",
+        "parts = (self.model,)",
+        "unit/train/config_test.py",
+    ),
+    Mistake(
+        "a head reads only the site right before it",
+        f"{_DISPATCH}/heads.py",
+        "return after is head or after.spec.k != site.spec.n",
+        "return after is head",
+        "unit/dispatch/heads_test.py",
+    ),
+    Mistake(
+        "what rows have alike grows as what is independent",
+        f"{_PROBE}/live_errors.py",
+        "return copies * own + pairs * jnp.maximum(others, 0.0)",
+        "return copies * (own + jnp.maximum(others, 0.0))",
+        "unit/probe/live_errors_test.py",
+    ),
+    Mistake(
+        "every jump of a size is followed",
+        f"{_DISPATCH}/drift.py",
+        "before=_as_json(np.where(has_jumped, np.nan, measures))",
+        "before=_as_json(measures)",
+        "unit/dispatch/drift_test.py",
+    ),
+    Mistake(
+        "operations are priced by tails that do not run on a device",
+        f"{_DISPATCH}/plan.py",
+        "return None if why_no_kernels(performance.device) else performance.roofline",
+        "return performance.roofline",
+        "unit/dispatch/stacks_test.py",
     ),
 ]

@@ -212,7 +212,7 @@ def test_the_error_of_many_rows_is_told_by_a_part_of_them(clicks, least, most):
     ):  # p - y of a head without a norm below it: p is rounded alike
         g = (0.05 - (rng.random((rows, 1)) < clicks)) * np.linspace(1, 1.9, 64)
         lhs = np.abs(lhs)
-    lhs, g = np.float32(lhs), np.float32(g)
+    lhs, g = (x.astype(np.float32) for x in (lhs, g))
     whole = _error_of_drhs(lhs, g, 1)
     assert least < whole < most
     told = _error_of_drhs(lhs[:part], g[:part], rows // part)
