@@ -74,7 +74,8 @@ class Sampler:
     Attributes:
         recipes: of which errors are sampled, with the scales of the step.
         max_rows: number of rows of a batch to keep, spread evenly over it.
-        copies: as of `live_errors.live_errors`.
+        copies: how many times as many rows drhs contracts, on other devices and in
+            other microbatches: its relative L2 is extrapolated to them.
     """
 
     recipes: tuple[Recipe, ...] = ()
@@ -104,8 +105,11 @@ class Sampler:
         operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
         whole = live_errors.Operands(lhs, rhs, g, scales)
-        how = stats.errors.steps, axis_names, self.copies
-        errors = live_errors.live_errors(whole, self.recipes, *how)
+        how = self.recipes, stats.errors.steps, axis_names
+        errors = live_errors.live_errors(whole, *how)
+        if self.copies > 1:
+            of_drhs = live_errors.relative_l2_of_drhs(whole, *how, self.copies)
+            errors = errors.with_drhs(of_drhs)
         return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)
 
 

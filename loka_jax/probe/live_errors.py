@@ -73,6 +73,13 @@ class LiveErrors(NamedTuple):
         of_l2 = self.moments[:, :, MEASURES.index("relative_l2")]
         return jnp.where(of_l2[..., _WEIGHT] > 0, of_l2[..., _MEAN], jnp.nan)
 
+    def with_drhs(self, relative_l2: Float[Array, "recipes"]) -> "LiveErrors":
+        """Returns the errors with another relative L2 of drhs, where that is known."""
+        place = ROLES.index("drhs"), MEASURES.index("relative_l2"), _MEAN
+        before = self.moments[:, *place]
+        known = jnp.where(jnp.isfinite(relative_l2), relative_l2, before)
+        return self._replace(moments=self.moments.at[:, *place].set(known))
+
 
 class Operands(NamedTuple):
     """The operands of a site, as `ops.tap` sees them, and the scales of their casts."""
@@ -120,7 +127,6 @@ def live_errors(
     recipes: Sequence[Recipe],
     steps: Float[Array, ""] | float = 0.0,
     axis_names: tuple[str, ...] = (),
-    copies: int = 1,
 ) -> LiveErrors:
     """Returns the errors of one step.
 
@@ -132,25 +138,56 @@ def live_errors(
         recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
-        copies: drhs contracts so many times these rows, of which others are like them:
-            its relative L2 is what to expect then.
     """
     operands = Operands(*jax.lax.stop_gradient(operands))
-    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
-    shift = whole.astype(jnp.float32) / 2.0**32
+    shift = _shift(steps)
     by_role = [
         _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
     ]
     values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
-    if copies > 1 and operands.lhs.shape[0] >= _PARTS:
-        total = _of_more_rows(operands, recipes, shift, axis_names, copies)
-        place = ROLES.index("drhs"), MEASURES.index("relative_l2")
-        values = values.at[:, *place].set(total + 0.0 * values[:, *place])  # NaN stays
     weight = jnp.all(jnp.isfinite(values), axis=2, keepdims=True).astype(jnp.float32)
     weights = jnp.broadcast_to(weight, values.shape)
     means = jnp.where(weights > 0, values, 0.0)
     moments = jnp.stack([weights, weights, means, jnp.zeros_like(means)], axis=-1)
     return LiveErrors(jnp.ones(()), moments)
+
+
+def relative_l2_of_drhs(
+    operands: Operands,
+    recipes: Sequence[Recipe],
+    steps: Float[Array, ""],
+    axis_names: tuple[str, ...],
+    copies: int,
+) -> Float[Array, "recipes"]:
+    """Returns what to expect of drhs's relative L2 over many times as many rows.
+
+    It is not finite below 8 rows.
+
+    Args:
+        operands, recipes, steps, axis_names: as of `live_errors`.
+        copies: how many times; the others are like these.
+    """
+    operands = Operands(*jax.lax.stop_gradient(operands))
+    blocks = _blocks(operands, "drhs", _shift(steps))
+    exact = _products_of_parts(*blocks)
+    unit = fp8.amax(exact)  # so that squares do not underflow
+    signal, errors = _expected_square(exact / unit, copies), []
+    for recipe in recipes:
+        rounded = blocks
+        if (gemm := recipe.gemm("drhs")) is not None:
+            casts = _casts(operands, "drhs", gemm, recipe, axis_names)
+            pairs = zip(casts, blocks, strict=True)
+            rounded = [cast(x).dequantize()[:, : x.shape[1]] for cast, x in pairs]
+        lost = (_products_of_parts(*rounded) - exact) / unit
+        noise = _expected_square(lost, copies)
+        errors.append(jnp.sqrt(noise / signal))
+    return jnp.stack(errors)
+
+
+def _shift(steps: Float[Array, ""] | float) -> Float[Array, ""]:
+    """Returns the share of the way to the next row or column that a step begins at."""
+    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
+    return whole.astype(jnp.float32) / 2.0**32
 
 
 def _role_errors(
@@ -191,35 +228,13 @@ def _role_errors(
     return jnp.stack(rows)
 
 
-def _of_more_rows(
-    operands: Operands,
-    recipes: Sequence[Recipe],
-    shift: Float[Array, ""],
-    axis_names: tuple[str, ...],
-    copies: int,
-) -> Float[Array, "recipes"]:
-    """Returns drhs's relative L2 by recipe if it contracted many times these rows."""
-    blocks = _blocks(operands, "drhs", shift)
-    exact = _products_of_parts(*blocks)
-    signal, errors = _expected_square(exact, copies), []
-    for recipe in recipes:
-        rounded = blocks
-        if (gemm := recipe.gemm("drhs")) is not None:
-            casts = _casts(operands, "drhs", gemm, recipe, axis_names)
-            pairs = zip(casts, blocks, strict=True)
-            rounded = [cast(x).dequantize()[:, : x.shape[1]] for cast, x in pairs]
-        noise = _expected_square(_products_of_parts(*rounded) - exact, copies)
-        errors.append(jnp.where(noise > 0, jnp.sqrt(noise / signal), 0.0))
-    return jnp.stack(errors)
-
-
 def _products_of_parts(
     first: Float[Array, "r m"], second: Float[Array, "c m"]
 ) -> Float[Array, "p r c"]:
     """Returns the products of parts of the rows, each of rows from all over them."""
     count = first.shape[1] // _PARTS
     first, second = (
-        x[:, : count * _PARTS].astype(jnp.float32).reshape(-1, count, _PARTS)
+        x[:, : count * _PARTS].astype(jnp.float32).reshape(len(x), count, _PARTS)
         for x in (first, second)
     )
     highest = jax.lax.Precision.HIGHEST

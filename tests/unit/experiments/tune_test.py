@@ -36,7 +36,7 @@ def test_a_table_that_cannot_be_added_to_is_refused_before_training(tmp_path, ru
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
     """Returns a function that tunes with given parts, without training anything."""
-    run = SimpleNamespace(config=SimpleNamespace(name="model"), sites=("a site",))
+    run = SimpleNamespace(source="model", sites=("a site",))
     state = SimpleNamespace(probe={"a": {"stats": 3}})
     done = SimpleNamespace(exit_code=0, run=run, state=state)
     names = ("train", "sensitivity", "measure", "_add_own_errors", "_add_refusals")
@@ -95,8 +95,8 @@ def test_what_the_plan_gives_up_is_noted_at_sites_with_own_errors(
     table = Table(header_here(), {SITE: Entry(errors=errors), other: Entry()})
     tables.write(path, table)
     options = SimpleNamespace(limits=SimpleNamespace(loss=0.25), by_pattern="rules")
-    config = SimpleNamespace(dispatch=options, name="model")
-    run = SimpleNamespace(config=config, sites=("sites",))
+    config = SimpleNamespace(dispatch=options)
+    run = SimpleNamespace(source="model", config=config, sites=("sites",))
 
     def refusals(run, state, plan, *, limit, max_batches, **_):
         assert (plan, limit, max_batches) == ("plan", 0.25, 5)
