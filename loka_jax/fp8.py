@@ -118,6 +118,8 @@ def amax_of_parts(x: Float[Array, "..."]) -> Float[Array, "p"]:
     """
     if x.size == 0:
         return jnp.zeros((1,), jnp.float32)
+    if jax.export.is_symbolic_dim(x.size):
+        return amax(x)[None]
     parts = x.reshape(math.gcd(x.size, _MAX_PARTS), -1)
     return amax(parts, axes=(1,))[:, 0]
 

@@ -33,6 +33,8 @@ def why_not(m: int, k: int, n: int) -> str | None:
     In the role's own terms: for drhs, m is the site's K and k its batch.
     """
     for name, size in (("m", m), ("k", k), ("n", n)):
+        if jax.export.is_symbolic_dim(size):
+            continue  # such a batch is padded to what it needs
         if size == 0:
             return f"{name}=0"
         if padded_size(size) - size > _MOST_PADDING * size:
@@ -43,7 +45,8 @@ def why_not(m: int, k: int, n: int) -> str | None:
 def is_padded(gemm: GemmRecipe, m: int, k: int, n: int) -> bool:
     """Returns True if operands of an FP8 product are padded."""
     is_fp8 = gemm.first.granularity != "blockwise"
-    return is_fp8 and any(size % SIZE_MULTIPLE for size in (m, k, n))
+    sizes = (size for size in (m, k, n) if not jax.export.is_symbolic_dim(size))
+    return is_fp8 and any(size % SIZE_MULTIPLE for size in sizes)
 
 
 def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:

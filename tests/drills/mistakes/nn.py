@@ -176,8 +176,8 @@ MISTAKES = [
     Mistake(
         "a context is left in place by an error inside",
         f"{NN}/context.py",
-        "    try:\n        yield context\n    finally:\n        _context.reset(token)",
-        "    yield context\n    _context.reset(token)",
+        "            yield context\n    finally:\n        _context.reset(token)",
+        "            yield context\n    except ZeroDivisionError:\n        _context.reset(token)",
         "unit/nn/context_test.py",
     ),
     Mistake(

@@ -126,8 +126,8 @@ MISTAKES = [
     Mistake(
         "all devices drop the same activations",
         f"{TRAIN}/mesh/mesh_step.py",
-        "key = jax.random.fold_in(key, jax.lax.axis_index(AXES))",
-        "key = jax.random.fold_in(key, 0)",
+        "key = jax.random.fold_in(of_step, jax.lax.axis_index(AXES))",
+        "key = jax.random.fold_in(of_step, 0)",
         "whole/train/mesh/mesh_step_test.py",
     ),
     Mistake(

@@ -90,7 +90,8 @@ def test_variables_go_wherever_those_of_flax_go(variables, apply):
     flat = traverse_util.flatten_dict(variables, sep="/")
     assert all(isinstance(leaf, np.ndarray) for leaf in flat.values())
     shapes = jax.eval_shape(lambda x: x, variables)
-    exported = export.export(jax.jit(MODEL.apply))(shapes, X).serialize()
+    rows = jax.ShapeDtypeStruct((export.symbolic_shape("b")[0], 48), np.float32)
+    exported = export.export(jax.jit(MODEL.apply))(shapes, rows).serialize()
     found = export.deserialize(bytearray(exported)).call(variables, X)
     chex.assert_trees_all_equal(found, apply(variables, X))
 
