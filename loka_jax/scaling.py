@@ -272,7 +272,7 @@ def _covered(columns: list[Array], recipe: Recipe, power: float) -> Array:
         power: 1/4 for fourth roots.
     """
     largest, level = _largest(columns), _level(columns)
-    headroom = np.float32([[_headroom(o, recipe) ** power] for o in OPERANDS])
+    headroom = np.array([[_headroom(o, recipe) ** power] for o in OPERANDS], "f4")
     limit = jnp.where(level > 0, level * headroom, jnp.inf)
     return jnp.minimum(largest, limit)
 
@@ -330,9 +330,9 @@ def _factors(amaxes: Array, recipe: Recipe) -> Array:
     """
     casts = [delayed_cast(operand, recipe) for operand in OPERANDS]
     largest = [1.0 if cast is None else fp8.fp8_max(cast.dtype) for cast in casts]
-    limit = np.float32(largest)[:, None] * np.float32(2.0**-recipe.margin)
+    limit = np.array(largest, np.float32)[:, None] * np.float32(2.0**-recipe.margin)
     # Inverted as `fp8.compute_scale_inv` does it.
-    scale = limit / jnp.maximum(amaxes, limit * np.float32(maxima.SMALLEST))
+    scale = jnp.divide(limit, jnp.maximum(amaxes, limit * np.float32(maxima.SMALLEST)))
     is_cast = np.array([[cast is not None] for cast in casts])
     factors = jnp.where(is_cast, 1.0 / fp8.power_of_two_down(scale), 1.0)
     return jnp.where(amaxes > 0, factors, 0.0)

@@ -220,7 +220,7 @@ def _numbers(shape: tuple[int, ...], below: int) -> np.ndarray:
     return found.astype(np.int32)
 
 
-_WORDS = np.uint32([3, 5])  # any: both round by the same
+_WORDS = np.array([3, 5], np.uint32)  # any: both round by the same
 
 
 def packings() -> list[Case]:
@@ -238,7 +238,7 @@ def _packings_of(format: Format) -> list[Case]:
         return (x * np.exp2(-(block % 8)).astype("f4") * (block % 7 != 6),)
 
     def draw_packed():
-        return (jax.jit(lambda x: xla.pack(x, _WORDS, packing))(*draw()),)
+        return (jax.jit(lambda x: xla.pack(x, jnp.asarray(_WORDS), packing))(*draw()),)
 
     def run(name, provider, x):
         if name == "unpack":

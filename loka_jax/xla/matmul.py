@@ -11,6 +11,9 @@ the same call is an exact float32 product of the decoded values: CPU runs emulat
 GPU's numerics up to the order of summation.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -221,6 +224,28 @@ def _preset(fast_accumulation: bool) -> jax.lax.DotAlgorithmPreset:
 
 
 def _dot(lhs, rhs, out_dtype, *, precision):
-    return jax.lax.dot_general(
-        lhs, rhs, _K_MAJOR, precision=precision, preferred_element_type=out_dtype
+    dot = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=_K_MAJOR,
+        precision=precision,
+        preferred_element_type=out_dtype,
     )
+    if lhs.dtype != jnp.bfloat16 or jnp.dtype(out_dtype) != jnp.float32:
+        return dot(lhs, rhs)
+    return jax.lax.platform_dependent(
+        lhs, rhs, cpu=_in_float32_if_mapped(dot), default=dot
+    )
+
+
+def _in_float32_if_mapped(dot: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns the product for CPUs, where XLA lacks some batched ones of bfloat16."""
+    product = jax.custom_batching.custom_vmap(dot)
+
+    @product.def_vmap
+    def mapped(size, is_mapped, lhs, rhs):
+        del size
+        axes = tuple(0 if each else None for each in is_mapped)
+        wide = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+        return jax.vmap(dot, axes)(*wide), True
+
+    return product

@@ -280,3 +280,16 @@ def test_a_model_that_training_cannot_call_is_refused(model, said):
     assert DlrmConfig(name="mine", model=Trained()).model == Trained()
     with pytest.raises(ValueError, match=said):
         DlrmConfig(name="mine", model=model)
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_layers_with_stacked_weights_have_bfloat16_gradients_on_a_cpu(rows):
+    axes = dict(in_axes=None, variable_axes={"params": 0}, split_rngs={"params": True})
+    layers = linen.vmap(nn.Dense, axis_size=4, **axes)(8, recipe="bf16")
+    x = rounded(rows, 64)
+    variables = initialized(layers, x)
+    _, grads, dx = gradients(layers, variables, x, np.ones((4, rows, 8), np.float32))
+    kernels = variables["params"]["kernel"].astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(dx, np.tile(kernels.sum((0, 2)), (rows, 1)), rtol=0.03)
+    expected = np.broadcast_to(x.sum(0)[:, None], (4, 64, 8))
+    np.testing.assert_allclose(grads["params"]["kernel"], expected, rtol=0.01, atol=0.1)
