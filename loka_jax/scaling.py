@@ -50,45 +50,49 @@ class DelayedScaling(NamedTuple):
     """The delayed-scaling state of one site.
 
     Attributes:
-        table: float32 `[3, C]`, a row per operand: its weight; what `maxima` makes of
-            the scale of the next step; of that of the newest amax; and the fourth roots
-            of those before. Everything is times the weight. Zeros before the first
-            step. One array, so that XLA updates it in one kernel.
+        table: float32 `[..., 3, C]`, a row per operand: its weight; what `maxima` makes
+            of the scale of the next step; of that of the newest amax; and the fourth
+            roots of those before. Everything is times the weight. Zeros before the
+            first step. One array, so that XLA updates it in one kernel.
     """
 
-    table: Float[Array, "3 C"]
+    table: Float[Array, "*s 3 C"]
 
     def factor(self, operand: Operand) -> Float[Array, ""]:
         """Returns the factor of an operand; by itself it costs a kernel no copy."""
-        return DelayedScaling(self.table[OPERANDS.index(operand)]).factors
+        return _read(self.table[OPERANDS.index(operand)])
 
     @property
-    def factors(self) -> Float[Array, "3"]:
+    def factors(self) -> Float[Array, "*s 3"]:
         """The factors that the next step casts with; 0 before the first amax.
 
         NaN if an entry is negative or not finite: no step has made it.
         """
-        entries = self.table[..., 1 : 1 + maxima.ENTRIES]
-        is_sum, factors = maxima.is_sum(entries), maxima.decode(entries)
-        return jnp.where(is_sum, factors, jnp.nan)[..., 0]
+        return _read(self.table)
 
     @property
-    def scale_inv(self) -> Float[Array, "3"]:
+    def scale_inv(self) -> Float[Array, "*s 3"]:
         """The same, but the least factor before the first amax."""
         return jnp.maximum(self.factors, maxima.SMALLEST)
 
     @property
-    def history(self) -> Float[Array, "3 H"]:
+    def history(self) -> Float[Array, "*s 3 H"]:
         """The factors of the amaxes of the last H steps, newest first; 0 of zeros."""
         return _of_root(jnp.concatenate(self.roots(), axis=-1))
 
-    def roots(self) -> list[Float[Array, "3 1"]]:
+    def roots(self) -> list[Float[Array, "*s 3 1"]]:
         """Returns the roots of the history, newest first; columns fuse with others."""
         newest = maxima.decode(self.table[..., 1 + maxima.ENTRIES : _ROOTS])
         weight, earlier = self.table[..., :1], self.table[..., _ROOTS:]
         inverse = 1.0 / jnp.where(weight > 0, weight, 1.0)
         columns = jnp.split(earlier, earlier.shape[-1], axis=-1)
         return [_root(newest), *(column * inverse for column in columns)]
+
+
+def _read(rows: Float[Array, "*s C"]) -> Float[Array, "*s"]:
+    entries = rows[..., 1 : 1 + maxima.ENTRIES]
+    is_sum, factors = maxima.is_sum(entries), maxima.decode(entries)
+    return jnp.where(is_sum, factors, jnp.nan)[..., 0]
 
 
 def init_delayed(recipe: Recipe) -> DelayedScaling:

@@ -76,8 +76,9 @@ def why_any_wrong(
 def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | None:
     try:
         operands = jax.tree.map(jnp.asarray, case.draw())
-        expected = jax.device_get(jax.jit(case.reference)(*operands))
-        found = jax.device_get(compiled(case.kernel)(*operands))
+        expected = jax.jit(case.reference)(*operands)
+        found = compiled(case.kernel)(*operands)
+        jax.block_until_ready((expected, found))
     except Exception as error:  # of any kind: the caller gets it as a reason
         is_full = EXHAUSTED in str(error)
         return NO_MEMORY if is_full else f"{case.name} does not run: {one_line(error)}"

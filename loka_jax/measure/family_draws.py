@@ -39,14 +39,13 @@ def uneven(*shape: int, seed: int = 0, dtype: Any = BF16) -> Any:
 
 def scale_in_vector(value: float = 2.0**-4) -> Scale:
     """Returns a scale in a vector whose other entries would make numbers NaN."""
-    vector: Any = np.asarray([np.nan, value, np.nan], np.float32)
-    return Scale(vector, 1)
+    return Scale(jnp.array([np.nan, value, np.nan], jnp.float32), 1)
 
 
 def product(seed: int) -> Scaled:
     """Returns a product of which two scales were not applied."""
     return Scaled(
-        uneven(*SHAPE, seed=seed),
+        jnp.asarray(uneven(*SHAPE, seed=seed)),
         (scale_in_vector(0.25), scale_in_vector(4.0)),
         unit=0.5,
     )
@@ -61,8 +60,8 @@ def in_fp8(seed: int) -> Scaled:
 
 def outer(seed: int) -> Outer:
     """Returns a product of two vectors that is never written."""
-    column, row = (normal(size, seed=seed + i) for i, size in enumerate(SHAPE))
-    return Outer(column, row)
+    vectors = (normal(size, seed=seed + i) for i, size in enumerate(SHAPE))
+    return Outer(*map(jnp.asarray, vectors))
 
 
 def vector(seed: int) -> Any:

@@ -100,7 +100,7 @@ def row_updates() -> list[Case]:
         return normal(rows, dim, seed=1, dtype=BF16), (), grads, rounding
 
     def update(optimizer, lr, table, state, grads, rounding=None):
-        operands = table, state, *entries, grads, jnp.float32(lr)
+        operands = table, state, *map(jnp.asarray, entries), grads, jnp.float32(lr)
         return optimizer.update_in_place(*operands, rounding)
 
     def update_by_xla(optimizer, lr, table, state, grads, rounding=None):
@@ -243,7 +243,9 @@ def _packings_of(format: Format) -> list[Case]:
     def run(name, provider, x):
         if name == "unpack":
             return provider.unpack(x, packing)
-        return _codes_and_scales(getattr(provider, name)(x, _WORDS, packing), packing)
+        return _codes_and_scales(
+            getattr(provider, name)(x, jnp.asarray(_WORDS), packing), packing
+        )
 
     def case(name: str, draw: Callable[[], tuple]) -> Case:
         what = f"{name} in {format}"

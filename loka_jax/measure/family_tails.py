@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from loka_jax import xla
 from loka_jax.fp8 import E4M3, E5M2
@@ -58,7 +59,7 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
         z, r, vectors, scale = draw()
         run = functools.partial(xla.norm_tail, y_scale_inv=scale, **forward)
         residuals = jax.jit(run)(z, r, vectors).residuals
-        d = Scaled(normal(*SHAPE, seed=4, dtype=BF16))
+        d = Scaled(jnp.asarray(normal(*SHAPE, seed=4, dtype=BF16)))
         return d, normal(*SHAPE, seed=5, dtype=BF16), residuals, vectors, scale
 
     def run(provider, *operands):

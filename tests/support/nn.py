@@ -48,7 +48,9 @@ def rounded(*shape, seed=0, scale=1.0):
 
 def table_of(factors):
     """Returns the table of a site with these factors."""
-    return np.array(scaling.stored(np.float32(factors), get_recipe(DELAYED)).table)
+    return np.array(
+        scaling.stored(jax.numpy.float32(factors), get_recipe(DELAYED)).table
+    )
 
 
 def stored_table():
@@ -58,14 +60,14 @@ def stored_table():
 
 def scales_of(table):
     """Returns what is read in a table: the factors, and those of earlier steps."""
-    state = scaling.DelayedScaling(np.float32(table))
+    state = scaling.DelayedScaling(jax.numpy.asarray(table, np.float32))
     return np.concatenate([state.factors[:, None], state.history], axis=1)
 
 
 def table_after(table, amaxes):
     """Returns a table after a step with these amaxes of lhs, rhs and g."""
     update = jax.jit(scaling.update_delayed, static_argnums=2)
-    state = scaling.DelayedScaling(table)
+    state = scaling.DelayedScaling(jax.numpy.asarray(table))
     return update(state, np.float32(amaxes), get_recipe(DELAYED)).table
 
 

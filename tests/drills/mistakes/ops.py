@@ -91,8 +91,8 @@ MISTAKES = [
     Mistake(
         "lhs is cast with the stored scale of rhs",
         "loka_jax/scaling.py",
-        "return DelayedScaling(self.table[OPERANDS.index(operand)]).factors",
-        "return DelayedScaling(self.table[max(1, OPERANDS.index(operand))]).factors",
+        "return _read(self.table[OPERANDS.index(operand)])",
+        "return _read(self.table[max(1, OPERANDS.index(operand))])",
         "unit/scaling_test.py",
     ),
     Mistake(
