@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.configs import find_config
-from loka_jax import nn
+from loka_jax import nn, scaling
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
@@ -18,6 +18,7 @@ from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.programs import evaluated
 from loka_jax.ops.device import HOPPER
 from loka_jax.predict.trained import untrained
+from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 from tests.support.export import blank_dlrm
 
@@ -27,7 +28,8 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
     schema = schema_of(config.data)
     start = untrained(dataclasses.replace(config, model=model), schema)
-    scales = jax.tree.map(jnp.ones_like, start.state.fp8)
+    one = scaling.stored(jnp.ones(3), get_recipe(model.recipe)).table
+    scales = jax.tree.map(lambda _: one, start.state.fp8)
     trained = start._replace(state=dataclasses.replace(start.state, fp8=scales))
     form = forms.make_form(trained, "cpu", 32, DispatchPlan())
     spec = inputs_as_given(schema)
