@@ -8,7 +8,6 @@
 Outside of `probing`, modules neither have nor read the collection, at no cost.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from loka_jax.probe import site
 from loka_jax.probe.capture import Operands, Sample
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
-from loka_jax.scaling import DelayedScaling, stored_scales
+from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
 
 PROBE = "probe"  # the collection
 
@@ -61,13 +60,11 @@ def _scales(
 
     None for an operand without a delayed cast.
     """
-    initialized = dataclasses.replace(recipe, scales_initialized=True)
-    stored = stored_scales(state, initialized)
     if state is None or recipe.scales_initialized:
-        return stored
+        return stored_scales(state, recipe)
     return tuple(
-        None if scale is None else state.factor(operand)
-        for scale, operand in zip(stored, OPERANDS, strict=True)
+        None if delayed_cast(operand, recipe) is None else state.factor(operand)
+        for operand in OPERANDS
     )
 
 

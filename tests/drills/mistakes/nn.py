@@ -78,8 +78,8 @@ MISTAKES = [
     Mistake(
         "Probe is shown stored factors of operands that were never seen",
         f"{NN}/observed.py",
-        "None if scale is None else state.factor(operand)",
-        "scale",
+        "None if delayed_cast(operand, recipe) is None else state.factor(operand)",
+        "None if delayed_cast(operand, recipe) is None else state.scale_inv[0]",
         "unit/nn/probing_test.py",
     ),
     Mistake(

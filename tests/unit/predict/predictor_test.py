@@ -42,7 +42,8 @@ def test_scores_are_probabilities_in_the_order_of_the_rows(tmp_path):
 def test_a_column_of_unknown_values_is_said(tmp_path):
     model, _ = predictor_of(tmp_path)
     with pytest.warns(UserWarning, match="no value of column 'item' in the rows"):
-        model.scores(ROWS | {"item": range(100, 111)})
+        scores = model.scores(ROWS | {"item": range(100, 111)})
+    np.testing.assert_array_equal(scores, sigmoid(ROWS["price"]))
 
 
 def test_blocks_keep_their_rows_and_few_wait(tmp_path, monkeypatch):
