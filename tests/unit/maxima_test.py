@@ -22,9 +22,11 @@ def test_every_power_in_the_range_is_read_as_it_was():
     low, high = np.log2([maxima.SMALLEST, maxima.LARGEST])
     x = np.exp2(np.arange(low, high + 1, dtype=np.float32))
     np.testing.assert_array_equal(decode(encode(x)), x)
-    for factor in (2.0**-16, 1 / 48, 2.0**15):
+    for factor in (2.0**-20, 1 / 48, 2.0**14, 2.0**-32):
         entries = np.float32(2.0**-14 * factor) * encode(x)
         np.testing.assert_array_equal(decode(entries), x)
+    half = decode((2.0**-14 * encode(x)).astype(jnp.float16).astype(jnp.float32))
+    assert np.all((half == x) | (half == 0))  # read as never measured
     ends = encode(np.float32([1e-30, 3e38, 0.0]))
     np.testing.assert_array_equal(decode(ends), [maxima.SMALLEST, maxima.LARGEST, 0])
 
