@@ -3,8 +3,9 @@
     python experiments/bench/looks.py --config fp8_wukong_m --out looks.json
 
 For each batch size: microseconds of a step and of a look (wall clock of queued calls),
-the kernels of a look by JAX's profiler, and the seconds of its first call, which
-compiles it. With one look in k steps, looks cost `look / (k step)` of the time.
+the kernels of a look by JAX's profiler, the seconds of its first call, which compiles
+it, and the most memory in use before and after that call (None on a CPU; of the sizes
+so far). With one look in k steps, looks cost `look / (k step)` of the time.
 
 On a CPU: `--config fp8_dlrm_tiny --batch-sizes 64 --calls 2`.
 """
@@ -83,9 +84,11 @@ def measure(arguments: Arguments, size: int) -> dict[str, Any]:
         raise ValueError(
             f"{arguments.recipe} has no site of {arguments.config} in FP8."
         )
+    step_bytes = _peak_bytes()
     start = time.perf_counter()
     jax.block_until_ready(look(held[0], batches[0]))
     first_s = time.perf_counter() - start
+    look_bytes = _peak_bytes()
 
     def looks(count: int) -> Any:
         return [look(held[0], batches[i % len(batches)]) for i in range(count)][-1]
@@ -99,8 +102,13 @@ def measure(arguments: Arguments, size: int) -> dict[str, Any]:
         "look_every": every,
         "cost": times["look"].median_us / (every * times["step"].median_us),
         "first_look_s": first_s,
+        "peak_bytes": {"steps": step_bytes, "steps and a look": look_bytes},
         "look_kernels": None if kernels is None else kernels._asdict(),
     }
+
+
+def _peak_bytes() -> int | None:
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 if __name__ == "__main__":
