@@ -378,9 +378,14 @@ def _stored_scales(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, 
 
 
 def _amaxes(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
-    """Returns the amaxes of lhs, rhs and dz; of an lhs in FP8 what its scales bound."""
+    """Returns the amaxes of lhs, rhs and dz.
+
+    Of an lhs in FP8 it is what its scales bound, unless drhs casts the lhs once more.
+    """
     rhs, dz = jnp.max(jnp.abs(trial.rhs)), jnp.max(jnp.abs(dz))
-    if numerics.reads_fp8 and trial.lhs_fp8 is not None:
+    drhs = numerics.drhs
+    casts_again = drhs is not None and drhs.first.granularity == "tensorwise"
+    if numerics.reads_fp8 and trial.lhs_fp8 is not None and not casts_again:
         lhs = jnp.max(trial.lhs_fp8.scale_inv) * fp8_max(E4M3)
     else:
         lhs = jnp.max(jnp.abs(trial.lhs.astype(jnp.float32)))

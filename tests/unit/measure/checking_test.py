@@ -91,6 +91,15 @@ def test_a_wrong_maximum_of_an_operand_is_found(delayed, operand, factor):
     assert reason is not None and reason.startswith(f"{OPERANDS[operand]}: the next")
 
 
+@pytest.mark.parametrize("drhs", ["", "_bf16_drhs"])
+def test_the_maximum_of_activations_in_fp8_is_that_which_the_site_reports(drhs):
+    recipe = f"xla fp8_tensorwise_delayed{drhs}"
+    spec = SiteSpec(80, 32, 48, "none", "relu", fp8_in="tensorwise")
+    check = lower_check(spec, Choice.parse(recipe), stand_ins.HOPPER)
+    assert check.numerics is not None and check.numerics.reads_fp8
+    assert check.why_wrong(compile_lowered(check.programs)) is None
+
+
 def test_a_check_without_memory_is_no_fault(checked):
     def exhausted(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
