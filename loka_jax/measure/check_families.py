@@ -27,6 +27,8 @@ from loka_jax.terminal import one_line
 # tanh, exp and rsqrt of the GPU: the least precise has 11 bits.
 NOISE = 2.0**-10
 _WORKERS = 8  # cases that are compiled at a time
+# A reference runs once: XLA's search for its fastest kernels takes longer than it.
+_QUICK = {"xla_gpu_autotune_level": "0"}
 # Of 8-bit codes, the share that rounding may move to the next one.
 _MOVED_CODES = 1 / 32
 
@@ -76,7 +78,7 @@ def why_any_wrong(
 def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | None:
     try:
         operands = jax.tree.map(jnp.asarray, case.draw())
-        expected = jax.jit(case.reference)(*operands)
+        expected = jax.jit(case.reference, compiler_options=_QUICK)(*operands)
         found = compiled(case.kernel)(*operands)
         jax.block_until_ready((expected, found))
     except Exception as error:  # of any kind: the caller gets it as a reason
