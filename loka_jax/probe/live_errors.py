@@ -49,6 +49,7 @@ _ROWS, _COLUMNS = 256, 64  # of a product that are computed
 _ANY_ROWS = 16  # a number of rows that FP8 allows
 _TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
 _PARTS = 8  # of the rows, whose products tell what more rows would add
+_SLICE = 512  # rows that a float32 product sums one after another
 _GOLDEN = 2654435769  # of 2^32: the golden ratio, whose multiples spread evenly
 # Of each measure: the sums of the steps' weights and of their squares, and the weighted
 # mean and sum of squared deviations.
@@ -168,8 +169,9 @@ def relative_l2_of_drhs(
         copies: how many times; the others are like these.
     """
     operands = Operands(*jax.lax.stop_gradient(operands))
-    blocks = _blocks(operands, "drhs", _shift(steps))
-    exact = _products_of_parts(*blocks)
+    rows = operands.lhs.shape[0] // _PARTS * _PARTS
+    blocks = [x[:, :rows] for x in _blocks(operands, "drhs", _shift(steps))]
+    exact = _products_of_parts(*blocks, _PARTS)
     unit = fp8.amax(exact)  # so that squares do not underflow
     signal, errors = _expected_square(exact / unit, copies), []
     for recipe in recipes:
@@ -178,7 +180,7 @@ def relative_l2_of_drhs(
             casts = _casts(operands, "drhs", gemm, recipe, axis_names)
             pairs = zip(casts, blocks, strict=True)
             rounded = [cast(x).dequantize()[:, : x.shape[1]] for cast, x in pairs]
-        lost = (_products_of_parts(*rounded) - exact) / unit
+        lost = (_products_of_parts(*rounded, _PARTS) - exact) / unit
         noise = _expected_square(lost, copies)
         errors.append(jnp.sqrt(noise / signal))
     return jnp.stack(errors)
@@ -208,7 +210,7 @@ def _role_errors(
     if not (any(gemms) and is_fp8 and first.size):
         return jnp.broadcast_to(nothing[None], (len(recipes), len(MEASURES)))
     f32 = jnp.float32
-    ref = xla.high_precision_matmul(first, second, compute_dtype=f32, out_dtype=f32)
+    (ref,) = _products_of_parts(first, second, 1)
     total = functools.partial(_total, role, axis_names)
     rows = []
     for recipe, gemm in zip(recipes, gemms, strict=True):
@@ -229,16 +231,23 @@ def _role_errors(
 
 
 def _products_of_parts(
-    first: Float[Array, "r m"], second: Float[Array, "c m"]
+    first: Float[Array, "r m"], second: Float[Array, "c m"], parts: int
 ) -> Float[Array, "p r c"]:
-    """Returns the products of parts of the rows, each of rows from all over them."""
-    count = first.shape[1] // _PARTS
+    """Returns the float32 products of parts of the rows, each from all over them.
+
+    Slices of a part are multiplied side by side: a GPU has few tiles in so small a
+    product, and would sum its many rows one after another.
+    """
+    rows = first.shape[1]
+    slices = max(rows // (parts * _SLICE), 1)
+    missing = -rows % (slices * parts)
+    shape = slices, (rows + missing) // (slices * parts), parts
     first, second = (
-        x[:, : count * _PARTS].astype(jnp.float32).reshape(len(x), count, _PARTS)
+        jnp.pad(x.astype(jnp.float32), ((0, 0), (0, missing))).reshape(len(x), *shape)
         for x in (first, second)
     )
     highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("imp,jmp->pij", first, second, precision=highest)
+    return jnp.einsum("ismp,jsmp->spij", first, second, precision=highest).sum(axis=0)
 
 
 def _expected_square(parts: Float[Array, "p r c"], copies: int) -> Float[Array, ""]:

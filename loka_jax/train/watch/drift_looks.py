@@ -31,6 +31,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
 
+MAX_EXAMPLES = 8192  # that a look runs
 MAX_ROWS = 2048  # of the operands of a site whose casts are measured
 # Unread looks; older ones are read, as they have been computed.
 _MAX_UNREAD = 8
@@ -124,9 +125,10 @@ def look_step(
     """Returns the compiled look at some sites, by path; None without sites.
 
     A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
-    looked at with those of a first step. All examples are run that a device has of a
-    microbatch, so that a look takes no more memory than a step, and the error of drhs
-    is that of the whole batch. Gradients are those of its mean loss, as in the step.
+    looked at with those of a first step. Up to `MAX_EXAMPLES` are run that a device has
+    of a microbatch, so that a look takes no more memory than a step, and not much time.
+    The error of drhs is extrapolated to the whole batch. Gradients are those of its
+    mean loss, as in the step.
     """
     if not sites:
         return None
@@ -134,6 +136,7 @@ def look_step(
     parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
     if run.spread is not None:  # all devices look at the part of one of them
         parts *= run.spread.mesh.size
+    parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
     observer = Sampler(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
     observed = run.planned, run.tables, observer, run.config.optim.task_weights
     if run.spread is None:

@@ -133,15 +133,15 @@ def observing(monkeypatch):
 
 @pytest.mark.parametrize(
     "microbatches, devices, most, rows",
-    [(1, None, 2048, 24), (3, 2, 2048, 4), (1, 2, 8, 12)],
-    ids=["whole", "microbatches of devices", "a device"],
+    [(1, None, 99, 24), (3, 2, 99, 4), (1, 2, 99, 12), (1, None, 8, 8), (1, 2, 11, 6)],
+    ids=["whole", "microbatches of devices", "a device", "a third", "half of a device"],
 )
 def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     observing, monkeypatch, microbatches, devices, most, rows
 ):
-    monkeypatch.setattr(drift_looks, "MAX_ROWS", most)
+    monkeypatch.setattr(drift_looks, "MAX_EXAMPLES", most)
     run = mock.Mock(spread=devices and mock.Mock())
-    run.config.loop.microbatches = microbatches
+    run.config.loop.microbatches, run.config.loop.batch_size = microbatches, 24
     if devices:
         run.spread.mesh.size, run.spread.everywhere = devices, lambda step: step
     look = drift_looks.look_step(run, SITES)
@@ -156,6 +156,7 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     model, tables, observer, weights, *look_up = observing.call_args.args
     given = run.planned, run.tables, run.config.optim.task_weights
     assert (model, tables, weights) == given
-    copies = microbatches * (devices or 1)
-    assert observer == Sampler(recipes=(ROWWISE, RECIPE), max_rows=most, copies=copies)
+    assert observer == Sampler(
+        recipes=(ROWWISE, RECIPE), max_rows=drift_looks.MAX_ROWS, copies=24 // rows
+    )
     assert look_up == ([drift_looks.look_up_everywhere] if devices else [])
