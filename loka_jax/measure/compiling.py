@@ -20,7 +20,7 @@ def untuned_here() -> dict[str, str | bool]:
     """Returns the options for a program that runs too few times to be tuned.
 
     Its products are cuBLAS's, which chooses kernels by heuristics. Triton's, in tiles
-    that no search chose, were two thirds of the time of a look (looks_h100.json).
+    that no search chose, were two thirds of the time of a look.
     """
     if jax.default_backend() != "gpu":
         return {}
