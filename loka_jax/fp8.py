@@ -155,8 +155,6 @@ def compute_scale_inv(
     """Returns `scale_inv = 1 / scale` with `scale = fp8_max / (amax * 2**margin)`.
 
     Args:
-        amax: the largest magnitude that the scale must represent.
-        dtype: `E4M3` or `E5M2`.
         pow2_scale: round `scale` down to a power of two, which makes scaling exact
             both ways in float32 and bfloat16, for at most one bit of range.
         margin: bits of headroom left above `amax`.
@@ -196,11 +194,8 @@ def quantize(
     then returns as infinity.)
 
     Args:
-        x: the array to cast.
-        dtype: `E4M3` or `E5M2`.
         axes: the axes that share a scale: all of them (tensorwise) if None; the
             contracting dims of a matmul operand for rowwise scaling.
-        pow2_scale: round scales down to powers of two.
 
     Raises:
         ValueError: if `dtype` is not an FP8 type.

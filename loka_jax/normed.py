@@ -36,13 +36,7 @@ _MIN_SCALE_INV = 1e-30  # of activations that are all zero
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What follows a product.
-
-    Attributes:
-        norm: over the columns of each row.
-        activation: applied last.
-        epsilon: added to the variance or mean square.
-    """
+    """What follows a product."""
 
     norm: NormName
     activation: ActivationName = "none"
@@ -71,7 +65,6 @@ class Outputs:
     """The arrays that a forward kernel writes.
 
     Attributes:
-        y: the activations in bfloat16.
         y_fp8: the activations in E4M3, with one scale per row ("rowwise"), or under one
             scale for all rows that the caller passes in ("tensorwise").
         xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
@@ -110,7 +103,6 @@ class NormResiduals(NamedTuple):
 
     Attributes:
         xhat: the normalized rows; without a norm the activation's input.
-        rstd: None without a norm.
     """
 
     xhat: Float[Array, "m n"]

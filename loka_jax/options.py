@@ -28,8 +28,6 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns "did you mean 'X'? " with the name that is nearest, or nothing.
 
     Args:
-        name: the wrong name.
-        names: the right ones.
         cutoff: the least similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
@@ -38,11 +36,6 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:
     """Returns what an option of entries NAME=VALUE says, by name.
-
-    Args:
-        option: its name, for messages.
-        values: the entries.
-        names: the names that it may speak of.
 
     Raises:
         ValueError: for an entry of another form, a name that is not among `names`, or

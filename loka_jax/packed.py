@@ -34,7 +34,6 @@ class Packing:
         size: m, the number of values.
         parts: n, the number of rows.
         block: b, the values that share a factor.
-        format: of the codes.
     """
 
     size: int

@@ -70,8 +70,6 @@ class GemmRecipe:
     """The casts of the two operands of one FP8 GEMM, in the order of its product.
 
     Attributes:
-        first: cast of the left operand.
-        second: cast of the right operand.
         fast_accumulation: keep the tensor core's narrower accumulator over the whole
             contraction: a little faster, a little less exact.
     """

@@ -133,7 +133,6 @@ def contributions(
     Args:
         tables: of a site's state, or of several sites, stacked.
         amaxes: of their operands; not finite where not measured; None if none was.
-        recipe: of all these sites.
     """
     if amaxes is None:
         return _faint(tables)
@@ -218,9 +217,6 @@ def merge_delayed[State](a: State, b: State) -> State:
 
     The element-wise maximum, which is that of the scales; zeros are neutral. A sum or a
     mean would be read as the same, if of few states.
-
-    Args:
-        a, b: a `DelayedScaling`, or a tree of them.
     """
     return jax.tree.map(jnp.maximum, a, b)
 
@@ -242,7 +238,6 @@ def amax_ratios(
 
     Args:
         history: as in `DelayedScaling`.
-        recipe: of the site.
         steps: n, the number of steps, newest first. Of the oldest of H - 1 amaxes only
             those in the history are known, so n should be at most half of H.
     """
@@ -272,7 +267,6 @@ def _covered(columns: list[Array], recipe: Recipe, power: float) -> Array:
 
     Args:
         columns: powers of the factors of earlier steps.
-        recipe: of the site.
         power: 1/4 for fourth roots.
     """
     largest, level = _largest(columns), _level(columns)

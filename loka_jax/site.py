@@ -26,7 +26,6 @@ class SiteSpec:
 
     Attributes:
         m, k, n: sizes of lhs (m, k) and rhs (k, n).
-        norm, activation: applied after the product.
         use_bias: a bias is added before the norm.
         fp8_in: scaling of an lhs that another site hands on in FP8; None if lhs comes
             in the compute dtype.

@@ -20,10 +20,5 @@ def shown(text: object, limit: int = 40) -> str:
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Returns the type of an error and the start of its text, with white space joined.
-
-    Args:
-        error: the error, whose text may have many lines.
-        limit: characters of the text that are kept.
-    """
+    """Returns the type of an error and the start of its text, on one line."""
     return f"{type(error).__name__}: {shown(' '.join(str(error).split()), limit)}"

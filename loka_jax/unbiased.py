@@ -59,7 +59,6 @@ def words_of(key: Array, axis_name: Hashable, roundings: int) -> UInt32[Array, "
     Args:
         key: of a step, the same on all devices.
         axis_name: of the mesh, one or several: devices differ.
-        roundings: their number.
     """
     key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     return jax.random.bits(key, (roundings, 2), jnp.uint32)

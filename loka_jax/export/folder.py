@@ -46,8 +46,6 @@ class Exported(NamedTuple):
     """What was written.
 
     Attributes:
-        programs: the programs.
-        num_bytes: of all files.
         weight_bytes: of the weights by dtype, tables apart.
         differences: by batch size, the largest difference between a program that runs
             here and the run's evaluation step with the same choices.
@@ -71,13 +69,9 @@ def export_run(
     """Writes the model of a trained run to a new folder.
 
     Args:
-        workdir: the folder of the run.
-        out: the new folder.
         batch_sizes: rows of the programs; by default 1, 16, 128, 1,024 and the run's.
-        platforms: for which programs are made.
         plan: "auto" lets Dispatch choose at each batch size on a GPU; "saved" keeps the
             run's plan; "off" runs all by XLA in the model's recipe.
-        say: takes lines of progress.
 
     Raises:
         ValueError: if there is no whole run, or `out` exists.
@@ -114,15 +108,7 @@ def write_model(
     out: pathlib.Path,
     say: Callable[[str], None] = print,
 ) -> Exported:
-    """Writes programs of a model to a new folder, and compares those that run here.
-
-    Args:
-        trained: the model.
-        spec: how rows become its inputs.
-        forms: of the programs.
-        out: the new folder.
-        say: takes lines of progress.
-    """
+    """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
     encoding, weights, programs = loader.Encoding(inputs, vocabulary), Weights(), []
     with new_folder(out, "--out") as partial:

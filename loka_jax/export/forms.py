@@ -37,9 +37,6 @@ class Form(NamedTuple):
     """A program to export.
 
     Attributes:
-        platform: on which it runs.
-        batch_size: its rows.
-        model: with the choices of its plan.
         device: that kernels are planned for.
         runs: by site, what runs there.
         twins: by site, which kernel XLA stands in for, and why.
@@ -64,10 +61,6 @@ def make_form(
     """Returns the form of a program, with XLA in place of what cannot be exported.
 
     Args:
-        trained: the model.
-        platform: on which the program runs.
-        batch_size: its rows.
-        plan: of its sites.
         by_xla: no kernels for this machine's GPU, which run where nothing is chosen.
     """
     device = _any_device(platform) if by_xla else _device_of(platform)
@@ -118,10 +111,6 @@ def plan_of(
     Args:
         name: "auto" lets Dispatch choose on a GPU; "saved" keeps the run's plan; "off"
             runs all by XLA in the model's recipe.
-        saved: the run's plan.
-        trained: the model.
-        form: platform and batch size.
-        say: takes lines of progress.
     """
     platform, batch_size = form
     if name == "off":

@@ -39,8 +39,6 @@ class Program(NamedTuple):
     """A serialized program.
 
     Attributes:
-        form: what it runs.
-        content: its bytes.
         weights: names of its weights, in order.
         compute_capability: the only one that it runs on; None for any.
     """
@@ -63,11 +61,7 @@ class Program(NamedTuple):
 
 
 class Weights:
-    """The weights of all programs, equal ones once.
-
-    Attributes:
-        arrays: by name.
-    """
+    """The weights of all programs, equal ones once."""
 
     def __init__(self):
         """Starts with none."""
@@ -109,14 +103,7 @@ def make_program(
 def exported_with(
     form: Form, function: Callable, weights: Any, *inputs: Any
 ) -> tuple[export.Exported, list[Array]]:
-    """Returns a function of prepared weights and inputs, and the prepared weights.
-
-    Args:
-        form: for which platform and device.
-        function: of weights and inputs.
-        weights: its first argument.
-        inputs: the others, arrays or shapes.
-    """
+    """Returns a function of prepared weights and inputs, and the prepared weights."""
     with tracing(form.device):
         folded = fold(function, weights, *inputs)
         exported = export.export(

@@ -35,7 +35,6 @@ class Job:
 
     Attributes:
         command: a Python script, or a command of `loka`, and its arguments.
-        processes: how many processes run it.
         logs: the folder of their logs, which exists.
         cpu_devices: CPU devices of each process; None for one GPU each.
     """
@@ -53,13 +52,7 @@ class Job:
 def require_devices(
     processes: int, cpu_devices: int | None, environment: Mapping[str, str]
 ) -> None:
-    """Raises ValueError if so many processes cannot run here.
-
-    Args:
-        processes: their number.
-        cpu_devices: CPU devices of each process; None for one GPU each.
-        environment: names the GPUs that may be used.
-    """
+    """Raises ValueError if so many processes cannot run here."""
     require(processes >= 1, "--processes", processes, "at least 1")
     if cpu_devices is not None:
         require(cpu_devices >= 1, "--cpu-devices", cpu_devices, "at least 1")

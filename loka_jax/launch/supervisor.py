@@ -104,7 +104,6 @@ def to_blame(codes: Sequence[int | None], *, is_stopping: bool) -> int | None:
     JAX aborts a process that misses another one, so such a one is the last to blame.
 
     Args:
-        codes: as of `Processes.exit_codes`.
         is_stopping: a signal was passed on, so that it may have ended some.
     """
     fine = {0, None, *_STOPPED}

@@ -24,8 +24,6 @@ class SelfAttention(linen.Module):
 
     Attributes:
         num_heads: h, a divisor of d.
-        recipe: of its sites.
-        use_bias: add biases to the dense layers.
     """
 
     num_heads: int = 1

@@ -55,9 +55,6 @@ def announce_batched(module, batch: int, spec: SiteSpec, **attributes) -> None:
     """Announces a product of each of `batch` examples.
 
     Args:
-        module: of the site, with `recipe`.
-        batch: number of products.
-        spec: of one of them.
         attributes: further attributes of `Site`.
     """
     plan = current().plan("/".join(module.path), spec, module.recipe, "xla")

@@ -57,9 +57,6 @@ class SiteContext:
         """Returns the plan of a site.
 
         Args:
-            path: of the site.
-            spec: the site.
-            recipe: of the module, for a path without a choice.
             implementation: provider of the module; None for Pallas kernels where they
                 serve the site on this device, and else XLA.
         """

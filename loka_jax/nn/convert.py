@@ -87,14 +87,7 @@ def convert(
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A model with its dense layers as sites; used as the model itself is.
-
-    Attributes:
-        model: the model.
-        recipe: of the sites.
-        only: patterns of paths of the layers that are converted.
-        skip: patterns of those that are not, though in `only`.
-    """
+    """A model with its dense layers as sites; used as the model itself is."""
 
     model: linen.Module
     recipe: str | Recipe
@@ -137,9 +130,7 @@ class _Conversion:
     """One call of a converted model.
 
     Attributes:
-        converted: the model.
         fuses: norms may be parts of sites.
-        conversions: of the model, this one last.
         seen: paths of layers that can be sites, in order.
         modules: those whose methods are running, with the paths of their roots.
     """
@@ -281,9 +272,6 @@ class Host:
     """A Flax layer as the module of a site: with a recipe, else itself.
 
     Attributes:
-        module: the layer.
-        path: of the layer in the model.
-        recipe: of the site.
         axis_names: none: under `shard_map`, JAX knows which values vary.
     """
 

@@ -45,9 +45,6 @@ class Dense(linen.Module):
     Attributes:
         features: width of the output.
         recipe: a name of `recipe.RECIPES`, or a `Recipe`.
-        use_bias: add a bias.
-        kernel_init: initializer of the kernel.
-        bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
         crosses: as in `nn.Site`.
     """
@@ -102,9 +99,7 @@ class DenseVariables(Dense):
         """Returns the variables of a site, and announces it.
 
         Args:
-            plan: of the site.
             follows: as in `NormDense`.
-            fp8_results: as in `Site`.
         """
         joins = self.crosses == 0
         tails = dict(joins=joins, crosses=self.crosses, has_tails=True)
@@ -238,14 +233,7 @@ def _site_matmul(
 def run_planned(
     module: Any, plan: KernelPlan, arrays: SiteArrays, **options
 ) -> Array | Activations:
-    """Runs a site with the module's scaling state, observed by Probe.
-
-    Args:
-        module: with `axis_names`.
-        plan: of the site.
-        arrays: of the site.
-        options: further arguments of `run_site`.
-    """
+    """Runs a site with the module's scaling state, observed by Probe."""
     _check_not_forward_mode(module, arrays)
     plan, state = _with_state(module, plan, arrays.rhs)
     axis_names = _bound_axes(module)

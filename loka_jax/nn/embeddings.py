@@ -26,7 +26,6 @@ class Compress(linen.Module):
 
     Attributes:
         features: m, the number of combinations.
-        recipe: of its site, for its compute dtype.
         kernel_init: initializer of W (n, m).
     """
 
@@ -54,7 +53,6 @@ class FmLcb(linen.Module):
     Attributes:
         k: columns of Y.
         compressed: l, columns of W_L.
-        recipe: of its sites, for their compute dtype.
         implementation: "xla" to use XLA only; None to use kernels where they apply.
         kernel_init: initializer of [Y | W_L] (n, k + l).
 
@@ -75,7 +73,6 @@ class FmLcb(linen.Module):
         """Returns FM and LCB of each example, and x for what follows.
 
         Args:
-            x: the embeddings.
             joined: the embeddings of each part of a `joined_norm` that x is given to,
                 and it alone. Where the backward kernel runs, x is returned as a
                 `Residual`, whose gradient the kernel adds; else as it is.

@@ -20,9 +20,7 @@ def run_in_auto(
 
     Args:
         function: of pytrees of arrays, which returns rows of lhs or scalars.
-        lhs: rows.
         rhs: (k, n), whose columns are those of the result.
-        args: of the function.
     """
     mesh = _mesh(lhs, rhs)
     if mesh is None:

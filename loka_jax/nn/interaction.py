@@ -28,9 +28,7 @@ class CrossNet(linen.Module):
         num_layers: number of cross layers; layer l adds interactions of order l + 1.
         use_bias: add `b_l`.
         rank: `W_l = U_l V_l` of that rank (equation 2); full if None.
-        recipe: of its sites.
         implementation: "xla" runs the layers one by one even if `fused`.
-        kernel_init: initializer of the kernels.
         fused: run all layers as one operation (`ops.cross`) where that serves their
             plans.
 

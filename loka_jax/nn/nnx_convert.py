@@ -50,8 +50,6 @@ class SiteProduct(nnx.Module):
     """The product of an NNX layer as a site.
 
     Attributes:
-        path: of the layer.
-        recipe: of the site.
         axis_names: none: under `shard_map`, JAX knows which values vary.
     """
 
@@ -137,8 +135,6 @@ def convert_nnx(
     """Returns a copy of an NNX model with its dense layers as sites.
 
     Args:
-        model: any NNX module.
-        recipe: of the sites.
         only, skip: patterns of paths of layers, see `convert`.
 
     Raises:
@@ -173,10 +169,6 @@ def take_scaling(model: Any, gradients: Any) -> Any:
     """Overwrites a model's FP8 states by their gradients; returns all other gradients.
 
     The state of a site on which the loss does not depend stays as it was.
-
-    Args:
-        model: the NNX model, converted.
-        gradients: with respect to its `nnx.Param` and `Fp8State`.
     """
     states, rest = nnx.split_state(gradients, Fp8State, ...)
     old = dict(nnx.to_flat_state(nnx.state(model, Fp8State)))

@@ -65,7 +65,6 @@ class NormDense(linen.Module):
         features: width of the output.
         recipe: a name of `recipe.RECIPES`, or a `Recipe`.
         norm: "layer", "rms", "block" (`BlockNorm`) or "none".
-        activation: applied last.
         use_bias: add a bias before the norm; a norm with a shift makes it superfluous.
         norm_bias: give a "layer" norm its shift.
         epsilon: added to the variance or mean square.
@@ -73,8 +72,6 @@ class NormDense(linen.Module):
             the next site; "both" for that and an exact array beside it.
         implementation: the provider, or an error where it does not serve the site; None
             for Pallas kernels where they serve it on a Hopper GPU, else XLA.
-        kernel_init: initializer of the kernel.
-        bias_init: initializer of the bias.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
         follows: the previous site hands its activations to this one alone, unchanged,
             which makes both a chain for Dispatch.

@@ -71,11 +71,6 @@ def activation(name: ActivationName) -> Callable[[Array], Array]:
 def check_choice(attribute: str, value: Any, choices: Collection[Any]) -> None:
     """Checks an attribute of a module that is one of several.
 
-    Args:
-        attribute: its name, for the message.
-        value: what was given.
-        choices: what may be.
-
     Raises:
         ValueError: if it is none of them.
     """
@@ -97,13 +92,11 @@ def normalize(
     """Returns `x` normalized; to be called inside a compact Flax module.
 
     Args:
-        x: rows of features.
         norm: "layer", "rms", "block", "batch" or "none". Batch norm keeps running
             moments in the collection `batch_stats`.
         train: use this batch's moments and update the running ones (batch norm only).
         use_bias: add a learned shift ("layer" and "batch" only).
         use_scale: multiply by a learned scale (all but "block").
-        name: of the Flax module.
 
     Raises:
         ValueError: if there is no norm of that name.

@@ -30,7 +30,6 @@ class Site:
 
     Attributes:
         path: the module path, for example `top_mlp/dense_0`.
-        plan: its products and kernels.
         batch: the number of products of a batched GEMM, which runs in the operands'
             dtype; None for a single product.
         follows: lhs is the output of the previous site, and can come in FP8.
@@ -156,8 +155,6 @@ def announce(module: Any, plan: KernelPlan, **attributes):
     """Marks a site in the program, if `list_sites` traces it.
 
     Args:
-        module: of the site, with `path`.
-        plan: of the site.
         attributes: further attributes of `Site`.
     """
     if current().is_listing:

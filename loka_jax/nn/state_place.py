@@ -19,7 +19,6 @@ def check_place(module: Any, recipe: Recipe) -> None:
 
     Args:
         module: of the site; a `convert.Host` has a `module`.
-        recipe: of the site, with delayed scaling.
 
     Raises:
         ValueError: naming the site and the remedies, first those in which the model

@@ -49,7 +49,6 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire, key: Array) -> 
     What must be exact (a loss, weights, counters) is no gradient: `psum` it.
 
     Args:
-        tree: this device's gradients.
         axis_name: of the mesh, one or several.
         wire: "f32" and "bf16" are XLA's sums of arrays of that dtype; "int8" is
             `quantized_psum`. `dispatch.gradient_wire` chooses among them.

@@ -15,10 +15,8 @@ class Device:
     """A device and its Pallas kernels.
 
     Attributes:
-        platform: "cpu" or "gpu".
         compute_capability: of an NVIDIA GPU, such as "9.0".
         interpret: `plgpu.InterpretGPUParams` to interpret Pallas kernels on a CPU.
-        kernels: the Pallas kernels of a site.
     """
 
     platform: str = "gpu"

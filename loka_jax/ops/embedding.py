@@ -232,7 +232,6 @@ def sum_by_row(
     Args:
         flat_ids: ids in `[0, num_rows)`; all others are ignored.
         row_grads: float32 or bfloat16; both are summed in float32.
-        num_rows: R.
         implementation: "triton" requires its kernels; "xla"; None is Triton if it is
             installed, the GPU is a Hopper and its kernels support the operands, else
             XLA.

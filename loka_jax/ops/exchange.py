@@ -69,9 +69,6 @@ def route(
     """Returns the route of the ids, and the longest list of this device.
 
     Args:
-        places: of the ids, [N].
-        order: of the rows.
-        capacity: C.
         axis: the mesh axis over which the rows are spread.
         implementation: "triton" requires its kernels; "xla"; None is Triton if it is
             installed, the GPU is a Hopper and its kernels serve, else XLA. Their
@@ -127,10 +124,7 @@ def fetch(
     """Returns the row of each id, zeros where it is ignored or did not fit.
 
     Args:
-        table: this device's part of the table.
-        routed: from `route`.
         codec: of the rows on the wire.
-        axis: as in `route`.
         implementation: as in `row_codec.gathered`.
     """
     how: Any = {"implementation": implementation}
@@ -186,10 +180,7 @@ def give_back(
     device that looked it up, in a list of its own, which ascends.
 
     Args:
-        routed: from `route`.
-        grads: a gradient for each id.
         codec: of the sums on the wire.
-        axis: as in `route`.
         words: of this step and device, which decide how codes of 8 bits are rounded.
         replicas: the mesh axis over which the table is replicated, each replica with
             ids of its own; all of them get what each got. None if there is one.
@@ -239,12 +230,6 @@ def fetch_everywhere(
     """Returns the rows of ids that all devices have, on all devices.
 
     For few ids: each device reads the rows that it holds, and the sum has all.
-
-    Args:
-        table: this device's part of the table.
-        places: of the ids, the same on all devices.
-        order: of the rows.
-        axis: as in `route`.
     """
     shards = np.uint32(order.shards // jax.lax.axis_size(axis))
     row = (places.v % shards) * np.uint32(order.depth) + places.q
@@ -301,16 +286,7 @@ def _lists_of_pairs(places: Places, order: Order, how: Any) -> tuple[Lists, Arra
 
 
 def _of_owners(owner, row, changed, positions, owners: int, capacity: int) -> Lists:
-    """Returns the lists of sorted ids.
-
-    Args:
-        owner: of each id; L or more if it is ignored.
-        row: in the owner's part.
-        changed: whether an id differs from the one before; of all but the first.
-        positions: former ones.
-        owners: L.
-        capacity: C.
-    """
+    """Returns the lists of sorted ids."""
     is_id = owner < owners
     edge = jnp.ones(min(1, owner.size), bool)
     is_first = is_id & jnp.append(edge, changed)

@@ -55,11 +55,7 @@ class FmLcbPlan(NamedTuple):
         return self.why_not_forward if role == "fwd" else self.why_not_backward
 
     def why_not_residual(self, counts: tuple[int, ...]) -> str | None:
-        """Returns why the backward pass cannot add the gradient of a residual.
-
-        Args:
-            counts: embeddings of the parts that it comes in.
-        """
+        """Returns why the backward pass cannot add the gradient of a residual."""
         if self.why_not_backward is not None:
             return self.why_not_backward
         return _backward_kernel.why_not_added(counts)
@@ -71,14 +67,7 @@ BY_XLA = FmLcbPlan("provider 'xla'", "provider 'xla'")
 def plan_fm_lcb(
     x: jax.Array | jax.ShapeDtypeStruct, m: int, k: int, device: Device
 ) -> FmLcbPlan:
-    """Returns which passes of `fm_lcb` run by kernels on a device.
-
-    Args:
-        x: the embeddings.
-        m: columns of the weight.
-        k: columns of Y.
-        device: on which it runs.
-    """
+    """Returns which passes of `fm_lcb` run by kernels on a device."""
     reason = device.why_not_pallas
     if reason is None and x.dtype != jnp.bfloat16:
         reason = f"embeddings in {x.dtype}"
@@ -103,12 +92,6 @@ def fm_lcb(
 
     Differentiable. Sums are float32; results, the gradient of x, `P^T` or `X X^T` and
     their gradients are rounded to x's dtype, the gradient of the weight is in its own.
-
-    Args:
-        x: bfloat16 or float32.
-        weight: `[Y | W_L]`, m = k + l, float32.
-        k: the number of columns of Y.
-        plan: of `plan_fm_lcb`.
 
     References:
         Wukong, arXiv 2403.02545, sections 3.4 and 3.5.

@@ -65,7 +65,6 @@ def padded(count: int, multiple: int | None = None) -> int:
     """Returns `count` rounded up to a multiple.
 
     Args:
-        count: the number of features.
         multiple: if None, 64 if at most an eighth of the result is zeros, else 16.
     """
     if multiple is None:

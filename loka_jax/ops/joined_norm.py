@@ -60,8 +60,6 @@ class _Static(NamedTuple):
     """The static arguments.
 
     Attributes:
-        provider: of the kernels.
-        counts: the embeddings of each part.
         in_parts: the gradient of x is that of the rows of a `Residual`.
     """
 

@@ -40,8 +40,6 @@ class KernelRun(NamedTuple):
     """The static arguments of a site that kernels run.
 
     Attributes:
-        plan: of the site.
-        epsilon: added to the variance or mean square.
         axis_names: mesh axes over which rows are spread.
     """
 
@@ -97,8 +95,6 @@ def run(
     """Returns y, and if the site hands FP8 on, its data and `scale_inv`.
 
     Args:
-        site: the static arguments.
-        arrays: lhs, rhs, and bias, gamma and beta where present.
         fp8_lhs: data and `scale_inv` of an lhs in FP8 from another site.
         state: delayed-scaling state; its gradient is its next value.
     """

@@ -19,10 +19,7 @@ def launch(kernel: SiteKernel, *operands, scale_inv: dict[str, Any], **static):
     """Returns the outputs of a Pallas kernel.
 
     Args:
-        kernel: to launch.
-        operands: arrays, or pytrees of them.
         scale_inv: by name, the scale of an FP8 output that is fixed in advance.
-        static: arguments that are fixed at compile time.
     """
     run = functools.partial(kernel.run, **static)
     return one_by_one(run, *operands, **scale_inv)
@@ -48,10 +45,7 @@ def quantize(
     """Returns rows in E4M3, and with a fixed scale the amaxes of p parts of them.
 
     Args:
-        kernel: `pallas.KERNELS.norm_quantize`.
-        x: bfloat16.
         scale_inv: scale of all rows, beyond which they saturate; None for one a row.
-        interpret: as in `Device`.
     """
     scaling = "rowwise" if scale_inv is None else "tensorwise"
     want = Outputs(y=False, y_fp8=scaling, y_amax=scale_inv is not None)

@@ -40,7 +40,6 @@ def matmul(
     Args:
         lhs: usually activations. If another site handed them on in FP8, fwd reads that
             form where the recipe allows it.
-        rhs: usually a weight in float32.
         state: delayed-scaling state if the recipe is delayed, else None.
         plan: of the site; its Pallas kernels are not run here.
         axis_names: mesh axes (under `shard_map`) over which rows are spread: scales of

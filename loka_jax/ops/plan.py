@@ -46,11 +46,7 @@ class KernelPlan:
     """The products and kernels of a site: hashable, static under jit.
 
     Attributes:
-        spec: the site.
-        choice: as requested.
-        device: on which the site runs.
         recipe: the choice's recipe, without FP8 in products whose sizes rule it out.
-        fwd, dlhs, drhs: the plans of the roles.
         padding: rows that are added for the kernels.
         why_not: why the choice cannot run here at all, or None if it can.
         is_strict: a backward pass without a kernel of the provider is an error.

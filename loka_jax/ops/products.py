@@ -94,7 +94,6 @@ class SiteOperand:
         amaxes: float32, of the parts of the array; None if no cast needs them.
         tensorwise: the whole-tensor FP8 copy, if any role reads one.
         handed: the FP8 form from another site, which fwd reads in place of a cast.
-        shape, dtype: those of the array.
     """
 
     value: Array | None
@@ -109,8 +108,6 @@ class Products(NamedTuple):
     """The three products of a site.
 
     Attributes:
-        plan: of the site.
-        recipe: the casts of the products that run in FP8.
         axis_names: mesh axes over which rows are spread.
     """
 

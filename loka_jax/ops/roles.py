@@ -50,12 +50,6 @@ def product(
     """Returns a role's product by XLA in the recipe's precision.
 
     The result has the compute dtype; drhs, the gradient of a master weight, float32.
-
-    Args:
-        role: of the product.
-        first, second: its operands, see above.
-        recipe: the casts.
-        state: delayed-scaling state if the recipe is delayed.
     """
     products, operands = _read(role, first, second, recipe, state)
     out_dtype = jnp.float32 if role == "drhs" else recipe.compute_dtype

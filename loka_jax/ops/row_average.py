@@ -92,11 +92,8 @@ def average(
     """Returns table and state with the rows that any replica has touched averaged.
 
     Args:
-        table: of this replica, this device's part.
-        state: of the row optimizer.
         before: from `distinct`: all rows that this replica has changed.
         codec: of the changes of rows on the wire. Those of the state are float32.
-        axis: the mesh axis of the replicas.
         words: of this step and device, which decide how codes of 8 bits are rounded.
         implementation: as in `embedding.sum_by_row`.
     """

@@ -54,9 +54,7 @@ def gathered(
     """Returns the payload of the rows of some ids, of zeros for ids of no row.
 
     Args:
-        rows: float32 or bfloat16.
         ids: of the rows; those that are out of range, such as `BAD_ID`, have none.
-        codec: of the payload.
         words: decide with the ids how codes of 8 bits are rounded; None rounds to the
             nearest.
         implementation: as in `embedding.sum_by_row`; all have the same bits of finite
@@ -86,10 +84,7 @@ def spread(
     Float32 of "f32" and else bfloat16.
 
     Args:
-        payload: of the lists.
         slots: numbers of places, those of a list one after the other.
-        codec: of the payload.
-        dim: D.
         implementation: as in `gathered`.
 
     Raises:
@@ -110,8 +105,6 @@ def encode(
     """Returns the payload of lists of rows.
 
     Args:
-        rows: of the lists.
-        codec: of the payload.
         rounding: words and a number of each row, which decide how codes of 8 bits are
             rounded; None rounds to the nearest.
     """

@@ -91,9 +91,6 @@ def places_of_ids(
     row has the quotient and the remainder of both.
 
     Args:
-        spec: the tables of all fields.
-        ids: int32, one id or H ids of each of the fields.
-        order: of the rows.
         fields: which of the spec's fields these are; all by default.
     """
     shape = (1, len(spec.rows[fields])) + (1,) * (ids.ndim - 2)
@@ -133,9 +130,6 @@ def normal_rows(
 
     Args:
         key: a random key of JAX's default generator, which hashes an element's number.
-        order: of the rows.
-        dim: D.
-        shards: int32, the numbers of the virtual shards.
         kept: gives what is kept of the rows of a shard, in a narrower dtype.
     """
     words = jax.random.key_data(key)

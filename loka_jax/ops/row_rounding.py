@@ -71,10 +71,6 @@ def of_step(
     """Returns the rounding of a stack of tables in a step.
 
     Args:
-        seed: of the run.
-        step: the number of the step.
-        order: of the rows.
-        dim: D, in which stacks differ.
         first_shard: the first virtual shard of this device's part of the table.
     """
     key = jax.random.key(seed, impl="threefry2x32")
@@ -87,13 +83,7 @@ def of_step(
 def random_bits(
     rounding: Rounding, rows: Int[Array, "N"], dim: int
 ) -> UInt32[Array, "N D"]:
-    """Returns u of the values of some rows, in 0 .. 2^16 - 1.
-
-    Args:
-        rounding: of the step.
-        rows: places in this part of the table.
-        dim: D.
-    """
+    """Returns u of the values of some rows, in 0 .. 2^16 - 1."""
     k0, k1, first = rounding.words
     places = rows.astype(jnp.uint32)
     v, q = (
@@ -126,8 +116,6 @@ def stored(
     """Returns float32 rows as a table keeps them.
 
     Args:
-        x: the rows.
-        rows: their places in this part of the table.
         dtype: of the table; bfloat16 for `rounding`.
         rounding: of the step; None rounds to the nearest.
     """

@@ -56,10 +56,7 @@ def run_site(
     with respect to `state` is its value for the next step, as in `matmul`.
 
     Args:
-        plan: of the site.
-        arrays: its operands and parameters.
         state: delayed-scaling state if the recipe is delayed, else None.
-        epsilon: added to the variance or mean square.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         observe: a function of the product, lhs and rhs that returns the product; it
             makes XLA run the site, since kernels do not write their product.

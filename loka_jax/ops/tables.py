@@ -16,7 +16,6 @@ class TableSpec:
     """The tables of all fields, stacked in field order into one array.
 
     Attributes:
-        rows: the number of rows of each field's table.
         dim: D, the embedding dim of all tables.
         pooling: how the rows of the last fields are pooled, whose ids come in lists;
             the fields before them have one id each.

@@ -46,10 +46,7 @@ def tap(
     """Returns `out` unchanged; the gradient of `stats` is the observer's result.
 
     Args:
-        observer: of the site.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
-        out: the product `lhs @ rhs`.
-        lhs, rhs: its operands; no gradient flows to them from here.
         scales: of the casts of lhs, rhs and g, see `probe.site.observe`.
         stats: the statistics of the site so far.
     """

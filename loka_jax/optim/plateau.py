@@ -19,7 +19,6 @@ class Plateau:
     """The state after the evaluations so far; `dataclasses.asdict` gives JSON values.
 
     Attributes:
-        best: the best value of the measure so far, or None.
         stalls: evaluations since then.
         lr_scale: factor on the learning rates.
         stop: True once the patience is spent.

@@ -39,8 +39,6 @@ class RowwiseAdagrad:
     a row that one group alone has. It is nothing but `sqrt(c)` times lr and eps.
 
     Attributes:
-        eps: added to the square root.
-        initial_accumulator: initial value of the accumulators.
         c: divides the accumulators where a row is updated, not where they are kept.
 
     References:

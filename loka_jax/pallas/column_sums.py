@@ -67,15 +67,7 @@ def largest(value: jax.Array, subtiles: Sequence[jax.Array]) -> jax.Array:
 def write(
     layout: RowLayout, sums: Sequence[Sequence[jax.Array]], target, area, barrier
 ):
-    """Writes sums, added over the warps of the CTA.
-
-    Args:
-        layout: of the tiles.
-        sums: of this warpgroup, each in subtiles.
-        target: a reference of type `result_type`.
-        area: shared memory of `scratch`.
-        barrier: of `scratch`.
-    """
+    """Writes sums, added over the warps of the CTA."""
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
     warpgroups = layout.config.warpgroups
     registers = plgpu.Layout.WG_STRIDED((layout.columns,), vec_size=1)

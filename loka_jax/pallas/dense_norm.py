@@ -51,10 +51,7 @@ def dense_norm(
         x: bfloat16, or E4M3 with `scale_inv` of shape `[]` or `[m, 1]`.
         w: of the same dtype, `scale_inv` of shape `[]` or `[n, 1]`.
         vectors: gamma and beta come together, and not with block norms.
-        epilogue: norm and activation.
-        want: the outputs.
         y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise".
-        config: the tuning config; by default the fastest one measured.
         interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
     Raises:

@@ -33,10 +33,6 @@ class Problem:
     """What a launch computes, all of it static.
 
     Attributes:
-        spec: sizes, norm, activation and bias.
-        dtype: of x and w: E4M3 or bfloat16.
-        want: the outputs.
-        has_affine: gamma and beta follow the norm.
         x_scale_by_row: x has one scale per row.
         w_scale_by_column: the weight has one scale per column of z.
     """

@@ -91,9 +91,6 @@ class Tile:
 
         Args:
             index: of the staging buffer, a different one for each output.
-            values: one per row.
-            target: of all rows.
-            rows: of this tile.
             by_n_tile: store them from every N tile; else from the first one only, as
                 all have the same values.
         """

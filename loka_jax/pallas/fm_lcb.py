@@ -52,13 +52,6 @@ def fm_lcb(
 
     Sums are float32; x^T weight is rounded to bfloat16.
 
-    Args:
-        x: the embeddings of the examples.
-        weight: `[Y | W_L]`.
-        k: columns of Y.
-        config: the tuning config; by default the fastest one measured.
-        interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
-
     Raises:
         ValueError: if the problem is not served (see `why_not`), or the config does not
             fit it.
@@ -181,15 +174,7 @@ class _Worker:
         self.iterations = lax.div(examples - self.team + teams - 1, teams)
 
     def accumulate(self, iteration, chunk: int, slabs, accumulators, lcb):
-        """Adds a chunk's part to slabs of FM, and starts storing its part of LCB.
-
-        Args:
-            iteration: of the team, an example in each.
-            chunk: of d.
-            slabs: first rows of the slabs of FM.
-            accumulators: of the slabs.
-            lcb: where this chunk of LCB goes.
-        """
+        """Adds a chunk's part to slabs of FM, and starts storing its part of LCB."""
         count = iteration * self.config.chunks + chunk
         stage = self.layout.stage(self.team, count)
         x = self.refs.x.at[stage]

@@ -65,13 +65,7 @@ def fm_lcb_backward(
     makes launches agree bit by bit.
 
     Args:
-        x: the embeddings of the examples.
-        weight: `[Y | W_L]`.
-        dfm: gradient with respect to FM.
-        dlcb: gradient with respect to LCB.
         added: rows of a gradient that is added to that of x, n in all; or none.
-        config: the tuning config; by default the fastest one measured.
-        interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
     Raises:
         ValueError: if the problem is not served (see `why_not`), or the config does not
@@ -189,14 +183,7 @@ class _Kernel:
         tiles.drain()
 
     def _compute(self, worker: "_Worker", arrays, position, iterations):
-        """Computes the gradients of all examples of a warpgroup.
-
-        Args:
-            worker: of the warpgroup.
-            arrays: what is added to dX, dX, and the weight's partial gradients.
-            position: its team and its slab's number.
-            iterations: examples of its team.
-        """
+        """Computes the gradients of all examples of a warpgroup."""
         (added, dx, partials), team = arrays, position[0]
 
         def compute(*accumulators):
@@ -233,11 +220,7 @@ class _Worker:
         self.is_added: Any = None if full is None else full.at[warpgroup]
 
     def begin(self, added):
-        """Starts loading what is added to an example's dX to where that is staged.
-
-        Args:
-            added: the rows of the example in each array.
-        """
+        """Starts loading what is added to an example's dX to where that is staged."""
         if not added:
             return
         tiles.drain()

@@ -63,13 +63,7 @@ class BackwardLayout:
     def __init__(
         self, problem: Problem, config: BackwardConfig, counts: tuple[int, ...] = ()
     ):
-        """Derives the layout; `misfit` tells whether it is possible.
-
-        Args:
-            problem: of the launch.
-            config: its tunable parameters.
-            counts: rows of each array that is added to dX.
-        """
+        """Derives the layout; `misfit` tells whether it is possible."""
         self.problem, self.config, self.counts = problem, config, counts
         self.ctas = min(tiles.SMS, problem.batch)
         self.n_rows = padded(problem.n)
@@ -155,11 +149,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_added(counts: tuple[int, ...]) -> str | None:
-    """Returns why rows of another gradient cannot be added to dX; None if they can.
-
-    Args:
-        counts: rows of each array.
-    """
+    """Returns why rows of another gradient cannot be added to dX; None if they can."""
     if any(count % TILE_ROWS for count in counts):
         return f"parts of {counts} embeddings are no multiples of {TILE_ROWS}"
     return None

@@ -133,12 +133,7 @@ class LaunchLayout:
         return team * stages + lax.rem(count, stages)
 
     def slabs(self, rows: int, member) -> list:
-        """Returns the first rows of the slabs that a member of a team computes.
-
-        Args:
-            rows: `n_rows` or `m_rows`.
-            member: of the team; only counts if there are several.
-        """
+        """Returns the first rows of the slabs that a member of a team computes."""
         team = self.config.team
         starts = slab_starts(rows)
         if team == 1:

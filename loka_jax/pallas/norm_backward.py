@@ -106,17 +106,13 @@ def norm_backward(
     Deterministic: the same operands give the same bits.
 
     Args:
-        dy: bfloat16 gradient of the activations.
         residuals: of the forward pass; xhat in bfloat16, or after a norm in E4M3.
         vectors: gamma and beta of a "layer" or "rms" norm; without a norm the bias, if
             its gradient is wanted.
         epilogue: norm and activation of the forward pass; epsilon is not used.
-        dz_fp8: write dz in this format too.
         dz_scale_inv: its scale, beyond which values saturate. None for one scale per
             row: a row of zeros has a positive scale, a row with a NaN or an infinity is
             NaN throughout.
-        config: the tuning config; by default chosen by shape.
-        interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
     Raises:
         ValueError: if this shape or this config is not served (see `why_not`).
@@ -173,9 +169,6 @@ class _Kernel:
     """The static side of a launch.
 
     Attributes:
-        layout: of the rows.
-        xhat_dtype: bfloat16 or E4M3.
-        epilogue: norm and activation of the forward pass.
         dz_fp8: FP8 format of a second dz, or None.
         has_scale: the scale of that dz is passed in, rather than one per row.
         summed: the vectors whose gradients are summed over the rows.
@@ -312,14 +305,7 @@ class _Kernel:
         return dy * slope_scaled(self.epilogue.activation, u)
 
     def _norm_backward(self, g, on_xhat, xhat, rstd, tile: Tile):
-        """Returns dz in subtiles of float32.
-
-        Args:
-            g, on_xhat: subtiles from `_activation_backward`.
-            xhat: subtiles as they are stored.
-            rstd: for each group of subtiles that share it.
-            tile: the tile of these rows.
-        """
+        """Returns dz in subtiles of float32."""
         if self.epilogue.norm == "none":
             return g
         # Converted to float32 a second time rather than kept in float32, which would

@@ -59,13 +59,7 @@ def why_not(
 
 
 def default_config(n: int, *, norm: NormName, num_vectors: int = 2) -> TuningConfig:
-    """Returns the default config for rows of n columns.
-
-    Args:
-        n: columns.
-        norm: of the rows.
-        num_vectors: how many of bias, gamma and beta there are.
-    """
+    """Returns the default config for rows of n columns."""
     if n > 1024 and norm != "block" and n % rows.FOLD_MULTIPLE == 0:
         lanes = 128
     else:
@@ -96,17 +90,13 @@ def norm_quantize(
     The variance is the mean squared difference from the mean, in float32.
 
     Args:
-        z: bfloat16 rows.
         scales: float32 factors of z, each of shape `[]` or `[m, 1]`: the scales of an
             FP8 product that were not applied yet.
         vectors: gamma and beta only with "layer" and "rms" norms.
-        epilogue: norm and activation.
         want: the outputs. A row of zeros has a positive scale; a row with a NaN or an
             infinity is NaN throughout.
         y_scale_inv: scale of the FP8 output if `want.y_fp8` is "tensorwise"; larger
             values saturate.
-        config: the tuning config; by default chosen by shape.
-        interpret: `plgpu.InterpretGPUParams` to interpret the kernel on a CPU.
 
     Raises:
         ValueError: if this shape or this config is not served (see `why_not`).

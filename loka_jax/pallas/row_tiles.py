@@ -30,10 +30,7 @@ class Tile:
     """The position of a tile, and operations on its rows.
 
     Attributes:
-        layout: of all tiles.
         step: number of the tile among those of the warpgroup.
-        matrix: its rows of the folded matrices.
-        row_values: its entries of arrays with one value per row.
         exchange: shared memory for sums of folded rows, (3, 4) float32; else None.
     """
 

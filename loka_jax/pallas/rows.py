@@ -55,13 +55,7 @@ class TuningConfig:
 
 
 def why_not(m: int, n: int, *, max_unfolded: int) -> str | None:
-    """Returns why no config serves m rows of n columns, or None if one may.
-
-    Args:
-        m: rows.
-        n: columns.
-        max_unfolded: columns beyond which a row must be folded.
-    """
+    """Returns why no config serves m rows of n columns, or None if one may."""
     if m < tiles.ROWS:
         return f"m={m} rows are fewer than {tiles.ROWS}"
     if not 0 < n <= MAX_COLUMNS or n % _MULTIPLE:
@@ -77,10 +71,6 @@ class RowLayout:
 
     A folded matrix has each row as `fold` rows of `n / fold` columns; without folding
     it is the matrix itself. A tile in registers is a list of its subtiles.
-
-    Attributes:
-        m, n: rows and columns.
-        config: the tuning config.
     """
 
     m: int
@@ -154,13 +144,7 @@ class RowLayout:
     def why_not(
         self, norm: NormName, *, element_bytes: int, extra_bytes: int = 0
     ) -> str | None:
-        """Returns why the config does not serve this shape, or None if it does.
-
-        Args:
-            norm: of the rows.
-            element_bytes: bytes of the ring buffer for each element of a tile.
-            extra_bytes: shared memory of each warpgroup besides its ring buffer.
-        """
+        """Returns why the config does not serve this shape, or None if it does."""
         config, n = self.config, self.n
         if self.fold > 1:
             if config.rows > 1 or norm == "block":
@@ -219,7 +203,6 @@ class RowLayout:
             inputs: a tree of arrays; None where absent.
             results: a tree of types; None where not requested.
             scratch: types of the body's other memory.
-            interpret: how to interpret the kernel; None to run it.
         """
         structure = jax.tree.structure((inputs, results))
 

@@ -45,8 +45,6 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike, *, columns: int | None = 
     """Returns a shared-memory type in the tiled, swizzled form of TMA and `wgmma`.
 
     Args:
-        shape: of the array.
-        dtype: of the array.
         columns: of a tile, which the operands of a `wgmma` must share: 32, 64 or 128
             bytes; by default as many as divide the rows.
     """

@@ -14,13 +14,7 @@ _TABLE = "tuned_h200.json"
 
 
 def lookup(kernel: str, key: str, m: int) -> dict[str, Any] | None:
-    """Returns the config measured for the number of rows nearest to `m`, or None.
-
-    Args:
-        kernel: name of the kernel's module.
-        key: of the problem, for any number of rows.
-        m: rows; the nearest by ratio is taken.
-    """
+    """Returns the config measured for the number of rows nearest to `m`, or None."""
     config_by_rows = _load().get(kernel, {}).get(key)
     if not config_by_rows:
         return None

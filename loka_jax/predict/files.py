@@ -25,7 +25,6 @@ class Scored(NamedTuple):
     """What was scored.
 
     Attributes:
-        rows: their number.
         bad_rows: rows that were left out for a wrong number of columns.
         seconds: the time it took, compilation included.
         counts: the values that a policy applied to, by kind, in total (`totals`) and by
@@ -51,7 +50,6 @@ def score_file(
     """Scores the rows of a file, in their order.
 
     Args:
-        predictor: the run.
         path: a file like those that the run was trained on; labels are not needed.
         out: a new .parquet or .csv file: the key columns, then `score`, the click
             probability; of several tasks, `score_TASK` of each.

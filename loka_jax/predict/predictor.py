@@ -55,13 +55,7 @@ class Scores(NamedTuple):
 
 
 class Predictor:
-    """A trained run that scores rows.
-
-    Attributes:
-        config: the run's configuration.
-        encoding: how the run encodes rows.
-        step: the training step of its weights.
-    """
+    """A trained run that scores rows."""
 
     def __init__(
         self, config: Config, encoding: Encoding, step: int, state: TrainState, run_step
@@ -114,10 +108,6 @@ class Predictor:
         """Yields the rows of the blocks with their scores, in their order.
 
         Memory is bounded, however many blocks there are.
-
-        Args:
-            blocks: raw rows.
-            counts: counts missing and unknown values by column.
 
         Raises:
             ValueError: if a score is no number.

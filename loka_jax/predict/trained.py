@@ -27,11 +27,8 @@ class Trained(NamedTuple):
     """A trained model.
 
     Attributes:
-        config: the run's configuration.
-        schema: of its data.
         network: its tables and sites.
         state: what scores depend on.
-        step: the training step of the weights.
         spread: the tables over several devices; None with one device.
         source: the name of the run's operands in tables; none before training.
     """
@@ -49,8 +46,6 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     """Returns the model of a run's checkpoint.
 
     Args:
-        source: the run.
-        schema: of its data.
         shards: devices over which the rows of the tables are spread, and the examples
             of a batch.
 

@@ -35,11 +35,9 @@ class Series(NamedTuple):
     """Points of a chart that belong together.
 
     Attributes:
-        label: their name in the legend.
         points: (x, y); those whose y is None, not finite or huge are left out.
         color: "accent" (thin, many points), "second" (thick, few, with dots), or one of
             `RUN_COLORS`.
-        is_dashed: whether the curve is dashed.
         has_dots: whether points are dots, if they are few; those of "second" are.
     """
 
@@ -99,11 +97,8 @@ def curves(
     """Returns a figure of curves over the number of examples seen, or none if empty.
 
     Args:
-        title: the name of y.
-        series: those with points are drawn.
         floor: the best possible y, drawn dashed.
         marks: places on x, drawn as dotted lines: the skipped steps.
-        from_zero: whether y begins at 0.
     """
     series = [line for line in series if line.finite()]
     if not series:
@@ -178,14 +173,7 @@ def intervals(
 def numbered(
     title: str, label: str, values: Sequence[float | None], x: str
 ) -> list[Figure]:
-    """Returns a figure of values over their numbers 1, 2, ..., or none below two.
-
-    Args:
-        title: the name of y.
-        label: what the values are of.
-        values: the finite ones are drawn.
-        x: what is numbered.
-    """
+    """Returns a figure of values over their numbers 1, 2, ..., or none below two."""
     points = [(float(i), value) for i, value in enumerate(values, start=1)]
     line = Series(label, points, "second")
     if len(line.finite()) < 2:

@@ -28,11 +28,6 @@ _ABSENT = object()
 def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) -> Path:
     """Writes the page of several runs to `path` and returns the path.
 
-    Args:
-        path: of the page.
-        runs: the runs, of different names.
-        command: the command line that compares them.
-
     Raises:
         ValueError: if there are fewer than two or too many, or none was evaluated on
             examples like the first one's.

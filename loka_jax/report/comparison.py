@@ -30,13 +30,7 @@ _Z = 1.959964  # of a 95 % interval
 
 
 class Scored(NamedTuple):
-    """Scored examples of the final evaluation.
-
-    Attributes:
-        logits: float32.
-        labels: 0 or 1.
-        weights: positive.
-    """
+    """Scored examples of the final evaluation."""
 
     logits: Float[np.ndarray, "N"]
     labels: Float[np.ndarray, "N"]
@@ -47,8 +41,6 @@ class ComparedRun(NamedTuple):
     """A run among others.
 
     Attributes:
-        name: a name that no other of them has.
-        files: its files.
         scored: its scored examples by label ("" if there is one); empty if they were
             not kept.
     """
@@ -62,9 +54,7 @@ class Difference(NamedTuple):
     """A mean difference over pairs.
 
     Attributes:
-        mean: the mean difference.
         half: half its 95 % interval; None for a single pair.
-        count: the number of pairs.
     """
 
     mean: float

@@ -14,9 +14,6 @@ class Tile(NamedTuple):
     """A headline number.
 
     Attributes:
-        label: the name of the number.
-        value: the number as text.
-        note: a remark below it.
         share: 0 to 1, drawn as a bar; None for no bar.
     """
 

@@ -11,7 +11,6 @@ class RunFiles(NamedTuple):
 
     Attributes:
         summary: the run in numbers; empty for a run that has not ended.
-        config: the resolved config.
         train: a line per logged step.
         evals: a line per evaluation.
         sites: a row per site, with a description of each role.
@@ -34,7 +33,6 @@ class Final(NamedTuple):
     """The final evaluation of a run, or its newest one.
 
     Attributes:
-        values: the metrics by name.
         split: the examples: test or valid.
         where: the state that was evaluated, in words.
     """

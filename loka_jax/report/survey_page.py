@@ -17,8 +17,6 @@ def write_survey_page(
     """Writes the page of a survey to `path` and returns the path.
 
     Args:
-        path: of the page.
-        survey: the survey's result, JSON-ready.
         amaxes: a line of amaxes, keyed "<site>/<operand>", per logged step.
     """
     settings = {name: flat(survey[name.lower()]) for name in ("Survey", "Config")}

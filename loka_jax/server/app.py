@@ -121,7 +121,6 @@ class Worker:
         """Answers the requests that arrive at a socket, until SIGTERM.
 
         Args:
-            listening: the socket.
             ready: file that a byte is written to once requests are accepted.
         """
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)

@@ -13,13 +13,7 @@ class Busy(Exception):
 
 
 class _Request(NamedTuple):
-    """A request that waits.
-
-    Attributes:
-        value: what is asked.
-        rows: its size.
-        answer: its result, later.
-    """
+    """A request that waits."""
 
     value: Any
     rows: int
@@ -42,7 +36,6 @@ class Batcher:
         Args:
             run: from the values of a batch to their results; runs in a thread.
             max_rows: of a batch; one larger request is a batch of its own.
-            wait_s: how long the first request of a batch waits for others.
             max_waiting: rows that may wait at any time.
         """
         self._run, self._max_rows, self._wait_s = run, max_rows, wait_s

@@ -32,7 +32,6 @@ def supervise(
     Args:
         command: of a worker. It gets two more arguments, the numbers of open files: of
             the listening socket, and of a pipe that it writes to once it is ready.
-        host: to listen at.
         port: to listen at; 0 for a free one, which `say` names.
         say: takes lines of progress.
 

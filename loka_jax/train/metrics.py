@@ -65,7 +65,6 @@ def init(*, weighted: bool = False, tasks: int = 1) -> MetricState:
 
     Args:
         weighted: whether examples have weights other than 1.
-        tasks: number of tasks.
     """
     dims = () if tasks == 1 else (tasks,)
     # Arrays of their own: a step donates each of them.
@@ -264,8 +263,6 @@ def auc(
     0.1 s for a million examples. Otherwise their weights are added in float64.
 
     Args:
-        logits: float32.
-        labels: 0 or 1.
         weights: of the examples, 0 for padding.
 
     Returns:

@@ -30,14 +30,7 @@ _NUM_STAGES = 1
 
 
 def why_not(batch: int, n: int, dim: int, dtype: DTypeLike) -> str | None:
-    """Returns why n vectors per example are not served, or None if they are.
-
-    Args:
-        batch: number of examples.
-        n: vectors of an example, the bottom one included.
-        dim: D, their dimension.
-        dtype: of the vectors.
-    """
+    """Returns why n vectors per example are not served, or None if they are."""
     if batch <= 0 or dim <= 0:
         return f"B={batch}, D={dim}: there is nothing to multiply"
     if n < 2:
@@ -58,11 +51,6 @@ def dot_features(
     width: int,
 ) -> Float[Array, "B p"]:
     """Returns the bottom vector, the products of all pairs and zeros, p = `width`.
-
-    Args:
-        bottom: bfloat16; without it there are no leading features.
-        embeddings: bfloat16.
-        width: of the result, not below the number of its features.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
@@ -90,10 +78,6 @@ def dot_features_backward(
     g: Float[Array, "B p"],
 ) -> tuple[Float[Array, "B D"] | None, Float[Array, "B F D"]]:
     """Returns the gradients of `bottom` and `embeddings`.
-
-    Args:
-        bottom, embeddings: of `dot_features`.
-        g: bfloat16 gradient of the result.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).

@@ -31,12 +31,6 @@ def joined_cast(
 ) -> Written:
     """Returns `[first; second; zeros]` in the requested forms.
 
-    Args:
-        first, second: bfloat16 or float32.
-        want: the forms, and the size if there are zeros.
-        scale_inv: scale of the FP8 form.
-        config: the tuning config; None for the default.
-
     Raises:
         ValueError: if these operands are not served (see `tail.why_not`).
         ImportError: if jax-triton is not installed.

@@ -36,11 +36,6 @@ def joined_norm(
 ) -> tuple[Float[Array, "B n d"], Float[Array, "B n"]]:
     """Returns y in bfloat16, and float32 rstd.
 
-    Args:
-        parts: bfloat16 embeddings, in the order of x's.
-        x: bfloat16 residual.
-        epsilon: added to the mean square.
-
     Raises:
         ImportError: if jax-triton is not installed.
     """
@@ -76,8 +71,6 @@ def joined_norm_backward(
     """Returns the gradients of the parts and of x, in bfloat16.
 
     Args:
-        dy: bfloat16 gradient of y.
-        y, rstd: results of the forward pass.
         counts: embeddings of each part.
         with_dx: also write that of x, in which those of the parts are once more.
 

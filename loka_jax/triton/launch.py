@@ -64,8 +64,6 @@ def chosen(
     """Returns the provider of an operation: the requested one, else Triton if it can.
 
     Args:
-        implementation: the requested provider, or None.
-        why_not: why the kernel does not serve the operands, or None.
         family, families: of the kernels that would run, see `measure.families`. If the
             check of one fails on this device, none does.
 
@@ -113,10 +111,6 @@ def launch(
         kernel: a function compiled by `triton.jit`. Its parameters are pointers to
             `arrays`, pointers to the outputs, and the constants by name.
         arrays: the inputs; integers are passed by value.
-        outputs: shapes and dtypes of the outputs.
-        grid: the number of programs.
-        num_warps: warps of a program.
-        num_stages: pipeline stages of loads in loops with products.
         constants: compile-time constants. Sizes belong here: Triton vectorizes loads
             only where it can prove that sizes are multiples of 16.
         aliases: index of an input written in place -> index of its output.

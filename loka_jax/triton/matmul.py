@@ -36,10 +36,7 @@ class TuningConfig:
     """The tunable parameters of a product.
 
     Attributes:
-        block_m, block_n: rows and columns of the result that a program computes.
         block_k: columns of K that are multiplied at a time; divides 128.
-        num_warps: warps of a program.
-        num_stages: K blocks in flight.
     """
 
     block_m: int

@@ -18,12 +18,7 @@ _MAX_ENTRIES = 2**30  # positions are int32
 
 
 class TuningConfig(NamedTuple):
-    """The tunable parameters of the launch.
-
-    Attributes:
-        tile: entries of a program.
-        num_warps: warps of a program.
-    """
+    """The tunable parameters of the launch."""
 
     tile: int = 256
     num_warps: int = 4
@@ -33,12 +28,7 @@ CONFIG = TuningConfig()
 
 
 def why_not(lists: int, entries: int) -> str | None:
-    """Returns why lists are not served, or None if they are.
-
-    Args:
-        lists: K.
-        entries: of all lists.
-    """
+    """Returns why lists are not served, or None if they are."""
     if lists > _MAX_LISTS:
         return f"{lists} lists are more than {_MAX_LISTS}"
     if not 0 < entries <= _MAX_ENTRIES:
@@ -52,10 +42,6 @@ def merged(
     """Returns the entries of all lists in ascending order, and their former positions.
 
     Those in `lists.reshape(-1)`. N = K C.
-
-    Args:
-        lists: int32, each ascending.
-        config: of the launch.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).

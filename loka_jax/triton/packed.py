@@ -24,7 +24,6 @@ class TuningConfig(NamedTuple):
 
     Attributes:
         values: of a program's tile, a multiple of the block.
-        num_warps: warps of a program.
     """
 
     values: int
@@ -39,12 +38,7 @@ UNPACK = TuningConfig(1024, 8)
 
 
 def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
-    """Returns why a vector is not served, or None if it is.
-
-    Args:
-        packing: of the vector.
-        dtype: of the vector.
-    """
+    """Returns why a vector is not served, or None if it is."""
     if jnp.dtype(dtype) not in _DTYPES:
         return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
     blocks = packing.parts * packing.blocks

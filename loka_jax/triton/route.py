@@ -24,7 +24,6 @@ class TuningConfig(NamedTuple):
     Attributes:
         tile: ids that a program takes at a time.
         blocks: the most programs: each reads the counts of all.
-        num_warps: warps of a program.
     """
 
     tile: int = 1024
@@ -76,11 +75,6 @@ def lists(
     Args:
         places: sorted; the owner of p is p // part, its row there p % part. Ids whose
             owner is L or more are ignored.
-        positions: of the ids before they were sorted.
-        owners: L.
-        part: the rows of each.
-        capacity: C.
-        config: of the launches.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).

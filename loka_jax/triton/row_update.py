@@ -47,13 +47,7 @@ CONFIG = TuningConfig()  # of all launches
 
 
 class Level(NamedTuple):
-    """One launch.
-
-    Attributes:
-        n: number of entries.
-        positions: entries of a program.
-        num_warps: warps of a program.
-    """
+    """One launch."""
 
     n: int
     positions: int
@@ -82,14 +76,7 @@ class Noise(NamedTuple):
 def why_not(
     n: int, dim: int, dtype: DTypeLike, table_dtype: DTypeLike = jnp.float32
 ) -> str | None:
-    """Returns why n row gradients are not served, or None if they are.
-
-    Args:
-        n: row gradients, duplicates included.
-        dim: D, their dimension.
-        dtype: of the gradients.
-        table_dtype: of the table, if any.
-    """
+    """Returns why n row gradients are not served, or None if they are."""
     if n <= 0 or dim <= 0:
         return f"N={n}, D={dim}: there is nothing to add"
     if n > _MAX_ENTRIES:
@@ -110,9 +97,7 @@ def sum_runs(
     Other entries, and those of `BAD_ID`, are undefined.
 
     Args:
-        ids: int32, sorted, not below 0.
         order: int32, the position of each in `grads`.
-        grads: float32 or bfloat16.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
@@ -157,10 +142,7 @@ def sgd(
     Other rows keep their bytes. In place if the caller donates the table.
 
     Args:
-        table: float32 or bfloat16; computed in float32.
         ids: of `sum_runs`; below R, or `BAD_ID` for no row.
-        order, grads: of `sum_runs`.
-        lr: learning rate.
         noise: rounds a bfloat16 table stochastically; None rounds to the nearest.
 
     Raises:
@@ -189,12 +171,7 @@ def rowwise_adagrad(
     Other rows keep their bytes. In place if the caller donates both.
 
     Args:
-        table: float32 or bfloat16; computed in float32.
-        sum_of_squares: float32, acc.
         ids: of `sum_runs`; below R, or `BAD_ID` for no row.
-        order, grads: of `sum_runs`.
-        lr: learning rate.
-        eps: added to the root.
         noise: rounds a bfloat16 table stochastically; None rounds to the nearest.
 
     Raises:

@@ -27,7 +27,6 @@ class TuningConfig(NamedTuple):
 
     Attributes:
         values: of a program's tile, rows by D.
-        num_warps: warps of a program.
     """
 
     values: int = 2048
@@ -38,14 +37,7 @@ CONFIG = TuningConfig()
 
 
 def why_not(codec: str, slots: int, dim: int, dtype: DTypeLike) -> str | None:
-    """Returns why rows are not served, or None if they are.
-
-    Args:
-        codec: of the payload.
-        slots: L C.
-        dim: D.
-        dtype: of the rows.
-    """
+    """Returns why rows are not served, or None if they are."""
     if codec == "f32":
         return "float32 is not cast"
     if slots <= 0 or not 0 < dim <= _MAX_DIM:
@@ -68,11 +60,7 @@ def encode(
     """Returns the payload of the rows of some ids, of zeros for ids of no row.
 
     Args:
-        rows: float32 or bfloat16.
-        ids: of the rows, int32.
         words: decide with the ids how codes are rounded; None rounds to the nearest.
-        codec: of the payload.
-        config: of the launch.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
@@ -120,11 +108,7 @@ def decode(
     """Returns the rows of some slots in bfloat16, zeros for numbers of no slot.
 
     Args:
-        payload: of the lists.
         slots: numbers of places in the lists, int32.
-        codec: of the payload.
-        dim: D.
-        config: of the launch.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).

@@ -94,11 +94,6 @@ def norm_backward(
     With du = dy activation'(u) and g = gamma du:
 
         dz = rstd (g - mean(g) - xhat mean(g xhat))     without mean(g) if norm is rms
-
-    Args:
-        dy: gradient of the activations.
-        residuals: of the forward pass.
-        vectors, epilogue: of the forward pass; bias and epsilon are not used.
     """
     norm, (_, gamma, beta) = epilogue.norm, vectors
     xhat, rstd = _decode_xhat(residuals.xhat, norm), residuals.rstd

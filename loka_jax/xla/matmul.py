@@ -168,12 +168,7 @@ def fp8_product_to_fp8(
     and with a bias bfloat16 throughout.
 
     Args:
-        lhs, rhs: in FP8, of sizes that FP8 products take.
-        factor: of the result.
         bias: in units of the unscaled product; None if absent.
-        out_dtype: `E4M3` or `E5M2`.
-        has_relu: apply relu.
-        fast_accumulation: as in `fp8_matmul`.
     """
     dtype = jnp.float32 if bias is None else jnp.bfloat16
     options = dict(out_dtype=dtype, fast_accumulation=fast_accumulation)

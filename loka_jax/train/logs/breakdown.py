@@ -35,7 +35,6 @@ class Scores(NamedTuple):
         logits: float32, finite.
         labels: 0 or 1; NaN where one of several is missing.
         weights: positive.
-        ids: of each categorical column.
     """
 
     logits: Float[np.ndarray, "N"]
@@ -75,10 +74,6 @@ def with_names(
 ) -> list[dict[str, Any]]:
     """Returns the `columns` of a breakdown with the `name` of each value.
 
-    Args:
-        columns: of the breakdown.
-        folder: the encoding of its ids.
-
     Returns:
         them; a name is the start of the value, None where many values share an id.
     """
@@ -109,10 +104,6 @@ def calibration_curve(scores: Scores, bins: int = BINS) -> list[dict[str, Any]]:
     """Returns mean prediction and mean label of bins of equally many examples.
 
     Equal logits share a bin, so that there can be fewer.
-
-    Args:
-        scores: in the order of their logits.
-        bins: their number.
     """
     logits = scores.logits
     edges = logits[np.arange(1, bins) * len(logits) // bins] if len(logits) else []
@@ -126,9 +117,7 @@ def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
     """Returns the AUC within the values of a column, and its most frequent values.
 
     Args:
-        scores: in the order of their logits.
         field: the column's place in `Scores.ids`.
-        count: the number of values.
 
     Returns:
         auc_within: None if no value has both labels.

@@ -16,10 +16,8 @@ def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, i
     """Prints each column's vocabulary, parameters and most frequent values.
 
     Args:
-        console: where to print.
         report: of the data, with `loka_jax.data.column_facts` under "categorical";
             nothing is printed without them.
-        dims: the embedding dim of each column.
     """
     columns = report.get("categorical", {})
     if not columns:

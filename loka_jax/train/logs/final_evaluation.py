@@ -19,7 +19,6 @@ class FinalEvaluation(NamedTuple):
     """The end of a run.
 
     Attributes:
-        values: AUC, log loss, NE and calibration of all examples.
         samples: the scores of every so many batches, by label, of the same examples;
             empty if a logit is not finite.
     """

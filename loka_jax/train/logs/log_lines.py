@@ -22,9 +22,6 @@ def training(
     """Returns the line on the training examples since the line before.
 
     Args:
-        run: the run.
-        state: the device's state.
-        progress: the host's state.
         rate: examples per second since the line before, without compilation.
     """
     names = run.splits.train.schema.labels

@@ -82,12 +82,7 @@ class TrainingProgress:
     def __init__(
         self, console: Console, *, is_stopping: Callable[[], bool] = lambda: False
     ):
-        """Prepares to show what is being done.
-
-        Args:
-            console: where.
-            is_stopping: whether the user has asked the run to stop.
-        """
+        """Prepares to show what is being done."""
         self._console = console
         self._is_stopping = is_stopping
         self._activity = "starting"

@@ -15,9 +15,6 @@ def host_note(
     """Returns a sentence on what several steps a call may save, None if that is little.
 
     Args:
-        workload: of a GPU.
-        mesh: of the run.
-        steps: of the run.
         rates: of the host; None for those of `Rates`.
     """
     rates = rates or Rates()

@@ -93,10 +93,8 @@ class Estimate:
     """What a mesh takes of a GPU, by part.
 
     Attributes:
-        mesh: the mesh.
         memory: bytes.
         wire: bytes sent in a step.
-        us: of a step.
     """
 
     mesh: Mesh

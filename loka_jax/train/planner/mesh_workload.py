@@ -36,9 +36,6 @@ def workload_of(
     """Returns the step of one GPU.
 
     Args:
-        config: of the run.
-        schema: of its data.
-        batch: examples of a GPU.
         dense_us: the measured time of a step without its tables; None to estimate it.
     """
     tables, list_sites, *_ = network(config, schema)

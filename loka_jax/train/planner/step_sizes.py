@@ -60,12 +60,7 @@ class Stack:
         return self.row_bytes - self.value_bytes * self.dim
 
     def given(self, mesh: Mesh, average_every: int) -> float:
-        """Returns the rows that this GPU gives to other replicas at a time.
-
-        Args:
-            mesh: the mesh.
-            average_every: as in `Workload`.
-        """
+        """Returns the rows that this GPU gives to other replicas at a time."""
         if not average_every:
             return self.sent
         touched = self.sent
@@ -79,9 +74,7 @@ class Workload:
     """A training step of one GPU.
 
     Attributes:
-        name: of the configuration.
         batch: examples of a GPU.
-        stacks: the tables.
         gradient_bytes: of the dense gradients, float32.
         state_bytes: of dense parameters, optimizer state and gradients.
         activation_bytes: estimate of what the backward pass keeps.

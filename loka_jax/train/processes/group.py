@@ -28,12 +28,7 @@ _STDERR = 2
 
 
 class Processes(NamedTuple):
-    """This process among those of the run.
-
-    Attributes:
-        index: its number, from 0 on.
-        count: how many there are.
-    """
+    """This process among those of the run."""
 
     index: int = 0
     count: int = 1

@@ -27,11 +27,7 @@ def alive() -> None:
 
 @contextmanager
 def resting(rests: bool = True) -> Iterator[None]:
-    """Leaves out the time within the block, such as that of a compilation.
-
-    Args:
-        rests: whether to leave it out.
-    """
+    """Leaves out the time within the block, such as that of a compilation."""
     for watchdog in _watching:
         watchdog.is_resting = rests
     try:
