@@ -11,16 +11,15 @@ import os
 import sys
 from pathlib import Path
 
-from loka_jax.launch.ending import ended_by
 from loka_jax.launch.processes import Job, Processes, require_devices
-from loka_jax.launch.supervisor import Supervisor
+from loka_jax.launch.supervisor import Supervisor, describe_end
 from loka_jax.terminal import printable
 
 
 def main(arguments: list[str]) -> int:
     """Runs a job and returns its exit code."""
     try:
-        job = _job(_parsed(arguments))
+        job = _job(_options(arguments))
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> int:
     supervisor = Supervisor(processes := Processes(job))
     with processes:
         end = supervisor.wait()
-    if (sentence := ended_by(job, end)) is not None:
+    if (sentence := describe_end(job, end)) is not None:
         print(f"error: {printable(sentence)}", file=sys.stderr)
     return end.code
 
@@ -59,7 +58,7 @@ def _job(options: argparse.Namespace) -> Job:
     )
 
 
-def _parsed(arguments: list[str]) -> argparse.Namespace:
+def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m loka_jax.launch",
         description="Runs a script in several processes, one for each GPU.",

@@ -4,8 +4,6 @@ Each leads a session of its own, so that Ctrl-C reaches it through the superviso
 and so that the processes that it has started end with it.
 """
 
-import ctypes
-import functools
 import os
 import shutil
 import signal
@@ -25,8 +23,8 @@ from loka_jax.options import require
 LOGS = "LOKA_LOGS"  # names the folder of the logs to the processes
 WORKDIR = "workdir"  # there: a file in which process 0 names the folder of its run
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here, as little is safe between fork and exec
+# A command of Linux's before another: the kernel kills that one with its parent.
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ class Processes:
         """Prepares to start them."""
         self.job = job
         self._children: list[subprocess.Popen] = []
-        self._shown: threading.Thread | None = None
+        self._copy: threading.Thread | None = None
         self._port: socket.socket | None = None
 
     def __enter__(self) -> "Processes":
@@ -150,15 +148,16 @@ class Processes:
             except ProcessLookupError:  # nothing of it is left
                 pass
             child.wait()
-        if self._shown is not None:
-            self._shown.join()
+        if self._copy is not None:
+            self._copy.join()
         if self._port is not None:
             self._port.close()
 
     def _start_all(self) -> None:
         self._port = _reserved_port()
         port = self._port.getsockname()[1]
-        ours, theirs = _terminal_or_pipe()
+        # A terminal, if there is one, for a progress bar.
+        ours, theirs = os.openpty() if sys.stdout.isatty() else os.pipe()
         try:
             for rank in range(self.job.processes):
                 environment = environment_of(self.job, rank, port, os.environ)
@@ -167,33 +166,28 @@ class Processes:
                     self._children.append(_start(self.job.command, environment, output))
         finally:
             os.close(theirs)
-            # After the last fork: a fork copies no thread but the locks it holds.
-            copy = functools.partial(_copy, ours, self.job.log(0))
-            self._shown = threading.Thread(target=copy, daemon=True)
-            self._shown.start()
+            self._copy = threading.Thread(
+                target=_copy_output, args=(ours, self.job.log(0)), daemon=True
+            )
+            self._copy.start()
 
 
 def _start(
     command: Sequence[str], environment: Mapping[str, str], output: int
 ) -> subprocess.Popen:
     """Starts a process that leads its own session."""
+    guard = _DIE_WITH_PARENT if shutil.which(_DIE_WITH_PARENT[0]) else ()
     return subprocess.Popen(
-        [sys.executable, *run_by_python(command)],
+        [*guard, sys.executable, *run_by_python(command)],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         env=environment,
         start_new_session=True,
-        preexec_fn=_die_with_parent,
     )
 
 
-def _terminal_or_pipe() -> tuple[int, int]:
-    """Returns both ends of a terminal, if there is one, for a progress bar."""
-    return os.openpty() if sys.stdout.isatty() else os.pipe()
-
-
-def _copy(source: int, log: Path) -> None:
+def _copy_output(source: int, log: Path) -> None:
     """Copies what a process writes to the standard output and to its log.
 
     It reads on where one of them is closed or full: the process would wait for ever.
@@ -207,23 +201,18 @@ def _copy(source: int, log: Path) -> None:
                 content = b""
             if not content:
                 break
-            sinks = [sink for sink in sinks if _has_written(sink, content)]
+            sinks = [sink for sink in sinks if _write(sink, content)]
     os.close(source)
 
 
-def _has_written(sink: IO[bytes], content: bytes) -> bool:
+def _write(sink: IO[bytes], content: bytes) -> bool:
+    """Returns whether the content could be written."""
     try:
         sink.write(content)
         sink.flush()
     except OSError:  # a closed pipe, or a full disk
         return False
     return True
-
-
-def _die_with_parent() -> None:
-    """Lets the kernel kill this process with the supervisor, whatever kills that."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _is_stopped(pid: int) -> bool:

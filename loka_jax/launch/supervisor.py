@@ -1,4 +1,4 @@
-"""Waits for the processes of a job, and ends all of them when one fails.
+"""Waits for the processes of a job, ends all when one fails, and says why it ended.
 
 all end with 0           0
 one dies or fails        SIGTERM to the others, 5 s, SIGKILL; 1 (2 if it said so)
@@ -8,12 +8,16 @@ Ctrl-C, SIGTERM          passed on, so that all save the same step; 130, 143
 a second signal          SIGKILL to all; 130, 143
 """
 
+import re
+import shlex
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from loka_jax.launch.processes import Processes
+from loka_jax.launch.processes import WORKDIR, Job, Processes
+from loka_jax.saved_format import CHECKPOINTS, steps_in
 
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # by a signal, after saving
 _USAGE = 2
@@ -21,6 +25,9 @@ _POLL_SECONDS = 0.05
 # From the end of the first process of a stopped job to that of the last. All have saved
 # the same step by then; one that misses another may wait for it for ever.
 _GRACE_SECONDS = 60.0
+_MAX_LINE = 300  # characters of a log's last line that are shown
+_MAX_TAIL = 1 << 14
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a progress bar
 
 
 class End(NamedTuple):
@@ -118,3 +125,75 @@ def to_blame(codes: Sequence[int | None], *, is_stopping: bool) -> int | None:
 
     failed = [rank for rank, code in enumerate(codes) if code not in fine]
     return min(failed, key=place, default=None)
+
+
+def describe_end(job: Job, end: End) -> str | None:
+    """Returns a sentence on why a job failed and how to go on.
+
+    None if it was done, if all processes stopped when they were told to, or if rank 0
+    had an error that a user can mend: its own sentence has been shown.
+    """
+    if end.late:
+        late = f"{_ranks(end.late)} did not end with the others and had to be killed"
+        return f"{late}; {_how_to_go_on(job)}"
+    if end.rank is None or (end.code == 2 and not end.rank):
+        return None
+    if end.code == 2:
+        return _last_line(job.log(end.rank)).removeprefix("error: ") or None
+    return f"{_failure(job, end)}; {_how_to_go_on(job)}"
+
+
+def _failure(job: Job, end: End) -> str:
+    log = job.log(end.rank or 0)
+    cause, trace = _cause(end.exit_code), _trace(end.exit_code, log)
+    failure = f"rank {end.rank} {cause} ({trace})"
+    if not end.stuck:
+        return failure
+    return f"{_ranks(end.stuck)} had been stopped (SIGSTOP), and {failure}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _trace(code: int, log: Path) -> str:
+    if code == -signal.SIGABRT:  # its last lines are addresses
+        return f"as JAX does to a process that misses another one: see {log}"
+    last = _last_line(log)
+    return f"its last line in {log} is {last!r}" if last else f"{log} is empty"
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-code}"
+
+
+def _how_to_go_on(job: Job) -> str:
+    try:  # process 0 names the folder of its run
+        workdir = Path((job.logs / WORKDIR).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it had not begun to train."
+    saved = workdir / CHECKPOINTS
+    step = max(steps_in(saved), default=None) if saved.is_dir() else None
+    if step is None:
+        return f"no checkpoint was saved yet in {workdir}: start it again."
+    command = ["python", "-m", "loka_jax.launch", "--processes", str(job.processes)]
+    if job.cpu_devices is not None:
+        command += ["--cpu-devices", str(job.cpu_devices)]
+    command += [job.command[0], "--resume", "--workdir", str(workdir)]
+    return f"the newest checkpoint is step {step}: go on with {shlex.join(command)}"
+
+
+def _last_line(log: Path) -> str:
+    """Returns the start of the last line in a log that is not blank; "" if none is."""
+    with open(log, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - _MAX_TAIL, 0))
+        text = file.read().decode(errors="replace")
+    lines = re.split(r"[\r\n]+", _ESCAPES.sub("", text))
+    kept = [line.strip() for line in lines if line.strip()]
+    return kept[-1][:_MAX_LINE] if kept else ""

@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 
 from loka_jax.launch import supervisor as supervisor_lib
-from loka_jax.launch.ending import ended_by
 from loka_jax.launch.processes import WORKDIR, Job
-from loka_jax.launch.supervisor import End, Supervisor, to_blame
+from loka_jax.launch.supervisor import End, Supervisor, describe_end, to_blame
 
 
 def job_of(logs, command=("train.py", "--seed", "1"), **options):
@@ -112,7 +111,7 @@ def ended(tmp_path, end, log=None, saved=(), **options):
     (tmp_path / WORKDIR).write_text(str(run))
     if log is not None:
         job.log(end.rank).write_text(log)
-    return ended_by(job, end)
+    return describe_end(job, end)
 
 
 def test_a_death_says_who_why_and_how_to_go_on(tmp_path):
