@@ -28,6 +28,7 @@ except ImportError:
     message = "aiohttp is not installed, which serves: pip install 'loka-jax[serve]'."
     raise ImportError(message) from None
 
+from loka_jax.options import require
 from loka_jax.server.batching import Batcher, Busy
 from loka_jax.server.restarts import listen_to_parent
 
@@ -37,15 +38,10 @@ _MAX_BYTES = 1 << 24  # of a body
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What is served.
+    """The model that is served."""
 
-    Attributes:
-        columns: that a row must have.
-        health: what /health says.
-    """
-
-    columns: Sequence[str]
-    health: Mapping[str, Any]
+    columns: Sequence[str]  # that a row must have
+    health: Mapping[str, Any]  # the answer of /health
 
     def encode(self, columns: Mapping[str, list[Any]]) -> Any:
         """Returns the inputs of rows; raises a ValueError that says what is wrong."""
@@ -61,9 +57,9 @@ class Limits:
     """Limits of a worker.
 
     Attributes:
-        max_rows: of a batch, and of a request.
+        max_rows: rows of a batch, and of a request.
         wait_ms: how long the first request of a batch waits for others.
-        max_waiting: rows that may wait; further ones are told to come later.
+        max_waiting: rows that may wait; further ones are refused.
         grace_s: how long connections are kept after SIGTERM for their next request,
             whose answer closes them.
     """
@@ -74,10 +70,10 @@ class Limits:
     grace_s: float = 3.0
 
     def __post_init__(self):  # noqa: D105
-        for name, least in (("max_rows", 1), ("wait_ms", 0.0)):
-            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
-            if not least <= value < math.inf:
-                raise ValueError(f"{option} {value} must be at least {least}.")
+        is_wide = 1 <= self.max_rows < math.inf
+        require(is_wide, "--max-rows", self.max_rows, "at least 1")
+        is_wait = 0 <= self.wait_ms < math.inf
+        require(is_wait, "--wait-ms", self.wait_ms, "at least 0")
 
 
 def columns_of(
@@ -126,7 +122,7 @@ class Worker:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
         listen_to_parent()
         app = web.Application(client_max_size=_MAX_BYTES)
-        app.on_response_prepare.append(self._closing)
+        app.on_response_prepare.append(self._close_at_end)
         app.add_routes(
             [web.post("/score", self._score), web.get("/health", self._health)]
         )
@@ -148,52 +144,53 @@ class Worker:
         try:
             body = await request.read()
         except web.RequestPayloadError:
-            return _last(
-                _said("the body is not encoded as Content-Encoding says.", 400)
-            )
+            sentence = "the body is not encoded as Content-Encoding says."
+            return _close_after(_error(sentence, 400))
         except web.HTTPRequestEntityTooLarge:
-            said = f"the body is longer than {_MAX_BYTES:,} bytes."
-            return _last(_said(said, 413))
+            sentence = f"the body is longer than {_MAX_BYTES:,} bytes."
+            return _close_after(_error(sentence, 413))
         try:
             columns = columns_of(body, self._scorer.columns, limit)
             inputs = self._scorer.encode(columns)
         except ValueError as error:
-            return _said(str(error), 400)
+            return _error(str(error), 400)
         count = len(columns[self._scorer.columns[0]])
         try:
             scores = await self._batcher.result(inputs, count)
         except Busy:
-            return _said("too many rows wait: send them later.", 503)
-        if (row := _first_lost(scores)) is not None:
-            return _said(f"the model gives row {row} a score that is no number.", 500)
+            return _error("too many rows wait: send them later.", 503)
+        if (row := _first_bad_row(scores)) is not None:
+            return _error(f"the model gives row {row} a score that is no number.", 500)
         return web.json_response({"scores": scores})
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
         return web.json_response({**self._scorer.health, "worker": os.getpid()})
 
-    async def _closing(self, request: web.Request, response: web.StreamResponse):
+    async def _close_at_end(
+        self, request: web.Request, response: web.StreamResponse
+    ):
         """Asks a client to connect again, if this worker ends."""
         del request
         if self._ending.is_set():
-            _last(response)
+            _close_after(response)
 
 
-def _last[R: web.StreamResponse](response: R) -> R:
-    """Returns an answer that tells its client that the connection ends with it.
+def _close_after[R: web.StreamResponse](response: R) -> R:
+    """Returns an answer after which the connection ends, as its header says.
 
-    aiohttp ends it by itself where it could not read a body, but does not say so.
+    aiohttp ends it by itself where it could not read a body, without that header.
     """
     response.force_close()
     response.headers["Connection"] = "close"
     return response
 
 
-def _first_lost(scores: list[Any]) -> int | None:
+def _first_bad_row(scores: list[Any]) -> int | None:
     """Returns the number of the first row with a score that is no number."""
-    is_lost = ~np.isfinite(np.reshape(scores, (len(scores), -1))).all(axis=1)
-    return int(np.argmax(is_lost)) + 1 if is_lost.any() else None
+    is_bad = ~np.isfinite(np.reshape(scores, (len(scores), -1))).all(axis=1)
+    return int(np.argmax(is_bad)) + 1 if is_bad.any() else None
 
 
-def _said(sentence: str, status: int) -> web.Response:
+def _error(sentence: str, status: int) -> web.Response:
     return web.json_response({"error": sentence}, status=status)

@@ -17,7 +17,7 @@ class _Request(NamedTuple):
 
     value: Any
     rows: int
-    answer: asyncio.Future
+    answer: asyncio.Future  # of its result
 
 
 class Batcher:

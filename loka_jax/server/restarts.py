@@ -38,9 +38,9 @@ def supervise(
     Raises:
         ValueError: if it cannot listen there.
     """
-    with _listening(host, port) as listening:
+    with _listen(host, port) as listening:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        worker = _started(command, listening)
+        worker = _start_worker(command, listening)
         if worker.returncode is not None:
             return 0 if signal.sigpending() & _ENDS else worker.returncode or 1
         say(f"listening at {listening.getsockname()[1]}, worker {worker.pid}")
@@ -49,7 +49,7 @@ def supervise(
             ending = [old for old in ending if old.poll() is None]
             if got == signal.SIGCHLD and worker.poll() is None:
                 continue
-            new = _started(command, listening)
+            new = _start_worker(command, listening)
             if new.returncode is not None:
                 say("the new worker ended before it was ready")
                 if worker.poll() is not None:
@@ -70,7 +70,7 @@ def listen_to_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens."""
     if not 0 <= port < 2**16:
         raise ValueError(f"--port {port} is none: ports are 0 to {2**16 - 1}.")
@@ -84,7 +84,7 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _started(command: Sequence[str], listening: socket.socket) -> subprocess.Popen:
+def _start_worker(command: Sequence[str], listening: socket.socket) -> subprocess.Popen:
     """Returns a worker once it is ready, or has ended, with its return code."""
     reading, writing = os.pipe()
     files = listening.fileno(), writing

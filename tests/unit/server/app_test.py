@@ -114,7 +114,7 @@ def test_a_worker_hands_on_its_limits_says_who_it_is_and_when_it_ends(monkeypatc
     said = asyncio.run(worker._health(SimpleNamespace()))
     assert json.loads(said.text) == {"model": "doubler", "worker": os.getpid()}
     worker._ending.set()
-    asyncio.run(worker._closing(SimpleNamespace(), response := web.Response()))
+    asyncio.run(worker._close_at_end(SimpleNamespace(), response := web.Response()))
     assert response.headers.get("Connection") == "close"  # and come back
     for limit in ({"max_rows": 0}, {"wait_ms": float("nan")}, {"wait_ms": -1.0}):
         with pytest.raises(ValueError, match=r"--(max-r|wait-)\S+ \S+ must be at lea"):
@@ -146,7 +146,7 @@ def supervised(monkeypatch):
 
     def run(workers, *signals, pending=()):
         lines, started, heard = [], iter(workers), iter(signals)
-        monkeypatch.setattr(restarts, "_started", lambda *_: next(started))
+        monkeypatch.setattr(restarts, "_start_worker", lambda *_: next(started))
         monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
         monkeypatch.setattr(signal, "sigpending", lambda: {*pending})
         monkeypatch.setattr(signal, "sigwait", lambda _: next(heard))
