@@ -45,7 +45,7 @@ from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
-from loka_jax.train.logs.log_lines import exchanged, summed
+from loka_jax.train.logs.log_lines import gradient_facts, mesh_facts
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState
 
@@ -156,8 +156,8 @@ def measure(
         "skipped": int(held[0].skipped),
         **{name: timing._asdict() for name, timing in times.items()},
         "queue_us": queue_us,
-        **exchanged(run),
-        **summed(run),
+        **mesh_facts(run),
+        **gradient_facts(run),
         "build_s": ready - begun,
         "timing_s": time.perf_counter() - ready,
         "parts": _parts(run, held[0], batches) if has_parts else None,

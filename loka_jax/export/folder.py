@@ -34,7 +34,7 @@ from loka_jax.export.forms import (
     plan_of,
     runs_here,
 )
-from loka_jax.export.programs import Program, Weights, evaluated, make_program
+from loka_jax.export.programs import Program, Weights, evaluation_logits, make_program
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.train.folder.record import versions
 from loka_jax.train.folder.source_run import open_run
@@ -86,7 +86,7 @@ def export_run(
         schema, spec = encoding.schema, inputs_of(encoding)
     trained = read_trained(source, schema)
     own = trained.config.loop.batch_size
-    sizes = _checked(batch_sizes or (*(x for x in _SMALL if x < own), own))
+    sizes = _batch_sizes(batch_sizes or (*(x for x in _SMALL if x < own), own))
     sites = trained.network.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
     forms = (
@@ -145,7 +145,7 @@ def write_model(
     return Exported(programs, num_bytes, by_dtype, differences)
 
 
-def _checked(sizes: Sequence[int]) -> list[int]:
+def _batch_sizes(sizes: Sequence[int]) -> list[int]:
     if bad := [size for size in sizes if size < 1]:
         raise ValueError(f"--batch-sizes {bad[0]} must be 1 or more: correct it.")
     return sorted(set(sizes))
@@ -200,15 +200,15 @@ def _differences(
         return {}
     model, differences = loader.load(folder), {}
     for form in here:
-        inputs = _drawn(encoding.blank(form.batch_size), trained)
-        expected = evaluated(trained, form, inputs)
+        inputs = _random_inputs(encoding.blank(form.batch_size), trained)
+        expected = evaluation_logits(trained, form, inputs)
         differences[form.batch_size] = float(
             np.max(np.abs(model.logits(inputs) - expected))
         )
     return differences
 
 
-def _drawn(blank: loader.Inputs, trained: Trained) -> loader.Inputs:
+def _random_inputs(blank: loader.Inputs, trained: Trained) -> loader.Inputs:
     """Returns random inputs of the shapes of `blank`."""
     rng, sizes = np.random.default_rng(0), trained.schema.vocab_sizes
     single = blank.ids.shape[1]

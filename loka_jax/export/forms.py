@@ -118,10 +118,10 @@ def plan_of(
     if name == "saved" or platform == "cpu" or not runs_here(platform):
         return saved
     sites = trained.network.sites_at(DispatchPlan(), batch_size)
-    return _chosen(trained, sites, say)
+    return _dispatch_plan(trained, sites, say)
 
 
-def _chosen(
+def _dispatch_plan(
     trained: Trained, sites: Sequence[nn.Site], say: Callable[[str], None]
 ) -> DispatchPlan:
     """Returns what Dispatch chooses for inference, checked on this device."""

@@ -130,7 +130,7 @@ class Model:
         for start in range(0, count, self.batch_sizes[-1]):
             stop = min(start + self.batch_sizes[-1], count)
             size = next(size for size in self.batch_sizes if size >= stop - start)
-            cut = functools.partial(_padded, start=start, stop=stop, size=size)
+            cut = functools.partial(_pad, start=start, stop=stop, size=size)
             logits = self.program(size)(jax.tree.map(cut, inputs))
             parts.append((logits, stop - start))
         none = np.zeros((0, len(self.tasks)) if len(self.tasks) > 1 else 0, np.float32)
@@ -173,7 +173,7 @@ def results_place(platform: str) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
 
 
-def _padded(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
+def _pad(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
     """Returns rows, padded with the first ones as an evaluation pads its last batch."""
     part, missing = x[start:stop], size - (stop - start)
     return np.concatenate([part, np.resize(x[:size], (missing, *x.shape[1:]))])
@@ -253,13 +253,13 @@ class Encoding:
         find = self._find(**self._spec["fields"][at])
         refuses = self._spec["unknown"] == "error"
 
-        def checked(text: str | None) -> int:
+        def check(text: str | None) -> int:
             text_id = 0 if text is None else find(text)
             if not text_id and text is not None and refuses:
                 raise ValueError("which is not in the vocabulary, and is refused")
             return text_id
 
-        return checked
+        return check
 
     def _find(self, kind: str, of: str, rows: int, **_) -> Callable[[str], int]:
         if kind == "vocabulary":
@@ -301,7 +301,7 @@ def _cleaner(spec: dict[str, Any]) -> Callable[[Any], float]:
     limit = spec["huge_limit"]
     low = 0.0 if spec["negative"] == "clip" else -limit
 
-    def cleaned(value: Any) -> float:
+    def clean(value: Any) -> float:
         number = _number(value)
         x = 0.0 if number is None else number
         applies = number is None, x != x, abs(x) > limit, x < 0
@@ -310,7 +310,7 @@ def _cleaner(spec: dict[str, Any]) -> Callable[[Any], float]:
                 raise ValueError(f"which is {kind} and refused")
         return 0.0 if x != x else min(max(x, low), limit)
 
-    return cleaned
+    return clean
 
 
 def _number(value: Any) -> float | None:

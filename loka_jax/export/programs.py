@@ -114,7 +114,7 @@ def exported_with(
     return exported, folded.ready
 
 
-def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
+def evaluation_logits(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     """Returns the logits of the run's evaluation step with the choices of a form."""
     rows, tasks = len(inputs.dense), len(trained.schema.labels)
     labels = np.zeros((rows, tasks) if tasks > 1 else rows, np.float32)

@@ -128,7 +128,7 @@ class Processes:
         for child in self._children:
             child.send_signal(number)
 
-    def stopped(self) -> list[int]:
+    def stopped_ranks(self) -> list[int]:
         """Returns the ranks that SIGSTOP or a debugger holds."""
         return [rank for rank, c in enumerate(self._children) if _is_stopped(c.pid)]
 

@@ -70,7 +70,7 @@ class Supervisor:
             if (rank := to_blame(codes, is_stopping=is_stopping)) is not None:
                 code = codes[rank]
                 assert code is not None
-                stuck = tuple(self._processes.stopped())
+                stuck = tuple(self._processes.stopped_ranks())
                 return End(2 if code == _USAGE else 1, rank, code, stuck)
             if None not in codes:
                 return End(self._stop_code(codes) if any(codes) else 0)

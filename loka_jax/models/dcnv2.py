@@ -79,13 +79,13 @@ class Dcnv2(RankingModel):
                 out = mlp(crossed, train=train)
             else:
                 x0 = nn.join_features(flat, bottom)  # [B, F D + n, padded]
-                out = crossed, mlp(_separated(x0), train=train)
+                out = crossed, mlp(_separate(x0), train=train)
         if isinstance(out, nn.CrossedBeside):
             return nn.CrossedHead(1, recipe="f32", name="head")(out)[:, 0]
         return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
 
 
-def _separated(x: Array) -> Array:
+def _separate(x: Array) -> Array:
     """Returns `x` behind a barrier, which keeps XLA from merging products that read it.
 
     For the gradient of the merged weights XLA would first concatenate the gradients of

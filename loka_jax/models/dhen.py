@@ -59,17 +59,17 @@ class DhenLayer(ModelPart, kw_only=True):
         if self.dot is not None:
             outputs.append(self._dot(x, self.dot, train))
         if self.cross is not None:
-            outputs.append(self._compressed("cross", self._crossed(x), self.cross))
+            outputs.append(self._compress("cross", self._cross(x), self.cross))
         if self.linear is not None:
-            outputs.append(self._compressed("linear", x, self.linear))
+            outputs.append(self._compress("linear", x, self.linear))
         if self.attention is not None:
-            seen = self._attended(x, train)
-            outputs.append(self._compressed("attention", seen, self.attention))
+            seen = self._attend(x, train)
+            outputs.append(self._compress("attention", seen, self.attention))
         parts = _ensemble(outputs, self.ensemble)
         count = sum(part.shape[1] for part in parts)
         if x.shape[1] != count:
-            x = self._compressed("residual", x, count)
-        return self._joined(parts, x, train=train)
+            x = self._compress("residual", x, count)
+        return self._join(parts, x, train=train)
 
     @linen.nowrap
     def _dot(self, x: Array, count: int, train: bool) -> Float[Array, "B m d"]:
@@ -83,7 +83,7 @@ class DhenLayer(ModelPart, kw_only=True):
         return mlp(pairs, train=train).reshape(batch, count, dim)
 
     @linen.nowrap
-    def _crossed(self, x: Array) -> Float[Array, "B n d"]:
+    def _cross(self, x: Array) -> Float[Array, "B n d"]:
         cross = nn.CrossNet(
             1,
             use_bias=self.bias,
@@ -96,7 +96,7 @@ class DhenLayer(ModelPart, kw_only=True):
         return cross(jax.lax.collapse(x, 1)).reshape(x.shape)
 
     @linen.nowrap
-    def _attended(self, x: Array, train: bool) -> Float[Array, "B n d"]:
+    def _attend(self, x: Array, train: bool) -> Float[Array, "B n d"]:
         dim = x.shape[2]
         attention = nn.SelfAttention(
             self.num_heads,
@@ -104,15 +104,15 @@ class DhenLayer(ModelPart, kw_only=True):
             use_bias=self.bias,
             name="self_attention",
         )
-        h = self._normalized(x + attention(x), "attention_norm", train=train)
+        h = self._normalize(x + attention(x), "attention_norm", train=train)
         mlp = self._mlp(
             "ffn", (2 * dim, dim), ends_linear=True, dropout_rate=self.dropout_rate
         )
         out = mlp(h.reshape(-1, dim), train=train).reshape(h.shape)
-        return self._normalized(h + out, "ffn_norm", train=train)
+        return self._normalize(h + out, "ffn_norm", train=train)
 
     @linen.nowrap
-    def _compressed(self, name: str, x: Array, count: int) -> Float[Array, "B m d"]:
+    def _compress(self, name: str, x: Array, count: int) -> Float[Array, "B m d"]:
         return nn.Compress(count, recipe=self.recipe, name=name)(x)
 
 

@@ -55,12 +55,12 @@ class Mmoe(DlrmFeatures):
         ]
         logits = [
             self._logit(task, mixed, train)
-            for task, mixed in enumerate(self._mixed(x, experts))
+            for task, mixed in enumerate(self._mix(x, experts))
         ]
         return jnp.stack(logits, axis=1) if self.num_tasks > 1 else logits[0]
 
     @linen.nowrap
-    def _mixed(self, x: Array, experts: list[Array]) -> list[Array]:
+    def _mix(self, x: Array, experts: list[Array]) -> list[Array]:
         """Returns f^t [B, n] of each task."""
         if len(experts) == 1:
             return experts * self.num_tasks

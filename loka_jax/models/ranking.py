@@ -65,22 +65,22 @@ class ModelPart(linen.Module):
 
     @linen.nowrap
     def _is_joined(self, d: int) -> bool:
-        """Returns whether `_joined` is one operation for embeddings of d values."""
+        """Returns whether `_join` is one operation for embeddings of d values."""
         is_served = self.norm == "block" and d <= nn.BlockNorm.block
         return self.fused_wide and is_served and self.implementation is None
 
     @linen.nowrap
-    def _joined(
+    def _join(
         self, parts: list[jax.Array], x: jax.Array | nn.Residual, *, train: bool
     ) -> Float[Array, "B n d"]:
         """Returns the norm of the parts' embeddings plus x."""
         if isinstance(x, nn.Residual) or self._is_joined(x.shape[2]):
             return nn.joined_norm(tuple(parts), x)
         out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-        return self._normalized(out + x, "norm", train=train)
+        return self._normalize(out + x, "norm", train=train)
 
     @linen.nowrap
-    def _normalized(self, x: jax.Array, name: str, *, train: bool) -> jax.Array:
+    def _normalize(self, x: jax.Array, name: str, *, train: bool) -> jax.Array:
         return nn.normalize(x, self.norm, train=train, use_bias=self.bias, name=name)
 
 

@@ -48,7 +48,7 @@ class WukongLayer(ModelPart, kw_only=True):
             if self.norm == "block":  # the MLP can do it while it casts its input
                 input_norm = "rms"
             else:
-                flat = self._normalized(flat, "fm_norm", train=train)
+                flat = self._normalize(flat, "fm_norm", train=train)
         widths = (*self.fmb_mlp, self.fm_embeddings * d)
         mlp = self._mlp(
             "fmb",
@@ -63,7 +63,7 @@ class WukongLayer(ModelPart, kw_only=True):
                 compress = nn.Compress(count, recipe=self.recipe, name="residual")
                 residual = compress(x)
             parts = [fmb.reshape(batch, self.fm_embeddings, d), lcb]
-            return self._joined(parts, residual, train=train)
+            return self._join(parts, residual, train=train)
 
     @linen.nowrap
     def _fm_lcb(

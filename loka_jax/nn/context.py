@@ -95,7 +95,7 @@ def _key(settings: tuple[Hashable, ...]) -> object:
 
 
 @functools.cache
-def _called(choices: frozenset) -> set[str]:
+def _called_paths(choices: frozenset) -> set[str]:
     """Returns the paths called under these choices.
 
     Of all calls, as JAX does not trace again what it has in a cache.
@@ -136,7 +136,7 @@ def overriding(choices: Mapping[str, str | Recipe | Choice]) -> Iterator[None]:
         ValueError: on leaving, if no site was ever called at one of the paths under
             these choices.
     """
-    called = _called(frozenset(choices.items()))
+    called = _called_paths(frozenset(choices.items()))
     with site_context(choices=choices, called=called):
         yield
     unused = sorted(set(choices) - called)

@@ -81,7 +81,7 @@ def convert(
     if isinstance(model, nnx.Module):
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
-        raise ValueError(f"{_named(model)} is no Flax model: give {_within(model)}.")
+        raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
     return Converted(model, recipe, _patterns(only), _patterns(skip))
 
 
@@ -139,7 +139,7 @@ class _Conversion:
         self.converted = converted
         self.fuses = fuses
         self.conversions = conversions
-        self.seen = _seen(conversions)
+        self.seen = _seen_paths(conversions)
         self.modules: list[tuple[linen.Module, tuple[str, ...]]] = []
 
     def intercept(self, call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -203,7 +203,7 @@ class _Conversion:
         """Notes a layer, for the conversions inside, too: they may not be asked."""
         conversions = current().conversions
         for depth in range(len(self.conversions), len(conversions) + 1):
-            _seen(conversions[:depth])[path] = None
+            _seen_paths(conversions[:depth])[path] = None
 
     def announces_left(self, module: linen.Module) -> bool:
         """Returns True for the one call of a layer that tells that it is left.
@@ -252,7 +252,7 @@ class _Conversion:
 
 
 @functools.cache
-def _seen(conversions: tuple) -> dict[str, None]:
+def _seen_paths(conversions: tuple) -> dict[str, None]:
     """Returns the paths of layers seen by a conversion.
 
     Of all its calls, as JAX does not trace again what it has in a cache.
@@ -285,7 +285,7 @@ class Host:
         return getattr(self.module, name)
 
 
-def _named(model: Any) -> str:
+def _repr(model: Any) -> str:
     """Returns what a value is called in a message, without the arrays in it."""
     text = repr(model)
     return text if len(text) <= 80 else type(model).__name__

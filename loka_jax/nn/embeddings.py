@@ -39,7 +39,7 @@ class Compress(linen.Module):
         shape = (x.shape[1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
         site = BatchedSite(self.recipe, name="compress")
-        return _seen(site, ops.compress(x, kernel), x, kernel)
+        return _observe_product(site, ops.compress(x, kernel), x, kernel)
 
 
 class FmLcb(linen.Module):
@@ -88,7 +88,7 @@ class FmLcb(linen.Module):
             if joined and plan.why_not_residual(joined) is None:
                 return ops.fm_lcb_residual(x, kernel, k=k, counts=joined, plan=plan)
             return *ops.fm_lcb(x, kernel, k=k, plan=plan), x
-        p = _seen(first, ops.compress(x, kernel), x, kernel)
+        p = _observe_product(first, ops.compress(x, kernel), x, kernel)
         p_k = p[:, :k].swapaxes(1, 2)
         return second(ops.product(x, p_k), x, p_k), p[:, k:], x
 
@@ -120,6 +120,6 @@ class Fm(linen.Module):
         return BatchedSite(self.recipe, name="fm")(ops.product(x, p), x, p)
 
 
-def _seen(site: BatchedSite, out: Array, x: Array, kernel: Array) -> Array:
+def _observe_product(site: BatchedSite, out: Array, x: Array, kernel: Array) -> Array:
     """Returns `out = W^T X` [B, m, d], a site in the form `X^T W`."""
     return site(out.swapaxes(1, 2), x.swapaxes(1, 2), kernel).swapaxes(1, 2)

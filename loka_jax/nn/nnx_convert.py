@@ -26,7 +26,7 @@ from loka_jax import scaling
 from loka_jax.nn.context import as_recipe
 from loka_jax.nn.dense import product, weight_has_fp8
 from loka_jax.nn.einsum import einsum
-from loka_jax.nn.overwriting import overwritten
+from loka_jax.nn.overwriting import next_table
 from loka_jax.recipe import Recipe
 
 _APART = "in an NNX model norms and activations stay the model's own"
@@ -173,7 +173,7 @@ def take_scaling(model: Any, gradients: Any) -> Any:
     states, rest = nnx.split_state(gradients, Fp8State, ...)
     old = dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
     new = [
-        (path, jax.tree.map(overwritten, old[path], state))
+        (path, jax.tree.map(next_table, old[path], state))
         for path, state in nnx.to_flat_state(states)
     ]
     nnx.update(model, nnx.from_flat_state(new))

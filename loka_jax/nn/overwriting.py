@@ -41,10 +41,10 @@ class Overwrite:
 
     def __radd__(self, old: Any) -> Any:
         """Returns the new value, or the old one if the new one is zeros."""
-        return overwritten(jnp.asarray(old), self.value)
+        return next_table(jnp.asarray(old), self.value)
 
 
-def overwritten(old: Array, gradient: Array) -> Array:
+def next_table(old: Array, gradient: Array) -> Array:
     """Returns the next table of a state, or of several, stacked.
 
     A site on which no loss depends has a gradient of zeros, which JAX makes itself, and
@@ -94,7 +94,7 @@ def overwriting(
                 f"gradients, not that of {type(out).__name__}: take another one, or "
                 "split the variables yourself."
             )
-        return _joined(out, jax.tree.map(Overwrite, states)), state
+        return _join(out, jax.tree.map(Overwrite, states)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -109,7 +109,7 @@ def _of_parameters(name: str, value: Any, variables: Any) -> Any:
 
 
 def _function_of_parameters(function: Callable[..., Any], states: Any) -> Any:
-    return lambda params, *args, **kw: function(_joined(params, states), *args, **kw)
+    return lambda params, *args, **kw: function(_join(params, states), *args, **kw)
 
 
 @struct.dataclass
@@ -124,16 +124,16 @@ class _States:
     collections: dict[str, Any]
     is_frozen: bool = struct.field(pytree_node=False)
 
-    def joined(self, params: Any) -> Any:
+    def join(self, params: Any) -> Any:
         """Returns the variables with these parameters."""
         variables = {"params": params, **self.collections}
         return core.freeze(variables) if self.is_frozen else variables
 
 
-def _joined(params: Any, states: Any) -> Any:
+def _join(params: Any, states: Any) -> Any:
     """Returns the variables that `_split` took apart."""
     return jax.tree.map(
-        lambda own, part: part if own is None else own.joined(part),
+        lambda own, part: part if own is None else own.join(part),
         states,
         params,
         is_leaf=lambda own: own is None or isinstance(own, _States),

@@ -66,28 +66,28 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
     table = variable.value
     if not isinstance(table, Tracer):
         _check(path, table)
-    table = _watched(jnp.asarray(table, jnp.float32), weight)
+    table = _warn_if_frozen(jnp.asarray(table, jnp.float32), weight)
     return DelayedScaling(table)
 
 
 @jax.custom_vjp
-def _watched(table: Array, weight: Array) -> Array:
+def _warn_if_frozen(table: Array, weight: Array) -> Array:
     """Returns the table, with a warning if only the weight is differentiated."""
     del weight
     return table
 
 
-def _watched_forward(table, weight):
+def _warn_forward(table, weight):
     if weight.perturbed and not table.perturbed:
         warnings.warn(_NOT_DIFFERENTIATED, stacklevel=2)
     return table.value, None
 
 
-def _watched_backward(_, gradient):
+def _warn_backward(_, gradient):
     return None if isinstance(gradient, SymbolicZero) else gradient, None
 
 
-_watched.defvjp(_watched_forward, _watched_backward, symbolic_zeros=True)
+_warn_if_frozen.defvjp(_warn_forward, _warn_backward, symbolic_zeros=True)
 
 
 def check_scales(variables: Any) -> None:

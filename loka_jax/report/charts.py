@@ -170,7 +170,7 @@ def intervals(
     return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
 
 
-def numbered(
+def sequence(
     title: str, label: str, values: Sequence[float | None], x: str
 ) -> list[Figure]:
     """Returns a figure of values over their numbers 1, 2, ..., or none below two."""

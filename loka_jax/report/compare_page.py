@@ -18,7 +18,7 @@ from loka_jax.report.comparison import (
     why_not_comparable,
 )
 from loka_jax.report.render import Tile, flat, number, real, write_page
-from loka_jax.report.run_files import final_of, points, thinned
+from loka_jax.report.run_files import final_of, points, thin
 
 MAX_RUNS = 2 * len(RUN_COLORS)  # as many as curves can be told apart
 _MAX_POINTS = 300  # of a curve; fewer than twice as many
@@ -58,7 +58,7 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
         pairs=[_pair(first, run) for run in comparable],
         seeds=_seeds([first, *comparable]),
         runs=[run.name for run in runs],
-        changed=_differing(runs),
+        changed=_changed_settings(runs),
         can_draw=charts.can_draw(),
         figures=_figures(runs, comparable) if charts.can_draw() else [],
     )
@@ -111,13 +111,13 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
     examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
         "name": run.name,
-        "examples": {k: _shown(deltas) for k, deltas in examples.items() if deltas},
-        "steps": _shown(by_steps(first.files, run.files)),
+        "examples": {k: _views(deltas) for k, deltas in examples.items() if deltas},
+        "steps": _views(by_steps(first.files, run.files)),
         "speedup": rate / base if base and rate else None,
     }
 
 
-def _shown(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
+def _views(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
     """Returns the differences with whether 0 lies outside of their intervals."""
     return {
         name: delta._asdict()
@@ -134,14 +134,14 @@ def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             "base": [run.name for run in base],
             "names": [run.name for run in group],
             "seeds": sorted({seed_of(r) for r in base} & {seed_of(r) for r in group}),
-            "differences": _shown(differences),
+            "differences": _views(differences),
         }
         for group in others
         if (differences := by_seeds(base, group))
     ]
 
 
-def _differing(runs: Sequence[ComparedRun]) -> list[tuple[str, list[object]]]:
+def _changed_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[object]]]:
     """Returns the settings and versions in which runs differ, with their values."""
     columns = [
         flat(run.files.config) | flat({"versions": run.files.summary.get("versions")})
@@ -185,7 +185,7 @@ def _figures(
 def _lines(lines: list[dict[str, Any]], file: str, split: object) -> list[dict]:
     if file == "evals":
         lines = [line for line in lines if line.get("split") == split]
-    return thinned(lines, _MAX_POINTS)
+    return thin(lines, _MAX_POINTS)
 
 
 def _minus_first(

@@ -91,10 +91,10 @@ def by_examples(one: Scored, two: Scored) -> dict[str, Difference] | None:
     if not all(np.array_equal(a, b) for a, b in zip(one[1:], two[1:], strict=True)):
         return None
     losses = [_losses(scored) for scored in (one, two)]
-    logloss = _weighted(losses[1] - losses[0], one.weights)
+    logloss = _weighted_mean(losses[1] - losses[0], one.weights)
     differences = {"logloss": logloss}
     if base_loss := float(np.average(losses[0], weights=one.weights)):
-        differences["ne_delta_pct"] = _times(logloss, 100 / base_loss)
+        differences["ne_delta_pct"] = _scale(logloss, 100 / base_loss)
     auc = _auc_difference(one, two)
     return differences if auc is None else differences | {"auc": auc}
 
@@ -104,14 +104,14 @@ def _losses(scored: Scored) -> Float[np.ndarray, "N"]:
     return np.logaddexp(0, np.where(scored.labels == 1, -x, x))
 
 
-def _weighted(values: Float[np.ndarray, "N"], weights: np.ndarray) -> Difference:
+def _weighted_mean(values: Float[np.ndarray, "N"], weights: np.ndarray) -> Difference:
     weights = weights.astype(np.float64)
     mean = float(weights @ values / weights.sum())
     error = float(np.linalg.norm(weights * (values - mean)) / weights.sum())
     return Difference(mean, _Z * error, len(values))
 
 
-def _times(difference: Difference, factor: float) -> Difference:
+def _scale(difference: Difference, factor: float) -> Difference:
     mean, half, count = difference
     return Difference(mean * factor, None if half is None else half * factor, count)
 
@@ -184,7 +184,7 @@ def _over_pairs(
         values = [(real(a.get(name)), real(b.get(name))) for a, b in pairs]
         minus = [b - a for a, b in values if a is not None and b is not None]
         if minus:
-            differences[name] = _student(minus)
+            differences[name] = _student_mean(minus)
     return differences
 
 
@@ -202,7 +202,7 @@ def seed_of(run: ComparedRun) -> str:
     return str(run.files.config.get("seed"))
 
 
-def _student(values: Sequence[float]) -> Difference:
+def _student_mean(values: Sequence[float]) -> Difference:
     count, mean = len(values), float(np.mean(values))
     if count < 2:
         return Difference(mean, None, count)

@@ -16,7 +16,7 @@ def days_view(days: object) -> dict[str, Any] | None:
     title, label = "Normalized entropy by day", "before training on the day"
     return {
         "rows": rows,
-        "figures": charts.numbered(title, label, nes, "day")
+        "figures": charts.sequence(title, label, nes, "day")
         if charts.can_draw()
         else [],
     }

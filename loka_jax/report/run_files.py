@@ -59,6 +59,6 @@ def points(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float | 
     return [(x, y) for x, y in pairs if x is not None]
 
 
-def thinned[T](lines: list[T], count: int) -> list[T]:
+def thin[T](lines: list[T], count: int) -> list[T]:
     """Returns every so many lines, the last among them: fewer than twice `count`."""
     return lines[::-1][:: max(1, len(lines) // count)][::-1]

@@ -17,7 +17,7 @@ from loka_jax.report.breakdown_view import breakdown_views
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.days_view import days_view
 from loka_jax.report.render import Tile, flat, number, real, write_page
-from loka_jax.report.run_files import RunFiles, final_of, points, thinned
+from loka_jax.report.run_files import RunFiles, final_of, points, thin
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
@@ -78,7 +78,7 @@ def _facts(run: RunFiles) -> list[str]:
         ("on", device or summary.get("device")),
         ("mesh", summary.get("mesh")),
         ("list climbs", summary.get("list_climbs")),
-        ("", _summed(as_dict(summary.get("gradients")))),
+        ("", _gradient_sum(as_dict(summary.get("gradients")))),
         ("seed", summary.get("seed", run.config.get("seed"))),
         ("steps", number(summary.get("steps", last.get("step")))),
         ("examples", number(summary.get("examples", last.get("examples")))),
@@ -93,7 +93,7 @@ def _facts(run: RunFiles) -> list[str]:
     ]
 
 
-def _summed(gradients: dict[str, Any]) -> str:
+def _gradient_sum(gradients: dict[str, Any]) -> str:
     """Returns how dense gradients travel and why; "" with one device."""
     if not gradients:
         return ""
@@ -162,14 +162,14 @@ def _site_counts(run: RunFiles) -> tuple[int, int]:
 
 
 def _curves(run: RunFiles) -> dict[str, Any]:
-    skipped, marks = _skipped(run)
+    skipped, marks = _skipped_steps(run)
     return {
         "skipped": skipped,
         "can_draw": charts.can_draw(),
         "split": _most_frequent_split(run.evals)[0],
-        "figures": _figures(run, thinned(marks, _MAX_MARKS)),
+        "figures": _figures(run, thin(marks, _MAX_MARKS)),
         "evals": run.evals,
-        "train": thinned(run.train, _MAX_LINES),
+        "train": thin(run.train, _MAX_LINES),
     }
 
 
@@ -186,7 +186,7 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
             Series(split, points(evals, evaluated), "second"),
         ]
 
-    def of_training(name: str) -> list[Series]:
+    def training(name: str) -> list[Series]:
         return [Series("train", points(run.train, name), "accent")]
 
     memory = [
@@ -197,10 +197,10 @@ def _figures(run: RunFiles, marks: list[float]) -> list[Figure]:
         *charts.curves("Log loss", series("loss", "logloss"), marks=marks),
         *charts.curves("Normalized entropy", series("ne", "ne"), floor=floor),
         *charts.curves("AUC", series("auc", "auc")),
-        *charts.curves("Learning rate", of_training("lr"), from_zero=True),
-        *charts.curves("Gradient norm", of_training("grad_norm"), marks=marks),
+        *charts.curves("Learning rate", training("lr"), from_zero=True),
+        *charts.curves("Gradient norm", training("grad_norm"), marks=marks),
         *charts.curves(
-            "Examples per second", of_training("examples_per_second"), from_zero=True
+            "Examples per second", training("examples_per_second"), from_zero=True
         ),
         *charts.curves("Memory in bytes", memory, from_zero=True),
     ]
@@ -214,7 +214,7 @@ def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:
     return name, [line for line, split in pairs if split == name]
 
 
-def _skipped(run: RunFiles) -> tuple[float, list[float]]:
+def _skipped_steps(run: RunFiles) -> tuple[float, list[float]]:
     """Returns the number of skipped steps, and the examples seen at each."""
     places, before = [], 0.0
     for line in run.train:

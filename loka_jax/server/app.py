@@ -167,9 +167,7 @@ class Worker:
         del request
         return web.json_response({**self._scorer.health, "worker": os.getpid()})
 
-    async def _close_at_end(
-        self, request: web.Request, response: web.StreamResponse
-    ):
+    async def _close_at_end(self, request: web.Request, response: web.StreamResponse):
         """Asks a client to connect again, if this worker ends."""
         del request
         if self._ending.is_set():

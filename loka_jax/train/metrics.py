@@ -124,23 +124,23 @@ def update(
     predictions = jnp.where(counted, jax.nn.sigmoid(x), 0.0)
     w = None if state.weight is None else jnp.where(counted, weights, 0.0)
 
-    def added(total, values):
+    def add(total, values):
         return _add(total, _sum(values if w is None else w * values))
 
     state = state._replace(
         count=state.count + _count(counted),
         clicks=state.clicks + _count(counted & clicked),
-        loss=added(state.loss, losses),
-        capped_loss=added(state.capped_loss, jnp.minimum(losses, LOSS_CAP)),
-        prediction=added(state.prediction, predictions),
+        loss=add(state.loss, losses),
+        capped_loss=add(state.capped_loss, jnp.minimum(losses, LOSS_CAP)),
+        prediction=add(state.prediction, predictions),
         non_finite=state.non_finite + _count(usable & ~finite),
         unusable=state.unusable + _count(present & ~usable),
     )
     if w is None:
         return state
     return state._replace(
-        weight=added(state.weight, jnp.ones_like(w)),
-        click_weight=added(state.click_weight, clicked.astype(w.dtype)),
+        weight=add(state.weight, jnp.ones_like(w)),
+        click_weight=add(state.click_weight, clicked.astype(w.dtype)),
     )
 
 

@@ -201,7 +201,7 @@ def record_charts(monkeypatch):
 
     for name in ("curves", "scatter"):
         monkeypatch.setattr(charts, name, curves)
-    for name in ("intervals", "numbered"):
+    for name in ("intervals", "sequence"):
         monkeypatch.setattr(charts, name, values)
     return drawn, options
 

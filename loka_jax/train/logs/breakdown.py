@@ -58,7 +58,7 @@ def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
 
     Both are of the examples that have the label.
     """
-    scores = by_logit(labelled(scores))
+    scores = sort_by_logit(with_label(scores))
     return {
         "examples": len(scores.logits),
         "calibration_curve": calibration_curve(scores),
@@ -88,13 +88,13 @@ def with_names(
     return [named(column) for column in columns]
 
 
-def labelled(scores: Scores) -> Scores:
+def with_label(scores: Scores) -> Scores:
     """Returns the examples that have the label."""
     is_known = ~np.isnan(scores.labels)
     return Scores(*(part[is_known] for part in scores))
 
 
-def by_logit(scores: Scores) -> Scores:
+def sort_by_logit(scores: Scores) -> Scores:
     """Returns the examples in the order of their logits."""
     order = np.argsort(scores.logits, kind="stable")
     return Scores(*(part[order] for part in scores))

@@ -9,7 +9,7 @@ from loka_jax.data import Dataset, Position
 from loka_jax.train.build import Run
 from loka_jax.train.evaluation import Evaluated, evaluate
 from loka_jax.train.logs.breakdown import Scores
-from loka_jax.train.logs.log_lines import chosen
+from loka_jax.train.logs.log_lines import logged_metrics
 from loka_jax.train.state import TrainState
 
 SAMPLE = 1 << 18  # examples at most, but for those of one batch
@@ -34,7 +34,7 @@ def evaluate_finally(run: Run, state: TrainState, dataset: Dataset) -> FinalEval
     by_task = values.get("tasks", {"": values}).values()
     if all(part["non_finite"] == 0 for part in by_task):
         samples = _samples(evaluated, dataset, run.config.loop.batch_size)
-    return FinalEvaluation(chosen(values), samples)
+    return FinalEvaluation(logged_metrics(values), samples)
 
 
 def _samples(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:

@@ -37,11 +37,11 @@ def training(
         "skipped_steps": skipped,
         "bad_ids": int(state.bad_ids),
         **memory_bytes(),
-        **exchanged(run),
+        **mesh_facts(run),
     }
 
 
-def exchanged(run: Run) -> dict[str, Any]:
+def mesh_facts(run: Run) -> dict[str, Any]:
     """Returns the mesh, and the lengths of the lists between its devices.
 
     Lists have a capacity by stack of tables, and climb where it was too small for a
@@ -59,10 +59,10 @@ def exchanged(run: Run) -> dict[str, Any]:
 
 def over_devices(run: Run) -> dict[str, Any]:
     """Returns what several devices do of a run, for its summary; {} with one."""
-    return exchanged(run) | summed(run)
+    return mesh_facts(run) | gradient_facts(run)
 
 
-def summed(run: Run) -> dict[str, Any]:
+def gradient_facts(run: Run) -> dict[str, Any]:
     """Returns how dense gradients are summed, and why; {} with one device."""
     return {} if run.summed is None else {"gradients": run.summed._asdict()}
 
@@ -79,10 +79,10 @@ def day(progress: Progress) -> dict[str, Any]:
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    return chosen(evaluate(run, state, dataset).values)
+    return logged_metrics(evaluate(run, state, dataset).values)
 
 
-def chosen(values: dict[str, Any]) -> dict[str, Any]:
+def logged_metrics(values: dict[str, Any]) -> dict[str, Any]:
     """Returns those of the metrics that are logged.
 
     Those of several tasks are means, but for calibration, which is None; each task's

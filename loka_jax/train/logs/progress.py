@@ -256,7 +256,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     console.print(table)
     in_fp8 = sum(site.is_fp8 for site in sites)
     console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
-    for reason, paths in _unfused(sites).items():
+    for reason, paths in _unfused_sites(sites).items():
         where = ", ".join(paths)
         console.print(plain(f"No fused kernel at {where}: {reason}."))
 
@@ -296,7 +296,7 @@ def _speed(speed: float, spread: float | None) -> str:
     return f"{speed:.2f}x" if spread is None else f"{speed:.2f}x +-{spread:.0%}"
 
 
-def _unfused(sites: tuple[Site, ...]) -> dict[str, list[str]]:
+def _unfused_sites(sites: tuple[Site, ...]) -> dict[str, list[str]]:
     """Returns the paths of the sites without a fused kernel, by reason."""
     paths: dict[str, list[str]] = {}
     for site in sites:

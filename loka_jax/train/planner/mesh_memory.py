@@ -54,7 +54,7 @@ def _step(workload: Workload, mesh: Mesh) -> dict[str, float]:
     exchange = rows = 0.0
     for s in workload.stacks:
         if mesh.gpus > 1:  # ids are routed though one shard has all rows
-            exchange += s.sent * (8 + 4 * s.dim * WIRE_BYTES)
+            exchange += s.sent_ids * (8 + 4 * s.dim * WIRE_BYTES)
         rows += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
     activations = float(workload.activation_bytes)
     return {"activations": activations, "exchange": exchange, "rows": rows}
@@ -64,14 +64,14 @@ def _log(s: Stack, workload: Workload, mesh: Mesh) -> float:
     """Returns what a group keeps of the rows of a stack that it will average."""
     if mesh.replicas == 1 or workload.average_every < 2:
         return 0.0
-    return workload.average_every * s.sent * (ID_BYTES + s.row_bytes)
+    return workload.average_every * s.sent_ids * (ID_BYTES + s.row_bytes)
 
 
 def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
     """Returns what replicas need to give each other a stack's rows."""
     if mesh.replicas == 1:
         return 0.0
-    rows = mesh.replicas * s.given(mesh, workload.average_every)
+    rows = mesh.replicas * s.rows_for_replicas(mesh, workload.average_every)
     if not workload.average_every:
         return rows * (_SORT_BYTES + s.dim * (WIRE_BYTES + 2 * _FLOAT_BYTES))
     lists = rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))

@@ -161,8 +161,8 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
 
 def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     away = (mesh.shards - 1) / mesh.shards
-    ids = sum(s.sent for s in workload.stacks) * ID_BYTES
-    rows = sum(s.sent * s.dim for s in workload.stacks) * WIRE_BYTES
+    ids = sum(s.sent_ids for s in workload.stacks) * ID_BYTES
+    rows = sum(s.sent_ids * s.dim for s in workload.stacks) * WIRE_BYTES
     summed = 2 * (mesh.gpus - 1) / mesh.gpus * workload.gradient_bytes
     return {
         "ids": away * ids,
@@ -173,17 +173,17 @@ def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     }
 
 
-def _touched(workload: Workload, mesh: Mesh) -> Iterator[tuple[Stack, float, int]]:
+def _touched_rows(workload: Workload, mesh: Mesh) -> Iterator[tuple[Stack, float, int]]:
     """Yields each stack, the rows a step that go to other replicas, and their bytes."""
     every = workload.average_every
     for s in workload.stacks:
         num_bytes = ID_BYTES + WIRE_BYTES * s.dim + (s.state_bytes if every else 0)
-        yield s, s.given(mesh, every) / (every or 1), num_bytes
+        yield s, s.rows_for_replicas(mesh, every) / (every or 1), num_bytes
 
 
 def _replica_bytes(workload: Workload, mesh: Mesh) -> float:
     """Returns the bytes of the touched rows, from each other replica."""
-    each = sum(rows * num_bytes for _, rows, num_bytes in _touched(workload, mesh))
+    each = sum(rows * num_bytes for _, rows, num_bytes in _touched_rows(workload, mesh))
     return (mesh.replicas - 1) * each
 
 
@@ -221,17 +221,17 @@ def _add_rows(parts: dict[str, float], s: Stack, mesh: Mesh, rates: Rates) -> No
         parts["give back"] += sort_us + sums_us
         parts["give back"] += s.distinct * 2 * s.row_bytes / update
         return
-    parts["route"] += sort_us + _exchange_us(s.sent * ID_BYTES, mesh, rates)
+    parts["route"] += sort_us + _exchange_us(s.sent_ids * ID_BYTES, mesh, rates)
     parts["fetch"] += (
-        s.sent * (table_bytes + value_bytes) / gather
-        + _exchange_us(s.sent * value_bytes, mesh, rates)
+        s.sent_ids * (table_bytes + value_bytes) / gather
+        + _exchange_us(s.sent_ids * value_bytes, mesh, rates)
         + 2 * s.lookups * value_bytes / gather
     )
     parts["give back"] += (
         sums_us
-        + _exchange_us(s.sent * value_bytes, mesh, rates)
-        + s.sent / rates.sorted_ids_us
-        + s.sent * (value_bytes + 2 * s.row_bytes) / update
+        + _exchange_us(s.sent_ids * value_bytes, mesh, rates)
+        + s.sent_ids / rates.sorted_ids_us
+        + s.sent_ids * (value_bytes + 2 * s.row_bytes) / update
     )
 
 
@@ -258,7 +258,7 @@ def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
         * rows
         * (WIRE_BYTES * s.dim + 2 * s.row_bytes)
         / (1e3 * rates.update_gb_s)
-        for s, rows, _ in _touched(workload, mesh)
+        for s, rows, _ in _touched_rows(workload, mesh)
     )
     latency_us = _latency_us(mesh.gpus, rates) / (workload.average_every or 1)
     return latency_us + _replica_bytes(workload, mesh) / speed + more

@@ -50,7 +50,7 @@ class Stack:
     averaged: tuple[float, ...] = ()
 
     @property
-    def sent(self) -> float:
+    def sent_ids(self) -> float:
         """K, the ids in this GPU's lists for the owners."""
         return SPARE * self.distinct
 
@@ -59,11 +59,11 @@ class Stack:
         """What the optimizer keeps of a row."""
         return self.row_bytes - self.value_bytes * self.dim
 
-    def given(self, mesh: Mesh, average_every: int) -> float:
+    def rows_for_replicas(self, mesh: Mesh, average_every: int) -> float:
         """Returns the rows that this GPU gives to other replicas at a time."""
         if not average_every:
-            return self.sent
-        touched = self.sent
+            return self.sent_ids
+        touched = self.sent_ids
         if average_every > 1:  # a row once, of all devices and steps
             touched = SPARE * self.averaged[mesh.shards.bit_length() - 1]
         return min(touched, self.rows / mesh.shards)

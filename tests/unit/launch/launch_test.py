@@ -37,7 +37,7 @@ def children(*codes, started=True):
     """Stands for processes, with the exit codes at each time that they are asked."""
     made = mock.Mock(codes=[*codes])
     made.exit_codes.side_effect = made.codes
-    made.stopped.return_value = [1]
+    made.stopped_ranks.return_value = [1]
     made.are_started.return_value = started
     return made
 

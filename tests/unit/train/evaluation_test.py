@@ -14,7 +14,7 @@ from loka_jax.train import evaluation, metrics
 from loka_jax.train.evaluation import Evaluated
 from loka_jax.train.logs import final_evaluation
 from loka_jax.train.logs.final_evaluation import evaluate_finally
-from loka_jax.train.logs.log_lines import chosen
+from loka_jax.train.logs.log_lines import logged_metrics
 from tests.support import train as support
 from tests.support.linear import make_batch
 from tests.support.loop import start_state
@@ -82,4 +82,4 @@ def test_a_sample_is_of_batches_at_equal_distances(
     batch = valid.batch(Position(0, 0, 0), 4 * SIZE, shuffle=False)
     want = (rows, rows % 2, np.ones(len(rows)), np.asarray(batch.ids)[rows])
     jax.tree.map(np.testing.assert_array_equal, tuple(sample), want)
-    assert values == chosen(VALUES)
+    assert values == logged_metrics(VALUES)
