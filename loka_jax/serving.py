@@ -19,6 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from loka_jax import compat
 from loka_jax.nn import Model, check_scales
 
 # The parameter that holds the inner program of primitives that do nothing but run it.
@@ -265,9 +266,7 @@ def _run(program: jex.ClosedJaxpr, eqns, env: dict, *, inline: bool = False):
         if name is not None:
             outs = _run_inlined(eqn.params[name], *values)
         else:
-            params = eqn.primitive.get_bind_params(eqn.params)
-            outs = eqn.primitive.bind(*values, **params)
-            outs = outs if eqn.primitive.multiple_results else [outs]
+            outs = compat.evaluate(eqn, values)
         env |= dict(zip(eqn.outvars, outs, strict=True))
 
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.linen.module import merge_param
 
+from loka_jax import compat
 from loka_jax.nn.context import as_recipe, current, site_context
 from loka_jax.nn.dense import product
 from loka_jax.nn.einsum import einsum
@@ -324,12 +325,8 @@ def _with_product(module, host: Host, call: Callable, args, kwargs):
         dtype = options.get("preferred_element_type")
         return product(host, lhs, rhs, dimension_numbers, precision, dtype, apart=ALONE)
 
-    # Modules are frozen for their users; this one is a layer's for one call.
-    object.__setattr__(module, "dot_general", dot_general)
-    try:
+    with compat.dot_general_set(module, dot_general):
         return call(*args, **kwargs)
-    finally:
-        object.__setattr__(module, "dot_general", None)
 
 
 def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -344,7 +341,7 @@ def _einsum(host: Host, inputs: jax.Array, einsum_str: str | None = None) -> jax
     )
     bias, shape = None, ()
     if module.use_bias:
-        bias_shape, shape = module._get_bias_shape(equation, inputs, kernel)
+        bias_shape, shape = compat.bias_shapes(module, equation, inputs, kernel)
         bias = module.param("bias", module.bias_init, bias_shape, module.param_dtype)
     inputs, kernel, bias = module.promote_dtype(
         inputs, kernel, bias, dtype=module.dtype

@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
-terminal
+terminal compat
 fp8 quality jsonfile options cache_folder saved_format checked
 unbiased
 commands

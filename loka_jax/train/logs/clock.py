@@ -12,11 +12,11 @@ import time
 
 import jax
 
+from loka_jax import compat
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
 
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+_EVENTS = (compat.LOWERING_EVENT, compat.COMPILATION_EVENT)
 
 
 class Clock:
@@ -95,8 +95,8 @@ class _Compilations:
 
     def __call__(self, event: str, duration_secs: float, **kwargs: str | int):
         """Counts an event of jax."""
-        self.count += event == _COMPILED
-        if event in (_LOWERED, _COMPILED):
+        self.count += event == compat.COMPILATION_EVENT
+        if event in _EVENTS:
             self.seconds += duration_secs
 
 
