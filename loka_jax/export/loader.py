@@ -36,14 +36,10 @@ _MISSING = ("", "NA", "N/A", "NULL", "null", "None", "\\N")
 _NUMBER = re.compile(
     r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf(inity)?|nan)", re.I
 )
-_KINDS = ("missing", "nan", "huge", "negative")
 _MAX_WEIGHT = 1e12
-_DTYPES = {
-    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2},
-    **{"F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16},
-    **{"F32": np.float32, "I32": np.int32, "I64": np.int64, "U32": np.uint32},
-    **{"BOOL": np.bool_, "I8": np.int8, "U8": np.uint8},
-}
+_DTYPES = dict(F32="f4", I32="i4", I64="i8", U32="u4", BOOL="?", I8="i1", U8="u1")
+_DTYPES |= dict(F8_E4M3=ml_dtypes.float8_e4m3fn, F8_E5M2=ml_dtypes.float8_e5m2)
+_DTYPES |= dict(F8_E8M0=ml_dtypes.float8_e8m0fnu, BF16=ml_dtypes.bfloat16)
 
 
 class Inputs(NamedTuple):
@@ -57,10 +53,7 @@ class Inputs(NamedTuple):
 
 
 def load(folder: Any = None) -> "Model":
-    """Returns the model of a folder, after comparing the digests of its files.
-
-    Args:
-        folder: with `model.json`; that of this file if None.
+    """Returns the model of a folder, by default this one, after checking its files.
 
     Raises:
         ValueError: in one sentence, if a file is damaged, or no program runs here.
@@ -91,7 +84,8 @@ class Model:
         description: the contents of `model.json`.
         tasks: names of what is predicted.
         encoding: how rows become inputs; its `columns` are what a row must have.
-        batch_sizes: of its programs, the smallest first.
+        batch_sizes: those of the programs, the smallest first.
+        program: returns the compiled program of a batch size, from inputs to logits.
     """
 
     def __init__(self, folder: pathlib.Path, description: dict, programs: list[dict]):
@@ -108,7 +102,7 @@ class Model:
         arrays = read_arrays(folder / "weights.safetensors")
         used = {name for p in programs for name in (*p["weights"], *p["tables"])}
         self._arrays = {name: jax.device_put(arrays[name]) for name in used}
-        self._compiled: dict[int, Callable[[Inputs], jax.Array]] = {}
+        self.program = functools.cache(self._program)
 
     def scores(self, rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Returns the probability of each row, float32 [N], or [N, T] of T tasks.
@@ -130,8 +124,11 @@ class Model:
         for start in range(0, count, self.batch_sizes[-1]):
             stop = min(start + self.batch_sizes[-1], count)
             size = next(size for size in self.batch_sizes if size >= stop - start)
-            cut = functools.partial(_pad, start=start, stop=stop, size=size)
-            logits = self.program(size)(jax.tree.map(cut, inputs))
+            # Padded with the first rows, as an evaluation pads its last batch.
+            padding = np.resize(np.arange(min(size, count)), size - (stop - start))
+            rows = np.concatenate([np.arange(start, stop), padding])
+            take = functools.partial(np.take, indices=rows, axis=0)
+            logits = self.program(size)(jax.tree.map(take, inputs))
             parts.append((logits, stop - start))
         none = np.zeros((0, len(self.tasks)) if len(self.tasks) > 1 else 0, np.float32)
         return np.concatenate([none, *(np.asarray(x)[:kept] for x, kept in parts)])
@@ -141,12 +138,6 @@ class Model:
         for size in self.batch_sizes:
             self.program(size)(self.encoding.blank(size))
 
-    def program(self, batch_size: int) -> Callable[[Inputs], jax.Array]:
-        """Returns the compiled program of a batch size, from inputs to logits."""
-        if batch_size not in self._compiled:
-            self._compiled[batch_size] = self._program(batch_size)
-        return self._compiled[batch_size]
-
     def _program(self, batch_size: int) -> Callable[[Inputs], jax.Array]:
         if importlib.util.find_spec("flatbuffers") is None:
             sys.path.append(self._vendor)  # JAX reads programs with it, but lacks it
@@ -155,9 +146,11 @@ class Model:
         entry, content = self._programs[batch_size]
         if entry["compute_capability"] is not None:
             importlib.import_module("jax.experimental.mosaic.gpu")  # runs its kernels
-        called = export.deserialize(bytearray(content)).call
-        place = results_place(entry["platform"])
-        run = jax.jit(called, compiler_options=COMPILER_OPTIONS, out_shardings=place)
+        run = jax.jit(
+            export.deserialize(bytearray(content)).call,
+            compiler_options=COMPILER_OPTIONS,
+            out_shardings=results_place(entry["platform"]),
+        )
         weights = [self._arrays[name] for name in entry["weights"]]
         tables = [self._arrays[name] for name in entry["tables"]]
         return lambda inputs: run(weights, tables, *inputs)
@@ -173,19 +166,13 @@ def results_place(platform: str) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
 
 
-def _pad(x: np.ndarray, start: int, stop: int, size: int) -> np.ndarray:
-    """Returns rows, padded with the first ones as an evaluation pads its last batch."""
-    part, missing = x[start:stop], size - (stop - start)
-    return np.concatenate([part, np.resize(x[:size], (missing, *x.shape[1:]))])
-
-
 class Encoding:
     """Turns `columns` of raw values into a model's inputs, as training did."""
 
     def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
         """Takes the `inputs` of `model.json`, and the vocabularies."""
         self._spec, self._arrays = spec, arrays
-        self._finder = functools.cache(self._new_finder)
+        self._finder = functools.cache(self._finder_of)
         self._single = len(spec["fields"]) - len(spec["multi"])
         names = [*spec["dense"]["columns"], *(f["column"] for f in spec["fields"])]
         names += [bag["weights"] for bag in spec["multi"] if bag["weights"]]
@@ -219,8 +206,9 @@ class Encoding:
 
     def _fill_dense(self, out: np.ndarray, rows: Mapping[str, Sequence[Any]]) -> None:
         spec = self._spec["dense"]
+        clean = functools.partial(_clean, spec)
         for j, name in enumerate(spec["columns"]):
-            x = np.array(_each(_cleaner(spec), rows[name], name), np.float64)
+            x = np.array(_each(clean, rows[name], name), np.float64)
             if spec["transform"] == "log1p":
                 x = np.copysign(np.log1p(np.abs(x)), x)
             elif spec["transform"] == "standardize":
@@ -248,18 +236,19 @@ class Encoding:
                 numbers = _each(_weight, [own[i] for i in kept], name, at)
                 weights[at, : len(row_ids)] = numbers[: len(row_ids)]
 
-    def _new_finder(self, at: int) -> Callable[[str | None], int]:
+    def _finder_of(self, field: int) -> Callable[[str | None], int]:
         """Returns the function from a text to its id in a field."""
-        find = self._find(**self._spec["fields"][at])
+        find = self._find(**self._spec["fields"][field])
         refuses = self._spec["unknown"] == "error"
 
-        def check(text: str | None) -> int:
-            text_id = 0 if text is None else find(text)
-            if not text_id and text is not None and refuses:
+        def find_id(text: str | None) -> int:
+            if text is None:
+                return 0
+            if not (number := find(text)) and refuses:
                 raise ValueError("which is not in the vocabulary, and is refused")
-            return text_id
+            return number
 
-        return check
+        return find_id
 
     def _find(self, kind: str, of: str, rows: int, **_) -> Callable[[str], int]:
         if kind == "vocabulary":
@@ -296,21 +285,16 @@ def _refusal(at: int, column: str, value: Any, why: str) -> ValueError:
     return ValueError(f"{where} holds {repr(value)[:40]}, {why}: correct it.")
 
 
-def _cleaner(spec: dict[str, Any]) -> Callable[[Any], float]:
-    """Returns the function from a dense value to a number, by the policies."""
-    limit = spec["huge_limit"]
+def _clean(spec: dict[str, Any], value: Any) -> float:
+    """Returns a dense value as a number, by the policies."""
+    limit, number = spec["huge_limit"], _number(value)
     low = 0.0 if spec["negative"] == "clip" else -limit
-
-    def clean(value: Any) -> float:
-        number = _number(value)
-        x = 0.0 if number is None else number
-        applies = number is None, x != x, abs(x) > limit, x < 0
-        for kind in itertools.compress(_KINDS, applies):
-            if spec[kind] == "error":
-                raise ValueError(f"which is {kind} and refused")
-        return 0.0 if x != x else min(max(x, low), limit)
-
-    return clean
+    x = 0.0 if number is None else number
+    kinds = dict(missing=number is None, nan=x != x, huge=abs(x) > limit)
+    for kind, applies in (kinds | {"negative": x < 0}).items():
+        if applies and spec[kind] == "error":
+            raise ValueError(f"which is {kind} and refused")
+    return 0.0 if x != x else min(max(x, low), limit)
 
 
 def _number(value: Any) -> float | None:
@@ -337,11 +321,9 @@ def _text(value: Any) -> str | None:
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or value == "" or value != value:
         return None
-    if isinstance(value, str):
-        return value
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int):
+    if isinstance(value, str | int):
         return str(value)
     if isinstance(value, float) and abs(value) < 2**53 and value.is_integer():
         return str(int(value))
@@ -400,21 +382,18 @@ def _description(folder: pathlib.Path) -> dict[str, Any]:
             "loader.py beside it."
         )
     for name, entry in files.items():
-        _check_file(folder / name, entry["sha256"])
+        file = folder / name
+        if not file.is_file():
+            raise _lost(file, "is missing")
+        with open(file, "rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != entry["sha256"]:
+                raise _lost(file, "is damaged")
     return value
 
 
 def digest_of(value: dict[str, Any]) -> str:
-    """Returns the digest of `model.json` without the digest itself."""
+    """Returns the digest of all else in `model.json`."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _check_file(path: pathlib.Path, sha256: str) -> None:
-    if not path.is_file():
-        raise _lost(path, "is missing")
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise _lost(path, "is damaged")
 
 
 def _lost(path: pathlib.Path, how: str) -> ValueError:

@@ -19,10 +19,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from loka_jax import scaling
-from loka_jax.nn.state_place import SCALES, check_place
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling
 
+SCALES = "fp8_scaling"  # the name of the variable
+_BOTH = f"'params', {OVERWRITE_WITH_GRADIENT!r}"
 _REMEDY = (
     f"The collection {OVERWRITE_WITH_GRADIENT!r} is no parameter, its gradient is its "
     "next value: wrap the optimizer, nn.overwriting(tx)."
@@ -52,7 +53,7 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
         ValueError: if the variables lack the state, or have no place for it; outside of
             jit also if it is not one that sites make.
     """
-    check_place(module, recipe)
+    _check_place(module, recipe)
     path = "/".join(module.path)
     if not _has_state(module):
         raise ValueError(
@@ -68,6 +69,47 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
         _check(path, table)
     table = _warn_if_frozen(jnp.asarray(table, jnp.float32), weight)
     return DelayedScaling(table)
+
+
+def _check_place(module: Any, recipe: Recipe) -> None:
+    """Refuses a site whose delayed scales have no place.
+
+    They have none where a transformation of Flax around the site hands parameters on
+    but not the scales, nor where another module calls it by an `apply` of its own.
+
+    Args:
+        module: of the site; a `convert.Host` has a `module`.
+
+    Raises:
+        ValueError: naming the site and the remedies, first those in which the model
+            stays as it is.
+    """
+    if module.has_variable(OVERWRITE_WITH_GRADIENT, SCALES):
+        return
+    path = "/".join(module.path)
+    remedy = "take a recipe without a state, such as 'fp8_tensorwise'"
+    inner = getattr(module, "module", module)
+    if inner is not module:
+        remedy = f"skip it, nn.convert(..., skip={path!r}), or {remedy}"
+    if inner.path != module.path:
+        raise ValueError(
+            f"site {path!r} has no place for the delayed scales of its recipe "
+            f"{recipe.name!r}, as its caller gives its variables to an `apply` of its "
+            f"own: {remedy}."
+        )
+    lifted = module.is_initializing() and not module.is_mutable_collection(
+        OVERWRITE_WITH_GRADIENT
+    )
+    if lifted:
+        raise ValueError(
+            f"site {path!r} has no place for the delayed scales of its recipe "
+            f"{recipe.name!r}, as a transformation of Flax around it does not hand "
+            f"{OVERWRITE_WITH_GRADIENT!r} on: {remedy}. Or name the collection as "
+            "'params' is: in variable_axes of nn.scan or nn.vmap, {'params': 0, "
+            f"{OVERWRITE_WITH_GRADIENT!r}: 0}}, if each step has parameters of its "
+            "own (None for 0 if nn.vmap shares them), and in variable_broadcast="
+            f"[{_BOTH}] of nn.scan or linen.RNN if all steps share them."
+        )
 
 
 @jax.custom_vjp

@@ -13,9 +13,8 @@ from loka_jax.commands import spoken
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
-from loka_jax.report.breakdown_view import breakdown_views
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.days_view import days_view
+from loka_jax.report.evaluation_views import breakdown_views, days_view
 from loka_jax.report.render import Tile, flat, number, real, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, thin
 

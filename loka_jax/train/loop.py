@@ -370,5 +370,5 @@ class Loop:
             "data": self.run.splits.identity,
             "encoding": self.run.splits.encoding_digest,
             row_layout.KEY: self.run.layout.shards,
-            **log_lines.summed(self.run),
+            **log_lines.gradient_facts(self.run),
         }

@@ -30,7 +30,7 @@ from loka_jax.nn import (
     merge_stats,
     probing,
 )
-from loka_jax.nn.state_place import SCALES
+from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops import embedding, row_rounding
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables

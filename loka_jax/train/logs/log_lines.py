@@ -1,5 +1,7 @@
 """The lines of metrics.jsonl: the numbers of a run at a step."""
 
+import os
+import pathlib
 from typing import Any
 
 import jax
@@ -10,10 +12,11 @@ from loka_jax.optim import OptimConfig
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.evaluation import evaluate
-from loka_jax.train.logs.memory import memory_bytes
 from loka_jax.train.state import TrainState
 from loka_jax.train.tasks import by_task
 from loka_jax.train.watch.host_state import Progress
+
+_STATM = pathlib.Path("/proc/self/statm")
 
 
 def training(
@@ -116,3 +119,18 @@ def _line(kind: str, progress: Progress) -> dict[str, Any]:
         "examples": progress.examples,
         "seconds": round(progress.seconds, 3),
     }
+
+
+def memory_bytes() -> dict[str, int | None]:
+    """Returns the largest number of bytes held on the device, and those on the host.
+
+    Returns:
+        device_peak_bytes: since the process started; None on a backend that does not
+            tell, such as the CPU.
+        host_bytes: resident now; None on a system without /proc.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = None
+    if _STATM.exists():
+        host = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"device_peak_bytes": stats.get("peak_bytes_in_use"), "host_bytes": host}

@@ -4,7 +4,7 @@ The rows of the tables lie on L shards, M times; the batch on all n = M L GPUs. 
 stack of tables, for one GPU: R rows of D values, N lookups of U distinct ids, and
 K = 1.05 U ids that it sends and, as owner, receives.
 
-    memory   `mesh_memory`
+    memory   see below
     wire     ids 4 K, rows K D b, row gradients K D b, of which (L - 1) / L travel;
              dense gradients twice (n - 1) / n; to replicas (M - 1) K (4 + b D). Groups
              that average their rows every k steps send those of a shard that the L
@@ -18,13 +18,34 @@ b = 2 bytes travel for a value (bfloat16). Nothing is assumed to overlap, and no
 be slower than another: real steps differ both ways. A step over several GPUs lasts at
 least as long as the host takes to launch it, and its share of the call. On one GPU it
 is the lookup, the sort and the update of today's step.
+
+Memory of a GPU:
+
+    tables        (R / L) row_bytes
+    dense         parameters, optimizer and gradients
+    log           rows as they were before each of k > 1 steps between averages of
+                  groups, with their numbers: k K (4 + row_bytes)
+
+and the more of what a step needs until it has the gradients of rows, and of what
+replicas, M > 1, need then:
+
+    activations   of the dense part
+    exchange      ids 8 K; rows and their gradients, both ways, 4 K D b
+    rows          embeddings and cotangents 2 N D b; sums 4 N D; sort 16 N
+
+    replicas      from all of them, M lists: sort 8 M K; gradients M K D b; the same as
+                  float32 and their sums 8 M K D. Of groups that average the A rows that
+                  each has touched: sort 8 M A; changes, sums and means 3 M A (4 D + s),
+                  s bytes of the optimizer's state; with k > 1 beside the log its oldest
+                  entries of all rows
+
+Sums are XLA's; Triton's kernels take less.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
 
-from loka_jax.train.planner.mesh_memory import memory_of
 from loka_jax.train.planner.step_sizes import (
     ID_BYTES,
     WIRE_BYTES,
@@ -35,6 +56,10 @@ from loka_jax.train.planner.step_sizes import (
 )
 
 GB = 1e9
+_FLOAT_BYTES = 4
+_SORT_BYTES = 8  # a row's number and its place
+_STEPS_PER_CALL = 8  # looks at scales end calls that are longer
+_WORTH_S = 60.0  # several steps a call take tens of seconds to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +154,7 @@ def estimate(workload: Workload, mesh: Mesh, rates: Rates) -> Estimate:
     """Returns what a mesh takes."""
     return Estimate(
         mesh,
-        memory_of(workload, mesh),
+        _memory(workload, mesh),
         _wire(workload, mesh),
         _times(workload, mesh, rates),
     )
@@ -157,6 +182,74 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
             f"takes least, {reason}: use more GPUs, smaller tables or a smaller batch."
         )
     return best
+
+
+def host_note(
+    workload: Workload, mesh: Mesh, steps: int, rates: Rates | None = None
+) -> str | None:
+    """Returns a sentence on what several steps a call may save, None if that is little.
+
+    Args:
+        rates: of the host; None for those of `Rates`.
+    """
+    rates = rates or Rates()
+
+    def seconds(workload: Workload) -> float:
+        return 1e-6 * steps * estimate(workload, mesh, rates).step_us
+
+    several = dataclasses.replace(workload, steps_per_call=_STEPS_PER_CALL)
+    now, then = seconds(workload), seconds(several)
+    if now - then < _WORTH_S:
+        return None
+    return (
+        f"The host may take longer to launch a step than {mesh.gpus} GPUs to run it: "
+        f"--loop.steps-per-call {_STEPS_PER_CALL} may save {now - then:,.0f} of "
+        f"{now:,.0f} s."
+    )
+
+
+def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
+    """Returns bytes, by part."""
+    tables = sum(math.ceil(s.rows / mesh.shards) * s.row_bytes for s in workload.stacks)
+    step = _step_memory(workload, mesh)
+    replicas = {"replicas": sum(_lists(s, workload, mesh) for s in workload.stacks)}
+    most = max(step, replicas, key=lambda parts: sum(parts.values()))
+    held = {
+        "tables": float(tables),
+        "dense": float(workload.state_bytes),
+        "log": sum(_log(s, workload, mesh) for s in workload.stacks),
+    }
+    return held | dict.fromkeys((*step, *replicas), 0.0) | most
+
+
+def _step_memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
+    """Returns what a step needs until it has the gradients of rows."""
+    exchange = rows = 0.0
+    for s in workload.stacks:
+        if mesh.gpus > 1:  # ids are routed though one shard has all rows
+            exchange += s.sent_ids * (8 + 4 * s.dim * WIRE_BYTES)
+        rows += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
+    activations = float(workload.activation_bytes)
+    return {"activations": activations, "exchange": exchange, "rows": rows}
+
+
+def _log(s: Stack, workload: Workload, mesh: Mesh) -> float:
+    """Returns what a group keeps of the rows of a stack that it will average."""
+    if mesh.replicas == 1 or workload.average_every < 2:
+        return 0.0
+    return workload.average_every * s.sent_ids * (ID_BYTES + s.row_bytes)
+
+
+def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
+    """Returns what replicas need to give each other a stack's rows."""
+    if mesh.replicas == 1:
+        return 0.0
+    rows = mesh.replicas * s.rows_for_replicas(mesh, workload.average_every)
+    if not workload.average_every:
+        return rows * (_SORT_BYTES + s.dim * (WIRE_BYTES + 2 * _FLOAT_BYTES))
+    lists = rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))
+    shard = s.rows / mesh.shards * (ID_BYTES + s.row_bytes)
+    return lists + min(_log(s, workload, mesh), shard)
 
 
 def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:

@@ -4,8 +4,13 @@ import dataclasses
 
 import pytest
 
-from loka_jax.train.planner.host_note import host_note
-from loka_jax.train.planner.mesh_plan import Rates, estimate, fastest, require_fit
+from loka_jax.train.planner.mesh_plan import (
+    Rates,
+    estimate,
+    fastest,
+    host_note,
+    require_fit,
+)
 from loka_jax.train.planner.step_sizes import Mesh, Stack, Workload, meshes
 
 # Sent: 1.05 x 1,000 = 1,050 ids.

@@ -1,4 +1,4 @@
-"""The parts of a run's page on its final evaluation: calibration, values of columns."""
+"""The parts of a run's page on evaluations: calibration, values of columns, days."""
 
 from typing import Any
 
@@ -16,6 +16,20 @@ def breakdown_views(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     tasks = as_dict(evaluation.get("tasks"))
     views = [_view(as_dict(part), f"{split}, {name}") for name, part in tasks.items()]
     return [view for view in (_view(evaluation, split), *views) if view is not None]
+
+
+def days_view(days: object) -> dict[str, Any] | None:
+    """Returns what the page shows of the summary's `days`, each scored before training.
+
+    None if there are none.
+    """
+    rows = _dicts(days)
+    if not rows:
+        return None
+    nes = [real(row.get("ne")) for row in rows]
+    title, label = "Normalized entropy by day", "before training on the day"
+    figures = charts.sequence(title, label, nes, "day") if charts.can_draw() else []
+    return {"rows": rows, "figures": figures}
 
 
 def _view(evaluation: dict[str, Any], caption: str) -> dict[str, Any] | None:
