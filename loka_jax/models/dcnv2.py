@@ -55,15 +55,7 @@ class Dcnv2(RankingModel):
         if self.bottom_mlp is not None and bottom.shape[1]:
             mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))
             bottom = mlp(bottom, train=train)
-        cross = nn.CrossNet(
-            self.num_cross_layers,
-            rank=self.cross_rank,
-            use_bias=self.bias,
-            recipe=self.recipe,
-            implementation=self.implementation,
-            fused=self.fused_wide,
-            name="cross",
-        )
+        cross = self._cross_net(self.num_cross_layers, self.cross_rank, "cross")
         is_stacked = self.structure == "stacked"
         mlp = self._mlp(
             "deep_mlp",

@@ -59,12 +59,14 @@ class DhenLayer(ModelPart, kw_only=True):
         if self.dot is not None:
             outputs.append(self._dot(x, self.dot, train))
         if self.cross is not None:
-            outputs.append(self._compress("cross", self._cross(x), self.cross))
+            cross = self._cross_net(1, self.cross_rank, "cross_net")
+            crossed = cross(jax.lax.collapse(x, 1)).reshape(x.shape)
+            outputs.append(self._compress("cross", crossed, self.cross))
         if self.linear is not None:
             outputs.append(self._compress("linear", x, self.linear))
         if self.attention is not None:
-            seen = self._attend(x, train)
-            outputs.append(self._compress("attention", seen, self.attention))
+            attended = self._attend(x, train)
+            outputs.append(self._compress("attention", attended, self.attention))
         parts = _ensemble(outputs, self.ensemble)
         count = sum(part.shape[1] for part in parts)
         if x.shape[1] != count:
@@ -81,19 +83,6 @@ class DhenLayer(ModelPart, kw_only=True):
             "dot_mlp", widths, ends_linear=True, dropout_rate=self.dropout_rate
         )
         return mlp(pairs, train=train).reshape(batch, count, dim)
-
-    @linen.nowrap
-    def _cross(self, x: Array) -> Float[Array, "B n d"]:
-        cross = nn.CrossNet(
-            1,
-            use_bias=self.bias,
-            rank=self.cross_rank,
-            recipe=self.recipe,
-            implementation=self.implementation,
-            fused=self.fused_wide,
-            name="cross_net",
-        )
-        return cross(jax.lax.collapse(x, 1)).reshape(x.shape)
 
     @linen.nowrap
     def _attend(self, x: Array, train: bool) -> Float[Array, "B n d"]:
@@ -117,7 +106,7 @@ class DhenLayer(ModelPart, kw_only=True):
 
 
 def _ensemble(outputs: list[Array], ensemble: Ensemble) -> list[Array]:
-    """Returns the parts of the ensemble of what the modules have made."""
+    """Returns the parts of the embeddings that the modules make together."""
     counts = [x.shape[1] for x in outputs]
     if not outputs:
         raise ValueError(
@@ -188,14 +177,7 @@ class DhenDlrm(Dhen):
             pairs = nn.dot_features(
                 None, first, multiple=1, implementation=self.implementation
             )
-        crossed = nn.CrossNet(
-            self.num_cross_layers,
-            use_bias=self.bias,
-            rank=self.cross_rank,
-            recipe=self.recipe,
-            implementation=self.implementation,
-            fused=self.fused_wide,
-            name="cross_net",
-        )(jax.lax.collapse(first, 1))
+        cross = self._cross_net(self.num_cross_layers, self.cross_rank, "cross_net")
+        crossed = cross(jax.lax.collapse(first, 1))
         mixed = nn.join_features(jax.lax.collapse(last, 1), pairs, multiple=1)
         return nn.join_features(mixed, crossed)

@@ -64,6 +64,18 @@ class ModelPart(linen.Module):
         )
 
     @linen.nowrap
+    def _cross_net(self, num_layers: int, rank: int | None, name: str) -> nn.CrossNet:
+        return nn.CrossNet(
+            num_layers,
+            rank=rank,
+            use_bias=self.bias,
+            recipe=self.recipe,
+            implementation=self.implementation,
+            fused=self.fused_wide,
+            name=name,
+        )
+
+    @linen.nowrap
     def _is_joined(self, d: int) -> bool:
         """Returns whether `_join` is one operation for embeddings of d values."""
         is_served = self.norm == "block" and d <= nn.BlockNorm.block

@@ -87,13 +87,7 @@ class RowwiseAdagrad:
         lr: Float[Array, ""] | float,
         rounding: Rounding | None = None,
     ) -> tuple[Float[Array, "R D"], RowwiseAdagradState]:
-        """Returns table and state with the rows of `ids` updated by Triton's kernels.
-
-        Args:
-            ids: sorted; `embedding.BAD_ID` marks unused entries.
-            order: the position in `row_grads` of each id's gradient.
-            rounding: of bfloat16 rows; None rounds to the nearest.
-        """
+        """Returns table and state, the rows of `ids` updated by Triton's kernels."""
         root = math.sqrt(self.c)
         table, acc = row_update.rowwise_adagrad(
             *(table, opt_state.sum_of_squares, ids, order, row_grads),
@@ -172,13 +166,7 @@ class Sgd:
         lr: Float[Array, ""] | float,
         rounding: Rounding | None = None,
     ) -> tuple[Float[Array, "R D"], tuple[()]]:
-        """Returns the table with the rows of `ids` updated by Triton's kernels.
-
-        Args:
-            ids: sorted; `embedding.BAD_ID` marks unused entries.
-            order: the position in `row_grads` of each id's gradient.
-            rounding: of bfloat16 rows; None rounds to the nearest.
-        """
+        """Returns the table with the rows of `ids` updated by Triton's kernels."""
         operands = table, ids, order, row_grads
         return row_update.sgd(*operands, lr=lr, noise=_noise(rounding)), ()
 
