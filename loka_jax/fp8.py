@@ -157,7 +157,6 @@ def compute_scale_inv(
     Args:
         pow2_scale: round `scale` down to a power of two, which makes scaling exact
             both ways in float32 and bfloat16, for at most one bit of range.
-        margin: bits of headroom left above `amax`.
 
     A non-finite amax gives NaN, so that the fault reaches the output and is seen.
     """

@@ -47,7 +47,6 @@ class NormVectors(NamedTuple):
     """The float32 vectors of a norm's equations; None where absent.
 
     Attributes:
-        bias: added before the norm.
         gamma: factor after a "layer" or "rms" norm.
         beta: added after a "layer" or "rms" norm.
     """
@@ -69,7 +68,6 @@ class Outputs:
             scale for all rows that the caller passes in ("tensorwise").
         xhat: dtype of the normalized rows kept for the backward pass: bfloat16 or E4M3
             (under `xhat_scale_inv`). Without a norm, the activation's input.
-        rstd: keep `rstd` for the backward pass.
         y_amax: the largest magnitude of each row of activations, for delayed scaling.
     """
 

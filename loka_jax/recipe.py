@@ -40,7 +40,6 @@ class Cast:
     """The cast of an operand of a GEMM to FP8.
 
     Attributes:
-        dtype: `E4M3` or `E5M2`.
         granularity: the elements that share a scale: the whole array (tensorwise), a
             slice along the contracting dim (rowwise), or a tile (blockwise).
         scaling: "current" takes the scale from this step's amax; "delayed" from a

@@ -237,7 +237,6 @@ def amax_ratios(
     before all are.
 
     Args:
-        history: as in `DelayedScaling`.
         steps: n, the number of steps, newest first. Of the oldest of H - 1 amaxes only
             those in the history are known, so n should be at most half of H.
     """
@@ -267,7 +266,6 @@ def _covered(columns: list[Array], recipe: Recipe, power: float) -> Array:
 
     Args:
         columns: powers of the factors of earlier steps.
-        power: 1/4 for fourth roots.
     """
     largest, level = _largest(columns), _level(columns)
     headroom = np.array([[_headroom(o, recipe) ** power] for o in OPERANDS], "f4")

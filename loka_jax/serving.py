@@ -107,8 +107,6 @@ def serve(
         logits = served(dense, embeddings)
 
     Args:
-        model: the Linen model, planned or not.
-        variables: the model's variables.
         inputs: arrays or `jax.ShapeDtypeStruct` of the shapes to be served.
         batch_sizes: leading dims of all inputs in place of their own; weights that
             several sizes read in one form are kept once. Scalars stay as they are.
@@ -196,7 +194,6 @@ class _Parts(NamedTuple):
     """A program split in two.
 
     Attributes:
-        weights, inputs: its input variables.
         once, later: equations in order; those that depend on no input are in both.
         ready: the variables passed from `once` to `later`.
     """

@@ -115,9 +115,7 @@ class SiteKernel(NamedTuple):
     """A kernel of a provider, as sites see it.
 
     Attributes:
-        name: of its module.
         why_not: why the kernel does not serve a site in a recipe, or None if it does.
-        run: launches the kernel on arrays.
     """
 
     name: str

@@ -39,7 +39,6 @@ class Program(NamedTuple):
     """A serialized program.
 
     Attributes:
-        weights: names of its weights, in order.
         compute_capability: the only one that it runs on; None for any.
     """
 

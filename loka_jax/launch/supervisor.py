@@ -34,7 +34,6 @@ class End(NamedTuple):
     """How a job ended.
 
     Attributes:
-        code: the exit code of the job.
         rank: the process that failed first; None if none did.
         exit_code: of that process, minus the signal that killed it.
         stuck: the processes that were held by SIGSTOP then.

@@ -52,11 +52,7 @@ class BatchedSite(linen.Module):
 
 
 def announce_batched(module, batch: int, spec: SiteSpec, **attributes) -> None:
-    """Announces a product of each of `batch` examples.
-
-    Args:
-        attributes: further attributes of `Site`.
-    """
+    """Announces a product of each of `batch` examples."""
     plan = current().plan("/".join(module.path), spec, module.recipe, "xla")
     recipe = in_high_precision(plan.choice.recipe)
     choice = dataclasses.replace(plan.choice, recipe=recipe)

@@ -29,7 +29,6 @@ class SiteContext:
 
     Attributes:
         choices: by path: a choice, or a recipe that leaves the provider to the module.
-        observer: sees the operands of each site.
         is_listing: sites leave marks in the program, see `list_sites`.
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.

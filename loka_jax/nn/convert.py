@@ -67,7 +67,6 @@ def convert(
     Args:
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`.
-        recipe: of the sites.
         only: patterns of paths ("tower/*") of the layers to convert.
         skip: patterns of paths of layers to leave as they are, though in `only`.
 
@@ -131,7 +130,6 @@ class _Conversion:
     """One call of a converted model.
 
     Attributes:
-        fuses: norms may be parts of sites.
         seen: paths of layers that can be sites, in order.
         modules: those whose methods are running, with the paths of their roots.
     """

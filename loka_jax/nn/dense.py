@@ -96,11 +96,7 @@ class DenseVariables(Dense):
         follows: bool = False,
         fp8_results: tuple[Role, ...] = (),
     ) -> SiteVariables:
-        """Returns the variables of a site, and announces it.
-
-        Args:
-            follows: as in `NormDense`.
-        """
+        """Returns the variables of a site, and announces it."""
         joins = self.crosses == 0
         tails = dict(joins=joins, crosses=self.crosses, has_tails=True)
         announce(self, plan, follows=follows, fp8_results=fp8_results, **tails)

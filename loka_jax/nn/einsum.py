@@ -20,13 +20,6 @@ def einsum(
 ) -> Float[Array, "..."]:
     """Returns `jax.numpy.einsum` of two operands, as a product that is a site.
 
-    Args:
-        module: of the site, see `dense.product`.
-        equation: such as "btk,khd->bthd".
-        lhs: activations.
-        rhs: a weight.
-        precision, preferred_element_type, attributes: of `dense.product`.
-
     Raises:
         ValueError: if the equation is more than a product, such as one that sums over
             a dim of one operand alone.

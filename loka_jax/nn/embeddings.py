@@ -26,7 +26,6 @@ class Compress(linen.Module):
 
     Attributes:
         features: m, the number of combinations.
-        kernel_init: initializer of W (n, m).
     """
 
     features: int

@@ -25,7 +25,6 @@ class BlockNorm(linen.Module):
 
     Attributes:
         block: features that share a statistic.
-        epsilon: added to the mean square.
         dtype: of the result; the input's if None.
 
     References:

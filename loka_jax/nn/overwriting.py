@@ -114,12 +114,7 @@ def _function_of_parameters(function: Callable[..., Any], states: Any) -> Any:
 
 @struct.dataclass
 class _States:
-    """The FP8 states in the variables of a model.
-
-    Attributes:
-        collections: `{"_overwrite_with_gradient": ...}`, or empty.
-        is_frozen: whether the variables are a `FrozenDict`.
-    """
+    """The FP8 states in the variables of a model."""
 
     collections: dict[str, Any]
     is_frozen: bool = struct.field(pytree_node=False)

@@ -45,7 +45,6 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
     """Returns the delayed-scaling state of a site, made anew by `init`.
 
     Args:
-        module: of the site.
         weight: of the site. If JAX differentiates with respect to it and not to the
             state, which then never changes, a warning says so.
 

@@ -152,11 +152,7 @@ class Site:
 
 
 def announce(module: Any, plan: KernelPlan, **attributes):
-    """Marks a site in the program, if `list_sites` traces it.
-
-    Args:
-        attributes: further attributes of `Site`.
-    """
+    """Marks a site in the program, if `list_sites` traces it."""
     if current().is_listing:
         _mark.bind(site=Site(path="/".join(module.path), plan=plan, **attributes))
 

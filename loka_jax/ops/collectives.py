@@ -49,7 +49,6 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire, key: Array) -> 
     What must be exact (a loss, weights, counters) is no gradient: `psum` it.
 
     Args:
-        axis_name: of the mesh, one or several.
         wire: "f32" and "bf16" are XLA's sums of arrays of that dtype; "int8" is
             `quantized_psum`. `dispatch.gradient_wire` chooses among them.
         key: of this step, for "int8".
@@ -93,7 +92,6 @@ def quantized_psum(
 
     Args:
         x: float32 or bfloat16, as its sum is; other floats go as float32.
-        axis_name: of the mesh, one or several.
         key: of `jax.random`, the same on all devices and another one in each step: with
             one key for all steps what is lost in one is lost in all.
         format: of the codes; int8 has 12 dB less noise than e4m3.

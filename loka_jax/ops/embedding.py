@@ -118,7 +118,6 @@ def flat_ids(
     of range never reaches another row; `count_bad_ids` counts those ids.
 
     Args:
-        spec: the tables of all fields.
         ids: one id or H ids of each of the fields.
         fields: which of the spec's fields these are; all by default.
 
@@ -254,10 +253,7 @@ def sum_sorted(
     """Returns what `sum_by_row` does, of ids that are sorted already.
 
     Args:
-        ids: sorted; `BAD_ID` is ignored.
         order: the position in `grads` of each id's gradient.
-        grads: float32 or bfloat16.
-        implementation: as in `sum_by_row`.
 
     Raises:
         ValueError: if Triton is required and cannot run.

@@ -121,12 +121,7 @@ def fetch(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N D"]:
-    """Returns the row of each id, zeros where it is ignored or did not fit.
-
-    Args:
-        codec: of the rows on the wire.
-        implementation: as in `row_codec.gathered`.
-    """
+    """Returns the row of each id, zeros where it is ignored or did not fit."""
     how: Any = {"implementation": implementation}
     payload = swapped(offered(table, routed, codec, **how), axis)
     return received(payload, routed, codec, table.shape[-1], **how)
@@ -180,11 +175,9 @@ def give_back(
     device that looked it up, in a list of its own, which ascends.
 
     Args:
-        codec: of the sums on the wire.
         words: of this step and device, which decide how codes of 8 bits are rounded.
         replicas: the mesh axis over which the table is replicated, each replica with
             ids of its own; all of them get what each got. None if there is one.
-        implementation: as in `embedding.sum_by_row`.
     """
     payload = summed(routed, grads, codec, words, implementation=implementation)
     return arrived(swapped(payload, axis), routed, codec, grads.shape[-1], replicas)

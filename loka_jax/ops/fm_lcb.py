@@ -37,8 +37,6 @@ class FmLcbPlan(NamedTuple):
 
     Attributes:
         why_not_forward: why XLA runs the forward pass; None for a kernel.
-        why_not_backward: likewise for the backward pass.
-        interpret: as in `Device`.
     """
 
     why_not_forward: str | None
@@ -114,7 +112,6 @@ def fm_lcb_residual(
     sum only.
 
     Args:
-        x, weight, k: as of `fm_lcb`.
         counts: embeddings of the parts, n in all.
         plan: of `plan_fm_lcb`; kernels serve what its `why_not_residual` does not name.
     """

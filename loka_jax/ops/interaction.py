@@ -38,7 +38,6 @@ def dot_features(
     Args:
         bottom: output of the bottom MLP, in the dtype of the embeddings. If None, z is
             e alone and there are no leading features.
-        embeddings: bfloat16 or float32.
         multiple: the number of features is padded to a multiple of it, see `padded`.
         implementation: "triton" requires its kernels, one each way; "xla"; None is
             Triton if it is installed, the GPU is a Hopper and its kernels support the

@@ -45,12 +45,7 @@ class JointStates(NamedTuple):
 def joint_states(
     plans: Sequence[KernelPlan], states: Sequence[DelayedScaling | None]
 ) -> Iterator[JointStates]:
-    """Yields the states of an operation's sites, without those that have none.
-
-    Args:
-        plans: of the sites.
-        states: of the sites, None without one.
-    """
+    """Yields the states of an operation's sites, without those that have none."""
     alike: dict[object, list[int]] = {}
     for i, (plan, state) in enumerate(zip(plans, states, strict=True)):
         if state is not None:

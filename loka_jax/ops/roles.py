@@ -25,7 +25,6 @@ class CastRates(NamedTuple):
     """The damage of a role's casts to the worse operand, as shares of elements.
 
     Attributes:
-        underflow: nonzero elements that became zero.
         saturation: elements at the largest magnitude of their format.
     """
 

@@ -35,7 +35,6 @@ class Remembered(NamedTuple):
 
     Attributes:
         rows: their numbers in this device's part of the table; `BAD_ID` if unused.
-        table: the rows.
         state: of the row optimizer, for each of them.
     """
 
@@ -95,7 +94,6 @@ def average(
         before: from `distinct`: all rows that this replica has changed.
         codec: of the changes of rows on the wire. Those of the state are float32.
         words: of this step and device, which decide how codes of 8 bits are rounded.
-        implementation: as in `embedding.sum_by_row`.
     """
     old = before.table, before.state
     both, now = _read((table, state), before.rows)

@@ -85,7 +85,6 @@ def spread(
 
     Args:
         slots: numbers of places, those of a list one after the other.
-        implementation: as in `gathered`.
 
     Raises:
         ValueError: if Triton is required and cannot run.

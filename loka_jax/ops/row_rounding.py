@@ -116,7 +116,6 @@ def stored(
     """Returns float32 rows as a table keeps them.
 
     Args:
-        dtype: of the table; bfloat16 for `rounding`.
         rounding: of the step; None rounds to the nearest.
     """
     if rounding is None:

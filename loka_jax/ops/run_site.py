@@ -29,8 +29,6 @@ class SiteArrays(NamedTuple):
 
     Attributes:
         lhs: rows in any dtype, or activations in FP8 from another site.
-        rhs: the master weight, in float32.
-        bias: added before the norm.
         gamma, beta: factor and summand after the norm ("layer" and "rms" only).
     """
 

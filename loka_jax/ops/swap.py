@@ -18,7 +18,6 @@ def swapped(tree: Any, axis: str) -> Any:
 
     Args:
         tree: of arrays with a part for each of the L devices, of 8 to 32 bits.
-        axis: the mesh axis of the devices.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:

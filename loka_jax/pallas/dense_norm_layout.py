@@ -33,7 +33,6 @@ class Problem:
     """What a launch computes, all of it static.
 
     Attributes:
-        x_scale_by_row: x has one scale per row.
         w_scale_by_column: the weight has one scale per column of z.
     """
 
@@ -60,7 +59,6 @@ class TuningConfig:
             columns).
         n_tiles: number of tiles that the columns of z are cut into.
         store_subtile_bytes: width of the subtiles in which a row tile is stored.
-        store_stages: stores in flight from each consumer.
     """
 
     consumer_warpgroups: int = 2

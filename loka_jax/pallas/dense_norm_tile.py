@@ -20,8 +20,6 @@ class Position(NamedTuple):
 
     Attributes:
         m_cta: its first row tile; the others follow `LaunchLayout.m_ctas` apart.
-        n_tile: its N tile.
-        m_tiles: its number of row tiles.
     """
 
     m_cta: Any

@@ -32,9 +32,6 @@ class Problem:
     """What a launch computes.
 
     Attributes:
-        batch: examples.
-        n: embeddings of an example.
-        d: their dimension.
         k: columns of Y, the compression in the factorization machine.
         m: columns of `[Y | W_L]`: k, and one for each linearly compressed embedding.
     """

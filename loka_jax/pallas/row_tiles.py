@@ -45,7 +45,6 @@ class Tile:
 
         Args:
             ref: the values of all rows, with a leading dim for each of `block`.
-            block: leading indices.
         """
         at = (*block, self.row_values)
         if self.layout.fold > 1:
@@ -106,7 +105,6 @@ class Tile:
 
         Args:
             values: of each row of the folded tile; returned if rows are in one warp.
-            combine: of two values.
             first: index of the first value among the exchanges of a tile.
         """
         warps = range(self.layout.fold)

@@ -202,7 +202,6 @@ class RowLayout:
             body: takes references to inputs and results, and the scratch by name.
             inputs: a tree of arrays; None where absent.
             results: a tree of types; None where not requested.
-            scratch: types of the body's other memory.
         """
         structure = jax.tree.structure((inputs, results))
 

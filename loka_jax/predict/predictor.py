@@ -46,7 +46,6 @@ class Scores(NamedTuple):
     """Scored rows.
 
     Attributes:
-        rows: raw columns of the rows.
         scores: float32 probabilities, one for each row; of several tasks, one each.
     """
 

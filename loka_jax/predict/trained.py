@@ -27,8 +27,6 @@ class Trained(NamedTuple):
     """A trained model.
 
     Attributes:
-        network: its tables and sites.
-        state: what scores depend on.
         spread: the tables over several devices; None with one device.
         source: the name of the run's operands in tables; none before training.
     """

@@ -97,7 +97,6 @@ def curves(
     """Returns a figure of curves over the number of examples seen, or none if empty.
 
     Args:
-        floor: the best possible y, drawn dashed.
         marks: places on x, drawn as dotted lines: the skipped steps.
     """
     series = [line for line in series if line.finite()]

@@ -11,8 +11,6 @@ class RunFiles(NamedTuple):
 
     Attributes:
         summary: the run in numbers; empty for a run that has not ended.
-        train: a line per logged step.
-        evals: a line per evaluation.
         sites: a row per site, with a description of each role.
         scales: a line of delayed scales per logged step.
         evaluation: the final evaluation by predictions, and by values of columns.
@@ -33,7 +31,6 @@ class Final(NamedTuple):
     """The final evaluation of a run, or its newest one.
 
     Attributes:
-        split: the examples: test or valid.
         where: the state that was evaluated, in words.
     """
 

@@ -33,7 +33,6 @@ def supervise(
         command: of a worker. It gets two more arguments, the numbers of open files: of
             the listening socket, and of a pipe that it writes to once it is ready.
         port: to listen at; 0 for a free one, which `say` names.
-        say: takes lines of progress.
 
     Raises:
         ValueError: if it cannot listen there.

@@ -39,7 +39,6 @@ class MetricState(NamedTuple):
 
     Attributes:
         count: examples whose logit was finite; the sums below are over these.
-        clicks: those whose label is 1.
         loss: sum of the log losses, as the unevaluated sum of two floats.
         capped_loss: sum of the log losses, each at most `LOSS_CAP`, likewise.
         prediction: sum of the predictions, likewise.

@@ -71,7 +71,6 @@ def joined_norm_backward(
     """Returns the gradients of the parts and of x, in bfloat16.
 
     Args:
-        counts: embeddings of each part.
         with_dx: also write that of x, in which those of the parts are once more.
 
     Raises:

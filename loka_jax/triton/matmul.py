@@ -82,8 +82,6 @@ def why_not(
 
     Args:
         m, k, n: of the role's product: for drhs, k is the batch.
-        config: of a launch; any if None.
-        one_sum: as in `search_space`.
     """
     for name, size in (("m", m), ("k", k), ("n", n)):
         if size <= 0:
@@ -102,7 +100,6 @@ def search_space(
     """Returns the configs worth measuring for a product, the default one first.
 
     Args:
-        m, k, n: as in `why_not`.
         one_sum: the tensor core's sums run over all of K: fast accumulation of
             operands that are not tiled. It leaves registers for larger blocks.
     """

@@ -64,7 +64,6 @@ class Noise(NamedTuple):
 
     Attributes:
         words: two of the step, and the first virtual shard of the table.
-        depth: places of a virtual shard.
         shards: virtual shards in all, a power of two.
     """
 

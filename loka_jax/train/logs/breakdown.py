@@ -34,7 +34,6 @@ class Scores(NamedTuple):
     Attributes:
         logits: float32, finite.
         labels: 0 or 1; NaN where one of several is missing.
-        weights: positive.
     """
 
     logits: Float[np.ndarray, "N"]

@@ -79,11 +79,8 @@ class Rates:
         call_us: of the host, for a call, which takes one or several steps.
         host_us: added for each doubling of the hosts; not measured.
         peer_us: added for each GPU of other hosts in an all_to_all; not measured.
-        sorted_ids_us: ids sorted in a microsecond.
         gather_gb_s: bytes read and written by lookups.
         update_gb_s: bytes read and written by sums and updates of rows.
-        gpus_per_host: number of GPUs that `link_gb_s` connects.
-        memory_gb: of a GPU.
         memory_share: the part of it that JAX takes.
     """
 

@@ -53,7 +53,6 @@ class Watchdog:
 
         Args:
             seconds: the time without progress after which the process ends.
-            end: ends it, with an exit code.
         """
         self._seconds = seconds
         self._end = end
