@@ -6,8 +6,8 @@ is to change what is read. A power of two x in the band below 2^b is stored as
 
     u = x / 2^b        v = u^2
 
-and as zeros in the entries of the other bands. Of numbers in one band with positive
-weights w
+and as zeros in the entries of the other bands. For numbers in one band with positive
+weights w, the ratio
 
     sum(w v) / sum(w u) = sum(w x^2) / sum(w x) / 2^b
 

@@ -38,9 +38,9 @@ def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     """Returns the mean element-wise relative error, `mean |x - ref| / |ref|`.
 
     Elements with `ref = 0` are left out. The mean is heavy-tailed: near-zero elements
-    dominate it, so it is 0.3 to 0.7 where `relative_l2` is 0.037. Of values with a
-    density at 0 it has no mean over draws (`P(ratio > t) ~ 1 / t`): it grows with the
-    elements that are looked at, and no interval holds it at its rate.
+    dominate it, so it is 0.3 to 0.7 where `relative_l2` is 0.037. If values
+    have a density at 0, it has no mean over draws (`P(ratio > t) ~ 1 / t`): it grows
+    with the number of elements, and no interval holds it at its rate.
 
     References:
         LoKA, arXiv 2605.10886, section on Probe.

@@ -38,9 +38,9 @@ _HELD_STEPS = 5
 # of 1.6 a step over `_HELD_STEPS`, which is then never clipped.
 _KEPT_BITS: dict[Operand, int] = {"lhs": 10, "rhs": 10, "g": 3}
 
-# Of a row that was measured: so small that norms of all gradients do not notice it.
+# The weight of a measured row: so small that norms of all gradients do not notice it.
 _WEIGHT = 2.0**-14
-# Of a row that was not, so that any other use of the site prevails.
+# The weight of a row that was not measured: any other use of the site prevails.
 _FAINT_WEIGHT = 2.0**-12 * _WEIGHT
 _ROOTS = 1 + 2 * maxima.ENTRIES  # the first column of roots
 _UNIT = 2.0**-31  # of roots, which are then below 1
@@ -237,8 +237,8 @@ def amax_ratios(
     before all are.
 
     Args:
-        steps: n, the number of steps, newest first. Of the oldest of H - 1 amaxes only
-            those in the history are known, so n should be at most half of H.
+        steps: n, the number of steps, newest first. The windows of older steps reach
+            beyond the history, so n should be at most half of H.
     """
     columns = jnp.split(history, history.shape[1], axis=1)
     never = [jnp.zeros_like(columns[0])] * steps

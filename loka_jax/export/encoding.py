@@ -11,7 +11,7 @@ from loka_jax.data.records import Encoding
 
 type Spec = tuple[dict[str, Any], dict[str, np.ndarray]]
 _POLICIES = ("missing", "nan", "negative", "huge", "huge_limit", "transform")
-# Of inputs that nothing encodes: what the model reads is given.
+# The policies of inputs that are given as the model reads them.
 _AS_GIVEN = {
     **dict.fromkeys(("missing", "nan", "huge"), "error"),
     **{"negative": "keep", "huge_limit": 1e30, "transform": "none"},

@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
     dense: np.ndarray  # float32 [rows, n]
     ids: np.ndarray  # int32 [rows, f], of fields with one value
-    # Of each multi-valued field: ids, int32 [rows, slots], PADDING where a list is
+    # For each multi-valued field: ids, int32 [rows, slots], PADDING where a list is
     # shorter, and their weights, float32, or None.
     bags: tuple[tuple[np.ndarray, np.ndarray | None], ...] = ()
 

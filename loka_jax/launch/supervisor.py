@@ -106,8 +106,8 @@ class Supervisor:
 def to_blame(codes: Sequence[int | None], *, is_stopping: bool) -> int | None:
     """Returns the rank of the process that failed first, or None if none has failed.
 
-    Of several that have, it is one that was killed: the others failed for want of it.
-    JAX aborts a process that misses another one, so such a one is the last to blame.
+    A process that was killed goes before others that failed: they failed for want of
+    it. JAX aborts a process that misses another one, so an abort goes last.
 
     Args:
         is_stopping: a signal was passed on, so that it may have ended some.

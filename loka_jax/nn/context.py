@@ -95,9 +95,9 @@ def _key(settings: tuple[Hashable, ...]) -> object:
 
 @functools.cache
 def _called_paths(choices: frozenset) -> set[str]:
-    """Returns the paths called under these choices.
+    """Returns the paths called under these choices, in this call or an earlier one.
 
-    Of all calls, as JAX does not trace again what it has in a cache.
+    JAX does not trace again what it has in a cache.
     """
     return set()
 

@@ -252,9 +252,9 @@ class _Conversion:
 
 @functools.cache
 def _seen_paths(conversions: tuple) -> dict[str, None]:
-    """Returns the paths of layers seen by a conversion.
+    """Returns the paths of layers seen by a conversion, in this call or an earlier one.
 
-    Of all its calls, as JAX does not trace again what it has in a cache.
+    JAX does not trace again what it has in a cache.
     """
     return {}
 
@@ -356,7 +356,7 @@ def _announce_left(host: Host, why_left: str, args, kwargs, out) -> None:
     x, y = (math.prod(max(1, size) for size in shape) for shape in (lhs, result))
     kernel = jax.tree.leaves(host.module.get_variable("params", "kernel"))
     w = math.prod(kernel[0].shape) if kernel else lhs[-1] * result[-1]
-    # Of sizes m k, k n and m n of the product.
+    # From the sizes m k, k n and m n of the product's matrices.
     m, k, n = (max(1, math.isqrt(v)) for v in (x * y // w, x * w // y, w * y // x))
     spec = SiteSpec(m=m, k=k, n=n)
     announce(host, resolve(spec, BF16, local_device()), left=why_left)

@@ -36,7 +36,7 @@ def run_in_auto(
             spec = PartitionSpec(*rows, last)
         return NamedSharding(mesh, spec)
 
-    # Of shapes alone: in Explicit axes the function itself cannot be traced.
+    # By shapes alone: the function itself cannot be traced in Explicit axes.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         outputs = jax.eval_shape(function, *shapes)

@@ -1,6 +1,6 @@
 """The delayed-scaling states of an operation's sites, several in one array.
 
-A kernel on a state takes as long as its launch. Of each site by itself there would be
+A kernel on a state takes as long as its launch, and each site by itself would need
 several: the check of its table, the copy of each factor for the kernel that reads it,
 the maximum of amaxes, and the next table. Tables of equal recipes are stacked: one
 vector holds the factors that kernels read, and one update makes all next tables.
@@ -19,7 +19,7 @@ from loka_jax.recipe import OPERANDS
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Scale
 
-# Of an array below 1 KiB XLA writes all slices in one kernel, else each in its own.
+# XLA writes all slices of an array below 1 KiB in one kernel, else each in its own.
 _MOST_BYTES = 1023
 
 

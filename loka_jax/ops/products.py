@@ -142,8 +142,8 @@ class Products(NamedTuple):
     ) -> SiteOperand:
         """Returns the operand, with a whole-tensor FP8 copy if one of `roles` reads it.
 
-        Of an lhs that another site hands over in FP8 (`handed`), fwd reads that form. A
-        copy for drhs is then left to the backward pass, see `reread`.
+        If another site handed the lhs over in FP8 (`handed`), fwd reads that form, and
+        a copy for drhs is left to the backward pass, see `reread`.
         """
         casts = [self.cast(r, name) for r in roles if name in ROLE_OPERANDS[r]]
         tensorwise = [c for c in casts if c and c.granularity == "tensorwise"]

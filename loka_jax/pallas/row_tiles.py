@@ -177,8 +177,7 @@ def column_loader(
 class TilePipeline:
     """Loads a warpgroup's tiles of some matrices of one shape, several ahead.
 
-    Of all warpgroups of a launch, numbered from 0, number i has the tiles i,
-    i + warpgroups, and so on.
+    Warpgroup i of a launch has the tiles i, i + warpgroups, and so on.
     """
 
     def __init__(

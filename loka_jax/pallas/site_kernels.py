@@ -1,7 +1,7 @@
 """The Pallas kernels as sites see them: whether each serves a site, and its launch.
 
-Every kernel serves rows in multiples of `ROWS`. Of other numbers each serves what its
-`why_not` says; callers pad what no kernel serves.
+Every kernel serves multiples of `ROWS` rows. Each kernel's `why_not` says which other
+numbers it serves; callers pad what no kernel serves.
 """
 
 from typing import NamedTuple

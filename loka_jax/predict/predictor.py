@@ -77,7 +77,7 @@ class Predictor:
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
         """Returns the click probability of each row, float32, `1 / (1 + exp(-logit))`.
 
-        Of several tasks, there is a column [N, T] for each.
+        The scores of T tasks are [N, T].
 
         Args:
             rows: a pandas data frame, a pyarrow table, or a dict of columns; the label

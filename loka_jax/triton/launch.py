@@ -24,7 +24,7 @@ _COMPUTE_CAPABILITY = 90
 _NOT_INSTALLED = "is not installed: pip install 'loka-jax[triton]'"
 
 
-# Of a program without kernels: an entry for each operation that would have had one.
+# What `left_out` yields; None outside of it.
 _left_out: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
     "left_out", default=None
 )

@@ -144,14 +144,13 @@ def _store(
     limit: tl.constexpr,
 ):
     """Writes codes and factors of blocks."""
-    # Of integers, in whose order a NaN lies above infinity: a maximum of floats drops
-    # it.
+    # As integers, among which NaN lies above infinity: a maximum of floats drops it.
     bits = tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.zeros_like(amax) + limit, tl.maximum(amax, 2 * limit * _TINY))
     scale_inv = tl.div_rn(tl.zeros_like(amax) + 1.0, scale)
     scale_inv = tl.where(bits < _INFINITY, scale_inv, float("nan"))
-    # Of what is not finite the factor says so, whatever the codes are.
+    # The factor is NaN for a block that is not finite, whatever its codes are.
     scaled = tl.clamp(values * scale[:, None], -limit, limit)
     u = uniform(words, number, tl.arange(0, block))
     codes = to_int8(scaled, u) if is_int8 else to_e4m3(scaled, u)

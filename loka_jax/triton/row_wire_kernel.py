@@ -121,8 +121,7 @@ def _scaled(x, codec: tl.constexpr):
 
     255 for a row that is not finite.
     """
-    # Of integers, in whose order a NaN lies above infinity: a maximum of floats drops
-    # it.
+    # As integers, among which NaN lies above infinity: a maximum of floats drops it.
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
     amax = magnitude.to(tl.float32, bitcast=True)
     is_finite = magnitude < _EXPONENT

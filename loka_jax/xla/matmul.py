@@ -24,7 +24,7 @@ from loka_jax.recipe import GemmRecipe
 
 # Both operands contract their last dim.
 _K_MAJOR = (((1,), (1,)), ((), ()))
-# Of a size, at most this share is added to it: more costs what FP8 gains.
+# The largest share of padding in a size: more costs what FP8 gains.
 _MOST_PADDING = 1 / 16
 
 

@@ -239,7 +239,7 @@ def _where(report: dict, kind: str, limit: int = 5) -> str:
 
 def print_sites(console: Console, sites: tuple[Site, ...]):
     """Prints a table of the sites: shape, kernel of each role, reason against FP8."""
-    # Of a name with a recipe for each role all but bfloat16, as the table says more.
+    # A name may hold a recipe for each role; the table says where bfloat16 runs.
     names = (part for s in sites if s.is_fp8 for part in s.recipe.split("/"))
     recipes = dict.fromkeys(name for name in names if name != "bf16")
     title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
