@@ -72,11 +72,6 @@ class SiteProduct(nnx.Module):
             self, lhs, rhs, dimension_numbers, precision, dtype, apart=_APART
         )
 
-    def einsum(self, equation: str, lhs, rhs, precision=None, **options: Any) -> Array:
-        """Returns `jax.numpy.einsum` of the operands; `out_sharding` is ours."""
-        dtype = options.get("preferred_element_type")
-        return einsum(self, equation, lhs, rhs, precision, dtype, apart=_APART)
-
     def is_initializing(self) -> bool:
         """Returns False: NNX has no pass that makes the variables."""
         return False
@@ -117,16 +112,15 @@ class SiteProduct(nnx.Module):
         return _Value(self.stats.get_value())
 
 
-class SiteEinsum(nnx.Module):
+class SiteEinsum(SiteProduct):
     """The einsum of an NNX layer as a site."""
 
-    def __init__(self, site: SiteProduct):
-        """Takes the site."""
-        self.site = site
-
-    def __call__(self, *args, **kwargs) -> Array:
-        """Returns `jax.numpy.einsum` of the operands."""
-        return self.site.einsum(*args, **kwargs)
+    def __call__(
+        self, equation: str, lhs, rhs, precision=None, **options: Any
+    ) -> Array:
+        """Returns `jax.numpy.einsum` of the operands; `out_sharding` is ours."""
+        dtype = options.get("preferred_element_type")
+        return einsum(self, equation, lhs, rhs, precision, dtype, apart=_APART)
 
 
 def convert_nnx(
@@ -184,17 +178,19 @@ def _convert_layer(path: str, layer: Any, recipe: Recipe) -> None:
     """Gives a layer our product, unless it has one of its own."""
     if isinstance(layer, nnx.Einsum):
         if layer.einsum_op is jnp.einsum:
-            layer.einsum_op = nnx.data(SiteEinsum(_site(path, layer, recipe)))
+            layer.einsum_op = nnx.data(_site(SiteEinsum, path, layer, recipe))
     elif layer.dot_general in (None, jax.lax.dot_general):
         if getattr(layer, "dot_general_cls", None) is None:
-            layer.dot_general = nnx.data(_site(path, layer, recipe))
+            layer.dot_general = nnx.data(_site(SiteProduct, path, layer, recipe))
 
 
-def _site(path: str, layer: Any, recipe: Recipe) -> SiteProduct:
+def _site(
+    kind: type[SiteProduct], path: str, layer: Any, recipe: Recipe
+) -> SiteProduct:
     if recipe.is_delayed:
         _check_not_stacked(path, layer, recipe)
     has_state = recipe.is_delayed and _has_fp8(layer)
-    return SiteProduct(tuple(path.split("/")), recipe, has_state)
+    return kind(tuple(path.split("/")), recipe, has_state)
 
 
 def _check_not_stacked(path: str, layer: Any, recipe: Recipe) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import charts
 from loka_jax.report.charts import Interval
-from loka_jax.report.render import real
+from loka_jax.report.render import dicts, real
 
 _MAX_COLUMNS = 100
 
@@ -23,7 +23,7 @@ def days_view(days: object) -> dict[str, Any] | None:
 
     None if there are none.
     """
-    rows = _dicts(days)
+    rows = dicts(days)
     if not rows:
         return None
     nes = [real(row.get("ne")) for row in rows]
@@ -34,10 +34,10 @@ def days_view(days: object) -> dict[str, Any] | None:
 
 def _view(evaluation: dict[str, Any], caption: str) -> dict[str, Any] | None:
     columns = [
-        column | {"values": _dicts(column.get("values"))}
-        for column in _dicts(evaluation.get("columns"))
+        column | {"values": dicts(column.get("values"))}
+        for column in dicts(evaluation.get("columns"))
     ]
-    bins = _dicts(evaluation.get("calibration_curve"))
+    bins = dicts(evaluation.get("calibration_curve"))
     if not columns and not bins:
         return None
     return {
@@ -60,7 +60,3 @@ def _calibration(bins: list[dict[str, Any]], caption: str) -> list[charts.Figure
     ]
     title = "Calibration by prediction"
     return charts.intervals(title, caption, points, "mean prediction", "mean label")
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [as_dict(item) for item in value] if isinstance(value, list) else []

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from loka_jax import jsonfile
+from loka_jax.jsonfile import as_dict
 from loka_jax.report import charts
 
 
@@ -29,6 +30,11 @@ def write_page(path: Path, template: str, **view: object) -> Path:
     page = _environment.get_template(template).render(folder=folder, **view)
     jsonfile.write_text(path, page + "\n")
     return path
+
+
+def dicts(value: object) -> list[dict[str, Any]]:
+    """Returns the dicts of a list from JSON; none for anything else."""
+    return [as_dict(item) for item in value] if isinstance(value, list) else []
 
 
 def real(value: object) -> float | None:

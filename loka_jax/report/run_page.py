@@ -15,7 +15,7 @@ from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.evaluation_views import breakdown_views, days_view
-from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.render import Tile, dicts, flat, number, real, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, thin
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
@@ -33,7 +33,6 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
     if not command and (name := run.config.get("name")):
         command = spoken(f"uv run python experiments/train.py --config {name}")
         is_guessed = True
-    plan = summary.get("plan")
     return write_page(
         path,
         "run.html",
@@ -42,8 +41,8 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         facts=_facts(run),
         notes=[
             *run.notes,
-            *_sentences(summary.get("returns")),
-            *_sentences(summary.get("warnings")),
+            *_texts(summary.get("returns")),
+            *_texts(summary.get("warnings")),
         ],
         tiles=_tiles(run),
         curves=_curves(run),
@@ -51,8 +50,8 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         breakdowns=breakdown_views(run.evaluation),
         roles=ROLES,
         sites=_sites(run.sites),
-        plan=[as_dict(row) for row in plan] if isinstance(plan, list) else [],
-        changes=_sentences(summary.get("changes")),
+        plan=dicts(summary.get("plan")),
+        changes=_texts(summary.get("changes")),
         scales=_scales(run.scales),
         data=_data(as_dict(summary.get("data")), as_dict(run.config.get("embedding"))),
         command=command,
@@ -62,10 +61,6 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
             "Versions": flat(as_dict(summary.get("versions"))),
         },
     )
-
-
-def _sentences(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _facts(run: RunFiles) -> list[str]:
@@ -344,8 +339,7 @@ def _bad_rows(bad_rows: object) -> dict[str, Any] | None:
     if bad_rows is None:
         return None
     report = as_dict(bad_rows) or {"count": bad_rows}
-    samples = report.get("samples")
-    rows = [as_dict(row) for row in samples] if isinstance(samples, list) else []
+    rows = dicts(report.get("samples"))
     heads = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[row.get(head) for head in heads] for row in rows]
     return {"count": real(report.get("count")) or 0, "heads": heads, "rows": cells}

@@ -22,25 +22,36 @@ class StopRequest:
     A first signal raises `SystemExit`, so that context managers clean up; inside
     `deferred` it is only recorded, so that the step can end and be saved. A second
     signal ends the process immediately.
+
+    A signal to one of several processes is for all of them, which stop after the same
+    step.
     """
 
-    def __init__(self):
+    def __init__(self, processes: int = 1):
         """Starts without a signal."""
+        self._has_others = processes > 1
         self._signal: int | None = None
         self._is_deferred = False
+        self._is_agreed = False
+        self._polls = 0
 
     @property
     def is_set(self) -> bool:
-        """True after a signal."""
-        return self._signal is not None
+        """True after a signal, of several processes once all stop."""
+        return self._is_agreed if self._has_others else self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C, 143 after SIGTERM, else 0."""
-        return 0 if self._signal is None else 128 + self._signal
+        """130 after Ctrl-C, 143 after SIGTERM or another process's signal, else 0."""
+        return 128 + (self._signal or signal.SIGTERM) if self.is_set else 0
 
     def reached(self) -> bool:
         """Returns whether to stop here; all processes ask at the same places."""
+        if self._has_others and not self._is_agreed:
+            # Processes agree on the next number after the highest, so that none may be
+            # left out: not steps, of which a call may take several.
+            self._polls += 1
+            self._is_agreed = reached_preemption_sync_point(self._polls)
         return self.is_set
 
     @contextmanager
@@ -62,55 +73,15 @@ class StopRequest:
 
     def __call__(self, number: int, _frame):
         """Handles a signal."""
-        if self.is_set:
+        if self._signal is not None:
             if os.isatty(1):
                 os.write(1, _SHOW_CURSOR)  # a progress bar hides it
             os._exit(128 + number)
         self._signal = number
         if not self._is_deferred:
-            raise SystemExit(self.exit_code)
-
-
-class AgreedStop(StopRequest):
-    """The signal handler of one of several processes, which stop after the same step.
-
-    A signal to any of them is for all.
-    """
-
-    def __init__(self):
-        """Starts without a signal."""
-        super().__init__()
-        self._is_agreed = False
-        self._asked = 0
-
-    @property
-    def is_set(self) -> bool:
-        """True from the step on after which all processes stop."""
-        return self._is_agreed
-
-    @property
-    def exit_code(self) -> int:
-        """130 if this process got Ctrl-C, 143 if another signal stopped it, else 0."""
-        if not self._is_agreed:
-            return 0
-        return 128 + (self._signal or signal.SIGTERM)
-
-    def reached(self) -> bool:
-        """Returns whether all processes stop here."""
-        # Processes agree on the next number after the highest, so that none may be
-        # left out: not steps, of which a call may take several.
-        self._asked += 1
-        self._is_agreed = self._is_agreed or reached_preemption_sync_point(self._asked)
-        return self._is_agreed
-
-    def __call__(self, number: int, _frame):
-        """Handles Ctrl-C."""
-        if self._signal is not None:
-            os._exit(128 + number)
-        self._signal = number
-        if not self._is_deferred:
             raise SystemExit(128 + number)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if self._has_others:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -121,7 +92,7 @@ def stop_on_signals(processes: int = 1) -> Iterator[StopRequest]:
         processes: of the run, connected already; if there are several, JAX handles
             SIGTERM.
     """
-    request = StopRequest() if processes == 1 else AgreedStop()
+    request = StopRequest(processes)
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals
         return

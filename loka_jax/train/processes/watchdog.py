@@ -22,7 +22,7 @@ _watching: "list[Watchdog]" = []
 def alive() -> None:
     """Notes progress of this process, if it is watched."""
     for watchdog in _watching:
-        watchdog.alive()
+        watchdog.ticks_left = _TICKS
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def resting(rests: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        alive()
         for watchdog in _watching:
-            watchdog.alive()
             watchdog.is_resting = False
 
 
@@ -57,7 +57,7 @@ class Watchdog:
         self._seconds = seconds
         self._end = end
         self._watched = threading.get_ident()
-        self._ticks_left = _TICKS
+        self.ticks_left = _TICKS
         self.is_resting = False
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -67,7 +67,6 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         """Begins to watch this thread."""
         self._watched = threading.get_ident()
-        self.alive()
         self._thread.start()
         _watching.append(self)
         return self
@@ -78,16 +77,12 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
 
-    def alive(self) -> None:
-        """Notes progress."""
-        self._ticks_left = _TICKS
-
     def _watch(self) -> None:
         # Ticks rather than a clock: a process that was stopped as a whole, or slept
         # with its machine, has a chance to go on.
         while not self._closed.wait(self._seconds / _TICKS):
-            self._ticks_left -= not self.is_resting
-            if self._ticks_left < 0:
+            self.ticks_left -= not self.is_resting
+            if self.ticks_left < 0:
                 self._give_up()
                 return
 

@@ -168,8 +168,8 @@ MISTAKES = [
     Mistake(
         "the watchdog ends a process that compiles",
         f"{TRAIN}/processes/watchdog.py",
-        "self._ticks_left -= not self.is_resting",
-        "self._ticks_left -= 1",
+        "self.ticks_left -= not self.is_resting",
+        "self.ticks_left -= 1",
         "unit/train/processes/watchdog_test.py",
     ),
     Mistake(

@@ -42,7 +42,7 @@ def test_a_postponed_signal_ends_the_process_after_the_block(processes):
 def test_a_second_signal_ends_the_process_at_once(monkeypatch, processes):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(os, "kill", lambda *_: None)  # as AgreedStop hands it to JAX
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # as it is handed to JAX
     with stop_on_signals(processes) as stop, stop.deferred():
         stop(signal.SIGINT, None)
         assert codes == []

@@ -24,7 +24,7 @@ from loka_jax.train.config import RunOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.processes.group import leave
-from loka_jax.train.processes.signals import AgreedStop
+from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.session import train
 from tests.support import train as support
 
@@ -91,7 +91,7 @@ def hang_in(owner, name: str, is_there: Callable[..., bool]) -> None:
 
 def slow_down(seconds: int) -> None:
     """Lets steps after the first wait for a signal to this process, and take longer."""
-    got, handle, plain = threading.Event(), AgreedStop.__call__, Loop.step
+    got, handle, plain = threading.Event(), StopRequest.__call__, Loop.step
 
     def __call__(self, number, frame):
         got.set()
@@ -104,7 +104,7 @@ def slow_down(seconds: int) -> None:
         time.sleep(seconds)
         plain(self, taken)
 
-    AgreedStop.__call__, Loop.step = __call__, step
+    StopRequest.__call__, Loop.step = __call__, step
 
 
 if __name__ == "__main__":
