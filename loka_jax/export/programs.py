@@ -63,7 +63,6 @@ class Weights:
     """The weights of all programs, equal ones once."""
 
     def __init__(self):
-        """Starts with none."""
         self.arrays: dict[str, np.ndarray] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 

@@ -92,14 +92,12 @@ class Processes:
     """
 
     def __init__(self, job: Job):
-        """Prepares to start them."""
         self.job = job
         self._children: list[subprocess.Popen] = []
         self._copy: threading.Thread | None = None
         self._port: socket.socket | None = None
 
     def __enter__(self) -> "Processes":
-        """Starts them."""
         (self.job.logs / WORKDIR).unlink(missing_ok=True)
         try:
             self._start_all()
@@ -109,7 +107,6 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends those that still run."""
         self.end()
 
     def are_started(self) -> bool:

@@ -56,7 +56,6 @@ class SiteProduct(nnx.Module):
     axis_names: tuple[str, ...] = ()
 
     def __init__(self, path: tuple[str, ...], recipe: Recipe, has_state: bool):
-        """Takes the layer's path, the recipe, and whether it has delayed scales."""
         self.path = path
         self.recipe = recipe
         state = Fp8State(scaling.init_delayed(recipe).table) if has_state else None

@@ -51,7 +51,6 @@ class RowwiseAdagrad:
     c: float = 1.0
 
     def __post_init__(self):
-        """Raises ValueError if a number is out of range."""
         _check_positive("eps", self.eps)
         _check_positive("c", self.c)
         if not 0 <= self.initial_accumulator < math.inf:
@@ -116,7 +115,6 @@ class LaggedRowwiseAdagrad:
     c: float = 1.0
 
     def __post_init__(self):
-        """Raises ValueError if a number is out of range."""
         _check_positive("eps", self.eps)
         _check_positive("c", self.c)
 
@@ -197,7 +195,6 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self):
-        """Raises ValueError if a number is out of range."""
         _check_positive("eps", self.eps)
         for name, value in (("b1", self.b1), ("b2", self.b2)):
             if not 0 <= value < 1:

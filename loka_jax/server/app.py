@@ -69,7 +69,7 @@ class Limits:
     max_waiting: int = 65536
     grace_s: float = 3.0
 
-    def __post_init__(self):  # noqa: D105
+    def __post_init__(self):
         is_wide = 1 <= self.max_rows < math.inf
         require(is_wide, "--max-rows", self.max_rows, "at least 1")
         is_wait = 0 <= self.wait_ms < math.inf
@@ -103,7 +103,6 @@ class Worker:
     """Answers requests until it is told to end."""
 
     def __init__(self, scorer: Scorer, limits: Limits):
-        """Takes what is served, and the limits."""
         self._scorer, self._limits = scorer, limits
         self._batcher = Batcher(
             scorer.run,

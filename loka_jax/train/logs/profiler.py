@@ -9,7 +9,6 @@ class Profiler:
     """Traces a range of steps into a folder, for XProf or Perfetto."""
 
     def __init__(self, steps: range, directory: pathlib.Path):
-        """Prepares to trace `steps`, which may be empty."""
         self._steps = steps
         self._directory = directory
         self._is_tracing = False

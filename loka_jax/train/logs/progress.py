@@ -82,7 +82,6 @@ class TrainingProgress:
     def __init__(
         self, console: Console, *, is_stopping: Callable[[], bool] = lambda: False
     ):
-        """Prepares to show what is being done."""
         self._console = console
         self._is_stopping = is_stopping
         self._activity = "starting"
@@ -97,12 +96,10 @@ class TrainingProgress:
         self._task = self._bar.add_task("", total=None, numbers="")
 
     def __enter__(self) -> "TrainingProgress":
-        """Shows what is being done."""
         self._bar.start()
         return self
 
     def __exit__(self, *_):
-        """Closes the line."""
         self.close()
 
     def begin(self, total_steps: int, first_step: int):

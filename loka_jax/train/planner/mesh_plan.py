@@ -98,7 +98,7 @@ class Rates:
     memory_gb: float = 141.0
     memory_share: float = 0.75
 
-    def __post_init__(self):  # noqa: D105
+    def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value > 0:

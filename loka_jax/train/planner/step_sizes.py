@@ -22,7 +22,7 @@ class Mesh:
         """The number of GPUs."""
         return self.replicas * self.shards
 
-    def __str__(self) -> str:  # noqa: D105
+    def __str__(self) -> str:
         return f"{self.replicas} x {self.shards}"
 
 

@@ -52,7 +52,6 @@ class Processes(NamedTuple):
         """Returns the first process's text in all of them; all must call it."""
         if self.count == 1:
             return text
-        # Imported late: it takes long, and only several processes need it.
         content = np.frombuffer(text.encode(), np.uint8)
         size = int(broadcast_one_to_all(np.int32(content.size)))
         if not size:

@@ -28,7 +28,6 @@ class StopRequest:
     """
 
     def __init__(self, processes: int = 1):
-        """Starts without a signal."""
         self._has_others = processes > 1
         self._signal: int | None = None
         self._is_deferred = False

@@ -65,14 +65,12 @@ class Watchdog:
         )
 
     def __enter__(self) -> "Watchdog":
-        """Begins to watch this thread."""
         self._watched = threading.get_ident()
         self._thread.start()
         _watching.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the watch."""
         _watching.remove(self)
         self._closed.set()
         self._thread.join()
