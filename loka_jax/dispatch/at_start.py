@@ -183,7 +183,7 @@ def jobs_worth_measuring(
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False, digests=False)
+        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False)
     return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
 
 

@@ -161,7 +161,7 @@ def unchecked(
         if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
     jobs = (
-        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain, digests=False)
+        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain)
         for (spec, choice), in_chain in chains.items()
     )
     return [part for job in jobs for part in parts_of(job)]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
-from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
 from loka_jax.measure.check_operands import Trial
 from loka_jax.measure.checking import Check, lower_check
@@ -62,7 +61,6 @@ class Job(NamedTuple):
         is_serial: compile one program after another, to find the one that crashes.
         passes: to time, "training" and "inference".
         in_chain: whether to time the passes as parts of a chain, too.
-        digests: whether to digest the programs, for tables that are shipped.
         is_judged: compare results with the reference; False for candidates that were
             found right on this device with these kernels.
     """
@@ -77,7 +75,6 @@ class Job(NamedTuple):
     is_serial: bool = False
     passes: tuple[str, ...] = ("training", "inference")
     in_chain: bool = True
-    digests: bool = True
     is_judged: bool = True
 
     def split(self, parts: int) -> list["Job"]:
@@ -194,10 +191,7 @@ def measure_site(
     if job.in_chain:
         chained = [_chained(job, choice, check) for choice in _fastest_kernels(times)]
         times |= measure(chained, failures=entry.failures)
-    entry = Entry(_without(times, entry.failures), errors, entry.failures)
-    if job.digests:
-        entry.programs = site_programs(job.spec, entry.passes())
-    return entry
+    return Entry(_without(times, entry.failures), errors, entry.failures)
 
 
 def measure_errors(job: Job) -> RoleErrors:

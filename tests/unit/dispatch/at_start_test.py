@@ -59,8 +59,8 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     jobs = jobs_worth_measuring(sites, _model())
     assert [job.spec.m for job in jobs] == [60_000, 2000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
-    kept = [(job.passes, job.in_chain, job.digests, job.pairs) for job in jobs]
-    assert kept == [(("training",), False, False, 0)] * 3
+    kept = [(job.passes, job.in_chain, job.pairs) for job in jobs]
+    assert kept == [(("training",), False, 0)] * 3
     # What several sites may gain adds up.
     many = [_site(f"{i}", m=2000) for i in range(20)]
     jobs = jobs_worth_measuring([*sites, *many], _model())
@@ -313,5 +313,5 @@ def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
 def test_kernels_of_a_chain_are_checked_as_parts_of_it(performance):
     chain = [PAIR[0], _large("b", follows=True)]
     jobs = unchecked([plan_of(performance)], chain, performance, "training")
-    found = [(*job.choices, job.in_chain, job.digests, job.pairs) for job in jobs]
-    assert found == [(FIRST, True, False, 0), (BF16, False, False, 0)]
+    found = [(*job.choices, job.in_chain, job.pairs) for job in jobs]
+    assert found == [(FIRST, True, 0), (BF16, False, 0)]

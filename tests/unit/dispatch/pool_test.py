@@ -166,7 +166,7 @@ def test_as_many_processes_run_as_the_memory_holds(
 def test_a_job_is_a_line(tmp_path):
     shapes = jax.eval_shape(lambda: empty_stats(32, 16, ProbeConfig()))
     values = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-    options = {"seed": 5, "is_serial": True, "passes": ("training",), "digests": False}
+    options = {"seed": 5, "is_serial": True, "passes": ("training",)}
     job = JOB._replace(**options, in_chain=False, is_judged=False)
     path = tmp_path / "stats.npz"
     save_stats(path, values)
