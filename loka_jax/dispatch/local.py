@@ -63,7 +63,7 @@ def local_performance() -> Local:
             f"{missing} for {device.device_kind}: times are predicted from those of an "
             f"{_FITTED_DEVICE} and this device's roofline; --plan tune measures them.",
         )
-    model = PerformanceModel(
+    model = PerformanceModel.of(
         table,
         roofline=table.roofline or _measured_roofline(),
         fitted=fitted,
@@ -90,7 +90,7 @@ def performance_of(path: str | os.PathLike) -> PerformanceModel:
         )
     here = local_performance().performance
     if here is None:
-        return PerformanceModel(table, device=local_device())
+        return PerformanceModel.of(table, device=local_device())
     return here.with_table(table)
 
 

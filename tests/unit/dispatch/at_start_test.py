@@ -49,7 +49,7 @@ def test_candidates_that_may_be_the_fastest_are_worth_measuring():
 
 
 def _model():
-    return PerformanceModel(Table(HEADER), fitted=fitted())
+    return PerformanceModel.of(Table(HEADER), fitted=fitted())
 
 
 def test_sites_at_stake_come_first_and_each_spec_once():
@@ -101,7 +101,7 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
 
     def known():
         table = tables.read(cache) if cache.exists() else Table(header_here())
-        return Local(PerformanceModel(table, fitted=fitted()))
+        return Local(PerformanceModel.of(table, fitted=fitted()))
 
     def measure_on_demand(next_job, workers, say, *, seconds):
         calls.append(seconds)
@@ -131,7 +131,7 @@ SITES = [
 
 
 def _jobs(sites, timed=(), **options):
-    performance = PerformanceModel(Table(HEADER), fitted=fitted())
+    performance = PerformanceModel.of(Table(HEADER), fitted=fitted())
     config = TuneConfig(pairs=3, rows=17, seed=5, **options)
     return list(jobs_of("model", sites, {"a": "stats"}, config, timed, performance))
 
@@ -191,7 +191,7 @@ PAIR = [_large("a"), _large("b")]
 @pytest.fixture
 def performance():
     """Returns predictions on this machine."""
-    return PerformanceModel(Table(header_here()), fitted=fitted())
+    return PerformanceModel.of(Table(header_here()), fitted=fitted())
 
 
 def plan_of(performance):
@@ -288,7 +288,7 @@ def test_an_inference_plan_is_checked_by_times_of_inference(performance):
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
     known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
-    known = PerformanceModel(Table(header_here(), {SPEC: known}), fitted=fit)
+    known = PerformanceModel.of(Table(header_here(), {SPEC: known}), fitted=fit)
 
     def measure(jobs, seconds):
         for job in jobs:
