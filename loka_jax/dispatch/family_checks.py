@@ -27,9 +27,6 @@ _CAPABILITY = "9.0"  # of the GPUs that kernels are compiled for
 def why_wrong(family: str) -> str | None:
     """Returns what is wrong with a family's kernels on this device, or None.
 
-    Args:
-        family: of `measure.families.FAMILIES`.
-
     Raises:
         ValueError: if there is no such family.
     """

@@ -56,11 +56,7 @@ def choose_wire(
     """Returns how gradients travel.
 
     Args:
-        option: of the user; "auto" leaves it to the times.
         num_bytes: of all dense gradients in float32.
-        device: kind of the GPUs.
-        devices: their number.
-        hosts: what was measured, see `read`.
         has_kernels: whether Triton's kernels run here; without them int8 takes XLA's.
     """
     if option != "auto":

@@ -75,9 +75,6 @@ def local_performance() -> Local:
 def performance_of(path: str | os.PathLike) -> PerformanceModel:
     """Returns the measurements of a table; times that it lacks are predicted.
 
-    Args:
-        path: of a table for this device, as `experiments/tune.py` writes it.
-
     Raises:
         ValueError: if it is no table, or does not hold here.
     """

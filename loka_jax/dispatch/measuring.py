@@ -25,8 +25,7 @@ from loka_jax.measure.check_operands import Trial
 from loka_jax.measure.checking import Check, lower_check
 from loka_jax.measure.compiling import Lowered, compile_lowered, leaves
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.passes import num_rotated
-from loka_jax.measure.programs import chain_forms, form_spec
+from loka_jax.measure.programs import chain_forms, form_spec, num_rotated
 from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
@@ -164,12 +163,9 @@ def measure_site(
     """Returns the measurements of a site.
 
     Args:
-        job: the site and its candidates.
         begin: called with the name of the candidate that runs next, "" for several at a
             time: the last name is known if a candidate ends the process.
-        gpu: contexts in which the GPU is used.
         errors_of: returns the errors of all products; `measure_errors` if None.
-        check: returns the check of a candidate.
     """
     begin("")
     with gpu.together():
@@ -249,9 +245,7 @@ def _measure(
     """Returns the times of candidates that are right; adds the others to `failures`.
 
     Args:
-        candidates: in one form.
         failures: why a candidate does not compile, or what is wrong with it, by name.
-        job, begin, gpu: as in `measure_site`.
     """
     right = []
     lowered = {x.choice.name: x.programs(job) for x in candidates}
@@ -284,8 +278,6 @@ def _compile(
     """Returns compiled programs, or why one does not compile, by their names.
 
     Args:
-        lowered: programs by candidate and name.
-        job, begin: as in `measure_site`.
         is_tuned: compile the programs that are tuned; else the others, without a GPU.
     """
     own = {

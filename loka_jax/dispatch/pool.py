@@ -58,7 +58,6 @@ def measure_all(
     """Yields each job and its measurements, in the order in which they finish.
 
     Args:
-        jobs: to measure.
         workers, say, seconds: as in `measure_on_demand`; fewer processes run where the
             GPU's memory does not hold more.
     """
@@ -78,7 +77,6 @@ def measure_on_demand(
     Args:
         next_job: returns a job, or None if there is none for now. Called when a process
             is idle, after what finished was yielded.
-        workers: number of processes.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """

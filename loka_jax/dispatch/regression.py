@@ -81,12 +81,7 @@ class Regression:
     factors: np.ndarray
 
     def given(self, points: Points, times: np.ndarray) -> "Regression":
-        """Returns the fit that knows other measurements, too; its factors stay.
-
-        Args:
-            points: that were measured since.
-            times: `[points]`, microseconds.
-        """
+        """Returns the fit that knows other measurements, too; its factors stay."""
         both = zip(self.points, points, strict=True)
         return dataclasses.replace(
             self,

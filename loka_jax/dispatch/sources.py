@@ -76,11 +76,7 @@ def cublas_version() -> str:
 
 
 def driver_version(file: pathlib.Path = _DRIVER) -> str:
-    """Returns the version of NVIDIA's driver; empty where the system does not say.
-
-    Args:
-        file: in which the driver's module tells it.
-    """
+    """Returns the version of NVIDIA's driver; empty where the system does not say."""
     try:
         found = re.search(r"\s(\d+(\.\d+)+)\s", file.read_text(encoding="utf-8"))
     except OSError:

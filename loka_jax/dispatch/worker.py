@@ -32,12 +32,7 @@ GO = "go\n"  # the answer to each
 
 
 def to_line(job: Job, stats: pathlib.Path | None) -> str:
-    """Returns a job as a line.
-
-    Args:
-        job: to measure.
-        stats: the file of `save_stats` with its statistics.
-    """
+    """Returns a job as a line."""
     value = job._asdict() | {
         "spec": dataclasses.asdict(job.spec),
         "choices": [choice.name for choice in job.choices],

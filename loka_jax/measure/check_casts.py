@@ -84,8 +84,6 @@ def operand(
     Args:
         x: float32, to be contracted over its last dim.
         cast: its cast; None if the product is not in FP8.
-        name: of the operand.
-        stored_scale_inv: its delayed scale.
         rows_are_exact: scales of rows are amax / fp8_max, not powers of two.
     """
     if cast is None:
@@ -109,10 +107,7 @@ def product(
     """Returns `first @ second.T`, perturbed as sums on tensor cores are.
 
     Args:
-        first, second: the operands.
         gemm: their casts; None for a product in `dtype`.
-        dtype: the compute dtype.
-        rounding: of FP8 sums.
     """
     dtype = dtype if gemm is None else jnp.bfloat16  # which holds all of FP8
     scales = first.scale_inv.reshape(-1, 1), second.scale_inv.reshape(1, -1)

@@ -62,9 +62,7 @@ def why_any_wrong(
     In threads of their own: the caller may trace a program, of which this is no part.
 
     Args:
-        cases: to check.
         compiled: makes a function of the one that launches kernels.
-        workers: threads.
     """
 
     def why_wrong(case: Case) -> str | None:
@@ -92,7 +90,6 @@ def why_off(found: PyTree, expected: PyTree, noise: float = NOISE) -> str | None
     """Returns where results are not those of the reference, or None.
 
     Args:
-        found: results on the host.
         expected: those of the reference. Of the amaxes of parts the largest counts.
         noise: see above.
     """

@@ -15,7 +15,7 @@ from loka_jax.measure import programs
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.passes import Inputs
+from loka_jax.measure.programs import Inputs
 from loka_jax.measure.timing import KernelTime
 from loka_jax.normed import NO_VECTORS
 from loka_jax.recipe import ROLES
