@@ -61,6 +61,8 @@ def bench(monkeypatch):
         monkeypatch.setattr(module, "local_device", lambda: stand_ins.HOPPER)
     monkeypatch.setattr(measuring, "compile_lowered", bench.compile_lowered)
     monkeypatch.setattr(measuring, "time_kernels", bench.time_kernels)
+    monkeypatch.setattr(measuring, "lower_check", bench.check)
+    monkeypatch.setattr(measuring, "measure_errors", lambda job: NO_ERRORS)
     return bench
 
 
@@ -110,8 +112,7 @@ class Bench:
         options = {"in_chain": False} | options
         job = Job(SPEC, tuple(map(Choice.parse, names)), source="s", **options)
         gpu = GpuUse(lambda: self.turn("together"), lambda: self.turn("alone"))
-        of_job = {"errors_of": lambda job: NO_ERRORS, "check": self.check}
-        return measure_site(job, begin, gpu, **of_job)
+        return measure_site(job, begin, gpu)
 
 
 def test_the_gpu_is_used_in_turn(bench):
