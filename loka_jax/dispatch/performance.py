@@ -228,17 +228,25 @@ class PerformanceModel:
             for choice in candidates(spec, self.device)
             if self.predicts and choice.name not in measured.failures
         ]
+
+        def add(name: str, choice: Choice, time: Prediction):
+            off = self.doubt * (1 if choice == BF16 else -1)
+            us = time.us * math.exp(off * time.spread)
+            times.setdefault(name, {})[choice.name] = us
+            spreads.setdefault(name, {})[choice.name] = time.spread
+
         for pass_name in _PASSES:
-            alone = measured.times.get(pass_name, {})
-            missing = [choice for choice in choices if choice.name not in alone]
-            predicted = self.predictions(spec, missing, pass_name)
+            known = measured.times.get(pass_name, {})
+            missing = [choice for choice in choices if choice.name not in known]
+            alone = {name: Prediction(us, 0.0) for name, us in known.items()}
+            alone |= self.predictions(spec, missing, pass_name)
             for choice in choices:
-                own = predicted.get(choice.name)
-                for name, time in self._predicted(spec, choice, pass_name, times, own):
-                    off = self.doubt * (1 if choice == BF16 else -1)
-                    us = time.us * math.exp(off * time.spread)
-                    times.setdefault(name, {})[choice.name] = us
-                    spreads.setdefault(name, {})[choice.name] = time.spread
+                if choice.name not in alone:
+                    continue
+                by_form = self._by_form(spec, choice, pass_name, alone[choice.name])
+                for name, time in by_form:
+                    if choice.name not in measured.times.get(name, {}):
+                        add(name, choice, time)
         entry = dataclasses.replace(
             measured,
             times=times,
@@ -248,27 +256,19 @@ class PerformanceModel:
         )
         return Estimates(entry, spreads)
 
-    def _predicted(
-        self,
-        spec: SiteSpec,
-        choice: Choice,
-        pass_name: str,
-        times,
-        predicted: Prediction | None,
+    def _by_form(
+        self, spec: SiteSpec, choice: Choice, pass_name: str, alone: Prediction
     ) -> Iterator[tuple[str, Prediction]]:
-        """Yields the predictions that a candidate lacks, by pass and form of chain."""
-        alone = times.get(pass_name, {}).get(choice.name)
-        if predicted is not None:
-            yield pass_name, predicted
-        alone, spread = predicted or (alone, 0.0)
-        if alone is None or choice.provider != "pallas" or self.roofline is None:
+        """Yields a candidate's time alone, and a kernel's in each form of chain."""
+        yield pass_name, alone
+        if choice.provider != "pallas" or self.roofline is None:
             return
         for form in _FORMS:
             name = f"{pass_name}{form}"
             factors = self.fits.differences.get((name, *_handed(choice)))
-            if choice.name not in times.get(name, {}) and factors is not None:
-                us = alone + float(_traffic(spec, self.roofline) @ factors)
-                yield name, Prediction(max(us, alone / 2), spread)
+            if factors is not None:
+                us = alone.us + float(_traffic(spec, self.roofline) @ factors)
+                yield name, Prediction(max(us, alone.us / 2), alone.spread)
 
     def _fit_here(self, provider: str, pass_name: str) -> _Fit | None:
         """Returns the fit of a provider that knows what was measured here, too."""
