@@ -7,7 +7,6 @@ Measures every candidate at every site, on this device and with these sources. E
 and effects on the loss of a table are kept: they are those of the recipes. So are times
 of passes that are not measured. A part takes every n-th site; NEW gets the sites of all
 parts that were written to it; candidates with times there are not measured again.
-The digests of the programs are recorded by `restamp.py --record`, which needs no GPU.
 
 Random sites show what the performance model is worth at shapes that nobody chose.
 
@@ -20,6 +19,7 @@ if __name__ == "__main__":  # the imports below take seconds
     leave_on_interrupt()
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import random
@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping
 
 from experiments.cli import run_cli
 from experiments.options import parse_alone
-from experiments.restamp import SHIPPED
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Entry, Table
@@ -62,7 +62,7 @@ class Options:
     """
 
     out: pathlib.Path
-    table: pathlib.Path = SHIPPED
+    table: pathlib.Path = shipped_path("NVIDIA H200")
     draw: int = 0
     seed: int = 0
     part: int = 1
@@ -101,7 +101,8 @@ def _jobs(
 ) -> Iterator[Job]:
     """Yields the candidates that are left at each site."""
     for site in sites:
-        names = done.get(site, Entry()).passes()
+        times = done.get(site, Entry()).times
+        names = set(itertools.chain(*times.values()))
         left = tuple(
             choice
             for choice in candidates(site)
@@ -113,7 +114,6 @@ def _jobs(
                 site,
                 left,
                 passes=options.passes,
-                digests=False,
                 is_judged=options.judge,
             )
 

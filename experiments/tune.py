@@ -114,7 +114,7 @@ def _add_refusals(
     table, options, name = tables.read(path), run.config.dispatch, run.source
     plan = make_plan(
         run.sites,
-        PerformanceModel(table),
+        PerformanceModel.of(table),
         limits=options.limits,
         rules=options.by_pattern,
         config=name,

@@ -155,7 +155,7 @@ def _arms(model, sites, table: Table, name: str, recipes):
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
         through = [s for s in free if passes_torchao(recipe, s.spec.k, s.spec.n)]
         arms[f"torchao {recipe}"] = forced(model, through, f"xla {recipe}")
-    plans, performance = {}, PerformanceModel(table)
+    plans, performance = {}, PerformanceModel.of(table)
     # Times are compared, also of models whose errors were measured on N(0, 1) only.
     sources = {x.rpartition(" ")[0] for site in free for x in _errors_at(table, site)}
     own = (x for x in sorted(sources) if x.partition("@")[0] == name)

@@ -112,12 +112,12 @@ def main(arguments: Arguments) -> dict[str, Any]:
     if arguments.fitted:
         fitted = _merged([tables.read(path) for path in arguments.fitted])
         unknown = Table(table.header)
-        model = PerformanceModel(unknown, roofline=table.roofline, fitted=fitted)
+        model = PerformanceModel.of(unknown, roofline=table.roofline, fitted=fitted)
         cases = [(model, spec) for spec in table.sites]
         if arguments.known:
             cases = list(_left_out(table, model.with_table))
     else:
-        cases = list(_left_out(table, PerformanceModel))
+        cases = list(_left_out(table, PerformanceModel.of))
     result = results.head("predictions", arguments) | {"sites": len(table.sites)}
     for name in _PASSES:
         timed = [case for case in cases if table.sites[case[1]].times.get(name)]

@@ -187,7 +187,7 @@ def _checked(sites, performance: PerformanceModel, asked: Asked) -> PerformanceM
 
 
 def _model(table: Table, fitted: Table | None) -> PerformanceModel:
-    return PerformanceModel(table, fitted=fitted, device=local_device())
+    return PerformanceModel.of(table, fitted=fitted, device=local_device())
 
 
 def _measured(sites, workers: int) -> Table:
@@ -195,7 +195,7 @@ def _measured(sites, workers: int) -> Table:
     table, device = Table(header_here()), local_device()
     specs = dict.fromkeys(table_key(site.spec) for site in filter(is_open, sites))
     jobs = [
-        Job(spec, (choice,), in_chain=False, digests=False, is_judged=False)
+        Job(spec, (choice,), in_chain=False, is_judged=False)
         for spec in specs
         for choice in candidates(spec, device)
     ]

@@ -46,10 +46,7 @@ def tune_at_start(
     """Returns what is known of this machine after measuring what matters at some sites.
 
     Args:
-        sites: of a model, as `list_sites` returns them.
         seconds: the budget; a measurement under way is ended with it.
-        name: of the model, for messages.
-        say: takes lines of progress.
     """
     local = local_performance()
     if local.performance is None:
@@ -137,12 +134,7 @@ class Agenda:
 def measure_into_cache(
     jobs: Sequence[Job], seconds: float
 ) -> Iterator[tuple[Job, Table]]:
-    """Yields each job and what it measured, which is in the user's cache then.
-
-    Args:
-        jobs: to measure, each by one process.
-        seconds: after which the jobs that are left are given up.
-    """
+    """Yields each job and what it measured, which is in the user's cache then."""
     for job, entry in measure_all(jobs, _WORKERS, _quiet, seconds=seconds):
         yield job, _into_cache(job, entry)
 
@@ -183,7 +175,7 @@ def jobs_worth_measuring(
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False, digests=False)
+        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False)
     return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
 
 

@@ -19,15 +19,13 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.measure import families
 from loka_jax.measure.checking import NO_MEMORY
 
-_CHECKS = ("measure/families.py",)
+# All that kernels, what launches them, and their references and checks are made of.
+_CHECKED = ("*.py", "measure/*", "ops/*", "optim/*", "pallas/*", "triton/*", "xla/*")
 _CAPABILITY = "9.0"  # of the GPUs that kernels are compiled for
 
 
 def why_wrong(family: str) -> str | None:
     """Returns what is wrong with a family's kernels on this device, or None.
-
-    Args:
-        family: of `measure.families.FAMILIES`.
 
     Raises:
         ValueError: if there is no such family.
@@ -48,7 +46,7 @@ def why_wrong(family: str) -> str | None:
 
 def verdicts_path() -> pathlib.Path:
     """Returns the file of what was found with this device, versions and sources."""
-    about = vars(header_here()) | {"checks": sources.digest(roots=_CHECKS)}
+    about = vars(header_here()) | {"checks": sources.digest(_CHECKED)}
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     return cache_folder("kernels") / f"{digest}.json"
 

@@ -58,13 +58,8 @@ def check_plan(
     """Returns a plan without choices that were never checked.
 
     Args:
-        make_plan: makes the plan of the sites.
-        sites: of the model.
-        performance: times and errors, measured or predicted.
         seconds: the budget; a check under way is ended with it.
-        say: takes lines of progress.
         pass_name: the pass that the plan is for, "training" or "inference".
-        measure: measures jobs within a number of seconds.
     """
     plan, left = make_plan(performance), seconds
     while left > 0:
@@ -104,13 +99,7 @@ def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:
 def without_errors(
     sites: Sequence[Site], performance: PerformanceModel, config: str
 ) -> list[Site]:
-    """Returns the sites on whose own operands no errors were measured.
-
-    Args:
-        sites: of a model.
-        performance: with the errors.
-        config: name of the model in tables.
-    """
+    """Returns the sites on whose own operands no errors were measured."""
     return [
         site
         for site in sites
@@ -124,9 +113,7 @@ def sites_us(
     """Returns the microseconds of all sites of a plan in a training step.
 
     Args:
-        plan: of the model, by this performance.
         sites: of the model; those without a time are left out.
-        performance: the times.
     """
     us, decisions = 0.0, dict(plan.decisions)
     for site in sites:
@@ -161,7 +148,7 @@ def unchecked(
         if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
     jobs = (
-        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain, digests=False)
+        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain)
         for (spec, choice), in_chain in chains.items()
     )
     return [part for job in jobs for part in parts_of(job)]

@@ -6,10 +6,11 @@ looks up what `experiments/bench/collectives.py` measured on such a host, and ro
 gradients only for a gain. On a host that was not measured it stays with float32.
 """
 
-import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from loka_jax import jsonfile
 from loka_jax.ops.collectives import Wire
@@ -56,40 +57,28 @@ def choose_wire(
     """Returns how gradients travel.
 
     Args:
-        option: of the user; "auto" leaves it to the times.
         num_bytes: of all dense gradients in float32.
-        device: kind of the GPUs.
-        devices: their number.
-        hosts: what was measured, see `read`.
         has_kernels: whether Triton's kernels run here; without them int8 takes XLA's.
     """
     if option != "auto":
         return WireChoice(option, "as asked")
     if devices == 1:
         return WireChoice("f32", "on one device nothing travels")
-    matches = [
-        host for host in hosts if (host.device, host.devices) == (device, devices)
-    ]
-    if not matches:
+    found = [host.us for host in hosts if host[:2] == (device, devices)]
+    if not found:
         reason = (
             f"not measured on {devices} x {device}: {_MEASURE} {SHIPPED.name} does it"
         )
         return WireChoice("f32", reason)
-    return _fastest(matches[-1].us, num_bytes, has_kernels)
-
-
-def _fastest(
-    measured: Mapping[str, Mapping[int, float]], num_bytes: int, has_kernels: bool
-) -> WireChoice:
     forms: dict[Wire, str] = {
         "f32": "f32",
         "bf16": "bf16",
         "int8": "int8 triton" if has_kernels else "int8 xla",
     }
     us: dict[Wire, float] = {
-        wire: time_at(measured[form], num_bytes)
+        wire: time_at(found[-1][form], num_bytes)
         for wire, form in forms.items()
-        if form in measured
+        if form in found[-1]
     }
     wire = min(us, key=lambda name: us[name])
     times = ", ".join(f"{name} {time:.0f}" for name, time in us.items())
@@ -106,12 +95,11 @@ def time_at(us: Mapping[int, float], num_bytes: int) -> float:
     goes on.
     """
     sizes = sorted(us)
-    if num_bytes <= sizes[0] or len(sizes) == 1:
-        return us[sizes[0]]
-    pairs = list(itertools.pairwise(sizes))
-    low, high = next((pair for pair in pairs if num_bytes <= pair[1]), pairs[-1])
-    slope = (us[high] - us[low]) / (high - low)
-    return us[low] + slope * (num_bytes - low)
+    times = [us[size] for size in sizes]
+    if num_bytes <= sizes[-1] or len(sizes) == 1:
+        return float(np.interp(num_bytes, sizes, times))
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return times[-1] + slope * (num_bytes - sizes[-1])
 
 
 def read(path: pathlib.Path = SHIPPED) -> list[Host]:
@@ -141,14 +129,12 @@ def _host(host: Mapping[str, Any]) -> Host:
 
 
 def add(path: pathlib.Path, host: dict[str, Any]) -> None:
-    """Adds a host to a table, in place of the same device and number.
+    """Adds a host to a table, new or not, in place of the same device and number.
 
     Args:
-        path: of the table, new or not.
         host: as `Host`, in JSON's types, with the `source` of its times.
     """
-    _host(host)
-    key = host["device"], host["devices"]
+    key = _host(host)[:2]
     old = jsonfile.as_dict(jsonfile.read(path))["hosts"] if path.exists() else []
     kept = [one for one in old if (one["device"], one["devices"]) != key]
     jsonfile.write_text(path, jsonfile.dumps({"hosts": [*kept, host]}, indent=1) + "\n")

@@ -19,11 +19,7 @@ _SMALL = 1 / 16  # share of the work that is not worth the risk of any FP8
 
 
 def below_heads(sites: Sequence[Site]) -> dict[str, bool]:
-    """Returns the paths below a head, and whether each is a small part of the work.
-
-    Args:
-        sites: of a model, in calling order.
-    """
+    """Returns the paths below a head, and whether each is a small part of the work."""
     all_work = sum(map(_work, sites))
     found: dict[str, bool] = {}
     for place, head in enumerate(sites):
@@ -42,14 +38,7 @@ def _is_head(site: Site) -> bool:
 
 
 def _reads(head: Site, site: Site, after: Site, before: Sequence[Site]) -> bool:
-    """Returns whether a head reads a site, as far as their sizes tell.
-
-    Args:
-        head: that may read it.
-        site: before the head.
-        after: the next one.
-        before: all sites before the head.
-    """
+    """Returns whether a head reads a site, as far as their sizes tell."""
     if site.spec.n == head.spec.k:
         return after is head or after.spec.k != site.spec.n
     has_joined = head.spec.k not in [earlier.spec.k for earlier in before]

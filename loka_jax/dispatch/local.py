@@ -63,7 +63,7 @@ def local_performance() -> Local:
             f"{missing} for {device.device_kind}: times are predicted from those of an "
             f"{_FITTED_DEVICE} and this device's roofline; --plan tune measures them.",
         )
-    model = PerformanceModel(
+    model = PerformanceModel.of(
         table,
         roofline=table.roofline or _measured_roofline(),
         fitted=fitted,
@@ -74,9 +74,6 @@ def local_performance() -> Local:
 
 def performance_of(path: str | os.PathLike) -> PerformanceModel:
     """Returns the measurements of a table; times that it lacks are predicted.
-
-    Args:
-        path: of a table for this device, as `experiments/tune.py` writes it.
 
     Raises:
         ValueError: if it is no table, or does not hold here.
@@ -90,7 +87,7 @@ def performance_of(path: str | os.PathLike) -> PerformanceModel:
         )
     here = local_performance().performance
     if here is None:
-        return PerformanceModel(table, device=local_device())
+        return PerformanceModel.of(table, device=local_device())
     return here.with_table(table)
 
 

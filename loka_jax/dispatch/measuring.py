@@ -10,7 +10,6 @@ the GPU; those that are tuned so are compiled, and all are checked, while no pro
 takes times. Times are taken alone.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +17,17 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
 
-from loka_jax.dispatch.site_programs import site_programs
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
 from loka_jax.measure.check_operands import Trial
 from loka_jax.measure.checking import Check, lower_check
 from loka_jax.measure.compiling import Lowered, compile_lowered, leaves
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.passes import num_rotated
-from loka_jax.measure.programs import chain_forms, form_spec
+from loka_jax.measure.programs import chain_forms, form_spec, num_rotated
 from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.capture import Operands as Drawn
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import RECIPES
 from loka_jax.site import Choice, SiteSpec
@@ -45,7 +40,6 @@ _HELD, _HELD_UNJUDGED = 40, 12
 
 type _Times = dict[str, dict[str, float]]
 type _Begin = Callable[[str], None]
-type _LowerCheck = Callable[[SiteSpec, Choice], Check]
 
 
 class Job(NamedTuple):
@@ -62,7 +56,6 @@ class Job(NamedTuple):
         is_serial: compile one program after another, to find the one that crashes.
         passes: to time, "training" and "inference".
         in_chain: whether to time the passes as parts of a chain, too.
-        digests: whether to digest the programs, for tables that are shipped.
         is_judged: compare results with the reference; False for candidates that were
             found right on this device with these kernels.
     """
@@ -77,7 +70,6 @@ class Job(NamedTuple):
     is_serial: bool = False
     passes: tuple[str, ...] = ("training", "inference")
     in_chain: bool = True
-    digests: bool = True
     is_judged: bool = True
 
     def split(self, parts: int) -> list["Job"]:
@@ -109,11 +101,8 @@ class GpuUse(NamedTuple):
         alone: no other process uses the GPU.
     """
 
-    together: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    alone: Callable[[], AbstractContextManager] = contextlib.nullcontext
-
-
-_UNSHARED = GpuUse()
+    together: Callable[[], AbstractContextManager]
+    alone: Callable[[], AbstractContextManager]
 
 
 class _Candidate(NamedTuple):
@@ -157,92 +146,74 @@ class _Candidate(NamedTuple):
         return f"{program} {form}:{self.choice.name}"
 
 
-def measure_site(
-    job: Job,
-    begin: _Begin,
-    gpu: GpuUse = _UNSHARED,
-    errors_of: Callable[[Job], RoleErrors] | None = None,
-    check: _LowerCheck = lower_check,
-) -> Entry:
+def measure_site(job: Job, begin: _Begin, gpu: GpuUse) -> Entry:
     """Returns the measurements of a site.
 
     Args:
-        job: the site and its candidates.
         begin: called with the name of the candidate that runs next, "" for several at a
             time: the last name is known if a candidate ends the process.
-        gpu: contexts in which the GPU is used.
-        errors_of: returns the errors of all products; `measure_errors` if None.
-        check: returns the check of a candidate.
     """
     begin("")
     with gpu.together():
-        errors = {job.source: (errors_of or measure_errors)(job)} if job.pairs else {}
+        errors = {job.source: measure_errors(job)} if job.pairs else {}
     if not job.choices:
         return Entry(errors=errors)
-    entry = Entry(errors=errors)
+    failures: dict[str, str] = {}
     candidates = []
     for choice in job.choices:
         why_not = resolve(job.spec, choice, local_device()).why_not
         if why_not is not None:
-            entry.failures[choice.name] = f"does not run: {why_not}"
+            failures[choice.name] = f"does not run: {why_not}"
             continue
         if job.is_serial:
             begin(choice.name)
-        candidates.append(_Candidate(choice, {"": check(job.spec, choice)}))
-    measure = functools.partial(_measure, job=job, begin=begin, gpu=gpu)
-    times = measure(candidates, failures=entry.failures)
+        candidates.append(_candidate(job.spec, choice, ("",)))
+    times = _measure(candidates, failures, job, begin, gpu)
     if job.in_chain:
-        chained = [_chained(job, choice, check) for choice in _fastest_kernels(times)]
-        times |= measure(chained, failures=entry.failures)
-    entry = Entry(_without(times, entry.failures), errors, entry.failures)
-    if job.digests:
-        entry.programs = site_programs(job.spec, entry.passes())
-    return entry
+        chained = [
+            _candidate(job.spec, choice, chain_forms(job.spec, choice))
+            for choice in _fastest_kernels(times)
+        ]
+        times |= _measure(chained, failures, job, begin, gpu)
+    times = {
+        pass_name: {name: us for name, us in by_name.items() if name not in failures}
+        for pass_name, by_name in times.items()
+    }
+    return Entry(times, errors, failures)
+
+
+def _candidate(spec: SiteSpec, choice: Choice, forms: Sequence[str]) -> _Candidate:
+    """Returns a candidate in some forms of chain, lowered."""
+    return _Candidate(
+        choice, {form: lower_check(form_spec(spec, form), choice) for form in forms}
+    )
 
 
 def measure_errors(job: Job) -> RoleErrors:
-    """Returns the errors of all products in all recipes."""
-    draw = _draw(job, min(job.spec.m, job.rows))
-    sources = {"drawn": (draw, _keys(job, job.pairs))}
-    errors = site_errors(job.spec, sources, _FP8_RECIPES)
-    return {role: _finite(candidates) for role, candidates in errors.items()}
-
-
-def _finite(
-    candidates: Mapping[str, Mapping[str, Mapping[str, Interval]]],
-) -> dict[str, dict[str, Interval]]:
-    """Returns the errors that a table keeps, by recipe: XLA's, where all are finite."""
-    by_recipe = {}
-    for name, by_source in candidates.items():
-        provider, _, recipe = name.partition(" ")
-        measures = {measure: by_source["drawn"][measure] for measure in MEASURES}
-        is_finite = all(math.isfinite(error.high) for error in measures.values())
-        if provider == "xla" and is_finite:
-            by_recipe[recipe] = {m: _rounded(error) for m, error in measures.items()}
-    return by_recipe
+    """Returns the errors of XLA's products in all recipes, where they are finite."""
+    rows = min(job.spec.m, job.rows)
+    if job.stats is None:
+        sizes = (rows, job.spec.k, job.spec.n)
+        draw = functools.partial(draw_normal, sizes=sizes)
+    else:
+        draw = functools.partial(draw_learned, stats=job.stats, rows=rows)
+    keys = jax.random.split(jax.random.key(job.seed), job.pairs)
+    by_role = site_errors(job.spec, {"drawn": (draw, keys)}, _FP8_RECIPES)
+    found: RoleErrors = {}
+    for role, candidates in by_role.items():
+        found[role] = {}
+        for name, by_source in candidates.items():
+            provider, _, recipe = name.partition(" ")
+            errors = {measure: by_source["drawn"][measure] for measure in MEASURES}
+            is_finite = all(math.isfinite(error.high) for error in errors.values())
+            if provider == "xla" and is_finite:
+                found[role][recipe] = {m: _rounded(e) for m, e in errors.items()}
+    return found
 
 
 def _rounded(interval: Interval) -> Interval:
     """Returns an interval with four digits, so that the table can be read."""
     return Interval(*(float(f"{value:.4g}") for value in interval))
-
-
-def _draw(job: Job, rows: int) -> Callable[[Array], Drawn]:
-    if job.stats is None:
-        sizes = (rows, job.spec.k, job.spec.n)
-        return functools.partial(draw_normal, sizes=sizes)
-    return functools.partial(draw_learned, stats=job.stats, rows=rows)
-
-
-def _keys(job: Job, count: int) -> Array:
-    return jax.random.split(jax.random.key(job.seed), count)
-
-
-def _chained(job: Job, choice: Choice, check: _LowerCheck) -> _Candidate:
-    forms = chain_forms(job.spec, choice)
-    return _Candidate(
-        choice, {form: check(form_spec(job.spec, form), choice) for form in forms}
-    )
 
 
 def _measure(
@@ -255,9 +226,7 @@ def _measure(
     """Returns the times of candidates that are right; adds the others to `failures`.
 
     Args:
-        candidates: in one form.
         failures: why a candidate does not compile, or what is wrong with it, by name.
-        job, begin, gpu: as in `measure_site`.
     """
     right = []
     lowered = {x.choice.name: x.programs(job) for x in candidates}
@@ -290,8 +259,6 @@ def _compile(
     """Returns compiled programs, or why one does not compile, by their names.
 
     Args:
-        lowered: programs by candidate and name.
-        job, begin: as in `measure_site`.
         is_tuned: compile the programs that are tuned; else the others, without a GPU.
     """
     own = {
@@ -362,14 +329,6 @@ def _arguments(
     return {
         "training": [leaves((inputs, trial.g)) for inputs, trial in pairs],
         "inference": [leaves((ready, *inputs.split()[1])) for inputs in sets],
-    }
-
-
-def _without(times: _Times, failures: Mapping[str, str]) -> _Times:
-    """Returns the times of candidates that did not fail."""
-    return {
-        pass_name: {name: us for name, us in by_name.items() if name not in failures}
-        for pass_name, by_name in times.items()
     }
 
 

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loka_jax.dispatch.candidates import candidates, table_key
-from loka_jax.dispatch.regression import LEAST_POINTS, Points, Prediction, Regression
+from loka_jax.dispatch.regression import (
+    LEAST_POINTS,
+    Points,
+    Prediction,
+    Regression,
+    fit,
+)
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import least_us, place, roles_of, work
 from loka_jax.measure.roofline import Roofline
@@ -58,72 +64,130 @@ class _Fit(NamedTuple):
     kinds: Mapping[str, int]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fits:
+    """What predictions are made by; each part is fitted when it is needed first.
+
+    Attributes:
+        table: measurements of this or another device; without its roofline nothing is
+            predicted.
+    """
+
+    table: Table
+    _fits: dict[tuple[str, str], _Fit | None] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def fit(self, provider: str, pass_name: str) -> _Fit | None:
+        """Returns the fit of a provider; None without enough measurements."""
+        key = provider, pass_name
+        if key not in self._fits:
+            self._fits[key] = self._fitted(provider, pass_name)
+        return self._fits[key]
+
+    def _fitted(self, provider: str, pass_name: str) -> _Fit | None:
+        roofline, by_name = self.table.roofline, collections.defaultdict(list)
+        for spec, entry in self.table.sites.items():
+            for name, us in entry.times.get(pass_name, {}).items():
+                if name.partition(" ")[0] == provider:
+                    by_name[name].append((spec, us))
+        enough = {x: y for x, y in by_name.items() if len(y) >= LEAST_POINTS}
+        if roofline is None or not enough:
+            return None
+        choices = [Choice.parse(name) for name in enough]
+        problems, kinds, times = [], [], []
+        for kind, measured in enumerate(enough.values()):
+            problems += [(spec, choices[kind]) for spec, _ in measured]
+            kinds += [kind] * len(measured)
+            times += [us for _, us in measured]
+        roles = roles_of(pass_name)
+        alike = np.array([[_alike(a, b, roles) for b in choices] for a in choices])
+        points = _points(problems, pass_name, roofline, np.array(kinds))
+        regression = fit(points, np.array(times), alike)
+        return _Fit(regression, {name: kind for kind, name in enumerate(enough)})
+
+    @functools.cached_property
+    def differences(self) -> dict[tuple, np.ndarray]:
+        """The factors of the difference that a chain makes, by pass and `handed`."""
+        roofline, points = self.table.roofline, {}
+        if roofline is None:
+            return {}
+        for spec, entry in self.table.sites.items():
+            for pass_name, form in itertools.product(_PASSES, _FORMS):
+                alone = entry.times.get(pass_name, {})
+                for name, us in entry.times.get(f"{pass_name}{form}", {}).items():
+                    key = f"{pass_name}{form}", *_handed(Choice.parse(name))
+                    point = _traffic(spec, roofline), us - alone[name], alone[name]
+                    points.setdefault(key, []).append(point)
+        return {
+            key: _least_squares(*map(np.array, zip(*samples, strict=True)))
+            for key, samples in points.items()
+            if len(samples) >= LEAST_POINTS
+        }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PerformanceModel:
     """Measured times, and a model of those that are not.
 
     Attributes:
         table: measurements on this device.
+        fits: by which times are predicted.
+        roofline: of this device; None without predictions.
         device: that candidates are planned for.
+        doubt: spreads off its prediction at which a time is given.
+        predicts: whether candidates are predicted.
     """
 
-    def __init__(
-        self,
+    table: Table
+    fits: Fits
+    roofline: Roofline | None
+    device: Device = HOPPER
+    doubt: float = 0.0
+    predicts: bool = True
+    _fits_here: dict[tuple[str, str], _Fit | None] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+    _estimates: dict[SiteSpec, Estimates] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @classmethod
+    def of(
+        cls,
         table: Table,
         *,
         roofline: Roofline | None = None,
         fitted: Table | None = None,
         device: Device = HOPPER,
-    ):
-        """Takes the measurements; regressions are fitted when they are needed.
+    ) -> "PerformanceModel":
+        """Returns the model of measurements on this device.
 
         Args:
-            table: measurements on this device.
+            table: the measurements.
             roofline: of this device; that of `fitted` if None.
             fitted: measurements that predictions are fitted on, of this or another
-                device; without its roofline nothing is predicted.
+                device; `table` if None.
             device: that candidates are planned for.
         """
-        self.table = table
-        self._fitted = table if fitted is None else fitted
-        self._roofline = roofline or self._fitted.roofline
-        self.device = device
-        self._doubt = 0.0
-        self._predicts = True
-        self._fits: dict[tuple[str, str], _Fit | None] = {}
-        self._fits_here: dict[tuple[str, str], _Fit | None] = {}
-        self._estimates: dict[SiteSpec, Estimates] = {}
-
-    @property
-    def roofline(self) -> Roofline | None:
-        """The roofline of this device; None without predictions."""
-        return self._roofline
+        fits = Fits(table if fitted is None else fitted)
+        return cls(table, fits, roofline or fits.table.roofline, device)
 
     def with_table(self, table: Table) -> "PerformanceModel":
         """Returns the model with other measurements on this device."""
-        other = PerformanceModel(
-            table, roofline=self._roofline, fitted=self._fitted, device=self.device
-        )
-        other._fits = self._fits  # on the same times
-        return other
+        return dataclasses.replace(self, table=table, doubt=0.0, predicts=True)
 
     def hopeful(self, doubt: float) -> "PerformanceModel":
         """Returns the model with predicted times at the ends of their intervals.
 
         At the lower ones, those of XLA's bfloat16 at the upper ones: a plan by it has
         what may be the fastest wherever it may pay to leave XLA's bfloat16.
-
-        Args:
-            doubt: spreads off its prediction at which a time may lie.
         """
-        other = self.with_table(self.table)
-        other._doubt = doubt
-        return other
+        return dataclasses.replace(self, doubt=doubt)
 
     def measured(self) -> "PerformanceModel":
         """Returns the model without predictions of candidates."""
-        other = self.with_table(self.table)
-        other._predicts = False
-        return other
+        return dataclasses.replace(self, predicts=False)
 
     def estimates(self, spec: SiteSpec) -> Estimates:
         """Returns the times and errors at a site, for exactly its number of rows."""
@@ -138,24 +202,20 @@ class PerformanceModel:
         """Returns the predicted times of candidates, by the name of each.
 
         Those that cannot be predicted are left out.
-
-        Args:
-            spec: the site.
-            choices: the candidates.
-            pass_name: "training" or "inference".
         """
         predicted: dict[str, Prediction] = {}
         for provider in PROVIDERS:
-            fit = self._fit_here(provider, pass_name)
-            if fit is None or self._roofline is None:
+            found = self._fit_here(provider, pass_name)
+            if found is None or self.roofline is None:
                 continue
-            served = [choice for choice in choices if choice.name in fit.kinds]
+            served = [choice for choice in choices if choice.name in found.kinds]
             if served:
-                problems = [(spec, choice) for choice in served]
-                points = self._points_here(problems, pass_name, fit.kinds)
-                times = fit.regression.predict(points)
+                points = self._points_here(
+                    found, [(spec, x) for x in served], pass_name
+                )
+                times = found.regression.predict(points)
                 for choice, (us, spread) in zip(served, times, strict=True):
-                    least = least_us(spec, choice, pass_name, self._roofline)
+                    least = least_us(spec, choice, pass_name, self.roofline)
                     predicted[choice.name] = Prediction(max(us, least), spread)
         return predicted
 
@@ -166,19 +226,27 @@ class PerformanceModel:
         choices = [
             choice
             for choice in candidates(spec, self.device)
-            if self._predicts and choice.name not in measured.failures
+            if self.predicts and choice.name not in measured.failures
         ]
+
+        def add(name: str, choice: Choice, time: Prediction):
+            off = self.doubt * (1 if choice == BF16 else -1)
+            us = time.us * math.exp(off * time.spread)
+            times.setdefault(name, {})[choice.name] = us
+            spreads.setdefault(name, {})[choice.name] = time.spread
+
         for pass_name in _PASSES:
-            alone = measured.times.get(pass_name, {})
-            missing = [choice for choice in choices if choice.name not in alone]
-            predicted = self.predictions(spec, missing, pass_name)
+            known = measured.times.get(pass_name, {})
+            missing = [choice for choice in choices if choice.name not in known]
+            alone = {name: Prediction(us, 0.0) for name, us in known.items()}
+            alone |= self.predictions(spec, missing, pass_name)
             for choice in choices:
-                own = predicted.get(choice.name)
-                for name, time in self._predicted(spec, choice, pass_name, times, own):
-                    off = self._doubt * (1 if choice == BF16 else -1)
-                    us = time.us * math.exp(off * time.spread)
-                    times.setdefault(name, {})[choice.name] = us
-                    spreads.setdefault(name, {})[choice.name] = time.spread
+                if choice.name not in alone:
+                    continue
+                by_form = self._by_form(spec, choice, pass_name, alone[choice.name])
+                for name, time in by_form:
+                    if choice.name not in measured.times.get(name, {}):
+                        add(name, choice, time)
         entry = dataclasses.replace(
             measured,
             times=times,
@@ -188,118 +256,67 @@ class PerformanceModel:
         )
         return Estimates(entry, spreads)
 
-    def _predicted(
-        self,
-        spec: SiteSpec,
-        choice: Choice,
-        pass_name: str,
-        times,
-        predicted: Prediction | None,
+    def _by_form(
+        self, spec: SiteSpec, choice: Choice, pass_name: str, alone: Prediction
     ) -> Iterator[tuple[str, Prediction]]:
-        """Yields the predictions that a candidate lacks, by pass and form of chain."""
-        alone = times.get(pass_name, {}).get(choice.name)
-        if predicted is not None:
-            yield pass_name, predicted
-        alone, spread = predicted or (alone, 0.0)
-        if alone is None or choice.provider != "pallas" or self._roofline is None:
+        """Yields a candidate's time alone, and a kernel's in each form of chain."""
+        yield pass_name, alone
+        if choice.provider != "pallas" or self.roofline is None:
             return
         for form in _FORMS:
             name = f"{pass_name}{form}"
-            factors = self._differences.get((name, *_handed(choice)))
-            if choice.name not in times.get(name, {}) and factors is not None:
-                us = alone + float(_traffic(spec, self._roofline) @ factors)
-                yield name, Prediction(max(us, alone / 2), spread)
+            factors = self.fits.differences.get((name, *_handed(choice)))
+            if factors is not None:
+                us = alone.us + float(_traffic(spec, self.roofline) @ factors)
+                yield name, Prediction(max(us, alone.us / 2), alone.spread)
 
     def _fit_here(self, provider: str, pass_name: str) -> _Fit | None:
         """Returns the fit of a provider that knows what was measured here, too."""
         key = provider, pass_name
         if key not in self._fits_here:
-            fit = self._fit(provider, pass_name)
-            self._fits_here[key] = fit and self._given_here(fit, pass_name)
+            found = self.fits.fit(provider, pass_name)
+            self._fits_here[key] = found and self._given_here(found, pass_name)
         return self._fits_here[key]
 
-    def _given_here(self, fit: _Fit, pass_name: str) -> _Fit:
+    def _given_here(self, found: _Fit, pass_name: str) -> _Fit:
         problems, times = [], []
         for spec, entry in self.table.sites.items():
-            fitted = self._fitted.sites.get(spec, Entry()).times.get(pass_name, {})
+            fitted = self.fits.table.sites.get(spec, Entry()).times.get(pass_name, {})
             for name, us in entry.times.get(pass_name, {}).items():
-                if name in fit.kinds and fitted.get(name) != us:
+                if name in found.kinds and fitted.get(name) != us:
                     problems.append((spec, Choice.parse(name)))
                     times.append(us)
         if not problems:
-            return fit
-        points = self._points_here(problems, pass_name, fit.kinds)
-        return fit._replace(regression=fit.regression.given(points, np.array(times)))
+            return found
+        points = self._points_here(found, problems, pass_name)
+        return found._replace(
+            regression=found.regression.given(points, np.array(times))
+        )
 
     def _points_here(
-        self,
-        problems: Sequence[tuple[SiteSpec, Choice]],
-        pass_name: str,
-        kinds: Mapping[str, int],
+        self, found: _Fit, problems: Sequence[tuple[SiteSpec, Choice]], pass_name: str
     ) -> Points:
         """Returns candidates of a provider at sites, on this device."""
-        assert self._roofline is not None
-        own = np.array([kinds[choice.name] for _, choice in problems])
-        is_other = np.full(len(own), self._roofline != self._fitted.roofline)
-        return Points(*_points(problems, pass_name, self._roofline), own, is_other)
-
-    def _fit(self, provider: str, pass_name: str) -> _Fit | None:
-        key = provider, pass_name
-        if key not in self._fits:
-            self._fits[key] = self._fitted_on_all(provider, pass_name)
-        return self._fits[key]
-
-    def _fitted_on_all(self, provider: str, pass_name: str) -> _Fit | None:
-        """Returns the fit of a provider; None without enough measurements."""
-        roofline, by_name = self._fitted.roofline, collections.defaultdict(list)
-        for spec, entry in self._fitted.sites.items():
-            for name, us in entry.times.get(pass_name, {}).items():
-                if name.partition(" ")[0] == provider:
-                    by_name[name].append((spec, us))
-        enough = {x: y for x, y in by_name.items() if len(y) >= LEAST_POINTS}
-        if roofline is None or not enough:
-            return None
-        choices = [Choice.parse(name) for name in enough]
-        problems, kinds, times = [], [], []
-        for kind, (choice, measured) in enumerate(
-            zip(choices, enough.values(), strict=True)
-        ):
-            problems += [(spec, choice) for spec, _ in measured]
-            kinds += [kind] * len(measured)
-            times += [us for _, us in measured]
-        parts = _points(problems, pass_name, roofline)
-        points = Points(*parts, np.array(kinds), np.zeros(len(kinds), bool))
-        roles = roles_of(pass_name)
-        alike = np.array([[_alike(a, b, roles) for b in choices] for a in choices])
-        regression = Regression(points, np.array(times), alike)
-        return _Fit(regression, {name: kind for kind, name in enumerate(enough)})
-
-    @functools.cached_property
-    def _differences(self) -> dict:
-        """The factors of the difference that a chain makes, by pass and `_handed`."""
-        roofline, points = self._fitted.roofline, {}
-        if roofline is None:
-            return {}
-        for spec, entry in self._fitted.sites.items():
-            for pass_name, form in itertools.product(_PASSES, _FORMS):
-                alone = entry.times.get(pass_name, {})
-                for name, us in entry.times.get(f"{pass_name}{form}", {}).items():
-                    key = f"{pass_name}{form}", *_handed(Choice.parse(name))
-                    point = _traffic(spec, roofline), us - alone[name], alone[name]
-                    points.setdefault(key, []).append(point)
-        return {
-            key: _least_squares(*map(np.array, zip(*samples, strict=True)))
-            for key, samples in points.items()
-            if len(samples) >= LEAST_POINTS
-        }
+        assert self.roofline is not None
+        kinds = np.array([found.kinds[choice.name] for _, choice in problems])
+        is_other = self.roofline != self.fits.table.roofline
+        return _points(problems, pass_name, self.roofline, kinds, is_other=is_other)
 
 
 def _points(
-    problems: Sequence[tuple[SiteSpec, Choice]], pass_name: str, roofline: Roofline
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the works and places of candidates of a provider at sites."""
+    problems: Sequence[tuple[SiteSpec, Choice]],
+    pass_name: str,
+    roofline: Roofline,
+    kinds: np.ndarray,
+    *,
+    is_other: bool = False,
+) -> Points:
+    """Returns candidates of a provider at sites, on a device with this roofline."""
     works = [work(spec, choice, pass_name, roofline) for spec, choice in problems]
-    return np.stack(works), np.stack([place(*problem) for problem in problems])
+    places = [place(spec, choice) for spec, choice in problems]
+    return Points(
+        np.stack(works), np.stack(places), kinds, np.full(len(kinds), is_other)
+    )
 
 
 def _alike(a: Choice, b: Choice, roles: Sequence[Role]) -> float:

@@ -72,10 +72,8 @@ def make_plan(
     """Returns the plan of a model.
 
     Args:
-        sites: of the model, as `list_sites` returns them.
         performance: times and errors on this device, or the path of a table with them;
             without them only rules decide, and a GPU without FP8 runs bfloat16.
-        limits: on errors and speed.
         rules: by pattern of paths ("top_mlp/*"), a recipe or a choice; of several that
             match, the last.
         config: the run whose operands' errors count, as `Config.source` names it. In
@@ -212,13 +210,7 @@ def chains_of(sites: Sequence[Site]) -> list[list[Site]]:
 def _decide_chain(
     chain: list[Site], options: _Options, not_fp8: Mapping[str, str]
 ) -> dict[str, Decision]:
-    """Returns the decisions on a chain: site by site, or together if that is faster.
-
-    Args:
-        chain: the sites.
-        options: of the plan.
-        not_fp8: by path, why a site may have no FP8.
-    """
+    """Returns the decisions on a chain: site by site, or together if that is faster."""
     terms = [_terms(site, options, not_fp8) for site in chain]
     estimates = [options.estimates(site) for site in chain]
     entries = [of_site.entry for of_site in estimates]
@@ -249,14 +241,7 @@ def _decide_network(
     options: _Options,
     not_fp8: Mapping[str, str],
 ) -> dict[str, Decision]:
-    """Returns the decisions on the sites that run as one operation with a network.
-
-    Args:
-        network: a cross network, and what may be part of it.
-        apart: the decisions on each site by itself, by path.
-        options: of the plan.
-        not_fp8: by path, why a site may have no FP8.
-    """
+    """Returns the decisions on the sites that run as one operation with a network."""
     roofline = options.tails_roofline
     if roofline is None:
         return {}
@@ -390,8 +375,6 @@ def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
     """Returns the plan of a model's sites from the values of `as_json`.
 
     Args:
-        value: the values.
-        sites: of the model.
         source: where the values are from, for messages.
 
     Raises:

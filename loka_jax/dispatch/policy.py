@@ -89,7 +89,6 @@ def why_unsafe(errors: Mapping[str, Interval], limits: Limits) -> str | None:
     Args:
         errors: by measure. The upper ends of the intervals must be within the limits;
             NaN never is.
-        limits: on errors.
     """
     for name, bound in bounds(limits).items():
         high = errors[name].high
@@ -107,9 +106,6 @@ def shares_of_limits(
     known, are left out.
 
     Args:
-        recipe: of a site.
-        errors: of the site's products.
-        limits: on errors.
         end: "high" or "mean": which value of the intervals counts.
     """
     shares: dict[Role, float] = {}
@@ -164,13 +160,7 @@ _ALL_ROLES = Terms()
 
 
 def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
-    """Returns the decision on a site.
-
-    Args:
-        entry: times and errors of the site.
-        limits: on errors and speed.
-        terms: of this site.
-    """
+    """Returns the decision on a site."""
     times = entry.times.get(terms.pass_name, {})
     if BF16.name not in times:
         return Decision(BF16, "its times are unknown")
@@ -201,10 +191,7 @@ def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
 
 
 def accurate(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> list[Choice]:
-    """Returns the measured choices within the limits on errors, whatever their speed.
-
-    Arguments are those of `decide`.
-    """
+    """Returns the measured choices that are accurate enough, whatever their speed."""
     return [
         choice
         for choice in map(Choice.parse, entry.times.get(terms.pass_name, {}))
@@ -216,10 +203,7 @@ def accurate(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> list[Ch
 def why_inaccurate(
     choice: Choice, entry: Entry, limits: Limits, terms: Terms
 ) -> str | None:
-    """Returns which limit on errors a candidate breaks, or None.
-
-    Arguments are those of `decide`.
-    """
+    """Returns which limit on errors a candidate breaks, or None."""
     if not _multiplies_in_fp8(choice, terms):
         return None
     why_not = terms.why_not_fp8 or _why_borrowed(entry, terms)

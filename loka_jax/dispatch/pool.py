@@ -6,46 +6,30 @@ one after another, while no worker compiles.
 
 import contextlib
 import functools
-import json
 import math
+import multiprocessing
 import os
-import pathlib
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from multiprocessing.connection import Connection
 
 import jax
 
-from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.measuring import Job, bytes_needed
 from loka_jax.dispatch.table import Entry
-from loka_jax.dispatch.turns import Turns
-from loka_jax.dispatch.worker import (
-    ALONE,
-    APART,
-    BEGIN,
-    GO,
-    RESULT,
-    TOGETHER,
-    save_stats,
-    to_line,
-)
+from loka_jax.dispatch.worker import ALONE, APART, BEGIN, RESULT, TOGETHER
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
 _CONTEXT = 1 << 30  # bytes of a process beside its arrays, with room: not measured
-_COMMAND = (
-    sys.executable,
-    "-c",
-    "from loka_jax.dispatch.worker import main; main()",
-)
+# Not by multiprocessing, whose processes import the main module, a script of the user.
+_COMMAND = (sys.executable, "-m", "loka_jax.dispatch.worker")
 
 
 def measure_all(
@@ -58,7 +42,6 @@ def measure_all(
     """Yields each job and its measurements, in the order in which they finish.
 
     Args:
-        jobs: to measure.
         workers, say, seconds: as in `measure_on_demand`; fewer processes run where the
             GPU's memory does not hold more.
     """
@@ -78,7 +61,6 @@ def measure_on_demand(
     Args:
         next_job: returns a job, or None if there is none for now. Called when a process
             is idle, after what finished was yielded.
-        workers: number of processes.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """
@@ -122,6 +104,52 @@ def fitting(workers: int, jobs: Sequence[Job]) -> int:
     return max(1, min(workers, int(left // each)))
 
 
+class Turns:
+    """Grants turns to threads; a turn alone takes precedence.
+
+    No shared turn begins while a thread waits for, or has, a turn alone: it would keep
+    all that wait to take times waiting for one more compilation.
+    """
+
+    def __init__(self):
+        """Begins without a turn."""
+        self._changed = threading.Condition()
+        self._together = 0  # threads with a shared turn
+        self._alone = 0  # threads that wait for a turn alone, or have it
+        self._exclusive = threading.Lock()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Waits while a thread is, or waits to be, alone; then holds a shared turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._together += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._together -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other thread has a turn; then holds the only one.
+
+        A thread with a shared turn must end it first.
+        """
+        with self._changed:
+            self._alone += 1
+        try:
+            with self._exclusive:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._together)
+                yield
+        finally:
+            with self._changed:
+                self._alone -= 1
+                self._changed.notify_all()
+
+
 class Worker:
     """A worker process, started when it is needed; a context manager.
 
@@ -133,16 +161,14 @@ class Worker:
         say: Callable[[str], None],
         turns: Turns,
         *,
-        command: tuple[str, ...] = _COMMAND,
         timeout_s: float = _TIMEOUT_S,
     ):
         """Makes a worker that reports failures to `say` and shares `turns`."""
         self._say = say
         self._turns = turns
-        self._command = command
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
         self._starts_or_stops = threading.Lock()
         self._is_closed = False
 
@@ -193,80 +219,47 @@ class Worker:
             TOGETHER: self._turns.together,
             APART: contextlib.nullcontext,
         }
-        process = self._started()
-        last = ""
-        with tempfile.TemporaryDirectory() as folder:
-            stats = None
-            if job.stats is not None:
-                stats = pathlib.Path(folder) / "stats.npz"
-                save_stats(stats, job.stats)
-            _tell(process, to_line(job, stats))
-            while (answer := self._answer()) is not None:
-                ((kind, value),) = answer.items()
+        connection, last = self._started(), ""
+        # A worker that ended, or was ended, closes its side.
+        with contextlib.suppress(EOFError, OSError):
+            connection.send(job._replace(stats=jax.device_get(job.stats)))
+            while connection.poll(self._timeout_s):
+                kind, value = connection.recv()
                 if kind == RESULT:
-                    (entry,) = tables.from_json(value).sites.values()
-                    return entry, last
+                    return value, last
                 if kind == BEGIN:
                     last = value
                 else:
                     turn.close()
                     turn.enter_context(grants[kind]())
-                    _tell(process, GO)
+                    connection.send("go")
         return None, last
 
-    def _answer(self) -> dict[str, Any] | None:
-        try:
-            line = self._answers.get(timeout=self._timeout_s)
-        except queue.Empty:
-            return None
-        # A worker that was killed may leave its last line incomplete.
-        return json.loads(line) if line and line.endswith("\n") else None
-
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> Connection:
         with self._starts_or_stops:
             self._require_open()
-            if self._process is not None and self._process.poll() is None:
-                return self._process
-            # Beside a parent that may hold most of the GPU's memory already.
-            environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            self._process, self._answers = process, queue.Queue()
-            threading.Thread(
-                target=_read, args=(process, self._answers), daemon=True
-            ).start()
-            return process
+            if self._connection is not None and self._process is not None:
+                if self._process.poll() is None:
+                    return self._connection
+            self._connection, its = multiprocessing.Pipe()
+            with its:
+                self._process = subprocess.Popen(
+                    (*_COMMAND, str(its.fileno())),
+                    pass_fds=[its.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what libraries print goes to the error output
+                    # Beside a parent that may hold most of the GPU's memory already.
+                    env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+                )
+            return self._connection
 
     def _stop(self):
         with self._starts_or_stops:
-            if self._process is None:
-                return
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError), self._process:
-                pass  # closes its pipes and waits for its end
-            self._process = None
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
 
     def _require_open(self):
         if self._is_closed:
             raise RuntimeError("the worker was ended.")
-
-
-def _tell(process: subprocess.Popen[str], line: str):
-    assert process.stdin is not None
-    # A worker that has ended gives no answers, which `_ask` notices.
-    with contextlib.suppress(OSError, ValueError):
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
-def _read(process: subprocess.Popen[str], answers: queue.Queue[str | None]):
-    assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed while it is read
-        for line in process.stdout:
-            answers.put(line)
-    answers.put(None)

@@ -14,12 +14,14 @@ References:
     2.26 and 4.17.
 """
 
-import copy
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import cho_solve, solve_triangular
 from scipy.optimize import nnls
+from scipy.spatial.distance import cdist
 
 LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other shapes
 # Variances of log time: of what the factors get wrong in all candidates, in one, and
@@ -62,78 +64,73 @@ class Points(NamedTuple):
     is_other: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Regression:
-    """The fit of a provider's candidates in one pass."""
+    """The fit of a provider's candidates in one pass.
 
-    def __init__(self, points: Points, times: np.ndarray, alike: np.ndarray):
-        """Fits the factors and the processes.
+    Attributes:
+        points: that were measured.
+        times: `[points]`, microseconds.
+        alike: `[kinds, kinds]`, correlations of g between candidates.
+        factors: `[kinds, parts]` of each candidate.
+    """
 
-        Args:
-            points: that were measured.
-            times: `[points]`, microseconds.
-            alike: `[kinds, kinds]`, correlations of g between candidates.
-        """
-        self._alike = alike
-        self._factors = _factors(points, times)
-        self._points, self._residuals = points, self._wrong(points, times)
-        noise = _NOISE * np.eye(len(times))
-        self._cholesky = np.linalg.cholesky(self._covariances(points, points) + noise)
-        self._weights = cho_solve((self._cholesky, True), self._residuals)
+    points: Points
+    times: np.ndarray
+    alike: np.ndarray
+    factors: np.ndarray
 
     def given(self, points: Points, times: np.ndarray) -> "Regression":
-        """Returns the fit that knows other measurements, too; its factors stay.
-
-        Args:
-            points: that were measured since.
-            times: `[points]`, microseconds.
-        """
-        other = copy.copy(self)
-        side = self._explained(points)
-        noise = _NOISE * np.eye(len(times))
-        rest = self._covariances(points, points) + noise - side.T @ side
-        above = np.zeros_like(side)
-        other._cholesky = np.block(
-            [[self._cholesky, above], [side.T, np.linalg.cholesky(rest)]]
+        """Returns the fit that knows other measurements, too; its factors stay."""
+        both = zip(self.points, points, strict=True)
+        return dataclasses.replace(
+            self,
+            points=Points(*map(np.concatenate, both)),
+            times=np.concatenate([self.times, times]),
         )
-        both = zip(self._points, points, strict=True)
-        other._points = Points(*map(np.concatenate, both))
-        wrong = self._wrong(points, times)
-        other._residuals = np.concatenate([self._residuals, wrong])
-        other._weights = cho_solve((other._cholesky, True), other._residuals)
-        return other
 
     def predict(self, points: Points) -> list[Prediction]:
         """Returns the predictions for some problems."""
-        near = self._covariances(points, self._points)
+        near = self._covariances(points, self.points)
         log_us = self._log_factors(points) + near @ self._weights
+        # L^-1 K, `[measured, points]`, whose squares are the variances explained.
+        explained = solve_triangular(self._cholesky, near.T, lower=True)
         device = (_DEVICE + _DEVICE_OWN) * points.is_other
-        explained = np.sum(self._explained(points) ** 2, axis=0)
-        variances = _SHARED + _OWN + device - explained
+        variances = _SHARED + _OWN + device - np.sum(explained**2, axis=0)
         spreads = np.sqrt(np.maximum(variances, 0.0) + _NOISE)
         return [
             Prediction(float(us), float(spread))
             for us, spread in zip(np.exp(log_us), spreads, strict=True)
         ]
 
-    def _explained(self, points: Points) -> np.ndarray:
-        """Returns L^-1 K, `[measured, points]`; its squares are variances explained."""
-        near = self._covariances(points, self._points)
-        return solve_triangular(self._cholesky, near.T, lower=True)
+    @functools.cached_property
+    def _cholesky(self) -> np.ndarray:
+        noise = _NOISE * np.eye(len(self.times))
+        return np.linalg.cholesky(self._covariances(self.points, self.points) + noise)
 
-    def _wrong(self, points: Points, times: np.ndarray) -> np.ndarray:
-        """Returns what the factors get wrong, in logarithms."""
-        return np.log(times) - self._log_factors(points)
+    @functools.cached_property
+    def _weights(self) -> np.ndarray:
+        wrong = np.log(self.times) - self._log_factors(self.points)
+        return cho_solve((self._cholesky, True), wrong)
 
     def _log_factors(self, points: Points) -> np.ndarray:
-        us = np.sum(points.works * self._factors[points.kinds], axis=1)
+        us = np.sum(points.works * self.factors[points.kinds], axis=1)
         return np.log(np.maximum(us, _LEAST_US))
 
     def _covariances(self, a: Points, b: Points) -> np.ndarray:
         """Returns those of all processes between problems."""
-        alike = self._alike[np.ix_(a.kinds, b.kinds)]
+        alike = self.alike[np.ix_(a.kinds, b.kinds)]
         is_other = np.outer(a.is_other, b.is_other)
-        near = _near(a.places, b.places) * (_SHARED + _OWN * alike)
+        # Matern's process of order 3/2, once differentiable: what kernels do at the
+        # next size up is no smooth function.
+        distances = 3**0.5 * cdist(a.places, b.places) / _REACH
+        near = (1 + distances) * np.exp(-distances) * (_SHARED + _OWN * alike)
         return near + is_other * (_DEVICE + _DEVICE_OWN * alike)
+
+
+def fit(points: Points, times: np.ndarray, alike: np.ndarray) -> Regression:
+    """Returns the fit of measurements; arguments as in `Regression`."""
+    return Regression(points, times, alike, _factors(points, times))
 
 
 def _factors(points: Points, times: np.ndarray) -> np.ndarray:
@@ -148,13 +145,3 @@ def _factors(points: Points, times: np.ndarray) -> np.ndarray:
         targets = np.concatenate([np.ones(len(own)), draw @ of_all])
         factors.append(nnls(np.concatenate([own, draw]), targets)[0])
     return np.stack(factors)
-
-
-def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the correlations of a process at places: Matern's of order 3/2.
-
-    Once differentiable: what kernels do at the next size up is no smooth function.
-    """
-    squares = np.sum(a**2, axis=1)[:, None] + np.sum(b**2, axis=1) - 2 * a @ b.T
-    distances = np.sqrt(3 * np.maximum(squares, 0.0)) / _REACH
-    return (1 + distances) * np.exp(-distances)

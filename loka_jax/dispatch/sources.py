@@ -1,8 +1,8 @@
 """A digest of the sources that decide how fast a site runs, and versions beside it.
 
-The sources are those of the providers with their tuning configs, of `ops`, of what
-makes weights ready, and all modules of loka_jax that these import, however far.
-Comments, docstrings and layout do not count.
+Times of a table hold as long as these sources say the same: comments, docstrings and
+layout do not count, and neither does any other module. Whoever changes what they say
+measures the table again (`experiments/time_sites.py`).
 """
 
 import ast
@@ -12,10 +12,37 @@ import importlib.metadata
 import json
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any
 
-ROOTS = ("xla", "pallas", "triton", "ops", "serving.py")
+# Patterns of files in the package: the kernels of sites with their launchers and tuned
+# settings, the casts, and what makes a site's program of them.
+OF_SITES = (
+    "fp8.py",
+    "maxima.py",
+    "normed.py",
+    "recipe.py",
+    "scaling.py",
+    "ops/kernel_site.py",
+    "ops/kernels.py",
+    "ops/matmul.py",
+    "ops/plan.py",
+    "ops/products.py",
+    "ops/run_site.py",
+    "pallas/activations.py",
+    "pallas/column_sums.py",
+    "pallas/dense_norm*.py",
+    "pallas/norm_*.py",
+    "pallas/row*.py",
+    "pallas/site_kernels.py",
+    "pallas/tile*.py",
+    "pallas/tuned*",
+    "triton/launch.py",
+    "triton/matmul*.py",
+    "triton/typed_call.py",
+    "xla/dense_norm.py",
+    "xla/matmul.py",
+)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_PACKAGE = pathlib.Path(__file__).parents[1]
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -49,11 +76,7 @@ def cublas_version() -> str:
 
 
 def driver_version(file: pathlib.Path = _DRIVER) -> str:
-    """Returns the version of NVIDIA's driver; empty where the system does not say.
-
-    Args:
-        file: in which the driver's module tells it.
-    """
+    """Returns the version of NVIDIA's driver; empty where the system does not say."""
     try:
         found = re.search(r"\s(\d+(\.\d+)+)\s", file.read_text(encoding="utf-8"))
     except OSError:
@@ -61,85 +84,42 @@ def driver_version(file: pathlib.Path = _DRIVER) -> str:
     return found[1] if found else ""
 
 
+def files(
+    patterns: tuple[str, ...] = OF_SITES, package: pathlib.Path = _PACKAGE
+) -> list[pathlib.Path]:
+    """Returns the files of the package that match a pattern, in order.
+
+    Raises:
+        ValueError: if a pattern matches none, as after a file was renamed.
+    """
+    found: set[pathlib.Path] = set()
+    for pattern in patterns:
+        matches = [x for x in package.glob(pattern) if x.suffix in (".py", ".json")]
+        if not matches:
+            raise ValueError(f"{pattern} matches no file in {package}: correct it.")
+        found.update(matches)
+    return sorted(found)
+
+
 @functools.cache
 def digest(
-    package: pathlib.Path = pathlib.Path(__file__).parents[1],
-    roots: tuple[str, ...] = ROOTS,
+    patterns: tuple[str, ...] = OF_SITES, package: pathlib.Path = _PACKAGE
 ) -> str:
-    """Returns a digest of sources and all that they import; of those that decide speed.
-
-    Args:
-        package: the folder of loka_jax.
-        roots: files and folders in it.
-    """
+    """Returns a digest of what some files of the package say, by default of sites'."""
     sha = hashlib.sha256()
-    for file, content in sorted(_contents(package, roots).items()):
-        sha.update(f"{file.relative_to(package).as_posix()} {content!r}\n".encode())
+    for file in files(patterns, package):
+        name = file.relative_to(package).as_posix()
+        sha.update(f"{name}\n{_content(file)}\n".encode())
     return sha.hexdigest()[:16]
 
 
-def _contents(
-    package: pathlib.Path, roots: tuple[str, ...] = ROOTS
-) -> dict[pathlib.Path, Any]:
-    """Returns what counts in each file of the roots, and in all that they import."""
-    waiting = [file for root in roots for file in _files(package / root)]
-    contents: dict[pathlib.Path, Any] = {}
-    while waiting:
-        file = waiting.pop()
-        if file in contents:
-            continue
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            contents[file] = json.loads(text)
-            continue
-        contents[file] = _parts(_without_docstrings(tree := ast.parse(text)))
-        waiting.extend(_imported(tree, package))
-    return contents
-
-
-def _files(root: pathlib.Path) -> list[pathlib.Path]:
-    """Returns a file, or those of a folder that decide speed."""
-    files = root.rglob("*") if root.is_dir() else [root]
-    return [file for file in files if file.suffix in (".py", ".json")]
-
-
-def _imported(tree: ast.Module, package: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields the files of the package that are imported, at whatever place."""
+def _content(file: pathlib.Path) -> str:
+    """Returns a file without its layout, comments and docstrings."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        return json.dumps(json.loads(text))
+    tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            first, *parts = name.split(".")
-            for end in range(1, len(parts) + 1) if first == "loka_jax" else ():
-                path = package.joinpath(*parts[:end])
-                files = (path.with_suffix(".py"), path / "__init__.py")
-                yield from (file for file in files if file.is_file())
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list) or not body:
-            continue
-        first = body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            body[:1] = [ast.Pass()]
-    return tree
-
-
-def _parts(node: Any) -> Any:
-    """Returns the content of a syntax tree, alike in all versions of Python.
-
-    Empty fields are left out: new versions add some.
-    """
-    if isinstance(node, list):
-        return [_parts(part) for part in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = ((name, _parts(value)) for name, value in ast.iter_fields(node))
-    filled = [(name, part) for name, part in fields if part not in (None, [])]
-    return [type(node).__name__, *filled]
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)

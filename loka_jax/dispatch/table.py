@@ -4,9 +4,6 @@ Speed and error of every candidate are kept, so that limits can change without m
 again. A table holds only for its schema, device, versions of libraries and the driver
 up to patch versions, and sources that decide speed. Elsewhere it is ignored as a whole,
 and never overwritten.
-
-A change of these sources may leave all programs as they are. So a table keeps the
-digests of its candidates' programs, and `experiments/restamp.py` compares them.
 """
 
 import contextlib
@@ -14,8 +11,7 @@ import dataclasses
 import fcntl
 import json
 import pathlib
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from reprlib import repr as short
 from typing import Any, get_args
 
@@ -28,7 +24,7 @@ from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
-SCHEMA = 3
+SCHEMA = 4
 # A pass by itself, and within a chain of sites that hand their activations on in FP8:
 # such an lhs comes in, such activations go out, or both.
 PASSES = tuple(
@@ -38,12 +34,11 @@ PASSES = tuple(
 )
 # A table's sites have no form of input or output: those are passes.
 _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
-_ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects", "programs")
+_ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects")
 _OPTIONAL_FIELDS = ("refused",)
 MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
-_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class BadTable(ValueError):
@@ -67,7 +62,6 @@ class Entry:
         failures: of candidates that could not run, or were wrong; one sentence each.
         effects: by source, as `errors`, the relative change of the model's loss
             on held-out data if the forward product of this site alone is in FP8.
-        programs: by candidate, the digest of the programs of all its passes.
         refused: by source, why a site has no FP8: with it the whole plan raised the
             loss too much. Holds until the effect of this source is measured again.
     """
@@ -76,16 +70,7 @@ class Entry:
     errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
-    programs: dict[str, str] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def passes(self) -> dict[str, Collection[str]]:
-        """Returns the passes that were timed, by candidate."""
-        candidates = {name for times in self.times.values() for name in times}
-        return {
-            name: [pass_ for pass_, times in self.times.items() if name in times]
-            for name in sorted(candidates)
-        }
 
 
 @dataclasses.dataclass
@@ -129,7 +114,6 @@ class Table:
                 old.errors | entry.errors,
                 failures,
                 old.effects | entry.effects,
-                old.programs | entry.programs,
                 _still_refused(old, entry) | entry.refused,
             )
         header = self.header.filled(other.header)
@@ -222,7 +206,6 @@ def to_json(table: Table) -> dict[str, Any]:
                 "effects": {
                     source: list(effect) for source, effect in entry.effects.items()
                 },
-                "programs": entry.programs,
                 "refused": entry.refused,
             }
             for key, entry in sorted(table.sites.items())
@@ -265,7 +248,6 @@ def from_json(value: Any) -> Table:
             errors=_pairs(item["errors"], text, _errors),
             failures=_pairs(item["failures"], _choice, text),
             effects=_pairs(item["effects"], text, _interval),
-            programs=_pairs(item["programs"], _choice, _hex),
             refused=_pairs(item.get("refused", {}), text, text),
         )
     return Table(Header(**header), sites, _roofline(value["roofline"]))
@@ -345,9 +327,3 @@ def _interval(value: Any) -> Interval:
 def _choice(name: Any) -> str:
     # Only known providers and recipes, so that a file cannot name code.
     return Choice.parse(text(name)).name
-
-
-def _hex(value: Any) -> str:
-    if not _DIGEST.fullmatch(text(value)):
-        raise ValueError(f"{short(value)} is not a digest.")
-    return value

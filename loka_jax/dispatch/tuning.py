@@ -69,13 +69,10 @@ def tune(
 
     Args:
         name: of the run, as in `make_plan`, under which the table keeps errors.
-        sites: of the model.
         stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
-        config: options.
         effects: by path, the effect of FP8 on the loss, see `Entry`.
         timed: keys of sites with times, of which only the errors are measured.
         performance: predicts times, for `config.most`; None where there is none.
-        say: takes a line of progress.
     """
     header = header_here()
     jobs = list(jobs_of(name, sites, stats, config, timed, performance))

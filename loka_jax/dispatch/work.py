@@ -34,14 +34,7 @@ def roles_of(pass_name: str) -> tuple[Role, ...]:
 def work(
     spec: SiteSpec, choice: Choice, pass_name: str, roofline: Roofline
 ) -> np.ndarray:
-    """Returns the parts w of a candidate's work, in microseconds.
-
-    Args:
-        spec: the site.
-        choice: the candidate.
-        pass_name: "training" or "inference".
-        roofline: of the device.
-    """
+    """Returns the parts w of a candidate's work, in microseconds."""
     launch = roofline.launch_us
     passes = _passes(spec, roofline)
     products = _products(spec, choice, pass_name, roofline)

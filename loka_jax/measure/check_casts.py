@@ -41,7 +41,18 @@ class Rounding(NamedTuple):
         return x - self.strength * error * share * jnp.sign(x)
 
     def _scatter(self, x: Array, salt: int) -> Array:
-        return _scatter(x.shape, self.seed + jnp.uint32(salt))
+        """Returns numbers between -1 and 1 that look random, by a hash of the indices.
+
+        It compiles in a fraction of the time of JAX's generator.
+        """
+        seed = self.seed + jnp.uint32(salt)
+        bits = jnp.full(x.shape, seed * jnp.uint32(0x9E3779B9))
+        for axis in range(x.ndim):
+            bits = bits ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+            bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+            bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+        bits = bits ^ (bits >> 16)
+        return bits.astype(jnp.float32) * 2.0**-31 - 1.0
 
 
 class Scaled(NamedTuple):
@@ -84,8 +95,6 @@ def operand(
     Args:
         x: float32, to be contracted over its last dim.
         cast: its cast; None if the product is not in FP8.
-        name: of the operand.
-        stored_scale_inv: its delayed scale.
         rows_are_exact: scales of rows are amax / fp8_max, not powers of two.
     """
     if cast is None:
@@ -109,10 +118,7 @@ def product(
     """Returns `first @ second.T`, perturbed as sums on tensor cores are.
 
     Args:
-        first, second: the operands.
         gemm: their casts; None for a product in `dtype`.
-        dtype: the compute dtype.
-        rounding: of FP8 sums.
     """
     dtype = dtype if gemm is None else jnp.bfloat16  # which holds all of FP8
     scales = first.scale_inv.reshape(-1, 1), second.scale_inv.reshape(1, -1)
@@ -178,17 +184,3 @@ def _tile_scales(x: Array, tile: tuple[int, int], cast: Cast) -> Array:
     for axis, side in enumerate(tile):
         scale_inv = jnp.repeat(scale_inv, side, axis=axis)
     return scale_inv[: x.shape[0], : x.shape[1]]
-
-
-def _scatter(shape: tuple[int, ...], seed: Array) -> Array:
-    """Returns numbers between -1 and 1 that look random, by a hash of the indices.
-
-    It compiles in a fraction of the time of JAX's generator.
-    """
-    x = jnp.full(shape, seed * jnp.uint32(0x9E3779B9))
-    for axis in range(len(shape)):
-        x = x ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    x = x ^ (x >> 16)
-    return x.astype(jnp.float32) * 2.0**-31 - 1.0

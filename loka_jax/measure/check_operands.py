@@ -83,14 +83,7 @@ class Trial(NamedTuple):
 
 
 def draw(spec: SiteSpec, dtype: DTypeLike, aim: Aim, seed) -> Trial:
-    """Returns the operands of a site.
-
-    Args:
-        spec: the site.
-        dtype: the compute dtype.
-        aim: what they are aimed at.
-        seed: of the draws.
-    """
+    """Returns the operands of a site."""
     m, k, n = spec.m, spec.k, spec.n
     key_sizes, key_values = jax.random.split(jax.random.key(seed))
     exponents = jax.random.uniform(key_sizes, (m, 1), minval=aim.low, maxval=aim.high)

@@ -135,11 +135,9 @@ class Numerics:
         """Returns a product and its operands as they are cast.
 
         Args:
-            role: of the product.
             first, second: its operands, both to be contracted over their last dim, in
                 float32 or cast already.
             stored: delayed scales of lhs, rhs and g.
-            rounding: of sums in FP8.
         """
         gemm = self.gemm(role)
         casts = (None, None) if gemm is None else (gemm.first, gemm.second)
@@ -220,14 +218,7 @@ def settle(numerics: Numerics, trial: Trial) -> tuple[Trial, Float[Array, "3"]]:
 def expect(
     numerics: Numerics, trial: Trial, stored: Float[Array, "3"], rounding: Rounding
 ) -> Expected:
-    """Returns the results of a site.
-
-    Args:
-        numerics: of the site.
-        trial: its operands, settled.
-        stored: delayed scales of lhs, rhs and dz.
-        rounding: perturbs what a candidate may round.
-    """
+    """Returns the results of a site."""
     unit = numerics.unit
     normed = _forward(numerics, trial, stored, rounding)
     dz, results = _norm_backward(numerics, trial, normed, rounding)

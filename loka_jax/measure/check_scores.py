@@ -56,41 +56,29 @@ class Scores(NamedTuple):
     flips: Any
 
 
-class Score(NamedTuple):
+class Finding(NamedTuple):
     """The worst of a result's scores of one kind.
 
     Attributes:
-        excess: the score over what is allowed; infinite instead of NaN.
-        value: the score.
-        allowed: what is allowed there.
-        index: place among the scores of its kind.
-    """
-
-    excess: Any
-    value: Any
-    allowed: Any
-    index: Any
-
-
-class Finding(NamedTuple):
-    """A score of a result.
-
-    Attributes:
-        name: of the result.
-        shape: of the result.
+        name, shape: of the result.
         kind: of the score; for casts followed by the operand.
-        score: the worst of its kind.
+        excess: the score over what is allowed; infinite instead of NaN.
+        value, allowed: the score, and what is allowed there.
+        index: place among the scores of its kind.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
-    score: Score
+    excess: float
+    value: float
+    allowed: float
+    index: int
 
     def __str__(self) -> str:
         """Returns what is wrong, and where."""
         kind, _, operand = self.kind.partition(" ")
-        off = f"by {self.score.value:.2g}, above {self.score.allowed:.2g}"
+        off = f"by {self.value:.2g}, above {self.allowed:.2g}"
         place = f"{self.name}{self._place(kind)}"
         return {
             "row": f"{place} is off {off} (relative L2)",
@@ -103,7 +91,7 @@ class Finding(NamedTuple):
 
     def _place(self, kind: str) -> str:
         """Returns the rows and columns in which the score was the worst."""
-        index = int(self.score.index)
+        index = self.index
         rows, columns = (1, *self.shape)[-2:]
         row_blocks, column_blocks = -(-rows // TILE), -(-columns // TILE)
         match kind:
@@ -134,8 +122,6 @@ def scores(
 
     Args:
         results: of a candidate, by name; those of inference begin with `INFERENCE`.
-        exact: the reference.
-        perturbed: results of the reference, perturbed as rounding may.
     """
     by_result = {}
     for name, result in results.items():
@@ -156,35 +142,20 @@ def worst_finding(
     by_result: Mapping[str, Mapping[str, Scores]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Finding:
-    """Returns the worst of all scores.
-
-    Args:
-        by_result: what `scores` returned, on the host.
-        shapes: of the results.
-    """
+    """Returns the worst of all scores."""
     with np.errstate(all="ignore"):  # what is not finite counts as the worst
-        findings = _findings(by_result, shapes)
-    return max(findings, key=lambda finding: finding.score.excess)
-
-
-def _findings(by_result, shapes) -> list[Finding]:
-    return [
-        Finding(name, shapes[name], kind, _worst(kind, by_place))
-        for name, kinds in by_result.items()
-        for kind, by_place in kinds.items()
-    ]
+        findings = [
+            Finding(name, shapes[name], kind, *_worst(kind, by_place))
+            for name, kinds in by_result.items()
+            for kind, by_place in kinds.items()
+        ]
+    return max(findings, key=lambda finding: finding.excess)
 
 
 def _matrix_scores(
     ref: Array, others: list[Array], flips: Flip | None
 ) -> dict[str, Scores]:
-    """Returns the scores of rows, tiles and blocks of a result.
-
-    Args:
-        ref: the reference.
-        others: the result, and the reference as it was perturbed.
-        flips: as in `Expected`.
-    """
+    """Returns the scores of rows, tiles and blocks of a result."""
     ref, errors = _errors(ref, others)
     lengths = jnp.sqrt(jnp.sum(errors**2, axis=2))
     noise = jnp.mean(lengths[1:] ** 2, axis=0)
@@ -208,13 +179,7 @@ def _matrix_scores(
 
 
 def _cast_score(ref: Array, others: list[Array], change: Array) -> Scores:
-    """Returns how much of an operand's cast a product lacks; of one place.
-
-    Args:
-        ref: the reference.
-        others: the result, and the reference as it was perturbed.
-        change: of the reference, if the operand is not cast.
-    """
+    """Returns how much of an operand's cast a product lacks; of one place."""
     _, errors = _errors(ref, others)
 
     def mean_slope(axis: int) -> Array:
@@ -228,13 +193,7 @@ def _cast_score(ref: Array, others: list[Array], change: Array) -> Scores:
 
 
 def _share_score(lhs: Array, g: Array, ref: Array, others: list[Array]) -> Scores:
-    """Returns what share of some rows is missing in lhs^T g, or added to it.
-
-    Args:
-        lhs, g: the operands, (m, k) and (m, n).
-        ref: the reference of the product.
-        others: the result, and the reference as it was perturbed.
-    """
+    """Returns what share of some rows is missing in lhs^T g, or added to it."""
     _, errors = _errors(ref, others)
     on_rows = jnp.einsum("mk,ekn,mn->em", lhs, errors, g)
     whole = jnp.sum(lhs**2, axis=1) * jnp.sum(g**2, axis=1)
@@ -279,19 +238,15 @@ def _full_tile(x: Array) -> int:
 
 
 def _typical_noise(scores: np.ndarray) -> np.ndarray:
-    """Returns the noise at each place, at least that of most places.
-
-    Args:
-        scores: of the perturbations, stacked.
-    """
+    """Returns the noise at each place, at least that of most places."""
     square = np.mean(scores**2, axis=0)
     # The geometric mean: some places with much noise hardly count.
     usual = np.exp(np.mean(np.log(square + 1e-8)))
     return np.sqrt(square + usual)
 
 
-def _worst(kind: str, scores: Scores) -> Score:
-    """Returns the worst score of a kind."""
+def _worst(kind: str, scores: Scores) -> tuple[float, float, float, int]:
+    """Returns excess, value, allowed and index of the worst score of a kind."""
     values, perturbed = scores.values[0], scores.values[1:]
     # Of gain, offset and cast there are few places: the largest noise is that of all.
     is_many = kind in ("row", "tile", "share")
@@ -302,7 +257,7 @@ def _worst(kind: str, scores: Scores) -> Score:
     excess = values / allowed
     excess = np.where(np.isnan(excess), np.inf, excess)
     at = int(np.argmax(excess))
-    return Score(float(excess[at]), float(values[at]), float(allowed[at]), at)
+    return float(excess[at]), float(values[at]), float(allowed[at]), at
 
 
 def _tile_sums(x: Float[Array, "m n"]) -> Float[Array, "a b"]:

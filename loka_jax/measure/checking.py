@@ -4,9 +4,9 @@ Right means: every result is the float32 product of the same quantized operands,
 rounding, in each row and in each tile. Whether FP8 is good enough is another question,
 which `measure.site_errors` answers.
 
-The candidate runs as it is used, by the programs that are timed: see `passes`. Few are
-compiled: arrays are arguments, so that all sets of operands run through the same ones.
-They can be lowered, compiled and run apart, as only the last needs the GPU alone.
+The candidate runs as it is used, by the programs that are timed. Few are compiled:
+arrays are arguments, so that all sets of operands run through the same ones. They can
+be lowered, compiled and run apart, as only the last needs the GPU alone.
 """
 
 import functools
@@ -29,9 +29,10 @@ from loka_jax.measure.check_reference import (
 )
 from loka_jax.measure.check_scores import INFERENCE, scores, worst_finding
 from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
-from loka_jax.measure.passes import Inputs, Passes
 from loka_jax.measure.programs import (
     EPSILON,
+    Inputs,
+    Passes,
     Program,
     arguments_of_draw,
     planned,
@@ -92,52 +93,34 @@ class Check(NamedTuple):
     refusal: str | None = None
 
     def why_wrong(self, compiled: Mapping[str, Any]) -> str | None:
-        """Returns what is wrong with a candidate's results, or None if they are right.
-
-        Args:
-            compiled: its programs, compiled.
-        """
+        """Returns what is wrong with a candidate's results; None if they are right."""
         if self.refusal is not None:
             return self.refusal
         for program in compiled.values():
             if isinstance(program, Exception):
                 return f"does not compile: {one_line(program)}"
         try:
-            return self._why_wrong_on_any(compiled)
+            for seed, name in enumerate(AIMS):
+                trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
+                reason = self._why_wrong_on(compiled, trial)
+                if reason is not None:
+                    return f"{reason}, on {name} operands"
         except jax.errors.JaxRuntimeError as error:
             # Not the candidate's fault: references in float32 take most.
             if EXHAUSTED not in str(error):
                 raise
             return NO_MEMORY
-
-    def _why_wrong_on_any(self, compiled: Mapping[str, Any]) -> str | None:
-        for seed, name in enumerate(AIMS):
-            trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
-            reason = self._why_wrong_on(compiled, trial)
-            if reason is not None:
-                return f"{reason}, on {name} operands"
         return None
 
     def draw(self, compiled: Mapping[str, Any], count: int) -> list[Trial]:
-        """Returns sets of ordinary operands, to take times on.
-
-        Args:
-            compiled: its programs, compiled.
-            count: of the sets.
-        """
-        seeds = range(count)
-        draw = compiled["draw"]
-        return [draw(*leaves(arguments_of_draw("ordinary", seed))) for seed in seeds]
+        """Returns sets of ordinary operands, to take times on."""
+        sets = [arguments_of_draw("ordinary", seed) for seed in range(count)]
+        return [compiled["draw"](*leaves(arguments)) for arguments in sets]
 
     def inputs(
         self, compiled: Mapping[str, Any], trials: Sequence[Trial]
     ) -> list[Inputs]:
-        """Returns what the passes take of each set, under the first one's scales.
-
-        Args:
-            compiled: its programs, compiled.
-            trials: from `draw`.
-        """
+        """Returns what the passes take of each set, under the first one's scales."""
         _, _, first = compiled["begin"](*leaves((trials[0],)))
         return [
             Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, first.state)
@@ -156,21 +139,17 @@ class Check(NamedTuple):
         reason = _why_misshapen(self.numerics.spec, outcome, trial)
         if reason is not None:
             return reason
-        arguments = trial, stored, outcome
-        judged = jax.device_get(compiled["judge"](*leaves(arguments)))
-        for name, is_right in judged.scales_are_right.items():
-            if not is_right:
-                return (
-                    f"{name}: scale_inv is not the amax of the activations, or their "
-                    "bound, over 448"
-                )
-        for name, is_right in judged.amaxes_are_right.items():
-            if not is_right:
-                return f"{name}: the next scale is not that of this step's amax"
+        judged = jax.device_get(compiled["judge"](*leaves((trial, stored, outcome))))
+        what = "scale_inv is not the amax of the activations, or their bound, over 448"
+        wrong = [f"{x}: {what}" for x, ok in judged.scales_are_right.items() if not ok]
+        what = "the next scale is not that of this step's amax"
+        wrong += [f"{x}: {what}" for x, ok in judged.amaxes_are_right.items() if not ok]
+        if wrong:
+            return wrong[0]
         shapes = {name: trial.g.shape for name in judged.scores}
         shapes |= {name: x.shape for name, x in outcome.results.items()}
         worst = worst_finding(judged.scores, shapes)
-        return str(worst) if worst.score.excess > 1 else None
+        return str(worst) if worst.excess > 1 else None
 
 
 class Judgement(NamedTuple):
@@ -194,14 +173,7 @@ def why_wrong(
     *,
     epsilon: float = EPSILON,
 ) -> str | None:
-    """Returns what is wrong with a candidate's results, or None if they are right.
-
-    Args:
-        spec: the site, its exact rows and its form in a chain included.
-        choice: of provider and recipe.
-        device: that kernels are planned for; JAX's default device if None.
-        epsilon: added to the variance or mean square.
-    """
+    """Returns what is wrong with a candidate's results, or None if they are right."""
     check = lower_check(spec, choice, device, epsilon=epsilon)
     return check.why_wrong(compile_lowered(check.programs))
 

@@ -55,10 +55,6 @@ def compile_all(
     """Returns compiled functions by name, or the exception where compilation failed.
 
     They take the leaves of their arguments, see `leaves`.
-
-    Args:
-        programs: functions with the arguments they are compiled for.
-        options: of the compiler.
     """
     return compile_lowered(
         {
@@ -113,25 +109,17 @@ def lower(
 
     Not to be called while this process compiles: a Mosaic kernel that was lowered
     beside a compilation has ended the process.
-
-    Args:
-        function: to be compiled.
-        arguments: that it takes.
-        options: of the compiler.
     """
+
+    def run(*leaves):
+        return function(*jax.tree.unflatten(arguments.structure, leaves))
+
     # Unused arguments stay, so that programs of equal text are called alike.
-    run = jax.jit(of_leaves(function, arguments), keep_unused=True)
     try:
-        program = run.lower(*arguments.leaves)
+        program = jax.jit(run, keep_unused=True).lower(*arguments.leaves)
     except Exception as error:  # a candidate may not run here
         program = error
     return Lowered(program, options)
-
-
-def of_leaves(function: Callable[..., Any], arguments: Abstract) -> Callable[..., Any]:
-    """Returns a function of the leaves of its arguments."""
-    structure = arguments.structure
-    return lambda *leaves: function(*jax.tree.unflatten(structure, leaves))
 
 
 def compile_lowered(lowered: Mapping[str, Lowered]) -> dict[str, Any]:

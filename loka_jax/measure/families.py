@@ -36,10 +36,6 @@ class Family(NamedTuple):
 def why_wrong(name: str, **how: Any) -> str | None:
     """Returns what is wrong with a family on this device, or None.
 
-    Args:
-        name: of the family.
-        how: arguments of `check_families.why_any_wrong`.
-
     Raises:
         ValueError: if there is no such family.
     """

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from loka_jax.measure.check_families import Case
-from loka_jax.measure.family_draws import BF16, normal
+from loka_jax.measure.check_families import BF16, Case, normal
 from loka_jax.ops import fm_lcb as fm_lcb_ops
 from loka_jax.pallas import fm_lcb, fm_lcb_backward
 

@@ -11,8 +11,15 @@ from jaxtyping import Array
 
 from loka_jax import xla
 from loka_jax.fp8 import E4M3
-from loka_jax.measure.check_families import Case
-from loka_jax.measure.family_draws import BF16, EXACT, SUMS, by_both, normal, uneven
+from loka_jax.measure.check_families import (
+    BF16,
+    EXACT,
+    SUMS,
+    Case,
+    by_both,
+    normal,
+    uneven,
+)
 from loka_jax.ops import embedding, exchange, interaction, row_codec, row_rounding
 from loka_jax.ops import joined_norm as joined_norm_ops
 from loka_jax.ops.embedding import BAD_ID, Rounded

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from loka_jax import xla
 from loka_jax.fp8 import E4M3, E5M2
-from loka_jax.measure.check_families import Case
-from loka_jax.measure.family_draws import (
+from loka_jax.measure.check_families import (
     BF16,
     SHAPE,
+    Case,
     by_both,
     in_fp8,
     normal,

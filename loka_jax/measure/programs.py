@@ -1,18 +1,22 @@
-"""The programs of a candidate, for its check, its times and its digest.
+"""The programs of a candidate as it is used, for its check and its times.
 
-draw, begin                     operands, and what the passes take
-training, prepare, inference    the passes, see `passes`
+draw, begin operands, and what the passes take
+training    forward and backward: all gradients, and the next scaling state
+prepare     what inference needs of the weights, computed once (`loka_jax.serving`)
+inference   forward
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from loka_jax import scaling
+from loka_jax.fp8 import Fp8Array
 from loka_jax.measure.check_operands import AIMS, Trial, draw
 from loka_jax.measure.check_reference import Numerics, settle
 from loka_jax.measure.compiling import (
@@ -24,12 +28,97 @@ from loka_jax.measure.compiling import (
     evaluated,
     lower,
 )
-from loka_jax.measure.passes import Inputs, Passes
+from loka_jax.normed import NormVectors
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.products import Activations
+from loka_jax.ops.run_site import SiteArrays, run_site
+from loka_jax.scaling import DelayedScaling
+from loka_jax.serving import fold
 from loka_jax.site import Choice, SiteSpec
 
 EPSILON = 1e-6
+_ROTATED_BYTES = 120e6  # twice the L2 of an H200
+_MAX_SETS = 16
+
+
+class Inputs(NamedTuple):
+    """What a pass takes, besides the gradient of its result."""
+
+    lhs: Float[Array, "m k"]
+    lhs_fp8: Fp8Array | None
+    rhs: Float[Array, "k n"]
+    vectors: NormVectors
+    state: DelayedScaling | None
+
+    def split(self) -> tuple["Inputs", tuple]:
+        """Returns what is there before inference, and the rows."""
+        return self._replace(lhs=None, lhs_fp8=None), (self.lhs, self.lhs_fp8)
+
+
+class Trained(NamedTuple):
+    """What the training pass returns.
+
+    Attributes:
+        results: by name: "y", "dlhs", "drhs" and so on.
+        y_fp8: the activations in FP8, if these leave.
+        state: the next delayed-scaling state, if there is one.
+    """
+
+    results: Mapping[str, Array]
+    y_fp8: Fp8Array | None
+    state: DelayedScaling | None
+
+
+class Passes:
+    """The passes of a candidate.
+
+    `inference` is there once `prepare` was traced, which splits the program.
+    """
+
+    def __init__(self, plan: KernelPlan, epsilon: float):
+        """Takes the plan of the candidate, and the summand of the variance."""
+        self._plan, self._epsilon = plan, epsilon
+        self._inference: Callable[..., Any] | None = None
+
+    def forward(self, inputs: Inputs) -> Array | Activations:
+        """Returns the activations."""
+        lhs = inputs.lhs
+        if inputs.lhs_fp8 is not None:
+            lhs = Activations(inputs.lhs, inputs.lhs_fp8)
+        arrays = SiteArrays(lhs, inputs.rhs, *inputs.vectors)
+        return run_site(self._plan, arrays, inputs.state, epsilon=self._epsilon)
+
+    def training(self, inputs: Inputs, g: Float[Array, "m n"]) -> Trained:
+        """Returns the activations, all gradients, and the next state."""
+
+        def forward(differentiated: Inputs):
+            out = self.forward(differentiated._replace(lhs_fp8=inputs.lhs_fp8))
+            return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
+
+        differentiated = inputs._replace(lhs_fp8=None)
+        y, pull, y_fp8 = jax.vjp(forward, differentiated, has_aux=True)
+        (gradients,) = pull(g)
+        results = {"y": y, "dlhs": gradients.lhs, "drhs": gradients.rhs}
+        for name, gradient in gradients.vectors._asdict().items():
+            if gradient is not None:
+                results[f"d{name}"] = gradient
+        return Trained(results, y_fp8, gradients.state)
+
+    def prepare(self, weights: Inputs, *lhs: Any) -> list[Array]:
+        """Returns what inference needs of the weights; of `lhs` only its types."""
+        folded = fold(self._infer, weights, *lhs)
+        self._inference = folded.function
+        return folded.ready
+
+    def inference(self, ready: list[Array], *lhs: Any) -> Array | Fp8Array:
+        """Returns the activations, in FP8 if these leave."""
+        assert self._inference is not None
+        return self._inference(ready, *lhs)
+
+    def _infer(self, weights: Inputs, lhs, lhs_fp8) -> Array | Fp8Array:
+        out = self.forward(weights._replace(lhs=lhs, lhs_fp8=lhs_fp8))
+        return out.fp8 if isinstance(out, Activations) else out
 
 
 class Program(NamedTuple):
@@ -61,13 +150,7 @@ class Programs(NamedTuple):
 
 
 def planned(spec: SiteSpec, choice: Choice, device: Device | None = None) -> KernelPlan:
-    """Returns the plan of a candidate once its delayed scales are initialized.
-
-    Args:
-        spec: the site.
-        choice: of provider and recipe.
-        device: that kernels are planned for; JAX's default device if None.
-    """
+    """Returns the plan of a candidate once its delayed scales are initialized."""
     if choice.recipe.is_delayed:
         choice = choice.with_initialized_scales()
     return resolve(spec, choice, device or local_device())
@@ -75,10 +158,6 @@ def planned(spec: SiteSpec, choice: Choice, device: Device | None = None) -> Ker
 
 def programs_of(plan: KernelPlan, epsilon: float = EPSILON) -> Programs:
     """Returns the programs of a candidate; nothing is computed.
-
-    Args:
-        plan: of the candidate.
-        epsilon: added to the variance or mean square.
 
     Raises:
         Exception: of any kind, if the passes cannot be traced.
@@ -147,3 +226,9 @@ def chain_forms(spec: SiteSpec, choice: Choice) -> tuple[str, ...]:
     """Returns the forms of a candidate in a chain; the last has all that it does."""
     reads_fp8 = planned(spec, choice).reads_fp8
     return ("out", "in", "in out") if reads_fp8 else ("out",)
+
+
+def num_rotated(spec: SiteSpec) -> int:
+    """Returns the number of operand sets whose rotation keeps them out of the L2."""
+    num_bytes = 2 * spec.m * (spec.k + spec.n)
+    return min(max(2, round(_ROTATED_BYTES / num_bytes + 0.5)), _MAX_SETS)

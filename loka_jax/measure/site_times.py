@@ -14,8 +14,7 @@ from jaxtyping import Array
 
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import compile_lowered, leaves, lower
-from loka_jax.measure.passes import Inputs, num_rotated
-from loka_jax.measure.programs import planned, programs_of
+from loka_jax.measure.programs import Inputs, num_rotated, planned, programs_of
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops import roles
 from loka_jax.ops.device import local_device
@@ -33,11 +32,6 @@ def site_times(
     """Returns microseconds by "fwd", "dlhs", "drhs", "training", and candidate.
 
     Empty without a GPU.
-
-    Args:
-        spec: the site.
-        recipes: to time beside bfloat16.
-        say: takes a line on each candidate that does not compile.
     """
     if jax.default_backend() != "gpu":
         return {}

@@ -120,10 +120,6 @@ def profile_ops(chain: Callable[[int], Any], *, calls: int = 10) -> dict[str, fl
 
     By the names of the compiled program, which must have no command buffers; empty
     without a GPU.
-
-    Args:
-        chain: queues a number of calls and returns outputs to wait for.
-        calls: that are profiled.
     """
     if jax.default_backend() != "gpu":
         return {}

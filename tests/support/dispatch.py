@@ -59,7 +59,7 @@ def errors(roles=ROLES, **highs: float) -> RoleErrors:
 def model_of(sites, times, pass_name="training", **options) -> PerformanceModel:
     """Returns a model with these times of a pass at all sites, and no predictions."""
     entries = {table_key(site.spec): Entry({pass_name: times}) for site in sites}
-    return PerformanceModel(Table(HEADER, entries), **options)
+    return PerformanceModel.of(Table(HEADER, entries), **options)
 
 
 def copy_us(spec: SiteSpec) -> float:

@@ -49,7 +49,7 @@ def test_candidates_that_may_be_the_fastest_are_worth_measuring():
 
 
 def _model():
-    return PerformanceModel(Table(HEADER), fitted=fitted())
+    return PerformanceModel.of(Table(HEADER), fitted=fitted())
 
 
 def test_sites_at_stake_come_first_and_each_spec_once():
@@ -59,8 +59,8 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     jobs = jobs_worth_measuring(sites, _model())
     assert [job.spec.m for job in jobs] == [60_000, 2000, 1000]
     assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
-    kept = [(job.passes, job.in_chain, job.digests, job.pairs) for job in jobs]
-    assert kept == [(("training",), False, False, 0)] * 3
+    kept = [(job.passes, job.in_chain, job.pairs) for job in jobs]
+    assert kept == [(("training",), False, 0)] * 3
     # What several sites may gain adds up.
     many = [_site(f"{i}", m=2000) for i in range(20)]
     jobs = jobs_worth_measuring([*sites, *many], _model())
@@ -101,7 +101,7 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
 
     def known():
         table = tables.read(cache) if cache.exists() else Table(header_here())
-        return Local(PerformanceModel(table, fitted=fitted()))
+        return Local(PerformanceModel.of(table, fitted=fitted()))
 
     def measure_on_demand(next_job, workers, say, *, seconds):
         calls.append(seconds)
@@ -131,7 +131,7 @@ SITES = [
 
 
 def _jobs(sites, timed=(), **options):
-    performance = PerformanceModel(Table(HEADER), fitted=fitted())
+    performance = PerformanceModel.of(Table(HEADER), fitted=fitted())
     config = TuneConfig(pairs=3, rows=17, seed=5, **options)
     return list(jobs_of("model", sites, {"a": "stats"}, config, timed, performance))
 
@@ -191,7 +191,7 @@ PAIR = [_large("a"), _large("b")]
 @pytest.fixture
 def performance():
     """Returns predictions on this machine."""
-    return PerformanceModel(Table(header_here()), fitted=fitted())
+    return PerformanceModel.of(Table(header_here()), fitted=fitted())
 
 
 def plan_of(performance):
@@ -288,7 +288,7 @@ def test_an_inference_plan_is_checked_by_times_of_inference(performance):
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
     known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
-    known = PerformanceModel(Table(header_here(), {SPEC: known}), fitted=fit)
+    known = PerformanceModel.of(Table(header_here(), {SPEC: known}), fitted=fit)
 
     def measure(jobs, seconds):
         for job in jobs:
@@ -313,5 +313,5 @@ def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
 def test_kernels_of_a_chain_are_checked_as_parts_of_it(performance):
     chain = [PAIR[0], _large("b", follows=True)]
     jobs = unchecked([plan_of(performance)], chain, performance, "training")
-    found = [(*job.choices, job.in_chain, job.digests, job.pairs) for job in jobs]
-    assert found == [(FIRST, True, False, 0), (BF16, False, False, 0)]
+    found = [(*job.choices, job.in_chain, job.pairs) for job in jobs]
+    assert found == [(FIRST, True, 0), (BF16, False, 0)]

@@ -15,7 +15,7 @@ from loka_jax.measure import programs
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.passes import Inputs
+from loka_jax.measure.programs import Inputs
 from loka_jax.measure.timing import KernelTime
 from loka_jax.normed import NO_VECTORS
 from loka_jax.recipe import ROLES
@@ -61,7 +61,8 @@ def bench(monkeypatch):
         monkeypatch.setattr(module, "local_device", lambda: stand_ins.HOPPER)
     monkeypatch.setattr(measuring, "compile_lowered", bench.compile_lowered)
     monkeypatch.setattr(measuring, "time_kernels", bench.time_kernels)
-    monkeypatch.setattr(measuring, "site_programs", lambda spec, passes: passes)
+    monkeypatch.setattr(measuring, "lower_check", bench.check)
+    monkeypatch.setattr(measuring, "measure_errors", lambda job: NO_ERRORS)
     return bench
 
 
@@ -108,11 +109,10 @@ class Bench:
 
     def measure(self, *names, begin=lambda name: None, **options):
         """Returns the measurements of candidates by name."""
-        options = {"in_chain": False, "digests": False} | options
+        options = {"in_chain": False} | options
         job = Job(SPEC, tuple(map(Choice.parse, names)), source="s", **options)
         gpu = GpuUse(lambda: self.turn("together"), lambda: self.turn("alone"))
-        of_job = {"errors_of": lambda job: NO_ERRORS, "check": self.check}
-        return measure_site(job, begin, gpu, **of_job)
+        return measure_site(job, begin, gpu)
 
 
 def test_the_gpu_is_used_in_turn(bench):
@@ -135,9 +135,8 @@ def test_the_gpu_is_used_in_turn(bench):
 
 
 def test_what_is_not_asked_for_is_not_measured(bench):
-    options = {"passes": ("training",), "is_judged": False, "digests": True}
-    entry = bench.measure(XLA, **options)
-    assert entry == Entry({"training": {XLA: 81.0}}, programs={XLA: ["training"]})
+    entry = bench.measure(XLA, passes=("training",), is_judged=False)
+    assert entry == Entry({"training": {XLA: 81.0}})
     assert bench.log[3] == "compile untuned 4 of xla bf16"
     assert not any(line.startswith("check") for line in bench.log)
     bench.log.clear()

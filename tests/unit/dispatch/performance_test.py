@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import nnls
 
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.regression import Points, Regression
+from loka_jax.dispatch.regression import Points, fit
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.work import is_fused, work
 from loka_jax.measure.intervals import Interval
@@ -28,20 +28,20 @@ def _predicted(model, spec=SPEC, choice=BF16, pass_name="training"):
 def test_a_measurement_goes_before_a_prediction():
     table = copies(SITES)
     table.sites[SITES[0]].times["training"][BF16.name] = 123.0
-    estimates = PerformanceModel(table).estimates(SITES[0])
+    estimates = PerformanceModel.of(table).estimates(SITES[0])
     assert estimates.entry.times["training"][BF16.name] == 123.0
     assert estimates.spread("training", BF16) is None
-    assert PerformanceModel(table).estimates(SPEC).spread("training", BF16) > 0
+    assert PerformanceModel.of(table).estimates(SPEC).spread("training", BF16) > 0
     # What failed is not predicted.
     table.sites[SPEC] = Entry(failures={BF16.name: "y is off"})
-    assert "training" not in PerformanceModel(table).estimates(SPEC).entry.times
+    assert "training" not in PerformanceModel.of(table).estimates(SPEC).entry.times
 
 
 def test_a_hopeful_model_has_the_ends_of_intervals_and_what_was_measured():
     table = copies(SITES)
     for spec in SITES:
         table.sites[spec].times["training"][KERNEL.name] = copy_us(spec)
-    model = PerformanceModel(table)
+    model = PerformanceModel.of(table)
     own, hopeful = (x.estimates(SPEC) for x in (model, model.hopeful(2.0)))
     for choice, sign in ((BF16, 1), (KERNEL, -1)):
         times = (x.entry.times["training"][choice.name] for x in (hopeful, own))
@@ -54,7 +54,7 @@ def test_a_hopeful_model_has_the_ends_of_intervals_and_what_was_measured():
 def test_no_prediction_is_less_than_the_products_at_full_rate():
     slow = dataclasses.replace(COPIER, bf16_flops_per_us=1e6)
     spec = SITES[-1]
-    model = PerformanceModel(Table(HEADER), fitted=copies(SITES), roofline=slow)
+    model = PerformanceModel.of(Table(HEADER), fitted=copies(SITES), roofline=slow)
     least = 0.9 * 3 * 2 * spec.m * spec.k * spec.n / 1e6
     assert _predicted(model, spec).us == pytest.approx(least)
 
@@ -72,7 +72,7 @@ def test_a_chain_is_predicted_for_recipes_that_were_timed_in_one():
         us = copy_us(spec)
         entry.times["training"] = {timed: us, other: us}
         entry.times["training in"] = {timed: us - saved(spec)}
-    model = PerformanceModel(table)
+    model = PerformanceModel.of(table)
     times = model.estimates(SPEC).entry.times
     assert {timed, other} <= set(times["training"])
     assert set(times["training in"]) == {timed}
@@ -89,14 +89,14 @@ def test_another_device_is_scaled_by_its_roofline_and_less_certain():
     half = dict(zip(("bytes_per_us", "bf16_flops_per_us"), rates, strict=True))
     half = dataclasses.replace(COPIER, launch_us=2 * COPIER.launch_us, **half)
     fit, spec = copies(SITES), SITES[-1]
-    us, spread = _predicted(PerformanceModel(Table(HEADER), fitted=fit), spec)
-    there = PerformanceModel(Table(HEADER), fitted=fit, roofline=half)
+    us, spread = _predicted(PerformanceModel.of(Table(HEADER), fitted=fit), spec)
+    there = PerformanceModel.of(Table(HEADER), fitted=fit, roofline=half)
     slower, wider = _predicted(there, spec)
     assert slower == pytest.approx(2 * us, rel=0.01) and wider > spread
 
 
 def test_work_predicts_sites_and_what_was_measured_here_corrects_it_near_by():
-    model = PerformanceModel(copies(SITES))
+    model = PerformanceModel.of(copies(SITES))
     near, spec = (SiteSpec(m, 512, 256, "layer", "swish") for m in (5000, 4500))
     before = _predicted(model, spec)
     # The noise that the process allows for is 6 %.
@@ -114,7 +114,7 @@ def test_errors_and_effects_are_those_of_the_nearest_rows():
     far, near = (dataclasses.replace(SPEC, m=m) for m in (1000, 30_000))
     other = dataclasses.replace(SPEC, n=512)
     known = {far: entry(1, "a", "b"), near: entry(2, "a"), other: entry(3, "c")}
-    found = PerformanceModel(Table(HEADER, known)).estimates(SPEC).entry
+    found = PerformanceModel.of(Table(HEADER, known)).estimates(SPEC).entry
     assert {source: x.mean for source, x in found.effects.items()} == {"a": 2, "b": 1}
     assert found.refused == {"a": "2", "b": "1"} and not found.times
 
@@ -203,10 +203,10 @@ def _covariance(a, b):
 def test_predictions_are_those_of_the_process(later):
     rng = np.random.default_rng(0)
     first = known, us = _points(rng, 30)
-    fit = Regression(*first, ALIKE)
+    regression = fit(*first, ALIKE)
     for count in later:
         points, more = _points(rng, count)
-        fit = fit.given(points, more)
+        regression = regression.given(points, more)
         known = Points(*map(np.concatenate, zip(known, points, strict=True)))
         us = np.concatenate([us, more])
     asked, _ = _points(rng, 6)
@@ -221,4 +221,4 @@ def test_predictions_are_those_of_the_process(later):
     mean = log_us(asked) + near @ inverse @ (np.log(us) - log_us(known))
     variance = np.diag(_covariance(asked, asked) - near @ inverse @ near.T) + 0.004
     expected = np.stack([np.exp(mean), np.sqrt(variance)], axis=1)
-    np.testing.assert_allclose(fit.predict(asked), expected, rtol=1e-6)
+    np.testing.assert_allclose(regression.predict(asked), expected, rtol=1e-6)

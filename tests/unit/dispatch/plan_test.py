@@ -39,7 +39,7 @@ def _table(*sites) -> Table:
 
 
 def make_plan(sites, table, **options):
-    performance = None if table is None else PerformanceModel(table)
+    performance = None if table is None else PerformanceModel.of(table)
     return make_plan_of(sites, performance, **{"config": "model"} | options)
 
 

@@ -1,28 +1,21 @@
 """Workers that end do not end what others measure, and take their turns."""
 
 import collections
-import functools
-import io
-import json
-import subprocess
-import sys
+import contextlib
+import multiprocessing
+import os
+import socket
 import threading
 import time
+from multiprocessing.connection import Connection
 
-import chex
 import jax
-import numpy as np
 import pytest
 
 from loka_jax.dispatch import pool, worker
-from loka_jax.dispatch import table as tables
-from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Worker, measure_all
-from loka_jax.dispatch.table import Entry, Table, to_json
-from loka_jax.dispatch.turns import Turns
-from loka_jax.dispatch.worker import from_line, save_stats, to_line
-from loka_jax.probe.site import ProbeConfig, empty_stats
+from loka_jax.dispatch.pool import Turns, Worker, measure_all
+from loka_jax.dispatch.table import Entry
 from loka_jax.site import Choice, SiteSpec
 
 SITE = SiteSpec(64, 32, 16)
@@ -30,66 +23,80 @@ NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
 JOB = Job(SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16)
 
 
-RESULT = to_json(Table(Header(*[""] * 5), {SITE: Entry({"training": {}})}))
-# Speaks as a worker does, 1 us for every choice, and writes what it does into a file.
-PROCESS = """
-import json, sys, time
+class Process(threading.Thread):
+    """A thread in place of a worker process, that takes 1 us for every choice.
 
-def note(*lines):
-    with open({log!r}, "a") as file:
-        file.writelines(line + "\\n" for line in lines)
+    It notes what it does, and acts as it is told: ends, hangs, or says half.
+    """
 
-def say(text, end="\\n"):
-    print(text, end=end, flush=True)
+    def __init__(self, act, log, handle):
+        super().__init__(daemon=True)
+        self._act, self._log, self._killed = act, log, threading.Event()
+        self._socket = socket.socket(fileno=os.dup(handle))
+        self._parent = Connection(os.dup(handle))
+        self.start()
 
-def act(what, job):
-    act = {act}
-    if act == "hangs":
-        time.sleep(1e6)
-    if act == "says half":
-        say('{{"result": {{"sche', end="")
-    if act:
-        sys.exit()
+    def poll(self):
+        return None if self.is_alive() else 1
 
-def turn(kind):
-    say(json.dumps({{kind: True}}))
-    if sys.stdin.readline() != "go\\n":
-        sys.exit()
+    def kill(self):
+        self._killed.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
 
-note("started")
-while line := sys.stdin.readline():
-    job = json.loads(line)
-    turn("together")
-    act("together", job)
-    note("+compile")
-    for name in job["choices"]:
-        say(json.dumps({{"begin": name}}))
-        act(name, job)
-    note("-compile")
-    turn("apart")
-    turn("alone")
-    act("alone", job)
-    note("+time", "-time")
-    turn("apart")
-    result = {result}
-    result["sites"][0]["times"]["training"] = dict.fromkeys(job["choices"], 1.0)
-    say(json.dumps({{"result": result}}))
-"""
+    def wait(self):
+        self.join()
+        self._socket.close()
+
+    def run(self):
+        self._log.append("started")
+        with self._parent, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._measure(self._parent.recv())
+
+    def _do(self, what, job):
+        act = self._act(what, job)
+        if act == "hangs":
+            self._killed.wait()
+        if act == "says half":
+            self._socket.send(b"\0\0\1\0half")  # of a message of 256 bytes
+        if act:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            raise EOFError
+
+    def _turn(self, kind):
+        self._parent.send((kind, None))
+        self._parent.recv()
+
+    def _measure(self, job):
+        self._turn("together")
+        self._do("together", job)
+        self._log.append("+compile")
+        for choice in job.choices:
+            self._parent.send(("begin", choice.name))
+            self._do(choice.name, job)
+        self._log.append("-compile")
+        self._turn("apart")
+        self._turn("alone")
+        self._do("alone", job)
+        self._log += ["+time", "-time"]
+        self._turn("apart")
+        times = {choice.name: 1.0 for choice in job.choices}
+        self._parent.send(("result", Entry({"training": times})))
 
 
 @pytest.fixture
-def process(monkeypatch, tmp_path):
-    """Makes workers act as an expression says; returns how to read what they wrote."""
-    log, popen = tmp_path / "log", subprocess.Popen
+def process(monkeypatch):
+    """Makes workers act as a function says; returns the list of what they did."""
 
     def process(act):
-        script = PROCESS.format(act=act, log=str(log), result=RESULT)
-        command = [sys.executable, "-ISc", script]
-        start = functools.partial(popen, command)
-        monkeypatch.setattr(
-            pool.subprocess, "Popen", lambda _, **options: start(**options)
-        )
-        return lambda: log.read_text().splitlines()
+        log = []
+
+        def start(command, *, pass_fds, **options):
+            assert command[-1] == str(pass_fds[0])
+            return Process(act, log, *pass_fds)
+
+        monkeypatch.setattr(pool.subprocess, "Popen", start)
+        return log
 
     return process
 
@@ -101,25 +108,25 @@ def _measure(timeout_s=300, turns=None):
 
 
 @pytest.mark.parametrize(
-    "act, timeout_s", [("ends", 300), ("hangs", 5), ("says half", 300)]
+    "act, timeout_s", [("ends", 300), ("hangs", 0.5), ("says half", 300)]
 )
 def test_who_ends_the_process_is_left_out(process, act, timeout_s):
-    log = process(f"{act!r} if what == {NAMES[1]!r} else None")
+    log = process(lambda what, job: act if what == NAMES[1] else None)
     entry, said = _measure(timeout_s)
     assert set(entry.times["training"]) == {NAMES[0], NAMES[2]}
     assert entry.failures == {NAMES[1]: "ended the process that ran it"}
     assert said == [f"{SITE}: {NAMES[1]} ended the process that ran it"]
-    assert log().count("started") == 2
+    assert log.count("started") == 2
 
 
 def test_whom_compilation_ends_is_found_one_by_one(process):
-    process("None if job['is_serial'] else 'ends'")
+    process(lambda what, job: None if job.is_serial else "ends")
     entry, said = _measure()
     assert (set(entry.times["training"]), said) == (set(NAMES), [])
 
 
 def test_who_ends_alone_gives_its_turn_back(process):
-    process("'ends' if what == 'alone' else None")
+    process(lambda what, job: "ends" if what == "alone" else None)
     turns = Turns()
     assert _measure(turns=turns)[0].times == {}
     with turns.alone():
@@ -127,20 +134,23 @@ def test_who_ends_alone_gives_its_turn_back(process):
 
 
 def test_the_budget_ends_what_is_under_way(process):
-    process("'hangs'")
+    process(lambda what, job: "hangs")
     assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=0.3)) == []
 
 
 def test_one_takes_times_while_nobody_compiles(process):
-    log, jobs = process("None"), [JOB._replace(seed=i) for i in range(6)]
+    log, jobs = (
+        process(lambda what, job: None),
+        [JOB._replace(seed=i) for i in range(6)],
+    )
     done = list(measure_all(jobs, 3, lambda line: None))
     assert sorted(job.seed for job, _ in done) == list(range(6))
     now = collections.Counter()
-    for line in log():
+    for line in log:
         now[line[1:]] += {"+": 1, "-": -1}.get(line[0], 0)
         assert not now["time"] or not now["compile"]
         assert now["time"] <= 1
-    assert log().count("started") == 3 and log().count("+time") == 6 and not +now
+    assert log.count("started") == 3 and log.count("+time") == 6 and not +now
 
 
 @pytest.mark.parametrize(
@@ -163,44 +173,33 @@ def test_as_many_processes_run_as_the_memory_holds(
     assert pool.fitting(22, []) == 22
 
 
-def test_a_job_is_a_line(tmp_path):
-    shapes = jax.eval_shape(lambda: empty_stats(32, 16, ProbeConfig()))
-    values = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-    options = {"seed": 5, "is_serial": True, "passes": ("training",), "digests": False}
-    job = JOB._replace(**options, in_chain=False, is_judged=False)
-    path = tmp_path / "stats.npz"
-    save_stats(path, values)
-    line = to_line(job._replace(stats=values), path)
-    assert json.loads(line) and line.endswith("\n")
-    found = from_line(line)
-    assert found._replace(stats=None) == job == from_line(to_line(job, None))
-    chex.assert_trees_all_equal(found.stats, values)
-
-
-def test_a_worker_process_asks_for_its_turns_and_answers(monkeypatch):
-    """What a process of `worker.main` says, its input being ready."""
-    answers, redirected = io.StringIO(), []
-    monkeypatch.setattr(worker.os, "dup", lambda fd: fd)
-    monkeypatch.setattr(worker.os, "fdopen", lambda fd, *args, **kwargs: answers)
-    monkeypatch.setattr(worker.os, "dup2", lambda *fds: redirected.append(fds))
-
+def test_a_worker_asks_for_its_turns_answers_and_ends_with_its_parent(monkeypatch):
     def measure_site(job, begin, gpu):
         with gpu.together():
             begin(NAMES[1])
         with gpu.alone():
             return Entry({"training": {NAMES[1]: 2.0}})
 
-    lines = io.StringIO(to_line(JOB, None) + "go\n" * 4)
     monkeypatch.setattr(worker, "measure_site", measure_site)
-    monkeypatch.setattr(worker.sys, "stdin", lines)
-    worker.main()
-    *said, last = map(json.loads, answers.getvalue().splitlines())
-    assert [*map(list, said)] == [
-        [x] for x in "together begin apart alone apart".split()
-    ]
-    assert said[1] == {"begin": NAMES[1]} and redirected == [(2, 1)]
-    table = tables.from_json(last["result"])
-    assert table.sites == {SITE: Entry({"training": {NAMES[1]: 2.0}})}
+    ours, its = multiprocessing.Pipe()
+    for answer in (JOB, *["go"] * 4):
+        ours.send(answer)
+
+    def serve():
+        with pytest.raises(SystemExit):
+            worker.serve(its)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    said = [ours.recv() for _ in range(6)]
+    assert [
+        kind for kind, _ in said
+    ] == "together begin apart alone apart result".split()
+    assert said[1] == ("begin", NAMES[1])
+    assert said[-1] == ("result", Entry({"training": {NAMES[1]: 2.0}}))
+    ours.close()
+    thread.join(300)
+    assert not thread.is_alive()
 
 
 _SOON_S = 0.1  # in which a thread that need not wait would have its turn

@@ -27,7 +27,6 @@ def _table(key=KEY, name="xla bf16", time=10.0) -> Table:
         {"fp8_dlrm top": errors(("fwd", "drhs"), rowwise=0.03)},
         {"pallas fp8_rowwise": "does not run"},
         {"fp8_dlrm top": Interval(1e-4, -1e-5, 2e-4)},
-        {"xla bf16": "0123456789abcdef"},
         {"fp8_dlrm head": "it was too harmful"},
     )
     return Table(HEADER, {key: entry}, H200)
@@ -93,7 +92,6 @@ def test_a_later_measurement_replaces_and_adds():
         {"training": {"xla bf16": 12.0}, "inference": {"xla bf16": 3.0}},
         {"there": errors(rowwise=0.02)},
         {"xla bf16": "y is off"},
-        programs={"xla bf16": "f" * 16},
         refused={"fp8_dcnv2 head": "no"},
     )
     slow, before = dataclasses.replace(H200, launch_us=9.0), old.sites[KEY]
@@ -103,7 +101,6 @@ def test_a_later_measurement_replaces_and_adds():
         before.errors | new.errors,
         before.failures | new.failures,
         before.effects,
-        new.programs,
         before.refused | new.refused,
     )
     assert merged == Table(HEADER, {KEY: both, other: Entry()}, slow)
@@ -151,11 +148,10 @@ _ERROR = "errors", "fp8_dlrm top", "fwd", "fp8_rowwise"
         *(_in_entry(*_EFFECT, x) for x in ([1e-4, 2e-4, -1e-5], [3e-4, -1e-5, 2e-4])),
         _in_entry(*_EFFECT, [1e-4, 1e-4]),
         _in_entry("failures", "xla bf16", "x" * 10_001),
-        _in_entry("programs", "xla bf16", "0123456789abcdeg"),
         _in_entry("refused", "fp8_dlrm top", 3),
         _in_entry("errors", "fp8_dlrm top", {"fwd": {}}),
         _in_entry(*_ERROR, "median", [1.0, 1.0, 1.0]),
-        lambda value: value["sites"][0].pop("programs"),
+        lambda value: value["sites"][0].pop("effects"),
         _set("more", 1),
         lambda value: value["sites"].append(copy.deepcopy(value["sites"][0])),
         lambda value: value.pop("header"),

@@ -44,7 +44,7 @@ def test_a_kernel_that_cannot_be_exported_has_its_twin(trained, platform):
 
 def test_dispatch_chooses_at_each_batch_size(trained, monkeypatch):
     table = tables.read(shipped_path("NVIDIA H200"))
-    performance = PerformanceModel(table, fitted=table, device=HOPPER)
+    performance = PerformanceModel.of(table, fitted=table, device=HOPPER)
     monkeypatch.setattr(forms, "runs_here", lambda platform: platform == "cuda")
     monkeypatch.setattr(forms, "local_performance", lambda: Local(performance))
     seen = []

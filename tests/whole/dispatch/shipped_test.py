@@ -1,4 +1,4 @@
-"""The tables that are shipped hold for the kernels beside them."""
+"""The tables that are shipped have the sites of the configurations."""
 
 import functools
 import pathlib
@@ -11,12 +11,10 @@ from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.site_programs import site_programs
 
 SHIPPED = sorted((pathlib.Path(tables.__file__).parent / "tables").glob("*.json"))
 # Dense features, and categorical ones, of the generated stream.
 DENSE, FIELDS, DIM = 13, 26, 16
-each_table = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 
 
 @functools.cache
@@ -26,26 +24,7 @@ def _sites(name, rows):
     return list(filter(is_open, nn.list_sites(get_config(name).model, *inputs)))
 
 
-def _all_sites():
-    """Returns all sites: some of them, the others as a drill."""
-    return [
-        pytest.param(
-            *(path, site),
-            marks=[pytest.mark.drill] if i % 24 else [],
-            id=f"{path.stem} {site}",
-        )
-        for path in SHIPPED
-        for i, site in enumerate(sorted(tables.read(path).sites))
-    ]
-
-
-@pytest.mark.parametrize(("path", "site"), _all_sites())
-def test_its_programs_are_those_that_were_measured(path, site):
-    entry = tables.read(path).sites[site]
-    assert entry.programs == site_programs(site, entry.passes())
-
-
-@each_table
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", ["fp8_dlrm", "fp8_dcnv2"])
 def test_it_has_the_sites_of_the_shipped_configurations(path, name):
     table = tables.read(path)

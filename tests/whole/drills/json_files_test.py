@@ -67,7 +67,7 @@ def make_table(folder: Path) -> Path:
 
 
 def make_plan(folder: Path) -> Path:
-    performance = PerformanceModel(tables.read(make_table(folder)))
+    performance = PerformanceModel.of(tables.read(make_table(folder)))
     plan = plans.make_plan(sites(), performance, config=run().source)
     plans.save(folder / "plan.json", plan)
     return folder / "plan.json"
