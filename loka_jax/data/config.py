@@ -4,11 +4,17 @@ It is flat so that command lines read well: `--data.path clicks.csv --data.label
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loka_jax.data.batch import MAX_SLOTS
 from loka_jax.options import pairs
 
+# Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
+# header: the label, 13 integers, which may be empty or negative, and 26 categories of 8
+# hexadecimal digits, which may be empty.
+CRITEO_LABEL = "label"
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 # Rows of the generated tables: a few are huge, most are small, as in Criteo's logs.
 GENERATED_ROWS = (
     *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
@@ -263,3 +269,85 @@ _RANGES = (
     ("click_rate", 0.001, 0.999),
     ("world", 0, 2**31 - 1),
 )
+
+
+# They decide how a row is encoded, whatever the other rows are.
+ENCODING_SETTINGS = (
+    "label",
+    "labels",
+    "dense",
+    "categorical",
+    "multi",
+    "multi_weights",
+    "separator",
+    "encoding",
+    "hash_buckets",
+    "hash_sizes",
+    "hashed",
+    "share",
+    "missing",
+    "nan",
+    "negative",
+    "huge",
+    "huge_limit",
+    "transform",
+)
+SETTINGS = (
+    *ENCODING_SETTINGS,
+    "max_values",
+    "min_count",
+    "reserve_rows",
+    "unknown",
+    "weight",
+    "keep_negatives",
+    "valid_fraction",
+    "time",
+    "max_bad_rows",
+)
+# Beside them: how the values of each table were written as text. Folders of earlier
+# versions lack it.
+FORMS = "forms"
+
+
+class Columns(NamedTuple):
+    """The names of the columns by role."""
+
+    label: str
+    dense: tuple[str, ...]
+    categorical: tuple[str, ...]
+    multi: tuple[str, ...] = ()
+    further_labels: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns, each a task."""
+        return (self.label, *self.further_labels)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields, in the order of their tables."""
+        return (*self.categorical, *self.multi)
+
+
+def columns_of(config: DataConfig) -> Columns:
+    """Returns the columns that `config` names; those of Criteo's files are fixed."""
+    if config.kind == "criteo":
+        return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
+    label, *further = config.labels or (config.label,)
+    return Columns(
+        label, config.dense, config.categorical, config.multi, tuple(further)
+    )
+
+
+def features_of(config: DataConfig) -> tuple[str, ...]:
+    """Returns the columns that a model's inputs are made of."""
+    columns = columns_of(config)
+    weights = config.weights_of_multi.values()
+    return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
+
+
+def settings_of(config: DataConfig) -> dict:
+    """Returns the options that determine the shards' contents, as JSON values."""
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings |= columns_of(config)._asdict()
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -15,16 +15,26 @@ import numpy as np
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig
+from loka_jax.data.config import FORMS, DataConfig, columns_of, features_of, settings_of
 from loka_jax.data.encoding import VocabularyEncoder
-from loka_jax.data.files import Sources, left_out, listed
+from loka_jax.data.files import (
+    Sources,
+    check_unchanged,
+    left_out,
+    listed,
+    stamp_of,
+    unchanged,
+)
 from loka_jax.data.learn import Learner
 from loka_jax.data.records import Encoding
-from loka_jax.data.room import check_disk
 from loka_jax.data.rows import Rows, names_of
-from loka_jax.data.settings import FORMS, columns_of, features_of, settings_of
-from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
-from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
+from loka_jax.data.shards import (
+    SPLITS,
+    ShardWriter,
+    check_disk,
+    new_folder,
+    record_dtype_of,
+)
 from loka_jax.data.values import Counts, Range, is_positive, nothing_left
 from loka_jax.terminal import shown
 

@@ -17,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax.data.config import DataConfig
+from loka_jax.data.config import ENCODING_SETTINGS, FORMS, SETTINGS, DataConfig
 from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
 from loka_jax.data.manifest import Unusable, unusable
 from loka_jax.data.records import Encoding
-from loka_jax.data.settings import ENCODING_SETTINGS, FORMS, SETTINGS
 from loka_jax.data.shards import (
     ShardFolder,
     ShardWriter,

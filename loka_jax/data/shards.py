@@ -35,7 +35,6 @@ from loka_jax.data.manifest import (
     read_manifest,
     unusable,
 )
-from loka_jax.data.room import check_disk, free_bytes
 
 SHARD_ROWS = 1 << 19
 SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
@@ -339,3 +338,19 @@ def _npy_header(rows: int, dtype: np.dtype) -> bytes:
 def _without_padding(header: bytes) -> bytes:
     """Returns a header without its length and padding: NumPy may change these."""
     return header[:8] + header[10:].rstrip()
+
+
+def free_bytes(folder: pathlib.Path) -> int:
+    """Returns the free space of the disk on which the folder lies."""
+    return shutil.disk_usage(folder).free
+
+
+def check_disk(folder: pathlib.Path, needed: int, rows: str) -> None:
+    """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
+    if needed > (free := free_bytes(folder)):
+        # In bytes, as rounded amounts may look the same.
+        raise ValueError(
+            f"The disk of {folder.parent} has {free:,} bytes free, and {rows} take "
+            f"{needed:,}: make room, or choose another folder with --out or "
+            "--data.cache."
+        )

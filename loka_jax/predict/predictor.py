@@ -19,10 +19,10 @@ from jaxtyping import Array, Float
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
+from loka_jax.data.config import features_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.settings import features_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained

@@ -7,9 +7,9 @@ import pytest
 
 from loka_jax import jsonfile, saved_format
 from loka_jax.data import Schema, open_data
+from loka_jax.data.config import SETTINGS
 from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.saved_encoding import digest_of, open_encoding
-from loka_jax.data.settings import SETTINGS
 from loka_jax.data.shards import ShardWriter, open_shards
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.source_run import open_run

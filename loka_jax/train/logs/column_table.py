@@ -17,7 +17,7 @@ def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, i
 
     Args:
         console: where to print.
-        report: of the data, with `loka_jax.data.column_facts` under "categorical";
+        report: of the data, with `loka_jax.data.learn` under "categorical";
             nothing is printed without them.
         dims: the embedding dim of each column.
     """

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from loka_jax import nn
 from loka_jax.data import Schema
-from loka_jax.data.distinct import expected_distinct
+from loka_jax.data.planted import expected_distinct
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, TableSpec

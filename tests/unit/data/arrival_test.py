@@ -7,10 +7,10 @@ import pyarrow.compute as pc
 import pytest
 from pyarrow import csv, parquet
 
+from loka_jax.data.files import reader
 from loka_jax.data.open import open_data
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.table import reader
 from loka_jax.data.values import Counts
 from tests.support.data import table_config
 

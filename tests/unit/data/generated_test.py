@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig, Part, Position, generated, open_data, planted
-from loka_jax.data.distinct import expected_distinct
+from loka_jax.data.planted import expected_distinct
 
 TINY = DataConfig(
     rows=(50, 40, 30, 20), examples=1000, eval_examples=500, signal=1.1, click_rate=0.3

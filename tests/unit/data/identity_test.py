@@ -8,7 +8,7 @@ import pytest
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
-from loka_jax.data.identity import identity_of_generated
+from loka_jax.data.open import identity_of_generated
 from tests.support.data import HEADER, open_table, rows_text, table_config, write
 
 LINES = rows_text(200).splitlines(keepends=True)

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.blocks import BadRows
-from loka_jax.data.table import read_criteo
+from loka_jax.data.files import read_criteo
 from tests.support.data import HEADER, criteo_line, open_table, rows_of, rows_text
 from tests.support.data import write as write_text
 
