@@ -60,14 +60,10 @@ class DataConfig:
             modulo the rows of their table, those of `hash_sizes` or `hash_buckets`.
         share: "COLUMN=OWNER" lets a column use the vocabulary and the table of another
             one, which is learned from both.
-        unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
-        missing: empty dense values: `zero` (before the transform) or `error`. Empty
-            categorical values get id 0.
-        nan: dense NaN: `zero` or `error`.
-        negative: dense values below zero: `keep`, `clip` (to 0) or `error`.
-        huge: dense values beyond +-`huge_limit`, also infinite: `clip` or `error`.
-        huge_limit: the largest absolute dense value.
-        transform: applied to dense values after the policies. `log1p` is
+        bad: `clean` makes missing and NaN dense values 0 (before the transform), clips
+            those beyond +-1e12 and gives values outside the vocabulary id 0; `strict`
+            refuses them all. Empty categorical values have id 0.
+        transform: applied to dense values after that. `log1p` is
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
             `(x - mean) / std` with the statistics of the training rows; or `none`.
         weight: column of the examples' weights, 0 or more, in loss and metrics; all
@@ -85,12 +81,8 @@ class DataConfig:
         examples: training examples in an epoch (`generated`).
         eval_examples: examples in each of the valid and test splits (`generated`).
         rows: rows of each table, including id 0 (`generated`).
-        zipf: exponent of the ids' power law (`generated`).
-        latent_dim: rank of the planted interactions (`generated`).
         signal: standard deviation of the true logit (`generated`).
         click_rate: mean of the true probabilities (`generated`).
-        world: seed of the planted model; the run's seed draws the examples
-            (`generated`).
     """
 
     kind: Literal["generated", "criteo", "table"] = "generated"
@@ -113,12 +105,7 @@ class DataConfig:
     hash_sizes: tuple[str, ...] = ()
     hashed: tuple[str, ...] = ()
     share: tuple[str, ...] = ()
-    unknown: Literal["oov", "error"] = "oov"
-    missing: Literal["zero", "error"] = "zero"
-    nan: Literal["zero", "error"] = "zero"
-    negative: Literal["keep", "clip", "error"] = "keep"
-    huge: Literal["clip", "error"] = "clip"
-    huge_limit: float = 1e12
+    bad: Literal["clean", "strict"] = "clean"
     transform: Literal["log1p", "standardize", "none"] = "log1p"
     weight: str | None = None
     keep_negatives: float = 1.0
@@ -130,11 +117,8 @@ class DataConfig:
     examples: int = 8_388_608
     eval_examples: int = 262_144
     rows: tuple[int, ...] = GENERATED_ROWS
-    zipf: float = 1.1
-    latent_dim: int = 4
     signal: float = 1.4
     click_rate: float = 0.25
-    world: int = 0
 
     def __post_init__(self):
         """Checks ranges, written so that NaN fails."""
@@ -256,18 +240,14 @@ _RANGES = (
     ("min_count", 1, 2**62),
     ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
-    ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
     ("max_values", 1, MAX_SLOTS),
     ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),
     ("eval_examples", 1, MAX_EXAMPLES),
-    ("zipf", 0.0, 4.0),
-    ("latent_dim", 1, 64),
     ("signal", 0.0, 10.0),
     ("click_rate", 0.001, 0.999),
-    ("world", 0, 2**31 - 1),
 )
 
 
@@ -285,11 +265,7 @@ ENCODING_SETTINGS = (
     "hash_sizes",
     "hashed",
     "share",
-    "missing",
-    "nan",
-    "negative",
-    "huge",
-    "huge_limit",
+    "bad",
     "transform",
 )
 SETTINGS = (
@@ -297,16 +273,12 @@ SETTINGS = (
     "max_values",
     "min_count",
     "reserve_rows",
-    "unknown",
     "weight",
     "keep_negatives",
     "valid_fraction",
     "time",
     "max_bad_rows",
 )
-# Beside them: how the values of each table were written as text. Folders of earlier
-# versions lack it.
-FORMS = "forms"
 
 
 class Columns(NamedTuple):

@@ -9,13 +9,12 @@ import itertools
 import pathlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import FORMS, DataConfig, columns_of, features_of, settings_of
+from loka_jax.data.config import DataConfig, columns_of, features_of, settings_of
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.data.files import (
     Sources,
@@ -124,7 +123,8 @@ class _Conversion:
                 for path, s in self.stamps.items()
             ],
             kind=self.config.kind,
-            settings=settings_of(self.config) | self._forms(),
+            settings=settings_of(self.config),
+            forms=dict(self.encoding.forms),
             standardizer=self._standardizer(),
             report=self._report(bad_rows),
         )
@@ -141,10 +141,6 @@ class _Conversion:
         encoding = learner.encoding()
         self.facts = learner.facts(encoding)
         return encoding
-
-    def _forms(self) -> dict[str, Any]:
-        forms = self.encoding.forms
-        return {} if forms is None else {FORMS: dict(forms)}
 
     def _standardizer(self) -> dict[str, list[float]] | None:
         if self.config.transform != "standardize":
@@ -176,10 +172,9 @@ class _Conversion:
         if split == "train" and learned:
             # The file's stamp tells it, too, but not on every network disk.
             return "which it did not when it was read first: start again."
-        if split != "train" and self.config.unknown == "error":
+        if split != "train" and self.config.bad == "strict":
             return (
-                "which is not in the training rows: correct it or set --data.unknown "
-                "oov."
+                "which is not in the training rows: correct it or set --data.bad clean."
             )
         return None
 
@@ -218,7 +213,7 @@ class _Conversion:
                 )
 
     def _report(self, bad_rows: BadRows) -> dict:
-        policies = ("missing", "nan", "negative", "huge", "huge_limit", "unknown")
+        policies = ("bad", "transform", "encoding")
         splits = {split: self._split_report(split) for split in SPLITS}
         splits = {split: part for split, part in splits.items() if part["examples"]}
         for sample in bad_rows.samples:
@@ -233,8 +228,7 @@ class _Conversion:
                 *self._warnings(),
             ],
             "examples": {split: part["examples"] for split, part in splits.items()},
-            "policies": {name: getattr(self.config, name) for name in policies}
-            | {"transform": self.config.transform, "encoding": self.config.encoding},
+            "policies": {name: getattr(self.config, name) for name in policies},
             "bad_rows": {"count": bad_rows.count, "samples": bad_rows.samples},
             "categorical": self.facts,
             "totals": _sum_totals(splits),

@@ -87,10 +87,8 @@ class Learner:
             dense = clean_dense(block, self._config, self.columns.dense, Counts())
             self._moments.add(dense)
         separator = self._config.separator
-        as_written = self._base is not None and self._base.forms is None
         lists = [
-            read_lists(block, column, None, separator, as_written=as_written)
-            for column in self.columns.multi
+            read_lists(block, name, None, separator) for name in self.columns.multi
         ]
         lengths = (int(part.lengths.max(initial=0)) for part in lists)
         self._longest = [*map(max, self._longest, lengths)]

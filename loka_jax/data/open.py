@@ -30,7 +30,7 @@ from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
 _READING = 2  # raised where the same files give other rows or ids
 # The options that decide which examples are generated; the table sizes stand in the
 # schema.
-_GENERATED = ("world", "zipf", "latent_dim", "signal", "click_rate")
+_GENERATED = ("signal", "click_rate")
 
 
 @dataclass(frozen=True, kw_only=True)

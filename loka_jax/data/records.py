@@ -7,6 +7,7 @@ prediction all go through `Encoding.records`, so equal rows give equal inputs.
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,14 +52,14 @@ class Encoding:
         standardizer: of the dense columns; used by `transform="standardize"` only.
         slots: the most values in a list of each multi-valued column.
         forms: how the training values of each table were written as text, see
-            `text_form`; None if an earlier version learned it, which took any type.
+            `text_form`.
     """
 
     config: DataConfig
     encoders: tuple[Encoder, ...]
     standardizer: Standardizer
     slots: tuple[int, ...] = ()
-    forms: Mapping[str, str] | None = None
+    forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def columns(self) -> Columns:
@@ -132,7 +133,7 @@ class Encoding:
     def _check_forms(self, block: Block) -> None:
         """Raises ValueError for values whose text may be another than in training."""
         for column in self.columns.fields:
-            trained = (self.forms or {}).get(self.config.owners.get(column, column))
+            trained = self.forms.get(self.config.owners.get(column, column))
             if trained is None:
                 continue
             array = block.column(column)
@@ -155,16 +156,8 @@ class Encoding:
         """Writes ids and weights of a multi-valued column into the records."""
         column, slots = self.columns.multi[number], self.slots[number]
         weights = self.config.weights_of_multi.get(column)
-        parts = [
-            read_lists(
-                block,
-                column,
-                weights,
-                self.config.separator,
-                as_written=self.forms is None,
-            )
-            for block in blocks
-        ]
+        separator = self.config.separator
+        parts = [read_lists(block, column, weights, separator) for block in blocks]
         lengths = np.concatenate([part.lengths for part in parts])
         values = pa.chunked_array([part.values for part in parts])
         where = _Where(blocks, column, lengths)
@@ -266,8 +259,6 @@ def read_lists(
     column: str,
     weights: str | None,
     separator: str | None,
-    *,
-    as_written: bool = False,
 ) -> Lists:
     """Returns the lists of a multi-valued column.
 
@@ -276,7 +267,6 @@ def read_lists(
         column: the column of values.
         weights: the column of their weights; None if all are 1.
         separator: what stands between values if the column holds text.
-        as_written: whether NULL is a value, as in earlier versions.
 
     Raises:
         ValueError: with file, row and column, if text has no separator, a value has no
@@ -284,8 +274,7 @@ def read_lists(
     """
     raw, lengths = _flat(block, column, separator)
     values = text_of(raw, block, column)
-    missing = values.is_null() if as_written else is_missing(values)
-    present = ~np.asarray(missing)
+    present = ~np.asarray(is_missing(values))
     row = np.repeat(np.arange(len(lengths)), lengths)
     numbers = None
     if weights is not None:

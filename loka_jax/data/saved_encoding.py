@@ -9,17 +9,16 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax.data.config import ENCODING_SETTINGS, FORMS, SETTINGS, DataConfig
+from loka_jax.data.config import ENCODING_SETTINGS, SETTINGS, DataConfig
 from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
-from loka_jax.data.manifest import Unusable, unusable
+from loka_jax.data.manifest import Unusable
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import (
     ShardFolder,
@@ -29,6 +28,7 @@ from loka_jax.data.shards import (
     vocabulary_name,
 )
 from loka_jax.data.values import Standardizer
+from loka_jax.terminal import shown
 
 
 def digest_of(folder: ShardFolder) -> str:
@@ -39,9 +39,8 @@ def digest_of(folder: ShardFolder) -> str:
         "settings": {name: folder.settings.get(name) for name in ENCODING_SETTINGS},
         "standardizer": folder.standardizer,
         "vocabulary": folder.vocabulary_digests,
+        "forms": folder.forms,
     }
-    if FORMS in folder.settings:  # earlier versions wrote none
-        parts[FORMS] = folder.settings[FORMS]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -62,6 +61,7 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
             settings=folder.settings,
             report={},
             kind=folder.kind,
+            forms=folder.forms,
             standardizer=folder.standardizer,
         )
 
@@ -105,18 +105,9 @@ def load_encoding(folder: ShardFolder) -> Encoding:
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
-        forms=_forms(folder),
+        forms=folder.forms,
         standardizer=Standardizer(mean, std),
     )
-
-
-def _forms(folder: ShardFolder) -> dict[str, str] | None:
-    forms = folder.settings.get(FORMS)
-    if forms is None or (
-        isinstance(forms, dict) and all(isinstance(x, str) for x in forms.values())
-    ):
-        return forms
-    raise unusable(folder.path, f"its {FORMS!r} are {str(forms)[:40]}")
 
 
 def values_of(
@@ -149,44 +140,27 @@ def config_of(folder: ShardFolder) -> DataConfig:
     Raises:
         ValueError: if they are not what conversions write.
     """
-    hints = typing.get_type_hints(DataConfig)
-    values: dict[str, typing.Any] = {"kind": folder.kind}
-    values |= {name: folder.settings.get(name) for name in SETTINGS}
+    values = {name: folder.settings.get(name) for name in SETTINGS}
     if folder.kind == "criteo":  # whose columns are fixed
-        values = {k: v for k, v in values.items() if k not in ("dense", "categorical")}
-    for name, value in values.items():
-        values[name] = tuple(value) if isinstance(value, list) else value
-        if not _fits(values[name], hints[name]):
-            raise unusable(folder.path, f"its {name!r} is {str(value)[:40]}")
+        del values["dense"], values["categorical"]
     try:
-        return DataConfig(**values)
-    except ValueError as error:
-        raise unusable(folder.path, str(error)) from None
-
-
-def _fits(value: object, hint: typing.Any) -> bool:
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    if typing.get_origin(hint) is types.UnionType:
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(isinstance(x, str) for x in value)
-    return type(value) is hint or (hint is float and type(value) is int)
+        return msgspec.convert(values | {"kind": folder.kind}, DataConfig)
+    except msgspec.ValidationError as error:
+        raise Unusable(folder.path, f"its settings: {shown(error, 200)}") from None
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
     schema, config = folder.schema, config_of(folder)
-    earlier = _forms(folder) is None
     for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
         owner = config.owners.get(column, column)
-        if (hashes := hash_encoder(config, owner, as_written=earlier)) is not None:
+        if (hashes := hash_encoder(config, owner)) is not None:
             if hashes.rows != rows:
-                raise unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
+                raise Unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
             yield hashes
             continue
         values = _values(folder, schema.fields.index(owner))
         if (reserved := rows - 1 - len(values)) < 0:
-            raise unusable(folder.path, f"{column!r} has more values than rows")
+            raise Unusable(folder.path, f"{column!r} has more values than rows")
         yield VocabularyEncoder(values, reserved)
 
 
@@ -196,4 +170,4 @@ def _values(folder: ShardFolder, field: int) -> pa.Array:
         values = parquet.read_table(path, page_checksum_verification=True)["value"]
         return values.combine_chunks().cast(pa.large_string())
     except (pa.ArrowException, KeyError, OSError) as error:
-        raise unusable(path, f"it is no vocabulary: {str(error)[:80]}") from None
+        raise Unusable(path, f"it is no vocabulary: {str(error)[:80]}") from None

@@ -18,22 +18,23 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax import saved_format
 from loka_jax.data.batch import Schema
 from loka_jax.data.manifest import (
-    FORMAT,
     MANIFEST,
     SPLITS,
     FileEntry,
+    Manifest,
+    Unusable,
     check_regular,
     read_manifest,
-    unusable,
 )
 
 SHARD_ROWS = 1 << 19
@@ -58,6 +59,7 @@ class ShardFolder:
         report: the conversion's counts, policies and sources.
         kind: the kind of the converted data.
         settings: the options of the conversion.
+        forms: how the values of each table were written as text.
         standardizer: mean and standard deviation of each dense column, if they were
             standardized.
     """
@@ -70,6 +72,7 @@ class ShardFolder:
     report: dict
     kind: str
     settings: dict
+    forms: dict[str, str]
     standardizer: dict[str, list[float]] | None
 
 
@@ -106,7 +109,7 @@ class ShardWriter:
     def __init__(self, folder: pathlib.Path):
         """Writes into `folder`, which exists and is empty."""
         self._folder = folder
-        self._files: dict[str, dict] = {}
+        self._files: dict[str, FileEntry] = {}
         self._splits: dict[str, list[str]] = {split: [] for split in SPLITS}
         self._waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
 
@@ -131,7 +134,7 @@ class ShardWriter:
             file.write(_npy_header(len(records), records.dtype))
             file.write(records.data)  # np.save would lose the reason of a failure
         self._splits[split].append(name)
-        self._register(name, rows=len(records))
+        self._register(name, len(records))
 
     def add_vocabulary(self, field: int, values: pa.Array) -> None:
         """Writes a field's vocabulary: the values of its ids, from id 1 on."""
@@ -139,45 +142,34 @@ class ShardWriter:
         table = pa.table({"value": values})
         with open(self._folder / name, "wb") as file:
             parquet.write_table(table, file, write_page_checksum=True)
-        self._register(name, rows=len(values))
         # The file's own digest differs between versions of Arrow.
-        self._files[name]["values_sha256"] = _digest_of_values(values)
+        self._register(name, len(values), _digest_of_values(values))
 
-    def _register(self, name: str, *, rows: int) -> None:
+    def _register(self, name: str, rows: int, values_sha256: str | None = None) -> None:
         with open(self._folder / name, "r+b") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.seek(0, os.SEEK_END)
-        self._files[name] = {"rows": rows, "bytes": size, "sha256": digest}
+        self._files[name] = FileEntry(
+            rows=rows, bytes=size, sha256=digest, values_sha256=values_sha256
+        )
 
-    def finish(
-        self,
-        schema: Schema,
-        *,
-        sources: list[dict],
-        settings: dict,
-        report: dict,
-        kind: str = "table",
-        standardizer: dict[str, list[float]] | None = None,
-    ) -> None:
-        """Writes the remaining rows and the manifest, which completes the folder."""
+    def finish(self, schema: Schema, **entries: Any) -> None:
+        """Writes the remaining rows and the manifest, which completes the folder.
+
+        Args:
+            schema: the columns and table sizes.
+            **entries: the other entries of the manifest that the writer does not know,
+                see `Manifest`.
+        """
         for split, waiting in self._waiting.items():
             if sum(map(len, waiting)):
                 self.add_shard(split, np.concatenate(waiting))
-        manifest = {
-            "format": FORMAT,
-            "version": saved_format.SHARDS,
-            "schema": asdict(schema),
-            "splits": self._splits,
-            "files": self._files,
-            "kind": kind,
-            "sources": sources,
-            "settings": settings,
-            "standardizer": standardizer,
-            "report": report,
-        }
+        manifest = Manifest(
+            schema=schema, splits=self._splits, files=self._files, **entries
+        )
         with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1, allow_nan=False)
+            json.dump(msgspec.to_builtins(manifest), file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
 
@@ -287,13 +279,14 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
             for split, names in splits.items()
         },
         vocabulary_digests={
-            column: files[name].values_sha256
+            column: files[name].values_sha256 or files[name].sha256
             for field, column in enumerate(schema.fields)
             if (name := vocabulary_name(field)) in files
         },
         report=manifest.report,
         kind=manifest.kind,
         settings=manifest.settings,
+        forms=manifest.forms,
         standardizer=manifest.standardizer,
     )
 
@@ -302,12 +295,12 @@ def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
     check_regular(path)
     size = path.stat().st_size
     if size != entry.bytes:
-        raise unusable(path, f"{size} bytes, not {entry.bytes}")
+        raise Unusable(path, f"{size} bytes, not {entry.bytes}")
     if digests:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
-            raise unusable(path, "its digest differs from the manifest's")
+            raise Unusable(path, "its digest differs from the manifest's")
 
 
 def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarray:
@@ -319,11 +312,11 @@ def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarra
     with open(path, "rb") as file:
         header = file.read(start) if 0 < start < MAX_HEADER_BYTES else b""
     if _without_padding(header) != _without_padding(_npy_header(entry.rows, dtype)):
-        raise unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
+        raise Unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
     try:
         return np.memmap(path, dtype, mode="r", offset=start, shape=(entry.rows,))
     except (OSError, ValueError) as error:
-        raise unusable(path, f"it cannot be mapped: {error}") from None
+        raise Unusable(path, f"it cannot be mapped: {error}") from None
 
 
 def _npy_header(rows: int, dtype: np.dtype) -> bytes:

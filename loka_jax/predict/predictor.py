@@ -37,8 +37,8 @@ from loka_jax.train.step import past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
 _REFUSAL = (
-    "which is not in the run's vocabulary, and the run has --data.unknown error: "
-    "correct it."
+    "which is not in the run's vocabulary, and the run has --data.bad strict: correct "
+    "it."
 )
 
 
@@ -144,7 +144,7 @@ class Predictor:
 
     @property
     def _refusal(self) -> str | None:
-        return _REFUSAL if self.encoding.config.unknown == "error" else None
+        return _REFUSAL if self.encoding.config.bad == "strict" else None
 
     def _logits(self, records: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yields the logits of all records, batch by batch.

@@ -135,16 +135,6 @@ def test_null_is_missing_in_a_column_of_any_kind(tmp_path, options):
     assert open_data(config, seed=0).report["totals"]["missing"] == 100
 
 
-def test_an_encoding_of_an_earlier_version_keeps_its_ids(tmp_path):
-    """It has no `forms`: NULL is a value of a hash, and any type is taken."""
-    folder = opened(tmp_path / "a.csv", NULLS, **HASH).folder
-    folder.settings.pop("forms")
-    values = ["NULL", "\\N", "7.0", "7", "a"]
-    encoding = load_encoding(folder)
-    assert arrived(tmp_path, encoding, values) == [518, 987, 712, 707, 390]
-    assert 0 not in arrived(tmp_path, encoding, [True, False])
-
-
 @pytest.mark.parametrize(
     ("values", "count"), [(["x", "y"], 1), (["x", "x"], 0), (["x", "a", "y"], 0)]
 )
