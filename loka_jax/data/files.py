@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from loka_jax.data.blocks import BadRows, Block, Reader
+from loka_jax.data.blocks import Reader
 from loka_jax.data.config import (
     CRITEO_CATEGORICAL,
     CRITEO_DENSE,
@@ -146,20 +146,17 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
 
 
 def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
-    """Returns the reader of a file of the data that `config` describes.
+    """Returns the reader of a file: of its kind, or of the format its name implies.
 
-    Raises:
-        ValueError: if the file's name implies no format.
-    """
-    return read_criteo if config.kind == "criteo" else reader(path)
-
-
-def reader(path: pathlib.Path) -> Reader:
-    """Returns the reader of a table with named columns, in the format its name implies.
+    Criteo's files are tab separated and have no header; those of `test.txt` have no
+    label either.
 
     Raises:
         ValueError: if the name implies no format.
     """
+    if config.kind == "criteo":
+        names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+        return functools.partial(read_text, delimiter="\t", names=names)
     kind = data_format(path)
     if kind is None:
         raise ValueError(
@@ -169,17 +166,6 @@ def reader(path: pathlib.Path) -> Reader:
     if kind == "parquet":
         return read_parquet
     return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
-
-
-def read_criteo(
-    path: str, columns: tuple[str, ...], bad_rows: BadRows
-) -> Iterator[Block]:
-    """Yields the rows of one of Criteo's tab separated files, plain or `.gz`.
-
-    Those of `test.txt` have no label.
-    """
-    names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
-    return read_text(path, columns, bad_rows, delimiter="\t", names=names)
 
 
 class Stamp(NamedTuple):

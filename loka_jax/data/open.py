@@ -134,10 +134,10 @@ def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
         ValueError: if one that differs from the default is another there.
     """
     names = (*ENCODING_SETTINGS, "reserve_rows")
-    if config.kind != base.kind:
+    if config.kind != (kind := base.manifest.kind):
         raise ValueError(
-            f"{base.path} encodes data of kind {base.kind}, not {config.kind}: set "
-            f"--data.kind {base.kind}."
+            f"{base.path} encodes data of kind {kind}, not {config.kind}: set "
+            f"--data.kind {kind}."
         )
     _require_settings(config, base, names, "encodes with", "train a new run")
     stored = config_of(base)
@@ -172,7 +172,7 @@ def _require_settings(
     defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
     requested = settings_of(config)
     for name in names:
-        stored = folder.settings.get(name)
+        stored = folder.manifest.settings.get(name)
         if getattr(config, name) != defaults[name] and requested[name] != stored:
             raise ValueError(
                 f"{folder.path} {relation} {name} {str(stored)[:80]}, not "
@@ -278,15 +278,13 @@ def identity_of_shards(folder: ShardFolder) -> dict:
     Its parts are `source`, `schema`, `vocabulary` (a digest for each field with one)
     and the splits: the number of rows and a digest of all shards, or None.
     """
-    splits = {
-        split: {
-            "rows": sum(len(records) for records in folder.shards[split]),
-            "digest": _digest(folder.digests[split]),
-        }
-        if folder.shards[split]
-        else None
-        for split in SPLITS
-    }
+    splits: dict[str, dict | None] = dict.fromkeys(SPLITS)
+    for split, shards in folder.shards.items():
+        if shards:
+            names = folder.manifest.splits[split]
+            digests = [folder.manifest.files[name].sha256 for name in names]
+            rows = sum(map(len, shards))
+            splits[split] = {"rows": rows, "digest": _digest(digests)}
     return {
         "source": "files",
         "schema": _schema(folder.schema),

@@ -1,8 +1,16 @@
-"""The rows of the files of a conversion: which split each belongs to."""
+"""The rows of the files of a conversion, and which split each belongs to.
+
+Of the training file's rows, the hashed or the latest ones are for validation. A rule is
+asked block by block, in both passes over the file, and gives the same answer whatever
+the size of the blocks.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
 
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +23,7 @@ from loka_jax.data.permutation import key_of, mix
 from loka_jax.data.values import is_positive, parse_labels, parse_numbers
 from loka_jax.terminal import shown
 
-_KEEP = 1  # the stream of hashed row numbers that decides; 0 splits
+_SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
 
 
 class Rows:
@@ -53,7 +61,7 @@ class Rows:
         further = [name for name in (config.time, config.weight) if name is not None]
         self._columns = tuple(dict.fromkeys((*columns, *further)))
         self._labels = columns_of(config).labels
-        self._split: SplitRule = SplitAtRandom(config.valid_fraction)
+        self._split = SplitAtRandom(config.valid_fraction)
 
     def learn_split(self) -> None:
         """Finds where validation begins, if rows are split by time."""
@@ -128,35 +136,18 @@ def names_of(paths: tuple[pathlib.Path, ...]) -> str:
     return ", ".join(path.name for path in paths)
 
 
-class SplitRule(Protocol):
-    """Tells validation rows from training rows."""
-
-    def is_valid(self, block: Block, first: int) -> np.ndarray:
-        """Returns a mask of the block's validation rows.
-
-        Args:
-            block: rows of a training file.
-            first: the number of the block's first row, counted from 0 over all files.
-        """
-        ...
-
-    def phrase(self) -> str:
-        """Returns the rule in words, for the output and the report."""
-        ...
-
-
 class SplitAtRandom(NamedTuple):
     """Validation rows are those whose hashed row number falls below a fraction."""
 
     fraction: float
 
     def is_valid(self, block: Block, first: int) -> np.ndarray:
-        """Returns a mask of the block's validation rows."""
+        """Returns a mask of the validation rows; `first` is the number of the first."""
         row = np.arange(first, first + block.table.num_rows)
-        return hashed(row, 0) < self.fraction
+        return hashed(row, _SPLIT) < self.fraction
 
     def phrase(self) -> str:
-        """Returns the rule in words."""
+        """Returns the rule in words, for the output and the report."""
         return (
             f"validation rows are the fraction {self.fraction:g} of the training "
             "file's rows with the lowest hashed row number (SplitMix64)"
@@ -181,25 +172,18 @@ class SplitByTime(NamedTuple):
     is_date: bool
 
     def is_valid(self, block: Block, first: int) -> np.ndarray:
-        """Returns a mask of the block's validation rows."""
+        """Returns a mask of the validation rows."""
         del first
-        return parse_times(block, self.column).values >= self.since
+        return parse_times(block, self.column)[0] >= self.since
 
     def phrase(self) -> str:
-        """Returns the rule in words."""
+        """Returns the rule in words, for the output and the report."""
         since, until = (_shown(time, self.is_date) for time in (self.since, self.until))
         return (
             f"validation rows are the last {self.share:.2%} of the training file's "
             f"rows by {self.column!r}: those from {since} on, while the training rows "
             f"end at {until}"
         )
-
-
-class Times(NamedTuple):
-    """The times of some rows in float64, from numbers or from dates."""
-
-    values: np.ndarray
-    is_date: bool
 
 
 def hashed(row: np.ndarray, stream: int) -> np.ndarray:
@@ -218,16 +202,18 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
     Raises:
         ValueError: if all times are equal, or dates and numbers are mixed.
     """
-    parts, file = [], ""
+    parts, kinds, file = [np.empty(0)], set(), ""
     for block in blocks:
-        parts.append(parse_times(block, column))
+        values, is_date = parse_times(block, column)
+        parts.append(values)
+        kinds.add(is_date)
         file = block.file
-        if parts[-1].is_date != parts[0].is_date:
+        if len(kinds) > 1:
             raise ValueError(
                 f"{file} column {column!r} holds numbers in some rows and dates in "
                 "others: write all times alike, or leave out --data.time."
             )
-    times = np.sort(np.concatenate([part.values for part in parts] or [np.empty(0)]))
+    times = np.sort(np.concatenate(parts))
     if not times.size or times[0] == times[-1]:
         raise ValueError(
             f"{file} column {column!r} has one time in all rows, so there is no last "
@@ -239,11 +225,11 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
         first = int(np.searchsorted(times, times[0], "right"))
     since, until = float(times[first]), float(times[first - 1])
     share = (len(times) - first) / len(times)
-    return SplitByTime(column, since, until, share, parts[0].is_date)
+    return SplitByTime(column, since, until, share, kinds.pop())
 
 
-def parse_times(block: Block, column: str) -> Times:
-    """Returns the times of a block: numbers as they are, dates in microseconds.
+def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
+    """Returns the times in float64 and whether they are dates, in microseconds.
 
     Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
     a zone they count as UTC.
@@ -268,7 +254,7 @@ def parse_times(block: Block, column: str) -> Times:
             f"{block.file} row {block.rows[at]} has {text} in the time column "
             f"{column!r}: give each row a time, or leave out --data.time."
         )
-    return Times(values, dates is not None)
+    return values, dates is not None
 
 
 def _as_dates(array: pa.Array) -> pa.Array | None:

@@ -33,13 +33,14 @@ from loka_jax.terminal import shown
 
 def digest_of(folder: ShardFolder) -> str:
     """Returns a digest of the encoding: equal if all rows get equal inputs."""
+    manifest = folder.manifest
     parts = {
-        "kind": folder.kind,
+        "kind": manifest.kind,
         "schema": dataclasses.asdict(folder.schema),
-        "settings": {name: folder.settings.get(name) for name in ENCODING_SETTINGS},
-        "standardizer": folder.standardizer,
+        "settings": {name: manifest.settings.get(name) for name in ENCODING_SETTINGS},
+        "standardizer": manifest.standardizer,
         "vocabulary": folder.vocabulary_digests,
-        "forms": folder.forms,
+        "forms": manifest.forms,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -55,15 +56,9 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
         for field, column in enumerate(folder.schema.fields):
             if column in folder.vocabulary_digests:
                 writer.add_vocabulary(field, _values(folder, field))
-        writer.finish(
-            folder.schema,
-            sources=[],
-            settings=folder.settings,
-            report={},
-            kind=folder.kind,
-            forms=folder.forms,
-            standardizer=folder.standardizer,
-        )
+        names = ("kind", "settings", "forms", "standardizer")
+        entries = {name: getattr(folder.manifest, name) for name in names}
+        writer.finish(folder.schema, sources=[], report={}, **entries)
 
 
 def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
@@ -98,15 +93,15 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     Raises:
         ValueError: if its settings or vocabularies are not what conversions write.
     """
-    mean, std = np.zeros(len(folder.schema.dense)), np.ones(1)
-    if folder.standardizer is not None:
-        mean, std = (np.array(folder.standardizer[part]) for part in ("mean", "std"))
+    standardizer = Standardizer(np.zeros(len(folder.schema.dense)), np.ones(1))
+    if (parts := folder.manifest.standardizer) is not None:
+        standardizer = Standardizer(np.array(parts["mean"]), np.array(parts["std"]))
     return Encoding(
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
-        forms=folder.forms,
-        standardizer=Standardizer(mean, std),
+        forms=folder.manifest.forms,
+        standardizer=standardizer,
     )
 
 
@@ -140,11 +135,11 @@ def config_of(folder: ShardFolder) -> DataConfig:
     Raises:
         ValueError: if they are not what conversions write.
     """
-    values = {name: folder.settings.get(name) for name in SETTINGS}
-    if folder.kind == "criteo":  # whose columns are fixed
+    values = {name: folder.manifest.settings.get(name) for name in SETTINGS}
+    if folder.manifest.kind == "criteo":  # whose columns are fixed
         del values["dense"], values["categorical"]
     try:
-        return msgspec.convert(values | {"kind": folder.kind}, DataConfig)
+        return msgspec.convert(values | {"kind": folder.manifest.kind}, DataConfig)
     except msgspec.ValidationError as error:
         raise Unusable(folder.path, f"its settings: {shown(error, 200)}") from None
 

@@ -18,8 +18,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,41 +44,38 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_DIGEST_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardFolder:
+class ShardFolder(NamedTuple):
     """An opened folder of shards.
 
     Attributes:
         path: the folder.
-        schema: the columns and table sizes.
+        manifest: its manifest.
         shards: the memory-mapped records of each split; a split may have none.
-        digests: the SHA-256 digests of each split's shards, as the manifest has them.
-        vocabulary_digests: a SHA-256 digest of the values of each field with a
-            vocabulary.
-        report: the conversion's counts, policies and sources.
-        kind: the kind of the converted data.
-        settings: the options of the conversion.
-        forms: how the values of each table were written as text.
-        standardizer: mean and standard deviation of each dense column, if they were
-            standardized.
     """
 
     path: pathlib.Path
-    schema: Schema
+    manifest: Manifest
     shards: dict[str, list[np.ndarray]]
-    digests: dict[str, list[str]]
-    vocabulary_digests: dict[str, str]
-    report: dict
-    kind: str
-    settings: dict
-    forms: dict[str, str]
-    standardizer: dict[str, list[float]] | None
 
+    @property
+    def schema(self) -> Schema:
+        """The columns and table sizes."""
+        return self.manifest.schema
 
-def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
-    """Returns the type of one row: 4 (1 + n + F) bytes without gaps."""
-    dense, ids = ("dense", "<f4", (num_dense,)), ("ids", "<i4", (num_fields,))
-    return np.dtype([("label", "<f4"), dense, ids])
+    @property
+    def report(self) -> dict[str, Any]:
+        """The conversion's counts, policies and sources."""
+        return self.manifest.report
+
+    @property
+    def vocabulary_digests(self) -> dict[str, str | None]:
+        """A digest of the values of each field with a vocabulary."""
+        files = self.manifest.files
+        return {
+            column: files[name].values_sha256
+            for field, column in enumerate(self.schema.fields)
+            if (name := vocabulary_name(field)) in files
+        }
 
 
 def record_dtype_of(schema: Schema) -> np.dtype:
@@ -88,19 +84,18 @@ def record_dtype_of(schema: Schema) -> np.dtype:
     After the labels, dense columns and ids come the example's weight, the ids of each
     multi-valued field, and the weights of those values that have some.
     """
-    label, *plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
     tasks = len(schema.labels)
-    labels = label if tasks == 1 else ("label", "<f4", (tasks,))
+    label = ("label", "<f4") if tasks == 1 else ("label", "<f4", (tasks,))
+    dense = ("dense", "<f4", (len(schema.dense),))
+    ids = ("ids", "<i4", (len(schema.categorical),))
     weight = [("weight", "<f4")] if schema.weighted else []
-    lists = [
-        (f"bag_{field}", "<i4", (slots,)) for field, slots in enumerate(schema.slots)
-    ]
+    lists = [(f"bag_{i}", "<i4", (slots,)) for i, slots in enumerate(schema.slots)]
     weights = [
-        (f"bag_weights_{field}", "<f4", (slots,))
-        for field, slots in enumerate(schema.slots)
-        if schema.multi[field] in schema.weighted_multi
+        (f"bag_weights_{i}", "<f4", (slots,))
+        for i, slots in enumerate(schema.slots)
+        if schema.multi[i] in schema.weighted_multi
     ]
-    return np.dtype([labels, *plain, *weight, *lists, *weights])
+    return np.dtype([label, dense, ids, *weight, *lists, *weights])
 
 
 class ShardWriter:
@@ -261,34 +256,16 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
         ValueError: with the file, if anything is missing, damaged or not allowed.
     """
     manifest = read_manifest(folder)
-    files, splits, schema = manifest.files, manifest.splits, manifest.schema
-    dtype = record_dtype_of(schema)
-    total = sum(entry.bytes for entry in files.values())
-    digests = total <= MAX_DIGEST_BYTES if verify is None else verify
+    files, dtype = manifest.files, record_dtype_of(manifest.schema)
+    if verify is None:
+        verify = sum(entry.bytes for entry in files.values()) <= MAX_DIGEST_BYTES
     for name, entry in files.items():
-        _check_file(folder / name, entry, digests)
-    return ShardFolder(
-        path=folder,
-        schema=schema,
-        shards={
-            split: [_records(folder / name, files[name], dtype) for name in names]
-            for split, names in splits.items()
-        },
-        digests={
-            split: [files[name].sha256 for name in names]
-            for split, names in splits.items()
-        },
-        vocabulary_digests={
-            column: files[name].values_sha256 or files[name].sha256
-            for field, column in enumerate(schema.fields)
-            if (name := vocabulary_name(field)) in files
-        },
-        report=manifest.report,
-        kind=manifest.kind,
-        settings=manifest.settings,
-        forms=manifest.forms,
-        standardizer=manifest.standardizer,
-    )
+        _check_file(folder / name, entry, verify)
+    shards = {
+        split: [_records(folder / name, files[name], dtype) for name in names]
+        for split, names in manifest.splits.items()
+    }
+    return ShardFolder(folder, manifest, shards)
 
 
 def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:

@@ -92,8 +92,8 @@ MISTAKES = [
     Mistake(
         "only the first shard counts for the identity",
         f"{DATA}/open.py",
-        '"digest": _digest(folder.digests[split]),',
-        '"digest": _digest(folder.digests[split][:1]),',
+        "for name in names]\n            rows = sum",
+        "for name in names[:1]]\n            rows = sum",
         "unit/data/identity_test.py",
     ),
     Mistake(
@@ -204,8 +204,8 @@ MISTAKES = [
     Mistake(
         "digests are compared where nobody asked, and not where one did",
         f"{DATA}/shards.py",
-        "total <= MAX_DIGEST_BYTES if verify is None else verify",
-        "total <= MAX_DIGEST_BYTES",
+        "if verify is None:",
+        "if True:",
         "unit/data/shards_test.py",
     ),
     Mistake(

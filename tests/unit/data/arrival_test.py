@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 import pytest
 from pyarrow import csv, parquet
 
-from loka_jax.data.files import reader
+from loka_jax.data.files import reader_of
 from loka_jax.data.open import open_data
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
@@ -37,7 +37,7 @@ def opened(path, values, **options):
 def arrived(folder, encoding: Encoding, values, counts=None):
     """Returns the ids of values of a Parquet file."""
     path = put(folder / "new.parquet", c=values)
-    blocks = list(reader(path)(str(path), ("c",), None))
+    blocks = list(reader_of(table_config(path), path)(str(path), ("c",), None))
     records = encoding.records(blocks, counts or Counts(), with_labels=False)
     return records["ids"][:, 0].tolist()
 

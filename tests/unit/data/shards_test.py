@@ -13,7 +13,7 @@ from loka_jax.data import Schema, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
-from loka_jax.data.shards import ShardWriter, new_folder, open_shards, record_dtype
+from loka_jax.data.shards import ShardWriter, new_folder, open_shards, record_dtype_of
 from tests.support import permissions
 from tests.support.data import HEADER, rows_text, table_config, write
 
@@ -148,12 +148,12 @@ def test_only_the_padding_of_a_header_may_differ(folder, change):
 
 def test_full_shards_are_written_and_their_order_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 10)
-    records = np.zeros(25, record_dtype(1, 0))
+    schema = Schema(label="a", dense=("b",), categorical=(), vocab_sizes=())
+    records = np.zeros(25, record_dtype_of(schema))
     records["label"] = np.arange(25)
     writer = ShardWriter(tmp_path)
     for part in (records[:3], records[3:24], records[24:]):
         writer.add_rows("train", part)
-    schema = Schema(label="a", dense=("b",), categorical=(), vocab_sizes=())
     writer.finish(schema, sources=[], settings={}, report={})
     shards = open_shards(tmp_path).shards["train"]
     assert [len(shard) for shard in shards] == [10, 10, 5]
