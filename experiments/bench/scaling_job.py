@@ -36,7 +36,7 @@ from experiments.bench.steps import NUM_BATCHES, READ_STEP, Chain, chain_of
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.data import Batch, Position
-from loka_jax.data.placement import placed
+from loka_jax.data.prefetch import placed
 from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains

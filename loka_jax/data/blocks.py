@@ -5,8 +5,8 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -66,15 +66,8 @@ class BadRows:
         return self.count <= self.limit
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """Reads the requested columns of one file, block by block."""
-
-    def __call__(
-        self, path: str, columns: tuple[str, ...], bad_rows: BadRows
-    ) -> Iterator[Block]:
-        """Yields the file's blocks in order."""
-        ...
+# Yields the requested columns of the file with this path, block by block.
+type Reader = Callable[[str, tuple[str, ...], BadRows], Iterator[Block]]
 
 
 def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> list[int]:
@@ -87,19 +80,19 @@ def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> li
         ValueError: if the file lacks a column or has it twice.
     """
     names = [_composed(name) for name in header]
+    places = {name: place for place, name in enumerate(names)}
     counts = Counter(names)
     for name in requested:
-        if _composed(name) not in counts:
+        if not (count := counts[_composed(name)]):
             raise ValueError(
                 f"{file} has no column {name!r}, only {_shortened(header)}: name "
                 "another column, or another file."
             )
-        if (count := counts[_composed(name)]) > 1:
+        if count > 1:
             raise ValueError(
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."
             )
-    places = {name: place for place, name in enumerate(names)}
     return [places[_composed(name)] for name in requested]
 
 

@@ -4,11 +4,17 @@ It is flat so that command lines read well: `--data.path clicks.csv --data.label
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loka_jax.data.batch import MAX_SLOTS
 from loka_jax.options import pairs
 
+# Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
+# header: the label, 13 integers, which may be empty or negative, and 26 categories of 8
+# hexadecimal digits, which may be empty.
+CRITEO_LABEL = "label"
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 # Rows of the generated tables: a few are huge, most are small, as in Criteo's logs.
 GENERATED_ROWS = (
     *(100_000, 60_000, 40_000, 30_000, 20_000, 10_000, 8_000, 5_000, 3_000),
@@ -54,14 +60,10 @@ class DataConfig:
             modulo the rows of their table, those of `hash_sizes` or `hash_buckets`.
         share: "COLUMN=OWNER" lets a column use the vocabulary and the table of another
             one, which is learned from both.
-        unknown: values outside the vocabulary: id 0 (`oov`) or `error`.
-        missing: empty dense values: `zero` (before the transform) or `error`. Empty
-            categorical values get id 0.
-        nan: dense NaN: `zero` or `error`.
-        negative: dense values below zero: `keep`, `clip` (to 0) or `error`.
-        huge: dense values beyond +-`huge_limit`, also infinite: `clip` or `error`.
-        huge_limit: the largest absolute dense value.
-        transform: applied to dense values after the policies. `log1p` is
+        bad: `clean` makes missing and NaN dense values 0 (before the transform), clips
+            those beyond +-1e12 and gives values outside the vocabulary id 0; `strict`
+            refuses them all. Empty categorical values have id 0.
+        transform: applied to dense values after that. `log1p` is
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
             `(x - mean) / std` with the statistics of the training rows; or `none`.
         weight: column of the examples' weights, 0 or more, in loss and metrics; all
@@ -79,12 +81,8 @@ class DataConfig:
         examples: training examples in an epoch (`generated`).
         eval_examples: examples in each of the valid and test splits (`generated`).
         rows: rows of each table, including id 0 (`generated`).
-        zipf: exponent of the ids' power law (`generated`).
-        latent_dim: rank of the planted interactions (`generated`).
         signal: standard deviation of the true logit (`generated`).
         click_rate: mean of the true probabilities (`generated`).
-        world: seed of the planted model; the run's seed draws the examples
-            (`generated`).
     """
 
     kind: Literal["generated", "criteo", "table"] = "generated"
@@ -107,12 +105,7 @@ class DataConfig:
     hash_sizes: tuple[str, ...] = ()
     hashed: tuple[str, ...] = ()
     share: tuple[str, ...] = ()
-    unknown: Literal["oov", "error"] = "oov"
-    missing: Literal["zero", "error"] = "zero"
-    nan: Literal["zero", "error"] = "zero"
-    negative: Literal["keep", "clip", "error"] = "keep"
-    huge: Literal["clip", "error"] = "clip"
-    huge_limit: float = 1e12
+    bad: Literal["clean", "strict"] = "clean"
     transform: Literal["log1p", "standardize", "none"] = "log1p"
     weight: str | None = None
     keep_negatives: float = 1.0
@@ -124,11 +117,8 @@ class DataConfig:
     examples: int = 8_388_608
     eval_examples: int = 262_144
     rows: tuple[int, ...] = GENERATED_ROWS
-    zipf: float = 1.1
-    latent_dim: int = 4
     signal: float = 1.4
     click_rate: float = 0.25
-    world: int = 0
 
     def __post_init__(self):
         """Checks ranges, written so that NaN fails."""
@@ -250,16 +240,86 @@ _RANGES = (
     ("min_count", 1, 2**62),
     ("reserve_rows", 0, MAX_ROWS),
     ("hash_buckets", 2, MAX_ROWS),
-    ("huge_limit", 1.0, 1e30),  # fits float32, and its square fits float64
     ("max_values", 1, MAX_SLOTS),
     ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),
     ("eval_examples", 1, MAX_EXAMPLES),
-    ("zipf", 0.0, 4.0),
-    ("latent_dim", 1, 64),
     ("signal", 0.0, 10.0),
     ("click_rate", 0.001, 0.999),
-    ("world", 0, 2**31 - 1),
 )
+
+
+# They decide how a row is encoded, whatever the other rows are.
+ENCODING_SETTINGS = (
+    "label",
+    "labels",
+    "dense",
+    "categorical",
+    "multi",
+    "multi_weights",
+    "separator",
+    "encoding",
+    "hash_buckets",
+    "hash_sizes",
+    "hashed",
+    "share",
+    "bad",
+    "transform",
+)
+SETTINGS = (
+    *ENCODING_SETTINGS,
+    "max_values",
+    "min_count",
+    "reserve_rows",
+    "weight",
+    "keep_negatives",
+    "valid_fraction",
+    "time",
+    "max_bad_rows",
+)
+
+
+class Columns(NamedTuple):
+    """The names of the columns by role."""
+
+    label: str
+    dense: tuple[str, ...]
+    categorical: tuple[str, ...]
+    multi: tuple[str, ...] = ()
+    further_labels: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns, each a task."""
+        return (self.label, *self.further_labels)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields, in the order of their tables."""
+        return (*self.categorical, *self.multi)
+
+
+def columns_of(config: DataConfig) -> Columns:
+    """Returns the columns that `config` names; those of Criteo's files are fixed."""
+    if config.kind == "criteo":
+        return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
+    label, *further = config.labels or (config.label,)
+    return Columns(
+        label, config.dense, config.categorical, config.multi, tuple(further)
+    )
+
+
+def features_of(config: DataConfig) -> tuple[str, ...]:
+    """Returns the columns that a model's inputs are made of."""
+    columns = columns_of(config)
+    weights = config.weights_of_multi.values()
+    return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
+
+
+def settings_of(config: DataConfig) -> dict:
+    """Returns the options that determine the shards' contents, as JSON values."""
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings |= columns_of(config)._asdict()
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -7,24 +7,33 @@ validation or test rows.
 
 import itertools
 import pathlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig
+from loka_jax.data.config import DataConfig, columns_of, features_of, settings_of
 from loka_jax.data.encoding import VocabularyEncoder
-from loka_jax.data.files import Sources, left_out, listed
+from loka_jax.data.files import (
+    Sources,
+    check_unchanged,
+    left_out,
+    listed,
+    stamp_of,
+    unchanged,
+)
 from loka_jax.data.learn import Learner
 from loka_jax.data.records import Encoding
-from loka_jax.data.room import check_disk
 from loka_jax.data.rows import Rows, names_of
-from loka_jax.data.settings import FORMS, columns_of, features_of, settings_of
-from loka_jax.data.shards import SPLITS, ShardWriter, new_folder, record_dtype_of
-from loka_jax.data.stamps import check_unchanged, stamp_of, unchanged
+from loka_jax.data.shards import (
+    SPLITS,
+    ShardWriter,
+    check_disk,
+    new_folder,
+    record_dtype_of,
+)
 from loka_jax.data.values import Counts, Range, is_positive, nothing_left
 from loka_jax.terminal import shown
 
@@ -58,6 +67,36 @@ def convert(
         conversion.run(folder)
 
 
+class _Split:
+    """What is counted of the rows of a split."""
+
+    def __init__(self, labels: tuple[str, ...]):
+        self.labels = labels
+        self.values = Counts()
+        self.examples, self.weight = 0, 0.0
+        self.positives = np.zeros(len(labels), np.int64)
+        self.labelled = np.zeros(len(labels), np.int64)
+
+    def add(self, records: np.ndarray) -> None:
+        self.examples += len(records)
+        labels = records["label"].reshape(len(records), -1)
+        self.positives += np.count_nonzero(labels == 1, axis=0)
+        self.labelled += np.count_nonzero(~np.isnan(labels), axis=0)
+        if "weight" in (records.dtype.names or ()):
+            self.weight += float(records["weight"].sum(dtype=np.float64))
+
+    def report(self) -> dict:
+        """Returns the number of clicks; by task, with that of labels, if several."""
+        positives, labelled = self.positives.tolist(), self.labelled.tolist()
+        counts = {"positives": positives[0]}
+        if len(self.labels) > 1:
+            counts = {
+                "positives": dict(zip(self.labels, positives, strict=True)),
+                "labelled": dict(zip(self.labels, labelled, strict=True)),
+            }
+        return {"examples": self.examples, **counts}
+
+
 class _Conversion:
     """A conversion in progress: its columns, counts and encoding."""
 
@@ -75,13 +114,8 @@ class _Conversion:
         columns = (*self.columns.labels, *features_of(config))
         self.rows = Rows(config, sources, columns, progress)
         self.rows_learned = 0
-        self.counts = {split: Counts() for split in SPLITS}
+        self.splits = {split: _Split(self.columns.labels) for split in SPLITS}
         self.dense_range = Range(len(self.columns.dense))
-        self.examples: dict[str, int] = dict.fromkeys(SPLITS, 0)
-        tasks = len(self.columns.labels)
-        self.positives = {split: np.zeros(tasks, np.int64) for split in SPLITS}
-        self.labelled = {split: np.zeros(tasks, np.int64) for split in SPLITS}
-        self.weights: dict[str, float] = dict.fromkeys(SPLITS, 0.0)
 
     def run(self, folder: pathlib.Path) -> None:
         self.rows.learn_split()
@@ -93,13 +127,10 @@ class _Conversion:
         writer = ShardWriter(folder)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
-        held: Counter[str] = Counter()  # bytes
         for split, block in self.rows.blocks(SPLITS, bad_rows, "encoding"):
             pending[split].append(block)
-            held[split] += block.nbytes
-            if held[split] >= PENDING_BYTES:
+            if sum(waiting.nbytes for waiting in pending[split]) >= PENDING_BYTES:
                 self._write(writer, split, pending.pop(split))
-                held[split] = 0
         for split, blocks in pending.items():
             self._write(writer, split, blocks)
         self._check_splits()
@@ -114,7 +145,8 @@ class _Conversion:
                 for path, s in self.stamps.items()
             ],
             kind=self.config.kind,
-            settings=settings_of(self.config) | self._forms(),
+            settings=settings_of(self.config),
+            forms=dict(self.encoding.forms),
             standardizer=self._standardizer(),
             report=self._report(bad_rows),
         )
@@ -132,10 +164,6 @@ class _Conversion:
         self.facts = learner.facts(encoding)
         return encoding
 
-    def _forms(self) -> dict[str, Any]:
-        forms = self.encoding.forms
-        return {} if forms is None else {FORMS: dict(forms)}
-
     def _standardizer(self) -> dict[str, list[float]] | None:
         if self.config.transform != "standardize":
             return None
@@ -143,22 +171,16 @@ class _Conversion:
         return {name: list(map(float, part)) for name, part in parts.items()}
 
     def _write(self, writer: ShardWriter, split: str, blocks: list[Block]) -> None:
-        records = self.encoding.records(
-            blocks, self.counts[split], unknown_refusal=self._unknown_refusal(split)
-        )
+        counts, refusal = self.splits[split].values, self._unknown_refusal(split)
+        records = self.encoding.records(blocks, counts, unknown_refusal=refusal)
         if split == "train" and self.config.keep_negatives < 1:
             # Each stands for 1 / rate rows, so that sums over them are unbiased.
             negative = ~is_positive(records["label"])
             records["weight"][negative] /= self.config.keep_negatives
-        if self.config.is_weighted:
-            self.weights[split] += float(records["weight"].sum(dtype=np.float64))
         writer.add_rows(split, records)
-        self.examples[split] += len(records)
+        self.splits[split].add(records)
         if split == "train":
             self.dense_range.add(records["dense"])
-        labels = records["label"].reshape(len(records), -1)
-        self.positives[split] += np.count_nonzero(labels == 1, axis=0)
-        self.labelled[split] += np.count_nonzero(~np.isnan(labels), axis=0)
 
     def _unknown_refusal(self, split: str) -> str | None:
         """Returns why a split may not hold values without an id, or None."""
@@ -166,150 +188,120 @@ class _Conversion:
         if split == "train" and learned:
             # The file's stamp tells it, too, but not on every network disk.
             return "which it did not when it was read first: start again."
-        if split != "train" and self.config.unknown == "error":
+        if split != "train" and self.config.bad == "strict":
             return (
-                "which is not in the training rows: correct it or set --data.unknown "
-                "oov."
+                "which is not in the training rows: correct it or set --data.bad clean."
             )
         return None
 
     def _check_splits(self) -> None:
-        for split in SPLITS:
-            paths = getattr(self.sources, split)
-            if paths and not self.examples[split]:
-                raise ValueError(
-                    f"{names_of(paths)} has no rows for the {split} split: name a file "
-                    "that has some."
-                )
-            if (
-                self.config.is_weighted
-                and self.examples[split]
-                and not (self.weights[split] > 0)
-            ):
+        for split, counted in self.splits.items():
+            if not counted.examples:
+                if paths := getattr(self.sources, split):
+                    raise ValueError(
+                        f"{names_of(paths)} has no rows for the {split} split: name a "
+                        "file that has some."
+                    )
+                continue
+            if self.config.is_weighted and not counted.weight > 0:
                 raise ValueError(
                     f"All {split} rows have weight 0 in column {self.config.weight!r}: "
                     "correct it or --data.weight."
                 )
-            if self.examples[split]:
-                self._check_labels(split)
-        if not self.examples["valid"]:
+            for name, count in zip(counted.labels, counted.labelled, strict=True):
+                if not count:
+                    raise ValueError(
+                        f"Column {name!r} has no label in any {split} row: correct it "
+                        "or --data.labels."
+                    )
+        if not self.splits["valid"].examples:
             raise ValueError(
                 f"No row of {names_of(self.sources.train)} fell into the validation "
                 f"split: name a file with --data.valid, or raise --data.valid-fraction "
                 f"{self.config.valid_fraction:g}."
             )
 
-    def _check_labels(self, split: str) -> None:
-        for name, count in zip(self.columns.labels, self.labelled[split], strict=True):
-            if not count:
-                raise ValueError(
-                    f"Column {name!r} has no label in any {split} row: correct it or "
-                    "--data.labels."
-                )
-
     def _report(self, bad_rows: BadRows) -> dict:
-        policies = ("missing", "nan", "negative", "huge", "huge_limit", "unknown")
-        splits = {split: self._split_report(split) for split in SPLITS}
-        splits = {split: part for split, part in splits.items() if part["examples"]}
+        splits = {
+            split: {
+                "files": [path.name for path in getattr(self.sources, split)],
+                **counted.report(),
+                **({"weight": counted.weight} if self.config.is_weighted else {}),
+                **counted.values.report(),
+            }
+            for split, counted in self.splits.items()
+            if counted.examples
+        }
         for sample in bad_rows.samples:
             sample["file"] = pathlib.Path(sample["file"]).name
+        policies = ("bad", "transform", "encoding")
         return {
             "source": self.config.kind,
             "split_rule": self.rows.split_rule(),
             "notes": [
-                *_notes(self.config),
-                *self._notes_on_labels(),
-                *_notes_on_lists(self.encoding),
+                *self._notes_on_rows(),
+                *self._notes_on_lists(),
                 *self._warnings(),
             ],
             "examples": {split: part["examples"] for split, part in splits.items()},
-            "policies": {name: getattr(self.config, name) for name in policies}
-            | {"transform": self.config.transform, "encoding": self.config.encoding},
+            "policies": {name: getattr(self.config, name) for name in policies},
             "bad_rows": {"count": bad_rows.count, "samples": bad_rows.samples},
             "categorical": self.facts,
-            "totals": _sum_totals(splits),
+            "totals": _sum_totals([part["totals"] for part in splits.values()]),
             "splits": splits,
         }
 
-    def _split_report(self, split: str) -> dict:
-        return {
-            "files": [path.name for path in getattr(self.sources, split)],
-            "examples": self.examples[split],
-            **self._label_counts(split),
-            **({"weight": self.weights[split]} if self.config.is_weighted else {}),
-            **self.counts[split].report(),
-        }
+    def _notes_on_rows(self) -> list[str]:
+        """Returns sentences on weights, sampling and missing labels."""
+        config, train, notes = self.config, self.splits["train"], []
+        if config.weight is not None:
+            notes.append(
+                f"Loss and metrics are weighted by column {shown(repr(config.weight))}."
+            )
+        if (rate := config.keep_negatives) < 1:
+            notes.append(
+                f"Of the training rows without a click the fraction {rate:.6g} is "
+                f"kept, by hashed row number, with {1 / rate:.6g} times the weight, so "
+                "that predictions stay calibrated."
+            )
+        for name, count in zip(train.labels, train.labelled.tolist(), strict=True):
+            if lacking := train.examples - count:
+                notes.append(
+                    f"{lacking:,} training rows have no label {shown(repr(name))} and "
+                    "count for the other tasks only."
+                )
+        return notes
 
-    def _label_counts(self, split: str) -> dict:
-        """Returns the number of clicks; by task, with that of labels, if several."""
-        names, positives = self.columns.labels, self.positives[split].tolist()
-        if len(names) == 1:
-            return {"positives": positives[0]}
-        labelled = self.labelled[split].tolist()
-        return {
-            "positives": dict(zip(names, positives, strict=True)),
-            "labelled": dict(zip(names, labelled, strict=True)),
-        }
-
-    def _notes_on_labels(self) -> list[str]:
-        """Returns a sentence on each task that some training rows have no label of."""
-        counted = zip(self.columns.labels, self.labelled["train"].tolist(), strict=True)
+    def _notes_on_lists(self) -> list[str]:
+        """Returns a sentence on the room for each multi-valued column."""
+        slots, limit = self.encoding.slots, self.config.max_values
         return [
-            f"{self.examples['train'] - count:,} training rows have no label "
-            f"{shown(repr(name))} and count for the other tasks only."
-            for name, count in counted
-            if count < self.examples["train"]
+            f"Column {shown(repr(column))}: the first {n} values of a list are used, "
+            + ("the limit." if n == limit else "the most in a training row.")
+            for column, n in zip(self.columns.multi, slots, strict=True)
         ]
 
     def _warnings(self) -> list[str]:
         """Returns a sentence on each column from which a model cannot learn."""
-        rows, counts = self.examples["train"], self.counts["train"]
-        found = []
+        train, found = self.splits["train"], []
         for place, column in enumerate(self.columns.dense):
-            only = self.dense_range.only_value(place)
-            if cause := nothing_left(counts.of(column), rows, only, self.config):
+            only, counts = self.dense_range.only_value(place), train.values.of(column)
+            if cause := nothing_left(counts, train.examples, only, self.config):
                 found.append(
                     f"Warning: nothing is left of dense column {shown(repr(column))} "
-                    f"in the {rows:,} training rows: {cause}; leave it out, or correct "
-                    "it."
+                    f"in the {train.examples:,} training rows: {cause}; leave it out, "
+                    "or correct it."
                 )
         if names := left_out(self.config, self.sources):
             found.append(
                 "Warning: not read, as they are folders or their names say no split: "
                 f"{shown(listed(names), 200)}."
             )
-        by_split = (self.counts[s].warnings(f"the {s} rows") for s in SPLITS)
+        by_split = (self.splits[s].values.warnings(f"the {s} rows") for s in SPLITS)
         return [*found, *itertools.chain.from_iterable(by_split)]
 
 
-def _notes(config: DataConfig) -> list[str]:
-    """Returns sentences on what was done to whole rows, for output and report."""
-    notes = []
-    if config.weight is not None:
-        notes.append(
-            f"Loss and metrics are weighted by column {shown(repr(config.weight))}."
-        )
-    if (rate := config.keep_negatives) < 1:
-        notes.append(
-            f"Of the training rows without a click the fraction {rate:.6g} is kept, by "
-            f"hashed row number, with {1 / rate:.6g} times the weight, so that "
-            "predictions stay calibrated."
-        )
-    return notes
-
-
-def _notes_on_lists(encoding: Encoding) -> list[str]:
-    """Returns a sentence on the room for each multi-valued column."""
-    limit = encoding.config.max_values
-    return [
-        f"Column {shown(repr(column))}: the first {slots} values of a list are used, "
-        + ("the limit." if slots == limit else "the most in a training row.")
-        for column, slots in zip(encoding.columns.multi, encoding.slots, strict=True)
-    ]
-
-
-def _sum_totals(splits: dict) -> dict:
+def _sum_totals(totals: list[dict[str, int]]) -> dict[str, int]:
     kinds = ["missing", "nan", "inf", "huge", "negative", "oov"]
-    totals = [split["totals"] for split in splits.values()]
     kinds += ["cut lists"] if any("cut lists" in total for total in totals) else []
     return {kind: sum(total.get(kind, 0) for total in totals) for kind in kinds}

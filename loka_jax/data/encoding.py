@@ -241,16 +241,8 @@ class HashEncoder:
     that share values.
     """
 
-    def __init__(self, field: str, buckets: int, *, as_written: bool = False):
-        """Takes the field's name, part of the hash, and the rows of its table.
-
-        Args:
-            field: the name.
-            buckets: the rows.
-            as_written: whether NULL is a value, and 7.0 another one than 7, as in
-                earlier versions.
-        """
-        self._as_written = as_written
+    def __init__(self, field: str, buckets: int):
+        """Takes the field's name, part of the hash, and the rows of its table."""
         self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
         self._buckets = buckets
 
@@ -270,10 +262,9 @@ class HashEncoder:
         return ids[np.asarray(pc.fill_null(coded.indices, len(ids) - 1))]
 
     def _id(self, value: str) -> int:
-        if not self._as_written:
-            if value in NULL_WORDS:
-                return 0
-            value = value[:-2] if _WHOLE.fullmatch(value) else value
+        if value in NULL_WORDS:
+            return 0
+        value = value[:-2] if _WHOLE.fullmatch(value) else value
         digest = hashlib.blake2b(value.encode(), digest_size=8, key=self._salt).digest()
         return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)
 
@@ -326,19 +317,11 @@ def _bits(value: str | None, at: int) -> int:
     return number % 2**64
 
 
-def hash_encoder(
-    config: DataConfig, column: str, *, as_written: bool = False
-) -> Encoder | None:
-    """Returns the encoder of a hashed column, or None if it has a vocabulary.
-
-    Args:
-        config: the options.
-        column: the column.
-        as_written: see `HashEncoder`.
-    """
+def hash_encoder(config: DataConfig, column: str) -> Encoder | None:
+    """Returns the encoder of a hashed column, or None if it has a vocabulary."""
     rows = config.hash_rows(column)
     if rows is None:
         return None
     if column in config.hashed:
         return ModuloEncoder(rows)
-    return HashEncoder(column, rows, as_written=as_written)
+    return HashEncoder(column, rows)

@@ -1,16 +1,26 @@
-"""Finds the files of each split, and explains what is wrong when it cannot."""
+"""The files of each split: found, opened by their format, watched for changes."""
 
 import difflib
+import functools
 import os
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
-from loka_jax.data.config import DataConfig
+from loka_jax.data.blocks import Reader
+from loka_jax.data.config import (
+    CRITEO_CATEGORICAL,
+    CRITEO_DENSE,
+    CRITEO_LABEL,
+    DataConfig,
+)
+from loka_jax.data.parquet import read_parquet
+from loka_jax.data.text import read_text
 
-Format = Literal["csv", "tsv", "parquet"]
-_FORMATS: dict[str, Format] = {
+_FORMATS = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".tab": "tsv",
@@ -33,7 +43,7 @@ class Sources(NamedTuple):
     test: tuple[pathlib.Path, ...]
 
 
-def data_format(path: pathlib.Path) -> Format | None:
+def data_format(path: pathlib.Path) -> str | None:
     """Returns the format that the file's name implies, or None."""
     name = path.name.lower().removesuffix(".gz")
     return _FORMATS.get(os.path.splitext(name)[1])
@@ -133,3 +143,87 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     """Returns the first names, and how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
+    """Returns the reader of a file: of its kind, or of the format its name implies.
+
+    Criteo's files are tab separated and have no header; those of `test.txt` have no
+    label either.
+
+    Raises:
+        ValueError: if the name implies no format.
+    """
+    if config.kind == "criteo":
+        names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+        return functools.partial(read_text, delimiter="\t", names=names)
+    kind = data_format(path)
+    if kind is None:
+        raise ValueError(
+            f"{path} must end in .csv, .tsv (also .gz) or .parquet, so that its format "
+            "is known: rename it."
+        )
+    if kind == "parquet":
+        return read_parquet
+    return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
+
+
+class Stamp(NamedTuple):
+    """What changes whenever a file's contents do.
+
+    Attributes:
+        size: in bytes.
+        modified_ns: the time of the last writing, which programs can set back.
+        changed_ns: the time of the last writing or renaming, which they cannot.
+    """
+
+    # Not the inode: some network disks renumber a file that is not open.
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+def stamp_of(path: pathlib.Path) -> Stamp:
+    """Returns the file's stamp.
+
+    Raises:
+        ValueError: if it is gone or not a regular file.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): mend that, or correct "
+            "--data.path."
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(
+            f"{path} is a pipe or a device, and data are read twice: write them to a "
+            "file."
+        )
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@contextmanager
+def unchanged(stamps: dict[pathlib.Path, Stamp]) -> Iterator[None]:
+    """Checks the files after the block, also when it fails with a ValueError.
+
+    Raises:
+        ValueError: with the first file that changed, and what to do.
+    """
+    try:
+        yield
+    except ValueError:  # a change explains what looks like damage
+        check_unchanged(stamps)
+        raise
+    check_unchanged(stamps)
+
+
+def check_unchanged(stamps: dict[pathlib.Path, Stamp]) -> None:
+    """Raises ValueError with the first file whose stamp is not the given one."""
+    for path, stamp in stamps.items():
+        if stamp_of(path) != stamp:
+            raise ValueError(
+                f"{path} changed while it was read: wait until it is complete, then "
+                "start again."
+            )

@@ -187,7 +187,7 @@ def best_possible_ne(
     the delta method; the examples belong to none of the data's splits.
     """
     stream = GeneratedDataset(
-        config, world, "measure", num_examples=num_examples, seed=config.world
+        config, world, "measure", num_examples=num_examples, seed=0
     )
     logit, _ = _logits_and_labels(stream)
     p = 1 / (1 + np.exp(-logit))

@@ -1,22 +1,36 @@
-"""Opens the data that a `DataConfig` describes as train, valid and test splits."""
+"""Opens the data that a `DataConfig` describes as train, valid and test splits.
+
+Files are converted to shards once, in a cache. The identity of the data tells one data
+set from another: a dict of JSON values with one part for the schema, the vocabularies
+and each split, so that two of them can be compared part by part. It depends on what the
+data hold, not on paths or times.
+"""
 
 import dataclasses
+import hashlib
+import json
 import pathlib
+import shutil
 from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
+from loka_jax import saved_format
+from loka_jax.cache_folder import cache_folder
 from loka_jax.data import generated, planted
-from loka_jax.data.batch import Dataset
-from loka_jax.data.cache import cached_shards
-from loka_jax.data.config import DataConfig
-from loka_jax.data.files import existing, find_sources
-from loka_jax.data.identity import identity_of_generated, identity_of_shards
-from loka_jax.data.manifest import check_report
+from loka_jax.data.batch import Dataset, Schema
+from loka_jax.data.config import ENCODING_SETTINGS, SETTINGS, DataConfig, settings_of
+from loka_jax.data.convert import convert
+from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
+from loka_jax.data.manifest import SPLITS, check_report
 from loka_jax.data.reader import ShardDataset
-from loka_jax.data.saved_encoding import config_of, digest_of
-from loka_jax.data.settings import ENCODING_SETTINGS, SETTINGS, settings_of
+from loka_jax.data.saved_encoding import config_of, digest_of, load_encoding
 from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
+
+_READING = 2  # raised where the same files give other rows or ids
+# The options that decide which examples are generated; the table sizes stand in the
+# schema.
+_GENERATED = ("signal", "click_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +42,7 @@ class Splits:
         valid: the examples that decide when training stops.
         test: the examples of the final evaluation; None if only `valid` can serve.
         report: counts, policies and origin of the data, as JSON values.
-        identity: what decides which rows and ids training sees, as JSON values: equal
-            for equal data, wherever it lies; see `loka_jax.data.identity`.
+        identity: what decides which rows and ids training sees, as JSON values.
         folder: the folder of the shards; None for generated data.
     """
 
@@ -46,9 +59,8 @@ class Splits:
         Generated examples are made there; others are read by the host.
 
         Args:
-            sharding: of the rows of a batch.
+            sharding: how the rows of a batch lie on the devices.
         """
-
         splits = self.train, self.valid, self.test
         datasets = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
         if len(datasets) < len(splits):
@@ -77,19 +89,18 @@ def open_data(
         ValueError: one sentence with the file, row or option, and the remedy.
     """
     if base is not None:
-        config = _with_encoding(config, base)
+        config = _with_options_of(base, config)
     if config.kind == "generated":
         return _open_generated(config, seed)
-    if config.path is not None and is_shard_folder(existing(config.path)):
-        folder = open_shards(pathlib.Path(config.path).expanduser())
-        _check_settings(config, folder)
-        if base is not None and digest_of(folder) != digest_of(base):
-            raise ValueError(
-                f"{folder.path} was converted with another vocabulary than the run's: "
-                "name the files that it was converted from with --data.path."
-            )
-    else:
-        folder = open_shards(cached_shards(config, find_sources(config), base))
+    if config.path is None or not is_shard_folder(existing(config.path)):
+        return _splits(open_shards(cached_shards(config, find_sources(config), base)))
+    folder = open_shards(pathlib.Path(config.path).expanduser())
+    _check_settings(config, folder)
+    if base is not None and digest_of(folder) != digest_of(base):
+        raise ValueError(
+            f"{folder.path} was converted with another vocabulary than the run's: "
+            "name the files that it was converted from with --data.path."
+        )
     return _splits(folder)
 
 
@@ -99,7 +110,7 @@ def _splits(folder: ShardFolder) -> Splits:
         ShardDataset(folder.schema, folder.shards[split], f"{folder.path} ({split})")
         if folder.shards[split]
         else None
-        for split in ("train", "valid", "test")
+        for split in SPLITS
     )
     if train is None or valid is None:
         raise ValueError(
@@ -116,17 +127,17 @@ def _splits(folder: ShardFolder) -> Splits:
     )
 
 
-def _with_encoding(config: DataConfig, base: ShardFolder) -> DataConfig:
+def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
     """Returns the options with those of an encoding.
 
     Raises:
         ValueError: if one that differs from the default is another there.
     """
     names = (*ENCODING_SETTINGS, "reserve_rows")
-    if config.kind != base.kind:
+    if config.kind != (kind := base.manifest.kind):
         raise ValueError(
-            f"{base.path} encodes data of kind {base.kind}, not {config.kind}: set "
-            f"--data.kind {base.kind}."
+            f"{base.path} encodes data of kind {kind}, not {config.kind}: set "
+            f"--data.kind {kind}."
         )
     _require_settings(config, base, names, "encodes with", "train a new run")
     stored = config_of(base)
@@ -161,7 +172,7 @@ def _require_settings(
     defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
     requested = settings_of(config)
     for name in names:
-        stored = folder.settings.get(name)
+        stored = folder.manifest.settings.get(name)
         if getattr(config, name) != defaults[name] and requested[name] != stored:
             raise ValueError(
                 f"{folder.path} {relation} {name} {str(stored)[:80]}, not "
@@ -196,3 +207,117 @@ def _open_generated(config: DataConfig, seed: int) -> Splits:
         report=report,
         identity=identity_of_generated(config, seed),
     )
+
+
+def cached_shards(
+    config: DataConfig, sources: Sources, base: ShardFolder | None = None
+) -> pathlib.Path:
+    """Returns the cached folder of the sources' shards, converting them if needed.
+
+    The folder's name is a digest of the files' paths and stamps and of the options, so
+    a changed file or option gets a new folder. If two runs convert at the same time,
+    the first to finish wins.
+
+    Args:
+        config: columns and policies.
+        sources: the files of each split.
+        base: a folder with the encoding to start from; None to learn one.
+    """
+    name = _cache_name(config, sources)
+    root = (
+        cache_folder("data")
+        if config.cache is None
+        else pathlib.Path(config.cache).expanduser()
+    )
+    if base is not None:
+        if (same := _cached_with(digest_of(base), root, name)) is not None:
+            return same
+        name = f"{name}-{digest_of(base)[:16]}"
+    target = root / name
+    if is_shard_folder(target):
+        try:
+            open_shards(target)
+            return target
+        except ValueError:  # damaged; a cached folder can be rebuilt
+            shutil.rmtree(target)
+    encoding = None if base is None else load_encoding(base)
+    try:
+        convert(config, sources, target, base=encoding)
+    except ValueError:
+        if not is_shard_folder(target):  # no other run finished it meanwhile
+            raise
+    return target
+
+
+def _cached_with(encoding: str, root: pathlib.Path, name: str) -> pathlib.Path | None:
+    """Returns a folder of the same files and options with this encoding, or None."""
+    for folder in sorted(root.glob(f"{name}*")):
+        try:
+            if digest_of(open_shards(folder)) == encoding:
+                return folder
+        except ValueError:  # damaged, or in another format
+            continue
+    return None
+
+
+def _cache_name(config: DataConfig, sources: Sources) -> str:
+    files = [
+        [split, str(path.resolve()), *stamp_of(path)]
+        for split, paths in sources._asdict().items()
+        for path in paths
+    ]
+    settings = settings_of(config)
+    key = [saved_format.SHARDS, _READING, config.kind, settings, files]
+    key += left_out(config, sources)  # which the report names
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+
+def identity_of_shards(folder: ShardFolder) -> dict:
+    """Returns the identity of converted data.
+
+    Its parts are `source`, `schema`, `vocabulary` (a digest for each field with one)
+    and the splits: the number of rows and a digest of all shards, or None.
+    """
+    splits: dict[str, dict | None] = dict.fromkeys(SPLITS)
+    for split, shards in folder.shards.items():
+        if shards:
+            names = folder.manifest.splits[split]
+            digests = [folder.manifest.files[name].sha256 for name in names]
+            rows = sum(map(len, shards))
+            splits[split] = {"rows": rows, "digest": _digest(digests)}
+    return {
+        "source": "files",
+        "schema": _schema(folder.schema),
+        "vocabulary": folder.vocabulary_digests,
+        **splits,
+    }
+
+
+def identity_of_generated(config: DataConfig, seed: int) -> dict:
+    """Returns the identity of generated data.
+
+    Its parts are `source`, `schema`, `model` (the options of the planted model) and
+    the splits: the number of rows and the seed that draws them.
+    """
+    sizes = generated.split_sizes(config)
+    splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
+    return {
+        "source": "generated",
+        "schema": _schema(generated.schema_of(config)),
+        "model": {name: getattr(config, name) for name in _GENERATED},
+        **splits,
+    }
+
+
+def _schema(schema: Schema) -> dict:
+    # What data have by default is left out, so that it can be added to a schema.
+    parts = {
+        field.name: value
+        for field in dataclasses.fields(schema)
+        if (value := getattr(schema, field.name)) != field.default
+    }
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in parts.items()}
+
+
+def _digest(digests: list[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -7,7 +7,7 @@ It has the three things that ranking models learn,
                  + sum_(f,g) <v_f[id_f], v_g[id_g]>   low-rank pairs of fields
     label ~ Bernoulli(sigmoid(logit)),
 
-and ids follow a power law, `P(k) ~ k^-zipf`. Rare ids have smaller effects, as no
+and ids follow a power law, `P(k) ~ k^-ZIPF`. Rare ids have smaller effects, as no
 model could learn them from a few clicks.
 
 B is the batch size, n the number of dense columns, F the number of fields, R the latent
@@ -27,6 +27,9 @@ from jaxtyping import Array, Float, Int, UInt
 from loka_jax.data.config import DataConfig
 
 NUM_DENSE = 13
+ZIPF = 1.1  # exponent of the ids' power law
+LATENT_DIM = 4  # rank of the interactions
+_SEED = 0  # of the planted model; the seed of a run draws the examples
 NUM_INTERACTING = 8  # fields with smaller tables, paired in a ring
 SHARES = (0.4, 0.4, 0.2)  # of the logit's variance: dense, ids, pairs
 # Streams of examples, by number.
@@ -39,7 +42,7 @@ _REPEATED = 2**22
 
 
 class World(NamedTuple):
-    """The planted model's parameters, drawn from the seed `DataConfig.world`.
+    """The planted model's parameters.
 
     Attributes:
         dense_waves: amplitude, frequency, phase and slope of each `f_j`.
@@ -94,7 +97,7 @@ def draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
 
     uniform = jax.vmap(draw_example)(index)
     z = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * uniform[:, :NUM_DENSE] - 1.0)
-    ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows, config.zipf)
+    ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows, ZIPF)
     return z, ids, uniform[:, -1]
 
 
@@ -152,10 +155,10 @@ def make_world(config: DataConfig) -> World:
 # make a program of a gigabyte, to be compiled and kept in JAX's cache.
 @functools.partial(jax.jit, static_argnames="config")
 def _draw_world(config: DataConfig, fade: Float[Array, "R"]) -> World:
-    keys = jax.random.split(jax.random.key(config.world), 6)
+    keys = jax.random.split(jax.random.key(_SEED), 6)
     fields = interacting_fields(len(config.rows))
     planted = _planted(config.rows)
-    size = (sum(planted[fields.start : fields.stop]), config.latent_dim)
+    size = (sum(planted[fields.start : fields.stop]), LATENT_DIM)
     waves = [
         jax.random.normal(keys[0], (NUM_DENSE,)),
         jax.random.uniform(keys[1], (NUM_DENSE,), minval=0.5, maxval=1.5),
@@ -175,7 +178,7 @@ def _scale_world(
     config: DataConfig, world: World, num_examples: int = 1 << 16
 ) -> World:
     """Gives each part its share of the variance, then finds the bias by bisection."""
-    key = jax.random.fold_in(jax.random.key(config.world), STREAMS["scaling"])
+    key = jax.random.fold_in(jax.random.key(_SEED), STREAMS["scaling"])
 
     @jax.jit
     def sample(world: World):
@@ -197,3 +200,37 @@ def _scale_world(
     return world._replace(
         weights=jnp.asarray(weights, jnp.float32), bias=jnp.asarray(bias, jnp.float32)
     )
+
+
+_EXACT = 4096  # the first ids, one by one; further ones in ranges of equal odds
+_RANGES = 2048
+
+
+def expected_distinct(rows: int, draws: int, zipf: float | None) -> float:
+    """Returns the distinct ids among independent draws, `sum_k 1 - (1 - p_k)^draws`.
+
+    Args:
+        rows: of a table; ids are 1..rows-1.
+        draws: the number of ids.
+        zipf: exponent of `P(k) ~ k^-ZIPF` as `planted.zipf_ids` draws it; None if
+            nothing is known, for the most that there can be.
+    """
+    if zipf is None:
+        return float(min(rows, draws))
+    if rows <= 2:
+        return 1.0
+    edges = np.arange(1.0, min(rows, _EXACT) + 1)
+    if rows > _EXACT:
+        further = np.unique(np.round(np.geomspace(_EXACT, rows, _RANGES)))
+        edges = np.append(edges, further[1:])
+    ids = np.diff(edges)
+    odds = np.diff(_cdf(edges, rows, zipf)) / ids
+    return float(np.sum(-np.expm1(draws * np.log1p(-odds)) * ids))
+
+
+def _cdf(x: np.ndarray, rows: int, zipf: float) -> np.ndarray:
+    """Returns the share of the continuous power law on [1, rows) below x."""
+    q = 1.0 - zipf
+    if abs(q) < 1e-6:
+        return np.log(x) / math.log(rows)
+    return np.expm1(q * np.log(x)) / np.expm1(q * math.log(rows))

@@ -7,6 +7,7 @@ prediction all go through `Encoding.records`, so equal rows give equal inputs.
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow creates the functions of its compute module at import)
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from loka_jax.data.batch import Schema
-from loka_jax.data.blocks import Block
-from loka_jax.data.config import DataConfig
+from loka_jax.data.blocks import Block, element_type, list_lengths
+from loka_jax.data.config import Columns, DataConfig, columns_of
 from loka_jax.data.encoding import (
     LARGE_FLOAT,
     Encoder,
@@ -25,11 +26,12 @@ from loka_jax.data.encoding import (
     as_text,
     is_missing,
     text_form,
+    text_of,
 )
-from loka_jax.data.lists import PADDING, padded, read_lists
-from loka_jax.data.settings import Columns, columns_of
 from loka_jax.data.shards import record_dtype_of
 from loka_jax.data.values import (
+    MAX_WEIGHT,
+    MISSING_WORDS,
     Counts,
     Standardizer,
     clean_dense,
@@ -50,14 +52,14 @@ class Encoding:
         standardizer: of the dense columns; used by `transform="standardize"` only.
         slots: the most values in a list of each multi-valued column.
         forms: how the training values of each table were written as text, see
-            `text_form`; None if an earlier version learned it, which took any type.
+            `text_form`.
     """
 
     config: DataConfig
     encoders: tuple[Encoder, ...]
     standardizer: Standardizer
     slots: tuple[int, ...] = ()
-    forms: Mapping[str, str] | None = None
+    forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def columns(self) -> Columns:
@@ -131,7 +133,7 @@ class Encoding:
     def _check_forms(self, block: Block) -> None:
         """Raises ValueError for values whose text may be another than in training."""
         for column in self.columns.fields:
-            trained = (self.forms or {}).get(self.config.owners.get(column, column))
+            trained = self.forms.get(self.config.owners.get(column, column))
             if trained is None:
                 continue
             array = block.column(column)
@@ -154,16 +156,8 @@ class Encoding:
         """Writes ids and weights of a multi-valued column into the records."""
         column, slots = self.columns.multi[number], self.slots[number]
         weights = self.config.weights_of_multi.get(column)
-        parts = [
-            read_lists(
-                block,
-                column,
-                weights,
-                self.config.separator,
-                as_written=self.forms is None,
-            )
-            for block in blocks
-        ]
+        separator = self.config.separator
+        parts = [read_lists(block, column, weights, separator) for block in blocks]
         lengths = np.concatenate([part.lengths for part in parts])
         values = pa.chunked_array([part.values for part in parts])
         where = _Where(blocks, column, lengths)
@@ -239,3 +233,121 @@ class _Where(NamedTuple):
                 return f"{block.file} row {block.rows[at]}"
             at -= len(block.rows)
         raise IndexError(at)
+
+
+PADDING = -1  # in place of an id
+
+
+class Lists(NamedTuple):
+    """The lists of some rows.
+
+    Attributes:
+        values: the values of all lists, as text.
+        lengths: int64, the number of values of each row.
+        weights: float32, of each value; None if all are 1.
+        missing: the number of values that were left out.
+    """
+
+    values: pa.Array
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    missing: int
+
+
+def read_lists(
+    block: Block,
+    column: str,
+    weights: str | None,
+    separator: str | None,
+) -> Lists:
+    """Returns the lists of a multi-valued column.
+
+    Args:
+        block: raw rows.
+        column: the column of values.
+        weights: the column of their weights; None if all are 1.
+        separator: what stands between values if the column holds text.
+
+    Raises:
+        ValueError: with file, row and column, if text has no separator, a value has no
+            text form, or the weights are not as many as the values, or no weights.
+    """
+    raw, lengths = _flat(block, column, separator)
+    values = text_of(raw, block, column)
+    present = ~np.asarray(is_missing(values))
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    numbers = None
+    if weights is not None:
+        numbers, counts = _flat(block, weights, separator)
+        _check_lengths(block, column, weights, lengths, counts)
+        numbers = _numbers(block, weights, numbers, row, present)[present]
+    return Lists(
+        values=values.filter(pa.array(present)),
+        lengths=np.bincount(row[present], minlength=len(lengths)),
+        weights=numbers,
+        missing=int(np.count_nonzero(~present)),
+    )
+
+
+def padded(flat: np.ndarray, lengths: np.ndarray, slots: int, fill) -> np.ndarray:
+    """Returns `[rows, slots]` with the first `slots` of each list, then `fill`."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    out = np.full((len(lengths), slots), fill, flat.dtype)
+    fits = place < slots
+    out[row[fits], place[fits]] = flat[fits]
+    return out
+
+
+def _flat(
+    block: Block, column: str, separator: str | None
+) -> tuple[pa.Array, np.ndarray]:
+    """Returns the elements of all lists, and the length of each list."""
+    array = block.column(column)
+    if element_type(array.type) == array.type:
+        if separator is None:
+            raise ValueError(
+                f"{block.file} column {column!r} holds {shown(array.type)}, no lists: "
+                "name what stands between the values with --data.separator, as in '|'."
+            )
+        array = pc.split_pattern(text_of(array, block, column), separator)
+    return pc.list_flatten(array), list_lengths(array)
+
+
+def _check_lengths(
+    block: Block, column: str, weights: str, lengths: np.ndarray, counts: np.ndarray
+) -> None:
+    if (differ := lengths != counts).any():
+        at = int(np.argmax(differ))
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {lengths[at]} values in column "
+            f"{column!r} and {counts[at]} weights in {weights!r}: give each value one "
+            "weight."
+        )
+
+
+def _numbers(
+    block: Block, column: str, array: pa.Array, row: np.ndarray, present: np.ndarray
+) -> np.ndarray:
+    """Returns the weights of values as float32, after checking those of real values."""
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array = pc.utf8_trim_whitespace(array)
+        words = pa.array(MISSING_WORDS, array.type)
+        array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+    try:
+        numbers = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise ValueError(
+            f"{block.file} column {column!r} holds values that are no numbers, as the "
+            "weights of --data.multi-weights must be: correct it, or name another."
+        ) from None
+    numbers = np.asarray(numbers)
+    wrong = present & ~((numbers >= 0) & (numbers <= MAX_WEIGHT))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{block.file} row {block.rows[row[at]]} has the weight {numbers[at]:g} in "
+            f"column {column!r}, where 0 to {MAX_WEIGHT:g} are allowed and none may be "
+            "missing: correct it, or leave out --data.multi-weights."
+        )
+    return numbers.astype(np.float32)

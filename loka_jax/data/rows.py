@@ -1,20 +1,29 @@
-"""The rows of the files of a conversion: which split each belongs to."""
+"""The rows of the files of a conversion, and which split each belongs to.
+
+Of the training file's rows, the hashed or the latest ones are for validation. A rule is
+asked block by block, in both passes over the file, and gives the same answer whatever
+the size of the blocks.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow creates the functions of its compute module at import)
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from loka_jax.data import table
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig
-from loka_jax.data.files import Sources
-from loka_jax.data.settings import columns_of
-from loka_jax.data.split import SplitAtRandom, SplitRule, hashed, split_by_time
-from loka_jax.data.values import is_positive, parse_labels
+from loka_jax.data.config import DataConfig, columns_of
+from loka_jax.data.files import Sources, reader_of
+from loka_jax.data.permutation import key_of, mix
+from loka_jax.data.values import is_positive, parse_labels, parse_numbers
+from loka_jax.terminal import shown
 
-_KEEP = 1  # the stream of hashed row numbers that decides; 0 splits
+_SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
 
 
 class Rows:
@@ -52,7 +61,7 @@ class Rows:
         further = [name for name in (config.time, config.weight) if name is not None]
         self._columns = tuple(dict.fromkeys((*columns, *further)))
         self._labels = columns_of(config).labels
-        self._split: SplitRule = SplitAtRandom(config.valid_fraction)
+        self._split = SplitAtRandom(config.valid_fraction)
 
     def learn_split(self) -> None:
         """Finds where validation begins, if rows are split by time."""
@@ -95,7 +104,7 @@ class Rows:
         for split in splits:
             done = 0  # rows read of this split's files
             for path in getattr(self._sources, split):
-                read_file = table.reader_of(self._config, path)
+                read_file = reader_of(self._config, path)
                 for block in read_file(str(path), columns, bad_rows):
                     rows = block.table.num_rows
                     read += rows
@@ -125,3 +134,143 @@ def _chosen(block: Block, chosen: np.ndarray) -> Block:
 def names_of(paths: tuple[pathlib.Path, ...]) -> str:
     """Returns the files' names, for a message."""
     return ", ".join(path.name for path in paths)
+
+
+class SplitAtRandom(NamedTuple):
+    """Validation rows are those whose hashed row number falls below a fraction."""
+
+    fraction: float
+
+    def is_valid(self, block: Block, first: int) -> np.ndarray:
+        """Returns a mask of the validation rows; `first` is the number of the first."""
+        row = np.arange(first, first + block.table.num_rows)
+        return hashed(row, _SPLIT) < self.fraction
+
+    def phrase(self) -> str:
+        """Returns the rule in words, for the output and the report."""
+        return (
+            f"validation rows are the fraction {self.fraction:g} of the training "
+            "file's rows with the lowest hashed row number (SplitMix64)"
+        )
+
+
+class SplitByTime(NamedTuple):
+    """Validation rows are those of a time or later: rows of one time stay together.
+
+    Attributes:
+        column: the column with the times.
+        since: the first time of the validation rows.
+        until: the last time of the training rows.
+        share: the share of the rows that are validation rows.
+        is_date: times are microseconds since 1970, read from dates.
+    """
+
+    column: str
+    since: float
+    until: float
+    share: float
+    is_date: bool
+
+    def is_valid(self, block: Block, first: int) -> np.ndarray:
+        """Returns a mask of the validation rows."""
+        del first
+        return parse_times(block, self.column)[0] >= self.since
+
+    def phrase(self) -> str:
+        """Returns the rule in words, for the output and the report."""
+        since, until = (_shown(time, self.is_date) for time in (self.since, self.until))
+        return (
+            f"validation rows are the last {self.share:.2%} of the training file's "
+            f"rows by {self.column!r}: those from {since} on, while the training rows "
+            f"end at {until}"
+        )
+
+
+def hashed(row: np.ndarray, stream: int) -> np.ndarray:
+    """Returns numbers in [0, 1), a hash of row numbers; streams are independent."""
+    mixed = mix(row.astype(np.uint64) ^ key_of(stream))
+    # 53 bits, so that a comparison is exact in float64.
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> SplitByTime:
+    """Returns the rule that makes about the last `fraction` of the rows validation.
+
+    With the times sorted, `since = times[n - round(fraction n)]`, at least the second
+    one; the rows of that time are all for validation. It takes 8 bytes a row.
+
+    Raises:
+        ValueError: if all times are equal, or dates and numbers are mixed.
+    """
+    parts, kinds, file = [np.empty(0)], set(), ""
+    for block in blocks:
+        values, is_date = parse_times(block, column)
+        parts.append(values)
+        kinds.add(is_date)
+        file = block.file
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{file} column {column!r} holds numbers in some rows and dates in "
+                "others: write all times alike, or leave out --data.time."
+            )
+    times = np.sort(np.concatenate(parts))
+    if not times.size or times[0] == times[-1]:
+        raise ValueError(
+            f"{file} column {column!r} has one time in all rows, so there is no last "
+            "part: name another column with --data.time, or leave it out."
+        )
+    at = min(len(times) - round(fraction * len(times)), len(times) - 1)
+    first = int(np.searchsorted(times, times[at], "left"))
+    if not first:
+        first = int(np.searchsorted(times, times[0], "right"))
+    since, until = float(times[first]), float(times[first - 1])
+    share = (len(times) - first) / len(times)
+    return SplitByTime(column, since, until, share, kinds.pop())
+
+
+def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
+    """Returns the times in float64 and whether they are dates, in microseconds.
+
+    Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
+    a zone they count as UTC.
+
+    Raises:
+        ValueError: with file and row, if a time is missing, not finite, or neither a
+            number nor a date.
+    """
+    array = block.column(column)
+    dates = _as_dates(array)
+    if dates is None:
+        values, missing = parse_numbers(block, column, "name another with --data.time")
+    else:
+        missing = np.asarray(dates.is_null())
+        micros = pc.fill_null(dates.cast(pa.timestamp("us"), safe=False), 0)
+        values = np.asarray(micros.cast(pa.int64()), np.float64)
+    wrong = missing | ~np.isfinite(values)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        text = "no value" if missing[at] else f"{values[at]:g}"
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {text} in the time column "
+            f"{column!r}: give each row a time, or leave out --data.time."
+        )
+    return values, dates is not None
+
+
+def _as_dates(array: pa.Array) -> pa.Array | None:
+    """Returns the column as timestamps, or None if it does not hold dates."""
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        return array
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        for zone in (None, "UTC"):
+            try:
+                return array.cast(pa.timestamp("us", zone))
+            except pa.ArrowInvalid:
+                continue
+    return None
+
+
+def _shown(time: float, is_date: bool) -> str:
+    if is_date:
+        return str(np.datetime64(int(time), "us"))
+    return shown(f"{time:.0f}" if time.is_integer() else repr(time))

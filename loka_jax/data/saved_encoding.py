@@ -9,19 +9,17 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax.data.config import DataConfig
+from loka_jax.data.config import ENCODING_SETTINGS, SETTINGS, DataConfig
 from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
-from loka_jax.data.manifest import Unusable, unusable
+from loka_jax.data.manifest import Unusable
 from loka_jax.data.records import Encoding
-from loka_jax.data.settings import ENCODING_SETTINGS, FORMS, SETTINGS
 from loka_jax.data.shards import (
     ShardFolder,
     ShardWriter,
@@ -30,19 +28,20 @@ from loka_jax.data.shards import (
     vocabulary_name,
 )
 from loka_jax.data.values import Standardizer
+from loka_jax.terminal import shown
 
 
 def digest_of(folder: ShardFolder) -> str:
     """Returns a digest of the encoding: equal if all rows get equal inputs."""
+    manifest = folder.manifest
     parts = {
-        "kind": folder.kind,
+        "kind": manifest.kind,
         "schema": dataclasses.asdict(folder.schema),
-        "settings": {name: folder.settings.get(name) for name in ENCODING_SETTINGS},
-        "standardizer": folder.standardizer,
+        "settings": {name: manifest.settings.get(name) for name in ENCODING_SETTINGS},
+        "standardizer": manifest.standardizer,
         "vocabulary": folder.vocabulary_digests,
+        "forms": manifest.forms,
     }
-    if FORMS in folder.settings:  # earlier versions wrote none
-        parts[FORMS] = folder.settings[FORMS]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -57,14 +56,9 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
         for field, column in enumerate(folder.schema.fields):
             if column in folder.vocabulary_digests:
                 writer.add_vocabulary(field, _values(folder, field))
-        writer.finish(
-            folder.schema,
-            sources=[],
-            settings=folder.settings,
-            report={},
-            kind=folder.kind,
-            standardizer=folder.standardizer,
-        )
+        names = ("kind", "settings", "forms", "standardizer")
+        entries = {name: getattr(folder.manifest, name) for name in names}
+        writer.finish(folder.schema, sources=[], report={}, **entries)
 
 
 def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
@@ -99,25 +93,16 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     Raises:
         ValueError: if its settings or vocabularies are not what conversions write.
     """
-    mean, std = np.zeros(len(folder.schema.dense)), np.ones(1)
-    if folder.standardizer is not None:
-        mean, std = (np.array(folder.standardizer[part]) for part in ("mean", "std"))
+    standardizer = Standardizer(np.zeros(len(folder.schema.dense)), np.ones(1))
+    if (parts := folder.manifest.standardizer) is not None:
+        standardizer = Standardizer(np.array(parts["mean"]), np.array(parts["std"]))
     return Encoding(
         config=config_of(folder),
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
-        forms=_forms(folder),
-        standardizer=Standardizer(mean, std),
+        forms=folder.manifest.forms,
+        standardizer=standardizer,
     )
-
-
-def _forms(folder: ShardFolder) -> dict[str, str] | None:
-    forms = folder.settings.get(FORMS)
-    if forms is None or (
-        isinstance(forms, dict) and all(isinstance(x, str) for x in forms.values())
-    ):
-        return forms
-    raise unusable(folder.path, f"its {FORMS!r} are {str(forms)[:40]}")
 
 
 def values_of(
@@ -150,44 +135,27 @@ def config_of(folder: ShardFolder) -> DataConfig:
     Raises:
         ValueError: if they are not what conversions write.
     """
-    hints = typing.get_type_hints(DataConfig)
-    values: dict[str, typing.Any] = {"kind": folder.kind}
-    values |= {name: folder.settings.get(name) for name in SETTINGS}
-    if folder.kind == "criteo":  # whose columns are fixed
-        values = {k: v for k, v in values.items() if k not in ("dense", "categorical")}
-    for name, value in values.items():
-        values[name] = tuple(value) if isinstance(value, list) else value
-        if not _fits(values[name], hints[name]):
-            raise unusable(folder.path, f"its {name!r} is {str(value)[:40]}")
+    values = {name: folder.manifest.settings.get(name) for name in SETTINGS}
+    if folder.manifest.kind == "criteo":  # whose columns are fixed
+        del values["dense"], values["categorical"]
     try:
-        return DataConfig(**values)
-    except ValueError as error:
-        raise unusable(folder.path, str(error)) from None
-
-
-def _fits(value: object, hint: typing.Any) -> bool:
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    if typing.get_origin(hint) is types.UnionType:
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(isinstance(x, str) for x in value)
-    return type(value) is hint or (hint is float and type(value) is int)
+        return msgspec.convert(values | {"kind": folder.manifest.kind}, DataConfig)
+    except msgspec.ValidationError as error:
+        raise Unusable(folder.path, f"its settings: {shown(error, 200)}") from None
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
     schema, config = folder.schema, config_of(folder)
-    earlier = _forms(folder) is None
     for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
         owner = config.owners.get(column, column)
-        if (hashes := hash_encoder(config, owner, as_written=earlier)) is not None:
+        if (hashes := hash_encoder(config, owner)) is not None:
             if hashes.rows != rows:
-                raise unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
+                raise Unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
             yield hashes
             continue
         values = _values(folder, schema.fields.index(owner))
         if (reserved := rows - 1 - len(values)) < 0:
-            raise unusable(folder.path, f"{column!r} has more values than rows")
+            raise Unusable(folder.path, f"{column!r} has more values than rows")
         yield VocabularyEncoder(values, reserved)
 
 
@@ -197,4 +165,4 @@ def _values(folder: ShardFolder, field: int) -> pa.Array:
         values = parquet.read_table(path, page_checksum_verification=True)["value"]
         return values.combine_chunks().cast(pa.large_string())
     except (pa.ArrowException, KeyError, OSError) as error:
-        raise unusable(path, f"it is no vocabulary: {str(error)[:80]}") from None
+        raise Unusable(path, f"it is no vocabulary: {str(error)[:80]}") from None

@@ -18,24 +18,23 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax import saved_format
 from loka_jax.data.batch import Schema
 from loka_jax.data.manifest import (
-    FORMAT,
     MANIFEST,
     SPLITS,
     FileEntry,
+    Manifest,
+    Unusable,
     check_regular,
     read_manifest,
-    unusable,
 )
-from loka_jax.data.room import check_disk, free_bytes
 
 SHARD_ROWS = 1 << 19
 SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
@@ -45,39 +44,38 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_DIGEST_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardFolder:
+class ShardFolder(NamedTuple):
     """An opened folder of shards.
 
     Attributes:
         path: the folder.
-        schema: the columns and table sizes.
+        manifest: its manifest.
         shards: the memory-mapped records of each split; a split may have none.
-        digests: the SHA-256 digests of each split's shards, as the manifest has them.
-        vocabulary_digests: a SHA-256 digest of the values of each field with a
-            vocabulary.
-        report: the conversion's counts, policies and sources.
-        kind: the kind of the converted data.
-        settings: the options of the conversion.
-        standardizer: mean and standard deviation of each dense column, if they were
-            standardized.
     """
 
     path: pathlib.Path
-    schema: Schema
+    manifest: Manifest
     shards: dict[str, list[np.ndarray]]
-    digests: dict[str, list[str]]
-    vocabulary_digests: dict[str, str]
-    report: dict
-    kind: str
-    settings: dict
-    standardizer: dict[str, list[float]] | None
 
+    @property
+    def schema(self) -> Schema:
+        """The columns and table sizes."""
+        return self.manifest.schema
 
-def record_dtype(num_dense: int, num_fields: int) -> np.dtype:
-    """Returns the type of one row: 4 (1 + n + F) bytes without gaps."""
-    dense, ids = ("dense", "<f4", (num_dense,)), ("ids", "<i4", (num_fields,))
-    return np.dtype([("label", "<f4"), dense, ids])
+    @property
+    def report(self) -> dict[str, Any]:
+        """The conversion's counts, policies and sources."""
+        return self.manifest.report
+
+    @property
+    def vocabulary_digests(self) -> dict[str, str | None]:
+        """A digest of the values of each field with a vocabulary."""
+        files = self.manifest.files
+        return {
+            column: files[name].values_sha256
+            for field, column in enumerate(self.schema.fields)
+            if (name := vocabulary_name(field)) in files
+        }
 
 
 def record_dtype_of(schema: Schema) -> np.dtype:
@@ -86,19 +84,18 @@ def record_dtype_of(schema: Schema) -> np.dtype:
     After the labels, dense columns and ids come the example's weight, the ids of each
     multi-valued field, and the weights of those values that have some.
     """
-    label, *plain = record_dtype(len(schema.dense), len(schema.categorical)).descr
     tasks = len(schema.labels)
-    labels = label if tasks == 1 else ("label", "<f4", (tasks,))
+    label = ("label", "<f4") if tasks == 1 else ("label", "<f4", (tasks,))
+    dense = ("dense", "<f4", (len(schema.dense),))
+    ids = ("ids", "<i4", (len(schema.categorical),))
     weight = [("weight", "<f4")] if schema.weighted else []
-    lists = [
-        (f"bag_{field}", "<i4", (slots,)) for field, slots in enumerate(schema.slots)
-    ]
+    lists = [(f"bag_{i}", "<i4", (slots,)) for i, slots in enumerate(schema.slots)]
     weights = [
-        (f"bag_weights_{field}", "<f4", (slots,))
-        for field, slots in enumerate(schema.slots)
-        if schema.multi[field] in schema.weighted_multi
+        (f"bag_weights_{i}", "<f4", (slots,))
+        for i, slots in enumerate(schema.slots)
+        if schema.multi[i] in schema.weighted_multi
     ]
-    return np.dtype([labels, *plain, *weight, *lists, *weights])
+    return np.dtype([label, dense, ids, *weight, *lists, *weights])
 
 
 class ShardWriter:
@@ -107,7 +104,7 @@ class ShardWriter:
     def __init__(self, folder: pathlib.Path):
         """Writes into `folder`, which exists and is empty."""
         self._folder = folder
-        self._files: dict[str, dict] = {}
+        self._files: dict[str, FileEntry] = {}
         self._splits: dict[str, list[str]] = {split: [] for split in SPLITS}
         self._waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
 
@@ -132,7 +129,7 @@ class ShardWriter:
             file.write(_npy_header(len(records), records.dtype))
             file.write(records.data)  # np.save would lose the reason of a failure
         self._splits[split].append(name)
-        self._register(name, rows=len(records))
+        self._register(name, len(records))
 
     def add_vocabulary(self, field: int, values: pa.Array) -> None:
         """Writes a field's vocabulary: the values of its ids, from id 1 on."""
@@ -140,45 +137,34 @@ class ShardWriter:
         table = pa.table({"value": values})
         with open(self._folder / name, "wb") as file:
             parquet.write_table(table, file, write_page_checksum=True)
-        self._register(name, rows=len(values))
         # The file's own digest differs between versions of Arrow.
-        self._files[name]["values_sha256"] = _digest_of_values(values)
+        self._register(name, len(values), _digest_of_values(values))
 
-    def _register(self, name: str, *, rows: int) -> None:
+    def _register(self, name: str, rows: int, values_sha256: str | None = None) -> None:
         with open(self._folder / name, "r+b") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.seek(0, os.SEEK_END)
-        self._files[name] = {"rows": rows, "bytes": size, "sha256": digest}
+        self._files[name] = FileEntry(
+            rows=rows, bytes=size, sha256=digest, values_sha256=values_sha256
+        )
 
-    def finish(
-        self,
-        schema: Schema,
-        *,
-        sources: list[dict],
-        settings: dict,
-        report: dict,
-        kind: str = "table",
-        standardizer: dict[str, list[float]] | None = None,
-    ) -> None:
-        """Writes the remaining rows and the manifest, which completes the folder."""
+    def finish(self, schema: Schema, **entries: Any) -> None:
+        """Writes the remaining rows and the manifest, which completes the folder.
+
+        Args:
+            schema: the columns and table sizes.
+            **entries: the other entries of the manifest that the writer does not know,
+                see `Manifest`.
+        """
         for split, waiting in self._waiting.items():
             if sum(map(len, waiting)):
                 self.add_shard(split, np.concatenate(waiting))
-        manifest = {
-            "format": FORMAT,
-            "version": saved_format.SHARDS,
-            "schema": asdict(schema),
-            "splits": self._splits,
-            "files": self._files,
-            "kind": kind,
-            "sources": sources,
-            "settings": settings,
-            "standardizer": standardizer,
-            "report": report,
-        }
+        manifest = Manifest(
+            schema=schema, splits=self._splits, files=self._files, **entries
+        )
         with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1, allow_nan=False)
+            json.dump(msgspec.to_builtins(manifest), file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
 
@@ -270,45 +256,28 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
         ValueError: with the file, if anything is missing, damaged or not allowed.
     """
     manifest = read_manifest(folder)
-    files, splits, schema = manifest.files, manifest.splits, manifest.schema
-    dtype = record_dtype_of(schema)
-    total = sum(entry.bytes for entry in files.values())
-    digests = total <= MAX_DIGEST_BYTES if verify is None else verify
+    files, dtype = manifest.files, record_dtype_of(manifest.schema)
+    if verify is None:
+        verify = sum(entry.bytes for entry in files.values()) <= MAX_DIGEST_BYTES
     for name, entry in files.items():
-        _check_file(folder / name, entry, digests)
-    return ShardFolder(
-        path=folder,
-        schema=schema,
-        shards={
-            split: [_records(folder / name, files[name], dtype) for name in names]
-            for split, names in splits.items()
-        },
-        digests={
-            split: [files[name].sha256 for name in names]
-            for split, names in splits.items()
-        },
-        vocabulary_digests={
-            column: files[name].values_sha256
-            for field, column in enumerate(schema.fields)
-            if (name := vocabulary_name(field)) in files
-        },
-        report=manifest.report,
-        kind=manifest.kind,
-        settings=manifest.settings,
-        standardizer=manifest.standardizer,
-    )
+        _check_file(folder / name, entry, verify)
+    shards = {
+        split: [_records(folder / name, files[name], dtype) for name in names]
+        for split, names in manifest.splits.items()
+    }
+    return ShardFolder(folder, manifest, shards)
 
 
 def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
     check_regular(path)
     size = path.stat().st_size
     if size != entry.bytes:
-        raise unusable(path, f"{size} bytes, not {entry.bytes}")
+        raise Unusable(path, f"{size} bytes, not {entry.bytes}")
     if digests:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
-            raise unusable(path, "its digest differs from the manifest's")
+            raise Unusable(path, "its digest differs from the manifest's")
 
 
 def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarray:
@@ -320,11 +289,11 @@ def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarra
     with open(path, "rb") as file:
         header = file.read(start) if 0 < start < MAX_HEADER_BYTES else b""
     if _without_padding(header) != _without_padding(_npy_header(entry.rows, dtype)):
-        raise unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
+        raise Unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
     try:
         return np.memmap(path, dtype, mode="r", offset=start, shape=(entry.rows,))
     except (OSError, ValueError) as error:
-        raise unusable(path, f"it cannot be mapped: {error}") from None
+        raise Unusable(path, f"it cannot be mapped: {error}") from None
 
 
 def _npy_header(rows: int, dtype: np.dtype) -> bytes:
@@ -339,3 +308,19 @@ def _npy_header(rows: int, dtype: np.dtype) -> bytes:
 def _without_padding(header: bytes) -> bytes:
     """Returns a header without its length and padding: NumPy may change these."""
     return header[:8] + header[10:].rstrip()
+
+
+def free_bytes(folder: pathlib.Path) -> int:
+    """Returns the free space of the disk on which the folder lies."""
+    return shutil.disk_usage(folder).free
+
+
+def check_disk(folder: pathlib.Path, needed: int, rows: str) -> None:
+    """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
+    if needed > (free := free_bytes(folder)):
+        # In bytes, as rounded amounts may look the same.
+        raise ValueError(
+            f"The disk of {folder.parent} has {free:,} bytes free, and {rows} take "
+            f"{needed:,}: make room, or choose another folder with --out or "
+            "--data.cache."
+        )

@@ -16,6 +16,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -55,49 +56,50 @@ def read_text(
             a column, has a row longer than a block or with a quote out of place, or
             has more bad rows than allowed.
     """
-    file = _TextFile(path, bad_rows, delimiter, names, block_bytes)
+    file = _TextFile(path, bad_rows, delimiter, names or (), block_bytes)
     try:
         yield from file.blocks(columns)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
 
+@dataclass
 class _TextFile:
-    """A text file, read once."""
+    """A text file, read once; the first fields are the arguments of `read_text`."""
 
-    def __init__(self, path: str, bad_rows: BadRows, delimiter, names, block_bytes):
-        """Opens nothing yet; the arguments are those of `read_text`."""
-        self._path, self._bad_rows, self._delimiter = path, bad_rows, delimiter
-        self._names, self._block_bytes = names, block_bytes
-        self._header: list[str] = []
-        self._done = 0  # rows, bad ones too
+    path: str
+    bad_rows: BadRows
+    delimiter: str
+    names: tuple[str, ...]
+    block_bytes: int
+    header: list[str] = field(default_factory=list)
+    done: int = 0  # rows, bad ones too
 
     def blocks(self, columns: tuple[str, ...]) -> Iterator[Block]:
-        """Yields the rows."""
         places: list[int] = []
         for lines in self._lines():
-            if not self._header:
+            if not self.header:
                 lines = self._without_header(lines)
-                places = find_columns(self._path, columns, self._header)
+                places = find_columns(self.path, columns, self.header)
             if not lines:  # the header alone
                 continue
             self._check_quotes(lines)
-            table, rows = self._parsed(lines, places)
+            table, rows = self._parse(lines, places)
             if len(rows):
-                yield Block(table.rename_columns(columns), rows, self._path)
-        if not self._done:
+                yield Block(table.rename_columns(columns), rows, self.path)
+        if not self.done:
             raise ValueError(
-                f"{self._path} cannot be read: it has a header and no rows."
+                f"{self.path} cannot be read: it has a header and no rows."
             )
 
     def _lines(self) -> Iterator[bytes]:
         """Yields the file's bytes, cut at line ends; the last line has one, too."""
         waiting, done = b"", 0
-        with _opened(self._path) as file:
-            while data := file.read(self._block_bytes - len(waiting)):
+        with _opened(self.path) as file:
+            while data := file.read(self.block_bytes - len(waiting)):
                 if (at := data.find(b"\0")) >= 0:
                     raise ValueError(
-                        f"{self._path} is not UTF-8 text (its byte {done + at + 1:,} "
+                        f"{self.path} is not UTF-8 text (its byte {done + at + 1:,} "
                         "is NUL): convert it first, or correct --data.path."
                     )
                 done += len(data)
@@ -106,10 +108,10 @@ class _TextFile:
                 end = max(waiting.rfind(b"\n"), waiting.rfind(b"\r", 0, -1)) + 1
                 if end:
                     yield waiting[:end]
-                elif len(waiting) >= self._block_bytes:
+                elif len(waiting) >= self.block_bytes:
                     raise ValueError(
-                        f"{self._path} row {self._done + 1} is longer than "
-                        f"{self._block_bytes:,} bytes: shorten it."
+                        f"{self.path} row {self.done + 1} is longer than "
+                        f"{self.block_bytes:,} bytes: shorten it."
                     )
                 waiting = waiting[end:]
         if waiting or not done:
@@ -117,54 +119,55 @@ class _TextFile:
 
     def _without_header(self, lines: bytes) -> bytes:
         """Finds the names of the columns, and returns the lines of rows."""
-        path, names = self._path, self._names
+        names = self.names
         lines = lines.removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n")
         if not lines.strip():
-            raise ValueError(f"{path} is empty: it needs a row for every example.")
+            raise ValueError(f"{self.path} is empty: it needs a row for every example.")
         first, rest = _LINE_END.split(lines, 1)
         self._check_quotes(first + b"\n")
         cells = self._cells(first)
         if not names:
-            self._header = cells
+            self.header = cells
             return rest
-        self._header = list(names[1:] if len(cells) == len(names) - 1 else names)
-        if len(cells) != len(self._header):
+        self.header = list(names[1:] if len(cells) == len(names) - 1 else names)
+        if len(cells) != len(self.header):
+            separator = "tabs" if self.delimiter == "\t" else repr(self.delimiter)
             raise ValueError(
-                f"{path} has {len(cells)} columns in row 1, expected {len(names)} "
-                f"separated by {_delimiter_name(self._delimiter)}: check --data.kind "
-                "and the file."
+                f"{self.path} has {len(cells)} columns in row 1, expected "
+                f"{len(names)} separated by {separator}: check --data.kind and the "
+                "file."
             )
         return lines
 
     def _cells(self, line: bytes) -> list[str]:
-        quoting = csv.QUOTE_NONE if self._names else csv.QUOTE_MINIMAL
+        quoting = csv.QUOTE_NONE if self.names else csv.QUOTE_MINIMAL
         try:
             text = [line.decode()]
-            return next(csv.reader(text, delimiter=self._delimiter, quoting=quoting))
+            return next(csv.reader(text, delimiter=self.delimiter, quoting=quoting))
         except UnicodeDecodeError:
             raise ValueError(
-                f"{self._path} is not UTF-8 text: convert it first, or correct "
+                f"{self.path} is not UTF-8 text: convert it first, or correct "
                 "--data.path."
             ) from None
         except csv.Error as error:
             raise ValueError(
-                f"{self._path} has a first row that cannot be read ({error}): correct "
+                f"{self.path} has a first row that cannot be read ({error}): correct "
                 "the file, or --data.path."
             ) from None
 
     def _check_quotes(self, lines: bytes) -> None:
         """Raises ValueError for a line whose quotes have two meanings, or none."""
-        if self._names or b'"' not in lines:
+        if self.names or b'"' not in lines:
             return
-        match = _well_quoted(self._delimiter).match(lines)
+        match = _well_quoted(self.delimiter).match(lines)
         end = match.end() if match else 0
         if end == len(lines):
             return
         before = map(len, lines[:end].splitlines())
-        row = self._done + 1 + sum(size > 0 or self._is_narrow for size in before)
+        row = self.done + 1 + sum(size > 0 or self._is_narrow for size in before)
         line = _LINE_END.split(lines[end:], 1)[0].decode(errors="replace")
         raise ValueError(
-            f"{self._path} {f'row {row}' if self._header else 'header'} has a quote "
+            f"{self.path} {f'row {row}' if self.header else 'header'} has a quote "
             f"out of place ({shown(line)}): quote values at both ends and within one "
             "line, and write quotes in them twice, or store the rows as Parquet."
         )
@@ -172,42 +175,41 @@ class _TextFile:
     @property
     def _is_narrow(self) -> bool:
         """Whether an empty line is a row: one of one column, with a missing value."""
-        return len(self._header) == 1
+        return len(self.header) == 1
 
-    def _parsed(self, lines: bytes, places: list[int]) -> tuple[pa.Table, np.ndarray]:
+    def _parse(self, lines: bytes, places: list[int]) -> tuple[pa.Table, np.ndarray]:
         """Returns the good rows, and their numbers in the file."""
         skipped: list[int] = []  # numbers of the bad rows in these lines, ascending
 
         def on_bad_row(row: pa_csv.InvalidRow) -> str:
             skipped.append(row.number)
-            number = self._done + row.number
-            allowed = self._bad_rows.add(
-                self._path, number, row.actual_columns, row.expected_columns
-            )
+            counts = row.actual_columns, row.expected_columns
+            allowed = self.bad_rows.add(self.path, self.done + row.number, *counts)
             return "skip" if allowed else "error"
 
+        columns = [str(place) for place in places]
         with _undecodable_rows_are_errors():
             try:
-                table = self._parse(lines, [str(place) for place in places], on_bad_row)
+                table = self._read(lines, columns, on_bad_row)
             except pa.ArrowException as error:
                 raise ValueError(self._explain(error)) from None
         count = table.num_rows + len(skipped)
-        numbers = np.arange(self._done + 1, self._done + count + 1, dtype=np.int64)
-        self._done += count
+        numbers = np.arange(self.done + 1, self.done + count + 1, dtype=np.int64)
+        self.done += count
         return table, np.delete(numbers, np.array(skipped, np.int64) - 1)
 
-    def _parse(self, lines: bytes, columns: list[str], on_bad_row) -> pa.Table:
+    def _read(self, lines: bytes, columns: list[str], on_bad_row) -> pa.Table:
         return pa_csv.read_csv(
             pa.BufferReader(lines),
             # Arrow numbers rows only when it reads with one thread.
             read_options=pa_csv.ReadOptions(
                 use_threads=False,
                 block_size=len(lines),
-                column_names=[str(place) for place in range(len(self._header))],
+                column_names=[str(place) for place in range(len(self.header))],
             ),
             parse_options=pa_csv.ParseOptions(
-                delimiter=self._delimiter,
-                quote_char=False if self._names else '"',
+                delimiter=self.delimiter,
+                quote_char=False if self.names else '"',
                 ignore_empty_lines=not self._is_narrow,
                 invalid_row_handler=on_bad_row,
             ),
@@ -220,17 +222,17 @@ class _TextFile:
         )
 
     def _explain(self, error: Exception) -> str:
-        path, text = self._path, str(error)
+        path, text = self.path, str(error)
         if match := _BAD_ROW.search(text):
             number, expected, actual = (int(group) for group in match.groups())
             return (
-                f"{path} row {self._done + number} has {actual} columns, expected "
-                f"{expected}: {self._bad_rows.count} bad rows are more than "
-                f"--data.max-bad-rows {self._bad_rows.limit}; correct the file or "
+                f"{path} row {self.done + number} has {actual} columns, expected "
+                f"{expected}: {self.bad_rows.count} bad rows are more than "
+                f"--data.max-bad-rows {self.bad_rows.limit}; correct the file or "
                 "raise the limit."
             )
         if match := _BAD_TEXT.search(text):
-            row = self._done + int(match.group(1))
+            row = self.done + int(match.group(1))
             return f"{path} row {row} is not UTF-8 text: convert the file first."
         return f"{path} cannot be read: {damage(error)}"
 
@@ -285,7 +287,3 @@ def damage(error: Exception) -> str:
     if "header check" in text or "not a gzipped file" in text.lower():
         return "it is not a gzip file; get it again or drop .gz from its name."
     return f"it is damaged ({text[:120].strip()}); get the file again."
-
-
-def _delimiter_name(delimiter: str) -> str:
-    return {"\t": "tabs", ",": "commas"}.get(delimiter, repr(delimiter))

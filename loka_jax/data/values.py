@@ -1,7 +1,7 @@
-"""Turns raw columns into numbers: parsing, the chosen policies, the transform.
+"""Turns raw columns into numbers: parsing, what is done to bad values, the transform.
 
-The values affected by a policy are counted by column. Text that is not a number, and
-values that a policy calls errors, end the conversion with file, row and column.
+Bad values are counted by column. Text that is not a number, and with `--data.bad
+strict` any bad value, ends the conversion with file, row and column.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -25,10 +25,11 @@ MISSING_WORDS = ("", "NA", "N/A", "None", *NULL_WORDS)
 
 # Of an example; sums over a data set stay finite in float32.
 MAX_WEIGHT = 1e12
+MAX_DENSE = 1e12  # larger absolute values are bad ones
 
 
 class Counts:
-    """Counts the values that each policy applies to, by column."""
+    """Counts missing, unknown and unusual values by column."""
 
     def __init__(self):
         """Starts at zero."""
@@ -200,7 +201,7 @@ def parse_weights(block: Block, column: str) -> np.ndarray:
 def clean_dense(
     block: Block, config: DataConfig, columns: tuple[str, ...], counts: Counts
 ) -> np.ndarray:
-    """Returns the dense columns [rows, n] in float64 after the policies."""
+    """Returns the dense columns [rows, n] in float64, bad values made good."""
     out = np.empty((block.table.num_rows, len(columns)))
     for j, column in enumerate(columns):
         out[:, j] = _clean_column(block, config, column, counts)
@@ -212,33 +213,19 @@ def _clean_column(
 ) -> np.ndarray:
     values, missing = parse_numbers(block, column)
     is_nan, is_inf = np.isnan(values), np.isinf(values)
-    huge = (np.abs(values) > config.huge_limit) & ~is_inf
-    negative = values < 0
-    cases = {
-        "missing": (missing, config.missing),
-        "nan": (is_nan, config.nan),
-        "inf": (is_inf, config.huge),
-        "huge": (huge, config.huge),
-        "negative": (negative, config.negative),
-    }
-    for kind, (where, policy) in cases.items():
-        if policy == "error" and where.any():
-            _refuse(block, column, kind, values, int(np.argmax(where)))
+    huge = (np.abs(values) > MAX_DENSE) & ~is_inf
+    bad = {"missing": missing, "nan": is_nan, "inf": is_inf, "huge": huge}
+    for kind, where in bad.items():
+        if config.bad == "strict" and where.any():
+            at = int(np.argmax(where))
+            text = "no value" if kind == "missing" else f"{values[at]:g}"
+            raise ValueError(
+                f"{block.file} row {block.rows[at]} column {column!r} has {text}, "
+                "which --data.bad strict refuses: correct it or set --data.bad clean."
+            )
         counts.add(column, kind, int(np.count_nonzero(where)))
-    values = np.where(is_nan, 0.0, values)
-    low = 0.0 if config.negative == "clip" else -config.huge_limit
-    return np.clip(values, low, config.huge_limit)
-
-
-def _refuse(block: Block, column: str, kind: str, values: np.ndarray, at: int) -> None:
-    option = "huge" if kind == "inf" else kind
-    remedy = {"missing": "zero", "nan": "zero", "huge": "clip", "negative": "clip"}
-    shown = "no value" if kind == "missing" else f"{values[at]:g}"
-    raise ValueError(
-        f"{block.file} row {block.rows[at]} column {column!r} has {shown}, which "
-        f"--data.{option} error refuses: correct it or set --data.{option} "
-        f"{remedy[option]}."
-    )
+    counts.add(column, "negative", int(np.count_nonzero(values < 0)))
+    return np.clip(np.where(is_nan, 0.0, values), -MAX_DENSE, MAX_DENSE)
 
 
 def transform_dense(
@@ -277,19 +264,17 @@ def nothing_left(
     """Returns why a dense column tells rows apart no more, or None if it does.
 
     Args:
-        counts: the column's values that policies applied to.
+        counts: the column's missing and unusual values.
         rows: the number of rows.
         only: the input of all rows, if they are equal.
-        config: the policies.
+        config: the transform.
     """
     if rows < 2:
         return None
     if counts["missing"] + counts["nan"] == rows:
         return "all its values are missing"
     if counts["huge"] + counts["inf"] == rows:
-        return f"all its values lie beyond --data.huge-limit {config.huge_limit:g}"
-    if config.negative == "clip" and counts["negative"] == rows:
-        return "all its values are negative, which --data.negative clip makes 0"
+        return f"all its values lie beyond {MAX_DENSE:g}"
     if only is None:
         return None
     return f"it is constant, {only:g} after --data.transform {config.transform}"

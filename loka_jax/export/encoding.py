@@ -8,14 +8,13 @@ import pyarrow as pa
 from loka_jax.data import Schema
 from loka_jax.data.encoding import HashEncoder, VocabularyEncoder
 from loka_jax.data.records import Encoding
+from loka_jax.data.values import MAX_DENSE
 
 type Spec = tuple[dict[str, Any], dict[str, np.ndarray]]
-_POLICIES = ("missing", "nan", "negative", "huge", "huge_limit", "transform")
-# The policies of inputs that are given as the model reads them.
-_AS_GIVEN = {
-    **dict.fromkeys(("missing", "nan", "huge"), "error"),
-    **{"negative": "keep", "huge_limit": 1e30, "transform": "none"},
-}
+_STRICT = dict.fromkeys(("missing", "nan", "huge"), "error") | {"negative": "keep"}
+_CLEAN = _STRICT | {"missing": "zero", "nan": "zero", "huge": "clip"}
+# Of inputs that nothing encodes: what the model reads is given.
+_AS_GIVEN = _STRICT | {"huge_limit": 1e30, "transform": "none"}
 
 
 def inputs_of(encoding: Encoding) -> Spec:
@@ -35,11 +34,14 @@ def inputs_of(encoding: Encoding) -> Spec:
         {"weights": weights.get(name), "slots": slots, "separator": config.separator}
         for name, slots in zip(columns.multi, encoding.slots, strict=True)
     ]
-    dense = {name: getattr(config, name) for name in _POLICIES}
+    is_strict = config.bad == "strict"
+    dense = _STRICT if is_strict else _CLEAN
+    dense = dense | {"huge_limit": MAX_DENSE, "transform": config.transform}
     if config.transform == "standardize":
         dense |= {k: v.tolist() for k, v in encoding.standardizer._asdict().items()}
     dense["columns"] = list(columns.dense)
-    spec = {"dense": dense, "fields": fields, "multi": multi, "unknown": config.unknown}
+    unknown = "error" if is_strict else "oov"
+    spec = {"dense": dense, "fields": fields, "multi": multi, "unknown": unknown}
     return spec, arrays
 
 

@@ -11,9 +11,7 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from loka_jax.data.blocks import BadRows
-from loka_jax.data.files import existing
-from loka_jax.data.stamps import stamp_of, unchanged
-from loka_jax.data.table import reader_of
+from loka_jax.data.files import existing, reader_of, stamp_of, unchanged
 from loka_jax.data.values import Counts
 from loka_jax.predict.predictor import Predictor
 

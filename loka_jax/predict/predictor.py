@@ -19,10 +19,10 @@ from jaxtyping import Array, Float
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
+from loka_jax.data.config import features_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.settings import features_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
@@ -37,8 +37,8 @@ from loka_jax.train.step import past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
 _REFUSAL = (
-    "which is not in the run's vocabulary, and the run has --data.unknown error: "
-    "correct it."
+    "which is not in the run's vocabulary, and the run has --data.bad strict: correct "
+    "it."
 )
 
 
@@ -133,7 +133,7 @@ class Predictor:
 
     @property
     def _refusal(self) -> str | None:
-        return _REFUSAL if self.encoding.config.unknown == "error" else None
+        return _REFUSAL if self.encoding.config.bad == "strict" else None
 
     def _logits(self, records: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yields the logits of all records, batch by batch.

@@ -22,8 +22,7 @@ from loka_jax.data import (
     Splits,
     open_data,
 )
-from loka_jax.data.placement import placed
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import Prefetcher, placed
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan

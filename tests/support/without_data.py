@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from loka_jax.data import DataConfig, Schema, Splits, generated
-from loka_jax.data.identity import identity_of_generated
+from loka_jax.data.open import identity_of_generated
 from loka_jax.train import build as build_lib
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from loka_jax import jsonfile, saved_format
 from loka_jax.data import Schema, open_data
+from loka_jax.data.config import SETTINGS
 from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.saved_encoding import digest_of, open_encoding
-from loka_jax.data.settings import SETTINGS
 from loka_jax.data.shards import ShardWriter, open_shards
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.source_run import open_run
@@ -96,16 +96,16 @@ def test_the_form_of_shards_has_this_number(tmp_path):
     assert folder.schema == SCHEMA and digest_of(folder)
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
-        3,
-        "format version schema splits files kind sources settings standardizer report",
+        4,
+        "format version schema splits files kind sources settings forms standardizer "
+        "report",
         "label dense categorical vocab_sizes multi owners slots weighted_multi "
         "weighted further_labels",
     )
     assert " ".join(SETTINGS) == (
         "label labels dense categorical multi multi_weights separator encoding "
-        "hash_buckets hash_sizes hashed share missing nan negative huge huge_limit "
-        "transform max_values min_count reserve_rows unknown weight keep_negatives "
-        "valid_fraction time max_bad_rows"
+        "hash_buckets hash_sizes hashed share bad transform max_values min_count "
+        "reserve_rows weight keep_negatives valid_fraction time max_bad_rows"
     )
 
 
@@ -114,7 +114,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
         " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
     ]
     assert (saved_format.RUN, *forms) == (
-        8,
+        9,
         "step position examples seconds plateau best changes returns drift planned "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

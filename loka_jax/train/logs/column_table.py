@@ -16,7 +16,7 @@ def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, i
     """Prints each column's vocabulary, parameters and most frequent values.
 
     Args:
-        report: of the data, with `loka_jax.data.column_facts` under "categorical";
+        report: of the data, with `loka_jax.data.learn` under "categorical";
             nothing is printed without them.
     """
     columns = report.get("categorical", {})

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from loka_jax import nn
 from loka_jax.data import Schema
-from loka_jax.data.distinct import expected_distinct
+from loka_jax.data.planted import ZIPF, expected_distinct
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, TableSpec
@@ -102,7 +102,7 @@ def _stacks(
         specs, fields = tables.stacks, tables.fields
         states = state.table, state.row_state
     slots = (1,) * len(schema.categorical) + schema.slots
-    zipf = config.data.zipf if config.data.kind == "generated" else None
+    zipf = ZIPF if config.data.kind == "generated" else None
     every = _average_every(config)
 
     def distinct(spec: TableSpec, members: tuple[int, ...], batches: int = 1) -> float:

@@ -113,7 +113,7 @@ def likely_cause(
         return (
             f"the features are the likely cause: column {columns[worst]!r} holds "
             f"{np.nanmax(sizes[:, worst]):.3g}; transform it (--data.transform log1p) "
-            "or clip it (--data.huge-limit)"
+            "or clip it in the files"
         )
     in_fp8 = logloss(eval_step_of(model), state, batch)
     plain = nn.Planned(model.model.clone(recipe="bf16"))

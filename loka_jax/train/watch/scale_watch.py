@@ -171,7 +171,7 @@ class ScaleWatch:
         sentence = (
             f"step {step:,}: {share:.0%} of the dense values are too small for FP8 "
             f"beside {largest}: use --data.transform log1p or --recipe fp8_rowwise, or "
-            "lower --data.huge-limit."
+            "clip the column in the files."
         )
         return self._warned(sentence, [key])
 

@@ -7,10 +7,10 @@ import pyarrow.compute as pc
 import pytest
 from pyarrow import csv, parquet
 
+from loka_jax.data.files import reader_of
 from loka_jax.data.open import open_data
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.table import reader
 from loka_jax.data.values import Counts
 from tests.support.data import table_config
 
@@ -37,7 +37,7 @@ def opened(path, values, **options):
 def arrived(folder, encoding: Encoding, values, counts=None):
     """Returns the ids of values of a Parquet file."""
     path = put(folder / "new.parquet", c=values)
-    blocks = list(reader(path)(str(path), ("c",), None))
+    blocks = list(reader_of(table_config(path), path)(str(path), ("c",), None))
     records = encoding.records(blocks, counts or Counts(), with_labels=False)
     return records["ids"][:, 0].tolist()
 
@@ -133,16 +133,6 @@ def test_null_is_missing_in_a_column_of_any_kind(tmp_path, options):
     path = put(tmp_path / "b.csv", click=[0, 1] * 50, c=NULLS[:4] * 25)
     config = table_config(path, dense=("c",), categorical=())
     assert open_data(config, seed=0).report["totals"]["missing"] == 100
-
-
-def test_an_encoding_of_an_earlier_version_keeps_its_ids(tmp_path):
-    """It has no `forms`: NULL is a value of a hash, and any type is taken."""
-    folder = opened(tmp_path / "a.csv", NULLS, **HASH).folder
-    folder.settings.pop("forms")
-    values = ["NULL", "\\N", "7.0", "7", "a"]
-    encoding = load_encoding(folder)
-    assert arrived(tmp_path, encoding, values) == [518, 987, 712, 707, 390]
-    assert 0 not in arrived(tmp_path, encoding, [True, False])
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,12 @@ LARGEST = 2**31 - 1
     ("name", "low", "high"),
     [
         ("reserve_rows", 0, LARGEST),
-        ("huge_limit", 1.0, 1e30),
         ("max_values", 1, 1024),
         ("keep_negatives", 1e-6, 1.0),
         ("valid_fraction", 0.0, 0.9),
         ("max_bad_rows", 0, 2**62),
         ("click_rate", 0.001, 0.999),
-        ("world", 0, LARGEST),
+        ("examples", 1, LARGEST),
     ],
 )
 def test_value_out_of_range_is_named(name, low, high):

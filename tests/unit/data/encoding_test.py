@@ -117,4 +117,4 @@ def test_unknown_values_can_be_an_error(tmp_path):
     valid = write(tmp_path / "valid.csv", HEADER + rows)
     message = "valid.csv row 91 column 'user' holds 'new', which is not in the training"
     with pytest.raises(ValueError, match=message):
-        open_table(train, valid=valid, unknown="error")
+        open_table(train, valid=valid, bad="strict")

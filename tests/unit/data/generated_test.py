@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig, Part, Position, generated, open_data, planted
-from loka_jax.data.distinct import expected_distinct
+from loka_jax.data.planted import expected_distinct
 
 TINY = DataConfig(
     rows=(50, 40, 30, 20), examples=1000, eval_examples=500, signal=1.1, click_rate=0.3
@@ -102,7 +102,7 @@ def test_the_logit_has_waves_effects_of_ids_and_pairs_of_fields(monkeypatch):
     monkeypatch.setattr(planted, "_MOST_PLANTED", 12)
     monkeypatch.setattr(planted, "_REPEATED", 5)
     rows, planted_rows = tuple(range(3, 15)), [*range(3, 13), 5, 5]
-    config = dataclasses.replace(TINY, rows=rows, latent_dim=3)
+    config = dataclasses.replace(TINY, rows=rows)
     draw = np.random.default_rng(0)
     waves, z = draw.normal(size=(4, 13)), draw.normal(size=(7, 13))
     effects = [draw.normal(size=count) for count in planted_rows]
@@ -148,7 +148,7 @@ def test_signal_click_rate_and_shares_are_those_of_the_options(world):
 
 def test_the_best_possible_ne_is_the_mean_entropy_over_that_of_the_mean(world):
     found, error = generated.best_possible_ne(TINY, world, BLOCK)
-    p, _ = probabilities(dataset(world, "measure", BLOCK, seed=TINY.world))
+    p, _ = probabilities(dataset(world, "measure", BLOCK, seed=0))
     np.testing.assert_allclose(found, entropy(p).mean() / entropy(p.mean()), rtol=1e-9)
     # The jackknife of 256 blocks knows the standard error to 4 %.
     left_out = [np.delete(p.reshape(256, -1), i, axis=0) for i in range(256)]

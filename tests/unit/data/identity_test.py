@@ -8,7 +8,7 @@ import pytest
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
-from loka_jax.data.identity import identity_of_generated
+from loka_jax.data.open import identity_of_generated
 from tests.support.data import HEADER, open_table, rows_text, table_config, write
 
 LINES = rows_text(200).splitlines(keepends=True)
@@ -69,8 +69,8 @@ def test_changed_options_change_their_part(tmp_path):
         ({"examples": 65}, 0, {"train"}),
         ({"eval_examples": 33}, 0, {"valid", "test"}),
         ({"rows": (5, 6, 8)}, 0, {"schema"}),
-        ({"world": 1}, 0, {"model"}),
-        ({"zipf": 1.2}, 0, {"model"}),
+        ({"signal": 1.0}, 0, {"model"}),
+        ({"click_rate": 0.3}, 0, {"model"}),
         ({"cache": "elsewhere"}, 0, set()),
         ({}, 1, {"train", "valid", "test"}),
     ],

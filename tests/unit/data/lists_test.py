@@ -116,7 +116,7 @@ def test_values_of_a_list_unknown_in_training_have_id_0(tmp_path):
     assert lists_of(splits)[-1] == ((0, 1), (1, 1))
     assert splits.report["splits"]["valid"]["totals"] == {"oov": 1}
     with pytest.raises(ValueError, match="row 121 column 'tags' holds 'new', which is"):
-        open_table(tmp_path / "t" / "clicks.csv", unknown="error", **columns)
+        open_table(tmp_path / "t" / "clicks.csv", bad="strict", **columns)
 
 
 @pytest.mark.parametrize(

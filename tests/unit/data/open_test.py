@@ -6,11 +6,12 @@ import chex
 import numpy as np
 import pytest
 
-from loka_jax.data import DataConfig, Position, cache, open_data
+from loka_jax.data import DataConfig, Position, open_data
+from loka_jax.data import open as open_lib
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
-from loka_jax.data.split import hashed
+from loka_jax.data.rows import hashed
 from tests.support.data import HEADER, open_table, rows_of, rows_text, table_config
 from tests.support.data import write as write_text
 
@@ -105,13 +106,13 @@ def test_second_opening_uses_the_cache_and_a_damaged_one_is_made_again(
 
 
 def test_another_run_may_finish_the_same_conversion_first(source, monkeypatch):
-    convert_once = cache.convert.convert
+    convert_once = open_lib.convert
 
     def convert_late(*arguments, **options):
         for _ in range(2):  # the second one finds the folder of the first
             convert_once(*arguments, **options)
 
-    monkeypatch.setattr(cache.convert, "convert", convert_late)
+    monkeypatch.setattr(open_lib, "convert", convert_late)
     assert sum(open_table(source).report["examples"].values()) == 400
 
 

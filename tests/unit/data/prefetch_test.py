@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import WHOLE, Batch, Part, Position, Schema
-from loka_jax.data.placement import placed
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import Prefetcher, placed
 
 
 class Numbered:

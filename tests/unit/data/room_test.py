@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from loka_jax.data import room
+from loka_jax.data import learn
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from tests.support.data import HEADER, rows_text, table_config, write
@@ -45,10 +45,10 @@ def test_rows_that_do_not_fit_the_disk_are_told(tmp_path, monkeypatch, encoding)
 
 
 def test_memory_is_that_of_the_machine_or_of_the_container(tmp_path, monkeypatch):
-    assert 1 << 28 < room.memory_bytes() < 1 << 46
+    assert 1 << 28 < learn.memory_bytes() < 1 << 46
     limits = tuple(tmp_path / name for name in ("a", "b", "none"))
-    monkeypatch.setattr(room, "_CONTAINER_LIMITS", limits)
+    monkeypatch.setattr(learn, "_CONTAINER_LIMITS", limits)
     for texts, want in ((("max", "5000\n"), 5000), (("7000\n", "9000\n"), 7000)):
         for path, text in zip(limits, texts, strict=False):
             path.write_text(text)
-        assert room.memory_bytes() == want
+        assert learn.memory_bytes() == want

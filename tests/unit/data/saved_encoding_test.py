@@ -49,7 +49,7 @@ def values(encoder):
     "options",
     [
         {"transform": "standardize", "min_count": 30},
-        {"encoding": "hash", "hash_buckets": 20, "negative": "clip"},
+        {"encoding": "hash", "hash_buckets": 20, "bad": "strict"},
         {"dense": (), "reserve_rows": 3, "share": ("item=user",)},
         {"categorical": ("price",), "hashed": ("price",), "hash_sizes": ("price=12",)}
         | {"dense": ()},
@@ -116,15 +116,16 @@ def test_values_of_later_days_get_reserved_rows(source, tmp_path):
 
 def test_options_that_contradict_the_encoding_are_refused(source, tmp_path):
     base = saved(open_table(source), tmp_path)
-    why = "encodes with negative keep, not clip: .* a new run"
+    why = "encodes with bad clean, not strict: .* a new run"
     with pytest.raises(ValueError, match=why):
-        open_data(table_config(source, negative="clip"), seed=0, base=base)
+        open_data(table_config(source, bad="strict"), seed=0, base=base)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("negative", "drop", "its 'negative' is drop"),
+        ("bad", "drop", r"its settings: .*'drop' - at `\$\.bad`"),
+        ("time", 5, "Expected `str . null`, got `int`"),
         ("min_count", 0, "must lie between"),
         ("hash_sizes", ["user=99"], "'user' has not 99 rows"),
     ],

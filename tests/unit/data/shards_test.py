@@ -13,7 +13,7 @@ from loka_jax.data import Schema, open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.manifest import MANIFEST
-from loka_jax.data.shards import ShardWriter, new_folder, open_shards, record_dtype
+from loka_jax.data.shards import ShardWriter, new_folder, open_shards, record_dtype_of
 from tests.support import permissions
 from tests.support.data import HEADER, rows_text, table_config, write
 
@@ -90,22 +90,26 @@ DEEP = json.loads("[" * 400 + "]" * 400)
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [
-        (("files", "../train-00000.npy"), OUTSIDE, "it names a file"),
-        (("files", SHARD), 3, "its entry of train-00000.npy is not a dict"),
+        (
+            ("files", "../train-00000.npy"),
+            OUTSIDE,
+            "Expected `str` matching",
+        ),
+        (("files", SHARD), 3, "Expected `object`, got `int` - at `..files"),
         (("files", SHARD, "rows"), 0, "its train-00000.npy has no rows"),
-        (("splits", "train"), ["../x.npy"], "it lacks an entry of '../x.npy'"),
+        (("splits", "train"), ["train-00009.npy"], "it lacks an entry of 'train-"),
         (("splits", "train"), [SHARD] * 2, "its split train has a shard twice"),
         (("splits", "train"), ["valid-00000.npy"], "its split train has valid-"),
         (("splits", "train"), ["vocabulary-00.parquet"], "its split train has vocab"),
         (("schema", "dense"), ["price", "age", "more"], "it is not a .npy file"),
         (("schema", "categorical", 0), True, ""),
-        (("schema", "vocab_sizes"), [2**31, 12], "its 'vocab_sizes' are not all"),
-        (("schema",), {}, "it lacks 'vocab_sizes'"),
-        (("standardizer",), {"mean": [0.0, 1.0], "std": [1.0]}, "its 'std' is not a"),
+        (("schema", "vocab_sizes"), [2**31, 12], "The table of column 'user' has 21"),
+        (("schema",), {}, "Object missing required field `label`"),
+        (("standardizer",), {"mean": [0.0, 1.0], "std": [1.0]}, "its standardizer "),
         (("kind",), DEEP, ""),
         *((("report", "bad_rows", "count"), value, "") for value in (True, -1, 5.0)),
         (("report", "categorical", "user", "rows"), "5", ""),
-        (("format",), "other", "its format is not 'loka_jax shards'"),
+        (("format",), "other", "Invalid enum value 'other' - at `..format`"),
     ],
 )
 def test_what_a_stranger_wrote_is_refused(folder, place, value, why):
@@ -144,12 +148,12 @@ def test_only_the_padding_of_a_header_may_differ(folder, change):
 
 def test_full_shards_are_written_and_their_order_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 10)
-    records = np.zeros(25, record_dtype(1, 0))
+    schema = Schema(label="a", dense=("b",), categorical=(), vocab_sizes=())
+    records = np.zeros(25, record_dtype_of(schema))
     records["label"] = np.arange(25)
     writer = ShardWriter(tmp_path)
     for part in (records[:3], records[3:24], records[24:]):
         writer.add_rows("train", part)
-    schema = Schema(label="a", dense=("b",), categorical=(), vocab_sizes=())
     writer.finish(schema, sources=[], settings={}, report={})
     shards = open_shards(tmp_path).shards["train"]
     assert [len(shard) for shard in shards] == [10, 10, 5]

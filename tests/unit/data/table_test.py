@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.blocks import BadRows
-from loka_jax.data.table import read_criteo
+from loka_jax.data.files import reader_of
 from tests.support.data import HEADER, criteo_line, open_table, rows_of, rows_text
 from tests.support.data import write as write_text
 
@@ -133,9 +133,9 @@ def test_columns_are_those_of_criteo_plain_and_packed(tmp_path):
     # Criteo's own test.txt lacks the label, which predictions do not need.
     unlabelled = "".join(line.split("\t", 1)[1] for line in MANY.splitlines(True))
     path = write_text(tmp_path / "test.txt", unlabelled)
-    names = ("I1", "C26")
+    names, read = ("I1", "C26"), reader_of(DataConfig(kind="criteo"), tmp_path)
     found, want = (
-        [b.table for b in read_criteo(file, names, BadRows(0))]
+        [b.table for b in read(file, names, BadRows(0))]
         for file in (path, str(tmp_path / "day_0"))
     )
     assert pa.concat_tables(found) == pa.concat_tables(want)

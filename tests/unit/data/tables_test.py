@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from loka_jax.data.column_facts import column_facts
 from loka_jax.data.encoding import HashEncoder
+from loka_jax.data.learn import column_facts
 from tests.support.data import open_table, read_in_small_parts, rows_of, write
 
 HEADER = "click,item,last,tags\n"

@@ -39,8 +39,8 @@ def records(encoding, rows):
     "changes",
     [
         {},
-        {"transform": "log1p", "negative": "clip"},
-        {"transform": "standardize", "huge_limit": 100.0},
+        {"transform": "log1p"},
+        {"transform": "standardize"},
         {"encoding": "hash", "hash_buckets": 50},
         {"hashed": ("item",), "hash_sizes": ("item=1000",)},
     ],
@@ -79,8 +79,8 @@ def test_lists(weights):
     "column, value, changes, said",
     [
         ("price", "\u0661", {}, "row 2 column 'price' .* which is no number"),
-        ("price", -1, {"negative": "error"}, "which is negative and refused"),
-        ("user", "u9", {"unknown": "error"}, "'u9', which is not in the vocabulary"),
+        ("price", 2e12, {"bad": "strict"}, "which is huge and refused"),
+        ("user", "u9", {"bad": "strict"}, "'u9', which is not in the vocabulary"),
         ("item", 2**64, {"hashed": ("item",)}, "no integer in -9223372036854775808.."),
     ],
 )

@@ -74,7 +74,7 @@ def test_what_has_no_scores_is_refused(tmp_path):
     model, _ = predictor_of(tmp_path)
     rows = {"price": [1.0, 2.0, 3.0], "user": ["u1", "u2", "u3"], "item": [1, 2, 3]}
     mixed = np.array(["u1", None, 3], object)
-    strict, _ = predictor_of(tmp_path, unknown="error")
+    strict, _ = predictor_of(tmp_path, bad="strict")
     lost, _ = predictor_of(tmp_path)
     none = np.array([np.nan, 1, np.nan, 0])
     lost._run_step = lambda state, seen, batch: (seen, none)

@@ -10,7 +10,7 @@ import pytest
 from experiments.configs import get_config
 from loka_jax.data import Schema
 from loka_jax.data.config import GENERATED_ROWS
-from loka_jax.data.identity import identity_of_generated
+from loka_jax.data.open import identity_of_generated
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.plan import DispatchPlan

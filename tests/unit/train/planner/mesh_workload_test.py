@@ -6,7 +6,7 @@ import pytest
 
 from experiments.configs import get_config
 from loka_jax.data import generated
-from loka_jax.data.distinct import expected_distinct
+from loka_jax.data.planted import expected_distinct
 from loka_jax.models import Dlrm
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
 from loka_jax.train.mesh.devices import MeshConfig
