@@ -23,8 +23,7 @@ from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
-from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.checkpoints.disk_room import require_space
+from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config

@@ -166,9 +166,9 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
 
 
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
-    sources = (SAVED, SOURCE, None, SAVED._replace(meta={}))
+    sources = (SAVED, SOURCE, None, dataclasses.replace(SAVED, meta={}))
     assert [*map(session._plan_of, sources)] == [{"a": 1}, {"a": 1}, None, {}]
-    observed = SAVED._replace(leaves={"probe/site": {}})
+    observed = dataclasses.replace(SAVED, leaves={"probe/site": None})
     for asked, expected in ((None, (None, 0, OBSERVE_EVERY)), (7, (7, 7, 7))):
         run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
         for saved, every in zip((None, SAVED, observed), expected, strict=True):
