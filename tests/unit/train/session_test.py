@@ -18,7 +18,7 @@ from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import ProbeOptions
-from loka_jax.train.folder import folder_lock
+from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
 from loka_jax.train.planning import OBSERVE_EVERY
@@ -70,7 +70,7 @@ def train(config):
 @pytest.mark.parametrize(
     "module, name, number",
     [
-        (folder_lock, "_is_at", signal.SIGTERM),  # the folder has just been made
+        (workdir, "_is_at", signal.SIGTERM),  # the folder has just been made
         (session, "_build", signal.SIGINT),
         (session, "Loop", signal.SIGTERM),  # the last before the first step
     ],
