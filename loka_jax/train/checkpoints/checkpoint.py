@@ -71,11 +71,9 @@ class Checkpoints:
             processes: of the run.
 
         Raises:
-            ValueError: if `keep` is not positive, the directory cannot be made, or
-                its path holds a wildcard, under which Orbax finds nothing again.
+            ValueError: if the directory cannot be made, or its path holds a wildcard,
+                under which Orbax finds nothing again.
         """
-        if not keep >= 1:
-            raise ValueError(f"{keep=} must be at least 1.")
         self._keep, self._processes = keep, processes
         self._directory = Path(directory).resolve()
         self._unfinished = self._directory / ".unfinished"
@@ -103,11 +101,6 @@ class Checkpoints:
         """Closes the checkpoints."""
         self.close()
 
-    @property
-    def directory(self) -> Path:
-        """The folder of the steps."""
-        return self._directory
-
     def copies_to_come(self) -> int:
         """Returns how many checkpoints there will be at most beside those there are."""
         # The oldest checkpoint is removed after the newest has been saved.
@@ -122,7 +115,7 @@ class Checkpoints:
         Args:
             step: the number of steps `state` has seen.
             state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
-            meta: finite JSON values, which `restore` returns with the state;
+            meta: finite JSON values, which `newest` returns;
                 `meta["config"]` helps to explain a mismatch.
 
         Returns:
@@ -364,10 +357,10 @@ def require_space(folders: Sequence[Checkpoints], state: Any) -> None:
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     by_device: dict[int, list[Checkpoints]] = {}
     for folder in folders:
-        by_device.setdefault(folder.directory.stat().st_dev, []).append(folder)
+        by_device.setdefault(folder._directory.stat().st_dev, []).append(folder)
     for together in by_device.values():
         copies = sum(folder.copies_to_come() for folder in together)
-        _require_copies(together[0].directory, copies, size)
+        _require_copies(together[0]._directory, copies, size)
 
 
 def _require_copies(directory: Path, copies: int, state_bytes: int) -> None:
