@@ -26,8 +26,7 @@ from loka_jax.dispatch.plan import DispatchPlan, is_open
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.site import Choice
 from loka_jax.train import metrics
-from loka_jax.train.folder import run_encoding
-from loka_jax.train.folder.source_run import SourceRun, open_run
+from loka_jax.train.folder.source_run import SourceRun, encoding_of, open_run
 from loka_jax.train.step import compiled_eval_step
 
 _ALL = "all sites"
@@ -73,7 +72,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 def _splits_of(source: SourceRun) -> Splits:
-    config, base = source.config, run_encoding.read(source.saved, source.workdir)
+    config, base = source.config, encoding_of(source.saved, source.workdir)
     return open_data(config.data, seed=config.seed, base=base)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch import fields
 from loka_jax.dispatch.candidates import why_no_fp8, why_no_kernels, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.cross_networks import Network, decide_network, networks
@@ -31,7 +30,7 @@ from loka_jax.dispatch.policy import (
     largest_error,
 )
 from loka_jax.dispatch.stacks import Layers, decide_stack, stacks
-from loka_jax.dispatch.table import Entry, RoleErrors
+from loka_jax.dispatch.table import Entry, Positive, RoleErrors, Text
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
@@ -381,7 +380,8 @@ def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
         ValueError: if they are not a plan, or a plan for other sites.
     """
     try:
-        decisions = {k: _decision(v) for k, v in fields.mapping(value).items()}
+        saved = jsonfile.typed(value, dict[str, _Saved])
+        decisions = {path: decision.parsed() for path, decision in saved.items()}
     except ValueError as error:
         raise ValueError(f"{source} is not a plan: {error}") from None
     paths = {site.path for site in sites}
@@ -394,21 +394,17 @@ def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
     return DispatchPlan(tuple(decisions.items()))
 
 
-def _decision(value: Any) -> Decision:
-    """Returns the decision in a JSON value.
+@dataclasses.dataclass
+class _Saved:
+    """A decision in JSON: its choice by name."""
 
-    Raises:
-        ValueError: if there is none.
-    """
-    value = fields.fields(value, ("choice", "reason"), Decision._fields)
-    speedup, error, runner_up, spread = map(
-        value.get, ("speedup", "error", "runner_up", "spread")
-    )
-    return Decision(
-        Choice.parse(fields.text(value["choice"])),
-        fields.text(value["reason"]),
-        speedup=None if speedup is None else fields.positive(speedup),
-        error=None if error is None else fields.number(error),
-        runner_up=None if runner_up is None else fields.text(runner_up),
-        spread=None if spread is None else fields.positive(spread),
-    )
+    choice: Text
+    reason: Text
+    speedup: Positive | None = None
+    error: float | None = None
+    runner_up: Text | None = None
+    spread: Positive | None = None
+
+    def parsed(self) -> Decision:
+        fields: dict[str, Any] = dict(vars(self))
+        return Decision(Choice.parse(fields.pop("choice")), **fields)

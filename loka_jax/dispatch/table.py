@@ -11,18 +11,19 @@ import dataclasses
 import fcntl
 import json
 import pathlib
-from collections.abc import Callable, Iterator
-from reprlib import repr as short
-from typing import Any, get_args
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.fields import fields, items, mapping, number, positive, text
 from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
+from loka_jax.terminal import shown
 
 SCHEMA = 4
 # A pass by itself, and within a chain of sites that hand their activations on in FP8:
@@ -32,13 +33,14 @@ PASSES = tuple(
     for name in ("training", "inference")
     for form in ("", " in", " out", " in out")
 )
-# A table's sites have no form of input or output: those are passes.
-_SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
-_ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects")
-_OPTIONAL_FIELDS = ("refused",)
-MEASURES = ("relative_l2", "worst_row", "mere")
+Measure = Literal["relative_l2", "worst_row", "mere"]
+MEASURES = get_args(Measure)
 _MAX_BYTES = 4 << 20
-_MAX_SIZE = 1 << 31
+
+# Of a file.
+Text = Annotated[str, msgspec.Meta(max_length=10_000)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class BadTable(ValueError):
@@ -71,6 +73,38 @@ class Entry:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Site:
+    """A site in a file: without forms of input or output, which are passes."""
+
+    m: _Size
+    k: _Size
+    n: _Size
+    norm: NormName
+    activation: ActivationName
+    use_bias: bool
+
+
+@dataclasses.dataclass
+class _Row:
+    """An `Entry` in a file."""
+
+    site: _Site
+    times: dict[str, dict[Text, Positive]]
+    errors: dict[Text, dict[Role, dict[str, dict[Measure, Interval]]]]
+    failures: dict[Text, Text]
+    effects: dict[Text, Interval]
+    refused: dict[Text, Text] = dataclasses.field(default_factory=dict)  # later
+
+
+@dataclasses.dataclass
+class _File:
+    schema: int
+    header: Header
+    roofline: Roofline | None
+    sites: list[_Row]
 
 
 @dataclasses.dataclass
@@ -184,33 +218,12 @@ def locked(path: pathlib.Path) -> Iterator[None]:
 
 def to_json(table: Table) -> dict[str, Any]:
     """Returns the JSON value of a table."""
-    return {
-        "schema": SCHEMA,
-        "header": dataclasses.asdict(table.header),
-        "roofline": table.roofline and dataclasses.asdict(table.roofline),
-        "sites": [
-            {
-                "site": {name: getattr(key, name) for name in _SITE_FIELDS},
-                "times": entry.times,
-                "errors": {
-                    source: {
-                        role: {
-                            name: {m: list(e) for m, e in errors.items()}
-                            for name, errors in by_name.items()
-                        }
-                        for role, by_name in by_role.items()
-                    }
-                    for source, by_role in entry.errors.items()
-                },
-                "failures": entry.failures,
-                "effects": {
-                    source: list(effect) for source, effect in entry.effects.items()
-                },
-                "refused": entry.refused,
-            }
-            for key, entry in sorted(table.sites.items())
-        ],
-    }
+    names = [field.name for field in dataclasses.fields(_Site)]
+    rows = [
+        _Row(site=_Site(**{x: getattr(key, x) for x in names}), **vars(entry))
+        for key, entry in sorted(table.sites.items())
+    ]
+    return msgspec.to_builtins(_File(SCHEMA, table.header, table.roofline, rows))
 
 
 def read(path: pathlib.Path) -> Table:
@@ -233,97 +246,43 @@ def from_json(value: Any) -> Table:
     Raises:
         ValueError: if it is not in the format of `to_json`.
     """
-    value = fields(value, ("schema", "header", "roofline", "sites"))
-    if value["schema"] != SCHEMA:
-        raise ValueError(f"schema {short(value['schema'])} is not {SCHEMA}.")
-    header = {k: text(v) for k, v in _header_fields(value["header"]).items()}
+    schema = jsonfile.as_dict(value).get("schema")
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {shown(schema)}, not {SCHEMA}.")
+    file = jsonfile.typed(value, _File)
+    if file.roofline is not None and min(vars(file.roofline).values()) <= 0:
+        raise ValueError("a limit of its roofline is not positive.")
     sites: dict[SiteSpec, Entry] = {}
-    for item in items(value["sites"]):
-        item = fields(item, _ENTRY_FIELDS, _OPTIONAL_FIELDS)
-        key = _site(item["site"])
+    for row in file.sites:
+        fields = dict(vars(row))
+        key = SiteSpec(**vars(fields.pop("site")))
         if key in sites:
             raise ValueError(f"site {key} occurs twice.")
-        sites[key] = Entry(
-            times=_times(item["times"]),
-            errors=_pairs(item["errors"], text, _errors),
-            failures=_pairs(item["failures"], _choice, text),
-            effects=_pairs(item["effects"], text, _interval),
-            refused=_pairs(item.get("refused", {}), text, text),
-        )
-    return Table(Header(**header), sites, _roofline(value["roofline"]))
+        sites[key] = Entry(**fields)
+        _require_known(sites[key])
+    return Table(file.header, sites, file.roofline)
 
 
-def _header_fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a header; old ones lack versions."""
-    all_fields = dataclasses.fields(Header)
-    optional = [x.name for x in all_fields if x.default is not dataclasses.MISSING]
-    required = {x.name for x in all_fields} - set(optional)
-    return fields(value, required, optional)
-
-
-def _roofline(value: Any) -> Roofline | None:
-    if value is None:
-        return None
-    names = [field.name for field in dataclasses.fields(Roofline)]
-    limits = {k: positive(v) for k, v in fields(value, names).items()}
-    return Roofline(**limits | {"sms": int(limits["sms"])})  # pyright: ignore
-
-
-def _site(value: Any) -> SiteSpec:
-    value = fields(value, _SITE_FIELDS)
-    for name in ("m", "k", "n"):
-        size = value[name]
-        if type(size) is not int or not 0 < size < _MAX_SIZE:
-            raise ValueError(f"{name}={short(size)} is not a size.")
-    if value["norm"] not in get_args(NormName):
-        raise ValueError(f"norm {short(value['norm'])} is unknown.")
-    if value["activation"] not in get_args(ActivationName):
-        raise ValueError(f"activation {short(value['activation'])} is unknown.")
-    if type(value["use_bias"]) is not bool:
-        raise ValueError(f"use_bias={short(value['use_bias'])} is no boolean.")
-    return SiteSpec(**value)
-
-
-def _pairs[T](
-    value: Any, key: Callable[[Any], str], item: Callable[[Any], T]
-) -> dict[str, T]:
-    """Returns an object with each name checked by `key`, each value by `item`."""
-    return {key(k): item(v) for k, v in mapping(value).items()}
-
-
-def _times(value: Any) -> dict[str, dict[str, float]]:
-    by_pass = {}
-    for pass_name, times in mapping(value).items():
-        if pass_name not in PASSES:
-            raise ValueError(f"pass {short(pass_name)} is unknown.")
-        by_pass[pass_name] = _pairs(times, _choice, positive)
-    return by_pass
-
-
-def _errors(value: Any) -> RoleErrors:
-    value = fields(value, ROLES)
-    by_role: RoleErrors = {}
-    for role in ROLES:
-        by_role[role] = {
-            _choice(f"xla {text(name)}").removeprefix("xla "): {
-                measure: _interval(error)
-                for measure, error in fields(errors, MEASURES).items()
-            }
-            for name, errors in mapping(value[role]).items()
-        }
-    return by_role
-
-
-def _interval(value: Any) -> Interval:
-    numbers = [number(x) for x in items(value)]
-    if len(numbers) != 3:
-        raise ValueError(f"{short(value)} is not a mean and its interval.")
-    mean, low, high = numbers
-    if not low <= mean <= high:
-        raise ValueError(f"the mean {mean} is not in its interval {low} to {high}.")
-    return Interval(mean, low, high)
-
-
-def _choice(name: Any) -> str:
+def _require_known(entry: Entry):
+    """Raises ValueError for names or intervals that a table cannot have."""
+    _require_among(entry.times, PASSES)
     # Only known providers and recipes, so that a file cannot name code.
-    return Choice.parse(text(name)).name
+    choices = {*entry.failures, *(x for times in entry.times.values() for x in times)}
+    intervals = [*entry.effects.values()]
+    for by_role in entry.errors.values():
+        _require_among(by_role, ROLES, all_of_them=True)
+        for by_recipe in by_role.values():
+            choices |= {f"xla {recipe}" for recipe in by_recipe}
+            for errors in by_recipe.values():
+                _require_among(errors, MEASURES, all_of_them=True)
+                intervals += errors.values()
+    for name in choices:
+        Choice.parse(name)
+    for mean, low, high in intervals:
+        if not low <= mean <= high:
+            raise ValueError(f"the mean {mean} is not in its interval {low} to {high}.")
+
+
+def _require_among(value: Collection, names: Collection, *, all_of_them: bool = False):
+    if not set(value) <= set(names) or (all_of_them and len(value) < len(names)):
+        raise ValueError(f"{shown(sorted(value))} are not {', '.join(names)}.")

@@ -10,7 +10,7 @@ import jax
 from loka_jax import jsonfile
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoints.shared_save import meet
+from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.mesh.gradient_sum import GradientSum
 from loka_jax.train.processes.group import Processes
 

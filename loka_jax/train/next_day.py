@@ -21,8 +21,12 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder import run_encoding
-from loka_jax.train.folder.source_run import SourceRun, open_run, read_config_of
+from loka_jax.train.folder.source_run import (
+    SourceRun,
+    encoding_of,
+    open_run,
+    read_config_of,
+)
 from loka_jax.train.logs.column_table import print_days
 from loka_jax.train.logs.log_lines import quality
 from loka_jax.train.logs.progress import plain
@@ -77,7 +81,7 @@ def base_of(
         ValueError: if it is missing, damaged, or another one.
     """
     if saved is not None:
-        return run_encoding.read(saved, workdir)
+        return encoding_of(saved, workdir)
     return None if source is None else source.encoding()
 
 

@@ -23,15 +23,12 @@ from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
 from loka_jax.train.build import Run, build
 from loka_jax.train.build_in_turn import built_in_turn
-from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.checkpoints.disk_room import require_space
+from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder import run_encoding
-from loka_jax.train.folder.record import BEST, RunRecord, read_run
-from loka_jax.train.folder.silent_record import SilentRecord
-from loka_jax.train.folder.source_run import SourceRun, open_run
+from loka_jax.train.folder.record import BEST, RunRecord, SilentRecord, read_run
+from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.column_table import print_columns
@@ -328,7 +325,7 @@ def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
     # A run that begins again has scored its day again.
     record.start(-1 if is_new else progress.step)
     if not isinstance(record, SilentRecord):
-        run_encoding.keep(run.splits, record.workdir)
+        keep_encoding(run.splits, record.workdir)
     if is_new and progress.days:
         record.log(log_lines.day(progress))
     record.write_sites([site.as_row() for site in run.running_sites])

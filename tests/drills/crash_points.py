@@ -70,13 +70,16 @@ def save(directory: Path, *steps: int, end_at: int = 0) -> None:
 def check(directory: Path) -> None:
     """Raises AssertionError unless the checkpoints are whole and a save works."""
     with Checkpoints(directory, keep=2) as checkpoints:
-        step, restored, _ = checkpoints.restore(state(0))
+        saved = checkpoints.newest()
+        assert saved is not None
+        step, restored = saved.step, checkpoints.read(saved, state(0))
         assert step in (2, 3), f"step {step} is the newest"
         for name, array in state(step).items():
             assert restored[name].tobytes() == array.tobytes(), name
         checkpoints.save(4, state(4), {})
         checkpoints.wait()
-        assert checkpoints.restore(state(0))[0] == 4
+        newest = checkpoints.newest()
+        assert newest is not None and newest.step == 4
     names = {path.name for path in directory.iterdir()}
     assert names == {str(step), "4"}, f"left behind: {names}"
 

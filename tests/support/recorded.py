@@ -74,7 +74,7 @@ def newest(folder: pathlib.Path) -> tuple[Saved, dict[str, np.ndarray]]:
         saved = checkpoints.newest()
         assert saved is not None
         leaves = saved.leaves.items()
-        template = {k: np.zeros(x["shape"], jnp.dtype(x["dtype"])) for k, x in leaves}
+        template = {k: np.zeros(x.shape, jnp.dtype(x.dtype)) for k, x in leaves}
         return saved, checkpoints.read(saved, template)
 
 

@@ -1,7 +1,9 @@
+import dataclasses
 import json
 import os
 import tracemalloc
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -157,6 +159,38 @@ def test_a_line_of_100_megabytes_is_a_damaged_line(tmp_path):
     tracemalloc.stop()
     assert [line["step"] for line in lines] == [1, 2]
     assert "1 damaged line is left out" in said[0] and most < 20 << 20
+
+
+@dataclasses.dataclass
+class Part:
+    size: int
+    share: float = 0.5
+    kind: Literal["a", "b"] | None = None
+    path: Path | None = None
+
+    def __post_init__(self):
+        if self.size > 9:
+            raise ValueError("--size must be at most 9.")
+
+
+def test_a_value_is_of_its_type_or_refused_by_place():
+    value = {"x": [{"size": 1, "share": 1, "path": "y"}]}
+    (part,) = jsonfile.typed(value, dict[str, list[Part]])["x"]
+    assert part == Part(1, 1.0, path=Path("y")) and type(part.share) is float
+    wrong = {
+        r"size is wrong \(Expected int, got bool\): correct it\.": {"size": True},
+        r"it is wrong \(Object missing required field size\)": {},
+        r"kind is wrong .*: use one of a, b\.": {"size": 1, "kind": "c"},
+        r"sice is no .* mean 'size'\? rename or": {
+            "size": 1,
+            "sice": 2,
+        },
+        "--size must be at most 9": {"size": 10},
+        r"share is wrong \(Number out of range": {"size": 1, "share": 10**400},
+    }
+    for sentence, change in wrong.items():
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            jsonfile.typed(change, Part)
 
 
 def test_a_mismatch_is_explained_field_by_field():

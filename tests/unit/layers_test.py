@@ -8,8 +8,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
-terminal compat
-fp8 quality jsonfile options cache_folder saved_format checked
+terminal options compat
+fp8 quality jsonfile cache_folder saved_format checked
 unbiased
 commands
 recipe normed packed maxima launch server

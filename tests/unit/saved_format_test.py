@@ -76,7 +76,7 @@ def test_a_run_or_checkpoint_of_an_earlier_version_is_refused(tmp_path, version)
     jsonfile.write(tmp_path / "config.json", config)
     step = tmp_path / "checkpoints" / "3"
     step.mkdir(parents=True)
-    manifest.write(step, {"step": 3, "leaves": {}, "meta": {}})
+    manifest.write(step, manifest.Saved(3, {}, {}))
     inner = jsonfile.as_dict(jsonfile.read(step / MANIFEST))["manifest"]
     inner = saved_format.without_key(inner) | numbered("format", version)
     outer = {"manifest": inner, "sha256": manifest._digest(inner)}

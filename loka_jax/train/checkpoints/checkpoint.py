@@ -13,35 +13,37 @@ Arrays and JSON only, no pickle; nothing is read through a symlink. A foreign ch
 is still untrusted input: digests reveal damage, not intent.
 One writer: the run's lock (`record.RunRecord`) excludes a second one; others may read
 at any time. Of several processes, all call the same in the same order, each writes its
-own shards, and the first alone makes, commits, renames and removes (`shared_save`).
+own shards, and the first alone makes, commits, renames and removes.
 """
 
+import functools
 import glob
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 
 from loka_jax import jsonfile
 from loka_jax.saved_format import steps_in
 from loka_jax.terminal import one_line, printable
-from loka_jax.train.checkpoints import disk_room, manifest, orbax_manager, shared_save
+from loka_jax.train.checkpoints import manifest, orbax_files
 from loka_jax.train.checkpoints.leaves import (
+    described,
     from_host,
     named_leaves,
     require_fit,
-    shared,
     to_host,
 )
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.processes.group import ALONE, Processes
+
+# Bytes on the disk for a byte of state that does not compress, with something to spare.
+_DISK_BYTES = 1.1
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +51,9 @@ _log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run: saved in the background, verified when restored.
 
-    A save that fails is tried once more; if that fails too, the next call of `save`,
-    `wait` or `close` raises. So once `close` has returned, everything is saved. Usable
-    in a `with` statement, which closes.
+    A save that fails is tried once more, if the process is alone; if that fails too,
+    the next call of `save`, `wait` or `close` raises. So once `close` has returned,
+    everything is saved. Usable in a `with` statement, which closes.
     """
 
     def __init__(
@@ -69,18 +71,15 @@ class Checkpoints:
             processes: of the run.
 
         Raises:
-            ValueError: if `keep` is not positive, the directory cannot be made, or
-                its path holds a wildcard, under which Orbax finds nothing again.
+            ValueError: if the directory cannot be made, or its path holds a wildcard,
+                under which Orbax finds nothing again.
         """
-        if not keep >= 1:
-            raise ValueError(f"{keep=} must be at least 1.")
         self._keep, self._processes = keep, processes
         self._directory = Path(directory).resolve()
         self._unfinished = self._directory / ".unfinished"
-        self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
-        orbax_manager.quiet_orbax()
+        orbax_files.quiet()
         if glob.escape(str(self._directory)) != str(self._directory):
             raise ValueError(
                 f"no checkpoint can be saved below {self._directory}, because its path "
@@ -102,11 +101,6 @@ class Checkpoints:
         """Closes the checkpoints."""
         self.close()
 
-    @property
-    def directory(self) -> Path:
-        """The folder of the steps."""
-        return self._directory
-
     def copies_to_come(self) -> int:
         """Returns how many checkpoints there will be at most beside those there are."""
         # The oldest checkpoint is removed after the newest has been saved.
@@ -121,7 +115,7 @@ class Checkpoints:
         Args:
             step: the number of steps `state` has seen.
             state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
-            meta: finite JSON values, which `restore` returns with the state;
+            meta: finite JSON values, which `newest` returns;
                 `meta["config"]` helps to explain a mismatch.
 
         Returns:
@@ -135,23 +129,17 @@ class Checkpoints:
         self.wait()
         if step in self._steps():
             return False
-        copied = to_host if self._processes.count == 1 else shared
-        leaves = {name: copied(name, leaf) for name, leaf in named_leaves(state)}
-        shapes = {
-            name: {"shape": list(array.shape), "dtype": dtype}
-            for name, (array, dtype) in leaves.items()
-        }
+        arrays = {name: to_host(leaf) for name, leaf in named_leaves(state)}
+        leaves = {name: described(leaf) for name, leaf in named_leaves(state)}
         meta = jsonfile.as_dict(jsonfile.jsonable(meta, nan_as_null=False))
-        saved = Saved(step, meta, shapes)
-        arrays = {name: array for name, (array, _) in leaves.items()}
         size = sum(array.nbytes for array in arrays.values())
-        disk_room.require_copies(self._directory, 1, size)
-        save = self._save_twice
+        _require_copies(self._directory, 1, size)
+        write = functools.partial(self._write, step, arrays)
         if self._processes.count > 1:
-            save = self._begin_shared(step, arrays)
+            write = self._begin_shared(step, arrays)
         # Not a daemon, so that the interpreter waits for it before it exits.
         self._thread = threading.Thread(
-            target=save, args=(saved, arrays), name="checkpoint"
+            target=self._finish, args=(Saved(step, meta, leaves), write)
         )
         self._thread.start()
         return True
@@ -170,13 +158,10 @@ class Checkpoints:
             raise error
 
     def close(self) -> None:
-        """Waits like `wait`, with the same errors, and frees Orbax's resources."""
+        """Waits like `wait`, with the same errors."""
         try:
             self.wait()
         finally:
-            if self._manager is not None:
-                self._manager.close()
-                self._manager = None
             self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
@@ -194,7 +179,7 @@ class Checkpoints:
         for later in self._steps() if self._processes.is_first else ():
             if later > step:
                 self._remove_step(later)
-        shared_save.meet(self._processes, "dropped")
+        orbax_files.meet(self._processes, "dropped")
 
     def newest(self) -> Saved | None:
         """Returns the newest undamaged checkpoint, or None if nothing was ever saved.
@@ -216,7 +201,10 @@ class Checkpoints:
         for step in sorted(self._steps(), reverse=True):
             path = self._path(step)
             try:
-                return manifest.verified(path, step)
+                saved = manifest.verify(path)
+                if saved.step != step:
+                    raise manifest.Damaged(f"{path}: was step {saved.step}")
+                return saved
             except manifest.Damaged as damage:
                 if not path.exists():  # its run has saved a newer one meanwhile
                     return self._newest()
@@ -250,29 +238,12 @@ class Checkpoints:
             changed = jsonfile.explain_mismatch(saved.meta.get("config", {}), config)
         require_fit(saved.leaves, template, self._path(saved.step), changed)
         named = dict(named_leaves(template))
-        arrays = self._read_arrays(
-            saved.step, {name: leaf for name, leaf in named.items() if leaf.size}
+        arrays = orbax_files.read(
+            self._path(saved.step),
+            {name: leaf for name, leaf in named.items() if leaf.size},
         )
         leaves = [from_host(arrays.get(name), leaf) for name, leaf in named.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
-
-    def restore(
-        self, template: Any, *, config: dict[str, Any] | None = None
-    ) -> tuple[int, Any, dict[str, Any]]:
-        """Returns step, state and meta of the newest undamaged checkpoint.
-
-        Arguments and errors are those of `newest` and `read`.
-
-        Raises:
-            ValueError: also if there is no checkpoint.
-        """
-        saved = self.newest()
-        if saved is None:
-            raise ValueError(
-                f"there is no checkpoint in {self._directory}: check --workdir, or "
-                "train without --resume."
-            )
-        return saved.step, self.read(saved, template, config=config), saved.meta
 
     def _path(self, step: int) -> Path:
         return self._directory / str(step)
@@ -280,81 +251,73 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         return steps_in(self._directory)
 
-    def _save_twice(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
-        """Saves in the background thread, trying twice; `wait` raises a failure."""
-        name = f"step {saved.step}"
-        for retries_left in (1, 0):
-            try:
-                self._write(saved, arrays)
-                self._remove_old()
-                return
-            except Exception as error:  # of any kind: `wait` raises it
-                self._manager = None  # the next attempt starts in a clean directory
-                if retries_left:
-                    reason = one_line(error)
-                    _log.warning("saving %s failed (%s): retrying.", name, reason)
-                    continue
-                self._error = self._failure(saved, error)
+    def _write(self, step: int, arrays: dict[str, Any]) -> None:
+        self._empty_unfinished()
+        orbax_files.write(self._unfinished / str(step), arrays)
 
-    def _failure(self, saved: Saved, error: Exception) -> OSError:
-        return OSError(
-            f"step {saved.step} could not be saved in {self._directory} "
-            f"({one_line(error)}): check space and permissions there; the newest "
-            f"checkpoint is step {self.latest_step()}."
-        )
-
-    def _begin_shared(
-        self, step: int, arrays: dict[str, Any]
-    ) -> Callable[[Saved, dict[str, Any]], None]:
-        """Copies the arrays of all processes; returns what ends the save."""
+    def _begin_shared(self, step: int, arrays: dict[str, Any]) -> Callable[[], None]:
+        """Copies the arrays of all processes; returns what waits for their files."""
         if self._processes.is_first:
-            _remove(self._unfinished)
-            self._unfinished.mkdir()
-        shared_save.meet(self._processes, "begin")
-        stored = {name: a for name, a in arrays.items() if a.size}
-        writer = shared_save.begin(
-            self._unfinished / str(step), stored, self._processes
-        )
+            self._empty_unfinished()
+        orbax_files.meet(self._processes, "begin")
+        path = self._unfinished / str(step)
+        writer = orbax_files.begin(path, arrays, self._processes)
 
-        def end(saved: Saved, _: dict[str, Any]) -> None:
+        def wait() -> None:
+            writer.wait_until_finished()
+            writer.close()
+
+        return wait
+
+    def _empty_unfinished(self) -> None:
+        """Removes what a killed run or a failed attempt left."""
+        _remove(self._unfinished)
+        self._unfinished.mkdir()
+
+    def _finish(self, saved: Saved, write: Callable[[], None]) -> None:
+        """Ends a save in the background thread; `wait` raises a failure.
+
+        Args:
+            saved: what is saved.
+            write: writes the arrays, or waits until they are written.
+        """
+        is_alone = self._processes.count == 1
+        for retries_left in (1, 0) if is_alone else (0,):
             try:
-                writer.wait_until_finished()
-                writer.close()
+                write()
                 if self._processes.is_first:
                     self._commit(saved)
                     self._remove_old()
-                shared_save.meet(self._processes, "saved")
+                orbax_files.meet(self._processes, "saved")
+                return
             except Exception as error:  # of any kind: `wait` raises it
-                self._error = self._failure(saved, error)
-
-        return end
-
-    def _write(self, saved: Saved, arrays: dict[str, np.ndarray]) -> None:
-        if self._manager is None:
-            _remove(self._unfinished)  # left by a killed run or a failed attempt
-            self._unfinished.mkdir()
-            self._manager = orbax_manager.manager_of(self._unfinished)
-        # Orbax refuses arrays without elements, and a tree without arrays.
-        stored = {name: a for name, a in arrays.items() if a.size}
-        stored = stored or {"nothing": np.zeros(1, np.int8)}
-        self._manager.save(saved.step, args=ocp.args.PyTreeSave(stored), force=True)
-        self._open_again(saved.step, stored)
-        self._commit(saved)
-        self._manager.reload()
+                reason = one_line(error)
+                if retries_left:
+                    _log.warning(
+                        "saving step %d failed (%s): retrying.", saved.step, reason
+                    )
+                    continue
+                self._error = OSError(
+                    f"step {saved.step} could not be saved in {self._directory} "
+                    f"({reason}): check space and permissions there; the newest "
+                    f"checkpoint is step {self.latest_step()}."
+                )
 
     def _commit(self, saved: Saved) -> None:
+        """Opens what was written again, and makes it a checkpoint.
+
+        Raises:
+            OSError: unless Orbax finds every array.
+        """
         written = self._unfinished / str(saved.step)
-        manifest.write(written, saved._asdict())
+        wanted = {
+            k: tuple(x.shape) for k, x in saved.leaves.items() if 0 not in x.shape
+        }
+        if wanted and orbax_files.shapes(written) != wanted:
+            raise OSError("what was written holds other arrays than the state")
+        manifest.write(written, saved)
         os.replace(written, self._path(saved.step))
         jsonfile.sync_directory(self._directory)
-
-    def _open_again(self, step: int, stored: dict[str, np.ndarray]) -> None:
-        """Raises OSError unless Orbax finds every array of the save in progress."""
-        assert self._manager is not None
-        tree = self._manager.item_metadata(step).tree
-        shapes = {name: tuple(array.shape) for name, array in tree.items()}
-        if shapes != {name: array.shape for name, array in stored.items()}:
-            raise OSError("what was written holds other arrays than the state")
 
     def _remove_old(self) -> None:
         """Removes all but the newest `keep` checkpoints."""
@@ -379,17 +342,41 @@ class Checkpoints:
         text = printable(str(damage))
         _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, text)
 
-    def _read_arrays(self, step: int, leaves: dict[str, Any]) -> dict[str, Any]:
-        if not leaves:
-            return {}
-        how = {name: shared_save.restore_args(leaf) for name, leaf in leaves.items()}
-        args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(leaves, 0),
-            restore_args=how,
-            partial_restore=True,  # `require_fit` has compared the names
+
+def require_space(folders: Sequence[Checkpoints], state: Any) -> None:
+    """Checks, before the first step, that the checkpoints of a run will fit.
+
+    Args:
+        folders: all that the run saves to. Those on one file system share its space.
+        state: a pytree of arrays or `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: if a file system has less space than the checkpoints that are kept
+            and those in progress need beside the ones that are there.
+    """
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    by_device: dict[int, list[Checkpoints]] = {}
+    for folder in folders:
+        by_device.setdefault(folder._directory.stat().st_dev, []).append(folder)
+    for together in by_device.values():
+        copies = sum(folder.copies_to_come() for folder in together)
+        _require_copies(together[0]._directory, copies, size)
+
+
+def _require_copies(directory: Path, copies: int, state_bytes: int) -> None:
+    """Raises ValueError if a file system has no space for so many more checkpoints."""
+    needed = int(_DISK_BYTES * copies * state_bytes)
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        folders = (directory, *directory.parents)
+        mount = next(folder for folder in folders if folder.is_mount())
+        more = "checkpoint" if copies == 1 else "checkpoints"
+        raise ValueError(
+            f"{directory} needs {needed:,} bytes for {copies} more {more}, and "
+            f"{free:,} are free on its file system ({mount}): free "
+            f"{needed - free:,} bytes there, lower --loop.keep-checkpoints, or choose "
+            "another --workdir."
         )
-        with orbax_manager.manager_of(self._directory) as manager:
-            return manager.restore(step, args=args)
 
 
 def _remove(path: Path) -> None:

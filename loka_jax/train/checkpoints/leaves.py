@@ -1,11 +1,29 @@
 """The leaves of a saved state by name: to host memory and back, and what must agree."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+@dataclasses.dataclass
+class Leaf:
+    """Shape and dtype of a leaf.
+
+    Attributes:
+        shape: of a typed PRNG key, that of its words.
+        dtype: of a typed PRNG key, with its generator.
+    """
+
+    shape: list[int]
+    dtype: str
+
+    def __str__(self) -> str:
+        """Returns both, such as "float32[8, 4]"."""
+        return f"{self.dtype}{self.shape}"
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -29,14 +47,15 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def to_host(name: str, leaf: Any) -> tuple[np.ndarray, str]:
-    """Returns a copy of a leaf in host memory, and the name of its dtype.
+def to_host(leaf: Any) -> np.ndarray | jax.Array:
+    """Returns a copy of a leaf in host memory; the words of a typed PRNG key.
 
-    A typed PRNG key becomes its words; the dtype's name records the generator.
+    An array that processes share stays as it is. One that each process has for itself
+    is equal in all, such as a learning rate.
     """
-    dtype = str(leaf.dtype)
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    return _copied(data), dtype
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    return _copied(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
 def _copied(array: Any) -> np.ndarray:
@@ -52,16 +71,6 @@ def _copied(array: Any) -> np.ndarray:
         if shard.replica_id == 0:
             out[shard.index] = shard.data
     return out
-
-
-def shared(name: str, leaf: Any) -> tuple[jax.Array | np.ndarray, str]:
-    """Returns what `to_host` does, but leaves an array that processes share as it is.
-
-    One that each process has for itself is equal in all, such as a learning rate.
-    """
-    if leaf.is_fully_addressable:
-        return to_host(name, leaf)
-    return leaf, str(leaf.dtype)
 
 
 def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
@@ -93,14 +102,14 @@ def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
     return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
 
 
-def _describe(leaf: Any) -> dict[str, Any]:
-    """Returns shape and dtype as in the manifest; for a key, the shape of its words."""
+def described(leaf: Any) -> Leaf:
+    """Returns shape and dtype of a leaf, as a checkpoint keeps it."""
     words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    return {"shape": list(words.shape), "dtype": str(leaf.dtype)}
+    return Leaf(list(words.shape), str(leaf.dtype))
 
 
 def require_fit(
-    saved: dict[str, Any], template: Any, path: Path, changed: list[str]
+    saved: dict[str, Leaf], template: Any, path: Path, changed: list[str]
 ) -> None:
     """Raises ValueError at the first leaf in which checkpoint and template differ.
 
@@ -110,19 +119,15 @@ def require_fit(
         path: of the checkpoint.
         changed: the differences between the configs, to explain the error.
     """
-    expected = {name: _describe(leaf) for name, leaf in named_leaves(template)}
+    expected = {name: described(leaf) for name, leaf in named_leaves(template)}
     names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
     if not names:
         return
-
-    def text(leaf: dict[str, Any] | None) -> str:
-        return "absent" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
-
     name = names[0]
     more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
     reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
     raise ValueError(
-        f"{path} does not fit this model: {name!r} is {text(saved.get(name))} there "
-        f"and {text(expected.get(name))} here{more}: resume with the config it was "
-        f"saved with, or use another --workdir{reason}."
+        f"{path} does not fit this model: {name!r} is {saved.get(name, 'absent')} "
+        f"there and {expected.get(name, 'absent')} here{more}: resume with the config "
+        f"it was saved with, or use another --workdir{reason}."
     )

@@ -1,18 +1,20 @@
-"""Manifests of directories, which reveal damage.
+"""Manifests of checkpoints, which reveal damage.
 
-`manifest.json` holds the SHA-256 of every file in the directory, the caller's content,
+`manifest.json` holds the SHA-256 of every file in the directory, what is saved there,
 and a digest of itself. It is checked before any other file is opened. It reveals
 damage, not intent: anyone who can write the files can write a manifest too. SHA-256
 runs at 1.7 GB/s a core, faster than most disks.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from loka_jax import jsonfile, saved_format
+from loka_jax.train.checkpoints.leaves import Leaf
 
 NAME = "manifest.json"
 
@@ -21,7 +23,8 @@ class Damaged(Exception):
     """A directory differs from its manifest; the text names the file and the reason."""
 
 
-class Saved(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Saved:
     """What the manifest of a checkpoint says about it.
 
     Attributes:
@@ -32,27 +35,34 @@ class Saved(NamedTuple):
 
     step: int
     meta: dict[str, Any]
-    leaves: dict[str, dict[str, Any]]
+    leaves: dict[str, Leaf]
 
     def only(self, parts: Collection[str]) -> "Saved":
         """Returns the checkpoint as if it held these parts of the state only."""
         kept = {k: v for k, v in self.leaves.items() if k.split("/", 1)[0] in parts}
-        return self._replace(leaves=kept)
+        return dataclasses.replace(self, leaves=kept)
 
     def has(self, part: str) -> bool:
         """Returns whether there are leaves of a part of the state."""
         return bool(self.only([part]).leaves)
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a manifest of the files in `path`, with `content`, in one step."""
+@dataclasses.dataclass
+class _Manifest:
+    format: int
+    files: dict[str, str]
+    content: Saved
+
+
+def write(path: Path, saved: Saved) -> None:
+    """Writes a manifest of the files in `path` in one step."""
     files = {name: _sha256(path / name) for name in sorted(_files(path))}
-    manifest = {saved_format.KEY: saved_format.RUN, "files": files, "content": content}
+    manifest = dataclasses.asdict(_Manifest(saved_format.RUN, files, saved))
     jsonfile.write(path / NAME, {"manifest": manifest, "sha256": _digest(manifest)})
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Returns the manifest's content after checking every file in `path` against it.
+def verify(path: Path) -> Saved:
+    """Returns what is saved in `path` after checking every file there.
 
     Raises:
         Damaged: at the first file that is missing, changed, not listed, or a symlink.
@@ -61,13 +71,12 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         present = _files(path)
         manifest = _read(path)
-        listed = manifest["files"]
         # If the sets are equal, no listed path points outside the directory.
-        if missing := sorted(set(listed) - present):
+        if missing := sorted(manifest.files.keys() - present):
             raise Damaged(f"{path / missing[0]}: missing")
-        if added := sorted(present - set(listed)):
+        if added := sorted(present - manifest.files.keys()):
             raise Damaged(f"{path / added[0]}: was not there when it was written")
-        for name, digest in listed.items():
+        for name, digest in manifest.files.items():
             if _sha256(path / name) != digest:
                 raise Damaged(f"{path / name}: differs from what was written")
     except FileNotFoundError as error:  # it was there above
@@ -76,32 +85,12 @@ def verify(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"cannot read {error.filename} ({error.strerror}): check its permissions."
         ) from None
-    return manifest["content"]
-
-
-def verified(path: Path, step: int) -> Saved:
-    """Returns the checkpoint of a step after checking every file in `path`.
-
-    Raises:
-        Damaged: as `verify`, or if it is of another step, or lacks what a save writes.
-        ValueError: as `verify`.
-    """
-    content = verify(path)
-    if content.get("step") != step:
-        raise Damaged(f"{path}: was step {content.get('step')}")
-    meta, leaves = content.get("meta"), content.get("leaves")
-    if not isinstance(meta, dict) or not isinstance(leaves, dict):
-        raise Damaged(f"{path}: has no meta or no leaves")
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, dict) or not {"shape", "dtype"} <= leaf.keys():
-            raise Damaged(f"{path}: leaf {name} has no shape or dtype")
-    return Saved(step, meta, leaves)
+    return manifest.content
 
 
 def verified_by_another(path: Path) -> Saved:
-    """Returns the checkpoint in `path`, whose files another process has checked."""
-    content = _read(path)["content"]
-    return Saved(content["step"], content["meta"], content["leaves"])
+    """Returns what is saved in `path`, whose files another process has checked."""
+    return _read(path).content
 
 
 def _files(path: Path) -> set[str]:
@@ -120,24 +109,24 @@ def _files(path: Path) -> set[str]:
     return names - {NAME}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> _Manifest:
     file = path / NAME
     if file.is_symlink():
         raise Damaged(f"{file}: is a symlink")
     if not file.is_file():
         raise Damaged(f"{file}: missing")
     try:
-        outer = jsonfile.read(file)
+        outer = jsonfile.as_dict(jsonfile.read(file))
     except ValueError:
         raise Damaged(f"{file}: is not JSON") from None
-    outer = outer if isinstance(outer, dict) else {}
-    manifest = outer.get("manifest")
-    if not isinstance(manifest, dict) or outer.get("sha256") != _digest(manifest):
+    manifest = jsonfile.as_dict(outer.get("manifest"))
+    if outer.get("sha256") != _digest(manifest):
         raise Damaged(f"{file}: differs from what was written")
     saved_format.require_run(path, manifest.get(saved_format.KEY))
-    if not all(isinstance(manifest.get(name), dict) for name in ("files", "content")):
-        raise Damaged(f"{file}: lists no files or has no content")
-    return manifest
+    try:
+        return jsonfile.typed(manifest, _Manifest)
+    except ValueError as error:
+        raise Damaged(f"{file}: {error}") from None
 
 
 def _digest(manifest: dict[str, Any]) -> str:

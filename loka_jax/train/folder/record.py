@@ -34,13 +34,13 @@ import jax
 import loka_jax
 from loka_jax import jsonfile, saved_format
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.plan import save as save_plan
+from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
-from loka_jax.train.folder import folder_lock, scores_file
+from loka_jax.train.folder import scores_file
+from loka_jax.train.folder import workdir as workdirs
 from loka_jax.train.logs.breakdown import Scores, breakdown, with_names
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
@@ -102,7 +102,7 @@ class RunRecord:
         folders = (self.workdir, *self.workdir.absolute().parents)
         # Innermost first; removed again if the run never starts.
         self._made = [folder for folder in folders if not folder.exists()]
-        self._lock = folder_lock.lock(self.workdir)
+        self._lock = workdirs.lock(self.workdir)
         try:
             _check_owner(self.workdir, config, resume, may_change)
         except BaseException:  # even Ctrl-C must not leave the folder locked
@@ -160,7 +160,7 @@ class RunRecord:
 
     def write_plan(self, plan: DispatchPlan) -> None:
         """Writes plan.json, the plan that the run follows now."""
-        save_plan(self.workdir / PLAN, plan)
+        self.write(PLAN, as_json(plan))
 
     def write_scores(
         self,
@@ -198,7 +198,7 @@ class RunRecord:
         """Closes the files and unlocks the workdir; an unused new one is removed."""
         self._close_files()
         if self._made:
-            folder_lock.remove_unused(self.workdir, self._made)
+            workdirs.remove_unused(self.workdir, self._made)
         self._lock.close()
 
     def _close_files(self) -> None:
@@ -228,6 +228,32 @@ class RunRecord:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
+
+
+class SilentRecord(RunRecord):
+    """A record that writes nothing, of a process that is not the first of its run."""
+
+    def __init__(self, workdir: Path):
+        """Takes the folder that the first process writes."""
+        self.workdir, self._tensorboard = workdir, False
+
+    def start(self, step: int) -> None:
+        """Does nothing, and so do the others."""
+
+    def truncate(self, step: int) -> None:  # noqa: D102
+        pass
+
+    def write(self, name: str, value: object) -> None:  # noqa: D102
+        pass
+
+    def write_scores(self, *_: Any) -> None:  # noqa: D102
+        pass
+
+    def close(self) -> None:  # noqa: D102
+        pass
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        pass
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:

@@ -1,16 +1,21 @@
-"""A run's folder as the source of a trained model."""
+"""A run's folder as the source of a trained model, and the encoding that it keeps.
+
+The encoding turns rows into the model's inputs, in all that comes after training.
+"""
 
 import pathlib
+import shutil
 from typing import NamedTuple
 
+from loka_jax.data import Splits
+from loka_jax.data.saved_encoding import open_encoding, save_encoding
 from loka_jax.data.shards import ShardFolder
 from loka_jax.saved_format import CHECKPOINTS, steps_in
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
-from loka_jax.train.folder import run_encoding
 from loka_jax.train.folder.config_file import from_json
-from loka_jax.train.folder.record import BEST, CONFIG, saved_config
+from loka_jax.train.folder.record import BEST, CONFIG, ENCODING, saved_config
 
 
 class SourceRun(NamedTuple):
@@ -34,7 +39,7 @@ class SourceRun(NamedTuple):
         Raises:
             ValueError: if it has none that is whole.
         """
-        folder = run_encoding.read(self.saved, self.workdir)
+        folder = encoding_of(self.saved, self.workdir)
         if folder is None:
             raise ValueError(
                 f"{self.workdir} was trained on generated clicks, which have no "
@@ -77,3 +82,31 @@ def read_config_of(workdir: pathlib.Path) -> Config:
             f"{workdir} holds no run ({CONFIG} is missing): name the --workdir of one."
         )
     return from_json(saved_config(workdir.expanduser()), str(path))
+
+
+def encoding_of(saved: Saved, workdir: pathlib.Path) -> ShardFolder | None:
+    """Returns the encoding that a checkpoint names; None for generated data.
+
+    Raises:
+        ValueError: if it is missing, damaged, or another one.
+    """
+    digest = saved.meta.get("encoding")
+    return None if digest is None else open_encoding(workdir / ENCODING, digest)
+
+
+def keep_encoding(splits: Splits, workdir: pathlib.Path):
+    """Writes the encoding of a run's data to its workdir, unless it is there.
+
+    Raises:
+        ValueError: if it cannot be written.
+    """
+    if splits.folder is None or splits.encoding_digest is None:
+        return
+    path = workdir / ENCODING
+    if path.exists():
+        try:
+            open_encoding(path, splits.encoding_digest)
+            return
+        except ValueError:  # left by a start that saved no checkpoint
+            shutil.rmtree(path)
+    save_encoding(splits.folder, path)

@@ -142,8 +142,8 @@ MISTAKES = [
     Mistake(
         "files that were added to a checkpoint are no damage",
         "loka_jax/train/checkpoints/manifest.py",
-        "if added := sorted(present - set(listed)):",
-        "if added := sorted(set(listed) - present):",
+        "if added := sorted(present - manifest.files.keys()):",
+        "if added := sorted(manifest.files.keys() - present):",
         "unit/train/checkpoints/checkpoint_test.py",
     ),
     Mistake(

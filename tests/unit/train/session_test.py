@@ -18,7 +18,7 @@ from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import ProbeOptions
-from loka_jax.train.folder import folder_lock
+from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
 from loka_jax.train.planning import OBSERVE_EVERY
@@ -70,7 +70,7 @@ def train(config):
 @pytest.mark.parametrize(
     "module, name, number",
     [
-        (folder_lock, "_is_at", signal.SIGTERM),  # the folder has just been made
+        (workdir, "_is_at", signal.SIGTERM),  # the folder has just been made
         (session, "_build", signal.SIGINT),
         (session, "Loop", signal.SIGTERM),  # the last before the first step
     ],
@@ -166,9 +166,9 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
 
 
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
-    sources = (SAVED, SOURCE, None, SAVED._replace(meta={}))
+    sources = (SAVED, SOURCE, None, dataclasses.replace(SAVED, meta={}))
     assert [*map(session._plan_of, sources)] == [{"a": 1}, {"a": 1}, None, {}]
-    observed = SAVED._replace(leaves={"probe/site": {}})
+    observed = dataclasses.replace(SAVED, leaves={"probe/site": None})
     for asked, expected in ((None, (None, 0, OBSERVE_EVERY)), (7, (7, 7, 7))):
         run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
         for saved, every in zip((None, SAVED, observed), expected, strict=True):

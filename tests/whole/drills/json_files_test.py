@@ -82,7 +82,7 @@ def follow(path: Path) -> list[str]:
 
 
 SAVED_CONFIG = {saved_format.KEY: saved_format.RUN, **support.config().identity()}
-CONTENT = {"step": 3, "leaves": {}, "meta": {"config": {"seed": 0}}}
+CONTENT = manifest.Saved(3, {"config": {"seed": 0}}, {})
 
 
 def make_manifest(folder: Path) -> Path:

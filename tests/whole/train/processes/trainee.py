@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from loka_jax.data import generated
-from loka_jax.train.checkpoints import shared_save
+from loka_jax.train.checkpoints import orbax_files
 from loka_jax.train.config import RunOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import MeshConfig
@@ -46,7 +46,7 @@ def main() -> int:
         slow_down(slow)
     if int(os.environ.get("RANK", 0)) == 1:
         hang_in(Loop, "step", lambda loop, _: loop.progress.step == stall)
-        hang_in(shared_save, "begin", lambda path, *_: path.name == str(stall_save))
+        hang_in(orbax_files, "begin", lambda path, *_: path.name == str(stall_save))
     resume = bool(numbers.pop("resume", 0))
     config = support.config(workdir, **SMALL | numbers)
     config = dataclasses.replace(
