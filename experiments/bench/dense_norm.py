@@ -146,8 +146,8 @@ def measure(spec: SiteSpec, roofline: Roofline) -> dict[str, Any]:
         for name, way in ways.items()
         if way.why_not is None
     }
-    records = {k: {"why_not": way.why_not} for k, way in ways.items() if way.why_not}
-    records |= time_forms(forms)
+    records: dict[str, dict[str, Any]] = time_forms(forms)
+    records |= {k: {"why_not": way.why_not} for k, way in ways.items() if way.why_not}
     for name, record in records.items():
         if "us" in record:
             flops, gemm = 2.0 * spec.m * spec.k * spec.n, ways[name].gemm
@@ -284,14 +284,16 @@ def _fused(want: Outputs, x, w_nk, vectors, y_scale_inv=None):
 
 
 def _library(x, w_nk, vectors, y_scale_inv):
-    return norm_quantize.norm_quantize(
+    normed = norm_quantize.norm_quantize(
         xla.fp8_product(x.data, w_nk.data, out_dtype=_BF16),
         (x.scale_inv, w_nk.scale_inv),
         vectors,
         epilogue=_EPILOGUE,
         want=_TO_FP8,
         y_scale_inv=y_scale_inv,
-    ).y_fp8.data
+    )
+    assert normed.y_fp8 is not None
+    return normed.y_fp8.data
 
 
 def _xla_backward_of_z(dy, residuals, w_kn, vectors):

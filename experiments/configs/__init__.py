@@ -1,7 +1,7 @@
 """Named training configurations: functions that return frozen dataclasses.
 
 `get_config("fp8_dlrm")` calls the function of that name. A name states precision, model
-and size; the `_tiny` variants, for tests, train on a CPU in seconds.
+and size.
 """
 
 from experiments.configs import generated, tables, wide

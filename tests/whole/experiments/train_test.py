@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.support.configs import tiny_config
 from tests.support.permissions import modes
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -43,7 +44,7 @@ def test_a_run_prints_and_leaves_what_it_promises(tmp_path):
     options += ["age", "--data.path", folder / "my clicks.parquet", "--seed", "3"]
     options += ["--workdir", folder / "work dir", "--data.cache", folder / "cache"]
     options += ["--profile", "2:3", "--tensorboard", "--optim.rows-lr", "0.03"]
-    command = [*TRAIN, "--config", "csv_dlrm_tiny", *options]
+    command = [*TRAIN, "--config", tiny_config("csv_dlrm"), *options]
     done = run(*command, LC_ALL="C", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     workdir = folder / "work dir"
