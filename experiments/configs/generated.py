@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments.configs.registry import also_called, register
+from experiments.configs.registry import register
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Wukong
 from loka_jax.optim import OptimConfig
@@ -54,11 +54,6 @@ def fp8_dlrm() -> DlrmConfig:
 def bf16_dlrm() -> DlrmConfig:
     """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
     return in_bf16(fp8_dlrm())
-
-
-# On a Hopper GPU the command line takes the wide ones for the names above.
-also_called("fp8_dlrm_small", "fp8_dlrm")
-also_called("bf16_dlrm_small", "bf16_dlrm")
 
 
 @register

@@ -134,12 +134,12 @@ def _criteo[C: Config](config: C, epochs: int, **rates: float) -> C:
     The whole file needs BARS' settings: --optim.rows-l2 0 --optim.rows rowwise_adagrad
     --loop.batch-size 4096 --loop.epochs 1 --top-mlp 400 400 400 --interaction dot.
     """
-    rates = {"rows_lr": 3e-3, "rows_l2": 0.01} | rates
+    optim = OptimConfig(rows="adam", rows_lr=3e-3, rows_l2=0.01, decay="linear")
     return dataclasses.replace(
         config,
         data=DataConfig(kind="criteo", min_count=2, valid_fraction=0.02),
         embedding=EmbeddingConfig(dim=16, init_stddev=1e-4),
-        optim=OptimConfig(rows="adam", decay="linear", **rates),
+        optim=dataclasses.replace(optim, **rates),
         loop=LoopConfig(batch_size=128, epochs=epochs, log_every=10),
     )
 

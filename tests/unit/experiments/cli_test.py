@@ -3,12 +3,13 @@
 import dataclasses
 import errno
 import os
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from experiments import arguments, cli, options, train
+from experiments import cli, configs, options, train
 from loka_jax import jsonfile, saved_format
 from loka_jax.train import session
 from loka_jax.train.watch.guard import TrainingFailed
@@ -32,7 +33,7 @@ CSV += ["user", "--data.dense", "age"]
         ("--config --seed 3", "--config NAME is missing: use one of bf16_dhen, "),
         ("TINY --optm.lr 1", "no option --optm.lr: did you mean --optim"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
-        ("TINY --loop.batch-size 1.5", "--loop.batch-size 1.5 must be an integer."),
+        ("TINY --loop.batch-size 1.5", "--loop.batch-size: invalid literal for int()"),
         ("TINY --optim.lr nan", "--optim.lr nan must lie between"),
         ("TINY --recipe fp8_rowise", "did you mean 'fp8_rowwise'?"),
         ("TINY --require-gpu", "--require-gpu was given, but JAX found"),
@@ -176,11 +177,22 @@ def test_codes_and_bugs_are_kept_and_ctrl_c_is_130(capsys, monkeypatch):
             cli.run_cli(lambda bug=bug: _raise(bug))
 
 
+def test_help_lists_configurations_and_then_all_options(run):
+    code, out, err = run(train, "--help")
+    assert (code, err) == (0, "")
+    assert all(f"\n  {name} " in out for name in configs.names())
+    code, out, _ = run(train, "--config", "frappe_dlrm", "--help")
+    assert code == 0 and "train.py --config frappe_dlrm" in out
+    assert "(default: 100)" in " ".join(out.split())  # its epochs
+    listed = set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", out))
+    assert set(options.option_names(configs.get_config("frappe_dlrm"))) <= listed
+
+
 def test_home_and_near_options_are_found(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     line = ["--workdir=~/run", "--out", "~/x", "a~/b"]
     expected = ["--workdir=/home/me/run", "--out", "/home/me/x", "a~/b"]
-    assert arguments.expanded(line) == expected
+    assert options.expanded(line) == expected
     near = options.near_options("--optim.lrr", ["--optim.lr", "--data.lrr", "--z"])
     assert near == ["--data.lrr", "--optim.lr"]
 

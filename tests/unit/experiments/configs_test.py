@@ -1,6 +1,6 @@
 """What `--config` names, on a Hopper GPU and elsewhere."""
 
-from experiments import by_device, configs
+from experiments import cli, configs
 from experiments.cli import parse
 from experiments.configs import get_config
 
@@ -18,7 +18,7 @@ def test_every_configuration_has_its_name_and_a_baseline():
 
 
 def test_a_hopper_gpu_trains_the_wide_one_and_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(by_device, "_is_on_hopper", lambda: True)
+    monkeypatch.setattr(cli, "_is_on_hopper", lambda: True)
     for name in ("fp8_dlrm", "bf16_dlrm"):
         config = parse(["--config", name, "--seed", "3"])
         assert (config.name, config.seed) == (f"{name}_wide", 3)
