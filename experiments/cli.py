@@ -12,12 +12,9 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.arguments import asks_for_help, expanded, take
-from experiments.by_device import named_here
-from experiments.configs import all_names, find_config
-from experiments.first_help import short_help
-from experiments.options import parse_options
-from loka_jax.commands import interruptible
+from experiments.configs import all_names, descriptions, find_config
+from experiments.options import asks_for_help, expanded, parse_options, take
+from loka_jax.commands import called, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.watch.guard import TrainingFailed
@@ -34,9 +31,8 @@ def parse(arguments: list[str], script: str = "train.py") -> Config:
         script: name of the script in experiments/.
 
     Raises:
-        ValueError: in one sentence, for an unknown configuration or option, or a bad
-            value.
-        SystemExit: with code 0 after `--help`.
+        ValueError: in one sentence, for an unknown configuration or option.
+        SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
     default, rest = _default(arguments, script)
     return parse_options(default, rest, script, config=default.name)
@@ -78,12 +74,15 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     """
     name, rest = take(expanded(arguments), "--config")
     if name is not None:
-        return find_config(named_here(name, rest)), rest
+        return find_config(_named_here(name, rest)), rest
     config = _of_a_run(rest)
     if config is not None:
         return config, rest
     if asks_for_help(rest):
-        print(short_help(script))
+        print(f"usage: {called(script)} --config NAME [--option value ...]\n")
+        for name, text in descriptions().items():
+            print(f"  {name:20} {text}")
+        print("\nWith --config NAME, --help lists all options and defaults.")
         raise SystemExit(0)
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
     hint = f"did you mean --config by {near[0]}? Else " if near else ""
@@ -93,9 +92,39 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     )
 
 
+_WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
+
+
+def _named_here(name: str, arguments: list[str]) -> str:
+    """Returns the registered configuration that a name stands for on this device.
+
+    On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
+    on the error output. Help is not worth a GPU's start.
+    """
+    if name not in _WIDE or asks_for_help(arguments) or not _is_on_hopper():
+        return name
+    wide = _WIDE[name]
+    print(
+        f"On a Hopper GPU {name} is {wide}: a width at which FP8 is faster than any "
+        f"bfloat16. --config {name}_small is the one that a CPU trains.",
+        file=sys.stderr,
+    )
+    return wide
+
+
+def _is_on_hopper() -> bool:
+    from loka_jax.ops.device import HOPPER, local_device
+    from loka_jax.train.processes.group import start
+
+    start()  # the processes of a run, before any of them asks for its devices
+    try:
+        return local_device().compute_capability == HOPPER.compute_capability
+    except (RuntimeError, AssertionError):
+        return False  # the session says why JAX cannot run
+
+
 def _of_a_run(arguments: list[str]) -> Config | None:
     """Returns the configuration of the run in `--init-from` or `--workdir`, or None."""
-    # Half a second of imports, which --help need not wait for.
     from loka_jax.train.folder.record import CONFIG
     from loka_jax.train.folder.source_run import read_config_of
     from loka_jax.train.next_day import default_config

@@ -12,10 +12,10 @@ conversion with one sentence and exit code 2, and leaves nothing behind.
 
 import sys
 
-from experiments.first_help import first_help
+from loka_jax.commands import leave_on_interrupt
 
 if __name__ == "__main__":  # the imports below take seconds
-    first_help(sys.argv[1:], "convert.py")
+    leave_on_interrupt()
 
 import dataclasses
 import json

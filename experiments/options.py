@@ -1,19 +1,20 @@
-"""Options of a command line as a dataclass, with near names for wrong ones."""
+"""Options of a command line as a dataclass, by tyro; near names for wrong ones.
 
-import contextlib
+tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
+"""
+
+import dataclasses
 import difflib
-import io
-import re
+import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import tyro
 
-from experiments.arguments import asks_for_help, expanded
-from experiments.bad_values import one_sentence
-from experiments.first_help import keep_help
 from loka_jax.commands import called, spoken
+from loka_jax.options import option_of
+
+_NO_OPTIONS = {"name", "parent"}  # of a configuration, and of a Flax module
 
 
 def parse_options[T](
@@ -25,33 +26,22 @@ def parse_options[T](
         default: the dataclass without them.
         arguments: the options.
         script: name of the script in experiments/.
-        config: name of the configuration, if there is one; only the help of a
-            registered one is kept.
+        config: name of the configuration, if there is one.
 
     Raises:
-        ValueError: for a bad value, or for an unknown option, with the nearest ones.
-        SystemExit: with code 0 after `--help`.
+        ValueError: for an unknown option, with the nearest ones.
+        SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
     prog = called(script) + (f" --config {config}" if config else "")
-
-    def read(args: list[str]) -> Any:
-        return tyro.cli(
-            type(default),
-            default=default,
-            args=args,
-            prog=prog,
-            return_unknown_args=True,
-        )
-
-    if asks_for_help(arguments):
-        text = _help_of(read)
-        keep_help(script, config, text)
-        print(text)
-        raise SystemExit(0)
-    with one_sentence(prog):
-        parsed, unknown = read(expanded(arguments))
+    parsed, unknown = tyro.cli(
+        type(default),
+        default=default,
+        args=expanded(arguments),
+        prog=prog,
+        return_unknown_args=True,
+    )
     if unknown:
-        raise ValueError(_unknown(unknown[0], _help_of(read), prog))
+        raise ValueError(_unknown(unknown[0], option_names(default), prog))
     return parsed
 
 
@@ -67,55 +57,79 @@ def parse_alone[T](
         text: what the script does, for `--help`.
 
     Raises:
-        ValueError: for a bad value, or for an unknown option.
-        SystemExit: with code 0 after `--help`.
+        SystemExit: with code 0 after `--help`, with code 2 for what is wrong.
     """
     args = expanded(sys.argv[1:] if arguments is None else arguments)
-    with one_sentence(prog := called(script)):
-        return tyro.cli(kind, args=args, prog=prog, description=spoken(text or ""))
+    return tyro.cli(
+        kind, args=args, prog=called(script), description=spoken(text or "")
+    )
 
 
-def _help_of(read: Callable[[list[str]], Any]) -> str:
-    """Returns the help on all options."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        read(["--help"])
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+def asks_for_help(arguments: list[str]) -> bool:
+    """Returns whether a command line asks for help."""
+    return "--help" in arguments or "-h" in arguments
 
 
-def _unknown(argument: str, text: str, prog: str) -> str:
-    """Returns a sentence on an argument that is no option.
+def expanded(arguments: list[str]) -> list[str]:
+    """Returns a command line with the home folder for `~/` at the start of a value.
 
-    Args:
-        argument: the argument.
-        text: the help on all options.
-        prog: the command that has them.
+    A shell leaves that of `--workdir=~/run` as it is.
     """
+    return [_expanded(argument) for argument in arguments]
+
+
+def _expanded(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if option.startswith("--") and value.startswith("~/"):
+        return f"{option}{equals}{os.path.expanduser(value)}"
+    return os.path.expanduser(argument) if argument.startswith("~/") else argument
+
+
+def take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """Returns the value of an option, or None, and the other arguments."""
+    for i, argument in enumerate(arguments):
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
+        if argument == option:
+            values = arguments[i + 1 : i + 2]
+            if not values or values[0].startswith("-"):
+                return None, arguments[:i] + arguments[i + 1 :]
+            return values[0], arguments[:i] + arguments[i + 2 :]
+    return None, arguments
+
+
+def option_names(default: Any, prefix: str = "") -> list[str]:
+    """Returns the options of a dataclass, those of its dataclasses included."""
+    names = []
+    for field in dataclasses.fields(default):
+        value = getattr(default, field.name)
+        if field.name in _NO_OPTIONS:
+            continue
+        if dataclasses.is_dataclass(value):
+            names += option_names(value, f"{prefix}{field.name}.")
+        else:
+            names.append(option_of(f"{prefix}{field.name}"))
+    return names
+
+
+def _unknown(argument: str, options: list[str], prog: str) -> str:
+    """Returns a sentence on an argument that is no option."""
     if not argument.startswith("-"):
         return f"{argument!r} belongs to no option: quote values that have spaces."
     wrong = argument.partition("=")[0].replace("_", "-")
-    options = sorted(set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text)))
-    near = " or ".join(near_options(wrong, options))
-    group = wrong.partition(".")[0]
-    peers = [name for name in options if name.startswith(f"{group}.")]
-    hint = f"there are {', '.join(peers)}; " if peers else ""
-    if near:
-        hint = f"did you mean {near}? "
-    return f"there is no option {wrong}: {hint}{prog} --help lists all."
+    if near := " or ".join(near_options(wrong, options)):
+        return (
+            f"there is no option {wrong}: did you mean {near}? Else see {prog} --help."
+        )
+    return f"there is no option {wrong}: {prog} --help lists all."
 
 
 def near_options(wrong: str, options: list[str]) -> list[str]:
     """Returns at most three options that an unknown one may stand for, nearest first.
 
-    They end in the same word, whatever their group, or are spelled alike. Of an option
-    in an existing group only the rest is compared.
+    They end in the same word, whatever their group, or are spelled alike.
     """
-    group, _, word = wrong.lstrip("-").rpartition(".")
-    words = {name: name.lstrip("-").rpartition(".")[2] for name in options}
-    same = [name for name in options if words[name] == word]
-    peers = {words[o]: o for o in options if group and o.startswith(f"--{group}.")}
-    if peers:
-        alike = [peers[w] for w in difflib.get_close_matches(word, peers)]
-    else:
-        alike = difflib.get_close_matches(wrong, options, cutoff=0.7)
+    word = wrong.lstrip("-").rpartition(".")[2]
+    same = [name for name in options if name.lstrip("-").rpartition(".")[2] == word]
+    alike = difflib.get_close_matches(wrong, options, cutoff=0.7)
     return list(dict.fromkeys([*same, *alike]))[:3]

@@ -12,10 +12,10 @@ training itself failed; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
 
 import sys
 
-from experiments.first_help import first_help
+from loka_jax.commands import leave_on_interrupt
 
 if __name__ == "__main__":  # the imports below take seconds
-    first_help(sys.argv[1:], "train.py")
+    leave_on_interrupt()
 
 
 from experiments.cli import parse, run_cli

@@ -17,10 +17,10 @@ Exit codes: those of train.py.
 
 import sys
 
-from experiments.first_help import first_help
+from loka_jax.commands import leave_on_interrupt
 
 if __name__ == "__main__":  # the imports below take seconds
-    first_help(sys.argv[1:], "tune.py")
+    leave_on_interrupt()
 
 import dataclasses
 import pathlib

@@ -2,35 +2,65 @@
 
     python experiments/bench/fm_lcb.py --out fm_lcb.json
 
-For every size and batch: kernel time of each form (`fm_lcb_forms.py`) by JAX's
-profiler, median over input sets that together exceed twice the L2; the floor by bytes
-(X read once, FM and LCB written once) and by FLOPs, at the copy bandwidth and the GEMM
-rate measured first; and the speed over XLA's best form of the same layout. Ours are
-checked against float32 first and not timed if they are wrong. The same for the backward
-pass (X, and the gradients of FM and LCB read once, that of X written once), and for
-training, the forward and the backward pass.
+For every size and batch: kernel time of each form by JAX's profiler, median over input
+sets that together exceed twice the L2; the floor by bytes (X read once, FM and LCB
+written once) and by FLOPs, at the copy bandwidth and the GEMM rate measured first; and
+the speed over the best of XLA's. Ours run with their own tuning config and are checked
+against float32 first. The same for the backward pass (X, and the gradients of FM and
+LCB read once, that of X written once), and for training, the forward and the backward
+pass.
 
 Without a GPU times are wall clock and only XLA's forms run, to try the script:
 `--batches 4 --sizes S`.
 """
 
 import dataclasses
+import functools
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tyro
 
-from experiments.bench import fm_lcb_forms as forms
 from experiments.bench import result as results
-from experiments.bench.fm_lcb_forms import Form, Size
-from loka_jax.measure.compiling import compile_all, leaves
+from experiments.bench.forms import Form, num_sets, print_records, time_forms
 from loka_jax.measure.roofline import Roofline, measure_roofline
-from loka_jax.measure.timing import Case, time_kernels
-from loka_jax.terminal import one_line
+from loka_jax.ops.device import local_device
+from loka_jax.pallas import fm_lcb, fm_lcb_backward
 
-ROTATED_BYTES = 120e6  # twice the L2
+PASSES = {"forward": "", "backward": "backward ", "both": "train "}  # in names
+# Least SQNR of our results: they, and what they are made of, are rounded to 2**-9.
+_LEAST_DB = 45.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """The sizes of a model: n embeddings of d, k columns of Y, m of `[Y | W_L]`."""
+
+    n: int
+    d: int
+    k: int
+    m: int
+
+    def flops(self, batch: int) -> float:
+        """Returns the FLOPs of the forward pass."""
+        return 2.0 * batch * self.n * self.d * (self.m + self.k)
+
+    def num_bytes(self, batch: int, copies_of_x: int) -> float:
+        """Returns the bytes of FM, LCB and X, so many times: 2 in a backward pass."""
+        out = self.n * self.k + (self.m - self.k) * self.d
+        return 2.0 * batch * (copies_of_x * self.n * self.d + out)
+
+
+SIZES = {
+    "S": Size(n=40, d=64, k=24, m=40),
+    "M": Size(n=64, d=128, k=32, m=64),
+    "L": Size(n=96, d=160, k=48, m=96),
+    "XL": Size(n=192, d=160, k=96, m=192),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,17 +70,13 @@ class Arguments:
     Attributes:
         out: where to write the JSON, after every size; printed only if None.
         batches: examples.
-        sizes: of `fm_lcb_forms.SIZES`.
-        most_configs: tuning configs of the kernel that are tried.
-        training: also time the backward pass, alone and with the forward pass.
+        sizes: S, M, L, XL.
         budget_s: begin no size after that many seconds.
     """
 
     out: pathlib.Path | None = None
     batches: tuple[int, ...] = (4096, 16384)
-    sizes: tuple[str, ...] = tuple(forms.SIZES)
-    most_configs: int = 12
-    training: bool = True
+    sizes: tuple[str, ...] = tuple(SIZES)
     budget_s: float | None = None
 
 
@@ -73,99 +99,140 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 result["stopped_before"] = f"{name} at {batch}"
                 print(f"stopped before {result['stopped_before']}")
                 return result
-            row = measure(forms.SIZES[name], batch, arguments, roofline)
-            result["rows"].append({"size": name, "batch": batch} | row)
+            row = {"size": name, "batch": batch}
+            row |= measure(SIZES[name], batch, roofline)
+            result["rows"].append(row)
             result["seconds"] = time.perf_counter() - start
-            _print(result["rows"][-1])
+            floor = ", ".join(f"{key} {us:.1f}" for key, us in row["floor"].items())
+            print(f"{name} at {batch}: floor {floor}")
+            print_records(row["forms"])
             results.write(arguments.out, result)
     return result
 
 
-def measure(
-    size: Size, batch: int, arguments: Arguments, roofline: Roofline
-) -> dict[str, Any]:
-    """Returns the floors, and a record of every form by name.
-
-    A record has `us` and `vs_xla`, or a reason: `wrong` or `failed`.
-    """
+def measure(size: Size, batch: int, roofline: Roofline) -> dict[str, Any]:
+    """Returns the floors, and a record of every form by name, as `time_forms` does."""
     floor = {
-        "bytes_us": size.num_bytes(batch) / roofline.bytes_per_us,
+        "bytes_us": size.num_bytes(batch, 1) / roofline.bytes_per_us,
         "flops_us": size.flops(batch) / roofline.bf16_flops_per_us,
-        "backward_bytes_us": size.num_bytes(batch, "backward") / roofline.bytes_per_us,
+        "backward_bytes_us": size.num_bytes(batch, 2) / roofline.bytes_per_us,
     }
-    forward = forms.forward_forms(size, batch, arguments.most_configs)
-    records = _time(size, batch, forward)
-    if arguments.training:
-        gradients = forms.gradient_forms(size, batch, forward)
-        for passes in ("backward", "training"):
-            chosen = [form for form in gradients if form.passes == passes]
-            records |= _time(size, batch, chosen)
+    key = jax.random.key(batch, impl="rbg")  # the generator that is quick on a GPU
+    make = jax.jit(lambda key: make_operands(size, batch, key))
+    count = num_sets(size.num_bytes(batch, 1))
+    sets = [make(key) for key in jax.random.split(key, count)]
+    records: dict[str, dict[str, Any]] = {}
+    for passes, prefix in PASSES.items():
+        inputs = [(x, w) if passes == "forward" else (x, w, out) for x, w, out in sets]
+        forms = {
+            f"{prefix}{name}": Form(run, inputs)
+            for name, run in by_xla(size.k, passes).items()
+        }
+        for name, run in ours(size, batch, passes).items():
+            exact = functools.partial(_exact, passes, size.k)
+            forms[f"{prefix}{name}"] = Form(run, inputs, exact, _LEAST_DB)
+        timed = time_forms(forms)
+        us = [record["us"] for name, record in timed.items() if "xla" in name]
+        for record in timed.values():
+            if "us" in record:
+                record["vs_xla"] = min(us) / record["us"]
+        records |= timed
     return {"floor": floor, "forms": records}
 
 
-def _compare(timed: list[Form], records: dict[str, dict[str, Any]]) -> None:
-    """Adds `vs_xla`, the speed over the best of XLA's other forms of this layout."""
-    for name, record in records.items():
-        rivals = [
-            records[form.name]["us"]
-            for form in timed
-            if not (form.is_ours or form.transposed or form.name == name)
-            and "us" in records[form.name]
-        ]
-        if "us" in record and rivals:
-            record["vs_xla"] = min(rivals) / record["us"]
+def by_xla(k: int, passes: str) -> dict[str, Callable[..., Any]]:
+    """Returns XLA's forms of a pass; they differ in the products that XLA sees."""
+    forms = {
+        "xla_p_transposed": _p_transposed,
+        "xla_p": _p,
+        "xla_two_weights": _two_weights,
+        "xla_broadcast": _broadcast,
+        "xla_gram": _gram,
+    }
+    bind = functools.partial
+    return {name: _pass_of(passes, bind(form, k)) for name, form in forms.items()}
 
 
-def _time(size: Size, batch: int, timed: list[Form]) -> dict[str, dict[str, Any]]:
-    """Returns a record of every form: its time, or why it has none."""
-    num_sets = round(ROTATED_BYTES / size.num_bytes(batch) + 0.5)
-    key = jax.random.key(batch, impl="rbg")  # the generator that is quick on a GPU
-    make = jax.jit(lambda key: forms.make_operands(size, batch, key))
-    sets = [make(key) for key in jax.random.split(key, max(2, num_sets))]
-    arguments = {form.name: [_arguments(form, one) for one in sets] for form in timed}
-    programs = {form.name: (form.run, arguments[form.name][0]) for form in timed}
-    records = {form.name: dict(form.facts) for form in timed}
-    cases = {}
-    for form, function in zip(timed, compile_all(programs).values(), strict=True):
-        record, operands = records[form.name], arguments[form.name]
-        if isinstance(function, Exception):
-            record["failed"] = one_line(function)
-            continue
-        if form.is_ours:
-            out = function(*leaves(operands[0]))
-            record["sqnr_db"] = float(forms.sqnr_db(size.k, form.passes, sets[0], out))
-            if not record["sqnr_db"] >= forms.LEAST_DB:
-                record["wrong"] = f"{record['sqnr_db']:.1f} dB"
-                continue
-        cases[form.name] = Case(function, [leaves(one) for one in operands])
-    for name, timing in time_kernels(cases).items():
-        records[name] |= {
-            "us": timing.median_us,
-            "min_us": timing.min_us,
-            "max_us": timing.max_us,
-            "kernels": timing.kernels,
-        }
-    _compare(timed, records)
-    return records
+def ours(size: Size, batch: int, passes: str) -> dict[str, Callable[..., Any]]:
+    """Returns our kernels for a pass, none where they do not serve it."""
+    problem = fm_lcb.Problem(batch=batch, **dataclasses.asdict(size))
+    if local_device().why_not_pallas or fm_lcb.why_not(problem):
+        return {}
+    forward = functools.partial(fm_lcb.fm_lcb, k=size.k)
+    if passes == "forward":
+        return {"pallas": forward}
+    if fm_lcb_backward.why_not(problem):
+        return {}
+
+    def backward(x, weight, cotangents):
+        return fm_lcb_backward.fm_lcb_backward(x, weight, *cotangents)
+
+    def both(x, weight, cotangents):
+        return forward(x, weight), backward(x, weight, cotangents)
+
+    return {"pallas": backward if passes == "backward" else both}
 
 
-def _arguments(form: Form, operands: tuple) -> tuple:
-    """Returns what a form takes: x and the weight, cotangents if it trains."""
-    x, weight, dfm, dlcb = operands
-    if form.transposed:
-        x, dlcb = x.swapaxes(1, 2), dlcb.swapaxes(1, 2)
-    return (x, weight) if form.passes == "forward" else (x, weight, (dfm, dlcb))
+def _pass_of(passes: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a pass that autodiff derives from the forward pass."""
+    if passes == "forward":
+        return forward
+
+    def run(x, weight, cotangents):
+        out, vjp = jax.vjp(forward, x, weight)
+        return vjp(cotangents) if passes == "backward" else (out, vjp(cotangents))
+
+    return run
 
 
-def _print(row: dict[str, Any]) -> None:
-    floor = ", ".join(f"{name} {us:.1f}" for name, us in row["floor"].items())
-    print(f"{row['size']} at {row['batch']}: floor {floor}")
-    for name, record in row["forms"].items():
-        if "us" not in record:
-            print(f"  {name:32} {record.get('failed') or record.get('wrong')}")
-            continue
-        ratio = f"{record['vs_xla']:6.2f}x" if "vs_xla" in record else ""
-        print(f"  {name:32} {record['us']:9.1f} us {ratio}", flush=True)
+def _exact(passes: str, k: int, *operands) -> Any:
+    """Returns the results of a pass in float32."""
+    operands = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
+    return _pass_of(passes, functools.partial(_p_transposed, k))(*operands)
+
+
+def make_operands(size: Size, batch: int, key) -> tuple[Any, ...]:
+    """Returns x, the weight and cotangents of FM and LCB: normal, results of size 1."""
+    keys = jax.random.split(key, 4)
+    shapes = (
+        (batch, size.n, size.d),
+        (size.n, size.m),
+        (batch, size.n, size.k),
+        (batch, size.m - size.k, size.d),
+    )
+    x, weight, *cotangents = (
+        jax.random.normal(*pair, jnp.bfloat16)
+        for pair in zip(keys, shapes, strict=True)
+    )
+    return x, weight * size.n**-0.5, tuple(cotangents)
+
+
+def _p_transposed(k, x, weight):
+    p = jnp.einsum("nm,bnd->bmd", weight, x)
+    return jnp.einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
+
+
+def _p(k, x, weight):
+    p = jnp.einsum("bnd,nm->bdm", x, weight)
+    return jnp.einsum("bnd,bdk->bnk", x, p[:, :, :k]), p[:, :, k:].swapaxes(1, 2)
+
+
+def _two_weights(k, x, weight):
+    p = jnp.einsum("bnd,nk->bdk", x, weight[:, :k])
+    lcb = jnp.einsum("nl,bnd->bld", weight[:, k:], x)
+    return jnp.einsum("bnd,bdk->bnk", x, p), lcb
+
+
+def _broadcast(k, x, weight):
+    weight = jnp.broadcast_to(weight, (x.shape[0], *weight.shape))
+    p = jnp.einsum("bnm,bnd->bmd", weight, x)
+    return jnp.einsum("bnd,bkd->bnk", x, p[:, :k]), p[:, k:]
+
+
+def _gram(k, x, weight):
+    gram = jnp.einsum("bnd,bmd->bnm", x, x)
+    lcb = jnp.einsum("nl,bnd->bld", weight[:, k:], x)
+    return jnp.einsum("bnm,mk->bnk", gram, weight[:, :k]), lcb
 
 
 if __name__ == "__main__":

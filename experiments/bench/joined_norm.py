@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import tyro
 
 from experiments.bench import result as results
-from loka_jax import nn, quality
-from loka_jax.measure.compiling import compile_all, leaves
+from experiments.bench.forms import Form, print_records, time_forms
+from loka_jax import nn
 from loka_jax.measure.roofline import measure_roofline
-from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.joined_norm import joined_norm
 
 SHAPES = {  # embeddings of each part, and d
@@ -40,7 +39,7 @@ class Arguments:
     Attributes:
         out: where to write the JSON, after every case; printed only if None.
         cases: shapes and examples.
-        forms: of those above; the first is compared with.
+        forms: of those above.
     """
 
     out: pathlib.Path | None = None
@@ -58,11 +57,12 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
     for case in arguments.cases:
         records = measure(case, arguments.forms)
-        for name, record in records.items():
+        for record in records.values():
             if "us" in record:
                 floor_us = roofline.floor_us(record["num_bytes"], 0.0, "bf16")
                 record["of_floor"] = floor_us / record["us"]
-            print(f"{case} {name:14} {record}", flush=True)
+        print(case)
+        print_records(records)
         result["runs"].append({"case": case, "forms": records})
         results.write(arguments.out, result)
     return result
@@ -78,33 +78,14 @@ def measure(case: str, forms: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         jax.random.normal(key, shape, jnp.bfloat16)
         for key, shape in zip(keys, shapes, strict=True)
     )
-    operands = tuple(parts), x, dy
-    programs = {}
+    forward, both = [(tuple(parts), x)], [(tuple(parts), x, dy)]
+    timed: dict[str, Form] = {}
     for form in forms:
         run = _run(form)
-        programs[f"forward {form}"] = (run, operands[:2])
-        programs[f"both {form}"] = (functools.partial(_both, run), operands)
-    records: dict[str, dict[str, Any]] = {}
-    cases, firsts = {}, {}
-    for key, program in compile_all(programs).items():
-        if isinstance(program, Exception):
-            records[key] = {"failed": str(program)[:500]}
-            continue
-        arguments = leaves(programs[key][1])
-        outputs = jax.tree.leaves(program(*arguments))
-        first = firsts.setdefault(key.partition(" ")[0], outputs)
-        records[key] = {
-            "num_bytes": sum(array.nbytes for array in (*arguments, *outputs)),
-            "least_db": min(map(_sqnr, first, outputs)),
-        }
-        cases[key] = Case(program, [arguments])
-    for key, timing in time_kernels(cases).items():
-        records[key] |= {"us": timing.median_us, "kernels": timing.kernels}
-    return records
-
-
-def _sqnr(reference: jax.Array, x: jax.Array) -> float:
-    return float(jax.jit(quality.sqnr)(reference, x))
+        timed[f"forward {form}"] = Form(run, forward, _by_block_norm)
+        exact = functools.partial(_both, _by_block_norm)
+        timed[f"both {form}"] = Form(functools.partial(_both, run), both, exact)
+    return time_forms(timed)
 
 
 def _run(form: str):

@@ -9,7 +9,6 @@ there: p50 and p99.
     whole    from ids on the host, through the tables, to logits on the host
 
     xla bf16     the same model by XLA alone, weights in bfloat16
-    torch bf16   by PyTorch, compiled, as CUDA graphs; if it is installed
     ours bf16    exported, with what Dispatch chooses in bfloat16 at the batch size
     ours fp8     exported, with what it chooses in any recipe if FP8 is accurate enough
 
@@ -31,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bench import models, torch_dlrm
+from experiments.bench import models
 from experiments.bench import result as results
-from experiments.bench.arms import initialized
+from experiments.bench.dispatch import initialized
 from experiments.configs import find_config
 from loka_jax import nn
 from loka_jax.data.generated import schema_of
@@ -53,7 +52,7 @@ from loka_jax.train.gradients import variables_of
 _FEW = 256  # rows that set the delayed scales
 _LEAST_CALLS, _LEAST_S = 200, 0.3
 _THREADS = 8
-_ARMS = ("xla bf16", "ours bf16", "ours fp8", "torch bf16")
+_ARMS = ("xla bf16", "ours bf16", "ours fp8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class Arguments:
 
     Attributes:
         out: where to write the JSON, after every program; printed only if None.
-        models: fp8_dlrm, mlperf_dlrm (26 tables of 100,000 rows), or tiny.
+        models: fp8_dlrm, mlperf_dlrm (26 tables of 100,000 rows).
         batches: rows of a call.
         arms: of those above.
         budget_s: begin no batch size after that many seconds.
@@ -105,7 +104,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 break
             for case, call in _prepared(list(_cases(trained, arguments.arms, batch))):
                 row = {"kind": case.kind, "batch": case.batch, "arm": case.arm}
-                rows.append(row | _timed_or_failed(case, call))
+                rows.append(row | _timed(case, call))
                 print(f"{name}: {_line(rows[-1])}", flush=True)
                 result["seconds"] = time.perf_counter() - start
                 results.write(arguments.out, result)
@@ -114,7 +113,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 def model_of(name: str) -> Trained:
     """Returns a model with random weights and delayed scales that are set."""
-    config = find_config("fp8_dlrm_tiny" if name == "tiny" else "fp8_dlrm")
+    config = find_config("fp8_dlrm")
     if name == "mlperf_dlrm":
         config = dataclasses.replace(
             config,
@@ -127,7 +126,8 @@ def model_of(name: str) -> Trained:
         jax.random.normal(jax.random.key(i), x.shape)
         for i, x in enumerate(trained.network.inputs(_FEW))
     ]
-    set_scales = initialized(nn.Planned(config.model), trained.state.params, few)
+    by_xla = nn.Planned(config.model).by_xla()
+    set_scales = initialized(by_xla, few, trained.state.params)
     fp8 = set_scales[OVERWRITE_WITH_GRADIENT]
     return trained._replace(state=dataclasses.replace(trained.state, fp8=fp8))
 
@@ -145,8 +145,6 @@ def _cases(trained: Trained, arms: tuple[str, ...], batch: int) -> Iterator[Case
     for arm, cases_of in prepare.items():
         if arm in arms:
             yield from cases_of(arm, batch)
-    if "torch bf16" in arms and torch_dlrm.is_installed():
-        yield from _by_torch(trained, batch)
 
 
 def _by_xla(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
@@ -212,43 +210,15 @@ def _exported(
     yield Case("whole", batch, arm, from_ids, sites)
 
 
-def _by_torch(trained: Trained, batch: int) -> Iterator[Case]:
-    *starts, rows = np.cumsum((0, *trained.schema.vocab_sizes)).tolist()
-    offsets, fields = np.array(starts, np.int32), len(starts)
-    args = trained.config.model, fields, trained.config.embedding.dim
-    for kind in ("dense", "whole"):
-        call_of = torch_dlrm.compiled(*args, rows if kind == "whole" else None)
-        inputs = _ids(trained, batch)
-        if kind == "whole":  # one table, as ours are stacked
-            inputs[1] = np.add(inputs[1], offsets, dtype=np.int32)
-        else:
-            inputs = [np.asarray(x) for x in _drawn(trained, batch, np.float32)]
-        prepare = functools.partial(call_of, *inputs)
-        yield Case(kind, batch, "torch bf16", prepare, {})
-
-
-def _prepared(cases: list[Case]) -> Iterator[tuple[Case, Callable[[], Any] | None]]:
-    """Yields the cases with their calls; ours and XLA's are compiled at a time."""
-    by_jax = [case for case in cases if case.arm != "torch bf16"]
+def _prepared(cases: list[Case]) -> Iterator[tuple[Case, Callable[[], Any]]]:
+    """Yields the cases with their calls, which are compiled at a time."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        calls = list(pool.map(lambda case: case.prepare(), by_jax))
-    yield from zip(by_jax, calls, strict=True)
-    yield from ((case, None) for case in cases if case.arm == "torch bf16")
+        calls = list(pool.map(lambda case: case.prepare(), cases))
+    yield from zip(cases, calls, strict=True)
 
 
-def _timed_or_failed(case: Case, call: Callable[[], Any] | None) -> dict[str, Any]:
-    """Returns percentiles of a case's calls, or why PyTorch could not run it."""
-    try:
-        return _timed(case, call)
-    except RuntimeError as error:
-        if case.arm != "torch bf16":
-            raise
-        return {"failed": str(error)[:500]}
-
-
-def _timed(case: Case, call: Callable[[], Any] | None) -> dict[str, Any]:
+def _timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
     """Returns percentiles of a case's calls."""
-    call = call or case.prepare()
     for _ in range(20):
         call()
     times, start = [], time.perf_counter()
@@ -285,8 +255,6 @@ def _ids(trained: Trained, batch: int) -> list[np.ndarray]:
 
 def _line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['batch']:,} {row['arm']}"
-    if "failed" in row:
-        return f"{name}: failed: {row['failed']}"
     return f"{name}: p50 {row['p50_us']:,.0f} us, p99 {row['p99_us']:,.0f} us"
 
 

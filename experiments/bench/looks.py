@@ -7,7 +7,7 @@ the kernels of a look by JAX's profiler, the seconds of its first call, which co
 it, and the most memory in use before and after that call (None on a CPU; of the sizes
 so far). With one look in k steps, looks cost `look / (k step)` of the time.
 
-On a CPU: `--config fp8_dlrm_tiny --batch-sizes 64 --calls 2`.
+On a CPU: `--config fp8_dlrm --batch-sizes 64 --calls 2`.
 """
 
 import dataclasses

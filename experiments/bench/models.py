@@ -145,11 +145,3 @@ class FlaxMlp(linen.Module):
                 x = linen.LayerNorm(dtype=jnp.bfloat16, name=f"norm_{i}")(x)
             x = nn.activation(self.activation)(x)
         return x
-
-
-class FlaxDlrm(Dlrm):
-    """`Dlrm` on `FlaxMlp`."""
-
-    def _mlp(self, name, features, **options):
-        del options
-        return FlaxMlp(features, norm=self.norm, name=name)

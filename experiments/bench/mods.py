@@ -8,7 +8,7 @@ has biases, LayerNorm and swish. The programs, their times and their memory are 
 `wide_models.py`; those of one Mod are compiled at once, so that few are lost where a
 run is cut off.
 
-Without a GPU times are wall clock: `--model wukong_tiny --rows 64 --training-rows 64`.
+Without a GPU times are wall clock: `--model wukong --rows 64 --training-rows 64`.
 
 References:
     LoKA, arXiv 2605.10886, figure 13.

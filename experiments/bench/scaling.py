@@ -14,7 +14,7 @@ what they measure) and uses no GPU itself.
                  examples as the planner's own estimate does
     error        predicted over measured, less 1
 
-Without a GPU, to try it: `--config fp8_dlrm_tiny --loop.batch-size 64
+Without a GPU, to try it: `--config fp8_dlrm --loop.batch-size 64
 --scaling.on-cpu --scaling.steps 7`, and XLA_FLAGS=--xla_backend_optimization_level=0.
 """
 

@@ -4,8 +4,7 @@
 
 The tower is 512 -> 512 -> 512 -> 256 -> 256 and one logit. For each arm: wall clock of
 queued inferences and training steps (binary cross entropy, Adam, state donated), and
-the kernels they launch. Then the arms are trained from the same parameters on the same
-batches of a task that can be learned, and their losses compared. Arms:
+the kernels they launch. Arms:
 
     flax bf16         Flax's layers, which the others are compared to
     flax fp8          the same with Flax's FP8 op
@@ -14,7 +13,7 @@ batches of a task that can be learned, and their losses compared. Arms:
 Flax's layers have no bias before the norm, as ours have none: it would have no effect
 but its cost.
 
-On a CPU: `--batch-size 64 --inputs 32 --features 16 --calls 2 --steps 4`.
+On a CPU: `--batch-size 64 --inputs 32 --features 16 --calls 2`.
 """
 
 import dataclasses
@@ -49,7 +48,6 @@ ARMS = (
     FLAX_FP8,
 )
 NUM_BATCHES = 4  # rotated; one alone exceeds the L2
-LAST = 50  # steps whose losses are compared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,6 @@ class Arguments:
         features: widths of the layers.
         batch_size: rows.
         calls: calls queued in one timing.
-        steps: of the training whose losses are compared.
     """
 
     out: pathlib.Path | None = None
@@ -72,7 +69,6 @@ class Arguments:
     features: tuple[int, ...] = TOWER_FEATURES
     batch_size: int = 65536
     calls: int = 40
-    steps: int = 500
 
     def __post_init__(self):
         """Raises ValueError if there is no such arm, or the first is not Flax's."""
@@ -125,15 +121,12 @@ def main(arguments: Arguments) -> dict[str, Any]:
         name: make_arm(name, arguments.inputs, arguments.features)
         for name in arguments.arms
     }
-    batch = make_batches(arguments)
     result = results.head("tower", arguments) | {
-        "inputs": "N(0, 1); labels of a random two-layer network",
+        "inputs": "N(0, 1); random labels",
         "roofline": dataclasses.asdict(roofline),
         "inference_floor_us": inference_floor_us(arguments, roofline),
-        "arms": measure(arms, batch, arguments.calls),
+        "arms": measure(arms, make_batches(arguments), arguments.calls),
     }
-    losses = {name: train(arm, batch, arguments.steps) for name, arm in arms.items()}
-    result["losses"] = compare_losses(losses)
     _print(result)
     results.write(arguments.out, result)
     return result
@@ -172,18 +165,14 @@ def layers(arm: str, features: tuple[int, ...], *, scales_initialized: bool = Fa
 
 
 def make_arm(name: str, inputs: int, features: tuple[int, ...]) -> Arm:
-    """Returns the functions of an arm; every arm begins with the same kernels."""
+    """Returns the functions of an arm."""
     module = WithHead(layers(name, features))
     initialized = WithHead(layers(name, features, scales_initialized=True))
     optimizer = optax.adam(1e-3)
 
     def init(key):
-        rows = jnp.zeros((16, inputs))
-        variables = dict(module.init(key, rows))
-        flax = WithHead(layers(FLAX, features)).init(key, rows)
-        params = with_kernels_of(flax["params"], variables["params"])
-        variables |= {"params": params}
-        return State(variables, optimizer.init(params), jnp.zeros(()))
+        variables = dict(module.init(key, jnp.zeros((16, inputs))))
+        return State(variables, optimizer.init(variables["params"]), jnp.zeros(()))
 
     def step(module, state: State, batch: Batch):
         def mean_loss(variables):
@@ -209,48 +198,21 @@ def make_arm(name: str, inputs: int, features: tuple[int, ...]) -> Arm:
     )
 
 
-def with_kernels_of(source, params):
-    """Returns `params` with the kernels of `source`, in the order of their paths.
-
-    All other parameters begin with zeros or ones.
-    """
-
-    def is_kernel(path) -> bool:
-        return path[-1].key == "kernel"
-
-    with_paths = jax.tree_util.tree_leaves_with_path
-    kernels = iter([x for path, x in with_paths(source) if is_kernel(path)])
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: next(kernels) if is_kernel(path) else x, params
-    )
-
-
-def make_batches(arguments: Arguments) -> Callable[[int], Batch]:
-    """Returns the batches by number, made on the device.
-
-    Labels are drawn with the odds that a random network of two layers gives.
-    """
-    inputs, hidden = arguments.inputs, 64
-    key = jax.random.key(1, impl="rbg")
-    first = jax.random.normal(key, (inputs, hidden)) / np.sqrt(inputs)
-    second = jax.random.normal(jax.random.fold_in(key, 1), (hidden,))
+def make_batches(arguments: Arguments) -> list[Batch]:
+    """Returns the batches that are rotated."""
 
     @jax.jit
-    def make(number):
-        keys = jax.random.split(jax.random.fold_in(key, number), 2)
-        x = jax.random.normal(keys[0], (arguments.batch_size, inputs), jnp.bfloat16)
-        logits = jnp.tanh(2.0 * (x.astype(jnp.float32) @ first)) @ second / 2.0
-        draws = jax.random.uniform(keys[1], logits.shape)
-        return Batch(x, (draws < jax.nn.sigmoid(logits)).astype(jnp.float32))
+    def make(key):
+        keys = jax.random.split(key)
+        x = jax.random.normal(keys[0], (arguments.batch_size, arguments.inputs))
+        labels = jax.random.bernoulli(keys[1], shape=(arguments.batch_size,))
+        return Batch(x.astype(jnp.bfloat16), labels.astype(jnp.float32))
 
-    return make
+    return [make(key) for key in jax.random.split(jax.random.key(1), NUM_BATCHES)]
 
 
-def measure(
-    arms: dict[str, Arm], batch: Callable[[int], Batch], calls: int
-) -> dict[str, Any]:
+def measure(arms: dict[str, Arm], batches: list[Batch], calls: int) -> dict[str, Any]:
     """Returns a record an arm: wall clock and kernels of inference and of a step."""
-    batches = [batch(number) for number in range(NUM_BATCHES)]
     inferences: dict[str, Chain] = {}
     steps: dict[str, Chain] = {}
     for name, arm in arms.items():
@@ -291,39 +253,8 @@ def inference_floor_us(arguments: Arguments, roofline: Roofline) -> float:
     return total + roofline.floor_us(arguments.batch_size * (k + 4), 0.0, "fp8")
 
 
-def train(arm: Arm, batch: Callable[[int], Batch], num_steps: int) -> np.ndarray:
-    """Returns the losses of the steps, all arms on the same batches."""
-    state = arm.init(jax.random.key(0))
-    losses = []
-    for number in range(num_steps):
-        step = arm.first_step if number < 3 else arm.step
-        state = step(state, batch(number))
-        losses.append(jnp.copy(state.loss))  # `state` is donated
-    return np.asarray(jnp.stack(losses), np.float64)
-
-
-def compare_losses(losses: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns, by arm, the mean of the last losses against bfloat16's.
-
-    `noise` is how much bfloat16's own loss varies from step to step there.
-    """
-    base = losses[FLAX][-LAST:]
-    noise = float(np.std(base))
-    return {
-        name: {
-            "first": float(values[0]),
-            "last_mean": float(np.mean(values[-LAST:])),
-            "noise": noise,
-            "difference": float(np.mean(values[-LAST:] - base)),
-            "is_equal": bool(abs(np.mean(values[-LAST:] - base)) <= noise),
-        }
-        for name, values in losses.items()
-    }
-
-
 def _print(result: dict[str, Any]) -> None:
     for name, record in result["arms"].items():
-        loss = result["losses"][name]
         for part, measured in record.items():
             kernels = measured["kernels"] or {"busy_us": np.nan, "count": np.nan}
             print(
@@ -331,10 +262,6 @@ def _print(result: dict[str, Any]) -> None:
                 f"{kernels['busy_us']:9.1f} us of {kernels['count']:.0f} kernels, "
                 f"{measured['vs_flax_bf16']:6.2f}x"
             )
-        print(
-            f"{'':42}loss {loss['first']:.4f} -> {loss['last_mean']:.5f}, difference "
-            f"{loss['difference']:+.5f} of noise {loss['noise']:.5f}"
-        )
     print(f"floor of inference: {result['inference_floor_us']:.1f} us")
 
 

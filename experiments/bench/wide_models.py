@@ -20,7 +20,7 @@ Ours over XLA's bf16 is the gain; ours in FP8 over ours in bf16 is FP8's part of
 With a recipe's name, `xla fp8_rowwise`, arms make the recipe table of the LoKA paper:
 each recipe everywhere, torchao's filter, and a choice site by site.
 
-Without a GPU times are wall clock: `--models wukong_tiny --batches 64`.
+Without a GPU times are wall clock: `--models wukong --batches 64`.
 """
 
 import dataclasses

@@ -1,15 +1,21 @@
 """Named training configurations: functions that return frozen dataclasses.
 
-`get_config("fp8_dlrm")` calls the function of that name. A name states precision, model
-and size; the `_tiny` variants, for tests, train on a CPU in seconds.
+`get_config("fp8_dlrm")` calls the function of that name, which states precision, model
+and size.
 """
 
 from experiments.configs import generated, tables, wide
-from experiments.configs.registry import all_names, get_config, names
-from experiments.configs.source import find_config
+from experiments.configs.registry import (
+    all_names,
+    descriptions,
+    find_config,
+    get_config,
+    names,
+)
 
 __all__ = [
     "all_names",
+    "descriptions",
     "find_config",
     "generated",
     "get_config",

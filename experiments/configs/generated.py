@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments.configs.registry import also_called, register
+from experiments.configs.registry import register
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Wukong
 from loka_jax.optim import OptimConfig
@@ -54,11 +54,6 @@ def fp8_dlrm() -> DlrmConfig:
 def bf16_dlrm() -> DlrmConfig:
     """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
     return in_bf16(fp8_dlrm())
-
-
-# On a Hopper GPU the command line takes the wide ones for the names above.
-also_called("fp8_dlrm_small", "fp8_dlrm")
-also_called("bf16_dlrm_small", "bf16_dlrm")
 
 
 @register
@@ -178,131 +173,3 @@ def fp8_dhen_dlrm() -> DhenDlrmConfig:
 def bf16_dhen_dlrm() -> DhenDlrmConfig:
     """The same mix in bfloat16, the baseline of `fp8_dhen_dlrm`."""
     return in_bf16(fp8_dhen_dlrm())
-
-
-_TINY_DATA = DataConfig(
-    examples=2048,
-    eval_examples=512,
-    rows=(50, 20, 10, 5, 4, 3, 30, 40, 8, 9, 10, 11, 12),
-)
-_TINY_OPTIM = dataclasses.replace(_OPTIM, warmup_steps=0)
-_TINY_LOOP = LoopConfig(batch_size=128, eval_every=8, log_every=2)
-
-
-@register
-def fp8_dlrm_tiny() -> DlrmConfig:
-    """`fp8_dlrm` for tests: seconds on a CPU."""
-    return DlrmConfig(
-        name="fp8_dlrm_tiny",
-        model=Dlrm(bottom_mlp=(32,), top_mlp=(32, 16), recipe=FP8),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )
-
-
-@register
-def bf16_dlrm_tiny() -> DlrmConfig:
-    """`bf16_dlrm` for tests."""
-    return in_bf16(fp8_dlrm_tiny())
-
-
-@register
-def fp8_dcnv2_tiny() -> Dcnv2Config:
-    """`fp8_dcnv2` for tests."""
-    return Dcnv2Config(
-        name="fp8_dcnv2_tiny",
-        model=Dcnv2(num_cross_layers=1, deep_mlp=(32, 16), recipe=FP8),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )
-
-
-@register
-def fp8_mlperf_dcnv2_tiny() -> Dcnv2Config:
-    """`fp8_mlperf_dcnv2` for tests: its parts in small."""
-    return Dcnv2Config(
-        name="fp8_mlperf_dcnv2_tiny",
-        model=Dcnv2(
-            bottom_mlp=(32,),
-            num_cross_layers=2,
-            cross_rank=32,
-            deep_mlp=(32, 16),
-            structure="stacked",
-            recipe=FP8,
-        ),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )
-
-
-@register
-def fp8_wukong_tiny() -> WukongConfig:
-    """`fp8_wukong` for tests, with an attentive Y."""
-    return WukongConfig(
-        name="fp8_wukong_tiny",
-        model=Wukong(
-            bottom_mlp=(16,),
-            num_layers=1,
-            fm_embeddings=4,
-            lcb_embeddings=4,
-            k=4,
-            fmb_mlp=(16,),
-            attention_mlp=(16,),
-            attention_embeddings=2,
-            top_mlp=(16,),
-            recipe=FP8,
-        ),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )
-
-
-@register
-def fp8_dhen_tiny() -> DhenConfig:
-    """`fp8_dhen` for tests, with an attention module."""
-    return DhenConfig(
-        name="fp8_dhen_tiny",
-        model=Dhen(
-            bottom_mlp=(16,),
-            num_layers=1,
-            dot=2,
-            cross=2,
-            linear=2,
-            attention=2,
-            dot_mlp=(16,),
-            cross_rank=16,
-            num_heads=2,
-            top_mlp=(16,),
-            recipe=FP8,
-        ),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )
-
-
-@register
-def fp8_dhen_dlrm_tiny() -> DhenDlrmConfig:
-    """`fp8_dhen_dlrm` for tests."""
-    return DhenDlrmConfig(
-        name="fp8_dhen_dlrm_tiny",
-        model=DhenDlrm(
-            bottom_mlp=(16,),
-            num_layers=1,
-            dot=2,
-            cross=2,
-            linear=4,
-            dot_mlp=(16,),
-            cross_rank=16,
-            num_cross_layers=1,
-            top_mlp=(16,),
-            recipe=FP8,
-        ),
-        data=_TINY_DATA,
-        optim=_TINY_OPTIM,
-        loop=_TINY_LOOP,
-    )

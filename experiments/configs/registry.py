@@ -1,26 +1,32 @@
-"""The registry of configurations."""
+"""What `--config` names: a registered configuration, a JSON file, or a user's function.
 
+--config fp8_dlrm
+--config config.json             what --print-config printed, or a run's config.json
+--config my_configs.py:my_dlrm   a function without arguments that returns a Config
+"""
+
+import importlib.util
+import pathlib
+import sys
+import traceback
 from collections.abc import Callable
+from types import ModuleType
 
 from loka_jax.options import did_you_mean
+from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
+from loka_jax.train.folder.config_file import read_config
 
 _CONFIGS: dict[str, Callable[[], Config]] = {}
-_OTHER_NAMES: dict[str, str] = {}
+# On a Hopper GPU the command line takes wide ones for the names without "_small".
+_OTHER_NAMES = {"fp8_dlrm_small": "fp8_dlrm", "bf16_dlrm_small": "bf16_dlrm"}
 
 
 def register[C: Config](make: Callable[[], C]) -> Callable[[], C]:
     """Registers a configuration under its function's name."""
-    name = make.__name__
-    assert name not in _CONFIGS, f"two configurations are called {name}"
-    _CONFIGS[name] = make
+    assert make.__name__ not in _CONFIGS, f"two are called {make.__name__}"
+    _CONFIGS[make.__name__] = make
     return make
-
-
-def also_called(other: str, name: str):
-    """Gives a registered configuration another name."""
-    assert name in _CONFIGS and other not in _CONFIGS
-    _OTHER_NAMES[other] = name
 
 
 def names() -> list[str]:
@@ -31,6 +37,11 @@ def names() -> list[str]:
 def all_names() -> list[str]:
     """Returns all names that a configuration can be had by."""
     return sorted((*_CONFIGS, *_OTHER_NAMES))
+
+
+def descriptions() -> dict[str, str]:
+    """Returns the first line that describes each configuration, by name."""
+    return {k: (_CONFIGS[k].__doc__ or "").partition("\n")[0] for k in names()}
 
 
 def get_config(name: str) -> Config:
@@ -49,3 +60,80 @@ def get_config(name: str) -> Config:
             "(FILE.py:FUNCTION)."
         )
     return make()
+
+
+def find_config(name: str) -> Config:
+    """Returns the configuration that the value of `--config` names.
+
+    Raises:
+        ValueError: one sentence with the name, file or field, and the remedy.
+    """
+    path, _, function = name.rpartition(":")
+    if name.endswith(".py"):
+        return _from_python(pathlib.Path(name), "")
+    if path.endswith(".py"):
+        return _from_python(pathlib.Path(path), function)
+    if name.endswith(".json"):
+        return read_config(pathlib.Path(name).expanduser())
+    return get_config(name)
+
+
+def _from_python(path: pathlib.Path, function: str) -> Config:
+    """Returns what a function in a user's file returns."""
+    path = path.expanduser()
+    if not path.is_file():
+        raise ValueError(f"--config {path}: this file does not exist.")
+    path = path.resolve()  # as tracebacks name it
+    try:
+        module = _imported(path)
+        make = vars(module).get(function)
+        if not callable(make):
+            own = [k for k, v in vars(module).items() if _is_own_function(v, module)]
+            hint = did_you_mean(function, own, cutoff=0.4)
+            there = f"There are {', '.join(own)}" if own else "Define one"
+            raise ValueError(
+                f"--config {path}:{function or 'FUNCTION'} must name a function of the "
+                f"file that returns a configuration: {hint}{there}."
+            )
+        config = make()
+    except Exception as error:  # a user's file may raise any kind
+        line = _line_in(path, error)
+        if line is None:
+            raise
+        reason = str(error) if isinstance(error, ValueError) else one_line(error)
+        raise ValueError(f"{path}, line {line}: {reason.rstrip('.')}.") from None
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"--config {path}:{function} returned a {type(config).__name__}, and must "
+            "return a configuration, such as DlrmConfig of loka_jax.train.config."
+        )
+    return config
+
+
+def _imported(path: pathlib.Path) -> ModuleType:
+    """Returns the module in a file, which may import others of its folder."""
+    name = f"config_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # type hints of its classes are looked up there
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop()
+    return module
+
+
+def _is_own_function(value: object, module: ModuleType) -> bool:
+    is_here = getattr(value, "__module__", None) == module.__name__
+    return callable(value) and is_here and not isinstance(value, type)
+
+
+def _line_in(path: pathlib.Path, error: Exception) -> int | None:
+    """Returns the line of a file where an error arose, or None if not there."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return lines[-1] if lines else None

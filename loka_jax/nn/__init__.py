@@ -1,5 +1,8 @@
 """Flax modules in FP8: the only place where collections are read and written."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.nn.attention import SelfAttention
@@ -10,7 +13,6 @@ from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.interaction import CrossNet
 from loka_jax.nn.mlp import Mlp
-from loka_jax.nn.nnx_convert import Fp8State, ProbeStats, take_scaling
 from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
     ActivationName,
@@ -32,6 +34,9 @@ from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.site import ProbeConfig
+
+if TYPE_CHECKING:
+    from loka_jax.nn.nnx_convert import Fp8State, ProbeStats, take_scaling
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
@@ -78,3 +83,10 @@ __all__ = [
     "site_context",
     "take_scaling",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns what NNX models need; importing NNX takes a tenth of a second."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("loka_jax.nn.nnx_convert"), name)

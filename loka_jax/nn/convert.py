@@ -20,11 +20,11 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import linen
 from flax.linen.module import merge_param
 
 from loka_jax import compat
@@ -39,12 +39,14 @@ from loka_jax.nn.fused_sequence import (
     norm_parameters,
     run_fused,
 )
-from loka_jax.nn.nnx_convert import convert_nnx
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import Recipe
 from loka_jax.site import BF16, SiteSpec
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 @typing.overload
@@ -52,7 +54,7 @@ def convert(model: linen.Module, *, recipe=..., only=..., skip=...) -> "Converte
 
 
 @typing.overload
-def convert[M: nnx.Module](model: M, *, recipe=..., only=..., skip=...) -> M: ...
+def convert[M: "nnx.Module"](model: M, *, recipe=..., only=..., skip=...) -> M: ...
 
 
 def convert(
@@ -61,7 +63,7 @@ def convert(
     recipe: str | Recipe = "fp8_tensorwise",
     only: str | tuple[str, ...] = "*",
     skip: str | tuple[str, ...] = (),
-) -> "Converted | nnx.Module":
+) -> Any:
     """Returns a model that runs the dense layers of a Flax model as sites.
 
     Args:
@@ -78,7 +80,11 @@ def convert(
     as_recipe(recipe)
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class: give a model, an instance.")
+    from flax import nnx  # a tenth of a second, which not all need
+
     if isinstance(model, nnx.Module):
+        from loka_jax.nn.nnx_convert import convert_nnx
+
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
         raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
@@ -292,6 +298,8 @@ def _repr(model: Any) -> str:
 
 def _within(model: Any) -> str:
     """Returns what to give in place of an object, which may be one around a model."""
+    from flax import nnx
+
     for name in ("module", "model", *getattr(model, "__dict__", ())):
         if isinstance(getattr(model, name, None), linen.Module | nnx.Module):
             return f"the model in it, its attribute {name!r}"

@@ -13,11 +13,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from flax import nnx
 
 from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.nn.context import current, site_context
-from loka_jax.nn.planned import Model
 from loka_jax.ops.fm_lcb import FmLcbPlan
 from loka_jax.ops.plan import KernelPlan, describe
 from loka_jax.recipe import ROLES, Role
@@ -157,8 +155,8 @@ def announce(module: Any, plan: KernelPlan, **attributes):
         _mark.bind(site=Site(path="/".join(module.path), plan=plan, **attributes))
 
 
-def list_sites(module: Model | nnx.Module, *args, **kwargs) -> tuple[Site, ...]:
-    """Returns the sites of `module` when called with `args`, in calling order.
+def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
+    """Returns the sites of a Linen or NNX model called with `args`, in calling order.
 
     A site that runs several times is listed once, with a count; a layer that is left
     only if it is not a site, of another conversion or by `super()`. Nothing is
@@ -179,6 +177,8 @@ def list_sites(module: Model | nnx.Module, *args, **kwargs) -> tuple[Site, ...]:
 
 
 def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:
+    from flax import nnx  # a tenth of a second, which not all need
+
     if not isinstance(module, nnx.Module):
         init = functools.partial(module.init, **kwargs)
         return jax.make_jaxpr(init)(jax.random.key(0), *args)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from loka_jax import pallas
-from loka_jax.pallas import SiteKernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,12 +16,18 @@ class Device:
     Attributes:
         compute_capability: of an NVIDIA GPU, such as "9.0".
         interpret: `plgpu.InterpretGPUParams` to interpret Pallas kernels on a CPU.
+        own_kernels: the Pallas kernels of a site in place of `pallas.KERNELS`.
     """
 
     platform: str = "gpu"
     compute_capability: str | None = None
     interpret: Any = None
-    kernels: SiteKernels = pallas.KERNELS
+    own_kernels: Any = None
+
+    @property
+    def kernels(self) -> Any:
+        """The Pallas kernels of a site, `pallas.SiteKernels`."""
+        return self.own_kernels or pallas.KERNELS
 
     @property
     def why_not_pallas(self) -> str | None:

@@ -27,8 +27,6 @@ from loka_jax.ops import residual
 from loka_jax.ops.device import Device
 from loka_jax.ops.kernels import by_kernel, equally_varying
 from loka_jax.ops.residual import Residual
-from loka_jax.pallas import fm_lcb as _kernel
-from loka_jax.pallas import fm_lcb_backward as _backward_kernel
 from loka_jax.recipe import Role
 
 
@@ -56,7 +54,9 @@ class FmLcbPlan(NamedTuple):
         """Returns why the backward pass cannot add the gradient of a residual."""
         if self.why_not_backward is not None:
             return self.why_not_backward
-        return _backward_kernel.why_not_added(counts)
+        from loka_jax.pallas.fm_lcb_backward import why_not_added
+
+        return why_not_added(counts)
 
 
 BY_XLA = FmLcbPlan("provider 'xla'", "provider 'xla'")
@@ -71,10 +71,14 @@ def plan_fm_lcb(
         reason = f"embeddings in {x.dtype}"
     if reason is not None:
         return FmLcbPlan(reason, reason)
+    # With Mosaic GPU, which a CPU has no use for.
+    from loka_jax.pallas import fm_lcb as kernel
+    from loka_jax.pallas import fm_lcb_backward as backward_kernel
+
     batch, n, d = x.shape
-    problem = _kernel.Problem(batch=batch, n=n, d=d, k=k, m=m)
-    forward = _kernel.why_not(problem) or checked.why_wrong("fm_lcb")
-    backward = _backward_kernel.why_not(problem)
+    problem = kernel.Problem(batch=batch, n=n, d=d, k=k, m=m)
+    forward = kernel.why_not(problem) or checked.why_wrong("fm_lcb")
+    backward = backward_kernel.why_not(problem)
     backward = backward or checked.why_wrong("fm_lcb_backward")
     return FmLcbPlan(forward, backward, device.interpret)
 
@@ -150,7 +154,9 @@ def _fm_lcb(static: _Static, x, weight) -> tuple[Any, ...]:
     (k, plan, counts), weight = static, weight.astype(x.dtype)
     rows = residual.cut(x, counts)
     if plan.why_not_forward is None:
-        run = functools.partial(_kernel.fm_lcb, k=k, interpret=plan.interpret)
+        from loka_jax.pallas.fm_lcb import fm_lcb as kernel
+
+        run = functools.partial(kernel, k=k, interpret=plan.interpret)
         return *by_kernel(run, x, weight), rows
     gram = _einsum("bnd,bmd->bnm", x, x)
     lcb = _einsum("nl,bnd->bld", weight[:, k:], x)
@@ -168,9 +174,9 @@ def _fm_lcb_fwd(static: _Static, x, weight):
 def _fm_lcb_bwd(static: _Static, operands, gradients):
     (k, plan, _), (x, weight), (*gradients, drows) = static, operands, gradients
     if plan.why_not_backward is None:
-        run = functools.partial(
-            _backward_kernel.fm_lcb_backward, interpret=plan.interpret
-        )
+        from loka_jax.pallas.fm_lcb_backward import fm_lcb_backward
+
+        run = functools.partial(fm_lcb_backward, interpret=plan.interpret)
         dx, dweight = by_kernel(run, x, weight.astype(x.dtype), *gradients, drows)
         return dx, dweight.astype(weight.dtype)
     weights = _one_each(x, weight)

@@ -12,15 +12,17 @@ import argparse
 import dataclasses
 import itertools
 import json
+import multiprocessing
+import os
 import shlex
 import sys
 import tempfile
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments.bench import apart
 from experiments.bench import result as results
 from experiments.configs import get_config
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -87,11 +89,17 @@ def main() -> int:
     calls = [(name, recipe, options) for name, recipe in pairs]
     command = shlex.join(["python", "-m", "tests.drills.drifts", *sys.argv[1:]])
     runs = []
-    for _, run in apart.measured(trained, calls, options.jobs):
-        runs.append(run)
-        print(json.dumps(run), flush=True)
-        result = {"command": command, "versions": versions(), "runs": runs}
-        results.write(options.out, result)
+    # None may take most of a GPU's memory before the others start.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(
+        options.jobs, mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        for done in futures.as_completed([pool.submit(trained, *x) for x in calls]):
+            runs.append(done.result())
+            print(json.dumps(runs[-1]), flush=True)
+            result = {"command": command, "versions": versions(), "runs": runs}
+            results.write(options.out, result)
     return int(any(run["changes"] or not run["looks"] for run in runs))
 
 

@@ -41,7 +41,7 @@ def plant(fault: Fault, monkeypatch, device: Device) -> Device:
     for kernel in device.kernels:
         change = fault.kernels.get(kernel.name, lambda run: run)
         kernels.append(kernel._replace(run=change(kernel.run)))
-    return dataclasses.replace(device, kernels=SiteKernels(*kernels))
+    return dataclasses.replace(device, own_kernels=SiteKernels(*kernels))
 
 
 def wrapping(change):

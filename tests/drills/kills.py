@@ -26,13 +26,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments.configs import get_config
 from loka_jax.train.config import Config, DispatchOptions, RunOptions
 from loka_jax.train.session import train
 from tests.support import train as support
+from tests.support.configs import tiny
 from tests.support.recorded import newest
 
-MODELS = ("fp8_dlrm_tiny", "fp8_dcnv2_tiny")
+MODELS = ("fp8_dlrm", "fp8_dcnv2")
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # By a signal before the run handles it, or by the run after saving.
 _STOPPED = {0, *(-number for number in _SIGNALS), *(128 + n for n in _SIGNALS)}
@@ -41,7 +41,7 @@ _TIMES = (*support.MEASURED, "command", "config")
 
 
 def config(model: str, seed: int, workdir: Path) -> Config:
-    base = get_config(model)
+    base = tiny(model)
     every = {"eval_every": 12, "save_every": 6, "log_every": 3, "look_every": 2}
     loop = dataclasses.replace(base.loop, microbatches=2, epochs=6, **every)
     return dataclasses.replace(

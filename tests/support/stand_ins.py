@@ -56,7 +56,7 @@ def hopper(**refusals: str) -> Device:
         SiteKernel(name, functools.partial(why_not, name), run)
         for name, run in _RUNS.items()
     ]
-    return Device(compute_capability="9.0", kernels=pallas.SiteKernels(*kernels))
+    return Device(compute_capability="9.0", own_kernels=pallas.SiteKernels(*kernels))
 
 
 HOPPER = hopper()

@@ -26,7 +26,7 @@ def test_the_help_lists_every_command_and_an_unknown_one_is_refused(capsys):
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
     assert {"train", "predict", "compare", "probe", "tune"} <= {*commands.names()}
-    assert not {"cli", "options", "first_help"} & {*commands.names()}
+    assert not {"cli", "options"} & {*commands.names()}
     assert all(f"\n  {name} " in out for name in commands.names())
     code, out, err = run(capsys, "trian", "--config", "fp8_dlrm")
     assert (code, out) == (2, "")

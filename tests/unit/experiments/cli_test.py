@@ -3,19 +3,27 @@
 import dataclasses
 import errno
 import os
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from experiments import arguments, cli, configs, options, train
+from experiments import cli, configs, options, train
 from loka_jax import jsonfile, saved_format
 from loka_jax.train import session
 from loka_jax.train.watch.guard import TrainingFailed
 from tests.support.commands import assert_refused
+from tests.support.configs import tiny, tiny_config
 
-GENERATED = ["--config", "fp8_dlrm_tiny"]
-CSV = ["--config", "csv_dlrm_tiny", "--data.label", "click", "--data.categorical"]
+GENERATED = ["--config", tiny_config("fp8_dlrm")]
+CSV = [
+    "--config",
+    tiny_config("csv_dlrm"),
+    "--data.label",
+    "click",
+    "--data.categorical",
+]
 CSV += ["user", "--data.dense", "age"]
 
 
@@ -25,7 +33,7 @@ CSV += ["user", "--data.dense", "age"]
         ("--config --seed 3", "--config NAME is missing: use one of bf16_dhen, "),
         ("TINY --optm.lr 1", "no option --optm.lr: did you mean --optim"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
-        ("TINY --loop.batch-size 1.5", "--loop.batch-size 1.5 must be an integer."),
+        ("TINY --loop.batch-size 1.5", "--loop.batch-size: invalid literal for int()"),
         ("TINY --optim.lr nan", "--optim.lr nan must lie between"),
         ("TINY --recipe fp8_rowise", "did you mean 'fp8_rowwise'?"),
         ("TINY --require-gpu", "--require-gpu was given, but JAX found"),
@@ -59,7 +67,7 @@ def no_data(monkeypatch):
 @pytest.fixture
 def workdir(tmp_path):
     """A folder with the configuration of a run."""
-    config = dataclasses.replace(configs.get_config("fp8_dlrm_tiny"), seed=7)
+    config = dataclasses.replace(tiny("fp8_dlrm"), seed=7)
     saved = {saved_format.KEY: saved_format.RUN, **config.identity()}
     jsonfile.write(tmp_path / "config.json", saved)
     return tmp_path
@@ -67,7 +75,7 @@ def workdir(tmp_path):
 
 def test_the_configuration_of_a_resumed_run_is_in_its_workdir(workdir):
     config = cli.parse(["--resume", "--workdir", str(workdir), "--loop.epochs", "3"])
-    expected = configs.get_config("fp8_dlrm_tiny")
+    expected = tiny("fp8_dlrm")
     loop = dataclasses.replace(expected.loop, epochs=3)
     run = dataclasses.replace(expected.run, resume=True, workdir=workdir)
     assert config == dataclasses.replace(expected, seed=7, loop=loop, run=run)
@@ -83,7 +91,11 @@ def test_a_workdir_that_cannot_be_used_and_other_options_are_refused(run, workdi
     for option, value, said in (
         ("--optim.lr", "0.5", "(--optim.lr: saved 0.002, now 0.5): leave these"),
         ("--recipe", "bf16", "now 'bf16'"),
-        ("--config", "bf16_dlrm_tiny", "--config: saved 'fp8_dlrm_tiny', now 'bf"),
+        (
+            "--config",
+            tiny_config("bf16_dlrm"),
+            "saved 'fp8_dlrm_tiny', now 'bf",
+        ),
     ):
         assert_refused(run(train, "--resume", *at, option, value), said)
     (workdir / "config.json").write_text("{")
@@ -107,11 +119,11 @@ def test_what_print_config_prints_is_a_configuration(run, tmp_path):
 
 OWN = """
 import dataclasses
-from experiments.configs import get_config
 from sibling import SEED
+from tests.support.configs import tiny
 
 def my_dlrm():
-    return dataclasses.replace(get_config("fp8_dlrm_tiny"), name="mine", seed=SEED)
+    return dataclasses.replace(tiny("fp8_dlrm"), name="mine", seed=SEED)
 
 def none():
     pass
@@ -124,7 +136,7 @@ def bug():
 def test_a_configuration_may_be_a_function_in_the_users_file(run, tmp_path):
     (tmp_path / "sibling.py").write_text("SEED = 11")
     (tmp_path / "own.py").write_text(OWN)
-    expected = configs.get_config("fp8_dlrm_tiny")
+    expected = tiny("fp8_dlrm")
     expected = dataclasses.replace(expected, name="mine", seed=12)
     line = ["--config", f"{tmp_path}/own.py:my_dlrm", "--seed", "12"]
     assert cli.parse(line) == expected
@@ -165,11 +177,22 @@ def test_codes_and_bugs_are_kept_and_ctrl_c_is_130(capsys, monkeypatch):
             cli.run_cli(lambda bug=bug: _raise(bug))
 
 
+def test_help_lists_configurations_and_then_all_options(run):
+    code, out, err = run(train, "--help")
+    assert (code, err) == (0, "")
+    assert all(f"\n  {name} " in out for name in configs.names())
+    code, out, _ = run(train, "--config", "frappe_dlrm", "--help")
+    assert code == 0 and "train.py --config frappe_dlrm" in out
+    assert "(default: 100)" in " ".join(out.split())  # its epochs
+    listed = set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", out))
+    assert set(options.option_names(configs.get_config("frappe_dlrm"))) <= listed
+
+
 def test_home_and_near_options_are_found(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     line = ["--workdir=~/run", "--out", "~/x", "a~/b"]
     expected = ["--workdir=/home/me/run", "--out", "/home/me/x", "a~/b"]
-    assert arguments.expanded(line) == expected
+    assert options.expanded(line) == expected
     near = options.near_options("--optim.lrr", ["--optim.lr", "--data.lrr", "--z"])
     assert near == ["--data.lrr", "--optim.lr"]
 

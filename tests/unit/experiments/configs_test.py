@@ -1,11 +1,11 @@
 """What `--config` names, on a Hopper GPU and elsewhere."""
 
-from experiments import by_device, configs
+from experiments import cli, configs
 from experiments.cli import parse
 from experiments.configs import get_config
 
 
-def test_every_configuration_has_its_name_a_baseline_and_a_tiny_variant():
+def test_every_configuration_has_its_name_and_a_baseline():
     for name in configs.names():
         config = get_config(name)
         assert config.name == name
@@ -15,13 +15,10 @@ def test_every_configuration_has_its_name_a_baseline_and_a_tiny_variant():
         fp8, bf16 = get_config(f"fp8_{name}"), get_config(f"bf16_{name}")
         assert bf16.model == fp8.model.clone(recipe="bf16")
         assert (bf16.data, bf16.optim, bf16.loop) == (fp8.data, fp8.optim, fp8.loop)
-    families = {name.partition("_")[0] for name in configs.names()}
-    tiny = [name for name in configs.names() if name.endswith("_tiny")]
-    assert {name.partition("_")[0] for name in tiny} == families
 
 
 def test_a_hopper_gpu_trains_the_wide_one_and_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(by_device, "_is_on_hopper", lambda: True)
+    monkeypatch.setattr(cli, "_is_on_hopper", lambda: True)
     for name in ("fp8_dlrm", "bf16_dlrm"):
         config = parse(["--config", name, "--seed", "3"])
         assert (config.name, config.seed) == (f"{name}_wide", 3)

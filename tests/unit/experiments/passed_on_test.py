@@ -13,6 +13,7 @@ from loka_jax import export as exports
 from loka_jax import jsonfile
 from loka_jax import predict as predictions
 from loka_jax.train import session
+from tests.support.configs import tiny, tiny_config
 
 PATH = pathlib.Path
 
@@ -84,7 +85,7 @@ def test_export(passed_on):
     assert passed_on(export, *line)[0] == expected | effect
 
 
-TINY = ["--config", "fp8_dlrm_tiny"]
+TINY = ["--config", tiny_config("fp8_dlrm")]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -96,7 +97,7 @@ def test_train(monkeypatch, run, code):
     assert run(train, *arguments)[0] == code
     ((config, given),) = seen
     assert given == arguments
-    expected = configs.get_config("fp8_dlrm_tiny")
+    expected = tiny("fp8_dlrm")
     loop = dataclasses.replace(expected.loop, epochs=7)
     assert config == dataclasses.replace(expected, seed=3, plan="off", loop=loop)
 
@@ -145,7 +146,7 @@ def test_probe(monkeypatch, run, tmp_path):
     assert "Probe runs on one device" in out and "Too few statistics: a: few" in out
     ((_, state, survey, _),) = surveyed
     saved = jsonfile.read(tmp_path / "probe.json")
-    assert saved["command"].startswith("python experiments/probe.py --config fp8_dlrm")
+    assert saved["command"].startswith("python experiments/probe.py --config /")
     amaxes = [{"step": 1, "a/lhs": 2.0}]
     assert (state, survey.pairs) == ("state", 5)
     assert pages == [(tmp_path / "probe.html", saved, amaxes)]

@@ -4,8 +4,9 @@ import functools
 import json
 
 from experiments import plan
+from tests.support.configs import tiny_config
 
-TINY = ["--config", "fp8_dlrm_tiny"]
+TINY = ["--config", tiny_config("fp8_dlrm")]
 
 
 def test_it_prints_every_mesh_and_simulates_thousands_of_gpus(capsys):

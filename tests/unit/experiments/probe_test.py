@@ -11,8 +11,9 @@ from experiments.probe import observed
 from loka_jax import saved_format
 from loka_jax.train.checkpoints.manifest import Saved
 from tests.support.commands import assert_refused
+from tests.support.configs import tiny_config
 
-TINY = ["--config", "fp8_dlrm_tiny", "--workdir"]
+TINY = ["--config", tiny_config("fp8_dlrm"), "--workdir"]
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import SiteSpec
 from tests.support.commands import assert_refused
+from tests.support.configs import tiny_config
 
 SITE = SiteSpec(64, 32, 16)
 ERRORS = dict.fromkeys(ROLES, {})
-TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
+TINY = ["--config", tiny_config("fp8_dlrm"), "--loop.max-steps", "4"]
 TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 

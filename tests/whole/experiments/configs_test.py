@@ -1,4 +1,4 @@
-"""Every large configuration in FP8 builds; tiny ones of each data take steps."""
+"""Every large configuration in FP8 builds; small ones of each data take steps."""
 
 import dataclasses
 import math
@@ -11,12 +11,13 @@ from loka_jax.data import Position
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from tests.support import train as support
+from tests.support.configs import tiny
 from tests.support.data import criteo_line
 
 # One of each kind of data, in three families.
-STEPPED = ("criteo_dcnv2_tiny", "frappe_wukong_tiny", "csv_dlrm_tiny")
+STEPPED = ("criteo_dcnv2", "frappe_wukong", "csv_dlrm")
 # Baselines differ from their models in the recipe alone.
-BUILT = [x for x in configs.names() if not x.endswith("_tiny") and x[:4] != "bf16"]
+BUILT = [x for x in configs.names() if x[:4] != "bf16"]
 OWN = {"label": "click", "categorical": ("user",), "dense": ("age",)}
 
 
@@ -38,16 +39,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def small(name, folder):
-    """Returns the configuration `name` on little data."""
-    config = configs.get_config(name)
+def small(config, folder):
+    """Returns a configuration on little data."""
     if config.data.kind == "generated":
         sizes = dict(rows=support.DATA.rows, examples=256, eval_examples=64)
         optim = dataclasses.replace(config.optim, warmup_steps=0)
         data = dataclasses.replace(config.data, **sizes)
         return dataclasses.replace(config, data=data, optim=optim)
     has_tasks = hasattr(config.model, "num_tasks")
-    kind = "csv" if has_tasks else name.partition("_")[0]
+    kind = "csv" if has_tasks else config.name.partition("_")[0]
     own = OWN if kind == "csv" else {}
     own = own | ({"labels": ("click", "buy")} if has_tasks else {})
     path, cache = next(folder.glob(f"{kind}.*")), folder / "cache"
@@ -58,12 +58,12 @@ def small(name, folder):
 @pytest.fixture
 def build(monkeypatch, folder):
     support.share_data(monkeypatch)
-    return lambda name: build_lib.build(small(name, folder))
+    return lambda config: build_lib.build(small(config, folder))
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_every_configuration_builds_and_lists_its_sites(name, build):
-    run = build(name)
+    run = build(configs.get_config(name))
     assert run.config.name == name
     num_tasks = len(run.splits.train.schema.labels)
     assert run.sites[-1].path == ("head" if num_tasks == 1 else f"head_{num_tasks - 1}")
@@ -72,8 +72,8 @@ def test_every_configuration_builds_and_lists_its_sites(name, build):
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_a_tiny_configuration_of_each_kind_of_data_takes_two_steps(name, build):
-    run = build(name)
+def test_a_small_form_of_each_kind_of_data_takes_two_steps(name, build):
+    run = build(tiny(name))
     size = run.config.loop.batch_size
     state = run.init()
     for _ in range(2):

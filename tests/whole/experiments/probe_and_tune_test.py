@@ -9,9 +9,10 @@ from loka_jax.dispatch import tuning
 from loka_jax.site import BF16, Choice
 from loka_jax.train.build import build
 from tests.support import train as support
+from tests.support.configs import tiny_config
 
 ROW = "xla fp8_rowwise"
-TINY = ["--config", "fp8_dlrm_tiny", "--loop.max-steps", "4"]
+TINY = ["--config", tiny_config("fp8_dlrm"), "--loop.max-steps", "4"]
 TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alone
 
 

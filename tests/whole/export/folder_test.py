@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.configs import find_config
 from loka_jax import nn, scaling
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
@@ -20,11 +19,12 @@ from loka_jax.ops.device import HOPPER
 from loka_jax.predict.trained import untrained
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
+from tests.support.configs import tiny
 from tests.support.export import blank_dlrm
 
 
 def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
-    config = find_config("fp8_dcnv2_tiny")
+    config = tiny("fp8_dcnv2")
     model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
     schema = schema_of(config.data)
     start = untrained(dataclasses.replace(config, model=model), schema)

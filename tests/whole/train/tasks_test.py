@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from experiments import configs
 from loka_jax import jsonfile
 from loka_jax.train.config import RunOptions
 from loka_jax.train.folder.scores_file import read_scores
+from tests.support.configs import tiny
 from tests.support.train import lines, summary, train
 
 
@@ -21,7 +21,7 @@ def config(folder):
     table = {"click": (rng.random(300) < 0.2 + 0.08 * user).astype(int)}
     table |= {"buy": pa.array(buy, from_pandas=True), "user": [f"u{i}" for i in user]}
     parquet.write_table(pa.table(table | {"age": rng.normal(size=300)}), path)
-    base = configs.get_config("fp8_mmoe_tiny")
+    base = tiny("fp8_mmoe")
     columns = dict(labels=("click", "buy"), categorical=("user",), dense=("age",))
     files = dict(path=str(path), cache=str(folder / "cache"))
     steps = dict(batch_size=64, max_steps=6, eval_every=3, log_every=3)

@@ -6,13 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.bench import (
-    looks,
-    paired_seeds,
-    probe_cost,
-    step_split,
-    tasks,
-)
+from experiments.bench import looks, paired_seeds, step_split
 from loka_jax.measure.timing import Timing
 
 
@@ -53,7 +47,7 @@ def test_step_split_divides_the_first_arms_time_by_each(timed, tmp_path):
     assert asked == [("x", arm, 64, ("block",), "off") for arm in "ab"]
 
 
-def test_looks_and_probe_cost_what_they_add_to_the_steps_between(timed):
+def test_looks_cost_what_they_add_to_the_steps_between(timed):
     state = dataclasses.make_dataclass("State", ["probe", "step"])(1, 2)
     config = SimpleNamespace(loop=SimpleNamespace(look_every=20))
     run = SimpleNamespace(step=None, train_step=nothing, config=config)
@@ -67,13 +61,6 @@ def test_looks_and_probe_cost_what_they_add_to_the_steps_between(timed):
         profile_kernels=nothing,
     )
     assert looks.measure(looks.Arguments(), 64)["cost"] == 400 / (20 * 50)
-    times = {"plain": 100.0, "rows": 130.0, "whole": 250.0}
-    more = {"make_run": lambda *_: run, "warm_up": lambda run: (None, [1])}
-    timed(probe_cost, times, **more)
-    found = probe_cost.measure("m", 64, probe_cost.Arguments(every=50))
-    share = 1 / probe_cost.ProbeOptions(every=50).covariances_every
-    observed = (1 - share) * 130 + share * 250
-    assert found["cost"] == pytest.approx((observed - 100) / (50 * 100))
 
 
 def test_pairs_differ_by_the_second_from_the_first():
@@ -81,7 +68,3 @@ def test_pairs_differ_by_the_second_from_the_first():
     assert found["mean"] == 2 and found["std"] == 1
     assert found["half_interval_95"] == pytest.approx(4.302653 / 3**0.5)
     assert paired_seeds.paired([3.0], [1.0])["half_interval_95"] is None
-    pairs = (0.5, 0.6), (1, 1.3)
-    seeds = [{"alone": {"like": a}, "mmoe": {"like": b}} for a, b in pairs]
-    found = tasks.described(seeds, "mmoe", "like")
-    assert found["minus_alone"]["mean"] == pytest.approx(0.2)

@@ -6,11 +6,12 @@ import pytest
 
 from experiments.configs import get_config, names
 from loka_jax.train.folder.config_file import from_json
+from tests.support.configs import tiny
 
 
 @pytest.fixture
 def values():
-    return json.loads(json.dumps(get_config("fp8_dlrm_tiny").identity()))
+    return json.loads(json.dumps(tiny("fp8_dlrm").identity()))
 
 
 @pytest.mark.parametrize("name", names())
@@ -24,7 +25,7 @@ def test_what_is_not_there_has_its_default(values):
     values["optim"]["lr"] = 1  # an integer is a number, too
     config = from_json(values, "x")
     assert config.loop.look_every == 64 and repr(config.optim.lr) == "1.0"
-    assert config.dispatch == get_config("fp8_dlrm_tiny").dispatch
+    assert config.dispatch == tiny("fp8_dlrm").dispatch
     del values["name"]
     for wrong, sentence in ((values, r"it .* required field name\)"), ([], "")):
         with pytest.raises(ValueError, match=f"^a.json: {sentence}"):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.configs import get_config
 from loka_jax import triton
 from loka_jax.data import Position
 from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift, Watch
@@ -23,6 +22,7 @@ from loka_jax.train.watch import replan
 from loka_jax.train.watch.host_state import Progress
 from tests.support import train as support
 from tests.support import without_data
+from tests.support.configs import tiny
 from tests.support.loop import start_state
 
 CROSS = ["cross/u_0", "cross/u_1"]
@@ -40,7 +40,7 @@ def crossed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "why_not_installed", lambda: None)
         without_data.patch_build(patch)
-        config = get_config("fp8_dcnv2_tiny")
+        config = tiny("fp8_dcnv2")
         options = dict(num_cross_layers=2, recipe="fp8_tensorwise_delayed")
         model = config.model.clone(**options, fused_wide=True)
         run = build_lib.build(dataclasses.replace(config, model=model, plan="off"))
