@@ -1,18 +1,18 @@
-"""Looks at the operands of FP8 sites, and those that a run has not yet read.
+"""Looks at FP8 sites while a run trains, and those that it has not yet read.
 
-A look runs the step to come without training: it changes nothing, and sees the scales
-that the step will cast with. No step waits for it: it is read before an evaluation or
-a checkpoint, where the run waits anyway.
+operands    before a step, which is run without training: what its casts will do, by
+            the scales that it will cast with (`dispatch.drift`)
+scales      after a step: amaxes that were far off their scales (`scale_watch`)
 """
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
@@ -30,6 +30,8 @@ from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.scale_watch import Look as ScaleLook
+from loka_jax.train.watch.scale_watch import take_look
 
 MAX_EXAMPLES = 8192  # that a look runs
 MAX_ROWS = 2048  # of the operands of a site whose casts are measured
@@ -39,24 +41,58 @@ _MAX_UNREAD = 8
 type Look = dict[str, Float[Array, "operands measures"]]
 
 
-class DriftLooks:
-    """Unread looks, the oldest first."""
+class Looks:
+    """Unread looks, the oldest first.
 
-    def __init__(self, say: Callable[[str], None] = print):
-        """Begins without a look; `say` takes a sentence for a site to be told of."""
+    No step waits for a look: it is read before a log line, a review of the plan or a
+    checkpoint, where the run waits anyway.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        """Begins without a look; `say` takes a sentence on what was found."""
         self._say = say
-        self._unread: collections.deque[Look] = collections.deque()
+        # Each waits for the device, and returns a progress with its look.
+        self._unread: collections.deque[Callable[[Progress], Progress]] = (
+            collections.deque()
+        )
         self._run: Run | None = None
         self._step: Callable[[TrainState, Batch], Look] | None = None
 
-    def after(
+    def before_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
     ) -> Progress:
-        """Looks at the step to come on `batch`; returns the progress with old looks."""
+        """Looks at operands in the step to come; returns the progress with old looks.
+
+        Args:
+            run: the run.
+            state: its state before the step, which sees the scales it will cast with.
+            progress: its progress.
+            batch: of the step.
+        """
         if self._run is not run:  # under another plan
             self._run, self._step = run, look_step(run, watched(run, progress))
-        if self._step is not None:
-            self._unread.append(self._step(state, batch))
+        if self._step is None:
+            return progress
+        look = self._step(state, batch)
+        self._unread.append(functools.partial(self._with_operands, run, look))
+        return self._read(progress, _MAX_UNREAD)
+
+    def after_step(
+        self, run: Run, state: TrainState, progress: Progress, batch: Batch
+    ) -> Progress:
+        """Looks at scales after a step on `batch`; returns progress with old looks."""
+        sites = named_sites(state)
+        if not sites:
+            return progress
+        look = take_look(
+            sites,
+            {site.path: site.plan.choice.recipe for site in run.sites},
+            jnp.asarray(batch.dense),
+            step=progress.step,
+            position=progress.position,
+            skipped=state.skipped,
+        )
+        self._unread.append(functools.partial(self._with_scales, run, look))
         return self._read(progress, _MAX_UNREAD)
 
     def read(self, progress: Progress) -> Progress:
@@ -68,23 +104,26 @@ class DriftLooks:
         self._unread.clear()
 
     def _read(self, progress: Progress, keep: int) -> Progress:
-        """Returns the progress with all looks but the newest `keep`."""
-        watch = progress.drift
         while len(self._unread) > keep:
-            assert self._run is not None
-            steps = self._run.config.loop.look_every
-            before, watch = watch, watch.after(measured(self._unread.popleft()), steps)
-            for path in watch.newly_above(before):
-                self._say(
-                    f"{path}: errors of its FP8 have been above their limit in most "
-                    f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
-                )
+            progress = self._unread.popleft()(progress)
+        return progress
+
+    def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
+        before = progress.drift
+        watch = before.after(jax.device_get(look), run.config.loop.look_every)
+        for path in watch.newly_above(before):
+            self._say(
+                f"{path}: errors of its FP8 have been above their limit in most "
+                f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
+            )
         return dataclasses.replace(progress, drift=watch)
 
-
-def measured(look: Look) -> dict[str, np.ndarray]:
-    """Returns the measures of a look by path, once the device has computed them."""
-    return jax.device_get(look)
+    def _with_scales(self, run: Run, look: ScaleLook, progress: Progress) -> Progress:
+        before, size = progress.scale_watch, run.config.loop.batch_size
+        watch = before.after(look, run.splits.train, size)
+        for sentence in watch.warnings[len(before.warnings) :]:
+            self._say(sentence)
+        return dataclasses.replace(progress, scale_watch=watch)
 
 
 class Watched(NamedTuple):
