@@ -31,7 +31,7 @@ from loka_jax.train.steps_per_call import steps_at_once
 from loka_jax.train.watch import guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
-from loka_jax.train.watch.drift_looks import Looks
+from loka_jax.train.watch.looks import Looks
 from loka_jax.train.watch.scale_watch import LOOK_STEPS
 
 # An operand that is always zero never initializes its scale, so after this many steps

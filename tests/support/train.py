@@ -30,7 +30,7 @@ from loka_jax.train.config import (
     LoopConfig,
     RunOptions,
 )
-from loka_jax.train.watch import drift_looks as looks
+from loka_jax.train.watch import looks
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
 MODEL = Dlrm(

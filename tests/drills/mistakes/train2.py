@@ -90,7 +90,7 @@ MISTAKES = [
     ),
     Mistake(
         "looks at a part of a batch see gradients of its own mean loss",
-        f"{TRAIN}/watch/drift_looks.py",
+        f"{TRAIN}/watch/looks.py",
         "seen = observe(state, part, total_weight)",
         "seen = observe(state, part, None)",
         "unit/train/watch/looks_test.py",

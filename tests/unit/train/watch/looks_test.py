@@ -16,9 +16,9 @@ from loka_jax.ops.plan import resolve
 from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
-from loka_jax.train.watch import drift_looks as looks
+from loka_jax.train.watch import looks
 from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.watch.drift_looks import Looks, Watched, watched
+from loka_jax.train.watch.looks import Looks, Watched, watched
 from tests.support import stand_ins
 
 DELAYED = "fp8_tensorwise_delayed_bf16_drhs"
