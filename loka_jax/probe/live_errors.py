@@ -308,7 +308,7 @@ def _casts(
         if cast.granularity == "tensorwise":
             over = () if name == "rhs" else axis_names
             scale_inv = _scale_inv(operands, name, cast, recipe, over)
-        yield functools.partial(_quantized, cast, name, scale_inv)
+        yield functools.partial(quantized, cast, name, scale_inv)
 
 
 def _scale_inv(
@@ -329,7 +329,7 @@ def _scale_inv(
     return current if stored is None else jnp.where(stored > 0, stored, current)
 
 
-def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
+def quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
     """Returns rows in FP8, contracting their last dim."""
     if scale_inv is not None:
         return fp8.cast(x, scale_inv, cast.dtype)
