@@ -17,14 +17,10 @@ from jax.scipy.stats import rankdata
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.site_errors import (
-    SiteErrors,
-    draw_learned,
-    draw_normal,
-    site_errors,
-)
+from loka_jax.measure.site_errors import SiteErrors, site_errors
 from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.probe.capture import Capture, Operands
+from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import Role
 from loka_jax.site import BF16, SiteSpec

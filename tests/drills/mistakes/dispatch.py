@@ -124,7 +124,7 @@ MISTAKES = [
         f"{_MEASURE}/intervals.py",
         "math.sqrt(1 + 1 / count)",
         "math.sqrt(1 / count)",
-        "unit/measure/errors_test.py",
+        "unit/measure/timing_test.py",
     ),
     Mistake(
         "times are taken while others compile",
@@ -196,7 +196,7 @@ MISTAKES = [
         f"{_MEASURE}/timing.py",
         "end_ns = max(end_ns, event.start_ns + event.duration_ns)",
         "end_ns = event.start_ns + event.duration_ns",
-        "unit/measure/errors_test.py",
+        "unit/measure/timing_test.py",
     ),
     Mistake(
         "results of the last partial tile are not compared",
