@@ -8,6 +8,8 @@ A global norm hides flushed rows (an array whose small rows all became zero can 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+MEASURES = ("relative_l2", "worst_row", "mere")  # by which products are judged
+
 
 def sqnr(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     """Returns the signal-to-quantization-noise ratio in dB.

@@ -25,6 +25,7 @@ from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
+from loka_jax.quality import MEASURES
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 
@@ -40,7 +41,6 @@ PASSES = tuple(
 _SITE_FIELDS = ("m", "k", "n", "norm", "activation", "use_bias")
 _ENTRY_FIELDS = ("site", "times", "errors", "failures", "effects", "programs")
 _OPTIONAL_FIELDS = ("refused",)
-MEASURES = ("relative_l2", "worst_row", "mere")
 _MAX_BYTES = 4 << 20
 _MAX_SIZE = 1 << 31
 _DIGEST = re.compile("[0-9a-f]{16}")

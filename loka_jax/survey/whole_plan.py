@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from loka_jax.dispatch.loss import why_harmful
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.policy import why_harmful
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import Cast, GemmRecipe, Recipe
 from loka_jax.site import Choice

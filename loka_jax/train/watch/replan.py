@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from loka_jax.dispatch.cross_networks import networks
-from loka_jax.dispatch.live import seen_errors
 from loka_jax.dispatch.plan import DispatchPlan, as_json, chains_of, from_json
 from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
 from loka_jax.site import BF16
@@ -177,9 +177,13 @@ def after_review(
 
 def _live_errors(run: Run, probe: Any, paths: Iterable[str]) -> dict[str, RoleErrors]:
     """Returns the live errors of sites that were seen in enough steps, by path."""
-    stats = by_path(probe)
+    stats, recipes = by_path(probe), run.config.probe.recipes
     errors = {path: stats[path].errors for path in paths if path in stats}
-    return seen_errors(errors, run.config.probe.recipes)
+    found = {
+        path: live_intervals(of_site, recipes)
+        for path, of_site in jax.device_get(errors).items()
+    }
+    return {path: by_role for path, by_role in found.items() if any(by_role.values())}
 
 
 def _demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
