@@ -41,8 +41,7 @@ from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.dispatch.tuning import tune as measure
 from loka_jax.measure.intervals import Interval
 from loka_jax.probe.site import SiteStats
-from loka_jax.survey.sensitivity import ALL, sensitivity
-from loka_jax.survey.whole_plan import refusals
+from loka_jax.survey.sensitivity import ALL, refusals, sensitivity
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
 from loka_jax.train.logs.progress import plain

@@ -51,7 +51,7 @@ MISTAKES = [
     ),
     Mistake(
         "half widths of effects add up",
-        f"{_DISPATCH}/loss.py",
+        f"{_DISPATCH}/policy.py",
         "math.hypot(*(effect.half for effect in effects))",
         "sum(effect.half for effect in effects)",
         "unit/dispatch/plan_test.py",
@@ -214,14 +214,14 @@ MISTAKES = [
     ),
     Mistake(
         "the site with the smallest effect is given up first",
-        f"{_SURVEY}/whole_plan.py",
+        f"{_SURVEY}/sensitivity.py",
         "worst = max(left, key=",
         "worst = min(left, key=",
         "unit/survey/survey_test.py",
     ),
     Mistake(
         "a verdict on speed takes the limit for leaving XLA",
-        f"{_SURVEY}/verdict.py",
+        f"{_SURVEY}/survey.py",
         "speedup >= limits.speedup",
         "speedup >= limits.leave_xla",
         "unit/survey/survey_test.py",
