@@ -32,17 +32,16 @@ from experiments.probe import observed
 from loka_jax import nn
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import header_here
-from loka_jax.dispatch.live import live_intervals, with_live
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
+from loka_jax.dispatch.review import live_intervals, with_live
 from loka_jax.dispatch.table import BadTable, Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.dispatch.tuning import tune as measure
 from loka_jax.measure.intervals import Interval
 from loka_jax.probe.site import SiteStats
-from loka_jax.survey.sensitivity import ALL, sensitivity
-from loka_jax.survey.whole_plan import refusals
+from loka_jax.survey.sensitivity import ALL, refusals, sensitivity
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
 from loka_jax.train.logs.progress import plain

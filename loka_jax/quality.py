@@ -8,6 +8,10 @@ A global norm hides flushed rows (an array whose small rows all became zero can 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# By which products are judged.
+Measure = Literal["relative_l2", "worst_row", "mere"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
 
 def sqnr(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     """Returns the signal-to-quantization-noise ratio in dB.

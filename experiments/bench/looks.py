@@ -27,8 +27,8 @@ from experiments.bench.steps import READ_STEP, chain_of, warm_up
 from experiments.cli import run_cli
 from loka_jax.data import Position
 from loka_jax.measure.timing import profile_kernels, time_chains
-from loka_jax.train.watch.drift_looks import look_step, watched
 from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.looks import look_step, watched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,11 @@ from loka_jax.measure.checking import Check, lower_check
 from loka_jax.measure.compiling import Lowered, compile_lowered, leaves
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.programs import chain_forms, form_spec, num_rotated
-from loka_jax.measure.site_errors import draw_learned, draw_normal, site_errors
+from loka_jax.measure.site_errors import site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
+from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import RECIPES
 from loka_jax.site import Choice, SiteSpec

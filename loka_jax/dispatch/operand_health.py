@@ -17,7 +17,7 @@ small: beside one loud column a product loses next to nothing, and all other col
 everything. So rows and columns that are lost count alike, however small they are.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,15 +29,14 @@ from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, bounds
 from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.ops.tailed_products import unit_of_fp8
 from loka_jax.probe.capture import Sample
+from loka_jax.probe.live_errors import quantized
 from loka_jax.recipe import (
     OPERANDS,
     ROLE_OPERANDS,
     ROLES,
     Cast,
-    GemmRecipe,
     Operand,
     Recipe,
     Role,
@@ -62,10 +61,6 @@ class Health(NamedTuple):
     flushed: Float[Array, "*operands"]
     level: Float[Array, "*operands"]
     peak: Float[Array, "*operands"]
-
-
-# Of a site, with the FP8 copies that its tensorwise casts make.
-type _Operands = Mapping[Operand, SiteOperand]
 
 
 def health(
@@ -93,20 +88,23 @@ def health(
     """
     (m, k), n = sample.operands.lhs.shape, sample.operands.rhs.shape[1]
     site = resolve(SiteSpec(m=m, k=k, n=n), Choice("xla", recipe), local_device())
-    products = Products.of(site)
-    operands = _operands(products, sample, state)
-    for role in fp8_results:
-        if products.recipe.gemm(role) is None:
-            continue  # its product leaves in high precision
-        place = ROLES.index(role)
-        error = jnp.hypot(errors[place], _rounding(products, role, operands))
-        errors = errors.at[place].set(error)
-    excess = [
-        _excess(error, products.recipe.gemm(role), limits)
-        for error, role in zip(errors, ROLES, strict=True)
-    ]
+    recipe = site.recipe  # without what cannot run in FP8
+    nothing = jnp.full((), jnp.nan, jnp.float32)
+    largest = bounds(limits)["relative_l2"]
+    excess, after_casts = [], {name: [] for name in OPERANDS}
+    for role, error in zip(ROLES, errors, strict=True):
+        views = _views(sample, role, recipe, state)
+        if not views:
+            excess.append(nothing)
+            continue
+        for name, view in views.items():
+            left = view.dequantize()
+            after_casts[name].append(left.T if _is_transposed(role, name) else left)
+        if role in fp8_results:
+            error = jnp.hypot(error, _rounding(role, *views.values()))
+        excess.append(jnp.log2(jnp.maximum(error / largest, 1.0)))
     measures = [
-        _of_operand(x, list(_after_casts(products, name, operands[name])))
+        _of_operand(x, after_casts[name])
         for name, x in zip(OPERANDS, sample.operands, strict=True)
     ]
     flushed, level, peak = (jnp.stack(x) for x in zip(*measures, strict=True))
@@ -114,20 +112,26 @@ def health(
     return jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.nan), result)
 
 
-def _operands(products: Products, sample: Sample, state) -> _Operands:
-    """Returns the operands by name, with copies by the scales of the step."""
-    operands: dict[Operand, SiteOperand] = {}
-    for name, x, amax in zip(OPERANDS, sample.operands, sample.amaxes, strict=True):
-        # A recipe casts an operand tensorwise in one way.
-        casts = (
-            c for c in products.recipe.casts(name) if c.granularity == "tensorwise"
-        )
-        copy = None
-        if (cast := next(casts, None)) is not None:
-            scale_inv = _scale_inv(name, amax, cast, products.recipe, state)
-            copy = fp8.cast(x, scale_inv, cast.dtype)
-        operands[name] = SiteOperand(x, amax[None], copy, None, x.shape, x.dtype)
-    return operands
+def _views(
+    sample: Sample, role: Role, recipe: Recipe, state: DelayedScaling | None
+) -> dict[Operand, Fp8Array]:
+    """Returns a role's operands as it multiplies them; none if not in FP8."""
+    gemm = recipe.gemm(role)
+    if gemm is None:
+        return {}
+    views: dict[Operand, Fp8Array] = {}
+    for name, cast in zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), strict=True):
+        x, scale_inv = getattr(sample.operands, name), None
+        if cast.granularity == "tensorwise":
+            amax = sample.amaxes[OPERANDS.index(name)]
+            scale_inv = _scale_inv(name, amax, cast, recipe, state)
+        x = x.T if _is_transposed(role, name) else x
+        views[name] = quantized(cast, name, scale_inv, x)
+    return views
+
+
+def _is_transposed(role: Role, name: Operand) -> bool:
+    return role == "drhs" or (role, name) == ("fwd", "rhs")
 
 
 def _scale_inv(name: Operand, amax: Array, cast: Cast, recipe: Recipe, state) -> Array:
@@ -137,35 +141,8 @@ def _scale_inv(name: Operand, amax: Array, cast: Cast, recipe: Recipe, state) ->
     return fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=cast.pow2_scale)
 
 
-def _after_casts(
-    products: Products, name: Operand, operand: SiteOperand
-) -> Iterator[Float[Array, "r c"]]:
-    """Yields what each different cast of an operand makes of it."""
-    if operand.tensorwise is not None:  # all roles with a tensorwise cast read it
-        yield operand.tensorwise.dequantize()
-    for role in ROLES:
-        cast = products.cast(role, name) if name in ROLE_OPERANDS[role] else None
-        if cast is None or cast.granularity == "tensorwise":
-            continue
-        view = products.view(role, name, operand)
-        assert isinstance(view, Fp8Array)
-        left = view.dequantize()
-        yield left.T if _is_transposed(role, name) else left
-
-
-def _excess(error: Array, gemm: GemmRecipe | None, limits: Limits) -> Array:
-    """Returns `Health.error` of a product."""
-    if gemm is None:
-        return jnp.full((), jnp.nan, jnp.float32)
-    return jnp.log2(jnp.maximum(error / bounds(limits)["relative_l2"], 1.0))
-
-
-def _rounding(products: Products, role: Role, operands: _Operands) -> Float[Array, ""]:
+def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]:
     """Returns the relative L2 error of a product that leaves in the first's format."""
-    first, second = (
-        products.view(role, name, operands[name]) for name in ROLE_OPERANDS[role]
-    )
-    assert isinstance(first, Fp8Array) and isinstance(second, Fp8Array)
     rows, k = first.data[:_ROWS].astype(jnp.float32), first.data.shape[1]
     product = jnp.dot(
         rows, second.data.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST
@@ -185,10 +162,6 @@ def _of_operand(
     roots = jnp.mean(jnp.sqrt(jnp.abs(x)), axis=0)
     level, peak = (2 * jnp.log2(size) for size in (jnp.mean(roots), jnp.max(roots)))
     return jnp.max(flushed), level, peak
-
-
-def _is_transposed(role: Role, name: Operand) -> bool:
-    return role == "drhs" or (role, name) == ("fwd", "rhs")
 
 
 def _flushed(x: Float[Array, "r c"], left: Float[Array, "r c"]) -> Float[Array, ""]:

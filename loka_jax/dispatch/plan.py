@@ -18,7 +18,6 @@ from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.cross_networks import Network, decide_network, networks
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
 from loka_jax.dispatch.local import performance_of
-from loka_jax.dispatch.loss import total, why_harmful
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
@@ -28,6 +27,8 @@ from loka_jax.dispatch.policy import (
     accurate,
     decide,
     largest_error,
+    total_effect,
+    why_harmful,
 )
 from loka_jax.dispatch.stacks import Layers, decide_stack, stacks
 from loka_jax.dispatch.table import Entry, Positive, RoleErrors, Text
@@ -162,7 +163,7 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
             if decision.choice.recipe.fwd is not None
             and (effect := options.effect(by_path[path])) is not None
         }
-        reason = why_harmful(total(effects.values()), options.limits.loss)
+        reason = why_harmful(total_effect(effects.values()), options.limits.loss)
         if reason is None:
             return decisions
         worst = max(effects, key=lambda path: effects[path].high)

@@ -13,7 +13,8 @@ References:
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors
@@ -291,3 +292,36 @@ def _reason(chosen: Choice, lost: list[tuple[Choice, str]]) -> str:
     if chosen == BF16 and not any(not choice.is_fp8 for choice, _ in lost):
         return "nothing else is fast and accurate enough"
     return "no FP8 is fast and accurate enough"
+
+
+def total_effect(effects: Iterable[Interval]) -> Interval:
+    """Returns the sum of independent effects: means add up, half widths in squares."""
+    effects = list(effects)
+    mean = sum(effect.mean for effect in effects)
+    half = math.hypot(*(effect.half for effect in effects))
+    return Interval(mean, mean - half, mean + half)
+
+
+def why_harmful(effect: Interval, limit: float, examples: int | None = None):
+    """Returns why a relative rise of the loss is not accepted, or None if it is.
+
+    It is accepted if its upper end is below the limit. If only its mean is, the data
+    cannot tell, and more held-out examples would: their number grows with the square of
+    the interval over what is left of the limit.
+
+    Args:
+        effect: the rise.
+        limit: on it.
+        examples: from which it was measured; None if that is not known.
+    """
+    if effect.high <= limit:
+        return None
+    rise = "FP8 in the forward products raises the loss by"
+    if not effect.mean < limit:
+        return f"{rise} {effect.mean:.3%}, above {limit:.2%}"
+    up_to = f"{rise} up to {effect.high:.3%}, above {limit:.2%}: the data cannot tell"
+    factor = (effect.half / (limit - effect.mean)) ** 2
+    if examples is None:
+        return f"{up_to}, {factor:,.1f} times as many held-out examples would"
+    needed = math.ceil(factor * examples)
+    return f"{up_to}, {needed:,} held-out examples would ({examples:,} were used)"

@@ -1,5 +1,11 @@
 """A plan reviewed while training, by errors on the operands of observed steps.
 
+live       errors of products on these operands (`probe.live_errors`), as intervals that
+           the error of another step lies in
+corrected  of products that were only drawn, times the ratio of live to drawn errors
+           of the same role at all sites of the model. The ratio's spread over the
+           sites widens the interval.
+
     demoted    FP8 whose mean live error is above its limit: the site gets the fastest
                choice within the limits, in bfloat16 or in FP8
     promoted   FP8 within the limits is faster than bfloat16, or than the FP8 that runs,
@@ -13,9 +19,14 @@ changes the others follow the new plan too.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import numpy as np
+
+from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.cross_networks import networks
 from loka_jax.dispatch.drift import HOME
 from loka_jax.dispatch.performance import PerformanceModel
@@ -26,9 +37,15 @@ from loka_jax.dispatch.policy import (
     Limits,
     shares_of_limits,
 )
-from loka_jax.dispatch.table import RoleErrors
+from loka_jax.dispatch.table import Entry, Errors, RoleErrors, Table
+from loka_jax.measure.intervals import Interval, next_value, quantile
 from loka_jax.nn import Site
+from loka_jax.probe.live_errors import LiveErrors
+from loka_jax.quality import MEASURES
+from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice
+
+LEAST_STEPS = 3.0  # observed steps, below which errors are not judged
 
 
 class Review(NamedTuple):
@@ -69,7 +86,7 @@ class Reviewer:
 
         Args:
             plan: that runs.
-            errors: by path, of the sites to review (`live.live_intervals`).
+            errors: by path, of the sites to review (`live_intervals`).
             demoted_before: paths of the sites that earlier reviews have demoted.
         """
         within = self._decide(errors, self.limits)
@@ -159,3 +176,152 @@ def _part(limits: Limits, share: float) -> Limits:
         worst_row=share * limits.worst_row,
         mere=None if limits.mere is None else share * limits.mere,
     )
+
+
+class Ratio(NamedTuple):
+    """How much larger live errors are than drawn ones, as natural logarithms.
+
+    Attributes:
+        mean: over the sites.
+        deviation: over the sites.
+        count: of the sites.
+    """
+
+    mean: float
+    deviation: float
+    count: int
+
+
+# By role and measure.
+type Ratios = dict[Role, dict[str, Ratio]]
+
+
+def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
+    """Returns the live errors of a site, of products seen in enough steps.
+
+    Args:
+        errors: of the site.
+        recipes: of the `ProbeConfig` that observed it.
+    """
+    moments = np.asarray(jax.device_get(errors.moments), np.float64)
+    intervals: RoleErrors = {role: {} for role in ROLES}
+    for recipe, by_role in zip(recipes, moments, strict=True):
+        for role, by_measure in zip(ROLES, by_role, strict=True):
+            if _effective_steps(by_measure[0]) >= LEAST_STEPS:
+                intervals[role][recipe] = {
+                    measure: _next_step(values)
+                    for measure, values in zip(MEASURES, by_measure, strict=True)
+                }
+    return intervals
+
+
+def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> Ratios:
+    """Returns the ratios of live to drawn errors of a model.
+
+    Recipes at a site err alike, and count once.
+
+    Args:
+        live, drawn: errors by the path of the site.
+    """
+    by_role: Ratios = {}
+    for role in ROLES:
+        logs: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+        for path in live.keys() & drawn.keys():
+            for measure in MEASURES:
+                at_site = _log_ratios(live[path][role], drawn[path][role], measure)
+                if at_site:
+                    logs[measure].append(float(np.mean(at_site)))
+        by_role[role] = {
+            measure: Ratio(
+                float(np.mean(values)), float(np.std(values, ddof=1)), len(values)
+            )
+            for measure, values in logs.items()
+            if len(values) >= 2
+        }
+    return by_role
+
+
+def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleErrors:
+    """Returns the errors of a site: live ones, and corrected ones of other products.
+
+    Drawn errors without a ratio to correct them are left out, unless nothing was seen
+    live at all.
+    """
+    if not any(live.values()) and not any(ratios.values()):
+        return drawn
+    own: RoleErrors = {}
+    for role in ROLES:
+        by_measure = ratios.get(role, {})
+        own[role] = dict(live.get(role, {}))
+        for recipe, errors in drawn.get(role, {}).items():
+            if recipe not in own[role] and len(by_measure) == len(MEASURES):
+                own[role][recipe] = {
+                    measure: _corrected(errors[measure], by_measure[measure])
+                    for measure in MEASURES
+                }
+    return own
+
+
+def with_live(
+    table: Table, sites: Sequence[Site], live: Mapping[str, RoleErrors], config: str
+) -> Table:
+    """Returns a model's entries of a table, with its own errors in place of drawn ones.
+
+    Args:
+        table: the measurements.
+        sites: of the model.
+        live: live errors by path.
+        config: as in `make_plan`.
+    """
+    keys = {
+        site.path: key
+        for site in sites
+        if site.path in live and (key := table_key(site.spec)) in table.sites
+    }
+    drawn = {
+        path: table.sites[key].errors.get(f"{config} {path}", {})
+        for path, key in keys.items()
+    }
+    drawn = {path: errors for path, errors in drawn.items() if errors}
+    by_role = ratios(live, drawn)
+    entries: dict = {}
+    for path, key in keys.items():
+        own = own_errors(live[path], drawn.get(path, {}), by_role)
+        if own:
+            entry = entries.setdefault(key, Entry())
+            entry.errors[f"{config} {path}"] = own
+    return dataclasses.replace(table, sites=entries)
+
+
+def _effective_steps(values: np.ndarray) -> float:
+    weight, squares, *_ = values
+    return weight**2 / squares if squares > 0 else 0.0
+
+
+def _next_step(values: np.ndarray) -> Interval:
+    """Returns the mean over steps, with the interval of another step's error."""
+    weight, squares, mean, m2 = values
+    freedom = weight - squares / weight
+    deviation = math.sqrt(max(m2, 0.0) / freedom)
+    return next_value(float(mean), deviation, _effective_steps(values))
+
+
+def _log_ratios(
+    live: Mapping[str, Errors], drawn: Mapping[str, Errors], measure: str
+) -> list[float]:
+    means = [
+        (live[recipe][measure].mean, drawn[recipe][measure].mean)
+        for recipe in live.keys() & drawn.keys()
+    ]
+    return [math.log(a / b) for a, b in means if a > 0 and b > 0]
+
+
+def _corrected(drawn: Interval, ratio: Ratio) -> Interval:
+    """Returns a drawn error times the ratio of another site."""
+    if not drawn.mean > 0:
+        return drawn
+    spread = ratio.deviation * math.sqrt(1 + 1 / ratio.count)
+    own = math.log(max(drawn.high / drawn.mean, 1.0))
+    half = math.hypot(quantile(ratio.count) * spread, own)
+    mean = drawn.mean * math.exp(ratio.mean)
+    return Interval(mean, mean * math.exp(-half), mean * math.exp(half))

@@ -12,7 +12,7 @@ import fcntl
 import json
 import pathlib
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
+from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import shown
@@ -33,8 +34,6 @@ PASSES = tuple(
     for name in ("training", "inference")
     for form in ("", " in", " out", " in out")
 )
-Measure = Literal["relative_l2", "worst_row", "mere"]
-MEASURES = get_args(Measure)
 _MAX_BYTES = 4 << 20
 
 # Of a file.

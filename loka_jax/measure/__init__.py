@@ -1,7 +1,6 @@
 """Errors and times of functions, and of the sites of a model.
 
 intervals    means over draws with their 95 % intervals
-errors       how far a product is from its reference
 reference    the float32 equations of a site
 compiling    many programs at a time
 timing       kernel times by the profiler, wall clock of queues

@@ -1,33 +1,50 @@
 """The errors of candidates at each role of a site, on drawn and on real operands.
 
+A role is measured by itself, from float32 operands:
+
+    fwd    lhs (m, k), rhs (k, n)    ->  lhs @ rhs
+    dlhs   g (m, n),   rhs (k, n)    ->  g @ rhs^T
+    drhs   lhs (m, k), g (m, n)      ->  lhs^T @ g
+
 A role is measured once for each way to cast its operands: recipes that differ elsewhere
-only count once, under the first one's name.
+only count once, under the first one's name. A single draw says little, since `mere` is
+a heavy-tailed mean: the mean over draws has an interval.
 """
 
 import concurrent.futures
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
-from loka_jax import fp8, scaling
+from loka_jax import fp8, quality, scaling
+from loka_jax.fp8 import Fp8Array
 from loka_jax.measure.compiling import untuned_here
-from loka_jax.measure.errors import Errors, errors, measure
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.ops import roles
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
+from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.probe.capture import Operands
-from loka_jax.probe.sampling import sample_rows, sample_weight
-from loka_jax.probe.site import SiteStats, weight_of
-from loka_jax.recipe import ROLE_OPERANDS, ROLES, Recipe, Role, get_recipe
+from loka_jax.recipe import (
+    OPERANDS,
+    ROLE_OPERANDS,
+    ROLES,
+    Recipe,
+    Role,
+    get_recipe,
+)
 from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16, Choice, SiteSpec
+from loka_jax.xla import high_precision_matmul
+
+PAIRS = 64  # draws; the paper takes 50 to 100
+_MEDIAN_ELEMENTS = 1 << 15
 
 # By name: a function from a seed to operands, and the seeds.
 type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
@@ -35,9 +52,37 @@ type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
 type SiteErrors = dict[Role, dict[str, dict[str, dict[str, Interval]]]]
 
 
+class Errors(NamedTuple):
+    """The errors of a product, of one draw or as arrays over draws.
+
+    Attributes:
+        mere: mean element-wise relative error, as the paper defines it.
+        relative_l2: `||x - ref|| / ||ref||`.
+        median: of the element-wise relative errors; of very many, an even sample.
+        worst_row: the largest relative L2 of a row that is not all zero.
+    """
+
+    mere: Any
+    relative_l2: Any
+    median: Any
+    worst_row: Any
+
+
+class CastRates(NamedTuple):
+    """The damage of a role's casts to the worse operand, as shares of elements.
+
+    Attributes:
+        underflow: nonzero elements that became zero.
+        saturation: elements at the largest magnitude of their format.
+    """
+
+    underflow: Float[Array, ""]
+    saturation: Float[Array, ""]
+
+
 class _Scores(NamedTuple):
     errors: Errors
-    rates: roles.CastRates
+    rates: CastRates
 
 
 def site_errors(
@@ -78,34 +123,6 @@ def role_candidates(
     return candidates
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
-    """Returns operands of a site with the learned means and covariances."""
-    keys = jax.random.split(key, 3)
-    return Operands(
-        lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
-        rhs=sample_weight(keys[1], weight_of(stats).normal),
-        g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
-    )
-
-
-@functools.partial(jax.jit, static_argnames="sizes")
-def draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
-    """Returns operands (m, k), (k, n), (m, n) from N(0, 1)."""
-    m, k, n = sizes
-    keys = jax.random.split(key, 3)
-    return Operands(
-        lhs=_rounded(jax.random.normal(keys[0], (m, k))),
-        rhs=jax.random.normal(keys[1], (k, n)),
-        g=_rounded(jax.random.normal(keys[2], (m, n))),
-    )
-
-
-def _rounded(x: Array) -> Array:
-    # Activations and their gradients are bfloat16 when a site reads them.
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
 def _product(spec: SiteSpec) -> SiteSpec:
     """Returns the site of the product alone."""
     return SiteSpec(m=spec.m, k=spec.k, n=spec.n)
@@ -120,73 +137,67 @@ def _role_errors(
         functools.partial(_score, role, tuple(candidates)),
         compiler_options=untuned_here(),
     )
-    scores = {
-        source: measure(score, functools.partial(_draw, role, draw), seeds)
-        for source, (draw, seeds) in sources.items()
-    }
-    return {
-        candidate.name: {
-            source: _intervals(by_name[candidate.name])
-            for source, by_name in scores.items()
-        }
-        for candidate in candidates
-    }
+    by_name: dict[str, dict[str, dict[str, Interval]]] = {}
+    for source, (draw, seeds) in sources.items():
+        draws = []
+        for seed in seeds:
+            operands = draw(seed)
+            draws.append(score(*(getattr(operands, x) for x in ROLE_OPERANDS[role])))
+        scores = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(draws))
+        for candidate in candidates:
+            intervals = _intervals(scores[candidate.name])
+            by_name.setdefault(candidate.name, {})[source] = intervals
+    return by_name
 
 
-def _score(role: Role, candidates: tuple[Choice, ...], first, second, amaxes):
+def _score(
+    role: Role, candidates: tuple[Choice, ...], first: Array, second: Array
+) -> dict[str, _Scores]:
     """Returns the scores of all candidates on one pair of operands."""
-    ref = roles.exact_product(role, first, second)
+    ref = exact_product(role, first, second)
     scores = {}
     for candidate in candidates:
-        out = _run_role(candidate, role, first, second, amaxes)
+        state = _state(role, candidate.recipe, first, second)
+        out = _run_role(candidate, role, first, second, state)
         # Otherwise the compiler would omit the rounding of a product to bfloat16.
         out = jax.lax.optimization_barrier(out)
-        state = scaling_state(candidate.recipe, amaxes)
-        rates = roles.cast_rates(role, first, second, candidate.recipe, state)
+        rates = cast_rates(role, first, second, candidate.recipe, state)
         scores[candidate.name] = _Scores(errors(ref, out), rates)
     return scores
 
 
-def _run_role(
-    choice: Choice, role: Role, first: Array, second: Array, amaxes: Float[Array, "3"]
-) -> Array:
-    """Returns a role's product.
+def _state(
+    role: Role, recipe: Recipe, first: Array, second: Array
+) -> DelayedScaling | None:
+    """Returns the delayed scales that a role's operands were cast with.
 
-    Args:
-        choice: of provider and recipe.
-        role: of the product.
-        first, second: its operands, see `ops.roles`.
-        amaxes: of lhs, rhs and g, which delayed scales are made from.
+    They are made from the amaxes of the operands themselves: `amax_ratio` tells how far
+    a scale lags behind. The operand that the role lacks has an amax of 1.
     """
-    state = scaling_state(choice.recipe, amaxes)
+    if not recipe.is_delayed:
+        return None
+    own = dict(zip(ROLE_OPERANDS[role], (first, second), strict=True))
+    unit = jnp.ones((), jnp.float32)
+    amaxes = [fp8.amax(own[name]) if name in own else unit for name in OPERANDS]
+    start = scaling.init_delayed(recipe)
+    return scaling.update_delayed(start, jnp.stack(amaxes), recipe)
+
+
+def _run_role(
+    choice: Choice,
+    role: Role,
+    first: Array,
+    second: Array,
+    state: DelayedScaling | None,
+) -> Array:
+    """Returns a role's product by a choice."""
     if choice.provider == "xla":
-        return roles.product(role, first, second, choice.recipe, state)
-    m, k, n = roles.sizes(role, first, second)
+        return product(role, first, second, choice.recipe, state)
+    m, k, n = _sizes(role, first, second)
     plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
     out = run_site(plan, SiteArrays(first, second), state)
     assert isinstance(out, jax.Array)
     return out
-
-
-def _draw(role: Role, draw, seed) -> tuple:
-    """Returns the operands of a role, and the amaxes that delayed scales are made from.
-
-    Those of the operands themselves: `amax_ratio` tells how far a scale lags behind.
-    """
-    operands = draw(seed)
-    first, second = (getattr(operands, name) for name in ROLE_OPERANDS[role])
-    return first, second, _role_amaxes(role, first, second)
-
-
-def _role_amaxes(
-    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
-) -> Float[Array, "3"]:
-    """Returns the amaxes of lhs, rhs and g; 1 for the operand that the role lacks."""
-    a, b = (jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (first, second))
-    unit = jnp.ones((), jnp.float32)
-    return jnp.stack(
-        {"fwd": (a, b, unit), "dlhs": (unit, b, a), "drhs": (a, unit, b)}[role]
-    )
 
 
 def _intervals(scores: _Scores) -> dict[str, Interval]:
@@ -195,13 +206,101 @@ def _intervals(scores: _Scores) -> dict[str, Interval]:
     return {name: interval(value) for name, value in values.items()}
 
 
-def scaling_state(recipe: Recipe, amaxes: Float[Array, "3"]) -> DelayedScaling | None:
-    """Returns the state of a site after a step with these amaxes of lhs, rhs and g."""
-    if not recipe.is_delayed:
-        return None
-    return scaling.update_delayed(scaling.init_delayed(recipe), amaxes, recipe)
+def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
+    """Returns the errors of a product."""
+    ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
+    counted = ref != 0
+    relative = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
+    worst_db = quality.worst_slice_sqnr(ref, x)
+    return Errors(
+        mere=quality.mere(ref, x),
+        relative_l2=quality.relative_l2(ref, x),
+        median=jnp.nanmedian(_sampled(jnp.where(counted, relative, jnp.nan))),
+        worst_row=10 ** (-worst_db / 20),
+    )
 
 
-def operand_amaxes(operands: tuple[Array, Array, Array]) -> Float[Array, "3"]:
-    """Returns the amaxes of lhs, rhs and g."""
-    return jnp.stack([fp8.amax(x) for x in operands])
+def _sampled(x: Float[Array, "m n"]) -> Float[Array, "e"]:
+    # Sorting all elements would take longer than everything else. Steps without a
+    # divisor in common with the columns sample all of them.
+    step = max(1, x.size // _MEDIAN_ELEMENTS)
+    while math.gcd(step, x.shape[1]) > 1:
+        step += 1
+    return x.ravel()[::step]
+
+
+def product(
+    role: Role,
+    first: Float[Array, "..."],
+    second: Float[Array, "..."],
+    recipe: Recipe,
+    state: DelayedScaling | None = None,
+) -> Float[Array, "..."]:
+    """Returns a role's product by XLA in the recipe's precision.
+
+    The result has the compute dtype; drhs, the gradient of a master weight, float32.
+    """
+    products, operands = _read(role, first, second, recipe, state)
+    out_dtype = jnp.float32 if role == "drhs" else recipe.compute_dtype
+    return products.multiply(role, *operands, out_dtype=out_dtype)
+
+
+def exact_product(
+    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Returns a role's product in float32."""
+    a, b = {
+        "fwd": lambda: (first, second.T),
+        "dlhs": lambda: (first, second),
+        "drhs": lambda: (first.T, second.T),
+    }[role]()
+    return high_precision_matmul(a, b, compute_dtype=jnp.float32, out_dtype=jnp.float32)
+
+
+def cast_rates(
+    role: Role,
+    first: Float[Array, "..."],
+    second: Float[Array, "..."],
+    recipe: Recipe,
+    state: DelayedScaling | None = None,
+) -> CastRates:
+    """Returns the damage of a role's casts; zeros if it has none."""
+    products, operands = _read(role, first, second, recipe, state)
+    underflow = saturation = jnp.zeros((), jnp.float32)
+    for name, operand in zip(ROLE_OPERANDS[role], operands, strict=True):
+        cast = products.view(role, name, operand)
+        if isinstance(cast, Fp8Array):
+            assert operand.value is not None
+            # Counts, since the cast may be transposed.
+            nonzero = _count_nonzero(operand.value)
+            flushed = nonzero - _count_nonzero(cast.data)
+            underflow = jnp.maximum(underflow, flushed / jnp.maximum(nonzero, 1))
+            rate = quality.saturation_rate(cast.data)
+            rate *= cast.data.size / operand.value.size  # of which some are padding
+            saturation = jnp.maximum(saturation, rate)
+    return CastRates(underflow, saturation)
+
+
+def _count_nonzero(x: Array) -> Float[Array, ""]:
+    return jnp.sum(x.astype(jnp.float32) != 0, dtype=jnp.float32)
+
+
+def _read(
+    role: Role, first: Array, second: Array, recipe: Recipe, state
+) -> tuple[Products, tuple[SiteOperand, SiteOperand]]:
+    m, k, n = _sizes(role, first, second)
+    spec = SiteSpec(m=m, k=k, n=n)
+    products = Products.of(resolve(spec, Choice("xla", recipe), local_device()))
+    names = ROLE_OPERANDS[role]
+    a, b = (
+        products.read(name, x, state, roles=(role,))
+        for name, x in zip(names, (first, second), strict=True)
+    )
+    return products, (a, b)
+
+
+def _sizes(role: Role, first: Array, second: Array) -> tuple[int, int, int]:
+    """Returns (m, k, n) of the site whose role has these operands."""
+    if role == "dlhs":
+        return first.shape[0], second.shape[0], first.shape[1]
+    return first.shape[0], first.shape[1], second.shape[1]

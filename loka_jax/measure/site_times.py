@@ -15,8 +15,8 @@ from jaxtyping import Array
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import compile_lowered, leaves, lower
 from loka_jax.measure.programs import Inputs, num_rotated, planned, programs_of
+from loka_jax.measure.site_errors import product
 from loka_jax.measure.timing import Case, time_kernels
-from loka_jax.ops import roles
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import Recipe, Role, get_recipe
@@ -92,9 +92,9 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
 def _product_of(role: Role, recipe: Recipe) -> Callable[[Inputs, Array], Array]:
     """Returns the product of a role of the backward pass."""
 
-    def product(inputs: Inputs, g: Array) -> Array:
+    def of_role(inputs: Inputs, g: Array) -> Array:
         lhs, rhs = inputs.lhs, inputs.rhs
         first, second = (g, rhs) if role == "dlhs" else (lhs, g)
-        return roles.product(role, first, second, recipe, inputs.state)
+        return product(role, first, second, recipe, inputs.state)
 
-    return product
+    return of_role

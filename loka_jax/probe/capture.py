@@ -105,11 +105,9 @@ class Sampler:
         operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
         whole = live_errors.Operands(lhs, rhs, g, scales)
-        how = self.recipes, stats.errors.steps, axis_names
-        errors = live_errors.live_errors(whole, *how)
-        if self.copies > 1:
-            of_drhs = live_errors.relative_l2_of_drhs(whole, *how, self.copies)
-            errors = errors.with_drhs(of_drhs)
+        errors = live_errors.live_errors(
+            whole, self.recipes, stats.errors.steps, axis_names, self.copies
+        )
         return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)
 
 

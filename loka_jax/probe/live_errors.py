@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import Fp8Array
+from loka_jax.quality import MEASURES
 from loka_jax.recipe import (
     BLOCK,
     OPERANDS,
@@ -42,7 +43,6 @@ from loka_jax.recipe import (
     Role,
 )
 
-MEASURES = ("relative_l2", "worst_row", "mere")
 # One of each family of casts; their roles can be combined.
 RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
 _ROWS, _COLUMNS = 256, 64  # of a product that are computed
@@ -73,13 +73,6 @@ class LiveErrors(NamedTuple):
         """The mean relative L2 errors by role; NaN where none was finite."""
         of_l2 = self.moments[:, :, MEASURES.index("relative_l2")]
         return jnp.where(of_l2[..., _WEIGHT] > 0, of_l2[..., _MEAN], jnp.nan)
-
-    def with_drhs(self, relative_l2: Float[Array, "recipes"]) -> "LiveErrors":
-        """Returns the errors with another relative L2 of drhs, where that is known."""
-        place = ROLES.index("drhs"), MEASURES.index("relative_l2"), _MEAN
-        before = self.moments[:, *place]
-        known = jnp.where(jnp.isfinite(relative_l2), relative_l2, before)
-        return self._replace(moments=self.moments.at[:, *place].set(known))
 
 
 class Operands(NamedTuple):
@@ -128,6 +121,7 @@ def live_errors(
     recipes: Sequence[Recipe],
     steps: Float[Array, ""] | float = 0.0,
     axis_names: tuple[str, ...] = (),
+    copies: int = 1,
 ) -> LiveErrors:
     """Returns the errors of one step.
 
@@ -139,6 +133,8 @@ def live_errors(
         recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
+        copies: how many times as many rows drhs contracts, like these: its relative L2
+            is extrapolated to them.
     """
     operands = Operands(*jax.lax.stop_gradient(operands))
     shift = _shift(steps)
@@ -146,44 +142,16 @@ def live_errors(
         _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
     ]
     values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
+    if copies > 1:
+        told = _relative_l2_of_drhs(operands, recipes, shift, axis_names, copies)
+        place = ROLES.index("drhs"), MEASURES.index("relative_l2")
+        known = jnp.where(jnp.isfinite(told), told, values[:, *place])
+        values = values.at[:, *place].set(known)
     weight = jnp.all(jnp.isfinite(values), axis=2, keepdims=True).astype(jnp.float32)
     weights = jnp.broadcast_to(weight, values.shape)
     means = jnp.where(weights > 0, values, 0.0)
     moments = jnp.stack([weights, weights, means, jnp.zeros_like(means)], axis=-1)
     return LiveErrors(jnp.ones(()), moments)
-
-
-def relative_l2_of_drhs(
-    operands: Operands,
-    recipes: Sequence[Recipe],
-    steps: Float[Array, ""],
-    axis_names: tuple[str, ...],
-    copies: int,
-) -> Float[Array, "recipes"]:
-    """Returns what to expect of drhs's relative L2 over many times as many rows.
-
-    It is not finite below 8 rows.
-
-    Args:
-        operands, recipes, steps, axis_names: as of `live_errors`.
-        copies: how many times; the others are like these.
-    """
-    operands = Operands(*jax.lax.stop_gradient(operands))
-    rows = operands.lhs.shape[0] // _PARTS * _PARTS
-    blocks = [x[:, :rows] for x in _blocks(operands, "drhs", _shift(steps))]
-    exact = _products_of_parts(*blocks, _PARTS)
-    unit = fp8.amax(exact)  # so that squares do not underflow
-    signal, errors = _expected_square(exact / unit, copies), []
-    for recipe in recipes:
-        rounded = blocks
-        if (gemm := recipe.gemm("drhs")) is not None:
-            casts = _casts(operands, "drhs", gemm, recipe, axis_names)
-            pairs = zip(casts, blocks, strict=True)
-            rounded = [cast(x).dequantize()[:, : x.shape[1]] for cast, x in pairs]
-        lost = (_products_of_parts(*rounded, _PARTS) - exact) / unit
-        noise = _expected_square(lost, copies)
-        errors.append(jnp.sqrt(noise / signal))
-    return jnp.stack(errors)
 
 
 def _shift(steps: Float[Array, ""] | float) -> Float[Array, ""]:
@@ -228,6 +196,36 @@ def _role_errors(
         out = total(out.astype(f32))
         rows.append(_errors(total(ref), out, role, num_rows, axis_names))
     return jnp.stack(rows)
+
+
+def _relative_l2_of_drhs(
+    operands: Operands,
+    recipes: Sequence[Recipe],
+    shift: Float[Array, ""],
+    axis_names: tuple[str, ...],
+    copies: int,
+) -> Float[Array, "recipes"]:
+    """Returns what to expect of drhs's relative L2 over many times as many rows.
+
+    It is not finite below 8 rows.
+    """
+    rows = operands.lhs.shape[0] // _PARTS * _PARTS
+    first, second = (x[:, :rows] for x in _blocks(operands, "drhs", shift))
+    exact = _products_of_parts(first, second, _PARTS)
+    unit = fp8.amax(exact)  # so that squares do not underflow
+    signal, errors = _expected_square(exact / unit, copies), []
+    for recipe in recipes:
+        lost = jnp.zeros_like(exact)
+        if (gemm := recipe.gemm("drhs")) is not None:
+            of_first, of_second = _casts(operands, "drhs", gemm, recipe, axis_names)
+            rounded = _products_of_parts(
+                of_first(first).dequantize()[:, :rows],
+                of_second(second).dequantize()[:, :rows],
+                _PARTS,
+            )
+            lost = (rounded - exact) / unit
+        errors.append(jnp.sqrt(_expected_square(lost, copies) / signal))
+    return jnp.stack(errors)
 
 
 def _products_of_parts(
@@ -308,7 +306,7 @@ def _casts(
         if cast.granularity == "tensorwise":
             over = () if name == "rhs" else axis_names
             scale_inv = _scale_inv(operands, name, cast, recipe, over)
-        yield functools.partial(_quantized, cast, name, scale_inv)
+        yield functools.partial(quantized, cast, name, scale_inv)
 
 
 def _scale_inv(
@@ -329,7 +327,7 @@ def _scale_inv(
     return current if stored is None else jnp.where(stored > 0, stored, current)
 
 
-def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
+def quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
     """Returns rows in FP8, contracting their last dim."""
     if scale_inv is not None:
         return fp8.cast(x, scale_inv, cast.dtype)

@@ -1,4 +1,4 @@
-"""Draws operands from the learned statistics.
+"""Draws operands of a site, from its learned statistics or from N(0, 1).
 
     rows:     T = mean + s Z L^T               L L^T = covariance + eps I
     weights:  W = Mean + L_U Z L_V^T           of U and V
@@ -7,13 +7,46 @@ Z is standard normal; s is a factor per row, drawn from the row norms, with E[s^
 The same key gives the same operands.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
+from loka_jax.probe.capture import Operands
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
 from loka_jax.probe.row_norms import RowNorms, sample_scales
+from loka_jax.probe.site import SiteStats, weight_of
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
+    """Returns operands of a site with the learned means and covariances."""
+    keys = jax.random.split(key, 3)
+    return Operands(
+        lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
+        rhs=sample_weight(keys[1], weight_of(stats).normal),
+        g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
+    """Returns operands (m, k), (k, n), (m, n) from N(0, 1)."""
+    m, k, n = sizes
+    keys = jax.random.split(key, 3)
+    return Operands(
+        lhs=_rounded(jax.random.normal(keys[0], (m, k))),
+        rhs=jax.random.normal(keys[1], (k, n)),
+        g=_rounded(jax.random.normal(keys[2], (m, n))),
+    )
+
+
+def _rounded(x: Array) -> Array:
+    # Activations and their gradients are bfloat16 when a site reads them.
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def sample_rows(

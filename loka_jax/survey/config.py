@@ -3,7 +3,7 @@
 import dataclasses
 
 from loka_jax.dispatch.policy import Limits
-from loka_jax.measure.errors import PAIRS
+from loka_jax.measure.site_errors import PAIRS
 from loka_jax.options import require
 from loka_jax.recipe import INITIALIZED, RECIPES, get_recipe
 

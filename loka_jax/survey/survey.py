@@ -7,8 +7,8 @@ held-out batches, one site in FP8  -------------> effect on the loss
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,26 +16,58 @@ from jax.scipy.stats import rankdata
 
 from loka_jax import nn
 from loka_jax.data import Position
+from loka_jax.dispatch.policy import Limits, why_unsafe
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.site_errors import (
-    SiteErrors,
-    draw_learned,
-    draw_normal,
-    site_errors,
-)
+from loka_jax.measure.site_errors import SiteErrors, site_errors
 from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.probe.capture import Capture, Operands
+from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import Role
 from loka_jax.site import BF16, SiteSpec
 from loka_jax.survey.config import SurveyConfig
 from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
 from loka_jax.survey.summary import summarize, warnings_of
-from loka_jax.survey.verdict import judge
 from loka_jax.train.build import Run
 from loka_jax.train.folder.record import versions
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step
+
+
+class Verdict(NamedTuple):
+    """The verdict on a candidate at a role of a site.
+
+    Attributes:
+        is_safe: its error is within the limits.
+        is_fast: it is faster than bfloat16 by the limit; None if not measured.
+        reason: why it is not safe, or not fast; its speed and error if it is both.
+    """
+
+    is_safe: bool
+    is_fast: bool | None
+    reason: str
+
+
+def judge(
+    errors: Mapping[str, Interval], speedup: float | None, limits: Limits
+) -> Verdict:
+    """Returns the verdict on a candidate.
+
+    Args:
+        errors: on operands of one source, by measure.
+        speedup: over bfloat16; None if not measured.
+        limits: on errors and speed.
+    """
+    why_not = why_unsafe(errors, limits)
+    is_fast = None if speedup is None else speedup >= limits.speedup
+    if why_not is not None:
+        return Verdict(False, is_fast, why_not)
+    error = f"relative L2 {errors['relative_l2'].mean:.3f}"
+    if speedup is None:
+        return Verdict(True, None, error)
+    if not is_fast:
+        return Verdict(True, False, f"{speedup:.2f} times bfloat16")
+    return Verdict(True, True, f"{speedup:.2f} times bfloat16, {error}")
 
 
 def survey(

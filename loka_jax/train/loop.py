@@ -28,12 +28,10 @@ from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
 from loka_jax.train.steps_per_call import steps_at_once
-from loka_jax.train.watch import operands, replan, verdict
-from loka_jax.train.watch.drift_looks import DriftLooks
+from loka_jax.train.watch import guard, replan
 from loka_jax.train.watch.guard import Diverged
-from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
 from loka_jax.train.watch.looks import Looks
-from loka_jax.train.watch.restore import Moment, gone_back, restored
 from loka_jax.train.watch.scale_watch import LOOK_STEPS
 
 # An operand that is always zero never initializes its scale, so after this many steps
@@ -79,7 +77,6 @@ class Loop:
         self._scales_initialized = False
         self._batch: Batch | None = None
         self._looks = Looks(display.say)
-        self._drift = DriftLooks(display.say)
         self._clock = Clock(progress)
 
     def train(self, stop: StopRequest):
@@ -107,7 +104,7 @@ class Loop:
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
                 self.step(pairs)
-                self._take_look(pairs[-1][1])
+                self._look_at_scales(pairs[-1][1])
                 self._leave_out_compilation()
                 if self._is_due(loop.log_every):
                     self._log()
@@ -125,7 +122,7 @@ class Loop:
         with self._display.doing("saving"):
             self._checkpoints.wait()
         if not stop.is_set:
-            verdict.refuse_ruin(self.run, self.state, self.progress)
+            guard.refuse_ruin(*self._judged())
 
     def best_state(self) -> Moment:
         """Returns the run at its best evaluation if that was saved, or at its end.
@@ -209,19 +206,25 @@ class Loop:
         if self.progress.step and self._is_due(self.run.config.loop.look_every):
             with self._display.doing("looking at operands"):
                 self._sync()
-                self.progress = self._drift.after(
+                self.progress = self._looks.before_step(
+                    self.run, self.state, self.progress, batch
+                )
+
+    def _look_at_scales(self, batch: Batch):
+        """Looks at delayed scales at fixed steps, so that resumed runs do the same."""
+        if self._is_due(LOOK_STEPS) or self._ends():
+            with self._display.doing("looking at scales"):
+                self.progress = self._looks.after_step(
                     self.run, self.state, self.progress, batch
                 )
 
     def _review_plan(self):
         """Changes the plan by drift and by live errors, before the next checkpoint."""
-        self.progress = self._drift.read(self.progress)
+        self.progress = self._looks.read(self.progress)
         if self._ends():
             return
         probe = self.state.probe
-        if followed := replan.after_drift(self.run, probe, self.progress):
-            self._change(*followed)
-        if followed := replan.after_review(self.run, probe, self.progress):
+        if followed := replan.review(self.run, probe, self.progress):
             self._change(*followed)
 
     def _ready_for_initialized_step(self) -> bool:
@@ -270,11 +273,12 @@ class Loop:
         step, rate = self.progress.step, self._clock.rate(self.progress)
         line = log_lines.training(self.run, self.state, self.progress, rate)
         self._record.log(line)
-        self.progress = verdict.judged(self.run, self.state, self.progress)
-        if scales := operands.scales(self.state):
+        judged = guard.judged(*self._judged())
+        self.progress = dataclasses.replace(self.progress, guard=judged)
+        if scales := log_lines.scales(self.state):
             self._record.log_scales(step, scales)
-        self.progress = self._looks.read(self.run, self.progress)
-        if amaxes := operands.amaxes(self.state):
+        self.progress = self._looks.read(self.progress)
+        if amaxes := log_lines.amaxes(self.state):
             self._record.log_amaxes(step, amaxes)
         self._display.numbers(step, line)
         seen = metrics.init_like(self.state.metrics)
@@ -282,22 +286,18 @@ class Loop:
         self._clock.mark(self.progress)
         self._refuse_skipping()
 
+    def _judged(self) -> tuple[guard.Guard, Run, TrainState, int]:
+        """Returns what the guard judges."""
+        return self.progress.guard, self.run, self.state, self.progress.step
+
     def _refuse_skipping(self):
         limit = self.run.config.loop.max_skipped_steps
-        verdict.refuse_skipping(self.state, self.progress.step, limit)
-
-    def _take_look(self, batch: Batch):
-        """Looks at delayed scales at fixed steps, so that resumed runs do the same."""
-        if self._is_due(LOOK_STEPS) or self._ends():
-            with self._display.doing("looking at scales"):
-                self.progress = self._looks.after(
-                    self.run, self.state, self.progress, batch
-                )
+        guard.refuse_skipping(self.state, self.progress.step, limit)
 
     def _explained(self, symptom: Diverged) -> Diverged:
         self._checkpoints.wait()
         self._sync()
-        return verdict.explained(
+        return guard.explained(
             symptom,
             self.run,
             self.state,
@@ -317,7 +317,6 @@ class Loop:
         self._record.truncate(self.progress.step)
         self._clock.rewind(self.progress)
         self._looks.drop()
-        self._drift.drop()
         self._scales_initialized = False
         return True
 
@@ -350,9 +349,8 @@ class Loop:
         """Saves the state, unless it is not healthy: older checkpoints may be."""
         self._tick()
         self._sync()
-        self.progress = self._looks.read(self.run, self.progress)
-        self.progress = self._drift.read(self.progress)
-        if not verdict.is_healthy(self.run, self.state, self.progress):
+        self.progress = self._looks.read(self.progress)
+        if not guard.is_healthy(*self._judged()):
             self._display.say(
                 f"step {self.progress.step:,}: not saved, as the loss is out of bounds."
             )

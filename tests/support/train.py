@@ -30,7 +30,7 @@ from loka_jax.train.config import (
     LoopConfig,
     RunOptions,
 )
-from loka_jax.train.watch import drift_looks
+from loka_jax.train.watch import looks
 
 DATA = DataConfig(examples=320, eval_examples=64, rows=(20, 10, 5, 4), signal=2.5)
 MODEL = Dlrm(
@@ -111,7 +111,7 @@ def write_table(path, header=None, *, source=None, bf16_us=2.0, fp8_us=1.0):
 
 def plant_drift(monkeypatch, path, since, until=10**9):
     """Lets lhs of a site, by default the last, look 512 times as large."""
-    plain = drift_looks.look_step
+    plain = looks.look_step
 
     def planted(run, recipes):
         look, site = plain(run, recipes), path or max(recipes)
@@ -124,7 +124,7 @@ def plant_drift(monkeypatch, path, since, until=10**9):
 
         return look_and_plant
 
-    monkeypatch.setattr(drift_looks, "look_step", planted)
+    monkeypatch.setattr(looks, "look_step", planted)
 
 
 def share_data(monkeypatch):

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from loka_jax.data import Dataset
+from loka_jax.nn import by_path
 from loka_jax.optim import OptimConfig
+from loka_jax.recipe import OPERANDS
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.evaluation import evaluate
 from loka_jax.train.state import TrainState
+from loka_jax.train.step import named_sites
 from loka_jax.train.tasks import by_task
 from loka_jax.train.watch.host_state import Progress
 
@@ -134,3 +137,29 @@ def memory_bytes() -> dict[str, int | None]:
     if _STATM.exists():
         host = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {"device_peak_bytes": stats.get("peak_bytes_in_use"), "host_bytes": host}
+
+
+def scales(state: TrainState) -> dict[str, float]:
+    """Returns the scale_inv of every operand of the sites with delayed scaling."""
+    sites = named_sites(state)
+    return _by_operand({path: site.scale_inv for path, site in sites.items()})
+
+
+def amaxes(state: TrainState) -> dict[str, float]:
+    """Returns the amaxes of the batch observed last, by site and operand."""
+    return _by_operand(
+        {
+            path: [getattr(stats, operand).tails.last_amax for operand in OPERANDS]
+            for path, stats in by_path(state.probe).items()
+        }
+    )
+
+
+def _by_operand(tables: dict[str, Any]) -> dict[str, float]:
+    """Returns the entries of tables with one per operand, by "site/operand"."""
+    tables = jax.device_get(tables)
+    return {
+        f"{path}/{operand}": float(table[i])
+        for path, table in tables.items()
+        for i, operand in enumerate(OPERANDS)
+    }

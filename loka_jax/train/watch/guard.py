@@ -12,6 +12,9 @@ beyond `LIMIT` times the larger of 1 and the lowest NE so far, or that of one ha
 the first window. Windows with few examples of a label have an NE by chance: only the
 first rule holds for them. Two bad windows in a row are divergence; a single one can be
 a batch of outliers.
+
+An error names the symptom; `explained` adds the likely cause, for which the model runs
+twice.
 """
 
 import dataclasses
@@ -27,7 +30,9 @@ from loka_jax import nn
 from loka_jax.data import Batch
 from loka_jax.recipe import get_recipe
 from loka_jax.train import metrics
+from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
+from loka_jax.train.step import past_first_steps
 
 type EvalStep = Callable[..., tuple[metrics.MetricState, Array]]
 type EvalStepOf = Callable[[nn.Planned], EvalStep]
@@ -87,6 +92,86 @@ class Guard:
     def has_diverged(self) -> bool:
         """True after two bad windows in a row."""
         return self.bad_windows >= _WINDOWS
+
+
+def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
+    """Returns the guard after the training examples since the last log line.
+
+    Raises:
+        Diverged: with the symptom, if this was one bad window too many.
+    """
+    window = metrics.capped_ne(state.metrics)
+    seen = _after(seen, window, run, step)
+    if seen.has_diverged:
+        raise Diverged(
+            f"the NE of the training examples is {window.ne:.3g}, and predicting the "
+            "mean click rate has 1"
+        )
+    return seen
+
+
+def is_healthy(seen: Guard, run: Run, state: TrainState, step: int) -> bool:
+    """Returns whether the state may become a checkpoint."""
+    now = _after(seen, metrics.capped_ne(state.metrics), run, step)
+    return now.is_healthy and not poisoned(state)
+
+
+def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
+    """Raises TrainingFailed if the last `limit` steps or more were skipped."""
+    skipped = int(state.skipped_in_a_row)
+    if skipped < limit:
+        return
+    raise TrainingFailed(
+        f"the last {skipped} steps up to step {step} were skipped, because their loss "
+        "or gradients were not finite: lower --optim.lr or --optim.rows-lr, or set "
+        "--optim.clip-norm 10."
+    )
+
+
+def refuse_ruin(seen: Guard, run: Run, state: TrainState, step: int) -> None:
+    """Ends a finished run as failed if its state cannot be used.
+
+    Raises:
+        TrainingFailed: if the last steps were all skipped.
+        Diverged: with the symptom, if the last window was bad, or the state is not
+            finite.
+    """
+    few = min(run.config.loop.log_every, step)
+    refuse_skipping(state, step, max(few, 1))
+    if not is_healthy(seen, run, state, step):
+        raise Diverged("the loss or the state of the last steps is no good")
+
+
+def _after(seen: Guard, window: metrics.CappedNe, run: Run, step: int) -> Guard:
+    return seen.after(window, is_warm=step > run.config.optim.warmup_steps)
+
+
+def explained(
+    symptom: Diverged,
+    run: Run,
+    state: TrainState,
+    step: int,
+    *,
+    batch: Batch | None,
+    saved: int | None,
+) -> Diverged:
+    """Returns the error of a divergence as a sentence with its likely cause.
+
+    Args:
+        symptom: the error of `judged` or `refuse_ruin`.
+        run: the run.
+        state: the state that has diverged.
+        step: the number of steps taken.
+        batch: the newest training batch; None if there was none.
+        saved: the step of the newest checkpoint; None if there is none.
+    """
+    newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
+    columns = run.splits.train.schema.dense
+    model = past_first_steps(run.planned, state)
+    cause = likely_cause(model, run.eval_step, state, batch, columns)
+    return Diverged(
+        f"training has diverged at step {step}: {symptom}; {cause}; {newest}."
+    )
 
 
 def likely_cause(

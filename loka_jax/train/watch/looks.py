@@ -1,64 +1,209 @@
-"""The looks at delayed scales that a run has taken (`scale_watch.py`) and not yet read.
+"""Looks at FP8 sites while a run trains, and those that it has not yet read.
 
-No step waits for a look: it is read where a log line or a checkpoint waits anyway.
+operands    before a step, which is run without training: what its casts will do, by
+            the scales that it will cast with (`dispatch.drift`)
+scales      after a step: amaxes that were far off their scales (`scale_watch`)
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
+from loka_jax.dispatch.operand_health import health
+from loka_jax.dispatch.policy import Decision
+from loka_jax.measure.compiling import untuned_here
+from loka_jax.nn import by_path
+from loka_jax.probe.capture import Sampler
+from loka_jax.recipe import Recipe, Role
+from loka_jax.scaling import init_delayed
+from loka_jax.site import Choice
+from loka_jax.train import tasks
 from loka_jax.train.build import Run
+from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import named_sites
+from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.watch.scale_watch import Look, take_look
+from loka_jax.train.watch.scale_watch import Look as ScaleLook
+from loka_jax.train.watch.scale_watch import take_look
 
-# Looks that wait for a log line; older ones are read, as they have been computed.
+MAX_EXAMPLES = 8192  # that a look runs
+MAX_ROWS = 2048  # of the operands of a site whose casts are measured
+# Unread looks; older ones are read, as they have been computed.
 _MAX_UNREAD = 8
+
+type Look = dict[str, Float[Array, "operands measures"]]
 
 
 class Looks:
-    """Unread looks, the oldest first."""
+    """Unread looks, the oldest first.
+
+    No step waits for a look: it is read before a log line, a review of the plan or a
+    checkpoint, where the run waits anyway.
+    """
 
     def __init__(self, say: Callable[[str], None]):
-        """Takes a function that receives a sentence for each new outlier."""
+        """Begins without a look; `say` takes a sentence on what was found."""
         self._say = say
-        self._unread: collections.deque[Look] = collections.deque()
+        # Each waits for the device, and returns a progress with its look.
+        self._unread: collections.deque[Callable[[Progress], Progress]] = (
+            collections.deque()
+        )
+        self._run: Run | None = None
+        self._step: Callable[[TrainState, Batch], Look] | None = None
 
-    def after(
+    def before_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
     ) -> Progress:
-        """Takes a look after a step on `batch`; returns the progress with old ones."""
-        if sites := named_sites(state):
-            look = take_look(
-                sites,
-                {site.path: site.plan.choice.recipe for site in run.sites},
-                jnp.asarray(batch.dense),
-                step=progress.step,
-                position=progress.position,
-                skipped=state.skipped,
-            )
-            self._unread.append(look)
-        return self._read(run, progress, _MAX_UNREAD)
+        """Looks at operands in the step to come; returns the progress with old looks.
 
-    def read(self, run: Run, progress: Progress) -> Progress:
+        Args:
+            run: the run.
+            state: its state before the step, which sees the scales it will cast with.
+            progress: its progress.
+            batch: of the step.
+        """
+        if self._run is not run:  # under another plan
+            self._run, self._step = run, look_step(run, watched(run, progress))
+        if self._step is None:
+            return progress
+        look = self._step(state, batch)
+        self._unread.append(functools.partial(self._with_operands, run, look))
+        return self._read(progress, _MAX_UNREAD)
+
+    def after_step(
+        self, run: Run, state: TrainState, progress: Progress, batch: Batch
+    ) -> Progress:
+        """Looks at scales after a step on `batch`; returns progress with old looks."""
+        sites = named_sites(state)
+        if not sites:
+            return progress
+        look = take_look(
+            sites,
+            {site.path: site.plan.choice.recipe for site in run.sites},
+            jnp.asarray(batch.dense),
+            step=progress.step,
+            position=progress.position,
+            skipped=state.skipped,
+        )
+        self._unread.append(functools.partial(self._with_scales, run, look))
+        return self._read(progress, _MAX_UNREAD)
+
+    def read(self, progress: Progress) -> Progress:
         """Returns the progress with all looks, after waiting for the device."""
-        return self._read(run, progress, 0)
+        return self._read(progress, 0)
 
     def drop(self) -> None:
         """Forgets unread looks, for a run that goes back to a step before them."""
         self._unread.clear()
 
-    def _read(self, run: Run, progress: Progress, keep: int) -> Progress:
-        """Returns the progress with all looks but the newest `keep`."""
-        size = run.config.loop.batch_size
-        count = len(progress.scale_watch.warnings)
-        watch = progress.scale_watch
+    def _read(self, progress: Progress, keep: int) -> Progress:
         while len(self._unread) > keep:
-            watch = watch.after(self._unread.popleft(), run.splits.train, size)
-        for sentence in watch.warnings[count:]:
+            progress = self._unread.popleft()(progress)
+        return progress
+
+    def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
+        before = progress.drift
+        watch = before.after(jax.device_get(look), run.config.loop.look_every)
+        for path in watch.newly_above(before):
+            self._say(
+                f"{path}: errors of its FP8 have been above their limit in most "
+                f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
+            )
+        return dataclasses.replace(progress, drift=watch)
+
+    def _with_scales(self, run: Run, look: ScaleLook, progress: Progress) -> Progress:
+        before, size = progress.scale_watch, run.config.loop.batch_size
+        watch = before.after(look, run.splits.train, size)
+        for sentence in watch.warnings[len(before.warnings) :]:
             self._say(sentence)
         return dataclasses.replace(progress, scale_watch=watch)
+
+
+class Watched(NamedTuple):
+    """What is looked at of a site.
+
+    Attributes:
+        recipe: whose casts, without those that its kernels leave out.
+        fp8_results: as in `nn.Site`.
+    """
+
+    recipe: Recipe
+    fp8_results: tuple[Role, ...]
+
+
+def watched(run: Run, progress: Progress) -> dict[str, Watched]:
+    """Returns what is looked at, by path.
+
+    That are the sites in FP8, and those that have drifted as they were before.
+    """
+    before = {
+        path: Decision(Choice.parse(progress.planned[path]["choice"]), "before drift")
+        for path in progress.drift.away
+    }
+    sites = run.list_sites(run.plan.changed(before), scales_initialized=True)
+    return {
+        site.path: Watched(
+            dataclasses.replace(site.plan.backward_recipe, scales_initialized=False),
+            site.fp8_results,
+        )
+        for site in sites
+        if site.has_choice and site.is_fp8
+    }
+
+
+def look_step(
+    run: Run, sites: Mapping[str, Watched]
+) -> Callable[[TrainState, Batch], Look] | None:
+    """Returns the compiled look at some sites, by path; None without sites.
+
+    A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
+    looked at with those of a first step. Up to `MAX_EXAMPLES` are run that a device has
+    of a microbatch, so that a look takes no more memory than a step, and not much time.
+    The error of drhs is extrapolated to the whole batch. Gradients are those of its
+    mean loss, as in the step.
+    """
+    if not sites:
+        return None
+    recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
+    parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
+    if run.spread is not None:  # all devices look at the part of one of them
+        parts *= run.spread.mesh.size
+    parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
+    observer = Sampler(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
+    observed = run.planned, run.tables, observer, run.config.optim.task_weights
+    if run.spread is None:
+        observe = make_observe_step(*observed)
+    else:
+        observe = run.spread.everywhere(
+            make_observe_step(*observed, look_up_everywhere)
+        )
+
+    def look(state: TrainState, batch: Batch) -> Look:
+        total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+        rows = len(batch.labels) // parts
+        part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
+        seen = observe(state, part, total_weight)
+        samples, scales = by_path(seen), named_sites(state)
+        looks = {}
+        for path, (recipe, fp8_results) in sites.items():
+            sample = samples[path]
+            measures = health(
+                sample,
+                sample.errors.relative_l2[recipes.index(recipe)],
+                recipe,
+                scales.get(path, init_delayed(recipe)),
+                fp8_results=fp8_results,
+                limits=limits,
+            )
+            looks[path] = jnp.stack(measures, 1)
+        return looks
+
+    # A look is rare and small: faster kernels would not make up for their search.
+    return jax.jit(look, compiler_options=untuned_here())

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from loka_jax.dispatch.cross_networks import networks
-from loka_jax.dispatch.live import seen_errors
 from loka_jax.dispatch.plan import DispatchPlan, as_json, chains_of, from_json
 from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
 from loka_jax.site import BF16
@@ -37,11 +37,6 @@ def replanned(
     """Returns the run under a new plan, and the state with the scales that it needs.
 
     Sites that had no delayed scales get those before the first step.
-
-    Args:
-        run: the run.
-        state: its state.
-        plan: the new plan.
     """
     run = run.replanned(plan)
     initial = jax.jit(lambda: run.init().fp8)()
@@ -54,11 +49,6 @@ def after_failure(
     """Returns the plan without kernels, for a step of them that did not compile.
 
     None if that would not help: no site has a kernel, or memory ran out.
-
-    Args:
-        run: the run.
-        progress: its progress.
-        error: what a step raised that had never run.
     """
     kernels = [path for path, choice in run.plan.choices if choice.provider != "xla"]
     if not kernels or "RESOURCE_EXHAUSTED" in str(error):
@@ -69,6 +59,22 @@ def after_failure(
     return change, dataclasses.replace(progress, broken=broken)
 
 
+def review(run: Run, probe: Any, progress: Progress) -> tuple[Change, Progress] | None:
+    """Returns the plan that looks and live errors ask for; None if it is the run's.
+
+    Args:
+        run: the run.
+        probe: Probe's statistics.
+        progress: of the run, with all looks.
+    """
+    said: tuple[str, ...] = ()
+    for after in (after_drift, after_review):
+        if found := after(run, probe, progress):
+            change, progress = found
+            run, said = run.replanned(change.plan), said + change.said
+    return (Change(run.plan, said), progress) if said else None
+
+
 def after_drift(
     run: Run, probe: Any, progress: Progress
 ) -> tuple[Change, Progress] | None:
@@ -76,12 +82,7 @@ def after_drift(
 
     Sites that have drifted run in bfloat16, with all sites of a cross network that is
     one operation; those whose operands are back, and whose live errors are within the
-    limits where these count, run as they did before.
-
-    Args:
-        run: the run.
-        probe: Probe's statistics.
-        progress: of the run, with the looks.
+    limits where these count, run as they did before. Arguments are those of `review`.
     """
     watch, step = progress.drift, progress.step
     in_fp8 = {site.path for site in run.sites if site.is_fp8}
@@ -113,11 +114,6 @@ def _followers(
 
     A cross network is one operation with one choice; apart its sites would be slower in
     FP8 than in bfloat16.
-
-    Args:
-        run: the run.
-        drifted: why sites have drifted, by path.
-        in_fp8: paths of the sites in FP8.
     """
     return {
         path: f"{leaders[0]} has drifted, and its cross network is one operation"
@@ -159,12 +155,7 @@ def after_review(
     """Returns the plan that live errors ask for; None if it is the run's.
 
     Sites that drift has demoted, and those with kernels that did not compile, stay as
-    they are.
-
-    Args:
-        run: the run.
-        probe: Probe's statistics.
-        progress: of the run.
+    they are. Arguments are those of `review`.
     """
     if run.reviewer is None:
         return None
@@ -186,19 +177,17 @@ def after_review(
 
 def _live_errors(run: Run, probe: Any, paths: Iterable[str]) -> dict[str, RoleErrors]:
     """Returns the live errors of sites that were seen in enough steps, by path."""
-    stats = by_path(probe)
+    stats, recipes = by_path(probe), run.config.probe.recipes
     errors = {path: stats[path].errors for path in paths if path in stats}
-    return seen_errors(errors, run.config.probe.recipes)
+    found = {
+        path: live_intervals(of_site, recipes)
+        for path, of_site in jax.device_get(errors).items()
+    }
+    return {path: by_role for path, by_role in found.items() if any(by_role.values())}
 
 
 def _demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
-    """Returns the plan with sites in XLA's bfloat16.
-
-    Args:
-        run: the run.
-        step: the number of steps taken.
-        reasons: why, by path.
-    """
+    """Returns the plan with sites in XLA's bfloat16, and the reasons by path."""
     decisions = {path: Decision(BF16, reason) for path, reason in reasons.items()}
     said = tuple(_sentence(step, path, x) for path, x in decisions.items())
     return Change(run.plan.changed(decisions), said)

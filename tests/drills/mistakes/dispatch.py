@@ -51,7 +51,7 @@ MISTAKES = [
     ),
     Mistake(
         "half widths of effects add up",
-        f"{_DISPATCH}/loss.py",
+        f"{_DISPATCH}/policy.py",
         "math.hypot(*(effect.half for effect in effects))",
         "sum(effect.half for effect in effects)",
         "unit/dispatch/plan_test.py",
@@ -124,7 +124,7 @@ MISTAKES = [
         f"{_MEASURE}/intervals.py",
         "math.sqrt(1 + 1 / count)",
         "math.sqrt(1 / count)",
-        "unit/measure/errors_test.py",
+        "unit/measure/timing_test.py",
     ),
     Mistake(
         "times are taken while others compile",
@@ -196,7 +196,7 @@ MISTAKES = [
         f"{_MEASURE}/timing.py",
         "end_ns = max(end_ns, event.start_ns + event.duration_ns)",
         "end_ns = event.start_ns + event.duration_ns",
-        "unit/measure/errors_test.py",
+        "unit/measure/timing_test.py",
     ),
     Mistake(
         "results of the last partial tile are not compared",
@@ -214,14 +214,14 @@ MISTAKES = [
     ),
     Mistake(
         "the site with the smallest effect is given up first",
-        f"{_SURVEY}/whole_plan.py",
+        f"{_SURVEY}/sensitivity.py",
         "worst = max(left, key=",
         "worst = min(left, key=",
         "unit/survey/survey_test.py",
     ),
     Mistake(
         "a verdict on speed takes the limit for leaving XLA",
-        f"{_SURVEY}/verdict.py",
+        f"{_SURVEY}/survey.py",
         "speedup >= limits.speedup",
         "speedup >= limits.leave_xla",
         "unit/survey/survey_test.py",

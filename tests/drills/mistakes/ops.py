@@ -321,10 +321,10 @@ MISTAKES = [
     ),
     Mistake(
         "the sizes of dlhs swap k and n",
-        "loka_jax/ops/roles.py",
+        "loka_jax/measure/site_errors.py",
         "return first.shape[0], second.shape[0], first.shape[1]",
         "return first.shape[0], first.shape[1], second.shape[0]",
-        "unit/ops/roles_test.py",
+        "unit/measure/site_errors_test.py",
     ),
     Mistake(
         "statistics of the last batch are handed back unchanged",

@@ -76,9 +76,9 @@ MISTAKES = [
     ),
     Mistake(
         "the warm-up ends a window early",
-        f"{TRAIN}/watch/verdict.py",
-        "is_warm = progress.step > run.config.optim.warmup_steps",
-        "is_warm = progress.step >= run.config.optim.warmup_steps",
+        f"{TRAIN}/watch/guard.py",
+        "is_warm=step > run.config.optim.warmup_steps",
+        "is_warm=step >= run.config.optim.warmup_steps",
         "unit/train/watch/guard_test.py",
     ),
     Mistake(
@@ -90,7 +90,7 @@ MISTAKES = [
     ),
     Mistake(
         "looks at a part of a batch see gradients of its own mean loss",
-        f"{TRAIN}/watch/drift_looks.py",
+        f"{TRAIN}/watch/looks.py",
         "seen = observe(state, part, total_weight)",
         "seen = observe(state, part, None)",
         "unit/train/watch/looks_test.py",
@@ -118,10 +118,10 @@ MISTAKES = [
     ),
     Mistake(
         "a run that goes back trains on the same batches again",
-        f"{TRAIN}/watch/restore.py",
+        f"{TRAIN}/watch/host_state.py",
         "position=progress.position,",
         "position=before.position,",
-        "unit/train/watch/restore_test.py",
+        "unit/train/watch/host_state_test.py",
     ),
     Mistake(
         "all devices drop the same activations",

@@ -17,6 +17,7 @@ from tests.support.nn import factor_of
 
 M, K, N = 128, 32, 64
 DELAYED = "fp8_tensorwise_delayed"
+WIDE = Limits(healthy=6.0)
 
 
 def operands(lhs=None, rhs=None, g=None):
@@ -29,22 +30,21 @@ def operands(lhs=None, rhs=None, g=None):
     ]
 
 
-@functools.partial(jax.jit, static_argnames=("name", "fp8_results"))
-def _health(arrays, amaxes, errors, table, name, fp8_results):
+@functools.partial(jax.jit, static_argnames=("name", "how"))
+def _health(arrays, amaxes, errors, table, name, how):
     state = None if table is None else DelayedScaling(table)
     sample = Sample(Operands(*arrays), amaxes, empty_errors(0))
-    return operand_health.health(
-        sample, errors, get_recipe(name), state, fp8_results=fp8_results
-    )
+    return operand_health.health(sample, errors, get_recipe(name), state, **dict(how))
 
 
-def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), fp8_results=()):
+def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), **how):
     """Returns the health by operand, after steps with `stored` amaxes if delayed."""
     recipe, table = get_recipe(name), None
     if stored is not None:
         table = scaling.stored(np.float32(factor_of(stored)), recipe).table
     amaxes = np.float32([np.abs(x).max() for x in arrays])
-    found = _health(arrays, amaxes, np.float32(errors), table, name, fp8_results)
+    options = tuple(how.items())
+    found = _health(arrays, amaxes, np.float32(errors), table, name, options)
     by_operand = np.stack(found, axis=1)
     return {name: Health(*by_operand[i]) for i, name in enumerate(OPERANDS)}
 
@@ -89,9 +89,8 @@ def test_an_error_is_told_by_how_far_it_is_above_the_limit_of_its_formats():
     found = healths("fp8_tensorwise", operands(), errors=(0.05, 0.0555 * 4, np.nan))
     assert found["lhs"].error == 0 and np.isnan(found["g"].error)
     np.testing.assert_allclose(found["rhs"].error, 2, rtol=1e-6)
-    gemm, wide = get_recipe("fp8_tensorwise").fwd, Limits(healthy=6.0)
-    excess = operand_health._excess(np.float32(0.0555 * 8), gemm, wide)
-    np.testing.assert_allclose(excess, 1, rtol=1e-6)
+    wide = healths("fp8_tensorwise", operands(), errors=(0.0555 * 8,) * 3, limits=WIDE)
+    np.testing.assert_allclose(wide["lhs"].error, 1, rtol=1e-6)
 
 
 def test_a_result_in_fp8_that_saturates_is_an_error_of_its_product():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from loka_jax.dispatch import live
+from loka_jax.dispatch import review
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
@@ -149,7 +149,7 @@ def test_the_interval_is_that_of_another_step(decay):
     freedom = weights.sum() - np.sum(weights**2) / weights.sum()
     deviation = math.sqrt(np.sum(weights * (values - mean) ** 2) / freedom)
     half = student.ppf(0.975, count - 1) * deviation * math.sqrt(1 + 1 / count)
-    found = live.live_intervals(_steps(values, decay), RECIPES)
+    found = review.live_intervals(_steps(values, decay), RECIPES)
     expected = _errors_live(mean, low=1 - half / mean, high=1 + half / mean)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
@@ -157,10 +157,8 @@ def test_the_interval_is_that_of_another_step(decay):
 @pytest.mark.parametrize("count", range(4))
 def test_too_few_steps_say_nothing(count):
     steps = _steps([0.03] * count)
-    found = live.live_intervals(steps, RECIPES)
+    found = review.live_intervals(steps, RECIPES)
     assert any(found.values()) == (count == 3)
-    seen = live.seen_errors({"a": steps, "b": _steps([])}, RECIPES)
-    assert seen == ({"a": found} if count == 3 else {})
 
 
 def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
@@ -170,14 +168,14 @@ def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
         for role in ROLES:
             errors[role] |= _errors_live(0.04, "fp8_blockwise", high=1.1)[role]
     seen = {path: _errors_live(0.03 * factor) for path, factor in factors.items()}
-    by_role = live.ratios(seen, drawn)
+    by_role = review.ratios(seen, drawn)
     logs = np.log(list(factors.values()))
     for role in ROLES:
         for ratio in by_role[role].values():
             expected = (logs.mean(), logs.std(ddof=1), 3)
             np.testing.assert_allclose(ratio, expected, rtol=1e-6)
 
-    own = live.own_errors(seen["a"], drawn["a"], by_role)
+    own = review.own_errors(seen["a"], drawn["a"], by_role)
     assert own["drhs"]["fp8_rowwise"] == seen["a"]["drhs"]["fp8_rowwise"]
     half = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
     half = math.hypot(half, math.log(1.1))  # of the ratio, and of the draws
@@ -192,6 +190,6 @@ def test_a_table_takes_the_errors_of_the_model():
     entry = Entry(dict(training={"xla bf16": 2.0}), {"model b": _errors_live(0.5)})
     table = Table(HEADER, dict.fromkeys(keys[:3], entry))
     seen = {"a": _errors_live(0.03), "c": _errors_live(0.04), "d": _errors_live(0.05)}
-    found = live.with_live(table, sites, seen, "model")
+    found = review.with_live(table, sites, seen, "model")
     own = {x: Entry(errors={f"model {x}": seen[x]}) for x in "ac"}
     assert found.sites == {keys[0]: own["a"], keys[2]: own["c"]}

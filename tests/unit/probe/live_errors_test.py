@@ -197,10 +197,8 @@ def test_merged_moments_are_those_of_the_steps(decay):
 @functools.partial(jax.jit, static_argnames="copies")
 def _error_of_drhs(lhs, g, copies):
     operands = Operands(lhs, jnp.ones((64, 64)), g, (None,) * 3)
-    recipes, steps = [get_recipe("fp8_tensorwise")], jnp.zeros(())
-    if copies == 1:
-        return live_errors.live_errors(operands, recipes, steps).relative_l2[0, 2]
-    return live_errors.relative_l2_of_drhs(operands, recipes, steps, (), copies)[0]
+    recipes = [get_recipe("fp8_tensorwise")]
+    return live_errors.live_errors(operands, recipes, copies=copies).relative_l2[0, 2]
 
 
 @pytest.mark.parametrize("clicks, least, most", [(None, 0.03, 0.045), (0.05, 1.0, 2.0)])

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.probe import blocks, moments, row_norms
+from loka_jax.probe import blocks, moments, row_norms, sampling
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import empty_moments, moments_of
 from loka_jax.probe.row_norms import RowNorms, norms_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
+from loka_jax.probe.site import ProbeConfig, empty_stats
 
 K = 7
 _merge = jax.jit(moments.merge)
@@ -189,3 +190,24 @@ def test_weights_have_the_learned_mean_and_covariances():
     drawn = np.asarray(drawn, np.float64)
     stacked = drawn.swapaxes(1, 2).reshape(DRAWS, -1)  # columns, one below another
     _assert_has(stacked, mean.T.ravel(), np.kron(columns, rows).astype(np.float64))
+
+
+def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
+    shapes = jax.eval_shape(lambda: empty_stats(4, 3, ProbeConfig()))
+    stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    for name, value in (("lhs", 1.001), ("g", 2.001)):
+        rows = getattr(stats, name)
+        rows = jax.tree.map(lambda x, value=value: x + np.float32(value), rows)
+        stats = stats._replace(**{name: rows})
+
+    def drawn_rows(key, moments, m, norms):
+        np.testing.assert_array_equal(norms.counts, moments.mean[0])
+        return jnp.tile(moments.mean[None], (m, 1))
+
+    monkeypatch.setattr(sampling, "sample_rows", drawn_rows)
+    monkeypatch.setattr(sampling, "sample_weight", lambda key, x: x.mean)
+    with jax.disable_jit():
+        drawn = sampling.draw_learned(jax.random.key(0), stats, 6)
+    # Of lhs and g, values that bfloat16 holds.
+    assert (drawn.lhs[0, 0], drawn.g[0, 0]) == (1.0, 2.0)
+    assert [x.shape for x in drawn] == [(6, 4), (4, 3), (6, 3)]

@@ -29,7 +29,7 @@ MEASURED = []  # arguments of `live_errors`, as they were traced
 def live_errors_stand_in():
     """Stands in for errors, which compile for long: of step i all are (1 + i) / 100."""
 
-    def measured(operands, recipes, steps, axis_names):
+    def measured(operands, recipes, steps, axis_names, copies=1):
         MEASURED.append((operands, recipes, axis_names))
         empty = empty_errors(len(recipes))
         values = [1.0, 1.0, (1 + steps) / 100, 0.0]

@@ -11,11 +11,9 @@ from loka_jax.probe.site import ProbeConfig, empty_stats
 from loka_jax.probe.tails import Tails
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, Choice
-from loka_jax.survey import Limits, SurveyConfig, summary, whole_plan
-from loka_jax.survey.sensitivity import Losses, compare, shared
-from loka_jax.survey.survey import _judged, prediction
-from loka_jax.survey.verdict import judge
-from loka_jax.survey.whole_plan import Effect, refusals
+from loka_jax.survey import Limits, SurveyConfig, sensitivity, summary
+from loka_jax.survey.sensitivity import Effect, Losses, compare, refusals, shared
+from loka_jax.survey.survey import _judged, judge, prediction
 from tests.support.dispatch import LIMIT, ROW, up_to
 
 
@@ -108,7 +106,7 @@ def test_sites_are_given_up_until_the_rise_is_within_the_limit(
         mean, high = np.sum([alone[path] for path in choices], axis=0)
         return Effect(Interval(mean, 2 * mean - high, high), 64)
 
-    monkeypatch.setattr(whole_plan, "effect_of", effect_of)
+    monkeypatch.setattr(sensitivity, "effect_of", effect_of)
     choices = dict.fromkeys("abc", DELAYED) | {"d": BACKWARD}
     plan = DispatchPlan(tuple((p, Decision(c, "")) for p, c in choices.items()))
     options = {"limit": limit, "max_batches": 7, "say": lines.append}
@@ -120,11 +118,11 @@ def test_sites_are_given_up_until_the_rise_is_within_the_limit(
 
 
 def test_choices_without_a_state_take_current_scales():
-    current = whole_plan._with_current_scales(DELAYED)
+    current = sensitivity._with_current_scales(DELAYED)
     expected = get_recipe("fp8_tensorwise")
     for role in ROLES:
         assert current.recipe.gemm(role) == expected.gemm(role)
-    assert whole_plan._with_current_scales(Choice.parse(ROW)) == Choice.parse(ROW)
+    assert sensitivity._with_current_scales(Choice.parse(ROW)) == Choice.parse(ROW)
 
 
 def of_one_task(values, weights):

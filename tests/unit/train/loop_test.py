@@ -16,10 +16,9 @@ from loka_jax.site import BF16
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import ProbeOptions
 from loka_jax.train.logs import clock
-from loka_jax.train.watch import guard, replan, restore
+from loka_jax.train.watch import guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged, TrainingFailed
-from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.watch.restore import Moment
+from loka_jax.train.watch.host_state import Moment, Progress
 from tests.support import loop as support
 from tests.support import train as runs
 from tests.support.loop import LAST_SIZE, SIZE, SYNCED, Stop, loss_of, make_loop
@@ -49,24 +48,23 @@ def watched(monkeypatch):
     """Lets looks and reviews of the plan record what they are asked."""
     events = []
 
-    def looks(kind):
-        def after(run, state, progress, batch):
+    def look(kind):
+        def at_step(run, state, progress, batch):
             rows = "synced" if state.table[0, 0] == SYNCED else "apart"
             run.events.append(f"look at {kind} of {int(batch.ids[0, 0])}, rows {rows}")
             return progress
 
-        def read(*args):
-            events.append(f"read {kind}")
-            return args[-1]
+        return at_step
 
-        drop = lambda: events.append(f"drop {kind}")  # noqa: E731
-        return lambda *_: types.SimpleNamespace(after=after, read=read, drop=drop)
-
-    monkeypatch.setattr(loop_lib, "Looks", looks("scales"))
-    monkeypatch.setattr(loop_lib, "DriftLooks", looks("drift"))
-    for name in ("after_drift", "after_review"):
-        note = lambda run, *_, name=name: run.events.append(name)  # noqa: E731
-        monkeypatch.setattr(replan, name, note)
+    looks = types.SimpleNamespace(
+        before_step=look("operands"),
+        after_step=look("scales"),
+        read=lambda progress: events.append("read") or progress,
+        drop=lambda: events.append("drop"),
+    )
+    monkeypatch.setattr(loop_lib, "Looks", lambda _: looks)
+    note = lambda run, *_: run.events.append("review")  # noqa: E731
+    monkeypatch.setattr(replan, "review", note)
     return events
 
 
@@ -180,7 +178,7 @@ def diverging(monkeypatch):
 
     planned = types.SimpleNamespace(is_delayed=False)
     monkeypatch.setattr(guard, "likely_cause", likely_cause)
-    monkeypatch.setattr(restore, "restored", restored)
+    monkeypatch.setattr(host_state, "restored", restored)
     monkeypatch.setattr(support.StandInRun, "planned", planned)
 
     def make(**options):
@@ -212,7 +210,7 @@ def test_a_run_that_goes_back_does_not_train_on_the_same_batches(
     assert float(made.loop.state.lr_scale) == 0.5
     assert [*made.loop.progress.returns] == made.said()
     assert "drop lines after 4" in made.events and sorted(made.best.saved) == [4, 8]
-    assert [x for x in watched if "drop" in x] == ["drop scales", "drop drift"]
+    assert watched.count("drop") == 1
     assert made.guarded() == [False] * 6 + [True] + [False] * 3
     # A new window of metrics and of the rate begins.
     fifth = of_training(made)[6]
@@ -280,11 +278,11 @@ def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched):
     of_scales = [f"scales of {n}, rows apart" for n in (12, 30, 32)]
     assert [x for x in looks if x.startswith("scales")] == of_scales
     # Read before each log line ends, and before each checkpoint.
-    assert watched == ["read scales"] * 3 + ["read drift", "read scales", "read drift"]
+    assert watched == ["read"] * 5
     # Operands before a step, with equal rows.
-    of_drift = [f"drift of {n}, rows synced" for n in (10, 20, 30)]
-    assert [x for x in looks if x.startswith("drift")] == of_drift
-    at = made.events.index(f"look at {of_drift[0]}")
+    of_operands = [f"operands of {n}, rows synced" for n in (10, 20, 30)]
+    assert [x for x in looks if x.startswith("operands")] == of_operands
+    at = made.events.index(f"look at {of_operands[0]}")
     assert (made.events[at - 1], made.events[at + 1]) == ("sync", "train on 10")
 
 
@@ -292,8 +290,8 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
     config = runs.config(log_every=50, eval_every=6)
     config = dataclasses.replace(config, probe=ProbeOptions(every=2))
     made = make_loop(config, steps=14).train()
-    reviews = [i for i, event in enumerate(made.events) if event == "after_drift"]
-    assert [made.events[i + 1] for i in reviews] == ["after_review"] * 3
+    reviews = [i for i, event in enumerate(made.events) if event == "review"]
+    assert len(reviews) == 3
     before = [made.events[i - 1] for i in reviews]
     assert before[:2] == ["log eval 6", "train on 20"]  # step 11: the first review
     assert [call["probe"] is not None for call in made.run.calls] == [True, False] * 7
@@ -304,14 +302,14 @@ def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     made = make_loop(steps=9, eval_every=4, progress=earlier)
     change = replan.Change(PLAN, ("site: left FP8",))
 
-    def after_drift(run, probe, progress):
+    def review(run, probe, progress):
         is_first = len(progress.changes) == 1
         return (change, dataclasses.replace(progress, unsafe=("site",))) * is_first
 
     def replanned(run, state, plan):
         return run.replanned(plan), dataclasses.replace(state, fp8={"new": state.step})
 
-    monkeypatch.setattr(replan, "after_drift", after_drift)
+    monkeypatch.setattr(replan, "review", review)
     monkeypatch.setattr(replan, "replanned", replanned)
     monkeypatch.setattr(loop_lib, "scales_initialized", lambda state: not state.fp8)
     made.train()
@@ -374,7 +372,7 @@ def test_scales_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
     watchdog.resting.side_effect = lambda compiles: contextlib.nullcontext()
     monkeypatch.setattr(loop_lib, "watchdog", watchdog)
     for name in ("scales", "amaxes"):
-        monkeypatch.setattr(loop_lib.operands, name, lambda state: int(state.step))
+        monkeypatch.setattr(loop_lib.log_lines, name, lambda state: int(state.step))
         setattr(made.record, f"log_{name}", mock.Mock())
     made.train()
     for log in (made.record.log_scales, made.record.log_amaxes):

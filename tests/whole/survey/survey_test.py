@@ -13,8 +13,7 @@ from loka_jax.recipe import ROLES
 from loka_jax.scaling import stored
 from loka_jax.site import BF16, Choice
 from loka_jax.survey import SurveyConfig, survey
-from loka_jax.survey.sensitivity import can_be_fp8
-from loka_jax.survey.whole_plan import refusals
+from loka_jax.survey.sensitivity import can_be_fp8, refusals
 from loka_jax.train.config import ProbeOptions
 from loka_jax.train.step import named_sites
 from tests.support import train as support

@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax.nn import ProbeConfig
 from loka_jax.train import build as build_lib
-from loka_jax.train.watch import operands
+from loka_jax.train.logs import log_lines
 from tests.support import train as support
 
 SIZE = 64
@@ -36,7 +36,7 @@ def test_an_observed_step_trains_as_any_other_and_sees_all_rows():
     found = state.probe["bottom_mlp"]["dense_0"]["stats"].lhs.moments.covariance[0]
     np.testing.assert_allclose(found[:13, :13], np.cov(rows.T), rtol=0.05, atol=0.02)
     # Log lines have the amaxes of the newest batch, and the scales by name.
-    amaxes, scales = operands.amaxes(state), operands.scales(state)
+    amaxes, scales = log_lines.amaxes(state), log_lines.scales(state)
     largest = np.abs(batches[-1].dense).max()  # which is cast to bfloat16
     assert amaxes["bottom_mlp/dense_0/lhs"] == pytest.approx(largest, rel=2**-8)
     assert all(scale > 0 for scale in scales.values())

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from loka_jax import nn
-from loka_jax.data import Batch, Position
+from loka_jax.data import Batch
 from loka_jax.models import Dlrm
 from loka_jax.train import metrics
 from loka_jax.train.metrics import CappedNe
-from loka_jax.train.watch import guard, verdict
+from loka_jax.train.watch import guard
 from loka_jax.train.watch.guard import (
     ABSURD,
     ENOUGH,
@@ -19,7 +19,6 @@ from loka_jax.train.watch.guard import (
     Guard,
     TrainingFailed,
 )
-from loka_jax.train.watch.host_state import Progress
 
 RARE = dict(of_half=88.0)  # at 0.1 % of clicks predicting one half has an NE of 88
 COLD, FEW = dict(is_warm=False), dict(rarer=ENOUGH - 1)
@@ -126,40 +125,42 @@ def windows(monkeypatch):
     monkeypatch.setattr(metrics, "capped_ne", lambda window: window)
 
 
-def progress_at(step, bad_windows=0):
-    seen = Guard(lowest=0.8, bad_windows=bad_windows)
-    return Progress(step=step, position=Position(0, step, 0), guard=seen)
+def guard_of(bad_windows=0):
+    return Guard(lowest=0.8, bad_windows=bad_windows)
 
 
 @pytest.mark.usefixtures("windows")
 def test_a_window_is_judged_once_the_warm_up_is_over():
     state = state_of(DOUBTFUL)
-    at_its_end = verdict.judged(RUN, state, progress_at(WARMUP, 1))
-    assert at_its_end.guard == Guard(lowest=0.8, bad_windows=0)
-    first = verdict.judged(RUN, state, progress_at(WARMUP + 1))
-    assert first.guard.bad_windows == 1
+    assert guard.judged(guard_of(1), RUN, state, WARMUP) == guard_of(0)
+    first = guard.judged(guard_of(), RUN, state, WARMUP + 1)
+    assert first.bad_windows == 1
     with pytest.raises(Diverged, match="the NE of the training examples is 2, and"):
-        verdict.judged(RUN, state, first)
+        guard.judged(first, RUN, state, WARMUP + 1)
 
 
 @pytest.mark.usefixtures("windows")
 def test_a_bad_window_or_a_poisoned_state_becomes_no_checkpoint():
-    at = progress_at(WARMUP + 1)
-    assert verdict.is_healthy(RUN, state_of(), at)
-    assert not verdict.is_healthy(RUN, state_of(DOUBTFUL), at)
-    assert verdict.is_healthy(RUN, state_of(DOUBTFUL), progress_at(WARMUP))
+    def is_healthy(state, step=WARMUP + 1):
+        return guard.is_healthy(guard_of(), RUN, state, step)
+
+    assert is_healthy(state_of())
+    assert not is_healthy(state_of(DOUBTFUL))
+    assert is_healthy(state_of(DOUBTFUL), WARMUP)
     for name, value in zip(PARTS, (NAN, -INF, -INF, NAN), strict=True):
         poison = {name: {"w": np.float32([[1, 1], [1, value]]), "n": np.int32(3)}}
-        assert not verdict.is_healthy(RUN, state_of(**poison), at)
+        assert not is_healthy(state_of(**poison))
 
 
 @pytest.mark.usefixtures("windows")
 def test_a_finished_run_is_refused_if_its_end_is_no_good():
-    verdict.refuse_ruin(RUN, state_of(), progress_at(0))  # there was nothing to do
-    verdict.refuse_ruin(RUN, state_of(skipped_in_a_row=2), progress_at(20))
+    def refuse(state, step=20):
+        guard.refuse_ruin(guard_of(), RUN, state, step)
+
+    refuse(state_of(), 0)  # there was nothing to do
+    refuse(state_of(skipped_in_a_row=2))
     for skipped, step in ((LOG_EVERY, 20), (2, 2)):
         with pytest.raises(TrainingFailed, match=f"the last {skipped} steps"):
-            state = state_of(skipped_in_a_row=skipped)
-            verdict.refuse_ruin(RUN, state, progress_at(step))
+            refuse(state_of(skipped_in_a_row=skipped), step)
     with pytest.raises(Diverged, match="the last steps is no good"):
-        verdict.refuse_ruin(RUN, state_of(DOUBTFUL), progress_at(20))
+        refuse(state_of(DOUBTFUL))

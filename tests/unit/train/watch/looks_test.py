@@ -16,10 +16,9 @@ from loka_jax.ops.plan import resolve
 from loka_jax.probe.capture import Sampler
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
-from loka_jax.train.watch import drift_looks, looks
-from loka_jax.train.watch.drift_looks import Watched, watched
+from loka_jax.train.watch import looks
 from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.watch.looks import Looks
+from loka_jax.train.watch.looks import Looks, Watched, watched
 from tests.support import stand_ins
 
 DELAYED = "fp8_tensorwise_delayed_bf16_drhs"
@@ -53,21 +52,21 @@ def test_looks_at_scales_are_read_nine_steps_later_or_when_asked(monkeypatch):
     progress = dataclasses.replace(PROGRESS, scale_watch=Seen())
     own = Looks(said.append)
     for _ in range(8):
-        progress = own.after(run, state, progress, batch)
+        progress = own.after_step(run, state, progress, batch)
     assert progress.scale_watch == Seen() and said == []
-    progress = own.after(run, state, progress, batch)
+    progress = own.after_step(run, state, progress, batch)
     assert progress.scale_watch.looks == ((1, "data", 32),) and said == ["look 1"]
     options = {"step": 8, "position": PROGRESS.position, "skipped": 4}
     expected = mock.call({"a": "scales"}, {"a": "recipe"}, 5, **options)
     assert take_look.mock_calls == [expected] * 9
-    progress = own.read(run, progress)
+    progress = own.read(progress)
     assert [look for look, *_ in progress.scale_watch.looks] == list(range(1, 10))
     assert said == [f"look {i}" for i in (1, 3, 5, 7, 9)]
-    own.after(run, state, progress, batch)
+    own.after_step(run, state, progress, batch)
     own.drop()
     # A model without delayed scales has none to look at.
-    own.after(run, SimpleNamespace(sites={}), progress, batch)
-    assert own.read(run, progress) == progress and take_look.call_count == 10
+    own.after_step(run, SimpleNamespace(sites={}), progress, batch)
+    assert own.read(progress) == progress and take_look.call_count == 10
 
 
 def site_of(path, provider="xla", name=DELAYED, **options):
@@ -127,7 +126,7 @@ def observing(monkeypatch):
     by_path = lambda state: {k: SimpleNamespace(seen=x) for k, x in state.items()}  # noqa: E731
     parts = dict(health=health, by_path=lambda seen: seen, named_sites=by_path)
     for name, part in (parts | {"make_observe_step": make_observe_step}).items():
-        monkeypatch.setattr(drift_looks, name, part)
+        monkeypatch.setattr(looks, name, part)
     return make_observe_step
 
 
@@ -139,16 +138,16 @@ def observing(monkeypatch):
 def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     observing, monkeypatch, microbatches, devices, most, rows
 ):
-    monkeypatch.setattr(drift_looks, "MAX_EXAMPLES", most)
+    monkeypatch.setattr(looks, "MAX_EXAMPLES", most)
     run = mock.Mock(spread=devices and mock.Mock())
     run.config.loop.microbatches, run.config.loop.batch_size = microbatches, 24
     if devices:
         run.spread.mesh.size, run.spread.everywhere = devices, lambda step: step
-    look = drift_looks.look_step(run, SITES)
+    look = looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
     # Sites without scales, as they run in bfloat16, have those of a first step.
-    found = drift_looks.measured(look({"b": np.float32(3.0)}, batch))
+    found = look({"b": np.float32(3.0)}, batch)
     of_sites = {"a": (1, 0, 0, 0), "b": (2, 3, 1, 2), "c": (2, 0, 1, 0)}
     for path, (error, *scales_and_casts) in of_sites.items():
         want = [error, rows, 12.0, *scales_and_casts]
@@ -157,6 +156,6 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     given = run.planned, run.tables, run.config.optim.task_weights
     assert (model, tables, weights) == given
     assert observer == Sampler(
-        recipes=(ROWWISE, RECIPE), max_rows=drift_looks.MAX_ROWS, copies=24 // rows
+        recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=24 // rows
     )
-    assert look_up == ([drift_looks.look_up_everywhere] if devices else [])
+    assert look_up == ([looks.look_up_everywhere] if devices else [])

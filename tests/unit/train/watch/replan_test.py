@@ -126,12 +126,12 @@ def run(tmp_path_factory):
         yield build_lib.build(dataclasses.replace(support.config(), **how))
 
 
-def seen(**errors):
+def seen(steps=9.0, **errors):
     """Returns statistics of Probe with these mean errors of all products, by path."""
     probe, shape = {}, live_errors.empty_errors(1).moments.shape
     for path, value in errors.items():
-        moments = np.broadcast_to([9.0, 9.0, value, 0.0], shape)
-        stats = SiteStats(None, None, None, live_errors.LiveErrors(9.0, moments))
+        moments = np.broadcast_to([steps, steps, value, 0.0], shape)
+        stats = SiteStats(None, None, None, live_errors.LiveErrors(steps, moments))
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
     return probe
@@ -150,6 +150,7 @@ def test_sites_enter_fp8_and_one_that_leaves_it_is_remembered_and_looked_at_anew
     now, progress = promoted(run)
     assert [dict(now.plan.choices)[path] for path in SITES] == [ROW] * 2
     assert replan.after_review(now, seen(**GOOD), progress) is None
+    assert replan.after_review(run, seen(2.0, **GOOD), progress_of()) is None  # too few
     watch = Watch(sites={path: SiteDrift(looks=9) for path in SITES})
     before = progress_of(drift=watch, unsafe=("x",))
     change, progress = replan.after_review(now, seen(**{TOP: 0.12}), before)

@@ -1,37 +1,16 @@
-"""Errors of products, the operands that they are measured on, and times."""
+"""Intervals, compiled programs, and times."""
 
 import math
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.measure import site_errors, timing
+from loka_jax.measure import timing
 from loka_jax.measure.compiling import abstract, compile_lowered, leaves, lower
-from loka_jax.measure.errors import errors
 from loka_jax.measure.intervals import Interval, interval, next_value
 from loka_jax.measure.timing import Case, Event
-from loka_jax.probe.site import ProbeConfig, empty_stats
-from loka_jax.recipe import get_recipe
-from tests import support
-
-_errors = jax.jit(errors)
-
-
-def test_errors_are_those_of_the_definitions():
-    ref = np.float32([[1.0, 2.0, 8.0], [0.0, 4.0, 1.0], [0.0, 0.0, 0.0]])
-    x = np.float32([[1.1, 2.0, 8.0], [0.5, 3.0, 1.0], [0.0, 0.0, 0.0]])
-    found = _errors(ref, x)
-    np.testing.assert_allclose(found.mere, (0.1 + 0.25) / 5, rtol=1e-5)
-    np.testing.assert_allclose(found.relative_l2, (1.26 / 86) ** 0.5, rtol=1e-5)
-    np.testing.assert_allclose(found.median, 0.0)
-    np.testing.assert_allclose(found.worst_row, (1.25 / 17) ** 0.5, rtol=1e-5)
-    exact = _errors(ref, ref)
-    assert exact.relative_l2 == exact.worst_row == exact.mere == 0
-    off = ref * np.float32([[1.5, 1.5, 1.25]])  # zeros do not count
-    np.testing.assert_allclose(_errors(ref, off).median, 0.5)
 
 
 def test_edges_of_intervals():
@@ -45,38 +24,6 @@ def test_edges_of_intervals():
     assert math.isnan(interval(np.array([2.0, np.nan])).high)
     assert next_value(2.0, 0.0, 1) == Interval(2.0, -math.inf, math.inf)
     assert next_value(2.0, 0.0, 5) == Interval(2.0, 2.0, 2.0)
-
-
-def test_delayed_scales_are_made_from_the_amaxes_of_their_operands():
-    arrays = [support.normal(*s, seed=sum(s)) for s in ((6, 4), (4, 3), (6, 3))]
-    amaxes = np.array([np.abs(x).max() for x in arrays])
-    for role, own in (("fwd", (0, 1)), ("dlhs", (2, 1)), ("drhs", (0, 2))):
-        found = site_errors._role_amaxes(role, *(arrays[i] for i in own))
-        expected = np.where(np.isin(range(3), own), amaxes, 1)
-        np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(site_errors.operand_amaxes(tuple(arrays)), amaxes)
-    assert site_errors.scaling_state(get_recipe("fp8_rowwise"), found) is None
-
-
-def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
-    shapes = jax.eval_shape(lambda: empty_stats(4, 3, ProbeConfig()))
-    stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    for name, value in (("lhs", 1.001), ("g", 2.001)):
-        rows = getattr(stats, name)
-        rows = jax.tree.map(lambda x, value=value: x + np.float32(value), rows)
-        stats = stats._replace(**{name: rows})
-
-    def sample_rows(key, moments, m, norms):
-        np.testing.assert_array_equal(norms.counts, moments.mean[0])
-        return jnp.tile(moments.mean[None], (m, 1))
-
-    monkeypatch.setattr(site_errors, "sample_rows", sample_rows)
-    monkeypatch.setattr(site_errors, "sample_weight", lambda key, x: x.mean)
-    with jax.disable_jit():
-        drawn = site_errors.draw_learned(jax.random.key(0), stats, 6)
-    # Of lhs and g, values that bfloat16 holds.
-    assert (drawn.lhs[0, 0], drawn.g[0, 0]) == (1.0, 2.0)
-    assert [x.shape for x in drawn] == [(6, 4), (4, 3), (6, 3)]
 
 
 def test_equal_programs_are_compiled_once_for_the_same_options():

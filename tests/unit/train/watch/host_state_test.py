@@ -9,10 +9,9 @@ import pytest
 from loka_jax.data import Position
 from loka_jax.dispatch.drift import SiteDrift, Watch
 from loka_jax.optim import Plateau
-from loka_jax.train.watch import restore
+from loka_jax.train.watch import host_state
 from loka_jax.train.watch.guard import Diverged, Guard
-from loka_jax.train.watch.host_state import Progress
-from loka_jax.train.watch.restore import Moment
+from loka_jax.train.watch.host_state import Moment, Progress
 from loka_jax.train.watch.scale_watch import ScaleWatch
 from tests.support.loop import start_state
 
@@ -30,11 +29,11 @@ def gone_back(monkeypatch, saved="newest", progress=FAILED, wanted="go_back"):
     """Returns where a run goes back to."""
     rows = dataclasses.replace(start_state(), table="rows of then")
     then = Moment("run of then", rows, SAVED)
-    monkeypatch.setattr(restore, "restored", lambda *_: then)
+    monkeypatch.setattr(host_state, "restored", lambda *_: then)
     checkpoints = SimpleNamespace(newest=lambda: saved)
     loop = SimpleNamespace(on_divergence=wanted)
     run = SimpleNamespace(config=SimpleNamespace(loop=loop))
-    return restore.gone_back(Diverged("It grew."), checkpoints, run, progress)
+    return host_state.gone_back(Diverged("It grew."), checkpoints, run, progress)
 
 
 def test_a_run_goes_back_with_half_the_rates_and_the_batches_to_come(monkeypatch):
