@@ -275,17 +275,6 @@ QUALITY = {
             digits=5,
         ),
     ),
-    "size_curve": Table(
-        file="size_curve_h100",
-        first="model",
-        rows="small DLRM = dlrm; DLRM, top MLP 4,096 wide = dlrm 4096; "
-        "small DCN V2 = dcnv2; DLRM-DCNv2 = dcnv2 mlperf; Wukong M = wukong M",
-        columns={
-            "GFLOP an example": number("sizes.{0}.gflop", 4),
-            "dense parameters, M": number("sizes.{0}.parameters", 2, 1e6),
-            "share of the gap": percent("sizes.{0}.best.share_of_gap", 1),
-        },
-    ),
     "converted": Table(
         file="converted_cpu",
         first="last loss",
@@ -362,12 +351,6 @@ DISPATCH = {
         columns=numbers("runs.{0}.$.median_us", "step, us = step; look, us = look")
         | {"share of the time": percent("runs.{0}.cost", 1)},
     ),
-    "family_checks": Table(
-        file="family_checks_h100",
-        first="checked",
-        rows="all families",
-        columns={"seconds": number("total_seconds")},
-    ),
     "observed": Table(
         file="observed_wukong_m_h100",
         first="model, step",
@@ -403,38 +386,31 @@ SERVING = {
     ),
 }
 
-_FORMS = "f32, us = f32; bf16 = bf16; int8, kernels = int8 triton b128"
+_SUM = "rows.mib={0}.forms.$.median_us"
 SEVERAL = {
     f"collectives_{devices}": Table(
         file=f"collectives_{devices}",
         first="MiB",
         rows="1; 4; 16; 64; 256",
-        columns=numbers("rows.mib={0}.forms.$.median_us", _FORMS)
-        | gains(
-            "rows.mib={0}.forms.f32.median_us",
-            "rows.mib={0}.forms.$.median_us",
-            "int8 over f32 = int8 triton b128",
-        ),
+        columns=numbers(_SUM, "f32, us = f32; bf16; int8, kernels = int8 triton b128")
+        | gains(_SUM.replace("$", "f32"), _SUM, "int8 over f32 = int8 triton b128"),
     )
-    for devices in ("2xh100", "4xh100", "4xh200")
+    for devices in ("4xh100", "4xh200")
 }
 SEVERAL |= {
-    f"exchange_{devices}": Table(
-        file=f"exchange_{devices}",
+    "exchange": Table(
+        file="exchange_4xh100",
         first="on the wire",
         rows="f32, XLA = f32 xla; bf16, XLA = bf16 xla; bf16, kernels = bf16 triton; "
         "int8, kernels = int8 triton",
         columns=numbers(
-            "cases.$.median_us",
-            "D=16: fetch, us = dim=16.forms.{0}.fetch; "
-            "give back = dim=16.forms.{0}.give_back; "
-            "D=128: fetch = dim=128.forms.{0}.fetch; "
-            "give back  = dim=128.forms.{0}.give_back",
+            "cases.dim=$.median_us",
+            "D 16: fetch, us = 16.forms.{0}.fetch; "
+            "D 16: give back = 16.forms.{0}.give_back; "
+            "D 128: fetch = 128.forms.{0}.fetch; "
+            "D 128: give back = 128.forms.{0}.give_back",
         ),
-    )
-    for devices in ("2xh100", "4xh100")
-}
-SEVERAL |= {
+    ),
     "two_dimensions": Table(
         file="two_dimensions_cpu",
         first="groups: NE, %",
