@@ -80,6 +80,16 @@ def test_links_and_scripts_exist(page):
         assert not anchor or anchor in anchors(path), f"{path}#{anchor}"
 
 
+def test_pages_that_code_names_exist():
+    code = [
+        p for room in ("loka_jax", "experiments") for p in (ROOT / room).rglob("*.py")
+    ]
+    named = {
+        name for p in code for name in re.findall(r"docs/[\w-]+\.md", p.read_text())
+    }
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
 def anchors(page):
     """Returns the names that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
