@@ -10,7 +10,7 @@ the fastest mesh of each number, and its speed as a share of that many single GP
 
 Rates are those of an H200 and of links between H100, or yours: `--rates.link-gb-s`,
 `--rates.network-gb-s`, ... `--dense-us` is the measured time of a step without its
-tables; else it is estimated. docs/planner.md has the model.
+tables; else it is estimated. docs/distributed.md has the model.
 
 Exit codes: 0 printed; 2 no mesh fits, or an option that you can mend.
 """

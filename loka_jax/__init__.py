@@ -1,6 +1,8 @@
 """FP8 that pays in large recommendation models: Probe, Mods, Dispatch, in JAX."""
 
+import importlib
 import os
+import types
 import typing
 
 from loka_jax import checked
@@ -9,6 +11,14 @@ if typing.TYPE_CHECKING:
     from loka_jax.predict import Predictor
 
 __version__ = "0.2.0"
+# The modules that users import. All others are internal.
+PUBLIC = (
+    *("nn", "models", "optim", "data", "predict", "serving"),
+    *("fp8", "recipe", "scaling", "site", "quality"),
+    *("ops.matmul", "ops.embedding", "ops.collectives", "ops.exchange"),
+    *("probe.site", "probe.sampling"),
+    *("dispatch.plan", "dispatch.policy", "dispatch.local", "dispatch.at_start"),
+)
 
 
 def _why_wrong(family: str) -> str | None:
@@ -18,6 +28,13 @@ def _why_wrong(family: str) -> str | None:
 
 
 checked.use(_why_wrong)
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """Imports a public module when it is asked for: `loka_jax.nn`."""
+    if name in PUBLIC:
+        return importlib.import_module(f"loka_jax.{name}")
+    raise AttributeError(f"module 'loka_jax' has no attribute {name!r}")
 
 
 def load(

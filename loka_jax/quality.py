@@ -5,6 +5,8 @@ A global norm hides flushed rows (an array whose small rows all became zero can 
 31 dB), so look at `worst_slice_sqnr` and `underflow_rate` beside `sqnr`.
 """
 
+from typing import Literal, get_args
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 

@@ -9,8 +9,8 @@ of its own, through `loka_jax.launch`. This process starts the jobs (`scaling_jo
 what they measure) and uses no GPU itself.
 
     of_linear    t(1 GPU) / t, over the number of GPUs if scaling is strong
-    predicted    the planner's model (docs/planner.md). The time of its dense part is
-                 set so that it has the measured time on one GPU, and scales with the
+    predicted    the planner's model (docs/distributed.md). The time of its dense part
+                 is set so that it has the measured time on one GPU, and scales with the
                  examples as the planner's own estimate does
     error        predicted over measured, less 1
 

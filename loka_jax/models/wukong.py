@@ -12,7 +12,7 @@ Y is learned, or attentive: of an example's own,
 R is the identity, or a linear map of embeddings where n' = n_F + n_L is not n. The last
 layer of both MLPs is linear. Where the norm is BlockNorm, that of eq. 2 is an RMSNorm
 of the whole row without a scale: blocks hide how large the FM of one embedding is
-beside that of another, which cost 0.04 % of NE (docs/wide-models.md, "Mods").
+beside that of another, which cost 0.04 % of NE (docs/models.md, "Mods").
 """
 
 import jax

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import textwrap
 
 import pytest
 
@@ -17,3 +18,12 @@ def test_python_code_runs(page):
     namespace = {}
     for code in CODE.findall(page.read_text()):
         exec(compile(code, page.name, "exec"), namespace)
+
+
+@pytest.mark.usefixtures("as_users_do")
+def test_the_readme_shows_what_its_code_prints(capsys):
+    text = (ROOT / "README.md").read_text()
+    exec(compile(CODE.search(text)[1], "README.md", "exec"), {})
+    shown = re.search(r"prints, .*:\n\n((?:    .*\n)+)", text)[1]
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == textwrap.dedent(shown).splitlines()

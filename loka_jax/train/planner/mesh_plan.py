@@ -66,7 +66,7 @@ _WORTH_S = 60.0  # several steps a call take tens of seconds to compile
 class Rates:
     """Speeds of a host and its links.
 
-    The local ones are those of an H200 (docs/benchmarks.md: lookup, sort and update of
+    The local ones are those of an H200 (docs/kernels.md: lookup, sort and update of
     1.7 M ids, D = 16), the link that of NCCL's all_to_all over four H100. Times of the
     host are those of four H200 with a process each: of a step of one a call, and of
     queueing a step of four a call (docs/distributed.md).

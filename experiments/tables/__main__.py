@@ -1,0 +1,70 @@
+"""Writes the tables and the picture of README and docs from the JSON of the results.
+
+    python -m experiments.tables            # writes them
+    python -m experiments.tables --check    # fails if a page is not what the JSON says
+
+A page names its tables: `<!-- table: NAME -->`, what this writes, `<!-- end -->`.
+"""
+
+import os
+import pathlib
+import re
+import sys
+
+from experiments.tables import cells, picture
+from experiments.tables.results import TABLES
+
+ROOT = pathlib.Path(__file__).parents[2]
+PICTURE = ROOT / "docs" / "whole_steps.svg"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def expected() -> dict[pathlib.Path, str]:
+    """Returns what each page, and the picture, should hold."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {PICTURE: picture.svg()} | {page: _filled(page) for page in pages}
+
+
+def _filled(page: pathlib.Path) -> str:
+    def fill(place: re.Match) -> str:
+        return f"{place[1]}{_text(TABLES[place[2]], page.parent)}{place[3]}"
+
+    return PLACE.sub(fill, page.read_text("utf-8"))
+
+
+def _text(table: cells.Table, folder: pathlib.Path) -> str:
+    heads = [table.first, *table.columns]
+    lines = [heads, ["---"] * len(heads)]
+    files: dict[str, None] = {}
+    for title, row in table.read():
+        lines.append([title, *(cell(row) for cell in table.columns.values())])
+        files[row.file] = None
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    origins = "; ".join(_origin(file, folder) for file in files)
+    return f"{text}\n{origins}.\n"
+
+
+def _origin(file: str, folder: pathlib.Path) -> str:
+    path, commits = cells.path_of(file), cells.load("commits")
+    commit = cells.load(file).get("commit") or commits.get(path.name)
+    of = f"commit {commit.partition('-')[0][:7]}" if len(commit or "") >= 40 else commit
+    link = f"[{path.name}]({os.path.relpath(path, folder)})"
+    return f"{link}: {cells.device(file)}" + (f", {of}" if of else ", shipped")
+
+
+def update(check: bool) -> list[str]:
+    """Returns the pages that are not as expected, after writing them if not `check`."""
+    wrong = []
+    for page, text in expected().items():
+        if not page.exists() or page.read_text("utf-8") != text:
+            wrong.append(page.name)
+            if not check:
+                page.write_text(text, "utf-8")
+    return wrong
+
+
+if __name__ == "__main__":
+    check = "--check" in sys.argv[1:]
+    names = update(check)
+    print(*names, sep="\n")
+    sys.exit(1 if names and check else 0)
