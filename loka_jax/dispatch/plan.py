@@ -339,10 +339,7 @@ def _ruled(site: Site, pattern: str, name: str) -> Decision:
 
 def plan_rows(plan: DispatchPlan) -> list[dict[str, Any]]:
     """Returns the decisions as JSON-ready rows, in calling order."""
-    return [
-        {"path": path, **decision._asdict(), "choice": decision.choice.name}
-        for path, decision in plan.decisions
-    ]
+    return [{"path": path, **row} for path, row in as_json(plan).items()]
 
 
 def as_json(plan: DispatchPlan) -> dict[str, Any]:

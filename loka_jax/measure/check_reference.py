@@ -46,7 +46,7 @@ _CORNERS = {"relu": (0.0,), "hard_swish": (-3.0, 3.0)}
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """What the numbers of a site should be under a plan; hashable.
+    """What the numbers of a site should be under a plan.
 
     Attributes:
         spec: the site.

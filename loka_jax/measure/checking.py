@@ -27,13 +27,14 @@ from loka_jax.measure.check_reference import (
     in_fp8,
     next_scales,
 )
-from loka_jax.measure.check_scores import INFERENCE, scores, worst_finding
+from loka_jax.measure.check_scores import INFERENCE, Scores, scores, worst_finding
 from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
 from loka_jax.measure.programs import (
     EPSILON,
     Inputs,
     Passes,
     Program,
+    Trained,
     arguments_of_draw,
     planned,
     programs_of,
@@ -58,24 +59,18 @@ EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory"
 
 
 class Outcome(NamedTuple):
-    """What a candidate returns.
+    """What a candidate returns in training and in inference."""
 
-    Attributes:
-        results: of the training pass, by name: "y", "dlhs", "drhs" and so on.
-        y_fp8: the activations in FP8 of the training pass, if these leave.
-        inferred: the activations of inference, in FP8 if these leave.
-        state: of delayed scaling for the next step; None where nothing is delayed.
-    """
-
-    results: Mapping[str, Array]
-    y_fp8: Fp8Array | None
+    trained: Trained
     inferred: Array | Fp8Array
-    state: DelayedScaling | None
 
     @property
     def in_fp8(self) -> dict[str, Fp8Array]:
         """The activations in FP8, by name."""
-        activations = {"y_fp8": self.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
+        activations = {
+            "y_fp8": self.trained.y_fp8,
+            f"{INFERENCE}y_fp8": self.inferred,
+        }
         return {name: x for name, x in activations.items() if isinstance(x, Fp8Array)}
 
 
@@ -139,31 +134,14 @@ class Check(NamedTuple):
         reason = _why_misshapen(self.numerics.spec, outcome, trial)
         if reason is not None:
             return reason
-        judged = jax.device_get(compiled["judge"](*leaves((trial, stored, outcome))))
-        what = "scale_inv is not the amax of the activations, or their bound, over 448"
-        wrong = [f"{x}: {what}" for x, ok in judged.scales_are_right.items() if not ok]
-        what = "the next scale is not that of this step's amax"
-        wrong += [f"{x}: {what}" for x, ok in judged.amaxes_are_right.items() if not ok]
-        if wrong:
-            return wrong[0]
-        shapes = {name: trial.g.shape for name in judged.scores}
-        shapes |= {name: x.shape for name, x in outcome.results.items()}
-        worst = worst_finding(judged.scores, shapes)
+        judged = compiled["judge"](*leaves((trial, stored, outcome)))
+        are_right, by_result = jax.device_get(judged)
+        for wrong in (what for what, is_right in are_right.items() if not is_right):
+            return wrong
+        shapes = {name: trial.g.shape for name in by_result}
+        shapes |= {name: x.shape for name, x in outcome.trained.results.items()}
+        worst = worst_finding(by_result, shapes)
         return str(worst) if worst.excess > 1 else None
-
-
-class Judgement(NamedTuple):
-    """How far a candidate's results are from the reference.
-
-    Attributes:
-        scales_are_right: by name of activations in FP8.
-        amaxes_are_right: by name of operands whose next scale is delayed.
-        scores: by result and kind.
-    """
-
-    scales_are_right: dict[str, Any]
-    amaxes_are_right: dict[str, Any]
-    scores: dict[str, dict[str, Any]]
 
 
 def why_wrong(
@@ -202,19 +180,18 @@ def lower_check(
 def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):
     """Returns what "judge" takes, from what "begin" returns."""
     weights, lhs = inputs.split()
-    results, y_fp8, state = passes.training(inputs, trial.g)
+    trained = passes.training(inputs, trial.g)
     ready = passes.prepare(weights, *lhs)
-    inferred = passes.inference(ready, *lhs)
-    return trial, stored, Outcome(results, y_fp8, inferred, state)
+    return trial, stored, Outcome(trained, passes.inference(ready, *lhs))
 
 
 def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
     """Returns what a candidate returns."""
     weights, lhs = inputs.split()
-    results, y_fp8, state = compiled["training"](*leaves((inputs, g)))
+    trained = compiled["training"](*leaves((inputs, g)))
     ready = compiled["prepare"](*leaves((weights, *lhs)))
     inferred = compiled["inference"](*leaves((ready, *lhs)))
-    return jax.block_until_ready(Outcome(results, y_fp8, inferred, state))
+    return jax.block_until_ready(Outcome(trained, inferred))
 
 
 def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None:
@@ -230,21 +207,25 @@ def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None
     return None
 
 
-def _judge(numerics: Numerics, trial: Trial, stored, outcome: Outcome) -> Judgement:
-    """Returns how far results are from the reference, which this computes."""
+def _judge(
+    numerics: Numerics, trial: Trial, stored, outcome: Outcome
+) -> tuple[dict[str, Bool[Array, ""]], dict[str, dict[str, Scores]]]:
+    """Returns whether scales are right, by what is wrong else, and `scores`."""
     exact, perturbed = _references(numerics, trial, stored)
-    results, are_right = dict(outcome.results), {}
-    amaxes_are_right = _are_amaxes_right(numerics, exact.amaxes, outcome.state)
+    results = dict(outcome.trained.results)
+    are_right = _are_amaxes_right(numerics, exact.amaxes, outcome.trained.state)
+    what = "scale_inv is not the amax of the activations, or their bound, over 448"
     if not isinstance(outcome.inferred, Fp8Array):
         results[f"{INFERENCE}y"] = outcome.inferred
     for name, out in outcome.in_fp8.items():
         y = exact.results["y"]
-        are_right[name] = _are_scales_right(numerics.spec, out, y, trial.vectors)
+        is_right = _are_scales_right(numerics.spec, out, y, trial.vectors)
+        are_right[f"{name}: {what}"] = is_right
         results[name] = out.data.astype(jnp.float32) * out.scale_inv
         exact = in_fp8(name, exact, out.scale_inv)
         perturbed = [in_fp8(name, x, out.scale_inv) for x in perturbed]
     others = [reference.results for reference in perturbed]
-    return Judgement(are_right, amaxes_are_right, scores(results, exact, others))
+    return are_right, scores(results, exact, others)
 
 
 def _references(
@@ -276,7 +257,7 @@ def _references(
 def _are_amaxes_right(
     numerics: Numerics, amaxes: Float[Array, "3"], state: DelayedScaling | None
 ) -> dict[str, Bool[Array, ""]]:
-    """Returns by operand whether the newest factor of a state is that of its amax."""
+    """Returns whether the newest factors of a state are those of the amaxes."""
     if state is None:
         return {}
     found = dict(zip(OPERANDS, state.history[:, 0], strict=True))
@@ -284,7 +265,12 @@ def _are_amaxes_right(
     doubts = jnp.float32([0.0, 0.0, _AMAX_DOUBT])
     least = next_scales(numerics, amaxes * (1 - doubts))
     most = next_scales(numerics, amaxes * (1 + doubts))
-    return {x: (least[x] <= found[x]) & (found[x] <= most[x]) for x in least}
+    return {
+        f"{x}: the next scale is not that of this step's amax": (
+            (least[x] <= found[x]) & (found[x] <= most[x])
+        )
+        for x in least
+    }
 
 
 def _are_scales_right(

@@ -55,7 +55,6 @@ def make_table(folder: Path) -> Path:
     more = {
         "failures": {"pallas bf16": "does not run: [no Hopper GPU]"},
         "effects": {"small top_mlp/dense_0": Interval(1e-4, -1e-5, 2e-4)},
-        "programs": {BF16.name: "0123456789abcdef"},
         "refused": {"another site": "it raises the loss [by far]"},
     }
     table = tables.read(path)
