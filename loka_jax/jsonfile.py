@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
 
-import msgspec
 import numpy as np
 
+import msgspec
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import printable, shown
 
@@ -127,16 +127,15 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
         ) from None
 
 
-def typed[T](value: object, kind: type[T], name: str = "") -> T:
-    """Returns a JSON value as one of a type: dataclasses, dicts, lists, unions, ...
+def typed[T](value: object, kind: type[T]) -> T:
+    """Returns a JSON value as one of a type, such as a dataclass.
 
-    An integer serves as any number, a text as a path; `true` is no number. A dataclass
-    refuses fields that it does not have, and its checks of values hold.
+    An integer serves as any number, a text as a path; `true` is no number. A field that
+    a dataclass does not have is refused, as is a value that it refuses itself.
 
     Args:
         value: from `read`.
         kind: the type; `Annotated[float, msgspec.Meta(gt=0)]` bounds a number.
-        name: of the value, in messages.
 
     Raises:
         ValueError: one sentence with the place and the reason.
@@ -144,22 +143,21 @@ def typed[T](value: object, kind: type[T], name: str = "") -> T:
     try:
         built = msgspec.convert(value, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
-        if error.__cause__ is not None:  # a dataclass refuses its values
+        if isinstance(error.__cause__, ValueError):  # a dataclass refuses its values
             raise ValueError(str(error.__cause__)) from None
         reason, _, place = str(error).replace("`", "").partition(" - at ")
-        place = place.removeprefix("$").lstrip(".")
+        place = place.replace("$.", "").removeprefix("$")
         remedy = _use_one_of(kind, place.split(".")) or "correct it"
-        place = f"{name}.{place}".strip(".") or "it"
-        text = printable(f"{place} is wrong ({reason}): {remedy}.")
-        raise ValueError(text) from None
-    _require_known(value, msgspec.to_builtins(built, enc_hook=str), name)
+        text = f"{place or 'it'} is wrong ({reason}): {remedy}."
+        raise ValueError(printable(text)) from None
+    _require_known(value, msgspec.to_builtins(built, enc_hook=str))
     return built
 
 
 def _path(kind: type, value: Any) -> Any:
     if isinstance(value, str):
         return kind(value)
-    raise ValueError(f"{_short(value)} must be a text.")
+    raise TypeError(f"Expected str, got {type(value).__name__}")
 
 
 def _use_one_of(kind: Any, names: Sequence[str]) -> str:
@@ -172,7 +170,7 @@ def _use_one_of(kind: Any, names: Sequence[str]) -> str:
     return f"use one of {', '.join(values)}" if values else ""
 
 
-def _require_known(value: Any, kept: Any, name: str) -> None:
+def _require_known(value: Any, kept: Any, name: str = "") -> None:
     """Raises ValueError at the first field of an object that its type does not have."""
     if isinstance(value, dict):
         for key, item in value.items():

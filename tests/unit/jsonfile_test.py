@@ -186,6 +186,7 @@ def test_a_value_is_of_its_type_or_refused_by_place():
             "sice": 2,
         },
         "--size must be at most 9": {"size": 10},
+        r"path is wrong \(Expected str, got int\)": {"size": 1, "path": 3},
         r"share is wrong \(Number out of range": {"size": 1, "share": 10**400},
     }
     for sentence, change in wrong.items():

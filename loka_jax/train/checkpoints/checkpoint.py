@@ -16,13 +16,14 @@ at any time. Of several processes, all call the same in the same order, each wri
 own shards, and the first alone makes, commits, renames and removes.
 """
 
+import contextlib
 import functools
 import glob
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ _DISK_BYTES = 1.1
 _log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """The checkpoints of one run: saved in the background, verified when restored.
 
     A save that fails is tried once more, if the process is alone; if that fails too,
@@ -77,8 +78,9 @@ class Checkpoints:
         self._keep, self._processes = keep, processes
         self._directory = Path(directory).resolve()
         self._unfinished = self._directory / ".unfinished"
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        # Its thread is no daemon: the interpreter waits for it before it exits.
+        self._background = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: futures.Future | None = None
         orbax_files.quiet()
         if glob.escape(str(self._directory)) != str(self._directory):
             raise ValueError(
@@ -92,10 +94,6 @@ class Checkpoints:
                 f"cannot create the checkpoint directory {self._directory} "
                 f"({error.strerror}): choose another --workdir."
             ) from None
-
-    def __enter__(self) -> "Checkpoints":
-        """Returns itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the checkpoints."""
@@ -137,11 +135,8 @@ class Checkpoints:
         write = functools.partial(self._write, step, arrays)
         if self._processes.count > 1:
             write = self._begin_shared(step, arrays)
-        # Not a daemon, so that the interpreter waits for it before it exits.
-        self._thread = threading.Thread(
-            target=self._finish, args=(Saved(step, meta, leaves), write)
-        )
-        self._thread.start()
+        saved = Saved(step, meta, leaves)
+        self._saving = self._background.submit(self._finish, saved, write)
         return True
 
     def wait(self) -> None:
@@ -150,18 +145,16 @@ class Checkpoints:
         Raises:
             OSError: if the last save failed twice.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
         """Waits like `wait`, with the same errors."""
         try:
             self.wait()
         finally:
+            self._background.shutdown()
             self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
@@ -275,11 +268,14 @@ class Checkpoints:
         self._unfinished.mkdir()
 
     def _finish(self, saved: Saved, write: Callable[[], None]) -> None:
-        """Ends a save in the background thread; `wait` raises a failure.
+        """Ends a save in the background thread.
 
         Args:
             saved: what is saved.
             write: writes the arrays, or waits until they are written.
+
+        Raises:
+            OSError: if it failed for any reason, which `wait` raises.
         """
         is_alone = self._processes.count == 1
         for retries_left in (1, 0) if is_alone else (0,):
@@ -290,17 +286,16 @@ class Checkpoints:
                     self._remove_old()
                 orbax_files.meet(self._processes, "saved")
                 return
-            except Exception as error:  # of any kind: `wait` raises it
+            except Exception as error:
                 reason = one_line(error)
-                if retries_left:
-                    _log.warning(
-                        "saving step %d failed (%s): retrying.", saved.step, reason
-                    )
-                    continue
-                self._error = OSError(
-                    f"step {saved.step} could not be saved in {self._directory} "
-                    f"({reason}): check space and permissions there; the newest "
-                    f"checkpoint is step {self.latest_step()}."
+                if not retries_left:
+                    raise OSError(
+                        f"step {saved.step} could not be saved in {self._directory} "
+                        f"({reason}): check space and permissions there; the newest "
+                        f"checkpoint is step {self.latest_step()}."
+                    ) from None
+                _log.warning(
+                    "saving step %d failed (%s): retrying.", saved.step, reason
                 )
 
     def _commit(self, saved: Saved) -> None:

@@ -83,9 +83,9 @@ def _orbax_arguments(arrays: dict[str, Any], processes: Processes) -> tuple:
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the arrays that Orbax finds in a folder, by name."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        tree: Any = reader.metadata(path / "default").item_metadata
-    return {name: tuple(array.shape) for name, array in (tree or {}).items()}
+    folder: Any = path / "default"  # for which Orbax has a type of its own
+    tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    return {name: tuple(array.shape) for name, array in tree.items()}
 
 
 def read(path: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray | jax.Array]:

@@ -21,6 +21,7 @@ For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -61,7 +62,7 @@ _PACKAGES = (
 )
 
 
-class RunRecord:
+class RunRecord(contextlib.AbstractContextManager):
     """The record of one run, which locks its workdir until `close`.
 
     Usable in a `with` statement, which closes. The lock of a killed run ends with it.
@@ -108,10 +109,6 @@ class RunRecord:
         except BaseException:  # even Ctrl-C must not leave the folder locked
             self._lock.close()
             raise
-
-    def __enter__(self) -> "RunRecord":
-        """Returns itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the record."""

@@ -81,12 +81,13 @@ def test_donated_buffers_do_not_reach_the_checkpoint(tmp_path):
     np.testing.assert_array_equal(got["table"], np.arange(200_000.0))
 
 
-def test_the_newest_checkpoints_stay(tmp_path):
+def test_the_newest_checkpoints_stay(tmp_path, caplog):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         saved = [checkpoints.save(x, {"x": jnp.ones(3)}, {}) for x in (1, 2, 10, 9)]
         checkpoints.wait()
         assert all(saved) and checkpoints.latest_step() == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
+    assert not caplog.records  # as all went well
 
 
 def test_a_step_is_saved_once_unless_a_run_resumes_earlier(copy):

@@ -36,7 +36,6 @@ def test_what_is_not_there_has_its_default(values):
     "part, field, value, sentence",
     [
         ("data", "min_cuont", 1, "data.min_cuont is no field .* mean 'min_count'"),
-        (None, "seed", True, r"seed is wrong .*int, got bool\): correct it"),
         (
             "data",
             "encoding",
