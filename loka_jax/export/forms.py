@@ -87,8 +87,7 @@ def make_form(
 def tracing(device: Device) -> Iterator[list[str]]:
     """Plans sites for a device, without Triton's kernels, while they are traced.
 
-    Yields:
-        a list, which grows by an entry for each operation that would have had one.
+    Yields a list, which grows by an entry for each operation that would have had one.
     """
     with site_context(device=device), triton.left_out() as left_out:
         yield left_out
