@@ -105,12 +105,7 @@ def plan_of(
     form: tuple[Platform, int],
     say: Callable[[str], None],
 ) -> DispatchPlan:
-    """Returns the plan of a program.
-
-    Args:
-        name: "auto" lets Dispatch choose on a GPU; "saved" keeps the run's plan; "off"
-            runs all by XLA in the model's recipe.
-    """
+    """Returns the plan of a program by its name, see `export_run`."""
     platform, batch_size = form
     if name == "off":
         return DispatchPlan()
