@@ -43,10 +43,10 @@ _SMALL = (1, 16, 128, 1024)  # with the run's own batch size, the default ones
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """A written folder.
 
     Attributes:
-        weight_bytes: of the weights by dtype, tables apart.
+        weight_bytes: bytes of the weights by dtype, without the tables.
         differences: by batch size, the largest difference between a program that runs
             here and the run's evaluation step with the same choices.
     """

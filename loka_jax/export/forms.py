@@ -87,8 +87,7 @@ def make_form(
 def tracing(device: Device) -> Iterator[list[str]]:
     """Plans sites for a device, without Triton's kernels, while they are traced.
 
-    Yields:
-        a list, which grows by an entry for each operation that would have had one.
+    Yields a list, which grows by an entry for each operation that would have had one.
     """
     with site_context(device=device), triton.left_out() as left_out:
         yield left_out
@@ -106,12 +105,7 @@ def plan_of(
     form: tuple[Platform, int],
     say: Callable[[str], None],
 ) -> DispatchPlan:
-    """Returns the plan of a program.
-
-    Args:
-        name: "auto" lets Dispatch choose on a GPU; "saved" keeps the run's plan; "off"
-            runs all by XLA in the model's recipe.
-    """
+    """Returns the plan of a program by its name, see `export_run`."""
     platform, batch_size = form
     if name == "off":
         return DispatchPlan()

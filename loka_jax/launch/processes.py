@@ -29,7 +29,7 @@ _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to run.
+    """A command and the processes that run it.
 
     Attributes:
         command: a Python script, or a command of `loka`, and its arguments.

@@ -29,8 +29,7 @@ from flax.linen.module import merge_param
 
 from loka_jax import compat
 from loka_jax.nn.context import as_recipe, current, site_context
-from loka_jax.nn.dense import product
-from loka_jax.nn.einsum import einsum
+from loka_jax.nn.dense import einsum, product
 from loka_jax.nn.fused_sequence import (
     ALONE,
     Followed,

@@ -24,8 +24,7 @@ from jaxtyping import Array
 
 from loka_jax import scaling
 from loka_jax.nn.context import as_recipe
-from loka_jax.nn.dense import product, weight_has_fp8
-from loka_jax.nn.einsum import einsum
+from loka_jax.nn.dense import einsum, product, weight_has_fp8
 from loka_jax.nn.overwriting import next_table
 from loka_jax.recipe import Recipe
 

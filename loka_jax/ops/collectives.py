@@ -96,9 +96,7 @@ def quantized_psum(
             one key for all steps what is lost in one is lost in all.
         format: of the codes; int8 has 12 dB less noise than e4m3.
         block: values that share a float32 factor: 32, 64, 128 or 256.
-        implementation: "triton" requires its kernels; "xla"; None is Triton if it is
-            installed, the GPU is a Hopper and its kernels support the operands, else
-            XLA.
+        implementation: as in `embedding.sum_by_row`.
 
     Raises:
         ValueError: if an array does not hold floats, or does not vary over the axes of

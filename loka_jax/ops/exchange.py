@@ -70,9 +70,7 @@ def route(
 
     Args:
         axis: the mesh axis over which the rows are spread.
-        implementation: "triton" requires its kernels; "xla"; None is Triton if it is
-            installed, the GPU is a Hopper and its kernels serve, else XLA. Their
-            results are equal.
+        implementation: as in `embedding.sum_by_row`; all have equal results.
     """
     how: Any = (places, order, capacity, axis)
     routed, need = listed(*how, implementation=implementation)

@@ -39,9 +39,7 @@ def dot_features(
         bottom: output of the bottom MLP, in the dtype of the embeddings. If None, z is
             e alone and there are no leading features.
         multiple: the number of features is padded to a multiple of it, see `padded`.
-        implementation: "triton" requires its kernels, one each way; "xla"; None is
-            Triton if it is installed, the GPU is a Hopper and its kernels support the
-            operands, else XLA.
+        implementation: as in `embedding.sum_by_row`; Triton has one kernel each way.
 
     Raises:
         ValueError: if the dtypes differ, or Triton is required and cannot run.

@@ -34,8 +34,7 @@ def joined_norm(
     Args:
         parts: embeddings, n in all.
         x: the residual; a `Residual` gets its gradient in parts.
-        implementation: "triton" requires its kernels; "xla"; None is Triton if it is
-            installed, the GPU is a Hopper and the operands are bfloat16, else XLA.
+        implementation: as in `embedding.sum_by_row`; Triton takes bfloat16 alone.
 
     Raises:
         ValueError: if the parts have not n embeddings of x's d, d is above 256, or

@@ -20,7 +20,7 @@ _WRITERS = {".csv": csv.CSVWriter, ".parquet": parquet.ParquetWriter}
 
 
 class Scored(NamedTuple):
-    """What was scored.
+    """The result of scoring a file.
 
     Attributes:
         bad_rows: rows that were left out for a wrong number of columns.

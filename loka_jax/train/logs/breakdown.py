@@ -73,8 +73,7 @@ def with_names(
 ) -> list[dict[str, Any]]:
     """Returns the `columns` of a breakdown with the `name` of each value.
 
-    Returns:
-        them; a name is the start of the value, None where many values share an id.
+    A name is the start of the value, None where many values share an id.
     """
     ids = {c["column"]: [value["id"] for value in c["values"]] for c in columns}
     values_by_column = values_of(folder, ids)
