@@ -252,32 +252,13 @@ _RANGES = (
 
 
 # They decide how a row is encoded, whatever the other rows are.
-ENCODING_SETTINGS = (
-    "label",
-    "labels",
-    "dense",
-    "categorical",
-    "multi",
-    "multi_weights",
-    "separator",
-    "encoding",
-    "hash_buckets",
-    "hash_sizes",
-    "hashed",
-    "share",
-    "bad",
-    "transform",
+ENCODING_SETTINGS = tuple(
+    "label labels dense categorical multi multi_weights separator encoding "
+    "hash_buckets hash_sizes hashed share bad transform".split()
 )
-SETTINGS = (
-    *ENCODING_SETTINGS,
-    "max_values",
-    "min_count",
-    "reserve_rows",
-    "weight",
-    "keep_negatives",
-    "valid_fraction",
-    "time",
-    "max_bad_rows",
+SETTINGS = ENCODING_SETTINGS + tuple(
+    "max_values min_count reserve_rows weight keep_negatives valid_fraction time "
+    "max_bad_rows".split()
 )
 
 
