@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.batch import Schema
+from loka_jax.data.batch import Columns, Schema
 from loka_jax.data.blocks import Block, element_type, list_lengths
-from loka_jax.data.config import Columns, DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.encoding import (
     LARGE_FLOAT,
     Encoder,
@@ -71,7 +71,7 @@ class Encoding:
         """The columns and table sizes."""
         sizes = tuple(encoder.rows for encoder in self.encoders)
         return Schema(
-            **self.columns._asdict(),
+            **vars(self.columns),
             vocab_sizes=sizes,
             owners=self._owners(),
             slots=self.slots,
