@@ -48,14 +48,39 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schema:
-    """The columns of a data set.
+class Columns:
+    """The names of the columns by role.
 
     Attributes:
-        label: name of the label column, the first if there are several.
-        dense: names of the dense columns, in the order of `Batch.dense`.
-        categorical: names of the fields with one value, in the order of `Batch.ids`.
-        multi: names of the multi-valued fields, in the order of `Batch.bags`.
+        label: the label column, the first if there are several.
+        dense: the dense columns, in the order of `Batch.dense`.
+        categorical: the fields with one value, in the order of `Batch.ids`.
+        multi: the multi-valued fields, in the order of `Batch.bags`.
+        further_labels: the label columns after the first.
+    """
+
+    label: str
+    dense: tuple[str, ...]
+    categorical: tuple[str, ...]
+    multi: tuple[str, ...] = ()
+    further_labels: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns, each a task, in the order of T."""
+        return (self.label, *self.further_labels)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields, in the order of their tables."""
+        return (*self.categorical, *self.multi)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema(Columns):
+    """The columns of a data set, and what the model must know of them.
+
+    Attributes:
         vocab_sizes: number of rows of each field's table, including row 0, which
             stands for values that are missing or too rare in training; first those of
             `categorical`, then those of `multi`.
@@ -63,34 +88,18 @@ class Schema:
         slots: H, the most values in a list of each multi-valued field.
         weighted_multi: those of `multi` whose values have weights.
         weighted: whether examples have weights other than 1.
-        further_labels: names of the label columns after the first.
     """
 
-    label: str
-    dense: tuple[str, ...]
-    categorical: tuple[str, ...]
     vocab_sizes: tuple[int, ...]
-    multi: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
     slots: tuple[int, ...] = ()
     weighted_multi: tuple[str, ...] = ()
     weighted: bool = False
-    further_labels: tuple[str, ...] = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the label columns, each a task, in the order of T."""
-        return (self.label, *self.further_labels)
 
     @property
     def tables(self) -> tuple[int, ...]:
         """The number of the field whose table each field uses."""
         return tuple(self.fields.index(name) for name in self.owners or self.fields)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The names of all fields, in the order of `vocab_sizes`."""
-        return (*self.categorical, *self.multi)
 
     def __post_init__(self):
         """Checks that each feature has exactly one role and each field a table size."""

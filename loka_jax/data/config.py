@@ -4,9 +4,9 @@ It is flat so that command lines read well: `--data.path clicks.csv --data.label
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from loka_jax.data.batch import MAX_SLOTS
+from loka_jax.data.batch import MAX_SLOTS, Columns
 from loka_jax.options import pairs
 
 # Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
@@ -252,62 +252,29 @@ _RANGES = (
 
 
 # They decide how a row is encoded, whatever the other rows are.
-ENCODING_SETTINGS = (
-    "label",
-    "labels",
-    "dense",
-    "categorical",
-    "multi",
-    "multi_weights",
-    "separator",
-    "encoding",
-    "hash_buckets",
-    "hash_sizes",
-    "hashed",
-    "share",
-    "bad",
-    "transform",
+ENCODING_SETTINGS = tuple(
+    "label labels dense categorical multi multi_weights separator encoding "
+    "hash_buckets hash_sizes hashed share bad transform".split()
 )
-SETTINGS = (
-    *ENCODING_SETTINGS,
-    "max_values",
-    "min_count",
-    "reserve_rows",
-    "weight",
-    "keep_negatives",
-    "valid_fraction",
-    "time",
-    "max_bad_rows",
+SETTINGS = ENCODING_SETTINGS + tuple(
+    "max_values min_count reserve_rows weight keep_negatives valid_fraction time "
+    "max_bad_rows".split()
 )
-
-
-class Columns(NamedTuple):
-    """The names of the columns by role."""
-
-    label: str
-    dense: tuple[str, ...]
-    categorical: tuple[str, ...]
-    multi: tuple[str, ...] = ()
-    further_labels: tuple[str, ...] = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The label columns, each a task."""
-        return (self.label, *self.further_labels)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields, in the order of their tables."""
-        return (*self.categorical, *self.multi)
 
 
 def columns_of(config: DataConfig) -> Columns:
     """Returns the columns that `config` names; those of Criteo's files are fixed."""
     if config.kind == "criteo":
-        return Columns(CRITEO_LABEL, CRITEO_DENSE, CRITEO_CATEGORICAL)
+        return Columns(
+            label=CRITEO_LABEL, dense=CRITEO_DENSE, categorical=CRITEO_CATEGORICAL
+        )
     label, *further = config.labels or (config.label,)
     return Columns(
-        label, config.dense, config.categorical, config.multi, tuple(further)
+        label=label,
+        dense=config.dense,
+        categorical=config.categorical,
+        multi=config.multi,
+        further_labels=tuple(further),
     )
 
 
@@ -321,5 +288,5 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
 def settings_of(config: DataConfig) -> dict:
     """Returns the options that determine the shards' contents, as JSON values."""
     settings = {name: getattr(config, name) for name in SETTINGS}
-    settings |= columns_of(config)._asdict()
+    settings |= vars(columns_of(config))
     return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -107,7 +107,7 @@ class _Conversion:
         self.columns = columns_of(config)
         # Check the columns before anything is read.
         Schema(
-            **self.columns._asdict(),
+            **vars(self.columns),
             vocab_sizes=(1,) * len(self.columns.fields),
             slots=(1,) * len(self.columns.multi),
         )

@@ -11,7 +11,7 @@ times in training.
 
 import hashlib
 import re
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +27,14 @@ _WHOLE = re.compile(r"(-?[0-8]?[0-9]{1,15})\.0")
 LARGE_FLOAT = r"^-?((9[0-9]{15}|[0-9]{17,})\.0|[0-9](\.[0-9]+)?[eE]\+[0-9]+)$"
 
 
-@runtime_checkable
 class Encoder(Protocol):
-    """Turns the values of one field into ids."""
+    """Turns the values of one field into ids.
 
-    @property
-    def rows(self) -> int:
-        """The number of rows of the field's table, including id 0."""
-        ...
+    Attributes:
+        rows: the number of rows of the field's table, including id 0.
+    """
+
+    rows: int
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values."""
@@ -123,11 +123,7 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
 
 
 class NoInteger(ValueError):
-    """A value is no 64-bit integer.
-
-    Attributes:
-        at: its place among the values.
-    """
+    """A value is no 64-bit integer; `at` is its place among the values."""
 
     def __init__(self, at: int):
         """Takes the place of the value."""
@@ -143,12 +139,7 @@ class ValueCounter:
     """
 
     def __init__(self, merge_bytes: int = 1 << 24):
-        """Starts with no values.
-
-        Args:
-            merge_bytes: size of the counts kept before those of equal values are
-                merged.
-        """
+        """Starts with no values; so many bytes of counts are kept before a merge."""
         self.merged_bytes = 0
         self._merge_bytes = merge_bytes
         self._parts: list[pa.Table] = []
@@ -198,17 +189,13 @@ class VocabularyEncoder:
     Attributes:
         values: the vocabulary; `values[i]` has id i + 1.
         reserved: the rows after these, for values of later days.
+        rows: the number of rows of the field's table, including id 0.
     """
 
     def __init__(self, values: pa.Array, reserved: int = 0):
         """Takes the vocabulary, without an entry for unknown values."""
-        self.values = values
-        self.reserved = reserved
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of the field's table, including id 0."""
-        return len(self.values) + 1 + self.reserved
+        self.values, self.reserved = values, reserved
+        self.rows = len(values) + 1 + reserved
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values.
@@ -235,21 +222,16 @@ def _other_spelling(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunked
 
 
 class HashEncoder:
-    """Encodes by hash: `1 + blake2b64(field, value) mod (buckets - 1)`.
+    """Encodes by hash: `1 + blake2b64(field, value) mod (rows - 1)`.
 
     The ids are the same on every machine and in every run, and differ between fields
     that share values.
     """
 
-    def __init__(self, field: str, buckets: int):
+    def __init__(self, field: str, rows: int):
         """Takes the field's name, part of the hash, and the rows of its table."""
         self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
-        self._buckets = buckets
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of the field's table, including id 0."""
-        return self._buckets
+        self.rows = rows
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null values."""
@@ -266,24 +248,19 @@ class HashEncoder:
             return 0
         value = value[:-2] if _WHOLE.fullmatch(value) else value
         digest = hashlib.blake2b(value.encode(), digest_size=8, key=self._salt).digest()
-        return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)
+        return 1 + int.from_bytes(digest, "little") % (self.rows - 1)
 
 
 class ModuloEncoder:
-    """Encodes integers that are hashes already: `1 + (h mod 2^64) mod (buckets - 1)`.
+    """Encodes integers that are hashes already: `1 + (h mod 2^64) mod (rows - 1)`.
 
     A negative number has the id of the unsigned one with the same 64 bits. Text may be
     hexadecimal, as 0x1f.
     """
 
-    def __init__(self, buckets: int):
+    def __init__(self, rows: int):
         """Takes the rows of the field's table."""
-        self._buckets = buckets
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of the field's table, including id 0."""
-        return self._buckets
+        self.rows = rows
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null values.
@@ -299,7 +276,7 @@ class ModuloEncoder:
                 [_bits(value, at) for at, value in enumerate(values.to_pylist())],
                 np.uint64,
             )
-        ids = 1 + (hashes % np.uint64(self._buckets - 1)).astype(np.int32)
+        ids = 1 + (hashes % np.uint64(self.rows - 1)).astype(np.int32)
         missing = np.asarray(is_missing(values))
         return np.where(missing, np.int32(0), ids)
 

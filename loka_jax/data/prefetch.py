@@ -4,23 +4,16 @@ One background thread makes the batches in order, so the result does not depend 
 timing: it equals that of a plain loop over positions.
 """
 
+import collections
 import itertools
-import queue
-import threading
-from types import TracebackType
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
-from loka_jax.data.batch import (
-    WHOLE,
-    Batch,
-    Dataset,
-    Part,
-    Position,
-    next_position,
-)
+from loka_jax.data.batch import WHOLE, Batch, Dataset, Part, Position, next_position
 
 
 class Prefetcher:
@@ -39,7 +32,7 @@ class Prefetcher:
         shuffle: bool,
         num_batches: int | None = None,
         depth: int = 4,
-        sharding: jax.sharding.Sharding | None = None,
+        sharding: Sharding | None = None,
         part: Part = WHOLE,
     ):
         """Starts the thread.
@@ -57,40 +50,20 @@ class Prefetcher:
         """
         if not depth >= 1:
             raise ValueError(f"{depth=} must be at least 1.")
+
+        def make(position: Position) -> tuple[Position, Batch]:
+            batch = dataset.batch(position, batch_size, shuffle=shuffle, part=part)
+            return position, placed(batch, sharding, part)
+
         per_epoch = dataset.num_batches(batch_size)
-        counter = itertools.count() if num_batches is None else range(num_batches)
-        self._queue: queue.Queue = queue.Queue(maxsize=depth)
-        self._closed = threading.Event()
-        self._ended = False
+        self._positions = itertools.islice(_positions(start, per_epoch), num_batches)
+        self._thread, self._make = ThreadPoolExecutor(1, "prefetch"), make
+        self._ahead: collections.deque[Future] = collections.deque()
+        self._start(depth + 1)  # one of them is in the thread's hands
 
-        def produce() -> None:
-            position = start
-            try:
-                for _ in counter:
-                    batch = dataset.batch(
-                        position, batch_size, shuffle=shuffle, part=part
-                    )
-                    if not self._put((position, placed(batch, sharding, part))):
-                        return
-                    position = next_position(position, per_epoch)
-                self._put(StopIteration())
-            except (
-                BaseException
-            ) as error:  # of any kind: the consumer's thread raises it
-                self._put(error)
-
-        self._thread = threading.Thread(target=produce, name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _put(self, item) -> bool:
-        """Queues an item when there is room; returns False if closed before that."""
-        while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def _start(self, count: int) -> None:
+        for position in itertools.islice(self._positions, count):
+            self._ahead.append(self._thread.submit(self._make, position))
 
     def __iter__(self) -> "Prefetcher":
         """Returns itself."""
@@ -98,33 +71,34 @@ class Prefetcher:
 
     def __next__(self) -> tuple[Position, Batch]:
         """Returns the next position and its batch, on the device."""
-        if self._ended or self._closed.is_set():
+        if not self._ahead:
             raise StopIteration
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
+        try:
+            item = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._start(1)
         return item
 
     def close(self) -> None:
         """Ends the thread and drops the waiting batches; may be called twice."""
-        self._closed.set()
-        self._thread.join()
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Prefetcher":
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes the prefetcher."""
         self.close()
+
+
+def _positions(position: Position, per_epoch: int) -> Iterator[Position]:
+    while True:
+        yield position
+        position = next_position(position, per_epoch)
 
 
 def placed(batch: Batch, sharding: Sharding | None, part: Part) -> Batch:

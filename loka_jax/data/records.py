@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.data.batch import Schema
+from loka_jax.data.batch import Columns, Schema
 from loka_jax.data.blocks import Block, element_type, list_lengths
-from loka_jax.data.config import Columns, DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.encoding import (
     LARGE_FLOAT,
     Encoder,
@@ -31,13 +31,13 @@ from loka_jax.data.encoding import (
 from loka_jax.data.shards import record_dtype_of
 from loka_jax.data.values import (
     MAX_WEIGHT,
-    MISSING_WORDS,
     Counts,
     Standardizer,
     clean_dense,
     parse_labels,
     parse_weights,
     transform_dense,
+    without_missing,
 )
 from loka_jax.terminal import shown
 
@@ -71,7 +71,7 @@ class Encoding:
         """The columns and table sizes."""
         sizes = tuple(encoder.rows for encoder in self.encoders)
         return Schema(
-            **self.columns._asdict(),
+            **vars(self.columns),
             vocab_sizes=sizes,
             owners=self._owners(),
             slots=self.slots,
@@ -331,9 +331,7 @@ def _numbers(
 ) -> np.ndarray:
     """Returns the weights of values as float32, after checking those of real values."""
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        array = pc.utf8_trim_whitespace(array)
-        words = pa.array(MISSING_WORDS, array.type)
-        array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+        array = without_missing(array)
     try:
         numbers = pc.fill_null(array.cast(pa.float64(), safe=False), np.nan)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

@@ -20,7 +20,7 @@ from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.files import Sources, reader_of
 from loka_jax.data.permutation import key_of, mix
-from loka_jax.data.values import is_positive, parse_labels, parse_numbers
+from loka_jax.data.values import is_positive, parse_labels, parse_numbers, refuse_first
 from loka_jax.terminal import shown
 
 _SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
@@ -247,13 +247,10 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
         micros = pc.fill_null(dates.cast(pa.timestamp("us"), safe=False), 0)
         values = np.asarray(micros.cast(pa.int64()), np.float64)
     wrong = missing | ~np.isfinite(values)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        text = "no value" if missing[at] else f"{values[at]:g}"
-        raise ValueError(
-            f"{block.file} row {block.rows[at]} has {text} in the time column "
-            f"{column!r}: give each row a time, or leave out --data.time."
-        )
+    refuse_first(
+        *(wrong, block, f"time column {column!r}", values, missing),
+        "where each row needs a time: add it, or leave out --data.time.",
+    )
     return values, dates is not None
 
 

@@ -9,7 +9,6 @@ here, ids batch by batch by the reader.
 
 import errno
 import hashlib
-import io
 import json
 import os
 import pathlib
@@ -35,6 +34,7 @@ from loka_jax.data.manifest import (
     check_regular,
     read_manifest,
 )
+from loka_jax.terminal import one_line
 
 SHARD_ROWS = 1 << 19
 SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
@@ -126,7 +126,8 @@ class ShardWriter:
         check_disk(self._folder, records.nbytes, f"the next {len(records):,} rows")
         name = f"{split}-{len(self._splits[split]):05d}.npy"
         with open(self._folder / name, "wb") as file:
-            file.write(_npy_header(len(records), records.dtype))
+            header = np.lib.format.header_data_from_array_1_0(records)
+            np.lib.format.write_array_header_1_0(file, header)
             file.write(records.data)  # np.save would lose the reason of a failure
         self._splits[split].append(name)
         self._register(name, len(records))
@@ -281,33 +282,17 @@ def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
 
 
 def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarray:
-    """Returns the memory-mapped records of a shard.
-
-    The header is compared with the one that is right, rather than evaluated.
-    """
-    start = entry.bytes - entry.rows * dtype.itemsize
-    with open(path, "rb") as file:
-        header = file.read(start) if 0 < start < MAX_HEADER_BYTES else b""
-    if _without_padding(header) != _without_padding(_npy_header(entry.rows, dtype)):
-        raise Unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
+    """Returns the memory-mapped records of a shard."""
     try:
-        return np.memmap(path, dtype, mode="r", offset=start, shape=(entry.rows,))
-    except (OSError, ValueError) as error:
-        raise Unusable(path, f"it cannot be mapped: {error}") from None
-
-
-def _npy_header(rows: int, dtype: np.dtype) -> bytes:
-    """Returns what stands before the records in a .npy file."""
-    file = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(dtype)
-    fields = {"descr": descr, "fortran_order": False, "shape": (rows,)}
-    np.lib.format.write_array_header_1_0(file, fields)
-    return file.getvalue()
-
-
-def _without_padding(header: bytes) -> bytes:
-    """Returns a header without its length and padding: NumPy may change these."""
-    return header[:8] + header[10:].rstrip()
+        records = np.lib.format.open_memmap(
+            path, mode="r", max_header_size=MAX_HEADER_BYTES
+        )
+    except Exception as error:  # of any kind, as the header is a stranger's
+        reason = f"it is not a .npy file: {one_line(error)}"
+        raise Unusable(path, reason) from None
+    if (records.dtype, records.shape) != (dtype, (entry.rows,)):
+        raise Unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
+    return records
 
 
 def free_bytes(folder: pathlib.Path) -> int:

@@ -52,10 +52,7 @@ class Counts:
     def warnings(self, which: str) -> list[str]:
         """Returns a sentence on each column with several values, all of them unknown.
 
-        One value may well be new, as that of a new user is.
-
-        Args:
-            which: the rows.
+        One value may well be new, as that of a new user is. `which` names the rows.
         """
         return [
             f"Warning: no value of column {shown(repr(column))} in {which} is in the "
@@ -115,10 +112,15 @@ def parse_numbers(
     return np.asarray(array, np.float64), missing
 
 
-def _parse_text(block: Block, column: str, array, remedy: str) -> pa.Array:
+def without_missing(array: pa.Array) -> pa.Array:
+    """Returns texts without white space around them, null for a missing number."""
     array = pc.utf8_trim_whitespace(array)
     words = pa.array(MISSING_WORDS, array.type)
-    array = pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+    return pc.if_else(pc.is_in(array, words), pa.scalar(None, array.type), array)
+
+
+def _parse_text(block: Block, column: str, array, remedy: str) -> pa.Array:
+    array = without_missing(array)
     with contextlib.suppress(pa.ArrowInvalid):
         return array.cast(pa.float64())
     words = pa.array(["false", "true"], array.type)
@@ -140,6 +142,32 @@ def _is_number(value: pa.Scalar) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
+
+
+def refuse_first(
+    wrong: np.ndarray,
+    block: Block,
+    column: str,
+    values: np.ndarray,
+    missing: np.ndarray,
+    why: str,
+) -> None:
+    """Raises ValueError with file, row and value of the first one that is wrong.
+
+    Args:
+        wrong: which values are.
+        block: the rows.
+        column: the column in words.
+        values: the numbers of the rows.
+        missing: which of them are missing.
+        why: the end of the sentence, with the remedy.
+    """
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        text = "no value" if missing[at] else f"{values[at]:g}"
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has {text} in {column}, {why}"
+        )
 
 
 def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
@@ -167,13 +195,10 @@ def _parse_label(block: Block, column: str, *, may_lack: bool) -> np.ndarray:
     if may_lack:
         values, missing = np.where(missing, np.nan, values), np.zeros_like(missing)
     wrong = missing | ~((values == 0) | (values == 1) | (may_lack & np.isnan(values)))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        shown = "no value" if missing[at] else f"{values[at]:g}"
-        raise ValueError(
-            f"{block.file} row {block.rows[at]} has {shown} in label column "
-            f"{column!r}, where only 0 and 1 are allowed: correct it or --data.label."
-        )
+    refuse_first(
+        *(wrong, block, f"label column {column!r}", values, missing),
+        "where only 0 and 1 are allowed: correct it or --data.label.",
+    )
     return values.astype(np.float32)
 
 
@@ -187,14 +212,10 @@ def parse_weights(block: Block, column: str) -> np.ndarray:
     remedy = "name another column with --data.weight"
     values, missing = parse_numbers(block, column, remedy)
     wrong = missing | ~((values >= 0) & (values <= MAX_WEIGHT))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        shown = "no value" if missing[at] else f"{values[at]:g}"
-        raise ValueError(
-            f"{block.file} row {block.rows[at]} has {shown} in weight column "
-            f"{column!r}, where 0 to {MAX_WEIGHT:g} are allowed: correct it or "
-            "--data.weight."
-        )
+    refuse_first(
+        *(wrong, block, f"weight column {column!r}", values, missing),
+        f"where 0 to {MAX_WEIGHT:g} are allowed: correct it or --data.weight.",
+    )
     return values.astype(np.float32)
 
 
@@ -216,12 +237,10 @@ def _clean_column(
     huge = (np.abs(values) > MAX_DENSE) & ~is_inf
     bad = {"missing": missing, "nan": is_nan, "inf": is_inf, "huge": huge}
     for kind, where in bad.items():
-        if config.bad == "strict" and where.any():
-            at = int(np.argmax(where))
-            text = "no value" if kind == "missing" else f"{values[at]:g}"
-            raise ValueError(
-                f"{block.file} row {block.rows[at]} column {column!r} has {text}, "
-                "which --data.bad strict refuses: correct it or set --data.bad clean."
+        if config.bad == "strict":
+            refuse_first(
+                *(where, block, f"dense column {column!r}", values, missing),
+                "which --data.bad strict refuses: correct it or set --data.bad clean.",
             )
         counts.add(column, kind, int(np.count_nonzero(where)))
     counts.add(column, "negative", int(np.count_nonzero(values < 0)))
@@ -263,11 +282,8 @@ def nothing_left(
 ) -> str | None:
     """Returns why a dense column tells rows apart no more, or None if it does.
 
-    Args:
-        counts: the column's missing and unusual values.
-        rows: the number of rows.
-        only: the input of all rows, if they are equal.
-        config: the transform.
+    `counts` are those of the column; `only` is the input of all rows, if they are
+    equal.
     """
     if rows < 2:
         return None

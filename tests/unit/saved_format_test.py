@@ -99,8 +99,8 @@ def test_the_form_of_shards_has_this_number(tmp_path):
         4,
         "format version schema splits files kind sources settings forms standardizer "
         "report",
-        "label dense categorical vocab_sizes multi owners slots weighted_multi "
-        "weighted further_labels",
+        "label dense categorical multi further_labels vocab_sizes owners slots "
+        "weighted_multi weighted",
     )
     assert " ".join(SETTINGS) == (
         "label labels dense categorical multi multi_weights separator encoding "

@@ -64,8 +64,8 @@ MISTAKES = [
     Mistake(
         "a hash may lie behind its table",
         f"{DATA}/encoding.py",
-        'return 1 + int.from_bytes(digest, "little") % (self._buckets - 1)',
-        'return 1 + int.from_bytes(digest, "little") % self._buckets',
+        'return 1 + int.from_bytes(digest, "little") % (self.rows - 1)',
+        'return 1 + int.from_bytes(digest, "little") % self.rows',
         "unit/data/encoding_test.py",
     ),
     Mistake(

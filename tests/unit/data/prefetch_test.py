@@ -76,7 +76,7 @@ def test_no_more_than_depth_batches_wait_and_leaving_ends_the_thread():
         time.sleep(0.2)
         assert len(data.asked) == 4
         raise KeyboardInterrupt
-    assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+    assert not any("prefetch" in thread.name for thread in threading.enumerate())
     batches.close()  # once more
     assert list(batches) == []
 

@@ -176,7 +176,7 @@ def test_dates_are_ordered_as_dates_in_text_and_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("times", "why"),
     [
-        ([*range(150), ""], "row 151 has no value in the time column 'w'"),
+        ([*range(150), ""], "row 151 has no value in time column 'w'"),
         ([1, 2, "2024-02-30"], "row 3 column 'w' holds '2024-02-30', not a number"),
         ([5, 5, 5], "'w' has one time in all rows"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.configs import get_config
 from loka_jax.data import generated
-from loka_jax.data.planted import expected_distinct
+from loka_jax.data.planted import ZIPF, expected_distinct
 from loka_jax.models import Dlrm
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
 from loka_jax.train.mesh.devices import MeshConfig
@@ -15,7 +15,7 @@ from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
 from tests.support.train import DATA
 
-BATCH, ZIPF = 48, DATA.zipf
+BATCH = 48
 BASE = DlrmConfig(
     name="small",
     model=Dlrm(bottom_mlp=(64,), top_mlp=(32,), recipe="bf16", norm="layer"),
