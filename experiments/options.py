@@ -14,7 +14,7 @@ import tyro
 from loka_jax.commands import called, spoken
 from loka_jax.options import option_of
 
-_NO_OPTIONS = {"name", "parent"}  # of a configuration, and of a Flax module
+_OF_FLAX = {"name", "parent"}  # fields of its modules
 
 
 def parse_options[T](
@@ -103,7 +103,8 @@ def option_names(default: Any, prefix: str = "") -> list[str]:
     names = []
     for field in dataclasses.fields(default):
         value = getattr(default, field.name)
-        if field.name in _NO_OPTIONS:
+        hidden = tyro.conf.Suppress in getattr(field.type, "__metadata__", ())
+        if hidden or field.name in _OF_FLAX:
             continue
         if dataclasses.is_dataclass(value):
             names += option_names(value, f"{prefix}{field.name}.")

@@ -15,7 +15,9 @@ References:
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import tyro
 
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors
 from loka_jax.measure.intervals import Interval
@@ -30,7 +32,7 @@ _HEALTHY = 0.037
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits within which a candidate is safe, and fast.
+    """The limits within which a candidate is safe, and fast; some are no options.
 
     Attributes:
         healthy: largest relative L2 error, in multiples of 0.037, that of a product in
@@ -46,12 +48,12 @@ class Limits:
             site timed alone does not show what XLA fuses with its neighbours.
     """
 
-    healthy: float = 1.5
-    worst_row: float = 8.0
-    mere: float | None = None
+    healthy: Annotated[float, tyro.conf.Suppress] = 1.5
+    worst_row: Annotated[float, tyro.conf.Suppress] = 8.0
+    mere: Annotated[float | None, tyro.conf.Suppress] = None
     loss: float = 0.0002
     speedup: float = 1.05
-    leave_xla: float = 1.08
+    leave_xla: Annotated[float, tyro.conf.Suppress] = 1.08
 
     def __post_init__(self):  # noqa: D105
         for field in dataclasses.fields(self):

@@ -11,7 +11,6 @@ class OptimConfig:
     Attributes:
         dense: optimizer of the dense parameters.
         lr: its learning rate.
-        weight_decay: decoupled weight decay of the dense parameters (`adamw` only).
         clip_norm: largest global norm of the dense gradients; None for no limit.
         rows: optimizer of the embedding rows.
         rows_lr: its learning rate.
@@ -22,7 +21,6 @@ class OptimConfig:
             (`--mesh.sync weights`), and 1 without.
         rows_lagged: `rowwise_adagrad` divides by the sums of squares before the step,
             or by the square of a gradient that is larger.
-        eps: added to denominators by `rowwise_adagrad` and the Adams.
         warmup_steps: steps over which both rates grow linearly from 0.
         decay: both rates after the warm-up: constant, or falling to 0 at the last step.
         best_by: measure of an evaluation by which it is the best so far, or a stall.
@@ -37,16 +35,14 @@ class OptimConfig:
             state.
     """
 
-    dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    dense: Literal["adam", "adagrad", "sgd"] = "adam"
     lr: float = 1e-3
-    weight_decay: float = 0.0
     clip_norm: float | None = None
     rows: Literal["rowwise_adagrad", "adam", "sgd"] = "rowwise_adagrad"
     rows_lr: float = 0.05
     rows_l2: float = 0.0
     rows_c: float | None = None
     rows_lagged: bool = False
-    eps: float = 1e-8
     warmup_steps: int = 0
     decay: Literal["constant", "cosine", "linear"] = "constant"
     best_by: Literal["ne", "logloss", "auc"] = "ne"
@@ -69,11 +65,6 @@ class OptimConfig:
                 raise ValueError(
                     f"--optim.task-weights {weight} must be above 0 and at most 1e6."
                 )
-        if self.weight_decay and self.dense != "adamw":
-            raise ValueError(
-                f"--optim.weight-decay {self.weight_decay} needs --optim.dense adamw, "
-                f"not {self.dense}."
-            )
         has_c = self.rows_c not in (None, 1)
         if self.rows != "rowwise_adagrad" and (has_c or self.rows_lagged):
             option = "--optim.rows-lagged" if self.rows_lagged else "--optim.rows-c"
@@ -84,12 +75,10 @@ class OptimConfig:
 
 _RANGES = (
     ("lr", 1e-12, 1e3),
-    ("weight_decay", 0.0, 10.0),
     ("clip_norm", 1e-12, 1e12),
     ("rows_lr", 1e-12, 1e3),
     ("rows_l2", 0.0, 1e3),
     ("rows_c", 1e-3, 1e6),
-    ("eps", 1e-30, 1.0),
     ("warmup_steps", 0, 2**31 - 1),
     ("plateau_factor", 1e-6, 1.0),
     ("plateau_patience", 1, 10_000),

@@ -41,15 +41,10 @@ def make_dense_optimizer(
     """
     lr = make_schedule(config.lr, config, total_steps)
     optimizer = {
-        "adam": lambda: optax.adam(lr, eps=config.eps),
-        "adamw": lambda: optax.adamw(
-            lr, eps=config.eps, weight_decay=config.weight_decay
-        ),
-        "adagrad": lambda: optax.adagrad(
-            lr, initial_accumulator_value=0.0, eps=config.eps
-        ),
-        "sgd": lambda: optax.sgd(lr),
-    }[config.dense]()
+        "adam": optax.adam(lr),
+        "adagrad": optax.adagrad(lr, initial_accumulator_value=0.0, eps=1e-8),
+        "sgd": optax.sgd(lr),
+    }[config.dense]
     if config.clip_norm is None:
         return optimizer
     return optax.chain(clip_by_global_norm(config.clip_norm), optimizer)
@@ -66,8 +61,8 @@ def make_row_optimizer(config: OptimConfig, groups: int = 1) -> RowOptimizer:
     if config.rows == "sgd":
         return Sgd()
     if config.rows == "adam":
-        return Adam(eps=config.eps)
+        return Adam()
     c = float(groups) if config.rows_c is None else config.rows_c
     if config.rows_lagged:
-        return LaggedRowwiseAdagrad(eps=config.eps, c=c)
-    return RowwiseAdagrad(eps=config.eps, c=c)
+        return LaggedRowwiseAdagrad(c=c)
+    return RowwiseAdagrad(c=c)

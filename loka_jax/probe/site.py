@@ -17,7 +17,6 @@ from loka_jax import fp8
 from loka_jax.fp8 import E4M3
 from loka_jax.options import require
 from loka_jax.probe import (
-    blocks,
     live_errors,
     matrix_normal,
     moments,
@@ -38,9 +37,6 @@ class ProbeSettings:
 
     Attributes:
         max_rows: number of rows of a batch to observe, spread evenly over it.
-        max_mib: size limit of each covariance; larger ones are kept in diagonal blocks.
-        momentum: momentum of the covariances of weights.
-        mean_momentum: momentum of the means of weights.
         decay: factor on the weight of earlier rows at every observed batch; with 1 the
             first steps of training count as much as the last.
         recipes: whose products are multiplied on the operands themselves, to measure
@@ -48,18 +44,11 @@ class ProbeSettings:
     """
 
     max_rows: int = 2048
-    max_mib: int = blocks.MAX_BYTES >> 20
-    momentum: float = matrix_normal.MOMENTUM
-    mean_momentum: float = matrix_normal.MEAN_MOMENTUM
     decay: float = 1.0
     recipes: tuple[str, ...] = live_errors.RECIPES
 
     def __post_init__(self):  # noqa: D105
         require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
-        require(self.max_mib >= 1, "--probe.max-mib", self.max_mib, "at least 1")
-        for name in ("momentum", "mean_momentum"):
-            value, option = getattr(self, name), f"--probe.{name.replace('_', '-')}"
-            require(0 < value < 1, option, value, "in (0, 1)")
         require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
         for name in self.recipes:
             get_recipe(name)
@@ -146,15 +135,14 @@ def empty_stats(
         config: how it is observed.
         is_per_sample: whether every sample has a weight of its own.
     """
-    max_bytes = config.max_mib << 20
 
     def rows(width):
-        empty = moments.empty_moments(width, max_bytes=max_bytes)
+        empty = moments.empty_moments(width)
         return Rows(empty, row_norms.empty_norms(), tails.empty_tails())
 
     if is_per_sample:
         return SiteStats(rows(k), rows(k), rows(n), live_errors.empty_errors(0))
-    weight = matrix_normal.empty_weights(k, n, max_bytes=max_bytes)
+    weight = matrix_normal.empty_weights(k, n)
     return SiteStats(
         lhs=rows(k),
         rhs=Weight(weight, tails.empty_tails()),
@@ -216,13 +204,8 @@ def _rhs(stats: Weight | Rows, rhs, scale_inv, config, axis_names) -> Weight | R
     if isinstance(stats, Rows):
         columns = some_rows(rhs.T, config.max_rows)
         return _rows(stats, columns, scale_inv, E4M3, axis_names)
-    normal = matrix_normal.update(
-        stats.normal,
-        rhs,
-        momentum=config.momentum,
-        mean_momentum=config.mean_momentum,
-        moves_covariances=config.moves_weight_covariances,
-    )
+    moves = config.moves_weight_covariances
+    normal = matrix_normal.update(stats.normal, rhs, moves_covariances=moves)
     return Weight(normal, _tails(stats.tails, rhs, scale_inv, E4M3, ()))
 
 

@@ -29,6 +29,9 @@ from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
+# Observed steps from one update of weights' covariances to the next: they cost more
+# than all other statistics together.
+_COVARIANCES_EVERY = 20
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
 _FLAX = {"parent", "name"}  # fields of a module that are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
@@ -99,20 +102,15 @@ class ProbeOptions(ProbeSettings):
         every: observe every so many steps, from the first on; 0 for no statistics.
             None observes every 100th step of a run in one process if FP8 that only
             lacks known errors would save minutes, and none of any other run.
-        covariances_every: update the covariances of weights at every so many observed
-            steps; they cost more than all other statistics together.
     """
 
     every: int | None = None
-    covariances_every: int = 20
     decay: float = 0.7
 
     def __post_init__(self):  # noqa: D105
         super().__post_init__()
-        every, covariances_every = self.every, self.covariances_every
+        every = self.every
         require(every is None or every >= 0, "--probe.every", every, "at least 0")
-        option = "--probe.covariances-every"
-        require(covariances_every >= 1, option, covariances_every, "at least 1")
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in a step; None if they are not."""
@@ -121,7 +119,7 @@ class ProbeOptions(ProbeSettings):
         names = [field.name for field in dataclasses.fields(ProbeSettings)]
         return ProbeConfig(
             **{name: getattr(self, name) for name in names},
-            moves_weight_covariances=step % (self.every * self.covariances_every) == 0,
+            moves_weight_covariances=step % (self.every * _COVARIANCES_EVERY) == 0,
         )
 
     def first_review(self) -> int | None:

@@ -47,13 +47,6 @@ MISTAKES = [
         "unit/optim/rows_test.py",
     ),
     Mistake(
-        "weight decay is not handed to AdamW",
-        "loka_jax/optim/from_config.py",
-        "lr, eps=config.eps, weight_decay=config.weight_decay",
-        "lr, eps=config.eps, weight_decay=0.0",
-        "unit/optim/config_test.py",
-    ),
-    Mistake(
         "the patience ends a stall too late",
         "loka_jax/optim/plateau.py",
         "stop=stalls >= config.plateau_patience",

@@ -28,7 +28,7 @@ MISTAKES = [
     Mistake(
         "weights' covariances are learned in every observed step",
         f"{TRAIN}/config.py",
-        "step % (self.every * self.covariances_every) == 0",
+        "step % (self.every * _COVARIANCES_EVERY) == 0",
         "step % self.every == 0",
         "unit/train/config_test.py",
     ),

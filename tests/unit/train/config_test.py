@@ -94,9 +94,8 @@ NAN = float("nan")
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
         (lambda: ProbeOptions(every=-1), "--probe.every -1 must be at least 0"),
-        (lambda: ProbeOptions(covariances_every=0), "every 0 must be at least 1"),
         (lambda: ProbeOptions(max_rows=1), "--probe.max-rows 1 must be at least 2"),
-        (lambda: ProbeOptions(momentum=0.0), "momentum 0.0 must be in (0, 1)"),
+        (lambda: ProbeOptions(decay=0.0), "decay 0.0 must be in (0, 1]"),
         (lambda: DispatchOptions(tune_seconds=NAN), "seconds nan must be positive"),
         (lambda: DispatchOptions(check_seconds=0.0), "seconds 0.0 must be positive"),
         (lambda: DispatchOptions(rules=("=bf16",)), "PATTERN=CHOICE"),
@@ -124,10 +123,10 @@ def test_the_identity_is_json_and_tells_models_but_not_executions_apart():
 
 
 def test_steps_are_observed_when_they_are_due():
-    options = ProbeOptions(every=4, covariances_every=2)
-    due = {step: options.config_at(step) for step in range(10)}
+    options = ProbeOptions(every=4)
+    due = {step: options.config_at(step) for step in range(90)}
     moves = {k: v.moves_weight_covariances for k, v in due.items() if v is not None}
-    assert moves == {0: True, 4: False, 8: True}
+    assert moves == {step: step in (0, 80) for step in range(0, 90, 4)}
     assert due[0].max_rows == options.max_rows and due[0].decay == options.decay
     for never in (ProbeOptions(), ProbeOptions(every=0)):
         assert not any(never.config_at(step) for step in range(10))

@@ -1,13 +1,17 @@
 """`tune.py` from training to its table, and a run that follows it."""
 
+import dataclasses
+
 import jax
 
 from experiments import tune
 from experiments.cli import parse
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch import tuning
+from loka_jax.dispatch.policy import Limits
 from loka_jax.site import BF16, Choice
 from loka_jax.train.build import build
+from loka_jax.train.config import DispatchOptions
 from tests.support import train as support
 from tests.support.configs import tiny_config
 
@@ -35,8 +39,9 @@ def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
     assert ("There is no GPU with FP8" in capsys.readouterr().out) == (
         jax.default_backend() == "cpu"
     )
-    loose = ["--dispatch.limits.speedup", "0.01", "--dispatch.limits.healthy", "9"]
-    plan = build(parse([*TINY, *loose, "--plan", str(path)])).plan
+    config = parse([*TINY, "--plan", str(path)])
+    loose = DispatchOptions(limits=Limits(speedup=0.01, healthy=9.0))
+    plan = build(dataclasses.replace(config, dispatch=loose)).plan
     names = {choice.name for _, choice in plan.choices}
     assert names and names <= {BF16.name, ROW}
     assert all(decision.speedup for _, decision in plan.decisions)

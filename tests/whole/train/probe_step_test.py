@@ -18,7 +18,7 @@ SIZE = 64
 def test_an_observed_step_trains_as_any_other_and_sees_all_rows():
     config = support.config(batch_size=SIZE)
     model = config.model.clone(dropout_rate=0.0)
-    probe = dataclasses.replace(config.probe, every=1, covariances_every=1)
+    probe = dataclasses.replace(config.probe, every=1)
     config = dataclasses.replace(config, model=model, probe=probe, plan="off")
     run = build_lib.build(config, None, lambda line: None)
     step = run.train_step(scales_initialized=False, probe=ProbeConfig())

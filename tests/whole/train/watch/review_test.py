@@ -14,7 +14,7 @@ from loka_jax.train.loop import Loop
 from tests.support import train as support
 
 SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")
-PROBE = ProbeOptions(every=1, covariances_every=1, recipes=("fp8_rowwise",))
+PROBE = ProbeOptions(every=1, recipes=("fp8_rowwise",))
 # Batches of 32 examples have errors that differ widely from step to step.
 LIMITS = Limits(healthy=3.0, worst_row=30.0)
 PLANTED_ID, SINCE = 7, 4
