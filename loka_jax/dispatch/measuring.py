@@ -32,7 +32,7 @@ from loka_jax.measure.site_errors import site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.capture import Operands as Drawn
+from loka_jax.probe.live_errors import Operands as Drawn
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import RECIPES

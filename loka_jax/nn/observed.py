@@ -20,7 +20,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
-from loka_jax.probe.capture import Operands, Sample
+from loka_jax.probe.capture import Sample
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
@@ -103,7 +103,7 @@ def by_path(collection: Any) -> dict[str, Any]:
 
 def is_of_site(x: Any) -> bool:
     """Returns True for what Probe keeps of one site."""
-    return isinstance(x, SiteStats | Operands | Sample)
+    return isinstance(x, SiteStats | Sample)
 
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.capture import Operands
+from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
 from loka_jax.probe.row_norms import RowNorms, sample_scales
