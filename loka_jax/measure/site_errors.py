@@ -92,11 +92,6 @@ def site_errors(
     """Returns the errors of each role's candidates, by source of the operands.
 
     Measures are those of `Errors` and of `CastRates`.
-
-    Args:
-        spec: the site.
-        sources: of operands.
-        recipes: to measure beside bfloat16.
     """
     measure_role = functools.partial(_role_errors, spec, sources, recipes)
     # In parallel, since most of it is compilation.

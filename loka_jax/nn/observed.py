@@ -34,14 +34,7 @@ def site_tap(
     state: DelayedScaling | None,
     axis_names: tuple[str, ...],
 ) -> Callable[[Array, Array, Array], Array] | None:
-    """Returns a function of (out, lhs, rhs) by which Probe sees them, or None.
-
-    Args:
-        module: of the site.
-        plan: of the site.
-        state: delayed-scaling state, whose scales the operands are cast with.
-        axis_names: mesh axes over which rows are spread.
-    """
+    """Returns a function of (out, lhs, rhs) by which Probe sees them, or None."""
     observer, spec = current().observer, plan.spec
     if observer is None:
         return None
@@ -107,13 +100,7 @@ def is_of_site(x: Any) -> bool:
 
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
-    """Returns a collection PROBE after a batch was observed.
-
-    Args:
-        stats: the collection.
-        batch: its "gradient".
-        config: how sites are observed.
-    """
+    """Returns a collection PROBE after a batch was observed."""
     return jax.tree.map(
         lambda a, b: site.merge(a, b, config),
         stats,

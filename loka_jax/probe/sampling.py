@@ -54,11 +54,7 @@ def sample_rows(
 ) -> Float[Array, "m k"]:
     """Returns m rows with the learned mean and covariance, float32.
 
-    Args:
-        key: the random key.
-        moments: mean and covariance.
-        m: the number of rows.
-        norms: the norms to draw; if None rows are Gaussian, as in the paper.
+    Rows are Gaussian, as in the paper, if no norms are given.
     """
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
     z_key, scale_key = jax.random.split(key)

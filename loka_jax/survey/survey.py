@@ -51,13 +51,7 @@ class Verdict(NamedTuple):
 def judge(
     errors: Mapping[str, Interval], speedup: float | None, limits: Limits
 ) -> Verdict:
-    """Returns the verdict on a candidate.
-
-    Args:
-        errors: on operands of one source, by measure.
-        speedup: over bfloat16; None if not measured.
-        limits: on errors and speed.
-    """
+    """Returns the verdict on a candidate."""
     why_not = why_unsafe(errors, limits)
     is_fast = None if speedup is None else speedup >= limits.speedup
     if why_not is not None:
@@ -78,11 +72,7 @@ def survey(
 ) -> dict[str, Any]:
     """Returns the statistics and measurements of every site, JSON-ready.
 
-    Args:
-        run: the model and its data.
-        state: the trained model, with Probe's statistics.
-        config: the options.
-        say: takes a line of progress.
+    Operands and losses are of validation data; `say` takes a line of progress.
 
     Raises:
         ValueError: if there are no statistics.

@@ -61,14 +61,7 @@ class Looks:
     def before_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
     ) -> Progress:
-        """Looks at operands in the step to come; returns the progress with old looks.
-
-        Args:
-            run: the run.
-            state: its state before the step, which sees the scales it will cast with.
-            progress: its progress.
-            batch: of the step.
-        """
+        """Looks at operands in the step to come; returns progress with old looks."""
         if self._run is not run:  # under another plan
             self._run, self._step = run, look_step(run, watched(run, progress))
         if self._step is None:
