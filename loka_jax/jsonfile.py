@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 
-import msgspec
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import printable, shown
 

@@ -86,7 +86,7 @@ def health(
             there, too.
         limits: on errors.
     """
-    (m, k), n = sample.operands.lhs.shape, sample.operands.rhs.shape[1]
+    (m, k), n = sample.lhs.shape, sample.rhs.shape[1]
     site = resolve(SiteSpec(m=m, k=k, n=n), Choice("xla", recipe), local_device())
     recipe = site.recipe  # without what cannot run in FP8
     nothing = jnp.full((), jnp.nan, jnp.float32)
@@ -104,8 +104,7 @@ def health(
             error = jnp.hypot(error, _rounding(role, *views.values()))
         excess.append(jnp.log2(jnp.maximum(error / largest, 1.0)))
     measures = [
-        _of_operand(x, after_casts[name])
-        for name, x in zip(OPERANDS, sample.operands, strict=True)
+        _of_operand(getattr(sample, name), after_casts[name]) for name in OPERANDS
     ]
     flushed, level, peak = (jnp.stack(x) for x in zip(*measures, strict=True))
     result = Health(jnp.stack(excess), flushed, level, peak)
@@ -121,7 +120,7 @@ def _views(
         return {}
     views: dict[Operand, Fp8Array] = {}
     for name, cast in zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), strict=True):
-        x, scale_inv = getattr(sample.operands, name), None
+        x, scale_inv = getattr(sample, name), None
         if cast.granularity == "tensorwise":
             amax = sample.amaxes[OPERANDS.index(name)]
             scale_inv = _scale_inv(name, amax, cast, recipe, state)

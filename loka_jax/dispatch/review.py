@@ -113,13 +113,7 @@ class Reviewer:
         plan: DispatchPlan,
         within: Mapping[str, Decision],
     ) -> dict[str, Decision]:
-        """Returns new decisions on the other sites of networks with changed sites.
-
-        Args:
-            changed: the new decisions, by path.
-            plan: that runs.
-            within: the decisions on all sites.
-        """
+        """Returns new decisions on the other sites of networks with changed sites."""
         running = dict(plan.decisions)
         crossed = networks(chains_of(self.sites))
         groups = [{site.path for site in (*x.sites, *x.beside)} for x in crossed]
@@ -197,12 +191,7 @@ type Ratios = dict[Role, dict[str, Ratio]]
 
 
 def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
-    """Returns the live errors of a site, of products seen in enough steps.
-
-    Args:
-        errors: of the site.
-        recipes: of the `ProbeConfig` that observed it.
-    """
+    """Returns the live errors of a site, of products seen in enough steps."""
     moments = np.asarray(jax.device_get(errors.moments), np.float64)
     intervals: RoleErrors = {role: {} for role in ROLES}
     for recipe, by_role in zip(recipes, moments, strict=True):
@@ -219,9 +208,6 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
     """Returns the ratios of live to drawn errors of a model.
 
     Recipes at a site err alike, and count once.
-
-    Args:
-        live, drawn: errors by the path of the site.
     """
     by_role: Ratios = {}
     for role in ROLES:
@@ -267,11 +253,7 @@ def with_live(
 ) -> Table:
     """Returns a model's entries of a table, with its own errors in place of drawn ones.
 
-    Args:
-        table: the measurements.
-        sites: of the model.
-        live: live errors by path.
-        config: as in `make_plan`.
+    `config` is that of `make_plan`.
     """
     keys = {
         site.path: key

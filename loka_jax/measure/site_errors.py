@@ -30,7 +30,8 @@ from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.probe.capture import Operands
+from loka_jax.probe.capture import Sample
+from loka_jax.probe.live_errors import Operands
 from loka_jax.recipe import (
     OPERANDS,
     ROLE_OPERANDS,
@@ -47,7 +48,7 @@ PAIRS = 64  # draws; the paper takes 50 to 100
 _MEDIAN_ELEMENTS = 1 << 15
 
 # By name: a function from a seed to operands, and the seeds.
-type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
+type Sources = Mapping[str, tuple[Callable[[Any], Operands | Sample], Iterable[Any]]]
 # By role, candidate, source and measure.
 type SiteErrors = dict[Role, dict[str, dict[str, dict[str, Interval]]]]
 
@@ -91,11 +92,6 @@ def site_errors(
     """Returns the errors of each role's candidates, by source of the operands.
 
     Measures are those of `Errors` and of `CastRates`.
-
-    Args:
-        spec: the site.
-        sources: of operands.
-        recipes: to measure beside bfloat16.
     """
     measure_role = functools.partial(_role_errors, spec, sources, recipes)
     # In parallel, since most of it is compilation.

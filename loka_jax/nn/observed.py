@@ -20,7 +20,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
-from loka_jax.probe.capture import Operands, Sample
+from loka_jax.probe.capture import Sample
 from loka_jax.probe.site import ProbeConfig, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
@@ -34,14 +34,7 @@ def site_tap(
     state: DelayedScaling | None,
     axis_names: tuple[str, ...],
 ) -> Callable[[Array, Array, Array], Array] | None:
-    """Returns a function of (out, lhs, rhs) by which Probe sees them, or None.
-
-    Args:
-        module: of the site.
-        plan: of the site.
-        state: delayed-scaling state, whose scales the operands are cast with.
-        axis_names: mesh axes over which rows are spread.
-    """
+    """Returns a function of (out, lhs, rhs) by which Probe sees them, or None."""
     observer, spec = current().observer, plan.spec
     if observer is None:
         return None
@@ -103,17 +96,11 @@ def by_path(collection: Any) -> dict[str, Any]:
 
 def is_of_site(x: Any) -> bool:
     """Returns True for what Probe keeps of one site."""
-    return isinstance(x, SiteStats | Operands | Sample)
+    return isinstance(x, SiteStats | Sample)
 
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
-    """Returns a collection PROBE after a batch was observed.
-
-    Args:
-        stats: the collection.
-        batch: its "gradient".
-        config: how sites are observed.
-    """
+    """Returns a collection PROBE after a batch was observed."""
     return jax.tree.map(
         lambda a, b: site.merge(a, b, config),
         stats,

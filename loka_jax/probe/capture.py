@@ -1,4 +1,4 @@
-"""Captures the operands of a site, to check how well draws represent them."""
+"""Captures the operands of a site, and the errors of its products in one step."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,24 +14,18 @@ from loka_jax.probe.site import some_rows
 from loka_jax.recipe import Recipe
 
 
-class Operands(NamedTuple):
-    """The operands of a site: lhs (m, k), rhs (k, n), and the gradient g (m, n)."""
-
-    lhs: Float[Array, "m k"]
-    rhs: Float[Array, "k n"]
-    g: Float[Array, "m n"]
-
-
 class Sample(NamedTuple):
     """Some rows of a site's operands, how far all rows reach, and errors of all rows.
 
     Attributes:
-        operands: some rows of lhs and g, and rhs.
-        amaxes: of lhs, rhs and g, over all rows.
-        errors: of the products by the recipes of the `Sampler`, of all rows.
+        lhs, rhs, g: some rows of lhs and g, and rhs.
+        amaxes: of lhs, rhs and g, over all rows and devices.
+        errors: of the products by the recipes of the `Capture`, of all rows.
     """
 
-    operands: Operands
+    lhs: Float[Array, "m k"]
+    rhs: Float[Array, "k n"]
+    g: Float[Array, "m n"]
     amaxes: Float[Array, "3"]
     errors: LiveErrors
 
@@ -41,52 +35,27 @@ class Capture:
     """An observer that returns the operands themselves, in float32.
 
     Attributes:
-        max_rows: number of rows of a batch to keep, spread evenly over it.
-    """
-
-    max_rows: int = 1024
-
-    def init(self, m: int, k: int, n: int) -> Operands:
-        """Returns zeros in the shapes of the captured operands."""
-        rows = min(m, self.max_rows)
-        shapes = ((rows, k), (k, n), (rows, n))
-        return Operands(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
-
-    def observe(
-        self,
-        stats: Operands,
-        lhs: Float[Array, "m k"],
-        rhs: Float[Array, "k n"],
-        g: Float[Array, "m n"],
-        scales: tuple[Float[Array, ""] | None, ...],
-        axis_names: tuple[str, ...] = (),
-    ) -> Operands:
-        """Returns the operands of one batch; each device returns those it holds."""
-        del stats, scales, axis_names
-        lhs, g = (some_rows(x, self.max_rows) for x in (lhs, g))
-        return Operands(*(x.astype(jnp.float32) for x in (lhs, rhs, g)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """An observer that returns a `Sample` of the operands.
-
-    Attributes:
-        recipes: of which errors are sampled, with the scales of the step.
-        max_rows: number of rows of a batch to keep, spread evenly over it.
+        max_rows: number of rows of a batch to keep, spread evenly over it; each device
+            keeps some of those it holds.
+        recipes: of which errors are measured, with the scales of the step.
         copies: how many times as many rows drhs contracts, on other devices and in
             other microbatches: its relative L2 is extrapolated to them.
     """
 
-    recipes: tuple[Recipe, ...] = ()
     max_rows: int = 1024
+    recipes: tuple[Recipe, ...] = ()
     copies: int = 1
 
     def init(self, m: int, k: int, n: int) -> Sample:
         """Returns zeros in the shapes of a sample."""
-        capture = Capture(max_rows=self.max_rows)
-        errors = empty_errors(len(self.recipes))
-        return Sample(capture.init(m, k, n), jnp.zeros(3, jnp.float32), errors)
+        rows = min(m, self.max_rows)
+        return Sample(
+            jnp.zeros((rows, k), jnp.float32),
+            jnp.zeros((k, n), jnp.float32),
+            jnp.zeros((rows, n), jnp.float32),
+            jnp.zeros(3, jnp.float32),
+            empty_errors(len(self.recipes)),
+        )
 
     def observe(
         self,
@@ -97,18 +66,22 @@ class Sampler:
         scales: tuple[Float[Array, ""] | None, ...],
         axis_names: tuple[str, ...] = (),
     ) -> Sample:
-        """Returns a sample of one batch, its amaxes those of all devices.
+        """Returns a sample of one batch.
 
         Which elements of a product are computed follows from `stats.errors.steps`.
         """
-        capture = Capture(max_rows=self.max_rows)
-        operands = capture.observe(stats.operands, lhs, rhs, g, scales, axis_names)
         amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
-        whole = live_errors.Operands(lhs, rhs, g, scales)
+        operands = live_errors.Operands(lhs, rhs, g, scales)
         errors = live_errors.live_errors(
-            whole, self.recipes, stats.errors.steps, axis_names, self.copies
+            operands, self.recipes, stats.errors.steps, axis_names, self.copies
         )
-        return Sample(operands, fp8.amax_over_devices(amaxes, axis_names), errors)
+        return Sample(
+            some_rows(lhs, self.max_rows).astype(jnp.float32),
+            rhs.astype(jnp.float32),
+            some_rows(g, self.max_rows).astype(jnp.float32),
+            fp8.amax_over_devices(amaxes, axis_names),
+            errors,
+        )
 
 
 def at_step(stats: Any, step: Int[Array, ""]) -> Any:

@@ -76,12 +76,18 @@ class LiveErrors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operands of a site, as `ops.tap` sees them, and the scales of their casts."""
+    """The operands of a site, and the scales of their delayed casts.
+
+    Attributes:
+        lhs, rhs, g: the operands, g the gradient of the product.
+        scales: `scale_inv` with which lhs, rhs and g are cast; None, or 0, for those
+            that their amaxes give.
+    """
 
     lhs: Float[Array, "m k"]
     rhs: Float[Array, "k n"]
     g: Float[Array, "m n"]
-    scales: tuple[Float[Array, ""] | None, ...]
+    scales: tuple[Float[Array, ""] | None, ...] = (None,) * len(OPERANDS)
 
 
 def empty_errors(recipes: int) -> LiveErrors:

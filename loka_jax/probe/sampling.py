@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.capture import Operands
+from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
 from loka_jax.probe.row_norms import RowNorms, sample_scales
@@ -54,11 +54,7 @@ def sample_rows(
 ) -> Float[Array, "m k"]:
     """Returns m rows with the learned mean and covariance, float32.
 
-    Args:
-        key: the random key.
-        moments: mean and covariance.
-        m: the number of rows.
-        norms: the norms to draw; if None rows are Gaussian, as in the paper.
+    Rows are Gaussian, as in the paper, if no norms are given.
     """
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
     z_key, scale_key = jax.random.split(key)

@@ -102,11 +102,7 @@ def losses(
 ) -> Losses:
     """Returns the losses of all weighted examples in bfloat16.
 
-    Args:
-        run: the model.
-        state: the trained model.
-        batches: of examples.
-        recipes: of sites that run otherwise, or choices, by path.
+    `recipes` are those of sites that run otherwise, by path.
     """
     step = jax.jit(_loss_step(run, recipes))
     parts = jax.device_get([step(state, batch) for batch in batches])
@@ -224,14 +220,6 @@ def refusals(
 
     The sites with the largest effects by themselves, until the upper end of the rise
     that the others cause together is below the limit.
-
-    Args:
-        run: the model and its validation data.
-        state: the trained model.
-        plan: of its sites.
-        limit: on the relative rise of the loss.
-        max_batches: held-out batches at most.
-        say: takes a line on the plan.
     """
     left = {p: choice for p, choice in plan.choices if choice.recipe.fwd is not None}
     alone: dict[str, Effect] = {}

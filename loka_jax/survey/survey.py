@@ -20,7 +20,7 @@ from loka_jax.dispatch.policy import Limits, why_unsafe
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.site_errors import SiteErrors, site_errors
 from loka_jax.measure.site_times import site_times, speedup
-from loka_jax.probe.capture import Capture, Operands
+from loka_jax.probe.capture import Capture, Sample
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import Role
@@ -51,13 +51,7 @@ class Verdict(NamedTuple):
 def judge(
     errors: Mapping[str, Interval], speedup: float | None, limits: Limits
 ) -> Verdict:
-    """Returns the verdict on a candidate.
-
-    Args:
-        errors: on operands of one source, by measure.
-        speedup: over bfloat16; None if not measured.
-        limits: on errors and speed.
-    """
+    """Returns the verdict on a candidate."""
     why_not = why_unsafe(errors, limits)
     is_fast = None if speedup is None else speedup >= limits.speedup
     if why_not is not None:
@@ -78,11 +72,7 @@ def survey(
 ) -> dict[str, Any]:
     """Returns the statistics and measurements of every site, JSON-ready.
 
-    Args:
-        run: the model and its data.
-        state: the trained model, with Probe's statistics.
-        config: the options.
-        say: takes a line of progress.
+    Operands and losses are of validation data; `say` takes a line of progress.
 
     Raises:
         ValueError: if there are no statistics.
@@ -171,7 +161,7 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def _survey_site(
     site: nn.Site,
     stats: SiteStats,
-    captured: list[Operands],
+    captured: list[Sample],
     config: SurveyConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -206,7 +196,7 @@ def _sizes(spec: SiteSpec) -> dict[str, int]:
 def _site_errors(
     spec: SiteSpec,
     stats: SiteStats,
-    captured: Sequence[Operands],
+    captured: Sequence[Sample],
     config: SurveyConfig,
 ) -> SiteErrors:
     """Returns the errors on "learned", "normal" and, if captured, "real" operands."""
@@ -251,7 +241,7 @@ def _judged(
 
 def _capture(
     run: Run, state: TrainState, config: SurveyConfig
-) -> list[dict[str, Operands]]:
+) -> list[dict[str, Sample]]:
     """Returns the operands of all sites in some validation batches, by path."""
     valid, size = run.splits.valid, run.config.loop.batch_size
     count = min(valid.num_batches(size), config.captured_batches)

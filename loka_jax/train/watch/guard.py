@@ -155,16 +155,7 @@ def explained(
     batch: Batch | None,
     saved: int | None,
 ) -> Diverged:
-    """Returns the error of a divergence as a sentence with its likely cause.
-
-    Args:
-        symptom: the error of `judged` or `refuse_ruin`.
-        run: the run.
-        state: the state that has diverged.
-        step: the number of steps taken.
-        batch: the newest training batch; None if there was none.
-        saved: the step of the newest checkpoint; None if there is none.
-    """
+    """Returns the error of a divergence as a sentence with its likely cause."""
     newest = "there is no checkpoint" if saved is None else f"step {saved} is saved"
     columns = run.splits.train.schema.dense
     model = past_first_steps(run.planned, state)
@@ -183,12 +174,7 @@ def likely_cause(
 ) -> str:
     """Returns a phrase with the likely cause of divergence, and the remedy.
 
-    Args:
-        model: the model with its choices.
-        eval_step_of: gives the compiled evaluation step of a model.
-        state: the state that has diverged.
-        batch: the newest training batch; None if there was none.
-        columns: names of the dense features.
+    `eval_step_of` gives the compiled evaluation step of a model.
     """
     if batch is None:
         return "no batch was seen that could tell why"

@@ -112,13 +112,7 @@ class Moment(NamedTuple):
 
 
 def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:
-    """Returns a run as it was when a checkpoint was saved.
-
-    Args:
-        checkpoints: the folder of the checkpoint.
-        saved: the checkpoint.
-        run: the run under any plan.
-    """
+    """Returns a run as it was when a checkpoint was saved."""
     run = run.replanned(saved_plan(saved.meta["plan"], run.sites))
     # Shapes only: a second state beside the run's might not fit on the device.
     state = TrainState(**read_state(checkpoints, saved, run.template(), run.layout))
@@ -132,12 +126,6 @@ def gone_back(
 
     The examples between it and the divergence are left out, and the learning rates are
     halved: the same steps would diverge again. The last of `Progress.returns` says so.
-
-    Args:
-        error: the divergence.
-        checkpoints: the checkpoints of the newest steps.
-        run: the run that has diverged.
-        progress: its progress.
     """
     wanted = run.config.loop.on_divergence == "go_back"
     if not wanted or len(progress.returns) >= _MAX_RETURNS:

@@ -20,7 +20,7 @@ from loka_jax.dispatch.operand_health import health
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn import by_path
-from loka_jax.probe.capture import Sampler
+from loka_jax.probe.capture import Capture
 from loka_jax.recipe import Recipe, Role
 from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
@@ -61,14 +61,7 @@ class Looks:
     def before_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
     ) -> Progress:
-        """Looks at operands in the step to come; returns the progress with old looks.
-
-        Args:
-            run: the run.
-            state: its state before the step, which sees the scales it will cast with.
-            progress: its progress.
-            batch: of the step.
-        """
+        """Looks at operands in the step to come; returns progress with old looks."""
         if self._run is not run:  # under another plan
             self._run, self._step = run, look_step(run, watched(run, progress))
         if self._step is None:
@@ -176,7 +169,7 @@ def look_step(
     if run.spread is not None:  # all devices look at the part of one of them
         parts *= run.spread.mesh.size
     parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
-    observer = Sampler(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
+    observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
     observed = run.planned, run.tables, observer, run.config.optim.task_weights
     if run.spread is None:
         observe = make_observe_step(*observed)

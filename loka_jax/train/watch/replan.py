@@ -62,10 +62,7 @@ def after_failure(
 def review(run: Run, probe: Any, progress: Progress) -> tuple[Change, Progress] | None:
     """Returns the plan that looks and live errors ask for; None if it is the run's.
 
-    Args:
-        run: the run.
-        probe: Probe's statistics.
-        progress: of the run, with all looks.
+    `progress` has all looks.
     """
     said: tuple[str, ...] = ()
     for after in (after_drift, after_review):

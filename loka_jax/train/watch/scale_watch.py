@@ -47,23 +47,6 @@ class Value(NamedTuple):
         return f"{self.value:.6g} in column {self.column!r}"
 
 
-class Measured(NamedTuple):
-    """What the device computes for a look.
-
-    Attributes:
-        ratios: `amax_ratios` of each site.
-        swamped: share of the nonzero dense values of the newest batch that become zero
-            in E4M3 under a scale for the largest of them.
-        largest: the place of that value in the batch, and the value.
-        skipped: the number of steps skipped so far, which left no amaxes.
-    """
-
-    ratios: Float[Array, "sites 3 n"]
-    swamped: Float[Array, ""]
-    largest: tuple[Int[Array, ""], Float[Array, ""]]
-    skipped: Int[Array, ""]
-
-
 class Look(NamedTuple):
     """A look at the newest steps, which the device may still be computing.
 
@@ -71,13 +54,20 @@ class Look(NamedTuple):
         step: the number of steps taken.
         position: position of the next batch.
         recipes: the recipes of the sites by path.
-        measured: what the device computes.
+        ratios: `amax_ratios` of each site.
+        swamped: share of the nonzero dense values of the newest batch that become zero
+            in E4M3 under a scale for the largest of them.
+        largest: the place of that value in the batch, and the value.
+        skipped: the number of steps skipped so far, which left no amaxes.
     """
 
     step: int
     position: Position
     recipes: Mapping[str, Recipe]
-    measured: Measured
+    ratios: Float[Array, "sites 3 n"]
+    swamped: Float[Array, ""]
+    largest: tuple[Int[Array, ""], Float[Array, ""]]
+    skipped: Int[Array, ""]
 
 
 class Finding(NamedTuple):
@@ -113,24 +103,17 @@ class ScaleWatch:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ScaleWatch":
         """Returns the watch from JSON values."""
-        return cls(
-            warnings=tuple(data["warnings"]),
-            known=tuple(data["known"]),
-            skipped=data["skipped"],
-            reads=data["reads"],
-        )
+        lists: dict[str, Any] = {x: tuple(data[x]) for x in ("warnings", "known")}
+        return cls(**data | lists)
 
     def after(self, look: Look, data: Dataset, batch_size: int) -> "ScaleWatch":
         """Returns the watch after a look, once the device has computed that.
 
-        Args:
-            look: the look.
-            data: the training data; the batch of an outlier is read again.
-            batch_size: of a training step.
+        The batch of an outlier is read from the training data again.
         """
-        measured = jax.device_get(look.measured)
-        watch = dataclasses.replace(self, skipped=int(measured.skipped))
-        findings = find(look.recipes, measured.ratios)
+        look = jax.device_get(look)
+        watch = dataclasses.replace(self, skipped=int(look.skipped))
+        findings = find(look.recipes, np.asarray(look.ratios))
         for finding in findings:
             value = None
             # After a skipped step it is not known whose batch an amax is of.
@@ -143,7 +126,7 @@ class ScaleWatch:
         # A scale that has clipped an outlier serves the other values.
         if any(finding.fault == "clipped" for finding in findings):
             return watch
-        return watch._with_swamped(look.step, measured, data.schema.dense)
+        return watch._with_swamped(look, data.schema.dense)
 
     def _with(self, finding: Finding, step: int, value: Value | None) -> "ScaleWatch":
         """Returns the watch with a finding, unless all of it is known."""
@@ -157,11 +140,9 @@ class ScaleWatch:
             sentence += f"; the largest dense value was {value}"
         return self._warned(f"{sentence}.", [keys[name] for name in new])
 
-    def _with_swamped(
-        self, step: int, measured: Measured, columns: tuple[str, ...]
-    ) -> "ScaleWatch":
+    def _with_swamped(self, look: Look, columns: tuple[str, ...]) -> "ScaleWatch":
         """Returns the watch with the newest batch, if most of it is too small."""
-        share, (place, value) = float(measured.swamped), measured.largest
+        share, (place, value) = float(look.swamped), look.largest
         if not share > SWAMPED:
             return self
         largest = Value(columns[int(place) % len(columns)], float(value))
@@ -169,9 +150,9 @@ class ScaleWatch:
         if key in self.known:
             return self
         sentence = (
-            f"step {step:,}: {share:.0%} of the dense values are too small for FP8 "
-            f"beside {largest}: use --data.transform log1p or --recipe fp8_rowwise, or "
-            "clip the column in the files."
+            f"step {look.step:,}: {share:.0%} of the dense values are too small for "
+            f"FP8 beside {largest}: use --data.transform log1p or --recipe "
+            "fp8_rowwise, or clip the column in the files."
         )
         return self._warned(sentence, [key])
 
@@ -194,30 +175,19 @@ def take_look(
 ) -> Look:
     """Returns a look at the newest steps, without waiting for the device.
 
-    Args:
-        sites: the delayed scales by path.
-        recipes: the recipes of all sites by path.
-        dense: the dense features of the newest batch.
-        step: the number of steps taken.
-        position: position of the next batch.
-        skipped: the number of steps skipped so far.
+    `recipes` may have more sites than `sites`, those with delayed scales.
     """
     recipes = {path: recipes[path] for path in sites}
-    measured = _measure(
+    ratios, swamped, largest, skipped = _measure(
         list(sites.values()), dense, skipped, recipes=tuple(recipes.values())
     )
-    return Look(step, position, recipes, measured)
+    return Look(step, position, recipes, ratios, swamped, largest, skipped)
 
 
 def find(
     recipes: Mapping[str, Recipe], ratios: Float[np.ndarray, "sites 3 n"]
 ) -> list[Finding]:
-    """Returns the worst step of each fault.
-
-    Args:
-        recipes: the recipes of the sites by path.
-        ratios: `amax_ratios` of these sites.
-    """
+    """Returns the worst step of each fault."""
     smallest = _smallest_ratios(tuple(recipes.values()))
     ratios = np.where(smallest > 0, ratios, 0.0)
     nonzero = np.where(ratios > 0, ratios, np.inf)
@@ -262,11 +232,8 @@ def largest_value(
 
     None without dense columns, or before the first batch.
 
-    Args:
-        data: the training data.
-        position: of the batch after the newest one.
-        batch_size: of a training step.
-        age: the number of batches since that batch.
+    `position` is of the batch after the newest one, `age` the number of batches before
+    that one.
     """
     per_epoch = data.num_batches(batch_size)
     number = position.epoch * per_epoch + position.step - 1 - age
@@ -297,8 +264,8 @@ def _measure(
     dense: Array,
     skipped: Array,
     recipes: tuple[Recipe, ...],
-) -> Measured:
-    """Returns what a look needs, in one program."""
+) -> tuple[Array, Array, tuple[Array, Array], Array]:
+    """Returns what a look sees, in one program."""
     ratios = [jnp.empty(0)] * len(sites)
     for recipe in dict.fromkeys(recipes):
         places = [i for i, of_site in enumerate(recipes) if of_site == recipe]
@@ -313,4 +280,4 @@ def _measure(
     too_small = sizes[place] / _E4M3_RANGE / 2  # half of the smallest rounds to it
     swamped = jnp.sum((sizes > 0) & (sizes < too_small)) / jnp.sum(sizes > 0)
     # A sum: an argument returned as it came would be donated with the state.
-    return Measured(jnp.stack(ratios), swamped, (place, sizes[place]), skipped + 0)
+    return jnp.stack(ratios), swamped, (place, sizes[place]), skipped + 0

@@ -9,7 +9,7 @@ from loka_jax import scaling
 from loka_jax.dispatch import operand_health
 from loka_jax.dispatch.operand_health import Health
 from loka_jax.dispatch.policy import Limits
-from loka_jax.probe.capture import Operands, Sample
+from loka_jax.probe.capture import Sample
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.recipe import OPERANDS, get_recipe
 from loka_jax.scaling import DelayedScaling
@@ -33,7 +33,7 @@ def operands(lhs=None, rhs=None, g=None):
 @functools.partial(jax.jit, static_argnames=("name", "how"))
 def _health(arrays, amaxes, errors, table, name, how):
     state = None if table is None else DelayedScaling(table)
-    sample = Sample(Operands(*arrays), amaxes, empty_errors(0))
+    sample = Sample(*arrays, amaxes, empty_errors(0))
     return operand_health.health(sample, errors, get_recipe(name), state, **dict(how))
 
 

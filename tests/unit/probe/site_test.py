@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax.fp8 import fp8_max
 from loka_jax.probe import live_errors, site
-from loka_jax.probe.capture import Sampler, at_step
+from loka_jax.probe.capture import Capture, at_step
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.probe.site import ProbeConfig, empty_stats, observe, some_rows
 from loka_jax.recipe import get_recipe
@@ -148,12 +148,12 @@ def test_a_sample_has_the_reach_and_the_errors_of_all_rows():
     lhs, rhs, g = _operands()
     lhs[1, 2], g[2, 1] = -500.0, 70.0  # not among the rows kept
     recipes = (get_recipe("fp8_rowwise"),)
-    sampler = Sampler(recipes=recipes, max_rows=10)
-    begun = at_step({"a": sampler.init(M, K, N), "b": 7}, jnp.int32(64))
+    capture = Capture(recipes=recipes, max_rows=10)
+    begun = at_step({"a": capture.init(M, K, N), "b": 7}, jnp.int32(64))
     assert begun["b"] == 7
     MEASURED.clear()
-    found = sampler.observe(begun["a"], *map(jnp.asarray, (lhs, rhs, g)), SCALES)
-    np.testing.assert_array_equal(found.operands.g, g[::4])
+    found = capture.observe(begun["a"], *map(jnp.asarray, (lhs, rhs, g)), SCALES)
+    np.testing.assert_array_equal(found.g, g[::4])
     np.testing.assert_allclose(found.amaxes, [500.0, np.abs(rhs).max(), 70.0])
     np.testing.assert_allclose(found.errors.moments[..., 2], 0.65)  # of step 64
     ((operands, used, axis_names),) = MEASURED

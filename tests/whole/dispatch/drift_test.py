@@ -12,7 +12,7 @@ import pytest
 from loka_jax import scaling
 from loka_jax.dispatch.drift import LOOKS, SiteDrift
 from loka_jax.dispatch.operand_health import health
-from loka_jax.probe.capture import Sampler
+from loka_jax.probe.capture import Capture
 from loka_jax.recipe import get_recipe
 
 M, K, N = 128, 32, 32
@@ -52,8 +52,8 @@ def sampled(recipe, state, lhs, rhs, g):
         seen = jnp.any(state.history > 0, axis=1)
         pairs = zip(seen, scaling.stored_scales(state, stored), strict=True)
         scales = tuple(x if x is None else jnp.where(y, x, 0.0) for y, x in pairs)
-    sampler = Sampler(recipes=(recipe,), max_rows=M)
-    return sampler.observe(sampler.init(M, K, N), lhs, rhs, g, scales)
+    capture = Capture(recipes=(recipe,), max_rows=M)
+    return capture.observe(capture.init(M, K, N), lhs, rhs, g, scales)
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -13,7 +13,7 @@ from loka_jax.dispatch.drift import SiteDrift, Watch
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.capture import Sampler
+from loka_jax.probe.capture import Capture
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.train.watch import looks
@@ -155,7 +155,7 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     model, tables, observer, weights, *look_up = observing.call_args.args
     given = run.planned, run.tables, run.config.optim.task_weights
     assert (model, tables, weights) == given
-    assert observer == Sampler(
+    assert observer == Capture(
         recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=24 // rows
     )
     assert look_up == ([looks.look_up_everywhere] if devices else [])

@@ -183,3 +183,15 @@ def test_a_site_returns_from_drift_once_its_live_errors_are_low(run, error, retu
     if returns:
         choices = dict(found[0].plan.choices)
         assert (choices[TOP], choices[BOTTOM]) == (ROW, BF16)
+
+
+def test_one_review_follows_the_looks_and_then_the_live_errors(run):
+    now, _ = promoted(run)
+    assert replan.review(now, seen(**GOOD), progress_of()) is None
+    back = Watch(sites={TOP: SiteDrift(away=True, demotions=1, home=9)})
+    progress = progress_of(drift=back, planned={TOP: as_json(now.plan)[TOP]})
+    change, progress = replan.review(run, seen(**GOOD), progress)
+    assert [dict(change.plan.choices)[path] for path in SITES] == [ROW] * 2
+    returned, entered = change.said
+    assert f"{TOP} runs by {ROW.name} again" in returned
+    assert f"{BOTTOM} runs by {ROW.name} now" in entered and not progress.drift.away
