@@ -134,7 +134,7 @@ def evaluated(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     weights = np.ones(rows, np.float32)
     bags = tuple(Bag(*bag) for bag in inputs.bags)
     batch = Batch(inputs.dense, inputs.ids, labels, weights, bags)
-    step = compiled_eval_step(form.model, trained.network.tables)
+    step = compiled_eval_step(form.model, trained.placement)
     with tracing(form.device):
         _, logits = step(trained.state, metrics.init(tasks=tasks), batch)
     return np.asarray(logits)

@@ -10,7 +10,7 @@ once or more it asks the owner for one row:
 
 Each is what comes before an arrow, an all-to-all, and what comes after it: `listed`,
 `offered` and `received`, `summed` and `arrived`. A caller with several things to send
-sends them at once (`swap`). How rows are cast for the wire is `row_codec`'s.
+sends them at once (`joint_collectives`). How rows are cast is `row_codec`'s.
 
 Lists have a fixed capacity of C places, as compiled programs have fixed shapes. `need`
 is the length of the longest one: while it is at most C, the result is exact and C
@@ -30,10 +30,10 @@ from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from loka_jax.ops import embedding, row_codec
 from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order, Places
-from loka_jax.ops.swap import swapped
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import route as _triton
 from loka_jax.triton.route import Lists
@@ -79,7 +79,7 @@ def route(
     """
     how: Any = (places, order, capacity, axis)
     routed, need = listed(*how, implementation=implementation)
-    return routed._replace(asked=swapped(routed.asked, axis)), need
+    return routed._replace(asked=swap(routed.asked, axis)), need
 
 
 def listed(
@@ -134,7 +134,7 @@ def fetch(
         implementation: as in `row_codec.gathered`.
     """
     how: Any = {"implementation": implementation}
-    payload = swapped(offered(table, routed, codec, **how), axis)
+    payload = swap(offered(table, routed, codec, **how), axis)
     return received(payload, routed, codec, table.shape[-1], **how)
 
 
@@ -196,7 +196,7 @@ def give_back(
         implementation: as in `embedding.sum_by_row`.
     """
     payload = summed(routed, grads, codec, words, implementation=implementation)
-    return arrived(swapped(payload, axis), routed, codec, grads.shape[-1], replicas)
+    return arrived(swap(payload, axis), routed, codec, grads.shape[-1], replicas)
 
 
 def summed(

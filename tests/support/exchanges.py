@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loka_jax.ops import embedding, exchange, row_order
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.row_order import Order
-from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import TableSpec
 from loka_jax.unbiased import words_of
 
@@ -25,7 +25,7 @@ def step(table, ids, weights, grads, *, capacity, replicas=None, codec="f32"):
     places = jax.tree.map(jnp.ravel, places)
     routed, need = exchange.route(places, ORDER, capacity, "shard")
     payload = exchange.offered(table, routed, "f32")
-    got = exchange.received_lists(swapped(payload, "shard"), "f32", DIM)
+    got = exchange.received_lists(swap(payload, "shard"), "f32", DIM)
     each = exchange.fetch(table, routed, "f32", "shard").reshape(*ids.shape, DIM)
     rows = embedding.lookup(got, routed.slots).reshape(*ids.shape, DIM)
     rows = jnp.where(rows == each, rows, jnp.nan)

@@ -27,11 +27,17 @@ from jaxtyping import Array, Float, Int
 from loka_jax.data import Batch, Position
 from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
-from loka_jax.ops.swap import swapped
+from loka_jax.ops.joint_collectives import gather_all, swap
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
-from loka_jax.train.mesh import few_numbers
-from loka_jax.train.mesh.devices import BATCH, SHARD, mapped, order_of, shardings
+from loka_jax.train.mesh.devices import (
+    AXES,
+    BATCH,
+    SHARD,
+    mapped,
+    order_of,
+    shardings,
+)
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, regrouped, split
 from loka_jax.triton import Implementation
@@ -87,6 +93,34 @@ class Counts(NamedTuple):
     need: Any
     bad_ids: Int[Array, ""]
     weight: Float[Array, ""] | Float[Array, "T"]
+
+
+class Routing(NamedTuple):
+    """The routed batch of a step, and the part of the step in routing a later one.
+
+    Attributes:
+        batch: the routed batch.
+        counts: of the later batch, of this device; after the step those of all devices
+            along axis 0.
+        asked: the lists that this device asks of others for the later batch; after the
+            step those that others ask of it.
+        before: after the step, the rows that `RowSync` averages as they were.
+    """
+
+    batch: RoutedBatch
+    counts: Any = ()
+    asked: Any = ()
+    before: Any = None
+
+    @property
+    def bad_ids(self) -> Int[Array, ""]:
+        """Number of ids of the batch out of range."""
+        return self.batch.bad_ids
+
+    @property
+    def total_weight(self) -> Float[Array, ""] | Float[Array, "T"]:
+        """Weight of the examples of the batch; [T] of several tasks."""
+        return self.batch.total_weight
 
 
 class Ahead(NamedTuple):
@@ -355,8 +389,8 @@ def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Any:
 
     def routed(batch: Batch) -> Any:
         routes, counts = part(capacity, batch)
-        arrived = swapped(asked(routes), SHARD)
-        return with_needs([agreed(routes, arrived, few_numbers.gathered(counts))])
+        arrived = swap(asked(routes), SHARD)
+        return with_needs([agreed(routes, arrived, gather_all(counts, AXES))])
 
     return mapped(routed, mesh, in_specs=BATCH, out_specs=routed_specs(1))(batch)
 

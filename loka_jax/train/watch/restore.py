@@ -42,7 +42,9 @@ def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:
     """
     run = run.replanned(saved_plan(saved.meta["plan"], run.sites))
     # Shapes only: a second state beside the run's might not fit on the device.
-    state = TrainState(**read_state(checkpoints, saved, run.template(), run.layout))
+    state = TrainState(
+        **read_state(checkpoints, saved, run.template(), run.placement.layout)
+    )
     return Moment(run, state, Progress.from_json(saved.meta["progress"]))
 
 

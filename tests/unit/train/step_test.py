@@ -16,14 +16,14 @@ from loka_jax.optim import Adam, OptimConfig, Sgd, make_dense_optimizer
 from loka_jax.scaling import DelayedScaling
 from loka_jax.train import metrics
 from loka_jax.train.gradients import Gradients, accumulated
+from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.step import (
-    RowUpdate,
     make_eval_step,
     make_train_step,
     named_sites,
     scales_initialized,
-    update_table,
 )
+from loka_jax.train.tables.update import RowUpdate, update_table
 from tests.support import linear
 from tests.support.linear import FIRST_ROWS, SIZE, TABLES, Linear, expected, make_batch
 from tests.support.train import digest
@@ -47,7 +47,8 @@ def weighted(batch, seed=3):
 def make_step(**options):
     """Returns the step of the linear model; rates of rows grow with steps taken."""
     rows = RowUpdate(Adam(), lambda step: 0.1 * (1 + step.astype(jnp.float32)), 0.0)
-    return jax.jit(make_train_step(Linear(), TABLES, CLIPPED, rows, **options))
+    step = make_train_step(Linear(), Placement(TABLES), CLIPPED, rows, **options)
+    return jax.jit(one_after_another(step))
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +221,7 @@ class Stateful(linen.Module):
         return jnp.sum(hidden.astype(jnp.float32), axis=1) + 100 * mean.value
 
 
+ONE = Placement(TABLES)
 OF_ROWS = Sgd(), optax.constant_schedule(0.1), 0.0
 
 
@@ -227,8 +229,11 @@ OF_ROWS = Sgd(), optax.constant_schedule(0.1), 0.0
 def stateful():
     """The step of that model, its start, and two states after it."""
     momentum = optax.sgd(0.1, momentum=0.9)
-    step = make_train_step(Stateful(), TABLES, momentum, RowUpdate(*OF_ROWS))
-    step, start = jax.jit(step), linear.make_state(Stateful(), momentum, Sgd())
+    step = make_train_step(Stateful(), ONE, momentum, RowUpdate(*OF_ROWS))
+    step, start = (
+        jax.jit(one_after_another(step)),
+        linear.make_state(Stateful(), momentum, Sgd()),
+    )
     first = step(start, make_batch())
     return step, start, first, step(first, make_batch(1))
 
@@ -262,7 +267,7 @@ def test_dropout_depends_on_the_step_and_its_seed(stateful):
     assert digests[0] == digests[1] != digests[2]
 
     def program(seed):
-        parts = Stateful(), TABLES, optax.sgd(0.1, momentum=0.9), RowUpdate(*OF_ROWS)
+        parts = Stateful(), ONE, optax.sgd(0.1, momentum=0.9), RowUpdate(*OF_ROWS)
         made = make_train_step(*parts, dropout_seed=seed)
         return str(jax.make_jaxpr(made)(warm, make_batch()))
 
@@ -271,7 +276,7 @@ def test_dropout_depends_on_the_step_and_its_seed(stateful):
 
 def test_evaluation_uses_statistics_and_no_dropout(stateful):
     *_, warm = stateful
-    batch, step = make_batch(4), jax.jit(make_eval_step(Stateful(), TABLES))
+    batch, step = make_batch(4), jax.jit(make_eval_step(Stateful(), ONE))
     seen, logits = step(warm, metrics.init(), batch)
     rows = np.asarray(warm.table)[batch.ids + FIRST_ROWS].reshape(SIZE, -1)
     inputs = np.append(rows, batch.dense[:, :4], axis=1)
