@@ -72,7 +72,6 @@ def of_step(
 
     Args:
         seed: of the run.
-        step: the number of the step.
         order: of the rows.
         dim: D, in which stacks differ.
         first_shard: the first virtual shard of this device's part of the table.

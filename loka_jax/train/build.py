@@ -245,10 +245,8 @@ def build(
     """Returns the run that `config` describes.
 
     Args:
-        config: the run.
         saved: the plan of the checkpoint being resumed, as JSON values; None to choose
             a plan by the configuration.
-        say: takes lines on the progress of tuning.
         base: a folder with the encoding to use; None to learn one from the data.
 
     Raises:
@@ -311,7 +309,6 @@ def build_in_turn(
     gradients are summed.
 
     Args:
-        processes: of the run.
         build_run: builds it, with a plan as JSON values, or None to choose one.
         plan: of the checkpoint to go on from; None without one.
 

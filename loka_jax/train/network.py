@@ -35,11 +35,6 @@ class Network(NamedTuple):
 def network(config: Config, schema: Schema, devices: int = 1) -> Network:
     """Returns the tables and sites of the model for data of this schema.
 
-    Args:
-        config: the run.
-        schema: of the data.
-        devices: over which a batch is spread.
-
     Raises:
         ValueError: if the data have no categorical column, or other tasks than the
             model.

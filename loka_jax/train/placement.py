@@ -141,7 +141,6 @@ class Placement:
         Args:
             init: gives the state of one device.
             key: its argument.
-            stddev: standard deviation of the tables' values.
             row_optimizer: optimizer of the rows.
         """
         del stddev, row_optimizer
@@ -153,9 +152,7 @@ class Placement:
         A call of it, and of its `lower`, takes the state and a batch for each step.
 
         Args:
-            step: the training step.
             steps: how many are taken by a call.
-            options: of the compiler.
         """
         del steps
         return jax.jit(
@@ -178,7 +175,6 @@ class Placement:
         Args:
             network: the model, which says of which dtype they are.
             state: its tables.
-            batch: the device's part of a batch.
             routed: what a mesh has routed of it; None of one device.
         """
         del routed
@@ -211,7 +207,6 @@ class Placement:
         Args:
             own: of the device's part of the batch.
             found: by `look_up`; returned with what came by the same collectives.
-            key: of the step.
         """
         del key
         return own, found
@@ -233,13 +228,10 @@ class Placement:
         """Returns tables and their optimizers' states after a step, and what is left.
 
         Args:
-            state: before the step.
-            batch: the device's part of the batch.
             row_grads: gradients of the embeddings.
             found: by `look_up`.
             row_update: how rows are updated.
             enabled: whether the step is taken.
-            key: of the step.
         """
         del key
         lr, weights = rows_lr(row_update, state), jnp.asarray(batch.weights)

@@ -99,8 +99,6 @@ def train(
     """Trains the run that `config` describes.
 
     Args:
-        config: the run.
-        arguments: the command line, for the record.
         console: where to print; the standard output if None.
         script: name of the script in experiments/, for the record.
 
@@ -222,7 +220,6 @@ def _observed_as(saved: Saved | None, config: Config) -> Config:
 
     Args:
         saved: the checkpoint to go on from; None leaves the choice to the plan.
-        config: of the run.
     """
     if saved is None or config.probe.every is not None:
         return config

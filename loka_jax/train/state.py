@@ -76,11 +76,6 @@ def init_state(
     Args:
         key: random key of the initial values.
         model: maps dense features and embeddings to logits.
-        tables: the embedding tables.
-        num_dense: number of dense features.
-        optimizer: optimizer of the dense parameters.
-        row_optimizer: optimizer of the tables' rows.
-        init_stddev: standard deviation of the tables' initial values.
         probe: how Probe observes sites; None for no Probe.
     """
     model_key, table_key = jax.random.split(key)
@@ -119,7 +114,6 @@ def table_keys(key: Array, tables: Tables) -> Any:
 
     Args:
         key: the second of the two that the key of `init_state` splits into.
-        tables: the embedding tables.
     """
     if isinstance(tables, MixedTables):
         return tuple(jax.random.split(key, len(tables.stacks)))

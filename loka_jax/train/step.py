@@ -68,7 +68,6 @@ def make_train_step(
         model: maps dense features and embeddings to logits. A model with a
             `compute_dtype` gets embeddings of that dtype.
         placement: where the tables are, and the other parts of a batch.
-        optimizer: optimizer of the dense parameters.
         row_update: how the tables' rows are updated.
         microbatches: parts of the batch whose gradients are accumulated. Except for
             batch norm, the result equals that of the whole batch up to rounding; FP8
@@ -165,10 +164,6 @@ def make_observe_step(
     It takes a state, a batch that all devices have, and the weight of all examples of
     the training step if the batch is a part of them: gradients are as large as in that
     step. All devices return the same.
-
-    Args:
-        model, placement, task_weights: as in `make_train_step`.
-        observer: of the sites.
     """
     network = projected(model, placement.tables)
 

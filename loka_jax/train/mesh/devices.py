@@ -126,7 +126,6 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
     """Returns the mesh of a run, None for one device.
 
     Args:
-        config: of the mesh.
         batch_size: examples in a step, of all devices together.
         microbatches: parts of a batch.
 
@@ -295,11 +294,6 @@ def choose_gradient_sum(
     config: CollectivesConfig, params: Any, devices: int
 ) -> GradientSum:
     """Returns how the gradients of some parameters are summed.
-
-    Args:
-        config: the options.
-        params: the parameters, or their shapes.
-        devices: of the mesh.
 
     Raises:
         ValueError: if the times that were measured cannot be read.

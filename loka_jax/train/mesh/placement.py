@@ -85,11 +85,7 @@ def placement_of(
     """Returns the placement of a run: over a mesh, or without one on one device.
 
     Args:
-        mesh: the devices.
         wire: how rows travel between them.
-        tables: the tables.
-        implementation: of lookups and updates of rows.
-        steps_per_call: the most steps of a call.
 
     Raises:
         ValueError: if the devices have too few places for the rows.
@@ -231,10 +227,13 @@ class MeshPlacement(Placement):
         return programs.RoutedStep(program, self.router, self.row_sync)
 
     @override
-    def eval_program(self, step: Callable) -> programs.RoutedProgram:
-        return programs.RoutedProgram(
-            programs.eval_program(self.mesh, step), self.router
-        )
+    def eval_program(self, step: Callable) -> Callable:
+        program = programs.eval_program(self.mesh, step)
+
+        def evaluate(state: TrainState, seen: Any, batch: Batch) -> Any:
+            return program(vars(state), seen, *self.router(batch))
+
+        return evaluate
 
     @override
     def everywhere(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,21 +253,21 @@ class MeshPlacement(Placement):
         codec, routes = self.wire.wire_rows, routed.batch.routes
         how: Any = {"implementation": self.implementation}
 
-        def offered(_, table: Array, route: Routed):
-            return exchange.offered(table, route, codec, **how)
+        def to_send(_, table: Array, route: Routed):
+            return exchange.rows_to_send(table, route, codec, **how)
 
-        def received(spec: TableSpec, part: Batch, route: Routed, payload: Array):
+        def receive(spec: TableSpec, part: Batch, route: Routed, payload: Array):
             if part.bags:
-                rows = exchange.received_lists(payload, codec, spec.dim)
+                rows = exchange.receive_lists(payload, codec, spec.dim)
                 ids = lookup.at_slots(part, route.slots)
                 return lookup.embeddings(spec, rows, ids, dtype_of(network))
-            rows = exchange.received(payload, route, codec, spec.dim, **how)
+            rows = exchange.receive_rows(payload, route, codec, spec.dim, **how)
             return rows.reshape(*part.ids.shape, -1).astype(dtype_of(network))
 
-        payloads = by_stack(offered, self.tables, state.table, routes)
+        payloads = by_stack(to_send, self.tables, state.table, routes)
         payloads, arrived = swap((payloads, routed.asked), SHARD)
         parts = split(self.tables, batch), routes, payloads
-        rows = by_stack(received, self.tables, *parts)
+        rows = by_stack(receive, self.tables, *parts)
         return rows, routed._replace(asked=arrived)
 
     @override
@@ -341,11 +340,11 @@ class MeshPlacement(Placement):
             ids = lookup.at_slots(part, route.slots)
             _, grads = lookup.row_gradients(spec, ids, grads, weights)
             grads = grads.reshape(-1, spec.dim)
-            return exchange.summed(route, grads, codec, words[0], **how)
+            return exchange.sums_to_send(route, grads, codec, words[0], **how)
 
         def update(spec: TableSpec, table, row_state, route: Routed, payload):
             replicas = REPLICA if has_replicas and not is_alone else None
-            touched = exchange.arrived(payload, route, codec, spec.dim, replicas)
+            touched = exchange.receive_sums(payload, route, codec, spec.dim, replicas)
             parts = table, row_state, touched, row_update, lr, enabled
             if is_alone:
                 return update_alone(*parts, self.wire, words[1])

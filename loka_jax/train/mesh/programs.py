@@ -1,4 +1,7 @@
-"""The compiled programs of a mesh, and how they get routed batches."""
+"""The compiled programs of a mesh, which take routed batches beside the batches.
+
+In place of a state they take its parts by name, as each has a sharding of its own.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,11 +46,7 @@ def train_program(
     address changes.
 
     Args:
-        mesh: the devices.
-        router: routes later batches.
-        step: the training step.
         steps: how many are taken by a call.
-        options: of the compiler.
     """
 
     def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
@@ -98,26 +97,6 @@ def eval_program(mesh: Mesh, step: Callable) -> jax.stages.Wrapped:
         out_shardings=shardings(mesh, out_specs),
         compiler_options=INFERENCE_OPTIONS,
     )
-
-
-class RoutedProgram:
-    """A compiled program of a mesh, which takes the routed batch beside the batch.
-
-    In place of a state it takes the state's parts by name, as each has a sharding of
-    its own.
-    """
-
-    def __init__(self, program: jax.stages.Wrapped, router: Router):
-        """Takes the program, and the router of batches."""
-        self._program, self._router = program, router
-
-    def __call__(self, state: TrainState, *args: Any) -> Any:
-        """Returns the result; the last argument is the batch."""
-        return self._program(vars(state), *args[:-1], *self._router(args[-1]))
-
-    def lower(self, state: TrainState, *args: Any) -> jax.stages.Lowered:
-        """Returns the program lowered for such a state; the batch must be real."""
-        return self._program.lower(vars(state), *args[:-1], *self._router(args[-1]))
 
 
 class RoutedStep:

@@ -126,7 +126,6 @@ class RowSync:
         """Returns the state after a step, its rows averaged if it is time.
 
         Args:
-            state: before the step.
             new: after it.
             before: from `update_alone`, by stack.
         """
@@ -178,7 +177,6 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
     """Returns tables and optimizer's states with the rows in lists averaged.
 
     Args:
-        mesh, tables: of the run.
         average: `row_average.average`.
         capacity: entries of a list that are used, by stack.
         parts: tables, states, lists, and the number of the step.

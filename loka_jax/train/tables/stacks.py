@@ -39,7 +39,6 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
 
     Args:
         function: of a stack's spec, and its part of each of `parts`.
-        tables: the tables.
         parts: what belongs to the only stack, or a tuple with what belongs to each.
     """
     if isinstance(tables, TableSpec):

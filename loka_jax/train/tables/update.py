@@ -35,9 +35,6 @@ class RowUpdate(NamedTuple):
         """Returns the update of a stack in a step, with the rounding of its rows.
 
         Args:
-            step: the number of the step.
-            order: the order of the rows.
-            dim: the dim of the stack.
             first_shard: the first virtual shard of this device's part of it.
         """
         if self.rounding_seed is None:
@@ -54,8 +51,6 @@ def update_table(
     """Returns one table, or a device's part of it, and its state after a step.
 
     Args:
-        table: the rows.
-        row_state: the state of the row optimizer.
         touched: ids of rows, and their gradients.
         row_update: how rows are updated.
         lr: learning rate of the rows.

@@ -17,7 +17,7 @@ from loka_jax.optim import LaggedRowwiseAdagrad, RowwiseAdagrad
 from loka_jax.train import metrics
 from loka_jax.train.gradients import Gradients
 from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD, MeshConfig
-from loka_jax.train.mesh.routing import RoutedBatch, Routing
+from loka_jax.train.mesh.routing import Counts, RoutedBatch, Routing
 from loka_jax.train.mesh.row_sync import update_alone
 from loka_jax.train.placement import Outcome
 from loka_jax.train.tables.update import RowUpdate
@@ -35,7 +35,7 @@ def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all():
     scales = np.arange(DEVICES, dtype=np.float32)[:, None]
 
     lists = Routed(jnp.zeros((1, 4)), *4 * (None,))
-    routed = RoutedBatch(lists, jnp.asarray(4), 0, 2.0)
+    routed = RoutedBatch(lists, Counts(jnp.asarray(4), 0, 2.0))
 
     def merge(params, rows, scales):
         grads = Gradients({"a": params[0]}, rows, {"x": scales[0]}, {})

@@ -33,7 +33,7 @@ def test_steps_of_a_call_route_the_batches_of_later_ones():
     placement = placement_of(ONE, MeshConfig(), TABLES, "xla", steps_per_call=2)
 
     def step(state, batch, routed):
-        seen = jnp.stack([batch.labels[0].astype(jnp.int32), routed.batch.need])
+        seen = jnp.stack([batch.labels[0].astype(jnp.int32), routed.batch.counts.need])
         table = jnp.roll(state.table, -1, axis=0).at[-1].set(seen)
         each = jax.tree.map(lambda x: x[None], routed.counts)
         arrived = swap(routed.asked, SHARD)

@@ -68,11 +68,12 @@ def program():
 
     def all_of(parts, batch, few, more_need):
         state = TrainState(**parts)
-        routes, counts = routing._route_part(TABLES, "xla", CAPACITY, batch)
+        routes, counts = placement.router.part(CAPACITY, batch)
         asked = routing.asked(routes)
         each = gather_all(counts, AXES)
         routed = routing.agreed(routes, swap(asked, SHARD), each)
-        given = routed._replace(need=routed.need + more_need)
+        counts_given = routed.counts._replace(need=routed.counts.need + more_need)
+        given = routed._replace(counts=counts_given)
         seen = metrics.init_like(state.metrics)
         evaluated = evaluate(state, seen, batch, Routing(routed))
         rows = placement.look_up_alike(MODEL, state, few)
@@ -125,9 +126,9 @@ def test_a_step_an_evaluation_and_a_look_are_those_of_one_device():
 
     chex.assert_trees_all_equal(later, routed)
     weights = batch.weights @ np.isfinite(batch.labels)
-    np.testing.assert_allclose(routed.total_weight, weights, rtol=1e-6)
-    assert routed.bad_ids == 1 and 0 < routed.need <= CAPACITY
-    full, *_ = run(batch, more_need=CAPACITY - routed.need)
+    np.testing.assert_allclose(routed.counts.weight, weights, rtol=1e-6)
+    assert routed.counts.bad_ids == 1 and 0 < routed.counts.need <= CAPACITY
+    full, *_ = run(batch, more_need=CAPACITY - routed.counts.need)
     assert full["skipped"] == start.skipped
 
 
