@@ -224,7 +224,8 @@ def _steps_on(
     A round goes on where the last one ended: ids of the first batches of a run are
     routed by programs of their own.
     """
-    source, count = iter(run.placement.ahead(batches)), run.config.loop.steps_per_call
+    source = iter(run.placement.look_ahead(batches))
+    count = run.config.loop.steps_per_call
     take_steps = run.train_step(scales_initialized=True, steps=count)
 
     def queue(steps: int) -> jax.Array:

@@ -65,7 +65,7 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     placement = placement_of(mesh, wire, net.tables, rows_by)
     saved = source.saved.only(_READ)
     shapes = jax.eval_shape(lambda: _initial(config, net, len(schema.dense)))
-    template, layout = placement.placed(shapes), placement.layout
+    template, layout = placement.template(shapes), placement.layout
     state = _as_state(read_state(source.checkpoints, saved, template, layout))
     name = config.source(source.saved.meta.get("data", {}))
     return Trained(config, schema, net, state, source.saved.step, placement, name)

@@ -135,7 +135,7 @@ class Run:
 
     def template(self) -> dict[str, Any]:
         """Returns shapes and placement of the parts of a state; none is computed."""
-        return self.placement.placed(jax.eval_shape(lambda: vars(self.init())))
+        return self.placement.template(jax.eval_shape(lambda: vars(self.init())))
 
     def prefetched(self, start: Position, num_batches: int | None = None) -> Prefetcher:
         """Returns training batches from a position on, to be used as a context.

@@ -103,7 +103,7 @@ class Loop:
         self._clock.restart()
         start = self.progress.position
         with self.run.prefetched(start, self._remaining()) as batches:
-            source = iter(self.run.placement.ahead(batches))
+            source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
                 self.step(pairs)

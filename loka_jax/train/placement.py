@@ -23,7 +23,7 @@ from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.gradients import Gradients
 from loka_jax.train.state import TrainState
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, regrouped, split
+from loka_jax.train.tables.stacks import by_stack, regroup, split
 from loka_jax.train.tables.update import RowUpdate, update_table
 
 # Of evaluation and inference: roundings that the model makes are made, so that weights
@@ -111,7 +111,7 @@ class Placement:
         """Returns a batch, of which this process has read its part, on the devices."""
         return batch
 
-    def ahead(
+    def look_ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterable[tuple[Position, Batch]]:
         """Returns the batches, each with what its step needs begun a step before."""
@@ -125,7 +125,7 @@ class Placement:
         """
         return state
 
-    def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def template(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Returns the parts of a state of one device as they lie on the devices."""
         return shapes
 
@@ -243,7 +243,7 @@ class Placement:
 
         parts = state.table, state.row_state, found.ids, row_grads
         updated = by_stack(update, self.tables, *parts)
-        return *regrouped(self.tables, updated), found
+        return *regroup(self.tables, updated), found
 
 
 def dtype_of(network: Any) -> Any:

@@ -18,7 +18,7 @@ from loka_jax.nn import (
 from loka_jax.ops import embedding
 from loka_jax.ops.tables import MixedTables, Tables
 from loka_jax.train import metrics
-from loka_jax.train.tables.stacks import by_stack, projected
+from loka_jax.train.tables.stacks import by_stack, project
 
 
 @struct.dataclass
@@ -80,7 +80,7 @@ def init_state(
     """
     model_key, table_key = jax.random.split(key)
     with probing(probe):
-        variables = projected(model, tables).init(
+        variables = project(model, tables).init(
             model_key,
             jnp.zeros((1, num_dense)),
             by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),

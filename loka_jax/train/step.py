@@ -41,10 +41,10 @@ from loka_jax.ops.tap import Observer
 from loka_jax.optim.clip import global_norm
 from loka_jax.probe.capture import at_step
 from loka_jax.train import metrics, tasks
-from loka_jax.train.gradients import accumulated, gradients_of, variables_of
+from loka_jax.train.gradients import accumulate, gradients_of, variables_of
 from loka_jax.train.placement import Outcome, Placement
 from loka_jax.train.state import TrainState
-from loka_jax.train.tables.stacks import projected
+from loka_jax.train.tables.stacks import project
 from loka_jax.train.tables.update import RowUpdate
 
 
@@ -76,11 +76,11 @@ def make_train_step(
         probe: how Probe observes the sites in this step; None if it does not.
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
-    network = projected(model, placement.tables)
+    network = project(model, placement.tables)
     gradients = functools.partial(gradients_of, network, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
-            accumulated, gradients, microbatches, probe is not None
+            accumulate, gradients, microbatches, probe is not None
         )
 
     def step(state: TrainState, batch: Batch, routed: Any = None):
@@ -128,7 +128,7 @@ def make_eval_step(
     the metrics with those of the whole batch added, and the logits of the device's own
     examples, float32, [B] of one task and [B, T] of several.
     """
-    network = projected(model, placement.tables)
+    network = project(model, placement.tables)
 
     def step(state: TrainState, seen: Any, batch: Batch, routed: Any = None):
         rows, _ = placement.look_up(network, state, batch, routed)
@@ -148,7 +148,7 @@ def logits_of(
     model: Model, tables: Tables, state: TrainState, batch: Batch
 ) -> Float[Array, "B"] | Float[Array, "B T"]:
     """Returns the logits of a batch in evaluation mode, on one device."""
-    network = projected(model, tables)
+    network = project(model, tables)
     rows = Placement(tables).look_up_alike(network, state, batch)
     return jnp.asarray(network.apply(variables_of(state), batch.dense, rows))
 
@@ -165,7 +165,7 @@ def make_observe_step(
     the training step if the batch is a part of them: gradients are as large as in that
     step. All devices return the same.
     """
-    network = projected(model, placement.tables)
+    network = project(model, placement.tables)
 
     def step(state: TrainState, batch: Batch, total_weight: Array | None = None):
         rows = placement.look_up_alike(network, state, batch)

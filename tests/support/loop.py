@@ -117,7 +117,7 @@ class StandInPlacement(Placement):
     def layout(self) -> RowLayout:
         return RowLayout(TABLES, 256)
 
-    def ahead(self, batches):
+    def look_ahead(self, batches):
         self.events.append("ahead")
         return batches
 

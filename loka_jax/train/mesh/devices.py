@@ -244,7 +244,7 @@ def state_specs() -> dict[str, P]:
     return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
 
 
-def mapped(
+def map_shards(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Returns the `shard_map` of a function that may use empty arrays."""

@@ -55,7 +55,7 @@ from loka_jax.train.mesh.devices import (
     SHARD,
     GradientSum,
     MeshConfig,
-    mapped,
+    map_shards,
     order_of,
     require_places,
     shardings,
@@ -66,7 +66,7 @@ from loka_jax.train.mesh.row_sync import RowSync, update_alone
 from loka_jax.train.placement import Outcome, Placement, dtype_of, rows_lr
 from loka_jax.train.state import TrainState, table_keys
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, regrouped, split
+from loka_jax.train.tables.stacks import by_stack, regroup, split
 from loka_jax.train.tables.update import RowUpdate, update_table
 from loka_jax.triton import Implementation
 from loka_jax.unbiased import words_of
@@ -159,17 +159,17 @@ class MeshPlacement(Placement):
         return placed(batch, self.sharding, self.part)
 
     @override
-    def ahead(
+    def look_ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
-        return self.router.ahead(batches)
+        return self.router.look_ahead(batches)
 
     @override
     def sync(self, state: TrainState) -> TrainState:
         return self.row_sync(state)
 
     @override
-    def placed(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def template(self, shapes: dict[str, Any]) -> dict[str, Any]:
         def table(spec: TableSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((order_of(spec).places, spec.dim), spec.dtype)
 
@@ -213,7 +213,7 @@ class MeshPlacement(Placement):
             parts = jax.shard_map(
                 make, mesh=self.mesh, in_specs=P(), out_specs=P(SHARD), check_vma=False
             )(table_keys(table_key, self.tables))
-            table, row_state = regrouped(self.tables, parts)
+            table, row_state = regroup(self.tables, parts)
             return vars(init(key)) | {"table": table, "row_state": row_state}
 
         out_shardings = shardings(self.mesh, state_specs())
@@ -237,7 +237,7 @@ class MeshPlacement(Placement):
 
     @override
     def everywhere(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        program = mapped(
+        program = map_shards(
             lambda parts, rest: function(TrainState(**parts), *rest),
             self.mesh,
             in_specs=(state_specs(), P()),
@@ -359,7 +359,7 @@ class MeshPlacement(Placement):
         payloads = swap(by_stack(to_send, self.tables, *parts), SHARD)
         parts = state.table, state.row_state, routes, payloads
         updated = by_stack(update, self.tables, *parts)
-        table, row_state, before = regrouped(self.tables, updated)
+        table, row_state, before = regroup(self.tables, updated)
         return table, row_state, found._replace(before=before)
 
 

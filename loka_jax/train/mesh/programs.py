@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from loka_jax.data import Batch
-from loka_jax.train.mesh.devices import BATCH, mapped, shardings, state_specs
+from loka_jax.train.mesh.devices import BATCH, map_shards, shardings, state_specs
 from loka_jax.train.mesh.routing import (
     SPECS,
     Router,
     Routing,
-    agreed,
-    asked,
+    lists_asked,
+    routed_batch,
     routed_shardings,
     routed_specs,
     with_needs,
@@ -57,9 +57,9 @@ def train_program(
                 capacity = routed[i].capacity
                 routes, counts = router.part(capacity, coming[i])
             state = apart(state) if i else state
-            given = Routing(routed[i], counts, asked(routes))
+            given = Routing(routed[i], counts, lists_asked(routes))
             state, left = step(state, batch, given)
-            later.append(agreed(routes, left.asked, left.counts))
+            later.append(routed_batch(routes, left.asked, left.counts))
             before = left.before
         return vars(state), before, with_needs(later)
 
@@ -67,7 +67,7 @@ def train_program(
     in_specs = (specs, BATCH, every, BATCH, every)
     out_specs = (specs, BATCH, routed_specs(steps))
     return jax.jit(
-        mapped(parts_after, mesh, in_specs, out_specs),
+        map_shards(parts_after, mesh, in_specs, out_specs),
         donate_argnums=(0, 4),
         keep_unused=True,  # donated ones
         in_shardings=shardings(mesh, in_specs),
@@ -90,7 +90,7 @@ def eval_program(mesh: Mesh, step: Callable) -> jax.stages.Wrapped:
 
     in_specs, out_specs = (state_specs(), P(), BATCH, SPECS), (P(), BATCH)
     return jax.jit(
-        mapped(evaluated, mesh, in_specs, out_specs),
+        map_shards(evaluated, mesh, in_specs, out_specs),
         donate_argnums=1,
         keep_unused=True,
         in_shardings=shardings(mesh, in_specs),
@@ -110,7 +110,7 @@ class RoutedStep:
         """Returns the state after a step on each batch."""
         placed, routed = self._router.together(batches)
         coming = self._router.next_to_route(batches, placed)
-        spent = self._router.spent(placed)
+        spent = self._router.take_spent(placed)
         parts, before, routed_later = self._program(
             vars(state), placed, routed, coming, spent
         )

@@ -33,12 +33,12 @@ from loka_jax.train.mesh.devices import (
     AXES,
     BATCH,
     SHARD,
-    mapped,
+    map_shards,
     order_of,
     shardings,
 )
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, regrouped, split
+from loka_jax.train.tables.stacks import by_stack, regroup, split
 from loka_jax.triton import Implementation
 
 _LEAST = 16  # places in a list
@@ -140,12 +140,12 @@ def with_needs(routed: Sequence[RoutedBatch]) -> tuple[tuple[RoutedBatch, ...], 
     return tuple(routed), needs
 
 
-def asked(routes: Any) -> list[Array]:
+def lists_asked(routes: Any) -> list[Array]:
     """Returns the lists `asked` of every stack."""
     return [route.asked for route in jax.tree.leaves(routes, is_leaf=_is_routed)]
 
 
-def agreed(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
+def routed_batch(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
     """Returns a routed batch from what devices have exchanged.
 
     Args:
@@ -212,12 +212,11 @@ class Router:
         def route(capacity: Any, batch: Batch) -> Any:
             def routed(batch: Batch) -> Any:
                 routes, counts = self.part(capacity, batch)
-                arrived = swap(asked(routes), SHARD)
-                return with_needs([agreed(routes, arrived, gather_all(counts, AXES))])
+                arrived = swap(lists_asked(routes), SHARD)
+                each = gather_all(counts, AXES)
+                return with_needs([routed_batch(routes, arrived, each)])
 
-            return mapped(routed, mesh, in_specs=BATCH, out_specs=routed_specs(1))(
-                batch
-            )
+            return map_shards(routed, mesh, BATCH, routed_specs(1))(batch)
 
         self._run = jax.jit(
             route,
@@ -233,7 +232,7 @@ class Router:
             return batch
         return jax.device_put(batch, self.sharding)
 
-    def ahead(
+    def look_ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
         """Yields each batch after the router has taken those that steps look ahead."""
@@ -272,7 +271,7 @@ class Router:
         """
         return tuple(x.placed for x in self._followers(batches)) or placed
 
-    def spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
+    def take_spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
         """Returns as many routed batches that no step needs any more, to write over.
 
         They are those of former steps, or `placed`, routed, if these are too few.
@@ -315,7 +314,7 @@ class Router:
             return *exchange.route(*how, implementation=self._implementation), bad
 
         routed = by_stack(one, self._tables, split(self._tables, batch), capacity)
-        routes, need, bad = regrouped(self._tables, routed)
+        routes, need, bad = regroup(self._tables, routed)
         weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
         return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
 

@@ -42,7 +42,7 @@ from loka_jax.train.mesh.devices import (
 )
 from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.train.state import TrainState
-from loka_jax.train.tables.stacks import by_stack, regrouped
+from loka_jax.train.tables.stacks import by_stack, regroup
 from loka_jax.train.tables.update import RowUpdate, update_table
 from loka_jax.triton import Implementation
 from loka_jax.unbiased import words_of
@@ -126,6 +126,7 @@ class RowSync:
         """Returns the state after a step, its rows averaged if it is time.
 
         Args:
+            state: before the step.
             new: after it.
             before: from `update_alone`, by stack.
         """
@@ -166,7 +167,7 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
         return distinct, jax.lax.pmax(count, AXES)
 
     def every(log):
-        return regrouped(tables, by_stack(one, tables, *log))
+        return regroup(tables, by_stack(one, tables, *log))
 
     return jax.shard_map(
         every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
@@ -191,7 +192,7 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
             before = jax.tree.map(lambda x: x[:capacity], before)
             return average(table, state, before, words=words)
 
-        return regrouped(tables, by_stack(one, tables, capacity, *parts))
+        return regroup(tables, by_stack(one, tables, capacity, *parts))
 
     return jax.shard_map(
         every,

@@ -15,7 +15,7 @@ from loka_jax import nn
 from loka_jax.optim import Adam, OptimConfig, Sgd, make_dense_optimizer
 from loka_jax.scaling import DelayedScaling
 from loka_jax.train import metrics
-from loka_jax.train.gradients import Gradients, accumulated
+from loka_jax.train.gradients import Gradients, accumulate
 from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.step import (
     make_eval_step,
@@ -191,7 +191,7 @@ def test_microbatches_are_accumulated_in_order():
     batch = make_batch()
     batch.weights[:] = np.repeat([1.0, 0.25, 0.5, 0.125], SIZE // 4)  # 8 examples each
     rows = jnp.arange(SIZE * 6.0).reshape(SIZE, 3, 2)
-    run = jax.jit(functools.partial(accumulated, gradients, 4, False))
+    run = jax.jit(functools.partial(accumulate, gradients, 4, False))
     loss, logits, stats, grads = run(state, batch, rows, jax.random.key(0))
     np.testing.assert_allclose(loss, 1, rtol=1e-6)  # each part over the weight of all
     of_key = np.round(np.reshape(logits - batch.dense[:, 0], (4, -1)), 3)

@@ -46,7 +46,7 @@ def test_steps_of_a_call_route_the_batches_of_later_ones():
     placement.router._run = route
     table = jnp.zeros((len(numbers), 2), jnp.int32)
     state = dataclasses.replace(jax.tree.map(jnp.copy, start_state()), table=table)
-    taken = placement.router.ahead(enumerate(map(batch_of, numbers)))
+    taken = placement.router.look_ahead(enumerate(map(batch_of, numbers)))
     # The first two calls route their own, and the first what they write over.
     for routed_alone in (4, 6, 6, 6, 6):
         state = run(state, *(batch for _, batch in itertools.islice(taken, 2)))

@@ -84,7 +84,7 @@ def test_lists_that_do_not_fit_are_routed_again():
 def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahead):
     router, alone = router_of(per_call)
     batches, made = [batch_of(4 + i) for i in range(10)], []
-    steps = router.ahead(
+    steps = router.look_ahead(
         made.append(i) or (i, batch) for i, batch in enumerate(batches)
     )
     for first in range(0, 10, per_call):
@@ -104,7 +104,7 @@ def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahe
 
 def test_what_was_routed_before_lists_grew_is_routed_again():
     router, _ = router_of(2)
-    steps = router.ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
+    steps = router.look_ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
     _, batch = next(steps)
     placed, routed = router.together([batch])
     (coming,) = router.next_to_route([batch], placed)

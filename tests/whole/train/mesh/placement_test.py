@@ -69,9 +69,9 @@ def program():
     def all_of(parts, batch, few, more_need):
         state = TrainState(**parts)
         routes, counts = placement.router.part(CAPACITY, batch)
-        asked = routing.asked(routes)
+        asked = routing.lists_asked(routes)
         each = gather_all(counts, AXES)
-        routed = routing.agreed(routes, swap(asked, SHARD), each)
+        routed = routing.routed_batch(routes, swap(asked, SHARD), each)
         counts_given = routed.counts._replace(need=routed.counts.need + more_need)
         given = routed._replace(counts=counts_given)
         seen = metrics.init_like(state.metrics)
@@ -79,7 +79,7 @@ def program():
         rows = placement.look_up_alike(MODEL, state, few)
         state, left = step(state, batch, Routing(given, counts, asked))
         assert not jax.tree.leaves(left.before)
-        later = routing.agreed(routes, left.asked, left.counts)
+        later = routing.routed_batch(routes, left.asked, left.counts)
         return vars(state), routed, later, evaluated, rows
 
     in_specs = state_specs(), BATCH, P(), P()
@@ -196,7 +196,7 @@ def test_a_step_of_eight_devices_has_lists_and_several_dims(replicas, shards):
     before = jax.tree.map(
         lambda x, like: jax.device_put(x, like.sharding),
         before,
-        placement.placed(before),
+        placement.template(before),
     )
     batch = batch_with_lists()
     alone, step = (
