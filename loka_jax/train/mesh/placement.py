@@ -305,10 +305,11 @@ class MeshPlacement(Placement):
             rest = sum_all(rest, AXES)
             params = sum_gradients(params, AXES, wire, of_sum)
         loss, batch_stats, seen, bad, counts = rest
-        _, rows, fp8, stats = own.grads
-        fp8 = max_all(fp8, AXES) if jax.tree.leaves(fp8) else fp8
-        stats = _merge_stats(stats) if jax.tree.leaves(stats) else stats
-        grads = own.grads._replace(params=params, fp8=fp8, probe=stats)
+        grads = own.grads._replace(params=params)
+        if jax.tree.leaves(grads.fp8):
+            grads = grads._replace(fp8=max_all(grads.fp8, AXES))
+        if jax.tree.leaves(grads.probe):
+            grads = grads._replace(probe=_merge_stats(grads.probe))
         is_complete = jnp.all(jnp.stack(found.batch.missing) <= 0)
         is_finite = (bad == 0) & is_complete
         found = found._replace(counts=gathered_by(counts, found.counts))
