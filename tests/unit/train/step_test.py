@@ -16,7 +16,7 @@ from loka_jax.optim import Adam, OptimConfig, Sgd, make_dense_optimizer
 from loka_jax.scaling import DelayedScaling
 from loka_jax.train import metrics
 from loka_jax.train.gradients import Gradients, accumulate
-from loka_jax.train.placement import Placement, one_after_another
+from loka_jax.train.placement import Placement
 from loka_jax.train.step import (
     make_eval_step,
     make_train_step,
@@ -47,8 +47,7 @@ def weighted(batch, seed=3):
 def make_step(**options):
     """Returns the step of the linear model; rates of rows grow with steps taken."""
     rows = RowUpdate(Adam(), lambda step: 0.1 * (1 + step.astype(jnp.float32)), 0.0)
-    step = make_train_step(Linear(), Placement(TABLES), CLIPPED, rows, **options)
-    return jax.jit(one_after_another(step))
+    return linear.step_of(Linear(), CLIPPED, rows, **options)
 
 
 @pytest.fixture(scope="module")
@@ -229,11 +228,8 @@ OF_ROWS = Sgd(), optax.constant_schedule(0.1), 0.0
 def stateful():
     """The step of that model, its start, and two states after it."""
     momentum = optax.sgd(0.1, momentum=0.9)
-    step = make_train_step(Stateful(), ONE, momentum, RowUpdate(*OF_ROWS))
-    step, start = (
-        jax.jit(one_after_another(step)),
-        linear.make_state(Stateful(), momentum, Sgd()),
-    )
+    step = linear.step_of(Stateful(), momentum, RowUpdate(*OF_ROWS))
+    start = linear.make_state(Stateful(), momentum, Sgd())
     first = step(start, make_batch())
     return step, start, first, step(first, make_batch(1))
 

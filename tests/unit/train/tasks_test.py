@@ -12,8 +12,8 @@ from loka_jax.optim import OptimConfig, Sgd
 from loka_jax.probe.capture import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.logs.log_lines import measure
-from loka_jax.train.placement import Placement, one_after_another
-from loka_jax.train.step import make_observe_step, make_train_step
+from loka_jax.train.placement import Placement
+from loka_jax.train.step import make_observe_step
 from loka_jax.train.tables.update import RowUpdate
 from tests.support import linear
 from tests.support.linear import SIZE, TABLES, Linear, expected, make_batch
@@ -36,9 +36,7 @@ def test_the_loss_is_the_weighted_sum_of_each_task_s_mean():
     """By the step of plain SGD, as gradients are linear in the loss."""
     state = linear.make_state(Linear(2), linear.sgd(), Sgd(), weighted=True)
     rows, weights = RowUpdate(Sgd(), lambda step: 0.5, 0.0), (2.0, 0.25)
-    parts = Linear(2), Placement(TABLES), linear.sgd(), rows
-    step = make_train_step(*parts, task_weights=weights)
-    step = jax.jit(one_after_another(step))
+    step = linear.step_of(Linear(2), linear.sgd(), rows, task_weights=weights)
     batch = incomplete(np.s_[:20, 1])
     after = step(state, batch)
     _, gradients, of_rows = expected(state, batch, weights)

@@ -72,9 +72,8 @@ def program():
         asked = routing.lists_asked(routes)
         each = gather_all(counts, AXES)
         routed = routing.routed_batch(routes, swap(asked, SHARD), each)
-        counts_given = routed.counts._replace(need=routed.counts.need + more_need)
-        given = routed._replace(counts=counts_given)
-        seen = metrics.init_like(state.metrics)
+        more = routed.counts._replace(need=routed.counts.need + more_need)
+        given, seen = routed._replace(counts=more), metrics.init_like(state.metrics)
         evaluated = evaluate(state, seen, batch, Routing(routed))
         rows = placement.look_up_alike(MODEL, state, few)
         state, left = step(state, batch, Routing(given, counts, asked))
@@ -193,11 +192,8 @@ def test_a_step_of_eight_devices_has_lists_and_several_dims(replicas, shards):
     state = jax.jit(functools.partial(init_state, **sizes, **made))(jax.random.key(0))
     placement = placement_of(mesh_of(config, 32, 2), config, MIXED)
     before = by_stack(in_order_of_mesh, jax.device_get(vars(state)))
-    before = jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding),
-        before,
-        placement.template(before),
-    )
+    places = jax.tree.map(lambda x: x.sharding, placement.template(before))
+    before = jax.device_put(before, places)
     batch = batch_with_lists()
     alone, step = (
         make_train_step(DLRM, place, optax.sgd(0.1), update, microbatches=2)
